@@ -1,0 +1,82 @@
+"""Times checks against torch's slow mode over torch's own operator samples.
+
+Both sides in one process, verdicts compared before anything is timed, medians of paired rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from typing import Any
+
+import torch
+from torch.autograd.gradcheck import GradcheckError
+
+import fastgrad
+from benchmarks.cases import Case, operator_cases, operators
+from benchmarks.measure import geometric_mean, pair_row, time_pair, write
+from fastgrad.check import check
+from fastgrad.report import Settings
+from fastgrad.second_order import Backward, differentiable_outputs, random_grad_outputs
+
+BUCKETS = (("n m < 1e2", 0, 1e2), ("1e2 <= n m < 1e4", 1e2, 1e4), ("n m >= 1e4", 1e4, float("inf")))
+
+
+def passes(checker: Any, case: Case) -> bool | str:
+    """The verdict, or the name of what was raised."""
+    try:
+        return bool(checker(case.func, case.inputs, nondet_tol=case.nondet_tol))
+    except GradcheckError:
+        return False
+    except Exception as error:
+        return type(error).__name__
+
+
+def second_order(case: Case) -> Case:
+    """The backward of a case as a case of its own, so that both sides check the same function."""
+    grads = random_grad_outputs(differentiable_outputs(case.func(*case.inputs)), 0, False)
+    return Case(case.name, Backward(case.func, case.inputs, grads), case.inputs + grads, case.nondet_tol)
+
+
+def measure(case: Case, rounds: int, budget: float) -> dict[str, Any] | None:
+    """One row, or None where the verdicts differ or are not "passed"."""
+    torch_check, own_check = torch.autograd.gradcheck, fastgrad.gradcheck
+    if passes(torch_check, case) is not True or passes(own_check, case) is not True:
+        return None
+    report = check(case.func, case.inputs, Settings(nondet_tol=case.nondet_tol))
+    pair = time_pair(lambda: passes(torch_check, case), lambda: passes(own_check, case), rounds, budget)
+    sizes = {"n": report.n, "m": report.m, "evaluations": report.evaluations, "vjps": report.vjps}
+    return {"name": case.name, **sizes, **pair_row(pair)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--limit", type=int, default=1, help="samples an operator")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--budget", type=float, default=1.0, help="seconds of timing a sample")
+    parser.add_argument("--every", type=int, default=1, help="take every k-th operator")
+    parser.add_argument("--second-order", action="store_true", help="gradgradcheck instead of gradcheck")
+    parser.add_argument("--name", default="", help="write results/<name>.json")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    rows, left_out = [], []
+    for op in operators(torch.float64, options.second_order)[:: options.every]:
+        for case in operator_cases(op, torch.float64, options.limit):
+            row = measure(second_order(case) if options.second_order else case, options.rounds, options.budget)
+            (left_out if row is None else rows).append(case.name if row is None else row)
+    summary = {"cases": len(rows), "left out": left_out, "geometric mean": geometric_mean(r["ratio"] for r in rows)}
+    for title, low, high in BUCKETS:
+        ratios = [row["ratio"] for row in rows if low <= row["n"] * row["m"] < high]
+        summary[title] = {"cases": len(ratios), "geometric mean": geometric_mean(ratios)}
+    for key, value in summary.items():
+        print(f"{key:20s} {value}")
+    print("slowest relative to torch:")
+    for row in sorted(rows, key=lambda row: row["ratio"])[:15]:
+        print(f"  {row['ratio']:6.2f}  n={row['n']:<5d} m={row['m']:<5d} {row['name']}")
+    if options.name:
+        print(write(options.name, summary, rows))
+
+
+if __name__ == "__main__":
+    main()

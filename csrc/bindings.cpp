@@ -1,0 +1,35 @@
+// The compiled module fastgrad._C: what takes a Python callable or runs the autograd engine.
+#include "loops.h"
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+
+namespace py = pybind11;
+
+PYBIND11_MODULE(_C, module) {
+  using fastgrad::Evaluator;
+  using fastgrad::InputBlock;
+  using fastgrad::OutputSpec;
+
+  py::class_<InputBlock>(module, "InputBlock")
+      .def(
+          py::init<at::Tensor, at::Tensor, at::Tensor, int64_t, double>(), py::arg("argument"), py::arg("values"),
+          py::arg("origin"), py::arg("first"), py::arg("relative_step"));
+  py::class_<OutputSpec>(module, "OutputSpec")
+      .def(py::init<int64_t, at::Tensor>(), py::arg("position"), py::arg("like"));
+  py::class_<Evaluator>(module, "Evaluator")
+      .def(py::init<py::object, py::tuple, std::vector<InputBlock>>())
+      .def("evaluate", torch::wrap_pybind_function(&Evaluator::evaluate))
+      .def("evaluate_along", torch::wrap_pybind_function(&Evaluator::evaluate_along))
+      .def("difference_columns", torch::wrap_pybind_function(&Evaluator::difference_columns))
+      .def("restore", torch::wrap_pybind_function(&Evaluator::restore))
+      .def_property_readonly("evaluations", &Evaluator::evaluations)
+      .def_property("mutates_inputs", &Evaluator::mutates_inputs, &Evaluator::set_mutates_inputs);
+  py::class_<fastgrad::GradientsMatch>(module, "GradientsMatch")
+      .def_readonly("dtypes", &fastgrad::GradientsMatch::dtypes)
+      .def_readonly("sizes", &fastgrad::GradientsMatch::sizes)
+      .def_readonly("repeats", &fastgrad::GradientsMatch::repeats);
+  module.def("vjp", torch::wrap_pybind_function(&fastgrad::vjp));
+  module.def("vjp_coordinates", torch::wrap_pybind_function(&fastgrad::vjp_coordinates));
+  module.def("vjp_rows", torch::wrap_pybind_function(&fastgrad::vjp_rows));
+}

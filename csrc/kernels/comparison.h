@@ -1,0 +1,96 @@
+// The allclose rule, entry by entry, and the statistics of a comparison as a reduction.
+#pragma once
+
+#include "host_device.h"
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+namespace fastgrad {
+
+// A Jacobian entry: real, or assembled from the two real coordinates of a complex input.
+struct Entry {
+  double re;
+  double im;
+};
+
+FASTGRAD_HOST_DEVICE double modulus(Entry z) { return z.im == 0.0 ? std::fabs(z.re) : std::hypot(z.re, z.im); }
+
+// What a comparison of analytical with numerical entries keeps. `sums` run over the mismatched
+// entries only: they are what a diagnosis of the mismatch needs.
+struct ComparisonStatistics {
+  double mismatches = 0;     // entries outside the tolerance
+  double worst_excess = -1;  // max of |a - n| / (atol + rtol |n|); inf where that is not a number
+  double worst_row = -1;     // where that maximum is
+  double worst_column = -1;
+  double largest_absolute = 0;  // max of |a - n| over entries where it is a number
+  double largest_relative = 0;  // max of |a - n| / |n| over entries where it is finite
+  double sum_analytical = 0;    // sum of |a|^2
+  double sum_numerical = 0;     // sum of |n|^2
+  double sum_product_re = 0;    // sum of a conj(n)
+  double sum_product_im = 0;
+};
+constexpr int64_t comparison_fields = 10;
+static_assert(sizeof(ComparisonStatistics) == comparison_fields * sizeof(double), "fields are doubles only");
+
+// Takes one entry into the statistics, by torch.isclose(analytical, numerical): equal values
+// (infinities too) are close, anything else needs a finite difference within atol + rtol |n|.
+FASTGRAD_HOST_DEVICE void reduce(
+    ComparisonStatistics& statistics, Entry analytical, Entry numerical, int64_t row, int64_t column, double atol,
+    double rtol, bool equal_nan) {
+  const Entry difference{analytical.re - numerical.re, analytical.im - numerical.im};
+  const double error = modulus(difference);
+  if (error == 0.0 || (analytical.re == numerical.re && analytical.im == numerical.im)) {
+    return;
+  }
+  const double size = modulus(numerical);
+  if (equal_nan && std::isnan(size) && std::isnan(modulus(analytical))) {
+    return;
+  }
+  const double allowed = atol + rtol * size;
+  double excess = error / allowed;
+  if (!(excess >= 0.0) || !std::isfinite(error)) {
+    excess = std::numeric_limits<double>::infinity();
+  }
+  if (std::isfinite(error)) {
+    statistics.largest_absolute = error > statistics.largest_absolute ? error : statistics.largest_absolute;
+    const double relative = error / size;
+    if (std::isfinite(relative) && relative > statistics.largest_relative) {
+      statistics.largest_relative = relative;
+    }
+  }
+  if (excess > statistics.worst_excess) {
+    statistics.worst_excess = excess;
+    statistics.worst_row = static_cast<double>(row);
+    statistics.worst_column = static_cast<double>(column);
+  }
+  if (!(std::isfinite(error) && error <= allowed)) {
+    statistics.mismatches += 1;
+    statistics.sum_analytical += analytical.re * analytical.re + analytical.im * analytical.im;
+    statistics.sum_numerical += size * size;
+    statistics.sum_product_re += analytical.re * numerical.re + analytical.im * numerical.im;
+    statistics.sum_product_im += analytical.im * numerical.re - analytical.re * numerical.im;
+  }
+}
+
+// Joins the statistics of two disjoint sets of entries; `left` wins a tie for the worst entry.
+FASTGRAD_HOST_DEVICE ComparisonStatistics combine(ComparisonStatistics left, const ComparisonStatistics& right) {
+  if (right.worst_excess > left.worst_excess) {
+    left.worst_excess = right.worst_excess;
+    left.worst_row = right.worst_row;
+    left.worst_column = right.worst_column;
+  }
+  left.mismatches += right.mismatches;
+  left.largest_absolute =
+      right.largest_absolute > left.largest_absolute ? right.largest_absolute : left.largest_absolute;
+  left.largest_relative =
+      right.largest_relative > left.largest_relative ? right.largest_relative : left.largest_relative;
+  left.sum_analytical += right.sum_analytical;
+  left.sum_numerical += right.sum_numerical;
+  left.sum_product_re += right.sum_product_re;
+  left.sum_product_im += right.sum_product_im;
+  return left;
+}
+
+}  // namespace fastgrad

@@ -1,0 +1,39 @@
+// Perturbing one coordinate and dividing by the step that was really taken.
+#pragma once
+
+#include "host_device.h"
+
+#include <cmath>
+
+namespace fastgrad {
+
+// x + step, rounded to T: what the function under test gets to see.
+template <typename T>
+FASTGRAD_HOST_DEVICE T perturbed(T x, double step) {
+  return static_cast<T>(static_cast<double>(x) + step);
+}
+
+// (x + step) - (x - step) in floating point, which is not 2 step. An infinite x does not move, and
+// has no width: there 2 step, so that a function constant in it has the derivative zero.
+template <typename T>
+FASTGRAD_HOST_DEVICE double realized_width(T x, double step) {
+  const double width = static_cast<double>(perturbed(x, step)) - static_cast<double>(perturbed(x, -step));
+  return std::isfinite(width) ? width : 2 * step;
+}
+
+// The step for a single-coordinate difference: eps wherever that moves x at all, else
+// relative_step |x| (an eps of 1e-6 is less than half an ulp of 1e11).
+template <typename T>
+FASTGRAD_HOST_DEVICE double coordinate_step(T x, double eps, double relative_step) {
+  const double size = static_cast<double>(x) < 0 ? -static_cast<double>(x) : static_cast<double>(x);
+  return realized_width(x, eps) == 0.0 ? size * relative_step : eps;
+}
+
+// The step length along a direction, where one joint step serves coordinates of all sizes.
+template <typename T>
+FASTGRAD_HOST_DEVICE double directional_step(T x, double eps, double relative_step) {
+  const double size = static_cast<double>(x) < 0 ? -static_cast<double>(x) : static_cast<double>(x);
+  return size * relative_step > eps ? size * relative_step : eps;
+}
+
+}  // namespace fastgrad

@@ -1,0 +1,21 @@
+// The schemas of every operator of the fastgrad library; ops/<op>.h holds each contract.
+#include <torch/library.h>
+
+TORCH_LIBRARY(fastgrad, library) {
+  library.def(
+      "perturb_coordinate_(Tensor(a!) x, Tensor origin, int coordinate, int sign, float eps, float relative_step) -> "
+      "()");
+  library.def(
+      "perturb_along_(Tensor(a!) x, Tensor origin, int seed, int stream, int first, int sign, float eps, "
+      "float relative_step) -> ()");
+  library.def("direction_(Tensor(a!) out, int seed, int stream, int first, bool halved) -> ()");
+  library.def("flatten_(Tensor(a!) out, Tensor tensor) -> ()");
+  library.def("unflatten_(Tensor(a!) tensor, Tensor coordinates) -> ()");
+  library.def(
+      "central_difference_(Tensor(a!) column, Tensor minus, Tensor origin, int coordinate, float eps, "
+      "float relative_step) -> ()");
+  library.def(
+      "compare(Tensor analytical, Tensor numerical, float atol, float rtol, bool complex_entries, bool equal_nan) "
+      "-> Tensor");
+  library.def("project_rows_(Tensor(a!) sums, Tensor(b!) squares, Tensor cotangents, Tensor rows) -> ()");
+}

@@ -1,0 +1,261 @@
+// The evaluation loop and the VJP loop. Every pass looks for a pending Ctrl-C; restoring is RAII.
+#include "loops.h"
+
+#include "ops/central_difference.h"
+#include "ops/common.h"
+#include "ops/flatten.h"
+#include "ops/perturb_along.h"
+#include "ops/perturb_coordinate.h"
+#include "ops/unflatten.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/equal.h>
+#include <ATen/ops/real.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace py = pybind11;
+
+namespace fastgrad {
+namespace {
+
+// Our own operators run below autograd: no graph, no version bumps.
+using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
+
+template <typename Action>
+class OnExit {
+ public:
+  explicit OnExit(Action action) : action_(std::move(action)) {}
+  OnExit(const OnExit&) = delete;
+  OnExit& operator=(const OnExit&) = delete;
+  ~OnExit() { action_(); }
+
+ private:
+  Action action_;
+};
+
+void raise_if_interrupted() {
+  if (PyErr_CheckSignals() != 0) {
+    throw py::error_already_set();
+  }
+}
+
+// The object that func returned as its output number `position`, or null if there is none.
+PyObject* output_at(PyObject* result, int64_t position) {
+  if (PyTuple_Check(result)) {
+    return position < PyTuple_GET_SIZE(result) ? PyTuple_GET_ITEM(result, position) : nullptr;
+  }
+  if (PyList_Check(result)) {
+    return position < PyList_GET_SIZE(result) ? PyList_GET_ITEM(result, position) : nullptr;
+  }
+  return position == 0 ? result : nullptr;
+}
+
+bool looks_like(PyObject* object, const at::Tensor& like) {
+  if (object == nullptr || !THPVariable_Check(object)) {
+    return false;
+  }
+  const at::Tensor& tensor = THPVariable_Unpack(object);
+  return tensor.scalar_type() == like.scalar_type() && tensor.sizes() == like.sizes();
+}
+
+uint32_t version(const at::Tensor& tensor) { return tensor.is_inference() ? 0 : tensor._version(); }
+
+}  // namespace
+
+Evaluator::Evaluator(py::object func, py::tuple arguments, std::vector<InputBlock> blocks)
+    : func_(std::move(func)), arguments_(std::move(arguments)), blocks_(std::move(blocks)) {}
+
+py::object Evaluator::call(bool record_graph) {
+  std::vector<uint32_t> versions;
+  versions.reserve(blocks_.size());
+  for (const InputBlock& block : blocks_) {
+    versions.push_back(version(block.argument));
+  }
+  ++evaluations_;
+  py::object result;
+  {
+    const c10::AutoGradMode mode(record_graph && c10::GradMode::is_enabled());
+    result = py::reinterpret_steal<py::object>(PyObject_Call(func_.ptr(), arguments_.ptr(), nullptr));
+  }
+  for (size_t b = 0; b < blocks_.size(); ++b) {
+    mutates_inputs_ = mutates_inputs_ || version(blocks_[b].argument) != versions[b];
+  }
+  if (!result) {
+    throw py::error_already_set();
+  }
+  return result;
+}
+
+void Evaluator::restore() {
+  const BelowAutograd guard;
+  for (const InputBlock& block : blocks_) {
+    block.values.copy_(block.origin);
+  }
+}
+
+py::object Evaluator::evaluate(bool record_graph) {
+  if (mutates_inputs_) {
+    restore();
+  }
+  return call(record_graph);
+}
+
+py::object Evaluator::evaluate_along(int64_t seed, int64_t stream, int64_t sign, double eps, bool record_graph) {
+  const OnExit restoring([this] { restore(); });
+  {
+    const BelowAutograd guard;
+    for (const InputBlock& block : blocks_) {
+      perturb_along_(block.values, block.origin, seed, stream, block.first, sign, eps, block.relative_step);
+    }
+  }
+  return call(record_graph);
+}
+
+std::optional<std::tuple<int64_t, int64_t, py::object>> Evaluator::difference_columns(
+    int64_t first, const at::Tensor& columns, const std::vector<OutputSpec>& outputs, double eps, bool record_graph) {
+  if (mutates_inputs_) {
+    restore();
+  }
+  auto block = blocks_.begin();
+  for (int64_t j = 0; j < columns.size(0); ++j) {
+    while (first + j >= block->first + coordinate_count(block->origin)) {
+      ++block;
+    }
+    const int64_t coordinate = first + j - block->first;
+    const auto perturb = [&](int64_t sign) {
+      const BelowAutograd guard;
+      perturb_coordinate_(block->values, block->origin, coordinate, sign, eps, block->relative_step);
+    };
+    const OnExit restoring([&] { mutates_inputs_ ? restore() : perturb(0); });
+    for (const int64_t sign : {1, -1}) {
+      if (mutates_inputs_) {
+        restore();
+      }
+      perturb(sign);
+      const py::object result = call(record_graph);
+      const BelowAutograd guard;
+      int64_t offset = 0;
+      for (size_t o = 0; o < outputs.size(); ++o) {
+        PyObject* const object = output_at(result.ptr(), outputs[o].position);
+        if (!looks_like(object, outputs[o].like)) {
+          py::object found = object ? py::reinterpret_borrow<py::object>(object) : py::none();
+          return std::make_tuple(first + j, static_cast<int64_t>(o), std::move(found));
+        }
+        const at::Tensor& output = THPVariable_Unpack(object);
+        const int64_t size = coordinate_count(output);
+        const at::Tensor segment = columns.select(0, j).narrow(0, offset, size);
+        offset += size;
+        if (sign == 1) {
+          flatten_(segment, output);
+        } else {
+          central_difference_(segment, output, block->origin, coordinate, eps, block->relative_step);
+        }
+      }
+    }
+    raise_if_interrupted();
+  }
+  return std::nullopt;
+}
+
+std::vector<at::Tensor> vjp(
+    const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
+    const std::vector<at::Tensor>& cotangents, bool create_graph) {
+  const py::gil_scoped_release released;
+  return torch::autograd::grad(outputs, inputs, cotangents, /*retain_graph=*/true, create_graph, /*allow_unused=*/true);
+}
+
+namespace {
+
+// Lays gradients end to end into row (float64, shape (coordinates of all inputs,)).
+void flatten_gradients(
+    const std::vector<at::Tensor>& gradients, const std::vector<at::Tensor>& inputs, const at::Tensor& row,
+    GradientsMatch& match) {
+  int64_t offset = 0;
+  for (size_t k = 0; k < inputs.size(); ++k) {
+    const int64_t size = coordinate_count(inputs[k]);
+    const at::Tensor segment = row.narrow(0, offset, size);
+    offset += size;
+    at::Tensor gradient = gradients[k];
+    if (!gradient.defined() || gradient.sizes() != inputs[k].sizes()) {
+      match.sizes = match.sizes && !gradient.defined();
+      segment.zero_();
+      continue;
+    }
+    match.dtypes = match.dtypes && gradient.scalar_type() == inputs[k].scalar_type();
+    if (gradient.layout() != at::kStrided) {
+      gradient = gradient.to_dense();
+    }
+    if (gradient.is_complex() != inputs[k].is_complex()) {
+      gradient = gradient.is_complex() ? at::real(gradient) : gradient.to(c10::toComplexType(gradient.scalar_type()));
+    }
+    flatten_(segment, gradient);
+  }
+}
+
+}  // namespace
+
+GradientsMatch vjp_coordinates(
+    const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs, const at::Tensor& cotangent,
+    bool contiguous, const at::Tensor& gradient) {
+  std::vector<at::Tensor> cotangents;
+  {
+    const BelowAutograd guard;
+    int64_t offset = 0;
+    for (const at::Tensor& output : outputs) {
+      const int64_t size = coordinate_count(output);
+      at::Tensor grad_output;
+      if (contiguous) {
+        grad_output = at::empty_like(output, {}, at::MemoryFormat::Contiguous);
+      } else {
+        std::vector<int64_t> gapped = output.sizes().vec();
+        gapped.push_back(2);
+        grad_output = at::empty(gapped, output.options()).select(-1, 0);
+      }
+      unflatten_(grad_output, cotangent.narrow(0, offset, size));
+      cotangents.push_back(grad_output);
+      offset += size;
+    }
+  }
+  const std::vector<at::Tensor> gradients = vjp(outputs, inputs, cotangents, /*create_graph=*/false);
+  const BelowAutograd guard;
+  GradientsMatch match;
+  flatten_gradients(gradients, inputs, gradient, match);
+  return match;
+}
+
+GradientsMatch vjp_rows(
+    const at::Tensor& output, const std::vector<at::Tensor>& inputs, int64_t first, bool imaginary,
+    const at::Tensor& rows, const at::Tensor& repeated) {
+  GradientsMatch match;
+  const int64_t width = coordinates_per_element(output);
+  const at::Tensor cotangent = at::zeros_like(output.detach(), {}, at::MemoryFormat::Contiguous);
+  const at::Tensor zeros = cotangent.clone();
+  for (const at::Tensor& block : {rows, repeated}) {
+    for (int64_t i = 0; i < block.size(0); ++i) {
+      {
+        // From zero for every row: a backward may have written into the last one.
+        const BelowAutograd guard;
+        cotangent.zero_();
+        perturb_coordinate_(cotangent, zeros, (first + i) * width + (imaginary ? 1 : 0), 1, 1.0, 0.0);
+      }
+      const std::vector<at::Tensor> gradients = vjp({output}, inputs, {cotangent}, /*create_graph=*/false);
+      {
+        const BelowAutograd guard;
+        flatten_gradients(gradients, inputs, block.select(0, i), match);
+      }
+      raise_if_interrupted();
+    }
+  }
+  match.repeats = at::equal(rows, repeated);
+  return match;
+}
+
+}  // namespace fastgrad

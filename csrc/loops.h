@@ -1,0 +1,99 @@
+// The loops that call the Python function under test and the autograd engine.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <cstdint>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+namespace fastgrad {
+
+// One differentiable input of the function under test: a block of consecutive real coordinates.
+struct InputBlock {
+  at::Tensor argument;   // the caller's own tensor, read for its version counter only
+  at::Tensor values;     // argument's storage under a version counter of its own: what is perturbed
+  at::Tensor origin;     // contiguous snapshot of the values at x: what is restored
+  int64_t first;         // its first coordinate
+  double relative_step;  // for steps at magnitudes where eps moves nothing
+};
+
+// One differentiable output: where func returns it and what it must look like when perturbed.
+struct OutputSpec {
+  int64_t position;  // in the tuple that func returns
+  at::Tensor like;   // same shape, dtype and device; the values are never read
+};
+
+// Calls func with the caller's own arguments, unperturbed or perturbed in place. After every call,
+// exceptions and interrupts included, the inputs hold the bits of their origins again, except after
+// evaluate(), whose graph may need what func made of them: there the next call restores first.
+class Evaluator {
+ public:
+  Evaluator(pybind11::object func, pybind11::tuple arguments, std::vector<InputBlock> blocks);
+
+  // func at x; gradients are recorded where record_graph and the caller's grad mode say so.
+  pybind11::object evaluate(bool record_graph);
+
+  // func at x + sign * h * u, u the direction (seed, stream): fastgrad::perturb_along_.
+  pybind11::object evaluate_along(int64_t seed, int64_t stream, int64_t sign, double eps, bool record_graph);
+
+  // Numerical columns first, first + 1, ...: row j of `columns` (float64, shape (count, m), m the
+  // coordinates of all outputs end to end) becomes the central difference at coordinate first + j,
+  // two evaluations each. Returns nothing, or (coordinate, output, what func returned for it
+  // instead) at the first evaluation that does not look as its OutputSpec says.
+  std::optional<std::tuple<int64_t, int64_t, pybind11::object>> difference_columns(
+      int64_t first, const at::Tensor& columns, const std::vector<OutputSpec>& outputs, double eps, bool record_graph);
+
+  // Puts the origins back into every input.
+  void restore();
+
+  // Calls of func so far.
+  int64_t evaluations() const { return evaluations_; }
+
+  // Whether func changes its inputs: then all of them are restored around every evaluation. Seen by
+  // itself from version counters; to be told where func writes past them.
+  bool mutates_inputs() const { return mutates_inputs_; }
+  void set_mutates_inputs(bool mutates) { mutates_inputs_ = mutates; }
+
+ private:
+  pybind11::object call(bool record_graph);
+
+  pybind11::object func_;
+  pybind11::tuple arguments_;
+  std::vector<InputBlock> blocks_;
+  int64_t evaluations_ = 0;
+  bool mutates_inputs_ = false;
+};
+
+// The vector-Jacobian product: gradients of sum_o <cotangents[o], outputs[o]> with respect to the
+// inputs, undefined where there is none; recorded for differentiation where create_graph says so. An
+// undefined cotangent stands for 1 and needs an output of one element. Keeps the graph. Called and
+// returns with the GIL held.
+std::vector<at::Tensor> vjp(
+    const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
+    const std::vector<at::Tensor>& cotangents, bool create_graph);
+
+// What the gradients behind some rows looked like.
+struct GradientsMatch {
+  bool dtypes = true;   // all had the dtype of their inputs
+  bool sizes = true;    // all had the size of their inputs; one that had not leaves zeros
+  bool repeats = true;  // a second run, where there was one, gave equal values
+};
+
+// v^T J in coordinates: gradient = the VJP of cotangent (float64, shape (coordinates of all outputs
+// end to end,)), with gradient float64, shape (coordinates of all inputs end to end,), mutated in
+// place. Autograd is given contiguous cotangents or, if not `contiguous`, ones with gaps in memory.
+GradientsMatch vjp_coordinates(
+    const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs, const at::Tensor& cotangent,
+    bool contiguous, const at::Tensor& gradient);
+
+// Analytical rows of one output: row i of `rows`, and of `repeated` in a second run, becomes the VJP
+// with the one-hot cotangent at element first + i of output, 1 or, for `imaginary`, 1j.
+// rows, repeated: float64, shape (count, coordinates of all inputs end to end), mutated in place.
+GradientsMatch vjp_rows(
+    const at::Tensor& output, const std::vector<at::Tensor>& inputs, int64_t first, bool imaginary,
+    const at::Tensor& rows, const at::Tensor& repeated);
+
+}  // namespace fastgrad

@@ -1,0 +1,33 @@
+// Argument checks shared by the operators; a message names the op, the argument and what was given.
+#include "common.h"
+
+#include <ATen/ops/view_as_real.h>
+
+namespace fastgrad {
+
+at::Tensor real_coordinates(const at::Tensor& tensor) {
+  const at::Tensor resolved = tensor.resolve_conj().resolve_neg();
+  return (resolved.is_complex() ? at::view_as_real(resolved) : resolved).reshape({-1});
+}
+
+void check_differentiable(const char* op, const char* name, const at::Tensor& tensor) {
+  TORCH_CHECK(
+      tensor.layout() == at::kStrided && (tensor.is_floating_point() || tensor.is_complex()), op, ": ", name,
+      " must be a strided tensor of floating or complex dtype, got ", tensor.layout(), " ", tensor.scalar_type());
+}
+
+void check_float64(const char* op, const char* name, const at::Tensor& tensor, int64_t dim) {
+  TORCH_CHECK(
+      tensor.scalar_type() == at::kDouble && tensor.dim() == dim, op, ": ", name, " must be a float64 tensor with ",
+      dim, " dimensions, got ", tensor.scalar_type(), " with ", tensor.dim());
+}
+
+void check_origin(const char* op, const at::Tensor& x, const at::Tensor& origin) {
+  check_differentiable(op, "x", x);
+  TORCH_CHECK(
+      origin.scalar_type() == x.scalar_type() && origin.sizes() == x.sizes() && origin.is_contiguous(), op,
+      ": origin must be a contiguous snapshot of x, ", x.scalar_type(), x.sizes(), ", got ", origin.scalar_type(),
+      origin.sizes());
+}
+
+}  // namespace fastgrad

@@ -1,0 +1,59 @@
+// What the CPU launchers share: argument checks and real coordinates of strided tensors.
+//
+// The real coordinates of a tensor are its elements in C order of its logical indices, one
+// coordinate for a real element and two, (re, im), for a complex one.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/Dispatch.h>
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+
+namespace fastgrad {
+
+// Coordinates below this number are not worth a second thread.
+constexpr int64_t grain_size = 16384;
+
+inline int64_t coordinates_per_element(const at::Tensor& tensor) { return tensor.is_complex() ? 2 : 1; }
+
+inline int64_t coordinate_count(const at::Tensor& tensor) { return tensor.numel() * coordinates_per_element(tensor); }
+
+// `tensor` as a C-contiguous one-dimensional tensor of its real coordinates, in its own dtype: a
+// view where the layout allows it, a copy elsewhere. Differentiable operations: call without grad.
+at::Tensor real_coordinates(const at::Tensor& tensor);
+
+// Refuses an argument that is not a strided tensor of floating or complex dtype.
+void check_differentiable(const char* op, const char* name, const at::Tensor& tensor);
+
+// Refuses an argument that is not a float64 tensor with `dim` dimensions.
+void check_float64(const char* op, const char* name, const at::Tensor& tensor, int64_t dim);
+
+// Refuses an origin that is not a C-contiguous snapshot of `x`.
+void check_origin(const char* op, const at::Tensor& x, const at::Tensor& origin);
+
+// Whether a Python subclass intercepts the operators on `tensor`: it knows ATen's, not ours.
+inline bool is_wrapper_subclass(const at::Tensor& tensor) { return tensor.unsafeGetTensorImpl()->is_python_dispatch(); }
+
+// Element offset in memory of the element with flat index `index` of a strided tensor.
+inline int64_t element_offset(const at::Tensor& tensor, int64_t index) {
+  if (tensor.is_contiguous()) {
+    return index;
+  }
+  int64_t offset = 0;
+  for (int64_t dim = tensor.dim() - 1; dim >= 0; --dim) {
+    offset += index % tensor.size(dim) * tensor.stride(dim);
+    index /= tensor.size(dim);
+  }
+  return offset;
+}
+
+}  // namespace fastgrad
+
+// Runs the lambda with `real_t` bound to the real type underneath a floating or complex dtype.
+#define FASTGRAD_DISPATCH_REAL(DTYPE, NAME, ...)                                                           \
+  AT_DISPATCH_SWITCH(                                                                                      \
+      c10::toRealValueType(DTYPE), NAME,                                                                   \
+      AT_PRIVATE_CASE_TYPE_USING_HINT(at::kDouble, real_t, __VA_ARGS__) AT_PRIVATE_CASE_TYPE_USING_HINT(   \
+          at::kFloat, real_t, __VA_ARGS__) AT_PRIVATE_CASE_TYPE_USING_HINT(at::kHalf, real_t, __VA_ARGS__) \
+          AT_PRIVATE_CASE_TYPE_USING_HINT(at::kBFloat16, real_t, __VA_ARGS__))

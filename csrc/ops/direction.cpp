@@ -1,0 +1,49 @@
+// CPU launcher and plain ATen kernel of fastgrad::direction_; the CUDA launcher is cuda/direction.cu.
+#include "direction.h"
+
+#include "../kernels/direction.h"
+#include "common.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+namespace fastgrad {
+namespace {
+
+void direction_cpu(const at::Tensor& out, int64_t seed, int64_t stream, int64_t first, bool halved) {
+  check_float64("direction_", "out", out, 1);
+  auto* values = out.mutable_data_ptr<double>();
+  const int64_t stride = out.stride(0);
+  at::parallel_for(0, out.numel(), grain_size, [&](int64_t begin, int64_t end) {
+    for (int64_t j = begin; j < end; ++j) {
+      values[j * stride] = direction_component(seed, stream, first + j, halved);
+    }
+  });
+}
+
+void direction_composite(const at::Tensor& out, int64_t seed, int64_t stream, int64_t first, bool halved) {
+  check_float64("direction_", "out", out, 1);
+  const at::Tensor values = at::empty({out.numel()}, out.options().device(at::kCPU));
+  direction_cpu(values, seed, stream, first, halved);
+  out.copy_(values);
+}
+
+void direction_meta(const at::Tensor& out, int64_t, int64_t, int64_t, bool) {
+  check_float64("direction_", "out", out, 1);
+}
+
+}  // namespace
+
+void direction_(const at::Tensor& out, int64_t seed, int64_t stream, int64_t first, bool halved) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("fastgrad::direction_", "").typed<decltype(direction_)>();
+  op.call(out, seed, stream, first, halved);
+}
+
+TORCH_LIBRARY_IMPL(fastgrad, CPU, library) { library.impl("direction_", &direction_cpu); }
+TORCH_LIBRARY_IMPL(fastgrad, Meta, library) { library.impl("direction_", &direction_meta); }
+TORCH_LIBRARY_IMPL(fastgrad, CompositeExplicitAutograd, library) { library.impl("direction_", &direction_composite); }
+
+}  // namespace fastgrad

@@ -1,0 +1,13 @@
+// fastgrad::direction_: components of a random direction.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace fastgrad {
+
+// out[j] = component first + j of direction (seed, stream): +-[0.5, 1.5) or, with halved, zero for a
+// random half of them; the same bits on every device (kernels/direction.h).
+// out: float64, one-dimensional, any stride, mutated in place.
+void direction_(const at::Tensor& out, int64_t seed, int64_t stream, int64_t first, bool halved);
+
+}  // namespace fastgrad

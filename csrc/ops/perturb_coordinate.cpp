@@ -1,0 +1,88 @@
+// CPU launcher and plain ATen kernel of fastgrad::perturb_coordinate_.
+#include "perturb_coordinate.h"
+
+#include "../kernels/difference.h"
+#include "common.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/abs.h>
+#include <ATen/ops/eq.h>
+#include <ATen/ops/full_like.h>
+#include <ATen/ops/view_as_real.h>
+#include <ATen/ops/where.h>
+#include <ATen/TensorOperators.h>
+#include <torch/library.h>
+
+namespace fastgrad {
+namespace {
+
+void check_arguments(const at::Tensor& x, const at::Tensor& origin, int64_t coordinate, int64_t sign) {
+  check_origin("perturb_coordinate_", x, origin);
+  TORCH_CHECK(
+      coordinate >= 0 && coordinate < coordinate_count(x), "perturb_coordinate_: coordinate must be in [0, ",
+      coordinate_count(x), "), got ", coordinate);
+  TORCH_CHECK(sign >= -1 && sign <= 1, "perturb_coordinate_: sign must be -1, 0 or 1, got ", sign);
+}
+
+void perturb_coordinate_cpu(
+    const at::Tensor& x, const at::Tensor& origin, int64_t coordinate, int64_t sign, double eps, double relative_step) {
+  check_arguments(x, origin, coordinate, sign);
+  const int64_t width = coordinates_per_element(x);
+  const int64_t target = element_offset(x, coordinate / width) * width + coordinate % width;
+  FASTGRAD_DISPATCH_REAL(x.scalar_type(), "perturb_coordinate_", [&] {
+    const real_t value = static_cast<const real_t*>(origin.const_data_ptr())[coordinate];
+    static_cast<real_t*>(x.mutable_data_ptr())[target] =
+        sign == 0 ? value : perturbed(value, sign * coordinate_step(value, eps, relative_step));
+  });
+}
+
+// The entry of `tensor` that holds a real coordinate, as a zero-dimensional view.
+at::Tensor coordinate_view(const at::Tensor& tensor, int64_t coordinate) {
+  at::Tensor view = tensor.is_complex() ? at::view_as_real(tensor) : tensor;
+  while (view.dim() > 0) {
+    const int64_t size = view.size(-1);
+    view = view.select(-1, coordinate % size);
+    coordinate /= size;
+  }
+  return view;
+}
+
+void perturb_coordinate_composite(
+    const at::Tensor& x, const at::Tensor& origin, int64_t coordinate, int64_t sign, double eps, double relative_step) {
+  check_arguments(x, origin, coordinate, sign);
+  at::Tensor target = coordinate_view(x, coordinate);
+  const at::Tensor value = coordinate_view(origin, coordinate);
+  if (sign == 0) {
+    target.copy_(value);
+    return;
+  }
+  const at::Tensor still = at::eq(value + eps, value - eps);
+  const at::Tensor step = at::where(still, at::abs(value) * relative_step, at::full_like(value, eps));
+  target.copy_(value + sign * step);
+}
+
+void perturb_coordinate_meta(
+    const at::Tensor& x, const at::Tensor& origin, int64_t coordinate, int64_t sign, double, double) {
+  check_arguments(x, origin, coordinate, sign);
+}
+
+}  // namespace
+
+void perturb_coordinate_(
+    const at::Tensor& x, const at::Tensor& origin, int64_t coordinate, int64_t sign, double eps, double relative_step) {
+  if (is_wrapper_subclass(x)) {
+    return perturb_coordinate_composite(x, origin, coordinate, sign, eps, relative_step);
+  }
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("fastgrad::perturb_coordinate_", "")
+                             .typed<decltype(perturb_coordinate_)>();
+  op.call(x, origin, coordinate, sign, eps, relative_step);
+}
+
+TORCH_LIBRARY_IMPL(fastgrad, CPU, library) { library.impl("perturb_coordinate_", &perturb_coordinate_cpu); }
+TORCH_LIBRARY_IMPL(fastgrad, Meta, library) { library.impl("perturb_coordinate_", &perturb_coordinate_meta); }
+TORCH_LIBRARY_IMPL(fastgrad, CompositeExplicitAutograd, library) {
+  library.impl("perturb_coordinate_", &perturb_coordinate_composite);
+}
+
+}  // namespace fastgrad

@@ -1,0 +1,67 @@
+// CPU launcher and plain ATen kernel of fastgrad::unflatten_.
+#include "unflatten.h"
+
+#include "common.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/view_as_complex.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+namespace fastgrad {
+namespace {
+
+void check_arguments(const at::Tensor& tensor, const at::Tensor& coordinates) {
+  check_differentiable("unflatten_", "tensor", tensor);
+  check_float64("unflatten_", "coordinates", coordinates, 1);
+  TORCH_CHECK(
+      coordinates.numel() == coordinate_count(tensor), "unflatten_: coordinates must have ", coordinate_count(tensor),
+      " elements, one for each real coordinate of tensor, got ", coordinates.numel());
+}
+
+void unflatten_cpu(const at::Tensor& tensor, const at::Tensor& coordinates) {
+  check_arguments(tensor, coordinates);
+  const double* values = coordinates.const_data_ptr<double>();
+  const int64_t stride = coordinates.stride(0);
+  const int64_t width = coordinates_per_element(tensor);
+  FASTGRAD_DISPATCH_REAL(tensor.scalar_type(), "unflatten_", [&] {
+    auto* out = static_cast<real_t*>(tensor.mutable_data_ptr());
+    at::parallel_for(0, tensor.numel(), grain_size, [&](int64_t begin, int64_t end) {
+      for (int64_t element = begin; element < end; ++element) {
+        const int64_t target = element_offset(tensor, element) * width;
+        for (int64_t part = 0; part < width; ++part) {
+          out[target + part] = static_cast<real_t>(values[(element * width + part) * stride]);
+        }
+      }
+    });
+  });
+}
+
+void unflatten_composite(const at::Tensor& tensor, const at::Tensor& coordinates) {
+  check_arguments(tensor, coordinates);
+  if (!tensor.is_complex()) {
+    tensor.copy_(coordinates.reshape(tensor.sizes()));
+    return;
+  }
+  const at::Tensor parts = coordinates.reshape({-1, 2}).to(c10::toRealValueType(tensor.scalar_type()));
+  tensor.copy_(at::view_as_complex(parts.contiguous()).reshape(tensor.sizes()));
+}
+
+void unflatten_meta(const at::Tensor& tensor, const at::Tensor& coordinates) { check_arguments(tensor, coordinates); }
+
+}  // namespace
+
+void unflatten_(const at::Tensor& tensor, const at::Tensor& coordinates) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("fastgrad::unflatten_", "").typed<decltype(unflatten_)>();
+  if (is_wrapper_subclass(tensor)) {
+    return unflatten_composite(tensor, coordinates);
+  }
+  op.call(tensor, coordinates);
+}
+
+TORCH_LIBRARY_IMPL(fastgrad, CPU, library) { library.impl("unflatten_", &unflatten_cpu); }
+TORCH_LIBRARY_IMPL(fastgrad, Meta, library) { library.impl("unflatten_", &unflatten_meta); }
+TORCH_LIBRARY_IMPL(fastgrad, CompositeExplicitAutograd, library) { library.impl("unflatten_", &unflatten_composite); }
+
+}  // namespace fastgrad

@@ -1,0 +1,7 @@
+"""Entry point of python -m fastgrad."""
+
+import sys
+
+from fastgrad.cli import main
+
+sys.exit(main())

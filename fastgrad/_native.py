@@ -1,0 +1,38 @@
+"""The compiled module: checked against the installed torch first, and imported nowhere else."""
+
+from __future__ import annotations
+
+import torch
+
+try:
+    from fastgrad import _build
+except ImportError:
+    raise ImportError(
+        "fastgrad's compiled module is missing: build it with `pip install --no-build-isolation .` in its source tree."
+    ) from None
+
+
+def _release(version: str) -> str:
+    return version.split("+")[0]
+
+
+if _release(_build.TORCH) != _release(str(torch.__version__)) or _build.CUDA not in (None, torch.version.cuda):
+    raise ImportError(
+        f"fastgrad was compiled against torch {_build.TORCH} (CUDA {_build.CUDA}) and this is "
+        f"torch {torch.__version__} (CUDA {torch.version.cuda}): rebuild it with "
+        "`pip install --no-build-isolation --force-reinstall --no-deps fastgrad`, from its source tree or sdist."
+    )
+
+from fastgrad._C import (  # noqa: E402  (after the check)
+    Evaluator,
+    GradientsMatch,
+    InputBlock,
+    OutputSpec,
+    vjp,
+    vjp_coordinates,
+    vjp_rows,
+)
+
+ops = torch.ops.fastgrad
+
+__all__ = ["Evaluator", "GradientsMatch", "InputBlock", "OutputSpec", "ops", "vjp", "vjp_coordinates", "vjp_rows"]

@@ -1,0 +1,248 @@
+"""gradcheck and gradgradcheck: keywords in, raise or return out."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgrad.check import check
+from fastgrad.errors import GradcheckError
+from fastgrad.messages import failure_message
+from fastgrad.problem import as_tuple
+from fastgrad.report import Settings
+from fastgrad.second_order import Backward, differentiable_outputs, random_grad_outputs
+
+TensorOrTensors = Tensor | Sequence[Any]
+
+
+def gradcheck(
+    func: Callable[..., Any],
+    inputs: TensorOrTensors,
+    *,
+    eps: float = 1e-6,
+    atol: float = 1e-5,
+    rtol: float = 1e-3,
+    raise_exception: bool = True,
+    nondet_tol: float = 0.0,
+    check_undefined_grad: bool = True,
+    check_grad_dtypes: bool = False,
+    check_batched_grad: bool = False,
+    check_batched_forward_grad: bool = False,
+    check_forward_ad: bool = False,
+    check_backward_ad: bool = True,
+    fast_mode: bool = False,
+    masked: bool | None = None,
+    engine: str = "auto",
+    seed: int | None = None,
+    confidence: float | None = None,
+    memory_limit: int | None = None,
+    progress: bool | None = None,
+) -> bool:
+    """Checks the gradients that autograd computes for func against central differences of func.
+
+    Every entry of the Jacobian of every differentiable output with respect to every input that
+    requires grad is compared: |analytical - numerical| <= atol + rtol |numerical|. For a complex
+    output, its imaginary and its real part are checked as two real functions; for a complex input an
+    entry is the conjugate Wirtinger derivative, and its modulus is compared. The backward must also
+    be deterministic, linear in grad_output and multiplied by it, and accept undefined grad_outputs.
+
+    Parameters
+    ----------
+    func
+        Takes the inputs, returns a Tensor or a tuple or list of Tensors; results that require grad
+        are differentiable outputs, others are ignored.
+    inputs
+        A Tensor, or a tuple or list. Strided tensors with requires_grad=True, of any shape and of
+        floating or complex dtype (double precision wanted), are checked. Everything else is passed
+        through. The same tensor may be given twice.
+    eps
+        Step of the differences; the step that is really taken, rounded to the input's dtype, divides.
+    atol, rtol
+        Absolute and relative tolerance.
+    raise_exception
+        Raise GradcheckError on failure; otherwise return False.
+    nondet_tol
+        How far two runs of the same backward may be apart.
+    check_undefined_grad
+        Check that undefined grad_outputs are accepted and count as zeros.
+    check_grad_dtypes
+        Check that gradients have the dtypes of their inputs.
+    check_batched_grad, check_batched_forward_grad, check_forward_ad
+        Not there yet: NotImplementedError.
+    check_backward_ad
+        Check reverse mode, the only one so far.
+    fast_mode
+        Runs the exact engine so far, and says so in the report.
+    masked
+        For sparse inputs; True raises NotImplementedError so far.
+    engine
+        "auto" or "dense".
+    seed
+        Of the random cotangents and evaluation points; 0 by default. Torch's generators are not touched.
+    confidence, progress
+        Not there yet: NotImplementedError unless None (or False, for progress).
+    memory_limit
+        Bytes for the block of numerical columns that is held at a time; by default a quarter of what
+        is free. A smaller limit repeats more VJPs.
+
+    Returns
+    -------
+    bool
+        True where the check passed.
+
+    Raises
+    ------
+    GradcheckError
+        The check failed; `report` on the error holds the numbers.
+    ValueError, RuntimeError, TypeError, AssertionError
+        An argument cannot be checked, or func changed its results under perturbation.
+    NotImplementedError
+        A keyword asks for what is not there yet.
+
+    Notes
+    -----
+    The inputs are perturbed in place and are restored bit for bit when the call ends, however it
+    ends. The definition is that of `torch.autograd.gradcheck`; docs/differences.md lists where the
+    verdicts differ.
+    """
+    if not (check_forward_ad or check_backward_ad):
+        raise AssertionError("Expected at least one of check_forward_ad or check_backward_ad to be True")
+    if check_batched_grad and not check_backward_ad:
+        raise AssertionError("Setting check_batched_grad=True requires check_backward_ad to be True")
+    if check_batched_forward_grad and not check_forward_ad:
+        raise AssertionError("Setting check_batched_forward_grad=True requires check_forward_ad to be True")
+    _refuse_later_keywords(
+        check_batched_grad=check_batched_grad,
+        check_batched_forward_grad=check_batched_forward_grad,
+        check_forward_ad=check_forward_ad,
+        masked=bool(masked),
+        confidence=confidence is not None,
+        progress=bool(progress),
+    )
+    settings = Settings(
+        eps=eps,
+        atol=atol,
+        rtol=rtol,
+        nondet_tol=nondet_tol,
+        check_undefined_grad=check_undefined_grad,
+        check_grad_dtypes=check_grad_dtypes,
+        fast_mode=fast_mode,
+        engine=_known_engine(engine),
+        seed=0 if seed is None else seed,
+        memory_limit=memory_limit,
+    )
+    return _raise_or_return(func, inputs, settings, raise_exception)
+
+
+def gradgradcheck(
+    func: Callable[..., Any],
+    inputs: TensorOrTensors,
+    grad_outputs: TensorOrTensors | str | None = None,
+    *,
+    eps: float = 1e-6,
+    atol: float = 1e-5,
+    rtol: float = 1e-3,
+    gen_non_contig_grad_outputs: bool = False,
+    raise_exception: bool = True,
+    nondet_tol: float = 0.0,
+    check_undefined_grad: bool = True,
+    check_grad_dtypes: bool = False,
+    check_batched_grad: bool = False,
+    check_fwd_over_rev: bool = False,
+    check_rev_over_rev: bool = True,
+    fast_mode: bool = False,
+    masked: bool = False,
+    engine: str = "auto",
+    seed: int | None = None,
+    confidence: float | None = None,
+    memory_limit: int | None = None,
+    progress: bool | None = None,
+) -> bool:
+    """Checks the second derivatives of func: the gradients of its backward against central differences of it.
+
+    The backward is checked as a function of the inputs and the grad_outputs, as `gradcheck` checks func.
+
+    Parameters
+    ----------
+    func, inputs
+        As in `gradcheck`.
+    grad_outputs
+        One tensor for each output that requires grad; those that require grad are checked with the
+        inputs. By default random in [-1, 1); "ones" stands for ones that do not require grad.
+    gen_non_contig_grad_outputs
+        Make the random grad_outputs non-contiguous.
+    check_rev_over_rev
+        Check reverse over reverse mode, the only one so far.
+    check_fwd_over_rev
+        Not there yet: NotImplementedError.
+
+    The other parameters, what is returned and what is raised are those of `gradcheck`.
+    """
+    if not (check_fwd_over_rev or check_rev_over_rev):
+        raise AssertionError("Expected at least one of check_fwd_over_rev or check_rev_over_rev to be True")
+    if check_undefined_grad and not check_rev_over_rev:
+        raise AssertionError("Setting check_undefined_grad=True requires check_rev_over_rev to be True")
+    if check_batched_grad and not check_rev_over_rev:
+        raise AssertionError("Setting check_batched_grad=True requires check_rev_over_rev to be True")
+    _refuse_later_keywords(check_fwd_over_rev=check_fwd_over_rev)
+    inputs = as_tuple(inputs)
+    if grad_outputs is None or isinstance(grad_outputs, str):
+        outputs = differentiable_outputs(func(*inputs))
+        if grad_outputs is None:
+            grads = random_grad_outputs(outputs, 0 if seed is None else seed, gen_non_contig_grad_outputs)
+        elif grad_outputs == "ones":
+            grads = tuple(torch.ones_like(output, requires_grad=False) for output in outputs)
+        else:
+            raise ValueError(f'grad_outputs must be tensors, None or "ones", got {grad_outputs!r}.')
+    else:
+        grads = as_tuple(grad_outputs)
+    return gradcheck(
+        Backward(func, inputs, grads),
+        inputs + grads,
+        eps=eps,
+        atol=atol,
+        rtol=rtol,
+        raise_exception=raise_exception,
+        nondet_tol=nondet_tol,
+        check_undefined_grad=check_undefined_grad,
+        check_grad_dtypes=check_grad_dtypes,
+        check_batched_grad=check_batched_grad,
+        fast_mode=fast_mode,
+        masked=masked,
+        engine=engine,
+        seed=seed,
+        confidence=confidence,
+        memory_limit=memory_limit,
+        progress=progress,
+    )
+
+
+def _refuse_later_keywords(**asked: bool) -> None:
+    for name, wanted in asked.items():
+        if wanted:
+            raise NotImplementedError(f"fastgrad does not implement the keyword {name} yet.")
+
+
+def _known_engine(engine: str) -> str:
+    if engine not in ("auto", "dense"):
+        raise ValueError(f"engine must be 'auto' or 'dense', got {engine!r}.")
+    return engine
+
+
+def _raise_or_return(
+    func: Callable[..., Any], inputs: TensorOrTensors, settings: Settings, raise_exception: bool
+) -> bool:
+    report = check(func, inputs, settings)
+    if report.failure is not None and report.failure.kind.startswith("undefined grad"):
+        warnings.warn(
+            "Backwards compatibility: undefined grad_outputs are checked by default; "
+            "check_undefined_grad=False leaves them out.",
+            stacklevel=3,
+        )
+    if report.failure is not None and raise_exception:
+        raise GradcheckError(failure_message(report), report) from report.failure.cause
+    return report.passed

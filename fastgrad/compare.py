@@ -1,0 +1,103 @@
+"""Comparing blocks of the analytical and the numerical Jacobian, pair by pair of output and input."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fastgrad._native import ops
+from fastgrad.coordinates import Block
+from fastgrad.report import Comparison, Entry
+
+SMALL = 256
+"""Jacobians of at most this many entries are kept whole for the message."""
+
+
+def differ(left: Tensor, right: Tensor, tolerance: float, complex_entries: bool) -> bool:
+    """Whether any entry of two blocks differs by more than an absolute tolerance; two NaNs do not."""
+    return bool(ops.compare(left, right, tolerance, 0.0, complex_entries, True)[0].item() > 0)
+
+
+@dataclass
+class PairComparison:
+    """Accumulates the comparison of one output with one input over their blocks."""
+
+    output: Block
+    input: Block
+    atol: float
+    rtol: float
+    entries: int = 0
+    mismatches: int = 0
+    worst: Entry | None = None
+    worst_excess: float = -1.0
+    largest_absolute: float = 0.0
+    largest_relative: float = 0.0
+    sums: list[float] = field(default_factory=lambda: [0.0] * 4)
+    matrices: tuple[Tensor, Tensor] | None = None
+
+    def add(self, analytical: Tensor, numerical: Tensor, first_row: int, first_column: int) -> None:
+        """Takes in a block.
+
+        Parameters
+        ----------
+        analytical, numerical
+            float64, shape (rows, real coordinates of the input).
+        first_row, first_column
+            The output element of row 0 and the input's coordinate of column 0.
+        """
+        width = 2 if self.input.is_complex else 1
+        statistics = ops.compare(analytical, numerical, self.atol, self.rtol, width == 2, False).tolist()
+        mismatches, excess, row, column, absolute, relative = statistics[:6]
+        self.entries += analytical.numel() // width
+        self.mismatches += int(mismatches)
+        self.largest_absolute = max(self.largest_absolute, absolute)
+        self.largest_relative = max(self.largest_relative, relative)
+        self.sums = [total + term for total, term in zip(self.sums, statistics[6:], strict=True)]
+        if not mismatches:
+            return
+        if self.worst is None or excess > self.worst_excess:
+            i, k = int(row), int(column)
+            a, n = (_entry(block[i, k * width : (k + 1) * width]) for block in (analytical, numerical))
+            self.worst_excess = excess
+            self.worst = Entry(
+                self.output.element_index(first_row + i),
+                self.input.element_index(first_column // width + k),
+                a,
+                n,
+                self.atol + self.rtol * abs(n),
+            )
+        whole = self.output.tensor.numel() * self.input.tensor.numel()
+        if whole <= SMALL and analytical.numel() == whole * width:
+            self.matrices = (_matrix(analytical, width), _matrix(numerical, width))
+
+    def result(self) -> Comparison:
+        """The comparison so far, as data."""
+        sum_analytical, sum_numerical, re, im = self.sums
+        analytical, numerical = self.matrices or (None, None)
+        return Comparison(
+            entries=self.entries,
+            mismatches=self.mismatches,
+            worst=self.worst,
+            largest_absolute=self.largest_absolute,
+            largest_relative=self.largest_relative,
+            sum_analytical=sum_analytical,
+            sum_numerical=sum_numerical,
+            sum_product=complex(re, im),
+            analytical=analytical,
+            numerical=numerical,
+        )
+
+
+def _entry(coordinates: Tensor) -> complex:
+    values = coordinates.tolist()
+    return values[0] if len(values) == 1 else complex(*values)
+
+
+def _matrix(block: Tensor, width: int) -> Tensor:
+    """A copy of a block in torch's layout: one row an input element, one column an output element."""
+    matrix = block.contiguous().clone()
+    if width == 2:
+        matrix = torch.view_as_complex(matrix.view(matrix.shape[0], -1, 2))
+    return matrix.t()

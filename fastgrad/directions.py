@@ -1,0 +1,29 @@
+"""Random directions and cotangents: functions of a seed, never of torch's global generator."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastgrad._native import ops
+
+# Streams number the directions of one check; each use has its own, so that none repeats another.
+GRAPH_STREAM = 0
+COTANGENT_STREAM = 1
+GRAD_OUTPUT_STREAM = 2
+
+
+def direction(size: int, seed: int, stream: int, first: int = 0) -> Tensor:
+    """Components first, first + 1, ... of direction (seed, stream).
+
+    Returns a float64 tensor of shape (size,): magnitudes uniform in [0.5, 1.5), signs random
+    (Philox4x32-10). The same bits on every device.
+    """
+    out = torch.empty(size, dtype=torch.float64)
+    ops.direction_(out, seed, stream, first, False)
+    return out
+
+
+def uniform(size: int, seed: int, stream: int, first: int = 0) -> Tensor:
+    """Float64 tensor of shape (size,), uniform in [-1, 1)."""
+    return direction(size, seed, stream, first).abs_().sub_(1.0).mul_(2.0)

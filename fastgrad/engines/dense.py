@@ -1,0 +1,74 @@
+"""The dense engine: every column by differences, every row by VJPs, block against block.
+
+Numerical columns are held, as many as the memory limit admits; analytical rows stream past them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from fastgrad.coordinates import Block
+from fastgrad.engines import JacobianBlock
+from fastgrad.problem import Problem
+from fastgrad.report import Part, Plan
+
+
+def blocks(problem: Problem, plan: Plan, eps: float) -> Iterator[JacobianBlock]:
+    """All entries of all Jacobians, in torch's order of judging: by pass, output and part, rows, input.
+
+    Costs 2 n evaluations and one more a pass, and twice m VJPs a pass.
+    """
+    for first, columns in numerical_columns(problem, plan, eps):
+        last = first + columns.shape[0]
+        inputs = [block for block in problem.inputs if block.first < last and first < block.first + block.size]
+        for output, part in _row_groups(problem.outputs):
+            yield from _row_blocks(problem, plan, output, part, inputs, first, columns)
+
+
+def numerical_columns(problem: Problem, plan: Plan, eps: float) -> Iterator[tuple[int, Tensor]]:
+    """The numerical Jacobian pass by pass: the first coordinate, and float64 columns of shape (count, m)."""
+    first = 0
+    while first < problem.n:
+        last = min(first + plan.columns_per_pass, problem.n)
+        block = next(block for block in problem.inputs if last <= block.first + block.size)
+        if block.is_complex and last - first > 1:
+            last -= (last - block.first) % 2  # an entry of a complex input is two coordinates: not to be split
+        yield first, problem.difference_columns(first, last - first, eps, plan.record_graph)
+        first = last
+
+
+def _row_groups(outputs: tuple[Block, ...]) -> list[tuple[Block, Part]]:
+    """Outputs in the order of judging: imaginary parts come, with the real outputs, before real parts."""
+    groups: list[tuple[Block, Part]] = [(output, "imaginary" if output.is_complex else "all") for output in outputs]
+    return groups + [(output, "real") for output in outputs if output.is_complex]
+
+
+def _row_blocks(
+    problem: Problem, plan: Plan, output: Block, part: Part, inputs: list[Block], first: int, columns: Tensor
+) -> Iterator[JacobianBlock]:
+    imaginary = part == "imaginary"
+    width = 2 if output.is_complex else 1
+    offset = output.first + (1 if imaginary else 0)
+    numerical = columns[:, offset : output.first + output.size : width].t()
+    elements = output.tensor.numel()
+    for row in range(0, elements, plan.rows_per_block):
+        count = min(plan.rows_per_block, elements - row)
+        rows, repeated, match = problem.analytical_rows(output, imaginary, row, count, inputs)
+        start = 0
+        for block in inputs:
+            low, high = max(block.first, first), min(block.first + block.size, first + columns.shape[0])
+            within = slice(start + low - block.first, start + high - block.first)
+            yield JacobianBlock(
+                output=output,
+                part=part,
+                input=block,
+                first_row=row,
+                first_column=low - block.first,
+                analytical=rows[:, within],
+                repeated=repeated[:, within],
+                numerical=numerical[row : row + count, low - first : high - first],
+                match=match,
+            )
+            start += block.size

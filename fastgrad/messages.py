@@ -1,0 +1,147 @@
+"""Numbers -> text: pure functions that turn a Report into what a person reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from fastgrad.diagnose import constant_factor, is_zero
+from fastgrad.report import Comparison, Failure, Report
+
+_UNDEFINED_NOTE = (
+    "An undefined grad_output reaches backward as None, or as zeros where ctx.set_materialize_grads(True) is in force, "
+    "and stands for zero."
+)
+_NONDET_NOTE = (
+    "If the operator is nondeterministic by design (atomic additions, say), pass nondet_tol; otherwise look for state "
+    "or uninitialized memory in backward."
+)
+
+
+def failure_message(report: Report) -> str:
+    """The text of the GradcheckError for a report with a failure: torch's key phrases come first."""
+    failure = report.failure
+    if failure is None:
+        raise ValueError("failure_message needs a report with a failure, and this one passed.")
+    lines = [_headline(failure, report)]
+    if failure.comparison is not None:
+        lines += _matrices(failure.comparison) + _details(
+            failure, failure.comparison, report.settings.atol, report.settings.rtol
+        )
+    lines += _positions(failure)
+    lines.append(f"  engine     {engine_line(report)}")
+    lines += [f"  note       {note}" for note in report.notes]
+    if failure.comparison is not None:
+        settings = report.settings
+        lines.append(
+            f"  reproduce  fastgrad.gradcheck(..., eps={settings.eps:g}, atol={settings.atol:g}, "
+            f"rtol={settings.rtol:g}, seed={settings.seed})"
+        )
+    return "\n".join(lines)
+
+
+def engine_line(report: Report) -> str:
+    """Which engine ran, and what it cost."""
+    name = report.plan.engine if report.plan else "none"
+    return (
+        f"{name}: {_count(report.n, 'input coordinate')}, {_count(report.m, 'output coordinate')}, "
+        f"{_count(report.evaluations, 'evaluation')}, {_count(report.vjps, 'VJP')}, {_seconds(report.seconds)}"
+    )
+
+
+def _headline(failure: Failure, report: Report) -> str:
+    output, input_ = f"output {failure.output}", f"input {failure.input}"
+    match failure.kind:
+        case "mismatch":
+            part = (
+                "" if failure.part == "all" else f"While considering the {failure.part} part of complex outputs only, "
+            )
+            return f"{part}Jacobian mismatch for {output} with respect to {input_},"
+        case "nonzero numerical gradient":
+            return (
+                "Numerical gradient for function expected to be zero, because no output requires grad, but for "
+                f"{output} with respect to {input_} it is {failure.detail}."
+            )
+        case "dtype":
+            return f"Gradient has dtype mismatch: backward of {output} returned another dtype than its input's."
+        case "size":
+            return f"Analytical gradient has incorrect size for {output}."
+        case "nondeterministic":
+            return (
+                "Backward is not reentrant, i.e., running backward with same input and grad_output multiple times "
+                "gives different values, although analytical gradient matches numerical gradient. "
+                f"The tolerance for nondeterminism was {report.settings.nondet_tol}.\n{_NONDET_NOTE}"
+            )
+        case "nonlinear":
+            return f"backward is not linear in grad_output: {failure.detail}."
+        case "not multiplied by grad_output":
+            return (
+                f"backward not multiplied by grad_output: with a zero grad_output the gradient of {input_} is not zero."
+            )
+        case "incorrect gradient":
+            return f"{failure.detail} for {input_}."
+        case "undefined grad raises":
+            return (
+                "Expected backward function to handle undefined output grads, but it raised an error. "
+                f"{_UNDEFINED_NOTE}"
+            )
+        case "undefined grad not zero":
+            return (
+                "Expected all input grads to be undefined or zero when all output grads are undefined or zero, but the "
+                f"gradient of {input_} is not. {_UNDEFINED_NOTE}"
+            )
+
+
+def _matrices(comparison: Comparison) -> list[str]:
+    if comparison.analytical is None or comparison.numerical is None:
+        return []
+    return [f"numerical:{comparison.numerical}", f"analytical:{comparison.analytical}"]
+
+
+def _details(failure: Failure, comparison: Comparison, atol: float, rtol: float) -> list[str]:
+    lines = []
+    worst = comparison.worst
+    if worst is not None:
+        entry = f"d out{failure.output}{_index(worst.output_index)} / d in{failure.input}{_index(worst.input_index)}"
+        lines += [
+            f"  worst      {entry}   analytical {worst.analytical:.6g}   numerical {worst.numerical:.6g}",
+            f"             |difference| {worst.difference:.3g}, allowed {worst.allowed:.2g} "
+            f"= atol {atol:g} + rtol {rtol:g} * |numerical|",
+        ]
+    lines.append(
+        f"  extent     {comparison.mismatches} of {comparison.entries} entries, largest absolute error "
+        f"{comparison.largest_absolute:.3g}, largest relative error {comparison.largest_relative:.3g}"
+    )
+    factor = constant_factor(comparison)
+    if is_zero(comparison):
+        lines.append("  looks like the analytical gradient is zero wherever it is wrong: a missing term, or a None")
+    elif factor is not None:
+        lines.append(
+            f"  looks like the analytical gradient is {factor[0]:.4g} x the numerical one there "
+            f"(residual {factor[1]:.0e}): a missing factor {1 / factor[0]:.4g}"
+        )
+    return lines
+
+
+def _positions(failure: Failure) -> list[str]:
+    """Where torch's numbers, which count differentiable tensors only, are not the positions in the call."""
+    places = []
+    if failure.output is not None and failure.output != failure.output_position:
+        places.append(f"output {failure.output} is element {failure.output_position} of func's result")
+    if failure.input is not None and failure.input != failure.input_position:
+        places.append(f"input {failure.input} is argument {failure.input_position} of func")
+    return [f"  where      {'; '.join(places)} (tensors without gradients are not counted)"] if places else []
+
+
+def _index(index: Sequence[int]) -> str:
+    return f"[{', '.join(str(i) for i in index)}]" if index else ""
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _seconds(seconds: float) -> str:
+    if not math.isfinite(seconds) or seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.1f} ms"

@@ -1,0 +1,57 @@
+"""Choosing how the Jacobians are computed."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from fastgrad.directions import GRAPH_STREAM
+from fastgrad.problem import Problem
+from fastgrad.report import Plan, Settings
+
+BLOCK_BYTES = 1 << 20
+"""Analytical rows held at a time: a few blocks of this size stay in the cache."""
+
+FREE_MEMORY_SHARE = 0.25
+"""The default memory limit, as a share of what is free."""
+
+COLUMNS_WORTH_A_LOOK = 12
+"""Columns from which two evaluations each repay three to learn whether they need a graph."""
+
+
+def _memory_limit(settings: Settings, needed: int) -> int:
+    """Bytes for the numerical columns; asks the system only where `needed` could matter."""
+    if settings.memory_limit is not None:
+        return settings.memory_limit
+    if needed <= 1 << 26:
+        return needed
+    return int(FREE_MEMORY_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def needs_graph(problem: Problem, settings: Settings) -> bool:
+    """Whether func gives other values when it is evaluated without recording gradients.
+
+    Looks, at x and at one random point next to it, for any difference in any bit. A func that
+    differentiates inside fails without a graph, or sees to its own.
+    """
+    for direction in (None, (settings.seed, GRAPH_STREAM)):
+        recorded = problem.values(True, direction, settings.eps)
+        try:
+            plain = problem.values(False, direction, settings.eps)
+        except Exception:
+            return True
+        if not all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(recorded, plain, strict=True)):
+            return True
+    return False
+
+
+def make_plan(problem: Problem, settings: Settings) -> Plan:
+    """The plan for a problem whose outputs are known."""
+    column_bytes = 8 * max(1, problem.m)
+    limit = _memory_limit(settings, column_bytes * problem.n)
+    columns = max(2, min(problem.n, limit // column_bytes))
+    rows = max(1, BLOCK_BYTES // (8 * max(1, problem.n)))
+    record_graph = not (torch.is_grad_enabled() and problem.n >= COLUMNS_WORTH_A_LOOK) or needs_graph(problem, settings)
+    reason = "engine='dense' was asked for" if settings.engine == "dense" else "the only exact engine so far"
+    return Plan("dense", columns, rows, record_graph, reason)

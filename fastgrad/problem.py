@@ -1,0 +1,268 @@
+"""The function under test as a map of real coordinates: evaluate, difference, VJP; and the caller's state."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgrad import _native, _torch
+from fastgrad.coordinates import Block, blocks_of, overlap, overlaps_itself
+from fastgrad.tolerances import relative_step
+
+_SPARSE_LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    """A tuple as it is, a list as a tuple, anything else as a tuple of one."""
+    return value if isinstance(value, tuple) else tuple(value) if isinstance(value, list) else (value,)
+
+
+def is_differentiable(value: Any) -> bool:
+    """Whether a value is a tensor that can carry a gradient."""
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _differentiable_inputs(inputs: tuple[Any, ...]) -> list[int]:
+    """Positions of the inputs to check; raises or warns about those that cannot be checked well."""
+    positions = [i for i, value in enumerate(inputs) if isinstance(value, Tensor) and value.requires_grad]
+    for i in positions:
+        value = inputs[i]
+        if value.dtype not in (torch.float64, torch.complex128):
+            warnings.warn(
+                f"Input #{i} requires gradient and is not a double precision floating point or complex tensor, but "
+                f"{value.dtype}: differences with a small eps drown in its rounding, and the check will likely fail.",
+                stacklevel=2,
+            )
+        if value.layout is not torch.strided:
+            raise NotImplementedError(f"fastgrad checks strided inputs so far; input {i} has layout {value.layout}.")
+        if any(stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True)):
+            raise RuntimeError(
+                f"The {i}th input has a dimension with stride 0. Several of its elements share one place in memory and "
+                "cannot be perturbed one by one: pass a copy, input.detach().clone().requires_grad_()."
+            )
+        if overlaps_itself(value):
+            raise RuntimeError(
+                f"The {i}th input overlaps itself in memory (shape {tuple(value.shape)}, stride {value.stride()}): its "
+                "elements cannot be perturbed one by one; pass a copy, input.detach().clone().requires_grad_()."
+            )
+    if not positions:
+        raise ValueError(
+            "gradcheck expects at least one input tensor to require gradient, but none of the "
+            f"{len(inputs)} inputs is a tensor with requires_grad=True."
+        )
+    for k, i in enumerate(positions):
+        for j in positions[:k]:
+            if inputs[i] is not inputs[j] and overlap(inputs[i], inputs[j]):
+                raise RuntimeError(
+                    f"Inputs {j} and {i} are different tensors that overlap in memory: perturbing one would change the "
+                    "other behind autograd's back; pass the same tensor twice, or copies."
+                )
+    return positions
+
+
+def _check_outputs(results: tuple[Any, ...]) -> None:
+    if results and not any(isinstance(value, Tensor) for value in results):
+        kinds = ", ".join(type(value).__name__ for value in results)
+        raise TypeError(f"func must return a Tensor or a tuple of Tensors, got {kinds}.")
+    for value in results:
+        if not isinstance(value, Tensor) or not value.requires_grad:
+            continue
+        kind = "Sparse" if value.layout in _SPARSE_LAYOUTS else "MKLDNN" if value.layout is _torch.MKLDNN else None
+        if kind:
+            raise ValueError(
+                f"{kind} output is not supported at gradcheck yet. "
+                "Please call to_dense(masked_grad=...) on the output of func."
+            )
+
+
+class Problem:
+    """f: R^n -> R^m, seen through func, its inputs and autograd.
+
+    A context manager: on leaving it, exceptions and Ctrl-C included, the inputs hold the bits they
+    had on entering.
+
+    Attributes
+    ----------
+    inputs, outputs
+        The coordinates of the differentiable inputs, and of the outputs to difference: those that
+        require grad or, where there is none, all that could.
+    has_graph
+        Whether any output requires grad.
+    n, m
+        Real coordinates of inputs and outputs.
+    evaluations, vjps
+        Calls of func and of backward so far.
+    """
+
+    def __init__(self, func: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        positions = _differentiable_inputs(arguments)
+        self.inputs = blocks_of(arguments, positions)
+        self.n = sum(block.size for block in self.inputs)
+        self.outputs: tuple[Block, ...] = ()
+        self.has_graph = False
+        self.vjps = 0
+        self._graph: tuple[Tensor, ...] | None = None
+        self._input_tensors = [block.tensor for block in self.inputs]
+        natives = []
+        self._origins = []
+        for block in self.inputs:
+            values = block.tensor.data
+            origin = values.clone(memory_format=torch.contiguous_format)
+            self._origins.append((values, origin))
+            natives.append(_native.InputBlock(block.tensor, values, origin, block.first, relative_step(origin.dtype)))
+        self._evaluator = _native.Evaluator(func, arguments, natives)
+
+    def __enter__(self) -> Problem:
+        """Evaluates func once, to learn its outputs."""
+        try:
+            self._trace()
+        except BaseException:
+            self._evaluator.restore()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._graph = None
+        self._evaluator.restore()
+
+    @property
+    def m(self) -> int:
+        """Real coordinates of all outputs."""
+        return sum(block.size for block in self.outputs)
+
+    @property
+    def evaluations(self) -> int:
+        """Calls of func so far."""
+        return self._evaluator.evaluations
+
+    def _trace(self) -> None:
+        results = as_tuple(self._evaluator.evaluate(True))
+        if not all(torch.equal(values, origin) for values, origin in self._origins):
+            self._evaluator.mutates_inputs = True
+        _check_outputs(results)
+        positions = [i for i, value in enumerate(results) if is_differentiable(value) and value.requires_grad]
+        self.has_graph = bool(positions)
+        if not positions:
+            positions = [i for i, value in enumerate(results) if is_differentiable(value)]
+        # Not deduplicated: func may return one tensor twice, and torch counts it twice.
+        first = 0
+        outputs = []
+        for index, position in enumerate(positions):
+            tensor = results[position].detach()
+            size = tensor.numel() * (2 if tensor.is_complex() else 1)
+            outputs.append(Block(index, position, tensor, first, size))
+            first += size
+        self.outputs = tuple(outputs)
+        self._specs = [_native.OutputSpec(block.position, block.tensor) for block in outputs]
+
+    def graph(self) -> tuple[Tensor, ...]:
+        """The outputs of an evaluation at x, recorded by autograd; made anew after any other evaluation."""
+        if self._graph is None:
+            results = as_tuple(self._evaluator.evaluate(True))
+            self._graph = tuple(results[block.position] for block in self.outputs)
+        return self._graph
+
+    def values(self, record_graph: bool, direction: tuple[int, int] | None = None, eps: float = 0.0) -> list[Tensor]:
+        """Copies of the outputs at x or, with direction (seed, stream), at x + h u with h >= eps."""
+        self._graph = None
+        if direction is None:
+            result = self._evaluator.evaluate(record_graph)
+        else:
+            result = self._evaluator.evaluate_along(*direction, 1, eps, record_graph)
+        results = as_tuple(result)
+        return [results[block.position].detach().clone() for block in self.outputs]
+
+    def difference_columns(self, first: int, count: int, eps: float, record_graph: bool) -> Tensor:
+        """Columns first, ..., first + count - 1 of the numerical Jacobian by central differences.
+
+        Returns
+        -------
+        Tensor
+            float64, shape (count, m): one row a column of the Jacobian. Two evaluations each.
+
+        Raises
+        ------
+        AssertionError
+            Where a perturbed func returns another number of outputs, other shapes or other dtypes.
+        """
+        self._graph = None
+        columns = torch.empty(count, self.m, dtype=torch.float64, device=self.device)
+        changed = self._evaluator.difference_columns(first, columns, self._specs, eps, record_graph)
+        if changed is not None:
+            self._raise_changed(*changed, eps)
+        return columns
+
+    def analytical_rows(
+        self, output: Block, imaginary: bool, first: int, count: int, inputs: Sequence[Block]
+    ) -> tuple[Tensor, Tensor, _native.GradientsMatch]:
+        """Rows of the analytical Jacobian of one output, by VJPs with one-hot cotangents, run twice.
+
+        The cotangents are 1 or, for `imaginary`, 1j at elements first, ..., first + count - 1.
+
+        Returns
+        -------
+        tuple
+            The rows of the first run and of the second (float64, shape (count, coordinates of
+            `inputs` end to end)), and whether the gradients had the dtypes and sizes of their inputs.
+        """
+        shape = (2, count, sum(block.size for block in inputs))
+        rows, repeated = torch.empty(shape, dtype=torch.float64, device=self.device)
+        tensors = [block.tensor for block in inputs]
+        match = _native.vjp_rows(self.graph()[output.index], tensors, first, imaginary, rows, repeated)
+        self.vjps += 2 * count
+        return rows, repeated, match
+
+    def vjp(self, cotangent: Tensor, contiguous: bool = True, out: Tensor | None = None) -> Tensor:
+        """v^T J for v in R^m.
+
+        Parameters
+        ----------
+        cotangent
+            float64, shape (m,).
+        contiguous
+            Whether backward gets contiguous grad_outputs, or ones with gaps in memory.
+        out
+            Where to put the result.
+
+        Returns
+        -------
+        Tensor
+            float64, shape (n,); zero where an input does not matter.
+        """
+        gradient = torch.empty(self.n, dtype=torch.float64, device=self.device) if out is None else out
+        _native.vjp_coordinates(self.graph(), self._input_tensors, cotangent, contiguous, gradient)
+        self.vjps += 1
+        return gradient
+
+    def gradients(self, outputs: Sequence[Tensor], grad_outputs: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Autograd's gradients of outputs, one an input block, as backward made them; None where it made none."""
+        self.vjps += 1
+        return _native.vjp(outputs, self._input_tensors, grad_outputs, False)
+
+    @property
+    def device(self) -> torch.device:
+        """Where Jacobian blocks live: with the outputs."""
+        return self.outputs[0].tensor.device if self.outputs else self.inputs[0].tensor.device
+
+    def _raise_changed(self, coordinate: int, output: int, found: Any, eps: float) -> None:
+        block = next(block for block in self.inputs if coordinate < block.first + block.size)
+        index = block.element_index((coordinate - block.first) // (2 if block.is_complex else 1))
+        expected = self.outputs[output]
+        if not isinstance(found, Tensor):
+            aspect, got = "a tensor in the same places", f"{found!r} as element {expected.position} of the result"
+        elif found.shape != expected.tensor.shape:
+            aspect, got = "the same shape", f"shapes {expected.tensor.shape} and {found.shape}"
+        else:
+            aspect, got = "the same dtype", f"dtypes {expected.tensor.dtype} and {found.dtype}"
+        verb = "with" if isinstance(found, Tensor) else "as"
+        raise AssertionError(
+            f"Expected `func` to return outputs {verb} {aspect} when inputs are perturbed on index {index} of input "
+            f"{block.position} by {eps}, but got: {got}."
+        )

@@ -1,0 +1,141 @@
+"""What a check found: frozen data, no behavior beyond a few sums of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+Part = Literal["all", "real", "imaginary"]
+"""Which real functions of an output a row group covers: a complex output is judged part by part."""
+
+FailureKind = Literal[
+    "mismatch",
+    "nonzero numerical gradient",
+    "dtype",
+    "size",
+    "nondeterministic",
+    "nonlinear",
+    "not multiplied by grad_output",
+    "incorrect gradient",
+    "undefined grad raises",
+    "undefined grad not zero",
+]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The keywords of one check; see :func:`fastgrad.gradcheck`."""
+
+    eps: float = 1e-6
+    atol: float = 1e-5
+    rtol: float = 1e-3
+    nondet_tol: float = 0.0
+    check_undefined_grad: bool = True
+    check_grad_dtypes: bool = False
+    fast_mode: bool = False
+    engine: str = "auto"
+    seed: int = 0
+    memory_limit: int | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the Jacobians are computed; nothing in it changes a verdict.
+
+    columns_per_pass: numerical columns held at a time; every pass repeats the VJPs.
+    rows_per_block: analytical rows computed, and compared, at a time.
+    record_graph: whether func must record gradients while it is evaluated for differences.
+    """
+
+    engine: str
+    columns_per_pass: int
+    rows_per_block: int
+    record_graph: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One Jacobian entry, d output / d input, under the allclose rule.
+
+    output_index and input_index address elements of the two tensors. For a complex input the values
+    are complex (conjugate Wirtinger derivative, as torch reports it). allowed is atol + rtol |numerical|.
+    """
+
+    output_index: tuple[int, ...]
+    input_index: tuple[int, ...]
+    analytical: complex
+    numerical: complex
+    allowed: float
+
+    @property
+    def difference(self) -> float:
+        """|analytical - numerical|."""
+        return abs(self.analytical - self.numerical)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The Jacobian of one output with respect to one input, analytical against numerical.
+
+    sum_analytical, sum_numerical and sum_product are sums of |a|^2, |n|^2 and a conj(n) over the
+    mismatched entries. The two matrices are kept only when small, in torch's layout: one row an
+    input element, one column an output element.
+    """
+
+    entries: int
+    mismatches: int
+    worst: Entry | None
+    largest_absolute: float
+    largest_relative: float
+    sum_analytical: float
+    sum_numerical: float
+    sum_product: complex
+    analytical: Tensor | None = None
+    numerical: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a check failed.
+
+    output and input count the differentiable outputs and inputs, as torch's messages do;
+    output_position and input_position are their places among func's results and arguments.
+    detail is a clause for the message; cause is the exception behind the failure, if there was one.
+    """
+
+    kind: FailureKind
+    output: int | None = None
+    input: int | None = None
+    output_position: int | None = None
+    input_position: int | None = None
+    part: Part = "all"
+    comparison: Comparison | None = None
+    detail: str = ""
+    cause: Exception | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcome of one check.
+
+    n and m count the real coordinates of the differentiable inputs and outputs; evaluations and
+    vjps are the calls of func and of autograd's backward; seconds is wall time.
+    """
+
+    failure: Failure | None
+    settings: Settings
+    plan: Plan | None
+    n: int
+    m: int
+    evaluations: int
+    vjps: int
+    seconds: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether no failure was found."""
+        return self.failure is None

@@ -1,0 +1,65 @@
+"""The function that gradgradcheck checks: a backward, as a function of inputs and grad_outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgrad import _native
+from fastgrad.directions import GRAD_OUTPUT_STREAM, uniform
+from fastgrad.problem import as_tuple
+
+
+def differentiable_outputs(result: Any) -> tuple[Tensor, ...]:
+    """Those of func's results that require grad."""
+    return tuple(value for value in as_tuple(result) if isinstance(value, Tensor) and value.requires_grad)
+
+
+def random_grad_outputs(outputs: tuple[Tensor, ...], seed: int, noncontiguous: bool) -> tuple[Tensor, ...]:
+    """One leaf an output that requires grad: its shape, dtype and device, components uniform in [-1, 1).
+
+    noncontiguous: every second element of a buffer, where there is more than one element.
+    """
+    grads = []
+    first = 0
+    for output in outputs:
+        width = 2 if output.is_complex() else 1
+        values = uniform(output.numel() * width, seed, GRAD_OUTPUT_STREAM, first)
+        first += values.numel()
+        real = values.to(device=output.device, dtype=output.dtype.to_real())
+        grad = (torch.view_as_complex(real.view(-1, 2)) if width == 2 else real).reshape(output.shape)
+        if noncontiguous and grad.numel() > 1:
+            grad = torch.stack([grad, grad], -1).select(-1, 0)
+        grads.append(grad.requires_grad_())
+    return tuple(grads)
+
+
+class Backward:
+    """Callable (*inputs, *grad_outputs) -> the gradients of func that exist.
+
+    It records its own gradients where it is called with gradient recording on. The forward pass is
+    recorded in any case: a backward cannot run without.
+    """
+
+    def __init__(self, func: Callable[..., Any], inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...]) -> None:
+        self._func = func
+        self._count = len(inputs)
+        self._inputs = [i for i, value in enumerate(inputs) if isinstance(value, Tensor) and value.requires_grad]
+        self._record_forward = torch.is_grad_enabled()
+
+    def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
+        """The gradients with respect to the inputs that require grad, those left out that do not matter."""
+        record_backward = torch.is_grad_enabled()
+        inputs, grad_outputs = arguments[: self._count], arguments[self._count :]
+        with torch.set_grad_enabled(self._record_forward):
+            outputs = differentiable_outputs(self._func(*inputs))
+            if len(outputs) != len(grad_outputs):
+                raise ValueError(
+                    f"gradgradcheck needs one grad_output for each output that requires grad: func returned "
+                    f"{len(outputs)} of them, and grad_outputs has {len(grad_outputs)}."
+                )
+            gradients = _native.vjp(outputs, [inputs[i] for i in self._inputs], grad_outputs, record_backward)
+        return tuple(gradient for gradient in gradients if gradient is not None)

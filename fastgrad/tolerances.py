@@ -1,0 +1,23 @@
+"""The one table of numbers that depend on a dtype."""
+
+from __future__ import annotations
+
+import torch
+
+RELATIVE_STEP = {
+    torch.float64: 2.0**-24,
+    torch.float32: 2.0**-11,
+    torch.float16: 2.0**-5,
+    torch.bfloat16: 2.0**-4,
+}
+"""Step relative to |x| where an absolute step would be lost in x.
+
+About the square root of the unit roundoff (2^-53, 2^-24, 2^-11, 2^-8): where the rounding of a
+one-sided difference balances its truncation (Nocedal & Wright, Numerical Optimization, section 8.1),
+raised a little for float64, whose function values are rarely good to the last bit.
+"""
+
+
+def relative_step(dtype: torch.dtype) -> float:
+    """`RELATIVE_STEP` of a floating or complex dtype; that of float64 where the table has none."""
+    return RELATIVE_STEP.get(dtype.to_real(), RELATIVE_STEP[torch.float64])

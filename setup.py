@@ -1,0 +1,53 @@
+"""Builds fastgrad._C; the metadata is in pyproject.toml, the list of sources in csrc/sources.txt."""
+
+import os
+from pathlib import Path
+
+from setuptools import setup
+
+try:
+    import torch
+    from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
+except ImportError:
+    raise SystemExit(
+        "fastgrad compiles against the installed torch, and this build environment has none: "
+        "install torch >= 2.11 first, then run pip with --no-build-isolation."
+    ) from None
+
+ROOT = Path(__file__).parent
+
+
+def use_cuda() -> bool:
+    """FASTGRAD_CUDA=auto (where torch and the machine have CUDA), 0 (never) or 1 (or fail)."""
+    choice = os.environ.get("FASTGRAD_CUDA", "auto")
+    if choice not in ("auto", "0", "1"):
+        raise SystemExit(f"FASTGRAD_CUDA must be auto, 0 or 1, got {choice!r}.")
+    available = torch.version.cuda is not None and CUDA_HOME is not None
+    if choice == "1" and not available:
+        raise SystemExit("FASTGRAD_CUDA=1 needs a CUDA build of torch and nvcc (CUDA_HOME).")
+    return available and choice != "0"
+
+
+cuda = use_cuda()
+if cuda:
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
+sources = [line for line in (ROOT / "csrc/sources.txt").read_text().split() if cuda or "/cuda/" not in line]
+# Python's own CFLAGS add -g, and at::parallel_for is serial without -fopenmp.
+flags = ["-O3", "-g0", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter"]
+if os.environ.get("FASTGRAD_WERROR") == "1":
+    flags.append("-Werror")
+(ROOT / "fastgrad/_build.py").write_text(
+    '"""What the compiled module was built against; written by setup.py."""\n\n'
+    f"TORCH = {str(torch.__version__)!r}\nCUDA = {torch.version.cuda if cuda else None!r}\n"
+)
+setup(
+    ext_modules=[
+        (CUDAExtension if cuda else CppExtension)(
+            "fastgrad._C",
+            sources,
+            extra_compile_args={"cxx": flags, "nvcc": ["-O3"]} if cuda else flags,
+            extra_link_args=["-fopenmp"],
+        )
+    ],
+    cmdclass={"build_ext": BuildExtension},
+)

@@ -1,0 +1,93 @@
+// The one-element bodies: steps, differences, the allclose rule and its reduction.
+#include "kernels/comparison.h"
+#include "kernels/difference.h"
+#include "kernels/direction.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+
+namespace {
+
+constexpr double infinity = std::numeric_limits<double>::infinity();
+constexpr double nan = std::numeric_limits<double>::quiet_NaN();
+
+TEST(Step, EpsWhereItMoves) {
+  EXPECT_EQ(fastgrad::coordinate_step(3.0, 1e-6, 0x1p-24), 1e-6);
+  EXPECT_EQ(fastgrad::coordinate_step(-1e12, 1e-6, 0x1p-24), 1e12 * 0x1p-24);
+  EXPECT_EQ(fastgrad::coordinate_step(0.0, 1e-6, 0x1p-24), 1e-6);
+}
+
+TEST(Step, WidthIsWhatWasAdded) {
+  const double width = fastgrad::realized_width(1e9, 1e-6);
+  EXPECT_EQ(width, (1e9 + 1e-6) - (1e9 - 1e-6));
+  EXPECT_NE(width, 2e-6);
+  EXPECT_EQ(fastgrad::realized_width(infinity, 1e-6), 2e-6);
+  EXPECT_TRUE(std::isfinite(fastgrad::realized_width(1.0f, 1e-6)));
+}
+
+TEST(Direction, BoundedAwayFromZeroAndMixed) {
+  int positive = 0, zero = 0;
+  for (int64_t j = 0; j < 1000; ++j) {
+    const double u = fastgrad::direction_component(7, 3, j);
+    EXPECT_GE(std::fabs(u), 0.5);
+    EXPECT_LT(std::fabs(u), 1.5);
+    positive += u > 0;
+    const double halved = fastgrad::direction_component(7, 3, j, true);
+    EXPECT_TRUE(halved == 0.0 || halved == u);
+    zero += halved == 0.0;
+  }
+  EXPECT_NEAR(positive, 500, 80);
+  EXPECT_NEAR(zero, 500, 80);
+  EXPECT_NE(fastgrad::direction_component(7, 3, 0, true), 0.0);
+}
+
+TEST(Direction, KeyedByAllOfSeedStreamAndCoordinate) {
+  const double u = fastgrad::direction_component(7, 3, 5);
+  EXPECT_NE(u, fastgrad::direction_component(8, 3, 5));
+  EXPECT_NE(u, fastgrad::direction_component(7, 4, 5));
+  EXPECT_NE(u, fastgrad::direction_component(7, 3, 6));
+  EXPECT_NE(u, fastgrad::direction_component(7 + (int64_t{1} << 32), 3, 5));
+  EXPECT_NE(u, fastgrad::direction_component(7, 3, 5 + (int64_t{1} << 32)));
+}
+
+fastgrad::ComparisonStatistics one(
+    fastgrad::Entry a, fastgrad::Entry n, double atol, double rtol, bool equal_nan = false) {
+  fastgrad::ComparisonStatistics statistics;
+  fastgrad::reduce(statistics, a, n, 4, 5, atol, rtol, equal_nan);
+  return statistics;
+}
+
+TEST(Comparison, AllcloseRule) {
+  EXPECT_EQ(one({1.0, 0}, {1.0 + 1e-6, 0}, 1e-5, 0).mismatches, 0);
+  EXPECT_EQ(one({1.0, 0}, {1.1, 0}, 1e-5, 1e-3).mismatches, 1);
+  EXPECT_EQ(one({0.0, 0}, {10.0, 0}, 0, 1.0).mismatches, 0);  // relative to the numerical one,
+  EXPECT_EQ(one({10.0, 0}, {0.0, 0}, 0, 1.0).mismatches, 1);  // not to the analytical one
+  EXPECT_EQ(one({infinity, 0}, {infinity, 0}, 0, 0).mismatches, 0);
+  EXPECT_EQ(one({1.0, 0}, {infinity, 0}, 0, 1.0).mismatches, 1);
+  EXPECT_EQ(one({nan, 0}, {nan, 0}, 1, 1).mismatches, 1);
+  EXPECT_EQ(one({nan, 0}, {nan, 0}, 1, 1, true).mismatches, 0);
+  EXPECT_EQ(one({1.0, 0}, {nan, 0}, 1, 1, true).worst_excess, infinity);
+}
+
+TEST(Comparison, ComplexEntriesByModulus) {
+  EXPECT_EQ(one({3.0, 4.0}, {0.0, 0.0}, 5.0, 0).mismatches, 0);
+  EXPECT_EQ(one({3.0, 4.0}, {0.0, 0.0}, 4.99, 0).mismatches, 1);
+  const auto statistics = one({0.0, 2.0}, {1.0, 0.0}, 0, 0);  // a conj(n) = 2i
+  EXPECT_EQ(statistics.sum_product_re, 0.0);
+  EXPECT_EQ(statistics.sum_product_im, 2.0);
+}
+
+TEST(Comparison, CombineKeepsTheWorst) {
+  const auto small = one({1.0, 0}, {1.1, 0}, 1e-3, 0);
+  auto large = one({1.0, 0}, {2.0, 0}, 1e-3, 0);
+  large.worst_row = 9;
+  const auto both = fastgrad::combine(small, large);
+  EXPECT_EQ(both.mismatches, 2);
+  EXPECT_EQ(both.worst_row, 9);
+  EXPECT_EQ(both.largest_absolute, 1.0);
+  EXPECT_EQ(fastgrad::combine(large, small).worst_row, 9);
+}
+
+}  // namespace

@@ -1,0 +1,139 @@
+"""Verdicts of fastgrad against torch slow mode over torch's operator samples: `make parity`.
+
+Prints samples and disagreements per check and dtype; a disagreement that is not a row of
+docs/differences.md fails the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import sys
+import time
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+from torch.autograd.gradcheck import GradcheckError
+
+import fastgrad
+from benchmarks.cases import Case, operator_cases, operators
+from fastgrad.second_order import differentiable_outputs, random_grad_outputs
+
+MOST_ENTRIES = 4_000_000
+"""Samples with a larger Jacobian are listed and left out: torch slow mode holds it several times."""
+
+CHECKS = {
+    "grad": (torch.autograd.gradcheck, fastgrad.gradcheck),
+    "gradgrad": (torch.autograd.gradgradcheck, fastgrad.gradgradcheck),
+}
+DTYPES = {"float64": torch.float64, "complex128": torch.complex128}
+
+
+def verdict(check: Any, case: Case, grad_outputs: Any = None) -> tuple[str, str]:
+    """("pass" | "fail" | the exception's name, first line of the message) of one checker."""
+    torch.manual_seed(0)
+    arguments = (case.func, case.inputs) if grad_outputs is None else (case.func, case.inputs, grad_outputs)
+    try:
+        check(*arguments, nondet_tol=case.nondet_tol)
+    except GradcheckError as error:
+        return "fail", str(error).strip().split("\n")[0][:300]
+    except Exception as error:
+        return type(error).__name__, str(error).strip().split("\n")[0][:300]
+    return "pass", ""
+
+
+def _entries(case: Case, second_order: bool) -> int:
+    """Real entries of the Jacobian that a check of this case compares; 0 where func raises."""
+
+    def coordinates(values: Any) -> int:
+        return sum(value.numel() * (2 if value.is_complex() else 1) for value in values)
+
+    try:
+        m = coordinates(differentiable_outputs(case.func(*case.inputs)))
+    except Exception:
+        return 0
+    n = coordinates(case.inputs)
+    return (n + m) * n if second_order else n * m
+
+
+def _grad_outputs(case: Case) -> Any:
+    """The same random grad_outputs for both checkers, or None where func raises."""
+    try:
+        return random_grad_outputs(differentiable_outputs(case.func(*case.inputs)), 0, False)
+    except Exception:
+        return None
+
+
+def compare_operator(task: tuple[str, str, int, int]) -> list[dict[str, Any]]:
+    """Both verdicts for the samples of one operator."""
+    check, dtype, number, limit = task
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    op = operators(DTYPES[dtype], check == "gradgrad")[number]
+    rows = []
+    try:
+        cases = list(operator_cases(op, DTYPES[dtype], limit))
+    except Exception as error:
+        return [{"check": check, "dtype": dtype, "name": op.name, "torch": "no samples", "why": repr(error)[:200]}]
+    for case in cases:
+        if _entries(case, check == "gradgrad") > MOST_ENTRIES:
+            rows.append({"check": check, "dtype": dtype, "name": case.name, "torch": "too large"})
+            continue
+        grad_outputs = _grad_outputs(case) if check == "gradgrad" else None
+        row: dict[str, Any] = {"check": check, "dtype": dtype, "name": case.name}
+        for side, checker in zip(("torch", "fastgrad"), CHECKS[check], strict=True):
+            start = time.perf_counter()
+            row[side], row[side + "_message"] = verdict(checker, case, grad_outputs)
+            row[side + "_seconds"] = time.perf_counter() - start
+        rows.append(row)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--limit", type=int, default=3, help="samples an operator")
+    parser.add_argument("--checks", nargs="+", default=list(CHECKS), choices=list(CHECKS))
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--match", default="", help="only operators whose name contains this")
+    parser.add_argument("--json", type=Path, help="write every verdict here")
+    options = parser.parse_args()
+    tasks = [
+        (check, dtype, number, options.limit)
+        for check in options.checks
+        for dtype in options.dtypes
+        for number, op in enumerate(operators(DTYPES[dtype], check == "gradgrad"))
+        if options.match in op.name
+    ]
+    rows: list[dict[str, Any]] = []
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
+        for done, found in enumerate(pool.map(compare_operator, tasks), 1):
+            if done % 100 == 0:
+                print(f"{done} of {len(tasks)} operators", flush=True)
+            rows += found
+            for row in found:
+                if row.get("torch") != row.get("fastgrad") or row.get("torch") == "too large":
+                    print(json.dumps(row), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1))
+    for check in options.checks:
+        for dtype in options.dtypes:
+            own = [row for row in rows if (row["check"], row["dtype"]) == (check, dtype)]
+            compared = [row for row in own if "fastgrad" in row]
+            different = [row for row in compared if row["torch"] != row["fastgrad"]]
+            print(
+                f"{check} {dtype}: {len(compared)} samples, {len(different)} disagreements, "
+                f"{len(own) - len(compared)} left out"
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
