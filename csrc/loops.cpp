@@ -9,9 +9,9 @@
 #include "ops/unflatten.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/equal.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/real.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
@@ -19,6 +19,8 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
+#include <limits>
+#include <numeric>
 #include <utility>
 
 namespace py = pybind11;
@@ -174,6 +176,18 @@ std::vector<at::Tensor> vjp(
 
 namespace {
 
+// A tensor for values like those of `output` in the worst layout that autograd may hand over:
+// dimensions in reverse order of memory, and gaps of NaN, which a backward that ignores strides reads.
+at::Tensor gapped_and_transposed(const at::Tensor& output) {
+  std::vector<int64_t> sizes = output.sizes().vec();
+  std::reverse(sizes.begin(), sizes.end());
+  sizes.push_back(2);
+  std::vector<int64_t> order(output.dim());
+  std::iota(order.rbegin(), order.rend(), 0);
+  const at::Tensor storage = at::full(sizes, std::numeric_limits<double>::quiet_NaN(), output.options());
+  return storage.select(-1, 0).permute(order);
+}
+
 // Lays gradients end to end into row (float64, shape (coordinates of all inputs,)).
 void flatten_gradients(
     const std::vector<at::Tensor>& gradients, const std::vector<at::Tensor>& inputs, const at::Tensor& row,
@@ -215,9 +229,7 @@ GradientsMatch vjp_coordinates(
       if (contiguous) {
         grad_output = at::empty_like(output, {}, at::MemoryFormat::Contiguous);
       } else {
-        std::vector<int64_t> gapped = output.sizes().vec();
-        gapped.push_back(2);
-        grad_output = at::empty(gapped, output.options()).select(-1, 0);
+        grad_output = gapped_and_transposed(output);
       }
       unflatten_(grad_output, cotangent.narrow(0, offset, size));
       cotangents.push_back(grad_output);
@@ -238,21 +250,21 @@ GradientsMatch vjp_rows(
   const int64_t width = coordinates_per_element(output);
   const at::Tensor cotangent = at::zeros_like(output.detach(), {}, at::MemoryFormat::Contiguous);
   const at::Tensor zeros = cotangent.clone();
-  for (const at::Tensor& block : {rows, repeated}) {
-    for (int64_t i = 0; i < block.size(0); ++i) {
+  for (int64_t i = 0; i < rows.size(0); ++i) {
+    // One right after the other: in two passes, state with a period that divides the number of rows
+    // would look deterministic.
+    for (const at::Tensor& block : {rows, repeated}) {
       {
-        // From zero for every row: a backward may have written into the last one.
+        // From zero every time: a backward may have written into the last one.
         const BelowAutograd guard;
         cotangent.zero_();
         perturb_coordinate_(cotangent, zeros, (first + i) * width + (imaginary ? 1 : 0), 1, 1.0, 0.0);
       }
       const std::vector<at::Tensor> gradients = vjp({output}, inputs, {cotangent}, /*create_graph=*/false);
-      {
-        const BelowAutograd guard;
-        flatten_gradients(gradients, inputs, block.select(0, i), match);
-      }
-      raise_if_interrupted();
+      const BelowAutograd guard;
+      flatten_gradients(gradients, inputs, block.select(0, i), match);
     }
+    raise_if_interrupted();
   }
   match.repeats = at::equal(rows, repeated);
   return match;

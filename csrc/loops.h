@@ -84,12 +84,13 @@ struct GradientsMatch {
 
 // v^T J in coordinates: gradient = the VJP of cotangent (float64, shape (coordinates of all outputs
 // end to end,)), with gradient float64, shape (coordinates of all inputs end to end,), mutated in
-// place. Autograd is given contiguous cotangents or, if not `contiguous`, ones with gaps in memory.
+// place. Autograd is given contiguous cotangents or, if not `contiguous`, ones with the dimensions reversed in memory
+// and gaps of NaN.
 GradientsMatch vjp_coordinates(
     const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs, const at::Tensor& cotangent,
     bool contiguous, const at::Tensor& gradient);
 
-// Analytical rows of one output: row i of `rows`, and of `repeated` in a second run, becomes the VJP
+// Analytical rows of one output: row i of `rows`, and of `repeated` in a run right after, becomes the VJP
 // with the one-hot cotangent at element first + i of output, 1 or, for `imaginary`, 1j.
 // rows, repeated: float64, shape (count, coordinates of all inputs end to end), mutated in place.
 GradientsMatch vjp_rows(

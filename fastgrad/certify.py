@@ -26,8 +26,8 @@ class LinearityProof:
     """v^T J against the VJP of v, for two v in R^m over all outputs at once.
 
     Row 0 of the cotangents is dense, with components +-[0.5, 1.5), and handed over non-contiguous;
-    row 1 is HALVED_SCALE times row 0 with a random half zeroed, and contiguous. For m = 1 row 1
-    alone tells all.
+    row 1 is HALVED_SCALE times row 0 with a random half zeroed, and contiguous. For m = 1 the second
+    alone, and negative, tells all that the one-hot cotangent 1 does not.
     """
 
     def __init__(self, problem: Problem, settings: Settings) -> None:
@@ -39,7 +39,7 @@ class LinearityProof:
         ops.direction_(halved, settings.seed, COTANGENT_STREAM, 0, True)
         halved.mul_(HALVED_SCALE)
         if problem.m == 1:
-            self._cotangents = self._cotangents[1:]
+            self._cotangents = -halved.abs_().unsqueeze(0)
         size = (2, self._cotangents.shape[0], problem.n)
         self._sums, self._squares = torch.zeros(size, dtype=torch.float64, device=problem.device)
 

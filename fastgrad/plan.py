@@ -32,16 +32,16 @@ def _memory_limit(settings: Settings, needed: int) -> int:
 def needs_graph(problem: Problem, settings: Settings) -> bool:
     """Whether func gives other values when it is evaluated without recording gradients.
 
-    Looks, at x and at one random point next to it, for any difference in any bit. A func that
+    Looks, at x and at one random point next to it, for any difference in any value. A func that
     differentiates inside fails without a graph, or sees to its own.
     """
     for direction in (None, (settings.seed, GRAPH_STREAM)):
-        recorded = problem.values(True, direction, settings.eps)
+        recorded = problem.evaluate(True, direction, settings.eps)
         try:
-            plain = problem.values(False, direction, settings.eps)
+            plain = problem.evaluate(False, direction, settings.eps)
         except Exception:
             return True
-        if not all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(recorded, plain, strict=True)):
+        if not torch.equal(recorded, plain):
             return True
     return False
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastgrad import _native, _torch
-from fastgrad.coordinates import Block, blocks_of, overlap, overlaps_itself
+from fastgrad.coordinates import Block, blocks_of, equal_values, overlap, overlaps_itself
 from fastgrad.tolerances import relative_step
 
 _SPARSE_LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -144,7 +144,7 @@ class Problem:
 
     def _trace(self) -> None:
         results = as_tuple(self._evaluator.evaluate(True))
-        if not all(torch.equal(values, origin) for values, origin in self._origins):
+        if not all(equal_values(values, origin) for values, origin in self._origins):
             self._evaluator.mutates_inputs = True
         _check_outputs(results)
         positions = [i for i, value in enumerate(results) if is_differentiable(value) and value.requires_grad]
@@ -169,15 +169,23 @@ class Problem:
             self._graph = tuple(results[block.position] for block in self.outputs)
         return self._graph
 
-    def values(self, record_graph: bool, direction: tuple[int, int] | None = None, eps: float = 0.0) -> list[Tensor]:
-        """Copies of the outputs at x or, with direction (seed, stream), at x + h u with h >= eps."""
+    def evaluate(self, record_graph: bool, direction: tuple[int, int] | None = None, eps: float = 0.0) -> Tensor:
+        """The outputs at x or, with direction (seed, stream), at x + h u with h >= eps.
+
+        Returns
+        -------
+        Tensor
+            float64, shape (m,): a copy, so that func may reuse its buffers.
+        """
         self._graph = None
         if direction is None:
-            result = self._evaluator.evaluate(record_graph)
+            results = as_tuple(self._evaluator.evaluate(record_graph))
         else:
-            result = self._evaluator.evaluate_along(*direction, 1, eps, record_graph)
-        results = as_tuple(result)
-        return [results[block.position].detach().clone() for block in self.outputs]
+            results = as_tuple(self._evaluator.evaluate_along(*direction, 1, eps, record_graph))
+        flat = torch.empty(self.m, dtype=torch.float64, device=self.device)
+        for block in self.outputs:
+            _native.ops.flatten_(flat[block.first : block.first + block.size], results[block.position].detach())
+        return flat
 
     def difference_columns(self, first: int, count: int, eps: float, record_graph: bool) -> Tensor:
         """Columns first, ..., first + count - 1 of the numerical Jacobian by central differences.
@@ -227,7 +235,7 @@ class Problem:
         cotangent
             float64, shape (m,).
         contiguous
-            Whether backward gets contiguous grad_outputs, or ones with gaps in memory.
+            Whether backward gets contiguous grad_outputs, or ones with transposed strides and gaps.
         out
             Where to put the result.
 

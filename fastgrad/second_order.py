@@ -56,6 +56,11 @@ class Backward:
         inputs, grad_outputs = arguments[: self._count], arguments[self._count :]
         with torch.set_grad_enabled(self._record_forward):
             outputs = differentiable_outputs(self._func(*inputs))
+            if not outputs:
+                because = "" if self._record_forward else ": gradients are disabled here (no_grad or inference_mode)"
+                raise ValueError(
+                    f"gradgradcheck needs a func with an output that requires grad, and this has none{because}."
+                )
             if len(outputs) != len(grad_outputs):
                 raise ValueError(
                     f"gradgradcheck needs one grad_output for each output that requires grad: func returned "

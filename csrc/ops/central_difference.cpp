@@ -5,9 +5,6 @@
 #include "common.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/abs.h>
-#include <ATen/ops/eq.h>
-#include <ATen/ops/full_like.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/where.h>
 #include <ATen/Parallel.h>
@@ -56,17 +53,14 @@ void central_difference_composite(
     double relative_step) {
   check_arguments(column, minus, origin, coordinate);
   const at::Tensor value = real_coordinates(origin).select(0, coordinate);
-  const at::Tensor still = at::eq(value + eps, value - eps);
-  const at::Tensor step = at::where(still, at::abs(value) * relative_step, at::full_like(value, eps));
+  const at::Tensor step = coordinate_step(value, eps, relative_step);
   at::Tensor width = (value + step).to(at::kDouble) - (value - step).to(at::kDouble);
   width = at::where(at::isfinite(width), width, 2 * step.to(at::kDouble));
   column.sub_(real_coordinates(minus).to(at::kDouble)).div_(width);
 }
 
-void central_difference_meta(
-    const at::Tensor& column, const at::Tensor& minus, const at::Tensor& origin, int64_t coordinate, double, double) {
-  check_arguments(column, minus, origin, coordinate);
-}
+void central_difference_meta(const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t, double, double) {
+}  // sizes may be symbolic here
 
 }  // namespace
 

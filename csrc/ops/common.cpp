@@ -1,13 +1,25 @@
-// Argument checks shared by the operators; a message names the op, the argument and what was given.
+// What the operators share; a message names the op, the argument and what was given.
 #include "common.h"
 
+#include <ATen/ops/abs.h>
+#include <ATen/ops/eq.h>
+#include <ATen/ops/full_like.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/logical_and.h>
 #include <ATen/ops/view_as_real.h>
+#include <ATen/ops/where.h>
+#include <ATen/TensorOperators.h>
 
 namespace fastgrad {
 
 at::Tensor real_coordinates(const at::Tensor& tensor) {
   const at::Tensor resolved = tensor.resolve_conj().resolve_neg();
   return (resolved.is_complex() ? at::view_as_real(resolved) : resolved).reshape({-1});
+}
+
+at::Tensor coordinate_step(const at::Tensor& value, double eps, double relative_step) {
+  const at::Tensor still = at::logical_and(at::eq(value + eps, value - eps), at::isfinite(value));
+  return at::where(still, at::abs(value) * relative_step, at::full_like(value, eps));
 }
 
 void check_differentiable(const char* op, const char* name, const at::Tensor& tensor) {

@@ -23,6 +23,9 @@ inline int64_t coordinate_count(const at::Tensor& tensor) { return tensor.numel(
 // view where the layout allows it, a copy elsewhere. Differentiable operations: call without grad.
 at::Tensor real_coordinates(const at::Tensor& tensor);
 
+// kernels/difference.h's coordinate_step in plain ATen, for a zero-dimensional real `value`.
+at::Tensor coordinate_step(const at::Tensor& value, double eps, double relative_step);
+
 // Refuses an argument that is not a strided tensor of floating or complex dtype.
 void check_differentiable(const char* op, const char* name, const at::Tensor& tensor);
 

@@ -140,9 +140,7 @@ at::Tensor compare_composite(
   });
 }
 
-at::Tensor compare_meta(
-    const at::Tensor& analytical, const at::Tensor& numerical, double, double, bool complex_entries, bool) {
-  check_arguments(analytical, numerical, complex_entries);
+at::Tensor compare_meta(const at::Tensor& analytical, const at::Tensor&, double, double, bool, bool) {
   return at::empty({comparison_fields}, analytical.options());
 }
 

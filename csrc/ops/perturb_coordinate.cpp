@@ -5,11 +5,7 @@
 #include "common.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/abs.h>
-#include <ATen/ops/eq.h>
-#include <ATen/ops/full_like.h>
 #include <ATen/ops/view_as_real.h>
-#include <ATen/ops/where.h>
 #include <ATen/TensorOperators.h>
 #include <torch/library.h>
 
@@ -56,15 +52,12 @@ void perturb_coordinate_composite(
     target.copy_(value);
     return;
   }
-  const at::Tensor still = at::eq(value + eps, value - eps);
-  const at::Tensor step = at::where(still, at::abs(value) * relative_step, at::full_like(value, eps));
+  const at::Tensor step = coordinate_step(value, eps, relative_step);
   target.copy_(value + sign * step);
 }
 
-void perturb_coordinate_meta(
-    const at::Tensor& x, const at::Tensor& origin, int64_t coordinate, int64_t sign, double, double) {
-  check_arguments(x, origin, coordinate, sign);
-}
+void perturb_coordinate_meta(const at::Tensor&, const at::Tensor&, int64_t, int64_t, double, double) {
+}  // sizes may be symbolic here
 
 }  // namespace
 

@@ -60,10 +60,8 @@ void project_rows_composite(
   squares.add_(at::matmul(cotangents * cotangents, rows * rows));
 }
 
-void project_rows_meta(
-    const at::Tensor& sums, const at::Tensor& squares, const at::Tensor& cotangents, const at::Tensor& rows) {
-  check_arguments(sums, squares, cotangents, rows);
-}
+void project_rows_meta(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&) {
+}  // sizes may be symbolic here
 
 }  // namespace
 

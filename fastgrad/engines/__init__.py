@@ -22,8 +22,8 @@ class JacobianBlock:
     first_column
         The coordinate of the input that column 0 belongs to.
     analytical, repeated, numerical
-        float64, shape (rows, columns), columns being real coordinates of the input; `repeated` is a
-        second run of the same VJPs.
+        float64, shape (rows, columns), columns being real coordinates of the input; `repeated` holds
+        the same VJPs, each run again at once.
     match
         Whether the gradients behind these rows, of all inputs, had the dtypes and sizes of their
         inputs, and whether the second run gave equal values.

@@ -1,0 +1,230 @@
+"""Functions with a wrong gradient, and their correct twins: the table that checks are tried on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def function(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A custom Function: backward(grad_output, *inputs) -> gradients."""
+
+    class Planted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Tensor) -> Any:
+            ctx.save_for_backward(*inputs)
+            return forward(*inputs)
+
+        @staticmethod
+        def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+            return backward(*grad_outputs, *ctx.saved_tensors)
+
+    return Planted.apply
+
+
+@dataclass(frozen=True)
+class Row:
+    """One planted error.
+
+    phrase is what the message must contain; torch_sees whether torch's slow mode fails it too.
+    """
+
+    name: str
+    wrong: Callable[..., Any]
+    right: Callable[..., Any]
+    shapes: tuple[tuple[int, ...], ...] = ((3, 4),)
+    dtype: torch.dtype = torch.float64
+    order: int = 1
+    phrase: str = "Jacobian mismatch for output 0 with respect to input 0"
+    torch_sees: bool = True
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        """Fresh inputs."""
+        generator = torch.Generator().manual_seed(3)
+        return tuple(torch.randn(s, dtype=self.dtype, generator=generator).requires_grad_() for s in self.shapes)
+
+
+def square(backward: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
+    """The function x * x with a given backward."""
+    return function(lambda x: x * x, backward)
+
+
+RIGHT_SQUARE = square(lambda g, x: 2 * x * g)
+
+
+def _element(g: Tensor, x: Tensor) -> Tensor:
+    grad = 2 * x * g
+    grad[1, 2] += 0.1 * g[1, 2]
+    return grad
+
+
+def _third_call() -> Callable[[Tensor, Tensor], Tensor]:
+    calls = 0
+
+    def backward(g: Tensor, x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return 2 * x * g * (1 + 1e-9 * (calls % 3 == 0))
+
+    return backward
+
+
+def _contiguous_only(g: Tensor, x: Tensor) -> Tensor:
+    storage = g.as_strided(g.shape, torch.empty(g.shape).stride())
+    return 2 * x * storage
+
+
+def _needs_contiguous(g: Tensor, x: Tensor) -> Tensor:
+    return (2 * x).view(-1).mul(g.view(-1)).view_as(x)
+
+
+def _dense_wrong(g: Tensor, x: Tensor) -> Tensor:
+    return 2 * x * g * (1.0 if int((g != 0).sum()) <= 1 else 1.01)
+
+
+def _mutates(g: Tensor, x: Tensor) -> Tensor:
+    grad = 2 * x * g
+    x.data.mul_(1.001)
+    return grad
+
+
+LINEAR = "not linear in grad_output"
+PHRASES = {
+    "clamp": lambda g, x: 2 * x * g.clamp(-1, 1),
+    "square": lambda g, x: 2 * x * g * g,
+    "absolute value": lambda g, x: 2 * x * g.abs(),
+    "sign": lambda g, x: 2 * x * g.sign(),
+    "positive part": lambda g, x: 2 * x * g.relu(),
+}
+
+TABLE = [
+    Row("sign", square(lambda g, x: -2 * x * g), RIGHT_SQUARE),
+    Row("factor", square(lambda g, x: x * g), RIGHT_SQUARE, phrase="a missing factor 2"),
+    Row("small factor", square(lambda g, x: 2.01 * x * g), RIGHT_SQUARE),
+    Row("zero", square(lambda g, x: 0 * g), RIGHT_SQUARE, phrase="gradient is zero wherever it is wrong"),
+    Row("none", square(lambda g, x: None), RIGHT_SQUARE),  # type: ignore[arg-type, return-value]
+    Row("rolled", square(lambda g, x: (2 * x * g).roll(1, 1)), RIGHT_SQUARE),
+    Row("one element", square(_element), RIGHT_SQUARE, phrase="d out0[1, 2] / d in0[1, 2]"),
+    Row("negative inputs only", square(lambda g, x: 2 * x * g * torch.where(x < 0, 1.1, 1.0)), RIGHT_SQUARE),
+    Row("one channel", square(lambda g, x: 2 * x * g * torch.tensor([1.0, 1, 1, 2]).double()), RIGHT_SQUARE),
+    Row("extra term", square(lambda g, x: 2 * x * g + 1e-3), RIGHT_SQUARE),
+    Row(
+        "transposed weight",
+        function(lambda a, b: a @ b, lambda g, a, b: (g @ b, a.t() @ g)),
+        function(lambda a, b: a @ b, lambda g, a, b: (g @ b.t(), a.t() @ g)),
+        shapes=((2, 3), (3, 3)),
+    ),
+    Row(
+        "second input",
+        function(lambda a, b: a * b, lambda g, a, b: (g * b, g * a * 1.5)),
+        torch.mul,
+        shapes=((3,), (3,)),
+        phrase="Jacobian mismatch for output 0 with respect to input 1",
+    ),
+    Row(
+        "broadcast: mean for sum",
+        function(lambda a, b: a + b, lambda g, a, b: (g, g.mean(0))),
+        torch.add,
+        shapes=((2, 3), (3,)),
+        phrase="with respect to input 1",
+    ),
+    Row(
+        "second output",
+        function(lambda a: (a.sin(), a.cos()), lambda g, h, a: g * a.cos() + h * a.sin()),
+        lambda a: (a.sin(), a.cos()),
+        shapes=((4,),),
+        phrase="Jacobian mismatch for output 1 with respect to input 0",
+    ),
+    Row(
+        "ignores grad_output",
+        square(lambda g, x: 2 * x),
+        RIGHT_SQUARE,
+    ),
+    Row(
+        "not multiplied, constant function",
+        function(lambda x: x.sum() * 0, lambda g, x: torch.zeros_like(x) + 1e-6),
+        lambda x: x.sum() * 0,
+        phrase="backward not multiplied by grad_output",
+    ),
+    Row(
+        "nondeterministic",
+        square(lambda g, x: 2 * x * g * (1 + 1e-9 * torch.rand(()).item())),
+        RIGHT_SQUARE,
+        phrase="Backward is not reentrant",
+    ),
+    # torch runs all 12 rows, then all again: 12 is a multiple of 3, and it sees the same values twice.
+    Row(
+        "nondeterministic every third call",
+        square(_third_call()),
+        RIGHT_SQUARE,
+        phrase="Backward is not reentrant",
+        torch_sees=False,
+    ),
+    Row("mutates what it saved", square(_mutates), RIGHT_SQUARE, phrase="Backward is not reentrant"),
+    *(Row(name, square(backward), RIGHT_SQUARE, phrase=LINEAR, torch_sees=False) for name, backward in PHRASES.items()),
+    *(
+        Row(
+            f"{name}, scalar output",
+            function(lambda x: (x * x).sum(), backward),
+            lambda x: (x * x).sum(),
+            phrase=LINEAR,
+            torch_sees=False,
+        )
+        for name, backward in PHRASES.items()
+    ),
+    Row(
+        "contiguous only", square(_contiguous_only), RIGHT_SQUARE, phrase="not for a contiguous copy", torch_sees=False
+    ),
+    Row("raises if not contiguous", square(_needs_contiguous), RIGHT_SQUARE, phrase=LINEAR, torch_sees=False),
+    Row("right for one-hot only", square(_dense_wrong), RIGHT_SQUARE, phrase=LINEAR, torch_sees=False),
+    Row(
+        "missing conjugate",
+        function(lambda z: z * z, lambda g, z: 2 * z * g),
+        function(lambda z: z * z, lambda g, z: 2 * z.conj() * g),
+        dtype=torch.complex128,
+        phrase="While considering the imaginary part of complex outputs only, Jacobian mismatch",
+    ),
+    Row(
+        "complex to real",
+        function(lambda z: z.abs() ** 2, lambda g, z: z * g),
+        function(lambda z: z.abs() ** 2, lambda g, z: 2 * z * g),
+        dtype=torch.complex128,
+    ),
+    Row(
+        "real to complex",
+        function(lambda x: torch.complex(x, x * x), lambda g, x: g.real + x * g.imag),
+        function(lambda x: torch.complex(x, x * x), lambda g, x: g.real + 2 * x * g.imag),
+        phrase="While considering the imaginary part of complex outputs only, ",
+    ),
+    Row(
+        "double backward",
+        function(
+            lambda x: x**3,
+            lambda g, x: function(lambda g, x: 3 * x * x * g, lambda h, g, x: (3 * x * x * h, 5 * x * g * h))(g, x),
+        ),
+        lambda x: x**3,
+        order=2,
+    ),
+    Row(
+        "double backward, grad_output",
+        function(
+            lambda x: x**3,
+            lambda g, x: function(lambda g, x: 3 * x * x * g, lambda h, g, x: (x * x * h, 6 * x * g * h))(g, x),
+        ),
+        lambda x: x**3,
+        order=2,
+        phrase="with respect to input 1",
+    ),
+    Row(
+        "large magnitudes",
+        function(lambda x: 1e8 * x.sin(), lambda g, x: 1.01e8 * x.cos() * g),
+        lambda x: 1e8 * x.sin(),
+    ),
+    Row(
+        "rounding", function(lambda x: (1e7 * x).round() / 1e7, lambda g, x: 0 * g), lambda x: x.detach() * 0 + x * 1.0
+    ),
+]

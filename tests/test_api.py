@@ -1,0 +1,176 @@
+"""Keywords: torch's, ours, and those that are refused by name."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+import fastgrad
+
+
+def x() -> torch.Tensor:
+    return torch.tensor([0.3, -0.7], dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize("name", ["gradcheck", "gradgradcheck"])
+def test_signatures_are_torchs_and_our_five(name: str) -> None:
+    own = inspect.signature(getattr(fastgrad, name)).parameters
+    torchs = inspect.signature(getattr(torch.autograd, name)).parameters
+    assert list(own)[: len(torchs)] == list(torchs)
+    assert set(own) - set(torchs) == {"engine", "seed", "confidence", "memory_limit", "progress"}
+    for parameter in torchs.values():
+        assert own[parameter.name].default == parameter.default
+        assert own[parameter.name].kind == parameter.kind
+
+
+@pytest.mark.parametrize(
+    ("check", "keywords"),
+    [
+        (fastgrad.gradcheck, {"check_forward_ad": True}),
+        (fastgrad.gradcheck, {"check_batched_grad": True}),
+        (fastgrad.gradcheck, {"check_forward_ad": True, "check_batched_forward_grad": True}),
+        (fastgrad.gradcheck, {"masked": True}),
+        (fastgrad.gradcheck, {"confidence": 0.9}),
+        (fastgrad.gradcheck, {"progress": True}),
+        (fastgrad.gradgradcheck, {"check_fwd_over_rev": True}),
+        (fastgrad.gradgradcheck, {"check_batched_grad": True}),
+        (fastgrad.gradgradcheck, {"masked": True}),
+    ],
+)
+def test_keywords_that_come_later_are_refused_by_name(check: Any, keywords: dict[str, Any]) -> None:
+    with pytest.raises(NotImplementedError) as raised:
+        check(torch.sin, (x(),), **keywords)
+    assert any(name in str(raised.value) for name in keywords)
+
+
+@pytest.mark.parametrize(
+    ("check", "keywords"),
+    [
+        (fastgrad.gradcheck, {"check_backward_ad": False}),
+        (fastgrad.gradcheck, {"check_backward_ad": False, "check_forward_ad": True, "check_batched_grad": True}),
+        (fastgrad.gradcheck, {"check_batched_forward_grad": True}),
+        (fastgrad.gradgradcheck, {"check_rev_over_rev": False}),
+        (fastgrad.gradgradcheck, {"check_rev_over_rev": False, "check_fwd_over_rev": True}),
+        (
+            fastgrad.gradgradcheck,
+            {
+                "check_rev_over_rev": False,
+                "check_fwd_over_rev": True,
+                "check_undefined_grad": False,
+                "check_batched_grad": True,
+            },
+        ),
+    ],
+)
+def test_contradictory_keywords_are_torchs_assertions(check: Any, keywords: dict[str, Any]) -> None:
+    torchs = getattr(torch.autograd, check.__name__)
+    with pytest.raises(AssertionError) as expected:
+        torchs(torch.sin, (x(),), **keywords)
+    with pytest.raises(AssertionError) as raised:
+        check(torch.sin, (x(),), **keywords)
+    assert str(raised.value) == str(expected.value)
+
+
+def test_eps_atol_rtol_are_used() -> None:
+    wrong = lambda v: 1.01 * v.detach() * v + 0 * v  # noqa: E731
+    func = lambda v: wrong(v)  # noqa: E731
+    assert not fastgrad.gradcheck(func, (x(),), raise_exception=False)
+    assert fastgrad.gradcheck(func, (x(),), rtol=1.0)
+    assert fastgrad.gradcheck(func, (x(),), atol=1.0)
+    coarse = lambda v: (100 * v).sin()  # noqa: E731
+    assert fastgrad.gradcheck(coarse, (x(),))
+    assert not fastgrad.gradcheck(coarse, (x(),), eps=1e-2, raise_exception=False)
+
+
+def test_raise_exception_false_swallows_the_verdict_only() -> None:
+    assert fastgrad.gradcheck(lambda v: v.detach() * v, (x(),), raise_exception=False) is False
+
+    def breaks(v: torch.Tensor) -> torch.Tensor:
+        raise KeyError("planted")
+
+    with pytest.raises(KeyError):
+        fastgrad.gradcheck(breaks, (x(),), raise_exception=False)
+
+
+def test_errors_derive_from_torchs_and_carry_the_report() -> None:
+    from torch.autograd.gradcheck import GradcheckError
+
+    with pytest.raises(GradcheckError) as raised:
+        fastgrad.gradcheck(lambda v: v.detach() * v, (x(),))
+    assert isinstance(raised.value, fastgrad.GradcheckError)
+    report = raised.value.report
+    assert report.failure is not None
+    comparison = report.failure.comparison
+    assert comparison is not None
+    assert (comparison.mismatches, comparison.entries) == (2, 4)
+    assert comparison.worst is not None
+    assert comparison.worst.difference == pytest.approx(0.7, rel=1e-6)
+
+
+def test_unknown_engine_and_grad_outputs() -> None:
+    with pytest.raises(ValueError, match="engine must be 'auto' or 'dense', got 'sparse'"):
+        fastgrad.gradcheck(torch.sin, (x(),), engine="sparse")
+    with pytest.raises(ValueError, match="grad_outputs must be tensors"):
+        fastgrad.gradgradcheck(torch.sin, (x(),), "twos")
+    assert fastgrad.gradcheck(torch.sin, (x(),), engine="dense")
+
+
+def test_fast_mode_says_that_it_ran_the_exact_engine() -> None:
+    with pytest.raises(fastgrad.GradcheckError, match="fast_mode=True ran the exact engine"):
+        fastgrad.gradcheck(lambda v: v.detach() * v, (x(),), fast_mode=True)
+
+
+def test_check_undefined_grad() -> None:
+    class NeedsGradOutput(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, v: torch.Tensor) -> torch.Tensor:
+            ctx.set_materialize_grads(False)
+            return v * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad_output: torch.Tensor) -> torch.Tensor:
+            if grad_output is None:
+                raise RuntimeError("no grad_output")
+            return grad_output * 2
+
+    func = NeedsGradOutput.apply
+    assert fastgrad.gradcheck(func, (x(),), check_undefined_grad=False)
+    with (
+        pytest.warns(UserWarning, match="Backwards compatibility"),
+        pytest.raises(fastgrad.GradcheckError, match="Expected backward function to handle undefined output") as raised,
+    ):
+        fastgrad.gradcheck(func, (x(),))
+    assert isinstance(raised.value.__cause__, RuntimeError)
+
+    class InventsGradient(NeedsGradOutput):
+        @staticmethod
+        def backward(ctx: Any, grad_output: torch.Tensor) -> torch.Tensor:
+            return torch.ones(2, dtype=torch.float64) if grad_output is None else grad_output * 2
+
+    with (
+        pytest.warns(UserWarning, match="check_undefined_grad"),
+        pytest.raises(fastgrad.GradcheckError, match="undefined or zero"),
+    ):
+        fastgrad.gradcheck(InventsGradient.apply, (x(),))
+
+
+def test_nondet_tol() -> None:
+    class Jitter(torch.autograd.Function):
+        sign = 1.0
+
+        @staticmethod
+        def forward(ctx: Any, v: torch.Tensor) -> torch.Tensor:
+            return v * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad_output: torch.Tensor) -> torch.Tensor:
+            Jitter.sign = -Jitter.sign
+            return grad_output * (2 + Jitter.sign * 1e-8)
+
+    with pytest.raises(fastgrad.GradcheckError, match=r"Backward is not reentrant(.|\n)*nondeterminism was 0.0"):
+        fastgrad.gradcheck(Jitter.apply, (x(),))
+    assert fastgrad.gradcheck(Jitter.apply, (x(),), nondet_tol=1e-7)
+    assert not fastgrad.gradcheck(Jitter.apply, (x(),), nondet_tol=1e-9, raise_exception=False)

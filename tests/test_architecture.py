@@ -1,0 +1,98 @@
+"""The layering: a module imports only from floors below its own, or listed neighbors."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "fastgrad"
+
+# The module map, also of rooms that are not built yet.
+FLOORS = {
+    0: ["_build", "_native", "_torch", "_version", "errors", "report"],
+    1: ["coloring", "coordinates", "directions", "graphs", "problem", "sparsity", "tolerances"],
+    2: ["attributes", "certify", "compare", "engines", "engines.compressed", "engines.dense", "engines.sketch"],
+    3: ["check", "second_order"],
+    4: ["api", "diagnose", "messages"],
+    5: ["__init__", "__main__", "cli", "demo", "functional", "pytest_plugin", "render"],
+}
+FLOORS[2] += ["locate", "plan", "refine"]
+FLOOR = {module: floor for floor, modules in FLOORS.items() for module in modules}
+
+# Imports within a floor: what each module may use of its neighbors.
+NEIGHBORS = {
+    "_native": {"_build"},
+    "errors": {"report"},
+    "problem": {"coordinates", "tolerances"},
+    "certify": {"compare", "engines"},
+    "engines.dense": {"engines"},
+    "api": {"messages"},
+    "messages": {"diagnose"},
+    "__main__": {"cli"},
+    "cli": {"demo"},
+}
+
+MODULES = sorted(path for path in PACKAGE.rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
+
+
+def imported_names(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            module = node.module or ""
+            if module == "fastgrad":
+                names |= {alias.name for alias in node.names}
+            elif module.startswith("fastgrad."):
+                inner = module.removeprefix("fastgrad.")
+                submodules = {f"{inner}.{alias.name}" for alias in node.names} & set(FLOOR)
+                names |= submodules or {inner}
+        elif isinstance(node, ast.Import):
+            names |= {
+                alias.name.removeprefix("fastgrad.") for alias in node.names if alias.name.startswith("fastgrad.")
+            }
+    return names
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_imports_go_down(path: Path) -> None:
+    name = module_name(path)
+    for imported in imported_names(path) - {"_C"}:
+        assert imported in FLOOR, f"{imported} is in no room of the map"
+        below = FLOOR[imported] < FLOOR[name]
+        assert below or imported in NEIGHBORS.get(name, set()), f"{name} imports {imported}"
+
+
+def test_only_native_imports_the_compiled_module() -> None:
+    users = {module_name(path) for path in MODULES if "fastgrad._C" in path.read_text()}
+    assert users == {"_native"}
+
+
+def test_only_torch_room_uses_private_torch_names() -> None:
+    def private(path: Path) -> bool:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+                root = node
+                while isinstance(root, ast.Attribute):
+                    root = root.value
+                if isinstance(root, ast.Name) and root.id == "torch":
+                    return True
+        return False
+
+    assert {module_name(path) for path in MODULES if private(path)} == {"_torch"}
+
+
+def test_no_verdict_comes_from_torch() -> None:
+    callers = {
+        module_name(path)
+        for path in MODULES
+        if any(word in path.read_text() for word in ("autograd.gradcheck(", "autograd.gradgradcheck("))
+    }
+    assert callers == {"demo"}

@@ -1,0 +1,108 @@
+"""The dense engine: its cost is part of the contract, and its blocks cover every entry once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fastgrad.check as checking
+from fastgrad.engines import dense
+from fastgrad.problem import Problem
+from fastgrad.report import Plan, Settings
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(shape, dtype=dtype, generator=generator).requires_grad_()
+
+
+@pytest.mark.parametrize(
+    ("func", "inputs", "evaluations", "vjps"),
+    [
+        # 2 n differences, one to learn the outputs, one for the graph; 2 m rows, 2 + 1 + 1 proofs.
+        (torch.sin, (leaf(5),), 2 * 5 + 2, 2 * 5 + 4),
+        # Four more to learn that no graph is needed.
+        (torch.sin, (leaf(40),), 2 * 40 + 6, 2 * 40 + 4),
+        # One output coordinate: one cotangent proves linearity.
+        (torch.sum, (leaf(5),), 2 * 5 + 2, 2 * 1 + 3),
+        # A complex element is two coordinates, on both sides.
+        (torch.exp, (leaf(3, dtype=torch.complex128),), 2 * 6 + 2, 2 * 6 + 4),
+        # Two outputs: each undefined in turn.
+        (lambda v: (v.sin(), v.cos()), (leaf(3),), 2 * 3 + 2, 2 * 6 + 2 + 1 + 3),
+        # The same tensor twice is perturbed once.
+        (torch.mul, (w := leaf(4), w), 2 * 4 + 2, 2 * 4 + 4),
+    ],
+)
+def test_cost(func: object, inputs: tuple[torch.Tensor, ...], evaluations: int, vjps: int) -> None:
+    report = checking.check(func, inputs, Settings(engine="dense"))  # type: ignore[arg-type]
+    assert report.passed
+    assert report.evaluations <= evaluations
+    assert report.vjps <= vjps
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3, 5, 100])
+@pytest.mark.parametrize("rows", [1, 3, 100])
+def test_blocks_cover_every_entry_once(columns: int, rows: int) -> None:
+    a, b, c = leaf(3), leaf(2, dtype=torch.complex128), leaf(2, 2)
+
+    def func(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return a.sum() * b, (c * c).sum(1) * a[:2]
+
+    with Problem(func, (a, b, c)) as problem:
+        assert (problem.n, problem.m) == (3 + 4 + 4, 4 + 2)
+        seen = torch.zeros(problem.m, problem.n)
+        for block in dense.blocks(problem, Plan("dense", columns, rows, True, ""), 1e-6):
+            width = 2 if block.output.is_complex else 1
+            first = block.output.first + block.first_row * width + (block.part == "imaginary")
+            column = block.input.first + block.first_column
+            count, size = block.analytical.shape
+            if block.input.is_complex and columns > 1:
+                assert size % 2 == 0
+                assert block.first_column % 2 == 0
+            seen[first : first + (count - 1) * width + 1 : width, column : column + size] += 1
+            torch.testing.assert_close(block.analytical, block.numerical, rtol=1e-6, atol=1e-7)
+            assert torch.equal(block.analytical, block.repeated)
+        assert bool((seen == 1).all())
+
+
+@pytest.mark.parametrize("limit", [1, 800, 10_000])
+def test_a_memory_limit_changes_no_verdict(limit: int) -> None:
+    x, z = leaf(7), leaf(3, dtype=torch.complex128)
+
+    def func(x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        return torch.outer(x.sin(), z * z)
+
+    def wrong(x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        return func(x, torch.cat([z[:2], z[2:].detach()]))
+
+    settings = Settings(memory_limit=limit)
+    assert checking.check(func, (x, z), settings).passed
+    failure = checking.check(wrong, (x, z), settings).failure
+    assert failure is not None
+    assert (failure.kind, failure.output, failure.input, failure.part) == ("mismatch", 0, 1, "imaginary")
+    assert failure.comparison is not None
+    assert failure.comparison.worst is not None
+    assert failure.comparison.worst.input_index == (2,)
+
+
+def test_memory_stays_within_the_limit() -> None:
+    # 3,000 x 3,000 entries are 72 MB; a limit of 4 MB holds 166 columns and repeats the VJPs 19 times.
+    settings = Settings(memory_limit=4_000_000)
+    with Problem(lambda v: v.cumsum(0)[:40] * v.sum(), (leaf(3000),)) as problem:
+        from fastgrad.plan import make_plan
+
+        plan = make_plan(problem, settings)
+        assert 8 * problem.m * plan.columns_per_pass <= 4_000_000
+        assert 8 * problem.n * plan.rows_per_block <= 1 << 20
+
+
+def test_imaginary_parts_are_judged_first() -> None:
+    z = leaf(2, dtype=torch.complex128)
+
+    def func(z: torch.Tensor) -> torch.Tensor:
+        # Real and imaginary part are wrong, in different entries.
+        return torch.complex(z.real * torch.tensor([1.0, 2.0]) - z.real.detach(), z.imag.detach() * z.imag)
+
+    failure = checking.check(func, (z,), Settings()).failure
+    assert failure is not None
+    assert failure.part == "imaginary"

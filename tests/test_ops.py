@@ -1,0 +1,297 @@
+"""Every operator against an independent oracle: CPU kernel, plain ATen kernel, Meta, schema."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastgrad._native import ops
+
+REAL = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [*REAL, torch.complex128, torch.complex64]
+STEP = 2.0**-24
+KERNELS = ["CPU", "CompositeExplicitAutograd"]
+
+
+def call(kernel: str, op: Any, *arguments: Any) -> Any:
+    """One kernel of an operator, whatever the device of its tensors."""
+    return op.default._op_dk(getattr(torch._C.DispatchKey, kernel), *arguments)
+
+
+def tensor(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randn(*shape, dtype=torch.complex128 if dtype.is_complex else torch.float64, generator=generator)
+    return values.to(dtype)
+
+
+def coordinates(value: torch.Tensor) -> np.ndarray:
+    """The oracle's real coordinates: element by element in Python."""
+    flat = value.resolve_conj().to(torch.complex128 if value.is_complex() else torch.float64).reshape(-1).tolist()
+    return np.array([part for v in flat for part in ((v.real, v.imag) if isinstance(v, complex) else (v,))])
+
+
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "transposed": lambda x: x.t().contiguous().t(),
+    "gapped": lambda x: torch.stack([x, x], -1)[..., 0],
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_perturb_coordinate(kernel: str, layout: str, dtype: torch.dtype) -> None:
+    origin = tensor(dtype, 3, 4)
+    eps = 0.25
+    for coordinate in (0, 5, coordinates(origin).size - 1):
+        for sign in (-1, 1, 0):
+            x = LAYOUTS[layout](origin.clone())
+            if sign == 0:
+                x.fill_(7.0)
+            before = coordinates(x)
+            call(kernel, ops.perturb_coordinate_, x, origin, coordinate, sign, eps, STEP)
+            after = coordinates(x)
+            value = coordinates(origin)[coordinate] + sign * eps
+            expected = torch.tensor(value, dtype=torch.float64).to(dtype.to_real()).double().item()
+            assert after[coordinate] == expected
+            assert np.array_equal(np.delete(after, coordinate), np.delete(before, coordinate))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_perturb_takes_a_relative_step_where_eps_moves_nothing(kernel: str) -> None:
+    origin = torch.tensor([1e12, 1.0], dtype=torch.float64)
+    x = origin.clone()
+    call(kernel, ops.perturb_coordinate_, x, origin, 0, 1, 1e-6, STEP)
+    assert x[0].item() == 1e12 + 1e12 * STEP
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_restoring_is_bit_for_bit(kernel: str) -> None:
+    origin = torch.tensor([-0.0, math.nan, math.inf], dtype=torch.float64)
+    x = torch.ones(3, dtype=torch.float64)
+    for coordinate in range(3):
+        call(kernel, ops.perturb_coordinate_, x, origin, coordinate, 0, 1e-6, STEP)
+    assert torch.equal(x.view(torch.int64), origin.view(torch.int64))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.complex128])
+def test_perturb_along(kernel: str, layout: str, dtype: torch.dtype) -> None:
+    origin = tensor(dtype, 3, 4)
+    origin[0, 0] = 1e9
+    x = LAYOUTS[layout](origin.clone())
+    call(kernel, ops.perturb_along_, x, origin, 5, 2, 10, -1, 1e-3, STEP)
+    values = coordinates(origin)
+    u = torch.empty(values.size, dtype=torch.float64)
+    ops.direction_(u, 5, 2, 10, False)
+    expected = values - np.maximum(1e-3, STEP * np.abs(values)) * u.numpy()
+    np.testing.assert_allclose(coordinates(x), expected, rtol=1e-6 if dtype == torch.float32 else 1e-15)
+    call(kernel, ops.perturb_along_, x, origin, 5, 2, 10, 0, 1e-3, STEP)
+    assert torch.equal(x, origin)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_direction(kernel: str) -> None:
+    out = torch.zeros(2001, dtype=torch.float64)
+    call(kernel, ops.direction_, out[::2], 3, 1, 7, False)
+    u = out[::2]
+    assert out[1::2].count_nonzero() == 0
+    assert bool(((u.abs() >= 0.5) & (u.abs() < 1.5)).all())
+    assert abs(u.mean()) < 0.1
+    tail = torch.empty(1000, dtype=torch.float64)
+    ops.direction_(tail, 3, 1, 8, False)
+    assert torch.equal(u[1:], tail), "a component depends on its coordinate alone"
+    halved = torch.empty(1001, dtype=torch.float64)
+    call(kernel, ops.direction_, halved, 3, 1, 7, True)
+    assert torch.equal(halved[halved != 0], u[halved != 0])
+    assert 400 < int((halved == 0).sum()) < 600
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_flatten_and_unflatten(kernel: str, layout: str, dtype: torch.dtype) -> None:
+    x = LAYOUTS[layout](tensor(dtype, 3, 4))
+    expected = coordinates(x)
+    out = torch.full((2 * expected.size,), -1.0, dtype=torch.float64)
+    call(kernel, ops.flatten_, out[::2], x)
+    assert np.array_equal(out[::2].numpy(), expected)
+    assert bool((out[1::2] == -1).all())
+    back = LAYOUTS[layout](torch.zeros_like(x))
+    call(kernel, ops.unflatten_, back, out[::2])
+    assert torch.equal(back, x)
+
+
+def test_flatten_resolves_conjugate_and_negative_views() -> None:
+    z = tensor(torch.complex128, 5)
+    out = torch.empty(10, dtype=torch.float64)
+    ops.flatten_(out, z.conj())
+    assert np.array_equal(out.numpy(), coordinates(z.conj().resolve_conj()))
+    imaginary = torch.empty(5, dtype=torch.float64)
+    ops.flatten_(imaginary, z.conj().imag)
+    assert torch.equal(imaginary, -z.imag)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.complex128])
+def test_central_difference(kernel: str, dtype: torch.dtype) -> None:
+    origin = torch.tensor([0.3, -1e9, math.inf], dtype=torch.float64)
+    plus, minus = tensor(dtype, 3, 2), -tensor(dtype, 3, 2).t().contiguous().t()
+    for coordinate, width in ((0, (0.3 + 1e-6) - (0.3 - 1e-6)), (1, (-1e9 + 1e-6) - (-1e9 - 1e-6)), (2, 2e-6)):
+        column = torch.empty(2 * coordinates(plus).size, dtype=torch.float64)[::2]
+        ops.flatten_(column, plus)
+        call(kernel, ops.central_difference_, column, minus, origin, coordinate, 1e-6, STEP)
+        np.testing.assert_allclose(column.numpy(), (coordinates(plus) - coordinates(minus)) / width, rtol=1e-14)
+
+
+def compare_oracle(a: np.ndarray, n: np.ndarray, atol: float, rtol: float, equal_nan: bool) -> dict[str, float]:
+    """A plain loop over the entries, with torch.isclose as the judge."""
+    result = {"mismatches": 0.0, "absolute": 0.0, "relative": 0.0, "excess": -1.0}
+    for x, y in zip(a.ravel(), n.ravel(), strict=True):
+        close = torch.isclose(torch.tensor(x), torch.tensor(y), atol=atol, rtol=rtol, equal_nan=equal_nan).item()
+        result["mismatches"] += not close
+        with np.errstate(invalid="ignore"):
+            error = abs(x - y)
+        if x == y or not np.isfinite(error):
+            continue
+        result["absolute"] = max(result["absolute"], error)
+        if abs(y) > 0 and np.isfinite(error / abs(y)):
+            result["relative"] = max(result["relative"], error / abs(y))
+    return result
+
+
+values = st.floats(width=32, allow_nan=True, allow_infinity=True) | st.sampled_from([0.0, 1.0, 1.0005, -1.0, 2.0])
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), complex_entries=st.booleans(), equal_nan=st.booleans())
+def test_compare_against_the_oracle(data: st.DataObject, complex_entries: bool, equal_nan: bool) -> None:
+    rows = data.draw(st.integers(0, 4))
+    columns = data.draw(st.integers(0, 5)) * (2 if complex_entries else 1)
+    size = rows * columns
+    flat = [data.draw(st.lists(values, min_size=size, max_size=size)) for _ in range(2)]
+    a, n = (torch.tensor(v, dtype=torch.float64).reshape(rows, columns) for v in flat)
+    atol, rtol = data.draw(st.sampled_from([(1e-5, 1e-3), (0.0, 0.0), (1.0, 0.0), (0.0, 0.5)]))
+
+    def entries(block: torch.Tensor) -> np.ndarray:
+        return torch.view_as_complex(block.reshape(rows, -1, 2)).numpy() if complex_entries else block.numpy()
+
+    if size:
+        expected = compare_oracle(entries(a), entries(n), atol, rtol, equal_nan)
+    else:
+        expected = {"mismatches": 0.0, "absolute": 0.0, "relative": 0.0}
+    results = []
+    for kernel in KERNELS:
+        for numerical in (n, n.t().contiguous().t()):
+            fields = call(kernel, ops.compare, a, numerical, atol, rtol, complex_entries, equal_nan)
+            assert fields[0].item() == expected["mismatches"]
+            assert fields[4].item() == pytest.approx(expected["absolute"], rel=1e-12)
+            assert fields[5].item() == pytest.approx(expected["relative"], rel=1e-12)
+            results.append(fields[1].item())
+    assert results == pytest.approx([results[0]] * len(results), rel=1e-12)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("complex_entries", [False, True])
+def test_compare_finds_the_worst_entry_and_sums_the_wrong_ones(kernel: str, complex_entries: bool) -> None:
+    width = 2 if complex_entries else 1
+    numerical = torch.ones(7, 100 * width, dtype=torch.float64)
+    analytical = numerical.clone()
+    analytical[3, 40 * width] = 2.0
+    analytical[6, 97 * width] = -5.0
+    fields = call(kernel, ops.compare, analytical, numerical, 1e-5, 1e-3, complex_entries, False).tolist()
+    assert fields[0] == 2
+    assert fields[2:4] == [6, 97]
+    assert fields[4] == pytest.approx(6.0)
+    if not complex_entries:
+        assert fields[6:] == pytest.approx([29.0, 2.0, -3.0, 0.0])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_project_rows(kernel: str) -> None:
+    rows, cotangents = tensor(torch.float64, 5, 7), tensor(torch.float64, 5, 2).t()
+    sums, squares = torch.ones(2, 7, dtype=torch.float64), torch.zeros(2, 14, dtype=torch.float64)[:, ::2]
+    call(kernel, ops.project_rows_, sums, squares, cotangents, rows)
+    torch.testing.assert_close(sums, 1 + cotangents @ rows)
+    torch.testing.assert_close(squares, cotangents**2 @ rows**2)
+
+
+def samples() -> list[Any]:
+    x = tensor(torch.complex128, 3)
+    real = tensor(torch.float64, 6)
+    block = tensor(torch.float64, 2, 6)
+    return [
+        pytest.param(ops.perturb_coordinate_, (x.clone(), x, 1, 1, 1e-6, STEP), id="perturb_coordinate_"),
+        pytest.param(ops.perturb_along_, (x.clone(), x, 0, 1, 2, 1, 1e-6, STEP), id="perturb_along_"),
+        pytest.param(ops.direction_, (real.clone(), 0, 1, 2, True), id="direction_"),
+        pytest.param(ops.flatten_, (real.clone(), x), id="flatten_"),
+        pytest.param(ops.unflatten_, (x.clone(), real), id="unflatten_"),
+        pytest.param(ops.central_difference_, (real.clone(), x, x, 0, 1e-6, STEP), id="central_difference_"),
+        pytest.param(ops.compare, (block, block + 1, 1e-5, 1e-3, True, False), id="compare"),
+        pytest.param(
+            ops.project_rows_, (block.clone(), block.clone(), tensor(torch.float64, 2, 2), block), id="project_rows_"
+        ),
+    ]
+
+
+@pytest.mark.parametrize(("op", "arguments"), samples())
+def test_opcheck(op: Any, arguments: tuple[Any, ...]) -> None:
+    torch.library.opcheck(op.default, arguments)
+
+
+def test_every_operator_has_all_its_kernels() -> None:
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("fastgrad::")]
+    assert len(names) == len(samples())
+    for name in names:
+        for kernel in (*KERNELS, "Meta"):
+            assert torch._C._dispatch_has_kernel_for_dispatch_key(name, kernel), f"{name} has no {kernel} kernel"
+
+
+@pytest.mark.parametrize(
+    ("call_op", "message"),
+    [
+        (lambda: ops.direction_(torch.zeros(2), 0, 0, 0, False), "direction_: out must be a float64 tensor"),
+        (lambda: ops.flatten_(torch.zeros(2).double(), torch.zeros(3)), "flatten_: out must have 3 elements"),
+        (lambda: ops.unflatten_(torch.zeros(3, dtype=torch.int64), torch.zeros(3).double()), "floating or complex"),
+        (lambda: ops.perturb_along_(torch.zeros(2), torch.zeros(2), 0, 0, 0, 2, 1.0, 0.0), "sign must be -1, 0 or 1"),
+        (
+            lambda: ops.compare(torch.zeros(1, 3).double(), torch.zeros(1, 3).double(), 0.0, 0.0, True, False),
+            "even number of columns, got 3",
+        ),
+        (
+            lambda: ops.perturb_coordinate_(torch.zeros(2), torch.zeros(3), 0, 1, 1.0, 0.0),
+            "origin must be a contiguous snapshot of x",
+        ),
+        (
+            lambda: ops.central_difference_(
+                torch.zeros(2).double(), torch.zeros(2), torch.zeros(2).double(), 2, 1.0, 0.0
+            ),
+            r"coordinate must be in \[0, 2\), got 2",
+        ),
+    ],
+)
+def test_messages_name_op_argument_and_value(call_op: Any, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        call_op()
+
+
+def test_large_blocks_use_all_threads_and_agree() -> None:
+    analytical = tensor(torch.float64, 300, 400)
+    numerical = analytical.clone()
+    numerical[299, 399] += 1
+    threads = torch.get_num_threads()
+    try:
+        found = []
+        for count in (1, 4):
+            torch.set_num_threads(count)
+            found.append(ops.compare(analytical, numerical, 1e-5, 1e-3, False, False))
+        torch.testing.assert_close(found[0], found[1])
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,46 @@
+"""Planted errors fail, by the right name; their correct twins pass; torch's verdict beside ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fastgrad
+from tests.planted import TABLE, Row
+
+ROWS = pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+
+
+def checkers(row: Row) -> tuple[Callable[..., bool], Callable[..., bool]]:
+    if row.order == 2:
+        return fastgrad.gradgradcheck, torch.autograd.gradgradcheck
+    return fastgrad.gradcheck, torch.autograd.gradcheck
+
+
+@ROWS
+def test_wrong_fails_and_is_named(row: Row) -> None:
+    own, torchs = checkers(row)
+    with pytest.raises(fastgrad.GradcheckError) as raised:
+        own(row.wrong, row.inputs())
+    assert row.phrase in str(raised.value)
+    assert not raised.value.report.passed
+    assert torchs(row.wrong, row.inputs(), raise_exception=False) != row.torch_sees
+
+
+@ROWS
+def test_right_passes(row: Row) -> None:
+    own, torchs = checkers(row)
+    assert own(row.right, row.inputs())
+    assert torchs(row.right, row.inputs())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_seed_raises_a_false_alarm_or_misses(seed: int) -> None:
+    for row in TABLE:
+        if row.order == 1:
+            assert fastgrad.gradcheck(row.right, row.inputs(), seed=seed)
+            verdict: Any = fastgrad.gradcheck(row.wrong, row.inputs(), seed=seed, raise_exception=False)
+            assert not verdict, row.name

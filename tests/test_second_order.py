@@ -1,0 +1,112 @@
+"""gradgradcheck: grad_outputs, documented examples, and what only second derivatives show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastgrad
+from fastgrad.second_order import random_grad_outputs
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(shape, dtype=dtype, generator=generator).requires_grad_()
+
+
+def test_random_grad_outputs() -> None:
+    outputs = (leaf(2, 3), leaf(4, dtype=torch.complex128), leaf())
+    state = torch.get_rng_state()
+    for noncontiguous in (False, True):
+        grads = random_grad_outputs(outputs, 0, noncontiguous)
+        for grad, output in zip(grads, outputs, strict=True):
+            assert (grad.shape, grad.dtype) == (output.shape, output.dtype)
+            assert grad.requires_grad
+            assert grad.is_leaf
+            assert grad.is_contiguous() != (noncontiguous and grad.numel() > 1)
+            assert bool((torch.view_as_real(grad) if grad.is_complex() else grad).abs().le(1).all())
+    assert torch.equal(torch.get_rng_state(), state), "the global generator is not drawn from"
+    assert not torch.equal(random_grad_outputs(outputs, 1, False)[0], grads[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@pytest.mark.parametrize("noncontiguous", [False, True])
+def test_passes(dtype: torch.dtype, noncontiguous: bool) -> None:
+    x, y = leaf(2, 3, dtype=dtype), leaf(3, dtype=dtype)
+    assert fastgrad.gradgradcheck(lambda x, y: x.exp() * y, (x, y), gen_non_contig_grad_outputs=noncontiguous)
+
+
+def test_given_grad_outputs() -> None:
+    x = leaf(3)
+    for grad_outputs in (leaf(3), (leaf(3),), [leaf(3)], leaf(3).detach(), "ones"):
+        assert fastgrad.gradgradcheck(torch.exp, (x,), grad_outputs)
+    with pytest.raises(ValueError, match="needs one grad_output for each output that requires grad"):
+        fastgrad.gradgradcheck(torch.exp, (x,), (leaf(3), leaf(3)))
+    with pytest.raises(RuntimeError):
+        fastgrad.gradgradcheck(torch.exp, (x,), (leaf(4),))
+
+
+class Cube(torch.autograd.Function):
+    """x^3 with a double backward of its own."""
+
+    factor = 3.0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * x * x * grad_output
+
+
+class CubeOfDetached(Cube):
+    """First derivative right, second derivative lost: x was detached in backward."""
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * x.detach() ** 2 * grad_output
+
+
+def test_the_documented_example_and_its_wrong_twin() -> None:
+    """The example of Lucid's documentation: (x ** 3).sum() with grad_outputs of ones."""
+    x = leaf(3)
+    assert fastgrad.gradgradcheck(lambda x: (x**3).sum(), [x], "ones")
+    assert fastgrad.gradgradcheck(Cube.apply, (x,))
+    assert fastgrad.gradcheck(CubeOfDetached.apply, (x,))
+    for grad_outputs in (None, "ones"):
+        with pytest.raises(fastgrad.GradcheckError, match=r"Jacobian mismatch|expected to be zero"):
+            fastgrad.gradgradcheck(lambda x: CubeOfDetached.apply(x).sum(), [x], grad_outputs)
+
+
+def test_a_linear_function_has_no_second_derivative() -> None:
+    x = leaf(3)
+    assert fastgrad.gradgradcheck(lambda x: 2 * x, (x,)) == torch.autograd.gradgradcheck(lambda x: 2 * x, (x,))
+    assert fastgrad.gradgradcheck(lambda x: x.sum(), (x,))
+
+
+def test_the_backward_is_evaluated_without_a_graph_of_its_own() -> None:
+    recorded = []
+
+    class Looks(Cube):
+        @staticmethod
+        def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+            recorded.append(torch.is_grad_enabled())
+            (x,) = ctx.saved_tensors
+            return 3 * x * x * grad_output
+
+    assert fastgrad.gradgradcheck(Looks.apply, (leaf(10),))
+    assert recorded.count(False) > 2 * 20
+
+
+def test_no_output_with_a_gradient_is_an_error() -> None:
+    with pytest.raises(ValueError, match="an output that requires grad, and this has none"):
+        fastgrad.gradgradcheck(lambda x: x.detach(), (leaf(2),))
+    with torch.no_grad(), pytest.raises(ValueError, match="gradients are disabled here"):
+        fastgrad.gradgradcheck(torch.exp, (leaf(2),))
