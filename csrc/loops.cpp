@@ -37,7 +37,13 @@ class OnExit {
   explicit OnExit(Action action) : action_(std::move(action)) {}
   OnExit(const OnExit&) = delete;
   OnExit& operator=(const OnExit&) = delete;
-  ~OnExit() { action_(); }
+  ~OnExit() {
+    try {
+      action_();
+    } catch (...) {
+      // Somebody took the inputs' memory away. A destructor cannot say so; the last restore() will.
+    }
+  }
 
  private:
   Action action_;
@@ -99,6 +105,7 @@ py::object Evaluator::call(bool record_graph) {
 void Evaluator::restore() {
   const BelowAutograd guard;
   for (const InputBlock& block : blocks_) {
+    check_differentiable("restore", "an input", block.values);
     block.values.copy_(block.origin);
   }
 }

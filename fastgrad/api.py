@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -106,8 +108,8 @@ def gradcheck(
     Notes
     -----
     The inputs are perturbed in place and are restored bit for bit when the call ends, however it
-    ends. The definition is that of `torch.autograd.gradcheck`; docs/differences.md lists where the
-    verdicts differ.
+    ends; no other thread may use them meanwhile. The definition is that of
+    `torch.autograd.gradcheck`; docs/differences.md lists where the verdicts differ.
     """
     if not (check_forward_ad or check_backward_ad):
         raise AssertionError("Expected at least one of check_forward_ad or check_backward_ad to be True")
@@ -123,15 +125,21 @@ def gradcheck(
         confidence=confidence is not None,
         progress=bool(progress),
     )
+    if engine not in ("auto", "dense"):
+        raise ValueError(f"engine must be 'auto' or 'dense', got {engine!r}.")
+    if seed is not None and not (_is_integer(seed) and -(2**63) <= seed < 2**63):
+        raise ValueError(f"seed must be None or an integer of 64 bits, got {seed!r}.")
+    if memory_limit is not None and not (_is_integer(memory_limit) and memory_limit > 0):
+        raise ValueError(f"memory_limit must be None or a positive number of bytes, got {memory_limit!r}.")
     settings = Settings(
-        eps=eps,
-        atol=atol,
-        rtol=rtol,
-        nondet_tol=nondet_tol,
+        eps=_number("eps", eps, zero=False),
+        atol=_number("atol", atol),
+        rtol=_number("rtol", rtol),
+        nondet_tol=_number("nondet_tol", nondet_tol),
         check_undefined_grad=check_undefined_grad,
         check_grad_dtypes=check_grad_dtypes,
         fast_mode=fast_mode,
-        engine=_known_engine(engine),
+        engine=engine,
         seed=0 if seed is None else seed,
         memory_limit=memory_limit,
     )
@@ -200,6 +208,9 @@ def gradgradcheck(
             raise ValueError(f'grad_outputs must be tensors, None or "ones", got {grad_outputs!r}.')
     else:
         grads = as_tuple(grad_outputs)
+        for i, grad in enumerate(grads):
+            if not isinstance(grad, Tensor):
+                raise TypeError(f"grad_outputs must be tensors, got {type(grad).__name__} as number {i}.")
     return gradcheck(
         Backward(func, inputs, grads),
         inputs + grads,
@@ -227,10 +238,18 @@ def _refuse_later_keywords(**asked: bool) -> None:
             raise NotImplementedError(f"fastgrad does not implement the keyword {name} yet.")
 
 
-def _known_engine(engine: str) -> str:
-    if engine not in ("auto", "dense"):
-        raise ValueError(f"engine must be 'auto' or 'dense', got {engine!r}.")
-    return engine
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(name: str, value: Any, zero: bool = True) -> float:
+    """The value of a keyword as a float, if it is a number at least zero (or above zero)."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r}.")
+    number = float(value)
+    if not (number >= 0 if zero else 0 < number < math.inf):
+        raise ValueError(f"{name} must be {'at least zero' if zero else 'positive and finite'}, got {value!r}.")
+    return number
 
 
 def _raise_or_return(

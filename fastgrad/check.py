@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from itertools import groupby
 from typing import Any
 
+import torch
+
 from fastgrad.attributes import check_undefined_grads, check_zero_grad_output
 from fastgrad.certify import LinearityProof
 from fastgrad.compare import PairComparison, differ
@@ -37,7 +39,13 @@ def check(func: Callable[..., Any], inputs: Any, settings: Settings) -> Report:
     with Problem(func, as_tuple(inputs)) as problem:
         plan = make_plan(problem, settings)
         failure = _first_failure(problem, plan, settings)
-    notes = ("fast_mode=True ran the exact engine: the fast one is not there yet.",) if settings.fast_mode else ()
+    notes = []
+    if settings.fast_mode:
+        notes.append("fast_mode=True ran the exact engine: the fast one is not there yet")
+    if not torch.is_grad_enabled():
+        notes.append("gradients are disabled where the check was called (torch.no_grad or inference_mode)")
+    if problem.mutates_inputs:
+        notes.append("func changes its inputs (or they hold NaN); they were restored around every evaluation")
     return Report(
         failure=failure,
         settings=settings,
@@ -47,7 +55,7 @@ def check(func: Callable[..., Any], inputs: Any, settings: Settings) -> Report:
         evaluations=problem.evaluations,
         vjps=problem.vjps,
         seconds=time.perf_counter() - start,
-        notes=notes,
+        notes=tuple(notes),
     )
 
 

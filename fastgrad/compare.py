@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -66,7 +67,7 @@ class PairComparison:
                 self.input.element_index(first_column // width + k),
                 a,
                 n,
-                self.atol + self.rtol * abs(n),
+                self.atol + self.rtol * math.hypot(n.real, n.imag),
             )
         whole = self.output.tensor.numel() * self.input.tensor.numel()
         if whole <= SMALL and analytical.numel() == whole * width:

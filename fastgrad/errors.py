@@ -16,3 +16,7 @@ class GradcheckError(TorchGradcheckError):
     def __init__(self, message: str, report: Report) -> None:
         super().__init__(message)
         self.report = report
+
+    def __reduce__(self) -> tuple[type[GradcheckError], tuple[str, Report]]:
+        """Pickles with the report: test runners send errors between processes."""
+        return type(self), (str(self), self.report)

@@ -30,6 +30,11 @@ def is_differentiable(value: Any) -> bool:
 def _differentiable_inputs(inputs: tuple[Any, ...]) -> list[int]:
     """Positions of the inputs to check; raises or warns about those that cannot be checked well."""
     positions = [i for i, value in enumerate(inputs) if isinstance(value, Tensor) and value.requires_grad]
+    for i, value in enumerate(inputs):
+        if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) and v.requires_grad for v in value):
+            raise TypeError(
+                f"Input {i} is a {type(value).__name__} of tensors that require grad: pass them one by one."
+            )
     for i in positions:
         value = inputs[i]
         if value.dtype not in (torch.float64, torch.complex128):
@@ -38,8 +43,11 @@ def _differentiable_inputs(inputs: tuple[Any, ...]) -> list[int]:
                 f"{value.dtype}: differences with a small eps drown in its rounding, and the check will likely fail.",
                 stacklevel=2,
             )
-        if value.layout is not torch.strided:
-            raise NotImplementedError(f"fastgrad checks strided inputs so far; input {i} has layout {value.layout}.")
+        if value.layout is not torch.strided or value.is_nested:
+            kind = "nested" if value.is_nested else value.layout
+            raise NotImplementedError(f"fastgrad checks strided inputs so far; input {i} has layout {kind}.")
+        if value.is_meta:
+            raise ValueError(f"Input {i} is on the meta device: a gradient check needs values.")
         if any(stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True)):
             raise RuntimeError(
                 f"The {i}th input has a dimension with stride 0. Several of its elements share one place in memory and "
@@ -69,7 +77,11 @@ def _check_outputs(results: tuple[Any, ...]) -> None:
     if results and not any(isinstance(value, Tensor) for value in results):
         kinds = ", ".join(type(value).__name__ for value in results)
         raise TypeError(f"func must return a Tensor or a tuple of Tensors, got {kinds}.")
-    for value in results:
+    for i, value in enumerate(results):
+        if isinstance(value, (list, tuple, dict)):
+            raise TypeError(
+                f"func must return a Tensor or a flat tuple of them; result {i} is a {type(value).__name__}."
+            )
         if not isinstance(value, Tensor) or not value.requires_grad:
             continue
         kind = "Sparse" if value.layout in _SPARSE_LAYOUTS else "MKLDNN" if value.layout is _torch.MKLDNN else None
@@ -133,6 +145,11 @@ class Problem:
         self._evaluator.restore()
 
     @property
+    def mutates_inputs(self) -> bool:
+        """Whether func was seen to change its inputs; they are restored around every evaluation."""
+        return self._evaluator.mutates_inputs
+
+    @property
     def m(self) -> int:
         """Real coordinates of all outputs."""
         return sum(block.size for block in self.outputs)
@@ -145,7 +162,7 @@ class Problem:
     def _trace(self) -> None:
         results = as_tuple(self._evaluator.evaluate(True))
         if not all(equal_values(values, origin) for values, origin in self._origins):
-            self._evaluator.mutates_inputs = True
+            self._evaluator.mutates_inputs = True  # or they hold a NaN, and it does no harm
         _check_outputs(results)
         positions = [i for i, value in enumerate(results) if is_differentiable(value) and value.requires_grad]
         self.has_graph = bool(positions)
@@ -165,8 +182,13 @@ class Problem:
     def graph(self) -> tuple[Tensor, ...]:
         """The outputs of an evaluation at x, recorded by autograd; made anew after any other evaluation."""
         if self._graph is None:
-            results = as_tuple(self._evaluator.evaluate(True))
-            self._graph = tuple(results[block.position] for block in self.outputs)
+            self._graph = self._selected(self._evaluator.evaluate(True))
+            for block, output in zip(self.outputs, self._graph, strict=True):
+                if not output.requires_grad:
+                    raise AssertionError(
+                        f"Expected `func` to return the same differentiable outputs on every call, but result "
+                        f"{block.position} no longer requires grad."
+                    )
         return self._graph
 
     def evaluate(self, record_graph: bool, direction: tuple[int, int] | None = None, eps: float = 0.0) -> Tensor:
@@ -179,13 +201,25 @@ class Problem:
         """
         self._graph = None
         if direction is None:
-            results = as_tuple(self._evaluator.evaluate(record_graph))
+            result = self._evaluator.evaluate(record_graph)
         else:
-            results = as_tuple(self._evaluator.evaluate_along(*direction, 1, eps, record_graph))
+            result = self._evaluator.evaluate_along(*direction, 1, eps, record_graph)
         flat = torch.empty(self.m, dtype=torch.float64, device=self.device)
-        for block in self.outputs:
-            _native.ops.flatten_(flat[block.first : block.first + block.size], results[block.position].detach())
+        for block, output in zip(self.outputs, self._selected(result), strict=True):
+            _native.ops.flatten_(flat[block.first : block.first + block.size], output.detach())
         return flat
+
+    def _selected(self, result: Any) -> tuple[Tensor, ...]:
+        """The outputs in what func returned, if they look as they did at first."""
+        results = as_tuple(result)
+        selected = []
+        for block in self.outputs:
+            found = results[block.position] if block.position < len(results) else None
+            expected = block.tensor
+            if not isinstance(found, Tensor) or (found.shape, found.dtype) != (expected.shape, expected.dtype):
+                raise AssertionError(_changed(block, found, "evaluated again"))
+            selected.append(found)
+        return tuple(selected)
 
     def difference_columns(self, first: int, count: int, eps: float, record_graph: bool) -> Tensor:
         """Columns first, ..., first + count - 1 of the numerical Jacobian by central differences.
@@ -262,15 +296,16 @@ class Problem:
     def _raise_changed(self, coordinate: int, output: int, found: Any, eps: float) -> None:
         block = next(block for block in self.inputs if coordinate < block.first + block.size)
         index = block.element_index((coordinate - block.first) // (2 if block.is_complex else 1))
-        expected = self.outputs[output]
-        if not isinstance(found, Tensor):
-            aspect, got = "a tensor in the same places", f"{found!r} as element {expected.position} of the result"
-        elif found.shape != expected.tensor.shape:
-            aspect, got = "the same shape", f"shapes {expected.tensor.shape} and {found.shape}"
-        else:
-            aspect, got = "the same dtype", f"dtypes {expected.tensor.dtype} and {found.dtype}"
-        verb = "with" if isinstance(found, Tensor) else "as"
-        raise AssertionError(
-            f"Expected `func` to return outputs {verb} {aspect} when inputs are perturbed on index {index} of input "
-            f"{block.position} by {eps}, but got: {got}."
-        )
+        when = f"perturbed on index {index} of input {block.position} by {eps}"
+        raise AssertionError(_changed(self.outputs[output], found, when))
+
+
+def _changed(expected: Block, found: Any, when: str) -> str:
+    """What to say when func returned another kind of output than at first."""
+    if not isinstance(found, Tensor):
+        what, got = "as a tensor in the same place", f"{found!r} as result {expected.position}"
+    elif found.shape != expected.tensor.shape:
+        what, got = "with the same shape", f"shapes {expected.tensor.shape} and {found.shape}"
+    else:
+        what, got = "with the same dtype", f"dtypes {expected.tensor.dtype} and {found.dtype}"
+    return f"Expected `func` to return outputs {what} when inputs are {when}, but got: {got}."

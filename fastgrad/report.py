@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -73,7 +74,8 @@ class Entry:
     @property
     def difference(self) -> float:
         """|analytical - numerical|."""
-        return abs(self.analytical - self.numerical)
+        difference = self.analytical - self.numerical
+        return math.hypot(difference.real, difference.imag)  # abs() of a complex NaN may raise
 
 
 @dataclass(frozen=True)

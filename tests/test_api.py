@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import pickle
+import re
 from typing import Any
 
 import pytest
@@ -110,9 +112,39 @@ def test_errors_derive_from_torchs_and_carry_the_report() -> None:
     assert comparison.worst.difference == pytest.approx(0.7, rel=1e-6)
 
 
+def test_errors_pickle_with_their_report() -> None:
+    with pytest.raises(fastgrad.GradcheckError) as raised:
+        fastgrad.gradcheck(lambda v: v.detach() * v, (x(),))
+    copy = pickle.loads(pickle.dumps(raised.value))
+    assert str(copy) == str(raised.value)
+    assert copy.report.n == raised.value.report.n
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "message"),
+    [
+        ({"eps": 0}, ValueError, "eps must be positive and finite, got 0"),
+        ({"eps": float("nan")}, ValueError, "eps must be positive and finite, got nan"),
+        ({"eps": "1e-6"}, TypeError, "eps must be a number, got '1e-6'"),
+        ({"atol": -1.0}, ValueError, "atol must be at least zero, got -1.0"),
+        ({"rtol": None}, TypeError, "rtol must be a number, got None"),
+        ({"nondet_tol": float("nan")}, ValueError, "nondet_tol must be at least zero, got nan"),
+        ({"seed": 1.5}, ValueError, "seed must be None or an integer of 64 bits, got 1.5"),
+        ({"seed": 2**70}, ValueError, "seed must be None or an integer"),
+        ({"memory_limit": "1G"}, ValueError, "memory_limit must be None or a positive number of bytes, got '1G'"),
+        ({"memory_limit": 0}, ValueError, "memory_limit must be None or a positive number"),
+    ],
+)
+def test_bad_numbers_are_one_clear_sentence(keywords: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        fastgrad.gradcheck(torch.sin, (x(),), **keywords)
+
+
 def test_unknown_engine_and_grad_outputs() -> None:
     with pytest.raises(ValueError, match="engine must be 'auto' or 'dense', got 'sparse'"):
         fastgrad.gradcheck(torch.sin, (x(),), engine="sparse")
+    with pytest.raises(TypeError, match="grad_outputs must be tensors, got float as number 0"):
+        fastgrad.gradgradcheck(torch.sin, (x(),), 1.0)
     with pytest.raises(ValueError, match="grad_outputs must be tensors"):
         fastgrad.gradgradcheck(torch.sin, (x(),), "twos")
     assert fastgrad.gradcheck(torch.sin, (x(),), engine="dense")

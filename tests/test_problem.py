@@ -460,11 +460,70 @@ def test_changed_results_are_named() -> None:
         calls += 1
         return (v * 2, v * 3) if calls < 4 else (v * 2,)
 
-    with pytest.raises(AssertionError, match="outputs as a tensor in the same places"):
+    with pytest.raises(AssertionError, match="outputs as a tensor in the same place"):
         fastgrad.gradcheck(drops, (x,))
 
 
+@pytest.mark.parametrize("change_at", range(1, 12))
+@pytest.mark.parametrize(
+    "changed", [lambda y: y[:1], lambda y: y.float(), lambda y: None, lambda y: "y", lambda y: y.detach()]
+)
+def test_a_result_that_changes_on_any_call_is_an_assertion(change_at: int, changed: Callable[[Tensor], Any]) -> None:
+    x = leaf(3)
+    state = Bits(x)
+    calls = 0
+
+    def func(v: Tensor) -> Any:
+        nonlocal calls
+        calls += 1
+        return changed(v.sin()) if calls > change_at else v.sin()
+
+    message = ""
+    try:
+        fastgrad.gradcheck(func, (x,))  # passes where no call comes after the change, or detaching does no harm
+    except AssertionError as error:
+        message = str(error)
+    assert not message or message.startswith("Expected `func` to return")
+    assert message or change_at >= 8 or changed(x).__class__ is Tensor
+    assert state.unchanged()
+
+
+def test_a_freed_storage_is_an_error_not_a_crash() -> None:
+    class Frees(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, v: Tensor) -> Tensor:
+            ctx.save_for_backward(v)
+            return v.exp()
+
+        @staticmethod
+        def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+            (v,) = ctx.saved_tensors
+            v.detach().untyped_storage().resize_(0)
+            return grad_output
+
+    with pytest.raises(RuntimeError, match="freed or shrunk to 0 bytes"):
+        fastgrad.gradcheck(Frees.apply, (leaf(1000),))
+
+
+def test_running_out_of_memory_is_no_verdict() -> None:
+    RaisingBackward.error = MemoryError
+    for raise_at in (11, 12):  # the proof of linearity, after 2 x 5 rows
+        RaisingBackward.raise_at, RaisingBackward.calls = raise_at, 0
+        with pytest.raises(MemoryError):
+            fastgrad.gradcheck(RaisingBackward.apply, (leaf(5),), raise_exception=False)
+    RaisingBackward.error = KeyError
+    RaisingBackward.raise_at, RaisingBackward.calls = 11, 0
+    with pytest.raises(KeyError):  # it does not come again: not the grad_output's doing
+        fastgrad.gradcheck(RaisingBackward.apply, (leaf(5),), raise_exception=False)
+
+
 def test_bad_inputs() -> None:
+    with pytest.raises(TypeError, match="Input 0 is a list of tensors that require grad"):
+        fastgrad.gradcheck(lambda pair, x: pair[0] + x, ([leaf(2)], leaf(2)))
+    with pytest.raises(TypeError, match="flat tuple of them; result 1 is a tuple"):
+        fastgrad.gradcheck(lambda x: (x.sin(), (x.cos(),)), (leaf(2),))
+    with pytest.raises(ValueError, match="meta device"):
+        fastgrad.gradcheck(torch.sin, (torch.ones(2, device="meta", requires_grad=True),))
     with pytest.raises(ValueError, match="expects at least one input tensor to require gradient"):
         fastgrad.gradcheck(torch.sin, (torch.ones(2),))
     with pytest.raises(ValueError, match="expects at least one input tensor to require gradient"):
@@ -511,6 +570,8 @@ def test_no_differentiable_output() -> None:
 def test_without_gradients_the_verdict_is_torchs() -> None:
     with torch.no_grad():
         assert not both(torch.sin, (leaf(2),))
+        with pytest.raises(fastgrad.GradcheckError, match="gradients are disabled where the check was called"):
+            fastgrad.gradcheck(torch.sin, (leaf(2),))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert fastgrad.gradcheck(torch.sin, (leaf(2),))

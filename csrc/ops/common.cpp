@@ -26,6 +26,17 @@ void check_differentiable(const char* op, const char* name, const at::Tensor& te
   TORCH_CHECK(
       tensor.layout() == at::kStrided && (tensor.is_floating_point() || tensor.is_complex()), op, ": ", name,
       " must be a strided tensor of floating or complex dtype, got ", tensor.layout(), " ", tensor.scalar_type());
+  if (!tensor.has_storage() || tensor.numel() == 0) {
+    return;
+  }
+  int64_t elements = tensor.storage_offset() + 1;
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    elements += (tensor.size(dim) - 1) * tensor.stride(dim);
+  }
+  TORCH_CHECK(
+      elements * static_cast<int64_t>(tensor.element_size()) <= static_cast<int64_t>(tensor.storage().nbytes()), op,
+      ": ", name, " needs ", elements, " elements of storage, which was freed or shrunk to ", tensor.storage().nbytes(),
+      " bytes");
 }
 
 void check_float64(const char* op, const char* name, const at::Tensor& tensor, int64_t dim) {

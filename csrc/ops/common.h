@@ -26,7 +26,8 @@ at::Tensor real_coordinates(const at::Tensor& tensor);
 // kernels/difference.h's coordinate_step in plain ATen, for a zero-dimensional real `value`.
 at::Tensor coordinate_step(const at::Tensor& value, double eps, double relative_step);
 
-// Refuses an argument that is not a strided tensor of floating or complex dtype.
+// Refuses an argument that is not a strided tensor of floating or complex dtype, or whose storage was
+// freed or shrunk underneath it.
 void check_differentiable(const char* op, const char* name, const at::Tensor& tensor);
 
 // Refuses an argument that is not a float64 tensor with `dim` dimensions.

@@ -35,17 +35,38 @@ CHECKS = {
 DTYPES = {"float64": torch.float64, "complex128": torch.complex128}
 
 
-def verdict(check: Any, case: Case, grad_outputs: Any = None) -> tuple[str, str]:
+REPRESENTABLE_STEPS = (2.0**-10, 2.0**-7, 2.0**-4)
+"""Steps that inputs of low precision hold exactly, unlike 1e-6."""
+
+
+def verdict(check: Any, case: Case, grad_outputs: Any = None, **keywords: Any) -> tuple[str, str]:
     """("pass" | "fail" | the exception's name, first line of the message) of one checker."""
     torch.manual_seed(0)
     arguments = (case.func, case.inputs) if grad_outputs is None else (case.func, case.inputs, grad_outputs)
     try:
-        check(*arguments, nondet_tol=case.nondet_tol)
+        check(*arguments, nondet_tol=case.nondet_tol, **keywords)
     except GradcheckError as error:
         return "fail", str(error).strip().split("\n")[0][:300]
     except Exception as error:
         return type(error).__name__, str(error).strip().split("\n")[0][:300]
     return "pass", ""
+
+
+def evidence(row: dict[str, Any], case: Case, grad_outputs: Any) -> str:
+    """Why fastgrad's "pass" is the truth where torch fails: the "steps are realized" row of docs/differences.md.
+
+    The evidence is torch's own: it passes the same case once its step is one that the input's dtype
+    can represent, so it was the step that failed the check and not the gradient.
+    """
+    inputs = (*case.inputs, *(grad_outputs or ()))
+    if (row["torch"], row["fastgrad"]) != ("fail", "pass") or all(
+        value.dtype in (torch.float64, torch.complex128) for value in inputs
+    ):
+        return ""
+    for step in REPRESENTABLE_STEPS:
+        if verdict(CHECKS[row["check"]][0], case, grad_outputs, eps=step)[0] == "pass":
+            return f"steps are realized: torch passes it with eps = {step:g}, which the input's dtype can represent"
+    return ""
 
 
 def _entries(case: Case, second_order: bool) -> int:
@@ -91,6 +112,8 @@ def compare_operator(task: tuple[str, str, int, int]) -> list[dict[str, Any]]:
             start = time.perf_counter()
             row[side], row[side + "_message"] = verdict(checker, case, grad_outputs)
             row[side + "_seconds"] = time.perf_counter() - start
+        if row["torch"] != row["fastgrad"]:
+            row["evidence"] = evidence(row, case, grad_outputs)
         rows.append(row)
     return rows
 
@@ -123,16 +146,20 @@ def main() -> int:
                     print(json.dumps(row), flush=True)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
+    unexplained = 0
     for check in options.checks:
         for dtype in options.dtypes:
             own = [row for row in rows if (row["check"], row["dtype"]) == (check, dtype)]
             compared = [row for row in own if "fastgrad" in row]
             different = [row for row in compared if row["torch"] != row["fastgrad"]]
+            open_questions = [row["name"] for row in different if not row["evidence"]]
+            unexplained += len(open_questions)
             print(
-                f"{check} {dtype}: {len(compared)} samples, {len(different)} disagreements, "
+                f"{check} {dtype}: {len(compared)} samples, {len(different)} disagreements, of which "
+                f"{len(open_questions)} beyond docs/differences.md {open_questions or ''}; "
                 f"{len(own) - len(compared)} left out"
             )
-    return 0
+    return 1 if unexplained else 0
 
 
 if __name__ == "__main__":

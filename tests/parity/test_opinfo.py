@@ -1,0 +1,28 @@
+"""A sample of the operator sweep: fastgrad's verdict against torch slow mode's, one sample an operator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.cases import operators
+from tests.parity.sweep import DTYPES, compare_operator
+
+EVERY = 9  # of the operators; `make parity` runs them all
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("check", ["grad", "gradgrad"])
+def test_verdicts_are_torchs(check: str, dtype: str) -> None:
+    threads = torch.get_num_threads()
+    rows = []
+    try:
+        for number in range(0, len(operators(DTYPES[dtype], check == "gradgrad")), EVERY):
+            rows += compare_operator((check, dtype, number, 1))
+    finally:
+        torch.set_num_threads(threads)
+    compared = [row for row in rows if "fastgrad" in row]
+    assert len(compared) >= 25
+    assert sum(row["torch"] == "pass" for row in compared) > 0.8 * len(compared)
+    assert [row for row in compared if row["torch"] != row["fastgrad"] and not row["evidence"]] == []

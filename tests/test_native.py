@@ -1,0 +1,55 @@
+"""The compiled module is checked before it is loaded, and importing it all stays cheap."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fastgrad
+
+FAKE = """
+import sys, types
+build = types.ModuleType("fastgrad._build")
+build.TORCH, build.CUDA = {torch!r}, {cuda!r}
+sys.modules["fastgrad._build"] = build
+import fastgrad
+"""
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(("torch_version", "cuda"), [("2.12.0+cpu", None), (None, "12.1")])
+def test_another_torch_is_one_clear_sentence(torch_version: str | None, cuda: str | None) -> None:
+    import torch
+
+    result = run(FAKE.format(torch=torch_version or str(torch.__version__), cuda=cuda))
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: fastgrad was compiled against torch")
+    assert "--no-build-isolation" in last
+    assert "undefined symbol" not in result.stderr
+
+
+def test_an_unbuilt_tree_says_how_to_build() -> None:
+    result = run("import sys; sys.modules['fastgrad._build'] = None; import fastgrad")
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: fastgrad's compiled module is missing")
+    assert "pip install --no-build-isolation" in last
+
+
+def test_the_version_is_stated_once() -> None:
+    root = Path(__file__).parents[1]
+    assert fastgrad.__version__ in (root / "fastgrad/_version.py").read_text()
+    assert f"## {fastgrad.__version__}" in (root / "CHANGELOG.md").read_text()
+    for name in ("pyproject.toml", "setup.py", "CMakeLists.txt"):
+        assert fastgrad.__version__ not in (root / name).read_text()
+
+
+def test_import_costs_little_beyond_torch() -> None:
+    code = "import torch, time; s = time.perf_counter(); import fastgrad; print(time.perf_counter() - s)"
+    seconds = min(float(run(code).stdout) for _ in range(5))
+    assert seconds < 0.05
