@@ -13,8 +13,8 @@ PYBIND11_MODULE(_C, module) {
 
   py::class_<InputBlock>(module, "InputBlock")
       .def(
-          py::init<at::Tensor, at::Tensor, at::Tensor, int64_t, double>(), py::arg("argument"), py::arg("values"),
-          py::arg("origin"), py::arg("first"), py::arg("relative_step"));
+          py::init<const at::Tensor&, int64_t, double>(), py::arg("argument"), py::arg("first"),
+          py::arg("relative_step"));
   py::class_<OutputSpec>(module, "OutputSpec")
       .def(py::init<int64_t, at::Tensor>(), py::arg("position"), py::arg("like"));
   py::class_<Evaluator>(module, "Evaluator")
@@ -22,10 +22,12 @@ PYBIND11_MODULE(_C, module) {
       .def("evaluate", torch::wrap_pybind_function(&Evaluator::evaluate))
       .def("evaluate_along", torch::wrap_pybind_function(&Evaluator::evaluate_along))
       .def("difference_columns", torch::wrap_pybind_function(&Evaluator::difference_columns))
+      .def("inputs_changed", torch::wrap_pybind_function(&Evaluator::inputs_changed))
       .def("restore", torch::wrap_pybind_function(&Evaluator::restore))
       .def_property_readonly("evaluations", &Evaluator::evaluations)
       .def_property("mutates_inputs", &Evaluator::mutates_inputs, &Evaluator::set_mutates_inputs);
   py::class_<fastgrad::GradientsMatch>(module, "GradientsMatch")
+      .def_readonly("attributes", &fastgrad::GradientsMatch::attributes)
       .def_readonly("dtypes", &fastgrad::GradientsMatch::dtypes)
       .def_readonly("sizes", &fastgrad::GradientsMatch::sizes)
       .def_readonly("repeats", &fastgrad::GradientsMatch::repeats);

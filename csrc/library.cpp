@@ -17,5 +17,7 @@ TORCH_LIBRARY(fastgrad, library) {
   library.def(
       "compare(Tensor analytical, Tensor numerical, float atol, float rtol, bool complex_entries, bool equal_nan) "
       "-> Tensor");
-  library.def("project_rows_(Tensor(a!) sums, Tensor(b!) squares, Tensor cotangents, Tensor rows) -> ()");
+  library.def(
+      "project_rows_(Tensor(a!) sums, Tensor(b!) squares, Tensor cotangents, Tensor rows, int first_row, int row_step, "
+      "int first_column) -> ()");
 }

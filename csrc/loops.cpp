@@ -19,6 +19,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <numeric>
 #include <utility>
@@ -78,6 +79,13 @@ uint32_t version(const at::Tensor& tensor) { return tensor.is_inference() ? 0 : 
 
 }  // namespace
 
+InputBlock::InputBlock(const at::Tensor& argument, int64_t first, double relative_step)
+    : argument(argument),
+      values(argument.variable_data()),
+      origin(values.clone(at::MemoryFormat::Contiguous)),
+      first(first),
+      relative_step(relative_step) {}
+
 Evaluator::Evaluator(py::object func, py::tuple arguments, std::vector<InputBlock> blocks)
     : func_(std::move(func)), arguments_(std::move(arguments)), blocks_(std::move(blocks)) {}
 
@@ -108,6 +116,15 @@ void Evaluator::restore() {
     check_differentiable("restore", "an input", block.values);
     block.values.copy_(block.origin);
   }
+}
+
+bool Evaluator::inputs_changed() const {
+  const BelowAutograd guard;
+  const auto changed = [](const InputBlock& block) {
+    // As real coordinates: at::equal knows no complex32.
+    return !at::equal(real_coordinates(block.values), real_coordinates(block.origin));
+  };
+  return std::any_of(blocks_.begin(), blocks_.end(), changed);
 }
 
 py::object Evaluator::evaluate(bool record_graph) {
@@ -205,12 +222,20 @@ void flatten_gradients(
     const at::Tensor segment = row.narrow(0, offset, size);
     offset += size;
     at::Tensor gradient = gradients[k];
-    if (!gradient.defined() || gradient.sizes() != inputs[k].sizes()) {
-      match.sizes = match.sizes && !gradient.defined();
+    if (!gradient.defined()) {
       segment.zero_();
       continue;
     }
-    match.dtypes = match.dtypes && gradient.scalar_type() == inputs[k].scalar_type();
+    const bool same_size = gradient.sizes() == inputs[k].sizes();
+    const bool same_dtype = gradient.scalar_type() == inputs[k].scalar_type();
+    match.sizes = match.sizes && same_size;
+    match.dtypes = match.dtypes && same_dtype;
+    match.attributes = match.attributes && same_size && same_dtype && gradient.layout() == inputs[k].layout() &&
+                       gradient.device() == inputs[k].device();
+    if (!same_size) {
+      segment.zero_();
+      continue;
+    }
     if (gradient.layout() != at::kStrided) {
       gradient = gradient.to_dense();
     }
@@ -224,56 +249,63 @@ void flatten_gradients(
 }  // namespace
 
 GradientsMatch vjp_coordinates(
-    const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs, const at::Tensor& cotangent,
-    bool contiguous, const at::Tensor& gradient) {
-  std::vector<at::Tensor> cotangents;
-  {
-    const BelowAutograd guard;
-    int64_t offset = 0;
-    for (const at::Tensor& output : outputs) {
-      const int64_t size = coordinate_count(output);
-      at::Tensor grad_output;
-      if (contiguous) {
-        grad_output = at::empty_like(output, {}, at::MemoryFormat::Contiguous);
-      } else {
-        grad_output = gapped_and_transposed(output);
-      }
-      unflatten_(grad_output, cotangent.narrow(0, offset, size));
-      cotangents.push_back(grad_output);
-      offset += size;
-    }
-  }
-  const std::vector<at::Tensor> gradients = vjp(outputs, inputs, cotangents, /*create_graph=*/false);
-  const BelowAutograd guard;
+    const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs, const at::Tensor& cotangents,
+    int64_t gapped, const at::Tensor& gradients) {
   GradientsMatch match;
-  flatten_gradients(gradients, inputs, gradient, match);
+  for (int64_t k = 0; k < cotangents.size(0); ++k) {
+    std::vector<at::Tensor> grad_outputs;
+    {
+      const BelowAutograd guard;
+      const at::Tensor cotangent = cotangents.select(0, k);
+      int64_t offset = 0;
+      for (const at::Tensor& output : outputs) {
+        const int64_t size = coordinate_count(output);
+        grad_outputs.push_back(
+            k < gapped ? gapped_and_transposed(output) : at::empty_like(output, {}, at::MemoryFormat::Contiguous));
+        unflatten_(grad_outputs.back(), cotangent.narrow(0, offset, size));
+        offset += size;
+      }
+    }
+    const std::vector<at::Tensor> found = vjp(outputs, inputs, grad_outputs, /*create_graph=*/false);
+    {
+      const BelowAutograd guard;
+      flatten_gradients(found, inputs, gradients.select(0, k), match);
+    }
+    raise_if_interrupted();
+  }
   return match;
 }
 
 GradientsMatch vjp_rows(
     const at::Tensor& output, const std::vector<at::Tensor>& inputs, int64_t first, bool imaginary,
-    const at::Tensor& rows, const at::Tensor& repeated) {
+    const at::Tensor& rows, const at::Tensor& repeated, double repeat_scale) {
   GradientsMatch match;
   const int64_t width = coordinates_per_element(output);
   const at::Tensor cotangent = at::zeros_like(output.detach(), {}, at::MemoryFormat::Contiguous);
   const at::Tensor zeros = cotangent.clone();
-  for (int64_t i = 0; i < rows.size(0); ++i) {
-    // One right after the other: in two passes, state with a period that divides the number of rows
-    // would look deterministic.
-    for (const at::Tensor& block : {rows, repeated}) {
-      {
-        // From zero every time: a backward may have written into the last one.
-        const BelowAutograd guard;
-        cotangent.zero_();
-        perturb_coordinate_(cotangent, zeros, (first + i) * width + (imaginary ? 1 : 0), 1, 1.0, 0.0);
-      }
-      const std::vector<at::Tensor> gradients = vjp({output}, inputs, {cotangent}, /*create_graph=*/false);
+  const auto run = [&](int64_t i, double scale, const at::Tensor& row) {
+    {
+      // From zero every time: a backward may have written into the last one.
       const BelowAutograd guard;
-      flatten_gradients(gradients, inputs, block.select(0, i), match);
+      cotangent.zero_();
+      perturb_coordinate_(
+          cotangent, zeros, (first + i) * width + (imaginary ? 1 : 0), scale < 0 ? -1 : 1, std::abs(scale), 0.0);
+    }
+    const std::vector<at::Tensor> gradients = vjp({output}, inputs, {cotangent}, /*create_graph=*/false);
+    const BelowAutograd guard;
+    flatten_gradients(gradients, inputs, row, match);
+    if (scale != 1.0) {
+      row.div_(scale);
+    }
+  };
+  for (int64_t i = 0; i < rows.size(0); ++i) {
+    run(i, 1.0, rows.select(0, i));
+    if (i < repeated.size(0)) {
+      run(i, repeat_scale, repeated.select(0, i));
     }
     raise_if_interrupted();
   }
-  match.repeats = at::equal(rows, repeated);
+  match.repeats = repeated.size(0) == 0 || at::equal(rows.narrow(0, 0, repeated.size(0)), repeated);
   return match;
 }
 

@@ -13,6 +13,8 @@ namespace fastgrad {
 
 // One differentiable input of the function under test: a block of consecutive real coordinates.
 struct InputBlock {
+  InputBlock(const at::Tensor& argument, int64_t first, double relative_step);
+
   at::Tensor argument;   // the caller's own tensor, read for its version counter only
   at::Tensor values;     // argument's storage under a version counter of its own: what is perturbed
   at::Tensor origin;     // contiguous snapshot of the values at x: what is restored
@@ -32,6 +34,9 @@ struct OutputSpec {
 class Evaluator {
  public:
   Evaluator(pybind11::object func, pybind11::tuple arguments, std::vector<InputBlock> blocks);
+
+  // Whether the inputs hold other values than their origins; a NaN counts as another.
+  bool inputs_changed() const;
 
   // func at x; gradients are recorded where record_graph and the caller's grad mode say so.
   pybind11::object evaluate(bool record_graph);
@@ -77,24 +82,28 @@ std::vector<at::Tensor> vjp(
 
 // What the gradients behind some rows looked like.
 struct GradientsMatch {
-  bool dtypes = true;   // all had the dtype of their inputs
-  bool sizes = true;    // all had the size of their inputs; one that had not leaves zeros
-  bool repeats = true;  // a second run, where there was one, gave equal values
+  bool attributes = true;  // all had the layout, dtype, device and size of their inputs
+  bool dtypes = true;      // all had the dtype of their inputs
+  bool sizes = true;       // all had the size of their inputs; one that had not leaves zeros
+  bool repeats = true;     // a second run, where there was one, gave equal values
 };
 
-// v^T J in coordinates: gradient = the VJP of cotangent (float64, shape (coordinates of all outputs
-// end to end,)), with gradient float64, shape (coordinates of all inputs end to end,), mutated in
-// place. Autograd is given contiguous cotangents or, if not `contiguous`, ones with the dimensions reversed in memory
-// and gaps of NaN.
+// V J in coordinates: row k of gradients = the VJP of row k of cotangents (float64, shape (count,
+// coordinates of all outputs end to end)); gradients: float64, shape (count, coordinates of all inputs
+// end to end), mutated in place. Autograd is given contiguous grad_outputs, but for the first `gapped`
+// rows ones with the dimensions reversed in memory and gaps of NaN.
 GradientsMatch vjp_coordinates(
-    const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs, const at::Tensor& cotangent,
-    bool contiguous, const at::Tensor& gradient);
+    const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs, const at::Tensor& cotangents,
+    int64_t gapped, const at::Tensor& gradients);
 
-// Analytical rows of one output: row i of `rows`, and of `repeated` in a run right after, becomes the VJP
-// with the one-hot cotangent at element first + i of output, 1 or, for `imaginary`, 1j.
+// Analytical rows of one output: row i of `rows` becomes the VJP with the one-hot cotangent at element
+// first + i of output, 1 or, for `imaginary`, 1j. Row i of `repeated`, which may have fewer rows,
+// becomes the VJP with `repeat_scale` times that cotangent, run right after and divided by
+// repeat_scale, a power of two: exact, so that equal rows mean a backward that is deterministic and,
+// for a scale other than 1, homogeneous.
 // rows, repeated: float64, shape (count, coordinates of all inputs end to end), mutated in place.
 GradientsMatch vjp_rows(
     const at::Tensor& output, const std::vector<at::Tensor>& inputs, int64_t first, bool imaginary,
-    const at::Tensor& rows, const at::Tensor& repeated);
+    const at::Tensor& rows, const at::Tensor& repeated, double repeat_scale);
 
 }  // namespace fastgrad

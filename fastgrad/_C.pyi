@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 class InputBlock:
-    def __init__(self, argument: Tensor, values: Tensor, origin: Tensor, first: int, relative_step: float) -> None: ...
+    def __init__(self, argument: Tensor, first: int, relative_step: float) -> None: ...
 
 class OutputSpec:
     def __init__(self, position: int, like: Tensor) -> None: ...
@@ -18,12 +18,15 @@ class Evaluator:
     def difference_columns(
         self, first: int, columns: Tensor, outputs: Sequence[OutputSpec], eps: float, record_graph: bool
     ) -> tuple[int, int, Any] | None: ...
+    def inputs_changed(self) -> bool: ...
     def restore(self) -> None: ...
     @property
     def evaluations(self) -> int: ...
     mutates_inputs: bool
 
 class GradientsMatch:
+    @property
+    def attributes(self) -> bool: ...
     @property
     def dtypes(self) -> bool: ...
     @property
@@ -35,8 +38,14 @@ def vjp(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor | None], create_graph: bool
 ) -> list[Tensor | None]: ...
 def vjp_coordinates(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangent: Tensor, contiguous: bool, gradient: Tensor
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Tensor, gapped: int, gradients: Tensor
 ) -> GradientsMatch: ...
 def vjp_rows(
-    output: Tensor, inputs: Sequence[Tensor], first: int, imaginary: bool, rows: Tensor, repeated: Tensor
+    output: Tensor,
+    inputs: Sequence[Tensor],
+    first: int,
+    imaginary: bool,
+    rows: Tensor,
+    repeated: Tensor,
+    repeat_scale: float,
 ) -> GradientsMatch: ...

@@ -1,8 +1,9 @@
-"""Proofs by random cotangents: that a backward is the linear map whose rows were compared.
+"""Proofs that a backward is the linear map whose rows were compared.
 
 Rows come from one-hot, contiguous cotangents. A backward that clamps, squares or takes the sign of
 grad_output, that is right only for a contiguous or only for a dense one, gives those rows and still
-is wrong: v^T J summed from the rows must equal the VJP of v.
+is wrong. So the first rows are repeated at another scale, and v^T J, summed from the rows, must equal
+the VJP of v.
 """
 
 from __future__ import annotations
@@ -12,49 +13,87 @@ from torch import Tensor
 
 from fastgrad._native import ops
 from fastgrad.compare import differ
+from fastgrad.coordinates import Block
 from fastgrad.directions import COTANGENT_STREAM
-from fastgrad.engines import JacobianBlock
+from fastgrad.engines import REPEAT_SCALE, REPEATED_ROWS, JacobianBlock
 from fastgrad.problem import Problem
-from fastgrad.report import Failure, Settings
+from fastgrad.report import Failure, Part, Settings
 
-HALVED_SCALE = -4.0
-"""The half-zeroed cotangent against the dense one: another sign and size, so that even a single
-element shows a clamp, a sign or an absolute value of grad_output."""
+ROWS_AT_A_TIME = 256
+"""Rows held while all of them are repeated."""
+
+
+def repeat_failure(problem: Problem, block: JacobianBlock, settings: Settings) -> Failure | None:
+    """Why the repeated rows of a block are not equal to the first ones: a failure, or rounding (None)."""
+    count = block.repeated.shape[0]
+    if _rows_move(problem, block.output, block.part, block.first_row, count, settings.nondet_tol):
+        return Failure("nondeterministic", block.output.index, None, block.output.position, None, block.part)
+    width = 2 if block.input.is_complex else 1
+    analytical = block.analytical[:count]
+    fields = ops.compare(block.repeated, analytical, settings.atol, settings.rtol, width == 2, False).tolist()
+    if not fields[0]:
+        return None
+    row, entry = int(fields[2]), int(fields[3])
+    element = block.output.element_index(block.first_row + row)
+    detail = (
+        f"a grad_output of 1 at element {list(element)} of output {block.output.index} gives the gradient "
+        f"{analytical[row, entry * width].item():.6g} of input {block.input.index} at "
+        f"{list(block.input.element_index(block.first_column // width + entry))}, one of {REPEAT_SCALE:g} gives "
+        f"{REPEAT_SCALE * block.repeated[row, entry * width].item():.6g}"
+    )
+    return Failure(
+        "nonlinear",
+        block.output.index,
+        block.input.index,
+        block.output.position,
+        block.input.position,
+        block.part,
+        detail=detail,
+    )
+
+
+def _rows_move(problem: Problem, output: Block, part: Part, first: int, count: int, nondet_tol: float) -> bool:
+    """Whether two runs with the same one-hot cotangents differ by more than nondet_tol: torch's test."""
+    rows, again, match = problem.analytical_rows(
+        output, part == "imaginary", first, count, problem.inputs, repeated=count, scale=1.0
+    )
+    if match.repeats:
+        return False
+    columns = [slice(block.first, block.first + block.size) for block in problem.inputs]
+    return any(
+        differ(rows[:, within], again[:, within], nondet_tol, block.is_complex)
+        for block, within in zip(problem.inputs, columns, strict=True)
+    )
 
 
 class LinearityProof:
-    """v^T J against the VJP of v, for two v in R^m over all outputs at once.
+    """v^T J against the VJP of v, for three v in R^m over all outputs at once.
 
-    Row 0 of the cotangents is dense, with components +-[0.5, 1.5), and handed over non-contiguous;
-    row 1 is HALVED_SCALE times row 0 with a random half zeroed, and contiguous. For m = 1 the second
-    alone, and negative, tells all that the one-hot cotangent 1 does not.
+    The first v is dense, with components +-[0.5, 1.5), and handed over non-contiguous; the second is
+    the first times REPEAT_SCALE with a random half zeroed; the third is zero, and what came of it is
+    left in `zero` for others to judge. A single row, m = 1, was repeated at another scale already, and
+    only zero is left.
     """
 
     def __init__(self, problem: Problem, settings: Settings) -> None:
         self._problem = problem
         self._settings = settings
-        self._cotangents = torch.empty(2, problem.m, dtype=torch.float64, device=problem.device)
-        dense, halved = self._cotangents
-        ops.direction_(dense, settings.seed, COTANGENT_STREAM, 0, False)
-        ops.direction_(halved, settings.seed, COTANGENT_STREAM, 0, True)
-        halved.mul_(HALVED_SCALE)
-        if problem.m == 1:
-            self._cotangents = -halved.abs_().unsqueeze(0)
-        size = (2, self._cotangents.shape[0], problem.n)
-        self._sums, self._squares = torch.zeros(size, dtype=torch.float64, device=problem.device)
+        count = 3 if problem.m > 1 else 1
+        self._gapped = count // 3
+        self._cotangents = torch.zeros(count, problem.m, dtype=torch.float64, device=problem.device)
+        if count > 1:
+            dense, halved, _ = self._cotangents
+            ops.direction_(dense, settings.seed, COTANGENT_STREAM, 0, False)
+            ops.direction_(halved, settings.seed, COTANGENT_STREAM, 0, True)
+            halved.mul_(REPEAT_SCALE)
+        self._sums, self._squares = torch.zeros(2, count, problem.n, dtype=torch.float64, device=problem.device)
 
     def add(self, block: JacobianBlock) -> None:
         """Takes a block of analytical rows into v^T J."""
         width = 2 if block.output.is_complex else 1
-        offset = block.output.first + block.first_row * width + (1 if block.part == "imaginary" else 0)
-        rows, columns = block.analytical.shape
-        first = block.input.first + block.first_column
-        ops.project_rows_(
-            self._sums[:, first : first + columns],
-            self._squares[:, first : first + columns],
-            self._cotangents[:, offset : offset + (rows - 1) * width + 1 : width],
-            block.analytical,
-        )
+        first_row = block.output.first + block.first_row * width + (1 if block.part == "imaginary" else 0)
+        first_column = block.input.first + block.first_column
+        ops.project_rows_(self._sums, self._squares, self._cotangents, block.analytical, first_row, width, first_column)
 
     def failure(self) -> Failure | None:
         """Compares with the VJPs, coordinate by coordinate, once all rows are in.
@@ -62,62 +101,83 @@ class LinearityProof:
         A coordinate passes within atol max|v| + rtol times the root of the sum of squares of the
         terms of v^T J: the check's own tolerance for the entries, were their errors independent.
         """
-        gradients = torch.empty_like(self._sums)
         try:
-            for k in range(gradients.shape[0]):
-                self._vjp(k, gradients[k])
+            gradients, match = self._problem.vjp(self._cotangents, self._gapped)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            self._raise_if_passing(k, error)
-            kind = "dense and non-contiguous" if self._is_dense(k) else "with a random half of its elements zero"
-            return Failure(
-                "nonlinear", detail=f"it raised {type(error).__name__} for a grad_output {kind}", cause=error
-            )
-        settings = self._settings
-        if not differ(gradients, self._sums, settings.atol, False):
+            return self._raised(error)
+        self.zero = gradients[-1], match
+        return (self._nonlinear(gradients[:2]) or self._movement(gradients[:1])) if self._gapped else None
+
+    def _nonlinear(self, gradients: Tensor) -> Failure | None:
+        settings, sums = self._settings, self._sums[:2]
+        if not differ(gradients, sums, settings.atol, False):
             return None  # closer than any tolerance below
-        size = self._cotangents.abs()
+        size = self._cotangents[:2].abs()
         allowed = (
             settings.atol * size.amax(1, keepdim=True)
             + settings.nondet_tol * size.sum(1, keepdim=True)
-            + settings.rtol * self._squares.sqrt()
+            + settings.rtol * self._squares[:2].sqrt()
         )
         # Not "error > allowed": a NaN must count. An infinite sum was compared row by row already.
-        wrong = ~((gradients - self._sums).abs() <= allowed) & self._sums.isfinite()
+        wrong = ~((gradients - sums).abs() <= allowed) & sums.isfinite()
         if not bool(wrong.any()):
             return None
         which, coordinate = (int(i) for i in wrong.nonzero()[0])
         return self._diagnosed(which, coordinate, gradients, allowed)
 
-    def _is_dense(self, which: int) -> bool:
-        return which + self._cotangents.shape[0] == 2 and which == 0
+    def _vjp(self, which: int) -> Tensor:
+        """One of the first two VJPs again, shape (1, n)."""
+        return self._problem.vjp(self._cotangents[which : which + 1], gapped=1 - which)[0]
 
-    def _vjp(self, which: int, out: Tensor | None = None) -> Tensor:
-        return self._problem.vjp(self._cotangents[which], not self._is_dense(which), out)
-
-    def _raise_if_passing(self, which: int, error: Exception) -> None:
-        """Lets an error through that does not come again: it was not the grad_output's doing."""
-        try:
-            self._vjp(which)
-        except Exception:
-            return
+    def _raised(self, error: Exception) -> Failure:
+        """Which cotangent a backward raises for; an error that does not come again goes through."""
+        for which in range(2 * self._gapped):
+            try:
+                self._vjp(which)
+            except Exception as again:
+                return Failure("nonlinear", detail=f"it raised {type(again).__name__} for {_kind(which)}", cause=again)
         raise error
+
+    def _movement(self, dense: Tensor) -> Failure | None:
+        """Determinism of the rows that were run once only: two runs of the dense cotangent, bit by bit.
+
+        Where they are equal, what makes rows move is not there. Where they are not, sums may have
+        been added up in another order and no single row move: only all rows run twice can tell.
+        """
+        outputs = self._problem.outputs
+        if all(output.tensor.numel() <= REPEATED_ROWS for output in outputs):
+            return None
+        if not differ(self._vjp(0), dense, 0.0, False):
+            return None
+        for output in outputs:
+            parts: tuple[Part, ...] = ("imaginary", "real") if output.is_complex else ("all",)
+            elements = output.tensor.numel()
+            for part in parts:
+                for first in range(REPEATED_ROWS, elements, ROWS_AT_A_TIME):
+                    count = min(ROWS_AT_A_TIME, elements - first)
+                    if _rows_move(self._problem, output, part, first, count, self._settings.nondet_tol):
+                        return Failure("nondeterministic", output.index, None, output.position, None, part)
+        return None
 
     def _diagnosed(self, which: int, coordinate: int, gradients: Tensor, allowed: Tensor) -> Failure:
         block = next(block for block in self._problem.inputs if coordinate < block.first + block.size)
-        again = self._vjp(which)
-        if differ(again.unsqueeze(0), gradients[which].unsqueeze(0), self._settings.nondet_tol, False):
+        if differ(self._vjp(which), gradients[which : which + 1], self._settings.nondet_tol, False):
             return Failure("nondeterministic", input=block.index, input_position=block.position)
-        kind = "with a random half of its elements zero"
-        if self._is_dense(which):
-            kind = "dense and non-contiguous"
-            error = (self._problem.vjp(self._cotangents[which]) - self._sums[which]).abs()
-            kind += ", though not for a contiguous copy" if bool((error <= allowed[which]).all()) else ""
+        kind = _kind(which)
+        if which == 0:
+            contiguous, _ = self._problem.vjp(self._cotangents[:1])
+            if bool(((contiguous[0] - self._sums[0]).abs() <= allowed[0]).all()):
+                kind += ", though not for a contiguous copy"
         index = block.element_index((coordinate - block.first) // (2 if block.is_complex else 1))
         detail = (
-            f"for a random grad_output, {kind}, the gradient of input {block.index} at {list(index)} is "
+            f"for {kind}, the gradient of input {block.index} at {list(index)} is "
             f"{gradients[which, coordinate].item():.6g}, but the rows of the Jacobian add up to "
             f"{self._sums[which, coordinate].item():.6g} (allowed difference {allowed[which, coordinate].item():.2g})"
         )
         return Failure("nonlinear", input=block.index, input_position=block.position, detail=detail)
+
+
+def _kind(which: int) -> str:
+    return f"a random grad_output, {'with half of its elements zero' if which else 'dense and non-contiguous'}"

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from fastgrad.attributes import check_undefined_grads, check_zero_grad_output
-from fastgrad.certify import LinearityProof
-from fastgrad.compare import PairComparison, differ
+from fastgrad.certify import LinearityProof, repeat_failure
+from fastgrad.compare import PairComparison
 from fastgrad.engines import JacobianBlock, dense
 from fastgrad.plan import make_plan
 from fastgrad.problem import Problem, as_tuple
-from fastgrad.report import Failure, FailureKind, Plan, Report, Settings
+from fastgrad.report import Failure, Plan, Report, Settings
 
 
 def check(func: Callable[..., Any], inputs: Any, settings: Settings) -> Report:
@@ -62,7 +62,7 @@ def check(func: Callable[..., Any], inputs: Any, settings: Settings) -> Report:
 def _first_failure(problem: Problem, plan: Plan, settings: Settings) -> Failure | None:
     if not problem.has_graph:
         return _nonzero_numerical(problem, plan, settings)
-    failure = _jacobian_failure(problem, plan, settings) or check_zero_grad_output(problem)
+    failure = _jacobian_failure(problem, plan, settings)
     if failure is None and settings.check_undefined_grad:
         failure = check_undefined_grads(problem)
     return failure
@@ -88,35 +88,39 @@ def _nonzero_numerical(problem: Problem, plan: Plan, settings: Settings) -> Fail
 
 def _jacobian_failure(problem: Problem, plan: Plan, settings: Settings) -> Failure | None:
     if not (problem.m and problem.n):
-        return None
+        return check_zero_grad_output(problem)
     proof = LinearityProof(problem, settings)
     stream = dense.blocks(problem, plan, settings.eps)
     for _, blocks in groupby(stream, key=lambda block: (block.output.index, block.part)):
-        failure = _judge(blocks, settings, proof)
+        failure = _judge(problem, blocks, settings, proof)
         if failure is not None:
             return failure
-    return proof.failure()
+    return proof.failure() or check_zero_grad_output(problem, *proof.zero)
 
 
-def _judge(blocks: Iterable[JacobianBlock], settings: Settings, proof: LinearityProof) -> Failure | None:
+def _judge(
+    problem: Problem, blocks: Iterable[JacobianBlock], settings: Settings, proof: LinearityProof
+) -> Failure | None:
     """One part of one output: dtype, size, determinism, then the comparison, inputs in their order."""
     pairs: dict[int, PairComparison] = {}
-    attributes_ok = {"dtype": True, "size": True, "nondeterministic": True}
+    dtypes_match = sizes_match = True
+    repeat: Failure | None = None
     for block in blocks:
-        attributes_ok["dtype"] &= block.match.dtypes or not settings.check_grad_dtypes
-        attributes_ok["size"] &= block.match.sizes
-        attributes_ok["nondeterministic"] &= block.match.repeats or not differ(
-            block.analytical, block.repeated, settings.nondet_tol, block.input.is_complex
-        )
-        pair = pairs.setdefault(
-            block.input.index, PairComparison(block.output, block.input, settings.atol, settings.rtol)
-        )
+        dtypes_match &= block.match.dtypes
+        sizes_match &= block.match.sizes
+        if not block.match.repeats and repeat is None:
+            repeat = repeat_failure(problem, block, settings)
+        pair = pairs.get(block.input.index)
+        if pair is None:
+            pair = pairs[block.input.index] = PairComparison(block.output, block.input, settings.atol, settings.rtol)
         pair.add(block.analytical, block.numerical, block.first_row, block.first_column)
         proof.add(block)
-    kinds: tuple[FailureKind, ...] = ("dtype", "size", "nondeterministic")
-    for kind in kinds:
-        if not attributes_ok[kind]:
-            return Failure(kind, output=block.output.index, output_position=block.output.position, part=block.part)
+    if settings.check_grad_dtypes and not dtypes_match:
+        return Failure("dtype", output=block.output.index, output_position=block.output.position, part=block.part)
+    if not sizes_match:
+        return Failure("size", output=block.output.index, output_position=block.output.position, part=block.part)
+    if repeat is not None and repeat.kind == "nondeterministic":
+        return repeat
     for pair in pairs.values():
         if pair.mismatches:
             return Failure(
@@ -128,4 +132,4 @@ def _judge(blocks: Iterable[JacobianBlock], settings: Settings, proof: Linearity
                 part=block.part,
                 comparison=pair.result(),
             )
-    return None
+    return repeat

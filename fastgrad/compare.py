@@ -50,14 +50,14 @@ class PairComparison:
         """
         width = 2 if self.input.is_complex else 1
         statistics = ops.compare(analytical, numerical, self.atol, self.rtol, width == 2, False).tolist()
-        mismatches, excess, row, column, absolute, relative = statistics[:6]
-        self.entries += analytical.numel() // width
-        self.mismatches += int(mismatches)
+        mismatches, excess, row, column, absolute, relative, *sums = statistics
+        self.entries += analytical.shape[0] * (analytical.shape[1] // width)
         self.largest_absolute = max(self.largest_absolute, absolute)
         self.largest_relative = max(self.largest_relative, relative)
-        self.sums = [total + term for total, term in zip(self.sums, statistics[6:], strict=True)]
         if not mismatches:
             return
+        self.mismatches += int(mismatches)
+        self.sums = [total + term for total, term in zip(self.sums, sums, strict=True)]
         if self.worst is None or excess > self.worst_excess:
             i, k = int(row), int(column)
             a, n = (_entry(block[i, k * width : (k + 1) * width]) for block in (analytical, numerical))

@@ -61,13 +61,6 @@ def blocks_of(tensors: Sequence[Any], selected: Sequence[int]) -> tuple[Block, .
     return tuple(blocks)
 
 
-def equal_values(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors of one dtype hold equal values; a NaN equals nothing."""
-    if left.is_complex():  # torch.equal knows no complex32
-        left, right = torch.view_as_real(left.resolve_conj()), torch.view_as_real(right.resolve_conj())
-    return torch.equal(left, right)
-
-
 def _addresses(tensor: Tensor, base: int) -> Tensor:
     """Byte addresses of the elements of a strided tensor, relative to base, shape (numel,)."""
     offsets = torch.zeros((), dtype=torch.int64)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastgrad import _native, _torch
-from fastgrad.coordinates import Block, blocks_of, equal_values, overlap, overlaps_itself
+from fastgrad.coordinates import Block, blocks_of, overlap, overlaps_itself
 from fastgrad.tolerances import relative_step
 
 _SPARSE_LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -120,13 +120,9 @@ class Problem:
         self.vjps = 0
         self._graph: tuple[Tensor, ...] | None = None
         self._input_tensors = [block.tensor for block in self.inputs]
-        natives = []
-        self._origins = []
-        for block in self.inputs:
-            values = block.tensor.data
-            origin = values.clone(memory_format=torch.contiguous_format)
-            self._origins.append((values, origin))
-            natives.append(_native.InputBlock(block.tensor, values, origin, block.first, relative_step(origin.dtype)))
+        natives = [
+            _native.InputBlock(block.tensor, block.first, relative_step(block.tensor.dtype)) for block in self.inputs
+        ]
         self._evaluator = _native.Evaluator(func, arguments, natives)
 
     def __enter__(self) -> Problem:
@@ -161,7 +157,7 @@ class Problem:
 
     def _trace(self) -> None:
         results = as_tuple(self._evaluator.evaluate(True))
-        if not all(equal_values(values, origin) for values, origin in self._origins):
+        if self._evaluator.inputs_changed():
             self._evaluator.mutates_inputs = True  # or they hold a NaN, and it does no harm
         _check_outputs(results)
         positions = [i for i, value in enumerate(results) if is_differentiable(value) and value.requires_grad]
@@ -242,51 +238,66 @@ class Problem:
         return columns
 
     def analytical_rows(
-        self, output: Block, imaginary: bool, first: int, count: int, inputs: Sequence[Block]
+        self,
+        output: Block,
+        imaginary: bool,
+        first: int,
+        count: int,
+        inputs: Sequence[Block],
+        repeated: int,
+        scale: float,
     ) -> tuple[Tensor, Tensor, _native.GradientsMatch]:
-        """Rows of the analytical Jacobian of one output, by VJPs with one-hot cotangents, run twice.
+        """Rows of the analytical Jacobian of one output, by VJPs with one-hot cotangents.
 
-        The cotangents are 1 or, for `imaginary`, 1j at elements first, ..., first + count - 1.
+        The cotangents are 1 or, for `imaginary`, 1j at elements first, ..., first + count - 1. Each of
+        the first `repeated` is run again at once, `scale` (a power of two) times as large.
 
         Returns
         -------
         tuple
-            The rows of the first run and of the second (float64, shape (count, coordinates of
-            `inputs` end to end)), and whether the gradients had the dtypes and sizes of their inputs.
+            The rows (float64, shape (count, coordinates of `inputs` end to end)), those of the second
+            run divided by scale (the same, with `repeated` rows), and what the gradients looked like.
         """
-        shape = (2, count, sum(block.size for block in inputs))
-        rows, repeated = torch.empty(shape, dtype=torch.float64, device=self.device)
+        size = sum(block.size for block in inputs)
+        rows = torch.empty(count, size, dtype=torch.float64, device=self.device)
+        again = torch.empty(repeated, size, dtype=torch.float64, device=self.device)
         tensors = [block.tensor for block in inputs]
-        match = _native.vjp_rows(self.graph()[output.index], tensors, first, imaginary, rows, repeated)
-        self.vjps += 2 * count
-        return rows, repeated, match
+        match = _native.vjp_rows(self.graph()[output.index], tensors, first, imaginary, rows, again, scale)
+        self.vjps += count + repeated
+        return rows, again, match
 
-    def vjp(self, cotangent: Tensor, contiguous: bool = True, out: Tensor | None = None) -> Tensor:
-        """v^T J for v in R^m.
+    def vjp(
+        self, cotangents: Tensor, gapped: int = 0, outputs: Sequence[Tensor] | None = None
+    ) -> tuple[Tensor, _native.GradientsMatch]:
+        """V J for rows of cotangents, one VJP a row.
 
         Parameters
         ----------
-        cotangent
-            float64, shape (m,).
-        contiguous
-            Whether backward gets contiguous grad_outputs, or ones with transposed strides and gaps.
-        out
-            Where to put the result.
+        cotangents
+            float64, shape (count, m).
+        gapped
+            For so many rows, from the first, backward gets grad_outputs with transposed strides and
+            gaps; for the others contiguous ones.
+        outputs
+            What to differentiate instead of `graph()`.
 
         Returns
         -------
-        Tensor
-            float64, shape (n,); zero where an input does not matter.
+        tuple
+            The products (float64, shape (count, n); zero where an input does not matter), and what the
+            gradients looked like.
         """
-        gradient = torch.empty(self.n, dtype=torch.float64, device=self.device) if out is None else out
-        _native.vjp_coordinates(self.graph(), self._input_tensors, cotangent, contiguous, gradient)
-        self.vjps += 1
-        return gradient
+        count = cotangents.shape[0]
+        products = torch.empty(count, self.n, dtype=torch.float64, device=self.device)
+        outputs = self.graph() if outputs is None else outputs
+        match = _native.vjp_coordinates(outputs, self._input_tensors, cotangents, gapped, products)
+        self.vjps += count
+        return products, match
 
-    def gradients(self, outputs: Sequence[Tensor], grad_outputs: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Autograd's gradients of outputs, one an input block, as backward made them; None where it made none."""
+    def gradients(self, grad_outputs: Sequence[Tensor]) -> list[Tensor | None]:
+        """Autograd's gradients, one an input block, as backward made them; None where it made none."""
         self.vjps += 1
-        return _native.vjp(outputs, self._input_tensors, grad_outputs, False)
+        return _native.vjp(self.graph(), self._input_tensors, grad_outputs, False)
 
     @property
     def device(self) -> torch.device:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastgrad.coordinates import blocks_of, equal_values, overlap, overlaps_itself
+from fastgrad.coordinates import blocks_of, overlap, overlaps_itself
 
 
 def test_blocks_lie_end_to_end_and_once() -> None:
@@ -19,12 +19,6 @@ def test_blocks_lie_end_to_end_and_once() -> None:
     ]
     assert blocks[0].element_index(5) == (1, 2)
     assert blocks[2].element_index(0) == ()
-
-
-def test_equal_values() -> None:
-    z = torch.zeros(3, dtype=torch.complex32)
-    assert equal_values(z, z.clone())
-    assert not equal_values(torch.tensor([torch.nan]), torch.tensor([torch.nan]))
 
 
 layouts = st.tuples(

@@ -218,9 +218,13 @@ def test_compare_finds_the_worst_entry_and_sums_the_wrong_ones(kernel: str, comp
 def test_project_rows(kernel: str) -> None:
     rows, cotangents = tensor(torch.float64, 5, 7), tensor(torch.float64, 5, 2).t()
     sums, squares = torch.ones(2, 7, dtype=torch.float64), torch.zeros(2, 14, dtype=torch.float64)[:, ::2]
-    call(kernel, ops.project_rows_, sums, squares, cotangents, rows)
+    call(kernel, ops.project_rows_, sums, squares, cotangents, rows, 0, 1, 0)
     torch.testing.assert_close(sums, 1 + cotangents @ rows)
     torch.testing.assert_close(squares, cotangents**2 @ rows**2)
+    sums = torch.zeros(2, 7, dtype=torch.float64)
+    call(kernel, ops.project_rows_, sums, squares, cotangents, rows[:2, :3], 1, 3, 4)
+    torch.testing.assert_close(sums[:, 4:], cotangents[:, [1, 4]] @ rows[:2, :3])
+    assert sums[:, :4].count_nonzero() == 0
 
 
 def samples() -> list[Any]:
@@ -236,7 +240,9 @@ def samples() -> list[Any]:
         pytest.param(ops.central_difference_, (real.clone(), x, x, 0, 1e-6, STEP), id="central_difference_"),
         pytest.param(ops.compare, (block, block + 1, 1e-5, 1e-3, True, False), id="compare"),
         pytest.param(
-            ops.project_rows_, (block.clone(), block.clone(), tensor(torch.float64, 2, 2), block), id="project_rows_"
+            ops.project_rows_,
+            (block.clone(), block.clone(), tensor(torch.float64, 2, 2), block, 0, 1, 0),
+            id="project_rows_",
         ),
     ]
 
@@ -268,6 +274,10 @@ def test_every_operator_has_all_its_kernels() -> None:
         (
             lambda: ops.perturb_coordinate_(torch.zeros(2), torch.zeros(3), 0, 1, 1.0, 0.0),
             "origin must be a contiguous snapshot of x",
+        ),
+        (
+            lambda: ops.project_rows_(*[torch.zeros(2, 2).double()] * 4, 1, 1, 0),
+            "must lie within 2 rows and 2 columns",
         ),
         (
             lambda: ops.central_difference_(

@@ -15,21 +15,28 @@ namespace fastgrad {
 namespace {
 
 void check_arguments(
-    const at::Tensor& sums, const at::Tensor& squares, const at::Tensor& cotangents, const at::Tensor& rows) {
+    const at::Tensor& sums, const at::Tensor& squares, const at::Tensor& cotangents, const at::Tensor& rows,
+    int64_t first_row, int64_t row_step, int64_t first_column) {
   check_float64("project_rows_", "sums", sums, 2);
   check_float64("project_rows_", "squares", squares, 2);
   check_float64("project_rows_", "cotangents", cotangents, 2);
   check_float64("project_rows_", "rows", rows, 2);
   TORCH_CHECK(
-      sums.size(0) == cotangents.size(0) && sums.size(1) == rows.size(1) && squares.sizes() == sums.sizes() &&
-          cotangents.size(1) == rows.size(0),
-      "project_rows_: sums and squares must have shape (k, columns), cotangents (k, rows), rows (rows, columns), got ",
-      sums.sizes(), ", ", squares.sizes(), ", ", cotangents.sizes(), " and ", rows.sizes());
+      sums.size(0) == cotangents.size(0) && squares.sizes() == sums.sizes(),
+      "project_rows_: sums and squares must have shape (k, columns) for cotangents of shape (k, rows), got ",
+      sums.sizes(), ", ", squares.sizes(), " and ", cotangents.sizes());
+  TORCH_CHECK(
+      first_row >= 0 && row_step > 0 && first_column >= 0 &&
+          (rows.size(0) == 0 || first_row + (rows.size(0) - 1) * row_step < cotangents.size(1)) &&
+          first_column + rows.size(1) <= sums.size(1),
+      "project_rows_: rows of shape ", rows.sizes(), " at row ", first_row, " (step ", row_step, ") and column ",
+      first_column, " must lie within ", cotangents.size(1), " rows and ", sums.size(1), " columns");
 }
 
 void project_rows_cpu(
-    const at::Tensor& sums, const at::Tensor& squares, const at::Tensor& cotangents, const at::Tensor& rows) {
-  check_arguments(sums, squares, cotangents, rows);
+    const at::Tensor& sums, const at::Tensor& squares, const at::Tensor& cotangents, const at::Tensor& rows,
+    int64_t first_row, int64_t row_step, int64_t first_column) {
+  check_arguments(sums, squares, cotangents, rows, first_row, row_step, first_column);
   const double* block = rows.const_data_ptr<double>();
   const double* weights = cotangents.const_data_ptr<double>();
   auto* sum = sums.mutable_data_ptr<double>();
@@ -40,13 +47,13 @@ void project_rows_cpu(
         for (int64_t i = 0; i < rows.size(0); ++i) {
           const double* row = block + i * rows.stride(0);
           for (int64_t k = 0; k < cotangents.size(0); ++k) {
-            const double weight = weights[k * cotangents.stride(0) + i * cotangents.stride(1)];
+            const double weight = weights[k * cotangents.stride(0) + (first_row + i * row_step) * cotangents.stride(1)];
             double* const sum_k = sum + k * sums.stride(0);
             double* const square_k = square + k * squares.stride(0);
             for (int64_t j = begin; j < end; ++j) {
               const double term = weight * row[j * rows.stride(1)];
-              sum_k[j * sums.stride(1)] += term;
-              square_k[j * squares.stride(1)] += term * term;
+              sum_k[(first_column + j) * sums.stride(1)] += term;
+              square_k[(first_column + j) * squares.stride(1)] += term * term;
             }
           }
         }
@@ -54,22 +61,27 @@ void project_rows_cpu(
 }
 
 void project_rows_composite(
-    const at::Tensor& sums, const at::Tensor& squares, const at::Tensor& cotangents, const at::Tensor& rows) {
-  check_arguments(sums, squares, cotangents, rows);
-  sums.add_(at::matmul(cotangents, rows));
-  squares.add_(at::matmul(cotangents * cotangents, rows * rows));
+    const at::Tensor& sums, const at::Tensor& squares, const at::Tensor& cotangents, const at::Tensor& rows,
+    int64_t first_row, int64_t row_step, int64_t first_column) {
+  check_arguments(sums, squares, cotangents, rows, first_row, row_step, first_column);
+  const int64_t count = rows.size(0);
+  const at::Tensor weights = cotangents.slice(1, first_row, first_row + count * row_step, row_step).narrow(1, 0, count);
+  sums.narrow(1, first_column, rows.size(1)).add_(at::matmul(weights, rows));
+  squares.narrow(1, first_column, rows.size(1)).add_(at::matmul(weights * weights, rows * rows));
 }
 
-void project_rows_meta(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&) {
+void project_rows_meta(
+    const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t, int64_t, int64_t) {
 }  // sizes may be symbolic here
 
 }  // namespace
 
 void project_rows_(
-    const at::Tensor& sums, const at::Tensor& squares, const at::Tensor& cotangents, const at::Tensor& rows) {
+    const at::Tensor& sums, const at::Tensor& squares, const at::Tensor& cotangents, const at::Tensor& rows,
+    int64_t first_row, int64_t row_step, int64_t first_column) {
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("fastgrad::project_rows_", "").typed<decltype(project_rows_)>();
-  op.call(sums, squares, cotangents, rows);
+  op.call(sums, squares, cotangents, rows, first_row, row_step, first_column);
 }
 
 TORCH_LIBRARY_IMPL(fastgrad, CPU, library) { library.impl("project_rows_", &project_rows_cpu); }

@@ -10,6 +10,14 @@ from fastgrad._native import GradientsMatch
 from fastgrad.coordinates import Block
 from fastgrad.report import Part
 
+REPEATED_ROWS = 32
+"""Rows of each part of an output that are run twice: a backward that is not deterministic in these
+shows it as in torch's checker, which runs all twice; for the others see `certify`."""
+
+REPEAT_SCALE = -4.0
+"""The second cotangent against the first: another sign and size, so that every clamp, sign or square
+of grad_output shows too; a power of two, so that a linear backward gives the same bits."""
+
 
 @dataclass(frozen=True, slots=True)
 class JacobianBlock:
@@ -21,12 +29,14 @@ class JacobianBlock:
         The element of the output that row 0 belongs to.
     first_column
         The coordinate of the input that column 0 belongs to.
-    analytical, repeated, numerical
-        float64, shape (rows, columns), columns being real coordinates of the input; `repeated` holds
-        the same VJPs, each run again at once.
+    analytical, numerical
+        float64, shape (rows, columns), columns being real coordinates of the input.
+    repeated
+        The first rows once more: each VJP was run again at once with REPEAT_SCALE times its cotangent
+        and divided by that, which is exact. Float64, shape (repeated rows, columns).
     match
-        Whether the gradients behind these rows, of all inputs, had the dtypes and sizes of their
-        inputs, and whether the second run gave equal values.
+        What the gradients behind these rows, of all inputs, looked like, and whether the second run
+        gave equal values.
     """
 
     output: Block

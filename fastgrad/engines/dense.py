@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from fastgrad.coordinates import Block
-from fastgrad.engines import JacobianBlock
+from fastgrad.engines import REPEAT_SCALE, REPEATED_ROWS, JacobianBlock
 from fastgrad.problem import Problem
 from fastgrad.report import Part, Plan
 
@@ -18,7 +18,7 @@ from fastgrad.report import Part, Plan
 def blocks(problem: Problem, plan: Plan, eps: float) -> Iterator[JacobianBlock]:
     """All entries of all Jacobians, in torch's order of judging: by pass, output and part, rows, input.
 
-    Costs 2 n evaluations and one more a pass, and twice m VJPs a pass.
+    Costs 2 n evaluations and one more a pass, and m VJPs a pass and one for each row that is repeated.
     """
     for first, columns in numerical_columns(problem, plan, eps):
         last = first + columns.shape[0]
@@ -51,14 +51,19 @@ def _row_blocks(
     imaginary = part == "imaginary"
     width = 2 if output.is_complex else 1
     offset = output.first + (1 if imaginary else 0)
-    numerical = columns[:, offset : output.first + output.size : width].t()
+    numerical = columns.t()
+    if output.size < columns.shape[1] or width == 2:
+        numerical = numerical[offset : output.first + output.size : width]
     elements = output.tensor.numel()
     for row in range(0, elements, plan.rows_per_block):
         count = min(plan.rows_per_block, elements - row)
-        rows, repeated, match = problem.analytical_rows(output, imaginary, row, count, inputs)
+        twice = max(0, min(count, REPEATED_ROWS - row))
+        rows, repeated, match = problem.analytical_rows(output, imaginary, row, count, inputs, twice, REPEAT_SCALE)
         start = 0
         for block in inputs:
             low, high = max(block.first, first), min(block.first + block.size, first + columns.shape[0])
+            # A block of one input is the whole: slicing it costs more than comparing it, if small.
+            whole = high - low == rows.shape[1]
             within = slice(start + low - block.first, start + high - block.first)
             yield JacobianBlock(
                 output=output,
@@ -66,9 +71,11 @@ def _row_blocks(
                 input=block,
                 first_row=row,
                 first_column=low - block.first,
-                analytical=rows[:, within],
-                repeated=repeated[:, within],
-                numerical=numerical[row : row + count, low - first : high - first],
+                analytical=rows if whole else rows[:, within],
+                repeated=repeated if whole else repeated[:, within],
+                numerical=numerical
+                if whole and count == elements
+                else numerical[row : row + count, low - first : high - first],
                 match=match,
             )
             start += block.size
