@@ -33,6 +33,14 @@ from fastgrad._C import (  # noqa: E402  (after the check)
     vjp_rows,
 )
 
-ops = torch.ops.fastgrad
+
+class ops:  # noqa: N801  (a namespace, like torch.ops.fastgrad)
+    """The operators by name, resolved once: looking one up costs as much as running it on a small block."""
+
+    compare = torch.ops.fastgrad.compare.default
+    direction_ = torch.ops.fastgrad.direction_.default
+    flatten_ = torch.ops.fastgrad.flatten_.default
+    project_rows_ = torch.ops.fastgrad.project_rows_.default
+
 
 __all__ = ["Evaluator", "GradientsMatch", "InputBlock", "OutputSpec", "ops", "vjp", "vjp_coordinates", "vjp_rows"]

@@ -107,6 +107,8 @@ class Problem:
         Whether any output requires grad.
     n, m
         Real coordinates of inputs and outputs.
+    device
+        Where Jacobian blocks live: with the outputs.
     evaluations, vjps
         Calls of func and of backward so far.
     """
@@ -116,6 +118,8 @@ class Problem:
         self.inputs = blocks_of(arguments, positions)
         self.n = sum(block.size for block in self.inputs)
         self.outputs: tuple[Block, ...] = ()
+        self.m = 0
+        self.device = self.inputs[0].tensor.device
         self.has_graph = False
         self.vjps = 0
         self._graph: tuple[Tensor, ...] | None = None
@@ -146,11 +150,6 @@ class Problem:
         return self._evaluator.mutates_inputs
 
     @property
-    def m(self) -> int:
-        """Real coordinates of all outputs."""
-        return sum(block.size for block in self.outputs)
-
-    @property
     def evaluations(self) -> int:
         """Calls of func so far."""
         return self._evaluator.evaluations
@@ -173,6 +172,9 @@ class Problem:
             outputs.append(Block(index, position, tensor, first, size))
             first += size
         self.outputs = tuple(outputs)
+        self.m = first
+        if outputs:
+            self.device = outputs[0].tensor.device
         self._specs = [_native.OutputSpec(block.position, block.tensor) for block in outputs]
 
     def graph(self) -> tuple[Tensor, ...]:
@@ -298,11 +300,6 @@ class Problem:
         """Autograd's gradients, one an input block, as backward made them; None where it made none."""
         self.vjps += 1
         return _native.vjp(self.graph(), self._input_tensors, grad_outputs, False)
-
-    @property
-    def device(self) -> torch.device:
-        """Where Jacobian blocks live: with the outputs."""
-        return self.outputs[0].tensor.device if self.outputs else self.inputs[0].tensor.device
 
     def _raise_changed(self, coordinate: int, output: int, found: Any, eps: float) -> None:
         block = next(block for block in self.inputs if coordinate < block.first + block.size)

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastgrad._native import ops
+import fastgrad  # noqa: F401  (registers the operators)
 
+ops = torch.ops.fastgrad
 REAL = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 DTYPES = [*REAL, torch.complex128, torch.complex64]
 STEP = 2.0**-24

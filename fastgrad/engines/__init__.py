@@ -19,7 +19,7 @@ REPEAT_SCALE = -4.0
 of grad_output shows too; a power of two, so that a linear backward gives the same bits."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class JacobianBlock:
     """Rows of one output against one input, computed both ways.
 
