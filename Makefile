@@ -1,0 +1,58 @@
+# Everything from nothing: each target makes .venv with a pinned torch and the tools it needs.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+RUN := $(VENV)/bin/python
+export MAX_JOBS ?= 2
+
+.PHONY: demo test develop lint cpp-test cuda-gate parity bench dist clean
+
+demo: $(VENV)/.built
+	$(RUN) -m fastgrad demo
+
+test: $(VENV)/.tools
+	$(RUN) -m pytest
+
+develop: $(VENV)/.tools
+
+lint: $(VENV)/.tools
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+	git ls-files '*.h' '*.cpp' '*.cu' | xargs $(VENV)/bin/clang-format --dry-run --Werror
+
+cpp-test: $(VENV)/.torch
+	cmake -S . -B build/cmake -DPython3_EXECUTABLE=$(abspath $(RUN)) \
+	  -DCMAKE_PREFIX_PATH="$$($(RUN) -c 'import torch; print(torch.utils.cmake_prefix_path)')"
+	cmake --build build/cmake --parallel $(MAX_JOBS)
+	cd build/cmake && ctest --output-on-failure --no-tests=error
+
+cuda-gate: $(VENV)/.torch
+	.ci/cuda-gate $(RUN)
+
+parity: $(VENV)/.tools
+	$(RUN) -m tests.parity.sweep --jobs $(MAX_JOBS)
+
+bench: $(VENV)/.tools
+	$(RUN) -m benchmarks.bench_opinfo --limit 3 --budget 0.15 --rounds 3 --name opinfo-float64-grad
+
+dist: $(VENV)/.torch
+	$(RUN) -m pip install -q build
+	$(RUN) -m build --no-isolation
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info fastgrad/*.so fastgrad/_build.py
+
+# torch first: the extension compiles against it.
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install -q "$(TORCH)" "setuptools>=77,<82" wheel ninja pybind11 numpy
+	touch $@
+
+$(VENV)/.built: $(VENV)/.torch setup.py pyproject.toml $(shell find csrc -type f)
+	$(RUN) -m pip install -q --no-build-isolation --no-deps -e .
+	touch $@
+
+$(VENV)/.tools: $(VENV)/.built
+	$(RUN) -m pip install -q --no-build-isolation -e ".[test,lint]"
+	touch $@
