@@ -34,7 +34,8 @@ parity: $(VENV)/.tools
 	$(RUN) -m tests.parity.sweep --jobs $(MAX_JOBS)
 
 bench: $(VENV)/.tools
-	$(RUN) -m benchmarks.bench_opinfo --limit 3 --budget 0.15 --rounds 3 --name opinfo-float64-grad
+	$(RUN) -m benchmarks.bench_opinfo --every 6 --limit 3 --budget 0.1 --rounds 3 --longest 2 \
+	  --name opinfo-float64-grad
 
 dist: $(VENV)/.torch
 	$(RUN) -m pip install -q build
@@ -46,6 +47,7 @@ clean:
 # torch first: the extension compiles against it.
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install -q --upgrade "pip>=25.1"
 	$(RUN) -m pip install -q "$(TORCH)" "setuptools>=77,<82" wheel ninja pybind11 numpy
 	touch $@
 
@@ -53,6 +55,6 @@ $(VENV)/.built: $(VENV)/.torch setup.py pyproject.toml $(shell find csrc -type f
 	$(RUN) -m pip install -q --no-build-isolation --no-deps -e .
 	touch $@
 
-$(VENV)/.tools: $(VENV)/.built
-	$(RUN) -m pip install -q --no-build-isolation -e ".[test,lint]"
+$(VENV)/.tools: $(VENV)/.built pyproject.toml
+	$(RUN) -m pip install -q --group test --group lint --group bench
 	touch $@

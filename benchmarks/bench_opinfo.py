@@ -6,15 +6,18 @@ Both sides in one process, verdicts compared before anything is timed, medians o
 from __future__ import annotations
 
 import argparse
+import json
+import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.autograd.gradcheck import GradcheckError
 
 import fastgrad
-from benchmarks.cases import Case, operator_cases, operators
-from benchmarks.measure import geometric_mean, pair_row, time_pair, write
+from benchmarks.cases import MOST_ENTRIES, Case, entries, operator_cases, operators
+from benchmarks.measure import RESULTS, geometric_mean, pair_row, time_pair, write
 from fastgrad.check import check
 from fastgrad.report import Settings
 from fastgrad.second_order import Backward, differentiable_outputs, random_grad_outputs
@@ -38,15 +41,41 @@ def second_order(case: Case) -> Case:
     return Case(case.name, Backward(case.func, case.inputs, grads), case.inputs + grads, case.nondet_tol)
 
 
-def measure(case: Case, rounds: int, budget: float) -> dict[str, Any] | None:
-    """One row, or None where the verdicts differ or are not "passed"."""
+def measure(case: Case, rounds: int, budget: float, longest: float) -> dict[str, Any] | str:
+    """One row, or why there is none."""
+    if entries(case) > MOST_ENTRIES:
+        return f"more than {MOST_ENTRIES} entries"
     torch_check, own_check = torch.autograd.gradcheck, fastgrad.gradcheck
+    start = time.perf_counter()
     if passes(torch_check, case) is not True or passes(own_check, case) is not True:
-        return None
+        return "not passed by both"
+    if time.perf_counter() - start > longest:
+        return f"both sides take more than {longest:g} s"
     report = check(case.func, case.inputs, Settings(nondet_tol=case.nondet_tol))
     pair = time_pair(lambda: passes(torch_check, case), lambda: passes(own_check, case), rounds, budget)
     sizes = {"n": report.n, "m": report.m, "evaluations": report.evaluations, "vjps": report.vjps}
     return {"name": case.name, **sizes, **pair_row(pair)}
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """One point a sample: how many times faster, against the entries of its Jacobian."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    axes.scatter([row["n"] * row["m"] for row in rows], [row["ratio"] for row in rows], s=8, alpha=0.5)
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set(xscale="log", yscale="log", xlabel="entries of the Jacobian, n m", ylabel="torch slow / fastgrad, time")
+    axes.set_title(f"gradcheck of {len(rows)} operator samples, float64")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def redraw(name: str) -> None:
+    """Draws a kept result again."""
+    draw(json.loads((RESULTS / f"{name}.json").read_text())["rows"], RESULTS / f"{name}.png")
 
 
 def main() -> None:
@@ -54,18 +83,25 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=1, help="samples an operator")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--budget", type=float, default=1.0, help="seconds of timing a sample")
+    parser.add_argument("--longest", type=float, default=8.0, help="seconds for both sides; longer samples are listed")
     parser.add_argument("--every", type=int, default=1, help="take every k-th operator")
     parser.add_argument("--second-order", action="store_true", help="gradgradcheck instead of gradcheck")
     parser.add_argument("--name", default="", help="write results/<name>.json")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    rows, left_out = [], []
+    rows: list[dict[str, Any]] = []
+    left_out: dict[str, str] = {}
     for op in operators(torch.float64, options.second_order)[:: options.every]:
         for case in operator_cases(op, torch.float64, options.limit):
-            row = measure(second_order(case) if options.second_order else case, options.rounds, options.budget)
-            (left_out if row is None else rows).append(case.name if row is None else row)
-    summary = {"cases": len(rows), "left out": left_out, "geometric mean": geometric_mean(r["ratio"] for r in rows)}
+            checked = second_order(case) if options.second_order else case
+            row = measure(checked, options.rounds, options.budget, options.longest)
+            if isinstance(row, str):
+                left_out[case.name] = row
+            else:
+                rows.append(row)
+    ratios = [row["ratio"] for row in rows]
+    summary: dict[str, Any] = {"cases": len(rows), "left out": left_out, "geometric mean": geometric_mean(ratios)}
     for title, low, high in BUCKETS:
         ratios = [row["ratio"] for row in rows if low <= row["n"] * row["m"] < high]
         summary[title] = {"cases": len(ratios), "geometric mean": geometric_mean(ratios)}
@@ -76,6 +112,7 @@ def main() -> None:
         print(f"  {row['ratio']:6.2f}  n={row['n']:<5d} m={row['m']:<5d} {row['name']}")
     if options.name:
         print(write(options.name, summary, rows))
+        redraw(options.name)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,11 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from fastgrad.second_order import differentiable_outputs
+
+MOST_ENTRIES = 4_000_000
+"""Samples with a larger Jacobian are listed and left out: torch slow mode holds it several times."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -20,6 +25,20 @@ class Case:
     func: Callable[..., Any]
     inputs: tuple[torch.Tensor, ...]
     nondet_tol: float = 0.0
+
+
+def entries(case: Case, second_order: bool = False) -> int:
+    """Real entries of the Jacobian that a check of this case compares; 0 where func raises."""
+
+    def coordinates(values: Any) -> int:
+        return sum(value.numel() * (2 if value.is_complex() else 1) for value in values)
+
+    try:
+        m = coordinates(differentiable_outputs(case.func(*case.inputs)))
+    except Exception:
+        return 0
+    n = coordinates(case.inputs)
+    return (n + m) * n if second_order else n * m
 
 
 def operators(dtype: torch.dtype, second_order: bool) -> list[Any]:

@@ -244,6 +244,8 @@ def _is_integer(value: Any) -> bool:
 
 def _number(name: str, value: Any, zero: bool = True) -> float:
     """The value of a keyword as a float, if it is a number at least zero (or above zero)."""
+    if type(value) is float and 0 < value < math.inf:
+        return value
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}.")
     number = float(value)

@@ -6,7 +6,7 @@ indices; the tensors of one side are laid end to end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,14 +45,14 @@ class Block:
         return tuple(reversed(index))
 
 
-def blocks_of(tensors: Sequence[Any], selected: Sequence[int]) -> tuple[Block, ...]:
-    """The blocks of the tensors at the selected positions; the same tensor again adds none."""
+def blocks_of(tensors: Sequence[Any] | Mapping[int, Any], selected: Sequence[int], once: bool) -> tuple[Block, ...]:
+    """The blocks of the tensors at the selected positions; with `once`, the same tensor again adds none."""
     blocks: list[Block] = []
     seen: set[int] = set()
     first = 0
     for index, position in enumerate(selected):
         tensor = tensors[position]
-        if id(tensor) in seen:
+        if once and id(tensor) in seen:
             continue
         seen.add(id(tensor))
         size = tensor.numel() * (2 if tensor.is_complex() else 1)

@@ -115,7 +115,7 @@ class Problem:
 
     def __init__(self, func: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         positions = _differentiable_inputs(arguments)
-        self.inputs = blocks_of(arguments, positions)
+        self.inputs = blocks_of(arguments, positions, once=True)
         self.n = sum(block.size for block in self.inputs)
         self.outputs: tuple[Block, ...] = ()
         self.m = 0
@@ -163,19 +163,13 @@ class Problem:
         self.has_graph = bool(positions)
         if not positions:
             positions = [i for i, value in enumerate(results) if is_differentiable(value)]
-        # Not deduplicated: func may return one tensor twice, and torch counts it twice.
-        first = 0
-        outputs = []
-        for index, position in enumerate(positions):
-            tensor = results[position].detach()
-            size = tensor.numel() * (2 if tensor.is_complex() else 1)
-            outputs.append(Block(index, position, tensor, first, size))
-            first += size
-        self.outputs = tuple(outputs)
-        self.m = first
-        if outputs:
-            self.device = outputs[0].tensor.device
-        self._specs = [_native.OutputSpec(block.position, block.tensor) for block in outputs]
+        detached = {position: results[position].detach() for position in positions}
+        # func may return one tensor twice, and torch counts it twice.
+        self.outputs = blocks_of(detached, positions, once=False)
+        self.m = sum(block.size for block in self.outputs)
+        if self.outputs:
+            self.device = self.outputs[0].tensor.device
+        self._specs = [_native.OutputSpec(block.position, block.tensor) for block in self.outputs]
 
     def graph(self) -> tuple[Tensor, ...]:
         """The outputs of an evaluation at x, recorded by autograd; made anew after any other evaluation."""

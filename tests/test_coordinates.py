@@ -11,12 +11,13 @@ from fastgrad.coordinates import blocks_of, overlap, overlaps_itself
 
 def test_blocks_lie_end_to_end_and_once() -> None:
     a, b, c = torch.zeros(2, 3), torch.zeros(4, dtype=torch.complex64), torch.zeros(())
-    blocks = blocks_of((a, 5, b, a, c), (0, 2, 3, 4))
+    blocks = blocks_of((a, 5, b, a, c), (0, 2, 3, 4), once=True)
     assert [(block.index, block.position, block.first, block.size) for block in blocks] == [
         (0, 0, 0, 6),
         (1, 2, 6, 8),
         (3, 4, 14, 1),
     ]
+    assert [block.first for block in blocks_of((a, a), (0, 1), once=False)] == [0, 6]
     assert blocks[0].element_index(5) == (1, 2)
     assert blocks[2].element_index(0) == ()
 

@@ -50,6 +50,7 @@ def test_the_version_is_stated_once() -> None:
 
 
 def test_import_costs_little_beyond_torch() -> None:
-    code = "import torch, time; s = time.perf_counter(); import fastgrad; print(time.perf_counter() - s)"
+    # Processor time: wall time would measure what else the machine is doing.
+    code = "import torch, time; s = time.process_time(); import fastgrad; print(time.process_time() - s)"
     seconds = min(float(run(code).stdout) for _ in range(5))
     assert seconds < 0.05

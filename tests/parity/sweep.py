@@ -22,11 +22,8 @@ import torch
 from torch.autograd.gradcheck import GradcheckError
 
 import fastgrad
-from benchmarks.cases import Case, operator_cases, operators
+from benchmarks.cases import MOST_ENTRIES, Case, entries, operator_cases, operators
 from fastgrad.second_order import differentiable_outputs, random_grad_outputs
-
-MOST_ENTRIES = 4_000_000
-"""Samples with a larger Jacobian are listed and left out: torch slow mode holds it several times."""
 
 CHECKS = {
     "grad": (torch.autograd.gradcheck, fastgrad.gradcheck),
@@ -69,20 +66,6 @@ def evidence(row: dict[str, Any], case: Case, grad_outputs: Any) -> str:
     return ""
 
 
-def _entries(case: Case, second_order: bool) -> int:
-    """Real entries of the Jacobian that a check of this case compares; 0 where func raises."""
-
-    def coordinates(values: Any) -> int:
-        return sum(value.numel() * (2 if value.is_complex() else 1) for value in values)
-
-    try:
-        m = coordinates(differentiable_outputs(case.func(*case.inputs)))
-    except Exception:
-        return 0
-    n = coordinates(case.inputs)
-    return (n + m) * n if second_order else n * m
-
-
 def _grad_outputs(case: Case) -> Any:
     """The same random grad_outputs for both checkers, or None where func raises."""
     try:
@@ -103,7 +86,7 @@ def compare_operator(task: tuple[str, str, int, int]) -> list[dict[str, Any]]:
     except Exception as error:
         return [{"check": check, "dtype": dtype, "name": op.name, "torch": "no samples", "why": repr(error)[:200]}]
     for case in cases:
-        if _entries(case, check == "gradgrad") > MOST_ENTRIES:
+        if entries(case, check == "gradgrad") > MOST_ENTRIES:
             rows.append({"check": check, "dtype": dtype, "name": case.name, "torch": "too large"})
             continue
         grad_outputs = _grad_outputs(case) if check == "gradgrad" else None
