@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -130,6 +130,15 @@ def test_restored_when_backward_raises_on_every_call(error: type[BaseException])
         assert state.unchanged(), f"call {raise_at}"
 
 
+@pytest.fixture
+def ctrl_c_raises() -> Iterator[None]:
+    """Python's own handler, also where the tests were started with the signal ignored, in a background job, say."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_raises")
 @pytest.mark.parametrize("phase", ["evaluations", "vjps"])
 def test_ctrl_c_in_the_middle_of_a_long_loop(phase: str) -> None:
     x = leaf(20_000 if phase == "evaluations" else 1)
