@@ -32,8 +32,8 @@ CHECKS = {
 DTYPES = {"float64": torch.float64, "complex128": torch.complex128}
 
 
-REPRESENTABLE_STEPS = (2.0**-10, 2.0**-7, 2.0**-4)
-"""Steps that inputs of low precision hold exactly, unlike 1e-6."""
+RESOLVABLE = ((2.0**-10, 1e-3), (2.0**-7, 1e-3), (2.0**-4, 1e-3), (2.0**-4, 2.0**-5))
+"""(eps, rtol) that inputs of low precision can resolve, unlike 1e-6: half rounds x + 2^-4 by up to 2^-10."""
 
 
 def verdict(check: Any, case: Case, grad_outputs: Any = None, **keywords: Any) -> tuple[str, str]:
@@ -53,16 +53,16 @@ def evidence(row: dict[str, Any], case: Case, grad_outputs: Any) -> str:
     """Why fastgrad's "pass" is the truth where torch fails: the "steps are realized" row of docs/differences.md.
 
     The evidence is torch's own: it passes the same case once its step is one that the input's dtype
-    can represent, so it was the step that failed the check and not the gradient.
+    can resolve, so it was the step that failed the check and not the gradient.
     """
     inputs = (*case.inputs, *(grad_outputs or ()))
     if (row["torch"], row["fastgrad"]) != ("fail", "pass") or all(
         value.dtype in (torch.float64, torch.complex128) for value in inputs
     ):
         return ""
-    for step in REPRESENTABLE_STEPS:
-        if verdict(CHECKS[row["check"]][0], case, grad_outputs, eps=step)[0] == "pass":
-            return f"steps are realized: torch passes it with eps = {step:g}, which the input's dtype can represent"
+    for eps, rtol in RESOLVABLE:
+        if verdict(CHECKS[row["check"]][0], case, grad_outputs, eps=eps, rtol=rtol)[0] == "pass":
+            return f"steps are realized: torch passes it with eps={eps:g}, rtol={rtol:g}, which the dtype can resolve"
     return ""
 
 
