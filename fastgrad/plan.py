@@ -17,7 +17,7 @@ FREE_MEMORY_SHARE = 0.25
 """The default memory limit, as a share of what is free."""
 
 COLUMNS_WORTH_A_LOOK = 12
-"""Columns from which two evaluations each repay three to learn whether they need a graph."""
+"""Columns from which two cheaper evaluations each repay the four that tell whether a graph is needed."""
 
 
 def _memory_limit(settings: Settings, needed: int) -> int:
