@@ -19,9 +19,6 @@ from fastgrad.engines import REPEAT_SCALE, REPEATED_ROWS, JacobianBlock
 from fastgrad.problem import Problem
 from fastgrad.report import Failure, Part, Settings
 
-ROWS_AT_A_TIME = 256
-"""Rows held while all of them are repeated."""
-
 
 def repeat_failure(problem: Problem, block: JacobianBlock, settings: Settings) -> Failure | None:
     """Why the repeated rows of a block are not equal to the first ones: a failure, or rounding (None)."""
@@ -75,9 +72,10 @@ class LinearityProof:
     only zero is left.
     """
 
-    def __init__(self, problem: Problem, settings: Settings) -> None:
+    def __init__(self, problem: Problem, settings: Settings, rows_per_block: int) -> None:
         self._problem = problem
         self._settings = settings
+        self._rows_per_block = rows_per_block
         count = 3 if problem.m > 1 else 1
         self._gapped = count // 3
         self._cotangents = torch.zeros(count, problem.m, dtype=torch.float64, device=problem.device)
@@ -155,8 +153,8 @@ class LinearityProof:
             parts: tuple[Part, ...] = ("imaginary", "real") if output.is_complex else ("all",)
             elements = output.tensor.numel()
             for part in parts:
-                for first in range(REPEATED_ROWS, elements, ROWS_AT_A_TIME):
-                    count = min(ROWS_AT_A_TIME, elements - first)
+                for first in range(REPEATED_ROWS, elements, self._rows_per_block):
+                    count = min(self._rows_per_block, elements - first)
                     if _rows_move(self._problem, output, part, first, count, self._settings.nondet_tol):
                         return Failure("nondeterministic", output.index, None, output.position, None, part)
         return None

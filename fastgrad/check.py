@@ -89,7 +89,7 @@ def _nonzero_numerical(problem: Problem, plan: Plan, settings: Settings) -> Fail
 def _jacobian_failure(problem: Problem, plan: Plan, settings: Settings) -> Failure | None:
     if not (problem.m and problem.n):
         return check_zero_grad_output(problem)
-    proof = LinearityProof(problem, settings)
+    proof = LinearityProof(problem, settings, plan.rows_per_block)
     stream = dense.blocks(problem, plan, settings.eps)
     for _, blocks in groupby(stream, key=lambda block: (block.output.index, block.part)):
         failure = _judge(problem, blocks, settings, proof)

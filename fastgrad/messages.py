@@ -68,8 +68,7 @@ def _headline(failure: Failure, report: Report) -> str:
             return f"Analytical gradient has incorrect size for {output}."
         case "nondeterministic":
             return (
-                "Backward is not reentrant, i.e., running backward with same input and grad_output multiple times "
-                "gives different values, although analytical gradient matches numerical gradient. "
+                "Backward is not reentrant, i.e., two runs with the same inputs and grad_output give different values. "
                 f"The tolerance for nondeterminism was {report.settings.nondet_tol}.\n{_NONDET_NOTE}"
             )
         case "nonlinear":

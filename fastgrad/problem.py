@@ -88,7 +88,7 @@ def _check_outputs(results: tuple[Any, ...]) -> None:
         if kind:
             raise ValueError(
                 f"{kind} output is not supported at gradcheck yet. "
-                "Please call to_dense(masked_grad=...) on the output of func."
+                "Return output.to_dense(masked_grad=...) from func instead."
             )
 
 

@@ -7,6 +7,7 @@ import torch
 
 import fastgrad.check as checking
 from fastgrad.engines import dense
+from fastgrad.plan import make_plan
 from fastgrad.problem import Problem
 from fastgrad.report import Plan, Settings
 
@@ -87,13 +88,10 @@ def test_a_memory_limit_changes_no_verdict(limit: int) -> None:
 
 
 def test_memory_stays_within_the_limit() -> None:
-    # 3,000 x 3,000 entries are 72 MB; a limit of 4 MB holds 166 columns and repeats the VJPs 19 times.
-    settings = Settings(memory_limit=4_000_000)
+    # 3,000 columns of 40 rows are 960 kB; a limit of 100 kB holds 312 of them.
     with Problem(lambda v: v.cumsum(0)[:40] * v.sum(), (leaf(3000),)) as problem:
-        from fastgrad.plan import make_plan
-
-        plan = make_plan(problem, settings)
-        assert 8 * problem.m * plan.columns_per_pass <= 4_000_000
+        plan = make_plan(problem, Settings(memory_limit=100_000))
+        assert plan.columns_per_pass == 312
         assert 8 * problem.n * plan.rows_per_block <= 1 << 20
 
 
