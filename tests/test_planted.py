@@ -24,23 +24,23 @@ def checkers(row: Row) -> tuple[Callable[..., bool], Callable[..., bool]]:
 def test_wrong_fails_and_is_named(row: Row) -> None:
     own, torchs = checkers(row)
     with pytest.raises(fastgrad.GradcheckError) as raised:
-        own(row.wrong, row.inputs())
+        own(row.wrong, row.inputs(), **row.keywords)
     assert row.phrase in str(raised.value)
     assert not raised.value.report.passed
-    assert torchs(row.wrong, row.inputs(), raise_exception=False) != row.torch_sees
+    assert torchs(row.wrong, row.inputs(), **row.keywords, raise_exception=False) != row.torch_sees
 
 
 @ROWS
 def test_right_passes(row: Row) -> None:
     own, torchs = checkers(row)
-    assert own(row.right, row.inputs())
-    assert torchs(row.right, row.inputs())
+    assert own(row.right, row.inputs(), **row.keywords)
+    assert torchs(row.right, row.inputs(), **row.keywords, raise_exception=False) == row.torch_passes
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_seed_raises_a_false_alarm_or_misses(seed: int) -> None:
     for row in TABLE:
         if row.order == 1:
-            assert fastgrad.gradcheck(row.right, row.inputs(), seed=seed)
-            verdict: Any = fastgrad.gradcheck(row.wrong, row.inputs(), seed=seed, raise_exception=False)
+            assert fastgrad.gradcheck(row.right, row.inputs(), **row.keywords, seed=seed)
+            verdict: Any = fastgrad.gradcheck(row.wrong, row.inputs(), **row.keywords, seed=seed, raise_exception=False)
             assert not verdict, row.name

@@ -1,51 +1,13 @@
-"""Functions with a wrong gradient, and their correct twins: the table that checks are tried on."""
+"""Planted errors by authors who know the engines: the classes of mistake, and what each engine finds hard."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-
-def function(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A custom Function: backward(grad_output, *inputs) -> gradients."""
-
-    class Planted(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *inputs: Tensor) -> Any:
-            ctx.save_for_backward(*inputs)
-            return forward(*inputs)
-
-        @staticmethod
-        def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-            return backward(*grad_outputs, *ctx.saved_tensors)
-
-    return Planted.apply
-
-
-@dataclass(frozen=True)
-class Row:
-    """One planted error.
-
-    phrase is what the message must contain; torch_sees whether torch's slow mode fails it too.
-    """
-
-    name: str
-    wrong: Callable[..., Any]
-    right: Callable[..., Any]
-    shapes: tuple[tuple[int, ...], ...] = ((3, 4),)
-    dtype: torch.dtype = torch.float64
-    order: int = 1
-    phrase: str = "Jacobian mismatch for output 0 with respect to input 0"
-    torch_sees: bool = True
-
-    def inputs(self) -> tuple[Tensor, ...]:
-        """Fresh inputs."""
-        generator = torch.Generator().manual_seed(3)
-        return tuple(torch.randn(s, dtype=self.dtype, generator=generator).requires_grad_() for s in self.shapes)
+from tests.planted.row import Row, function, normal
 
 
 def square(backward: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
@@ -101,7 +63,7 @@ PHRASES = {
     "positive part": lambda g, x: 2 * x * g.relu(),
 }
 
-TABLE = [
+ROWS = [
     Row("sign", square(lambda g, x: -2 * x * g), RIGHT_SQUARE),
     Row("factor", square(lambda g, x: x * g), RIGHT_SQUARE, phrase="a missing factor 2"),
     Row("small factor", square(lambda g, x: 2.01 * x * g), RIGHT_SQUARE),
@@ -116,20 +78,20 @@ TABLE = [
         "transposed weight",
         function(lambda a, b: a @ b, lambda g, a, b: (g @ b, a.t() @ g)),
         function(lambda a, b: a @ b, lambda g, a, b: (g @ b.t(), a.t() @ g)),
-        shapes=((2, 3), (3, 3)),
+        inputs=normal((2, 3), (3, 3)),
     ),
     Row(
         "second input",
         function(lambda a, b: a * b, lambda g, a, b: (g * b, g * a * 1.5)),
         torch.mul,
-        shapes=((3,), (3,)),
+        inputs=normal((3,), (3,)),
         phrase="Jacobian mismatch for output 0 with respect to input 1",
     ),
     Row(
         "broadcast: mean for sum",
         function(lambda a, b: a + b, lambda g, a, b: (g, g.mean(0))),
         torch.add,
-        shapes=((2, 3), (3,)),
+        inputs=normal((2, 3), (3,)),
         phrase="with respect to input 1",
     ),
     Row(
@@ -185,14 +147,14 @@ TABLE = [
         "missing conjugate",
         function(lambda z: z * z, lambda g, z: 2 * z * g),
         function(lambda z: z * z, lambda g, z: 2 * z.conj() * g),
-        dtype=torch.complex128,
+        inputs=normal((3, 4), dtype=torch.complex128),
         phrase="While considering the imaginary part of complex outputs only, Jacobian mismatch",
     ),
     Row(
         "complex to real",
         function(lambda z: z.abs() ** 2, lambda g, z: z * g),
         function(lambda z: z.abs() ** 2, lambda g, z: 2 * z * g),
-        dtype=torch.complex128,
+        inputs=normal((3, 4), dtype=torch.complex128),
     ),
     Row(
         "real to complex",

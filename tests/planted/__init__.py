@@ -1,0 +1,10 @@
+"""The one table of planted errors, tried on every engine and mode."""
+
+from __future__ import annotations
+
+from tests.planted.known import ROWS as KNOWN
+from tests.planted.row import Row
+
+TABLE: list[Row] = [*KNOWN]
+
+__all__ = ["TABLE", "Row"]
