@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,7 +99,7 @@ ROWS = [
         "second output",
         function(lambda a: (a.sin(), a.cos()), lambda g, h, a: g * a.cos() + h * a.sin()),
         lambda a: (a.sin(), a.cos()),
-        shapes=((4,),),
+        inputs=normal((4,)),
         phrase="Jacobian mismatch for output 1 with respect to input 0",
     ),
     Row(

@@ -36,6 +36,9 @@ def normal(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Call
     return inputs
 
 
+_TWELVE = normal((3, 4))
+
+
 @dataclass(frozen=True)
 class Row:
     """One planted error.
@@ -48,7 +51,7 @@ class Row:
     name: str
     wrong: Callable[..., Any]
     right: Callable[..., Any]
-    inputs: Callable[[], tuple[Any, ...]] = normal((3, 4))
+    inputs: Callable[[], tuple[Any, ...]] = _TWELVE
     order: int = 1
     keywords: Mapping[str, Any] = field(default_factory=dict)
     phrase: str = "Jacobian mismatch for output 0 with respect to input 0"
