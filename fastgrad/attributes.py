@@ -61,14 +61,13 @@ def check_undefined_grads(problem: Problem) -> Failure | None:
     trials = [undefined]
     if len(outputs) > 1:
         trials += [[*outputs[:i], undefined[i], *outputs[i + 1 :]] for i in range(len(outputs))]
-    zero = torch.zeros(1, problem.m, dtype=torch.float64, device=problem.device)
+    zeros = _zeros(outputs)
     for trial in trials:
         try:
-            product, _ = problem.vjp(zero, outputs=trial)
+            gradients = problem.gradients(zeros, trial)
         except RuntimeError as error:
             return Failure("undefined grad raises", cause=error)
-        if bool(product.any()):
-            coordinate = int(product[0].nonzero()[0])
-            block = next(block for block in problem.inputs if coordinate < block.first + block.size)
-            return Failure("undefined grad not zero", input=block.index, input_position=block.position)
+        for block, gradient in zip(problem.inputs, gradients, strict=True):
+            if gradient is not None and bool(gradient.any()):
+                return Failure("undefined grad not zero", input=block.index, input_position=block.position)
     return None

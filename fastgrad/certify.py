@@ -68,23 +68,19 @@ class LinearityProof:
 
     The first v is dense, with components +-[0.5, 1.5), and handed over non-contiguous; the second is
     the first times REPEAT_SCALE with a random half zeroed; the third is zero, and what came of it is
-    left in `zero` for others to judge. A single row, m = 1, was repeated at another scale already, and
-    only zero is left.
+    left in `zero` for others to judge. A single row, m = 1, needs no proof: it was repeated at another scale.
     """
 
     def __init__(self, problem: Problem, settings: Settings, rows_per_block: int) -> None:
         self._problem = problem
         self._settings = settings
         self._rows_per_block = rows_per_block
-        count = 3 if problem.m > 1 else 1
-        self._gapped = count // 3
-        self._cotangents = torch.zeros(count, problem.m, dtype=torch.float64, device=problem.device)
-        if count > 1:
-            dense, halved, _ = self._cotangents
-            ops.direction_(dense, settings.seed, COTANGENT_STREAM, 0, False)
-            ops.direction_(halved, settings.seed, COTANGENT_STREAM, 0, True)
-            halved.mul_(REPEAT_SCALE)
-        self._sums, self._squares = torch.zeros(2, count, problem.n, dtype=torch.float64, device=problem.device)
+        self._cotangents = torch.zeros(3, problem.m, dtype=torch.float64, device=problem.device)
+        dense, halved, _ = self._cotangents
+        ops.direction_(dense, settings.seed, COTANGENT_STREAM, 0, False)
+        ops.direction_(halved, settings.seed, COTANGENT_STREAM, 0, True)
+        halved.mul_(REPEAT_SCALE)
+        self._sums, self._squares = torch.zeros(2, 3, problem.n, dtype=torch.float64, device=problem.device)
 
     def add(self, block: JacobianBlock) -> None:
         """Takes a block of analytical rows into v^T J."""
@@ -100,13 +96,13 @@ class LinearityProof:
         terms of v^T J: the check's own tolerance for the entries, were their errors independent.
         """
         try:
-            gradients, match = self._problem.vjp(self._cotangents, self._gapped)
+            gradients, match = self._problem.vjp(self._cotangents, gapped=1)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             return self._raised(error)
         self.zero = gradients[-1], match
-        return (self._nonlinear(gradients[:2]) or self._movement(gradients[:1])) if self._gapped else None
+        return self._nonlinear(gradients[:2]) or self._movement(gradients[:1])
 
     def _nonlinear(self, gradients: Tensor) -> Failure | None:
         settings, sums = self._settings, self._sums[:2]
@@ -131,7 +127,7 @@ class LinearityProof:
 
     def _raised(self, error: Exception) -> Failure:
         """Which cotangent a backward raises for; an error that does not come again goes through."""
-        for which in range(2 * self._gapped):
+        for which in range(2):
             try:
                 self._vjp(which)
             except Exception as again:

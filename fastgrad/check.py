@@ -89,17 +89,19 @@ def _nonzero_numerical(problem: Problem, plan: Plan, settings: Settings) -> Fail
 def _jacobian_failure(problem: Problem, plan: Plan, settings: Settings) -> Failure | None:
     if not (problem.m and problem.n):
         return check_zero_grad_output(problem)
-    proof = LinearityProof(problem, settings, plan.rows_per_block)
+    proof = LinearityProof(problem, settings, plan.rows_per_block) if problem.m > 1 else None
     stream = dense.blocks(problem, plan, settings.eps)
     for _, blocks in groupby(stream, key=lambda block: (block.output.index, block.part)):
         failure = _judge(problem, blocks, settings, proof)
         if failure is not None:
             return failure
+    if proof is None:
+        return check_zero_grad_output(problem)
     return proof.failure() or check_zero_grad_output(problem, *proof.zero)
 
 
 def _judge(
-    problem: Problem, blocks: Iterable[JacobianBlock], settings: Settings, proof: LinearityProof
+    problem: Problem, blocks: Iterable[JacobianBlock], settings: Settings, proof: LinearityProof | None
 ) -> Failure | None:
     """One part of one output: dtype, size, determinism, then the comparison, inputs in their order."""
     pairs: dict[int, PairComparison] = {}
@@ -114,7 +116,8 @@ def _judge(
         if pair is None:
             pair = pairs[block.input.index] = PairComparison(block.output, block.input, settings.atol, settings.rtol)
         pair.add(block.analytical, block.numerical, block.first_row, block.first_column)
-        proof.add(block)
+        if proof is not None:
+            proof.add(block)
     if settings.check_grad_dtypes and not dtypes_match:
         return Failure("dtype", output=block.output.index, output_position=block.output.position, part=block.part)
     if not sizes_match:

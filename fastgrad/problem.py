@@ -262,9 +262,7 @@ class Problem:
         self.vjps += count + repeated
         return rows, again, match
 
-    def vjp(
-        self, cotangents: Tensor, gapped: int = 0, outputs: Sequence[Tensor] | None = None
-    ) -> tuple[Tensor, _native.GradientsMatch]:
+    def vjp(self, cotangents: Tensor, gapped: int = 0) -> tuple[Tensor, _native.GradientsMatch]:
         """V J for rows of cotangents, one VJP a row.
 
         Parameters
@@ -274,8 +272,6 @@ class Problem:
         gapped
             For so many rows, from the first, backward gets grad_outputs with transposed strides and
             gaps; for the others contiguous ones.
-        outputs
-            What to differentiate instead of `graph()`.
 
         Returns
         -------
@@ -285,15 +281,19 @@ class Problem:
         """
         count = cotangents.shape[0]
         products = torch.empty(count, self.n, dtype=torch.float64, device=self.device)
-        outputs = self.graph() if outputs is None else outputs
-        match = _native.vjp_coordinates(outputs, self._input_tensors, cotangents, gapped, products)
+        match = _native.vjp_coordinates(self.graph(), self._input_tensors, cotangents, gapped, products)
         self.vjps += count
         return products, match
 
-    def gradients(self, grad_outputs: Sequence[Tensor]) -> list[Tensor | None]:
-        """Autograd's gradients, one an input block, as backward made them; None where it made none."""
+    def gradients(
+        self, grad_outputs: Sequence[Tensor], outputs: Sequence[Tensor] | None = None
+    ) -> list[Tensor | None]:
+        """Autograd's gradients of `outputs` (or of `graph()`), one an input block, as backward made them.
+
+        None where it made none.
+        """
         self.vjps += 1
-        return _native.vjp(self.graph(), self._input_tensors, grad_outputs, False)
+        return _native.vjp(self.graph() if outputs is None else outputs, self._input_tensors, grad_outputs, False)
 
     def _raise_changed(self, coordinate: int, output: int, found: Any, eps: float) -> None:
         block = next(block for block in self.inputs if coordinate < block.first + block.size)

@@ -22,8 +22,8 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     [
         # 2 n differences, one to learn the outputs, one for the graph; 2 m rows, 2 + 1 + 1 proofs.
         (torch.sin, (leaf(5),), 2 * 5 + 2, 2 * 5 + 4),
-        # Four more to learn that no graph is needed; 32 rows are repeated, and the dense cotangent.
-        (torch.sin, (leaf(40),), 2 * 40 + 6, 40 + 32 + 5),
+        # Four more to learn that no graph is needed; 4 rows are repeated, and the dense cotangent.
+        (torch.sin, (leaf(40),), 2 * 40 + 6, 40 + 4 + 5),
         # One output coordinate: its repetition proves linearity.
         (torch.sum, (leaf(5),), 2 * 5 + 2, 2 * 1 + 2),
         # A complex element is two coordinates, on both sides.
