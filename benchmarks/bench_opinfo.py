@@ -92,7 +92,7 @@ def main() -> None:
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     left_out: dict[str, str] = {}
-    for op in operators(torch.float64, options.second_order)[:: options.every]:
+    for op in operators(torch.float64, *["supports_gradgrad"] * options.second_order)[:: options.every]:
         for case in operator_cases(op, torch.float64, options.limit):
             checked = second_order(case) if options.second_order else case
             row = measure(checked, options.rounds, options.budget, options.longest)

@@ -41,8 +41,8 @@ def entries(case: Case, second_order: bool = False) -> int:
     return (n + m) * n if second_order else n * m
 
 
-def operators(dtype: torch.dtype, second_order: bool) -> list[Any]:
-    """The OpInfo entries of the installed torch that support autograd for a dtype on the CPU."""
+def operators(dtype: torch.dtype, *supports: str) -> list[Any]:
+    """The OpInfo entries of the installed torch with autograd for a dtype on the CPU, and with these flags set."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     return [
@@ -50,7 +50,7 @@ def operators(dtype: torch.dtype, second_order: bool) -> list[Any]:
         for op in op_db
         if op.supports_autograd
         and dtype in op.supported_backward_dtypes("cpu")
-        and (op.supports_gradgrad or not second_order)
+        and all(getattr(op, flag) for flag in supports)
     ]
 
 

@@ -22,12 +22,13 @@ PYBIND11_MODULE(_C, module) {
       .def("evaluate", torch::wrap_pybind_function(&Evaluator::evaluate))
       .def("evaluate_along", torch::wrap_pybind_function(&Evaluator::evaluate_along))
       .def("difference_columns", torch::wrap_pybind_function(&Evaluator::difference_columns))
+      .def("evaluate_at", torch::wrap_pybind_function(&Evaluator::evaluate_at))
+      .def("tangent_columns", torch::wrap_pybind_function(&Evaluator::tangent_columns))
       .def("inputs_changed", torch::wrap_pybind_function(&Evaluator::inputs_changed))
       .def("restore", torch::wrap_pybind_function(&Evaluator::restore))
       .def_property_readonly("evaluations", &Evaluator::evaluations)
       .def_property("mutates_inputs", &Evaluator::mutates_inputs, &Evaluator::set_mutates_inputs);
   py::class_<fastgrad::GradientsMatch>(module, "GradientsMatch")
-      .def_readonly("attributes", &fastgrad::GradientsMatch::attributes)
       .def_readonly("dtypes", &fastgrad::GradientsMatch::dtypes)
       .def_readonly("sizes", &fastgrad::GradientsMatch::sizes)
       .def_readonly("repeats", &fastgrad::GradientsMatch::repeats);

@@ -9,6 +9,7 @@
 #include "ops/unflatten.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
@@ -56,6 +57,14 @@ void raise_if_interrupted() {
   }
 }
 
+// A gradient or tangent as complex or real as the tensor that it belongs to.
+at::Tensor with_domain_of(const at::Tensor& tensor, const at::Tensor& value) {
+  if (value.is_complex() == tensor.is_complex()) {
+    return value;
+  }
+  return value.is_complex() ? at::real(value) : value.to(c10::toComplexType(value.scalar_type()));
+}
+
 // The object that func returned as its output number `position`, or null if there is none.
 PyObject* output_at(PyObject* result, int64_t position) {
   if (PyTuple_Check(result)) {
@@ -89,7 +98,7 @@ InputBlock::InputBlock(const at::Tensor& argument, int64_t first, double relativ
 Evaluator::Evaluator(py::object func, py::tuple arguments, std::vector<InputBlock> blocks)
     : func_(std::move(func)), arguments_(std::move(arguments)), blocks_(std::move(blocks)) {}
 
-py::object Evaluator::call(bool record_graph) {
+py::object Evaluator::call(bool record_graph, const py::tuple& arguments) {
   std::vector<uint32_t> versions;
   versions.reserve(blocks_.size());
   for (const InputBlock& block : blocks_) {
@@ -99,7 +108,7 @@ py::object Evaluator::call(bool record_graph) {
   py::object result;
   {
     const c10::AutoGradMode mode(record_graph && c10::GradMode::is_enabled());
-    result = py::reinterpret_steal<py::object>(PyObject_Call(func_.ptr(), arguments_.ptr(), nullptr));
+    result = py::reinterpret_steal<py::object>(PyObject_Call(func_.ptr(), arguments.ptr(), nullptr));
   }
   for (size_t b = 0; b < blocks_.size(); ++b) {
     mutates_inputs_ = mutates_inputs_ || version(blocks_[b].argument) != versions[b];
@@ -131,7 +140,7 @@ py::object Evaluator::evaluate(bool record_graph) {
   if (mutates_inputs_) {
     restore();
   }
-  return call(record_graph);
+  return call(record_graph, arguments_);
 }
 
 py::object Evaluator::evaluate_along(int64_t seed, int64_t stream, int64_t sign, double eps, bool record_graph) {
@@ -142,7 +151,7 @@ py::object Evaluator::evaluate_along(int64_t seed, int64_t stream, int64_t sign,
       perturb_along_(block.values, block.origin, seed, stream, block.first, sign, eps, block.relative_step);
     }
   }
-  return call(record_graph);
+  return call(record_graph, arguments_);
 }
 
 std::optional<std::tuple<int64_t, int64_t, py::object>> Evaluator::difference_columns(
@@ -166,7 +175,7 @@ std::optional<std::tuple<int64_t, int64_t, py::object>> Evaluator::difference_co
         restore();
       }
       perturb(sign);
-      const py::object result = call(record_graph);
+      const py::object result = call(record_graph, arguments_);
       const BelowAutograd guard;
       int64_t offset = 0;
       for (size_t o = 0; o < outputs.size(); ++o) {
@@ -189,6 +198,60 @@ std::optional<std::tuple<int64_t, int64_t, py::object>> Evaluator::difference_co
     raise_if_interrupted();
   }
   return std::nullopt;
+}
+
+py::object Evaluator::evaluate_at(const py::tuple& arguments) {
+  if (mutates_inputs_) {
+    restore();
+  }
+  return call(/*record_graph=*/true, arguments);
+}
+
+std::tuple<std::optional<std::tuple<int64_t, int64_t, py::object>>, bool> Evaluator::tangent_columns(
+    int64_t first, const at::Tensor& columns, const std::vector<OutputSpec>& outputs, const py::tuple& duals,
+    const std::vector<at::Tensor>& tangents) {
+  std::vector<at::Tensor> zeros;
+  for (const at::Tensor& tangent : tangents) {
+    zeros.push_back(at::zeros_like(tangent, {}, at::MemoryFormat::Contiguous));
+  }
+  bool domains_match = true;
+  size_t b = 0;
+  for (int64_t j = 0; j < columns.size(0); ++j) {
+    while (first + j >= blocks_[b].first + coordinate_count(blocks_[b].origin)) {
+      ++b;
+    }
+    const auto set_tangent = [&](int64_t sign) {
+      const BelowAutograd guard;
+      if (mutates_inputs_) {
+        tangents[b].zero_();  // func changed the tangent together with its input
+      }
+      perturb_coordinate_(tangents[b], zeros[b], first + j - blocks_[b].first, sign, 1.0, 0.0);
+    };
+    const OnExit resetting([&] { set_tangent(0); });
+    set_tangent(1);
+    const py::object result = evaluate_at(duals);
+    const BelowAutograd guard;
+    int64_t offset = 0;
+    for (size_t o = 0; o < outputs.size(); ++o) {
+      PyObject* const object = output_at(result.ptr(), outputs[o].position);
+      if (!looks_like(object, outputs[o].like)) {
+        py::object found = object ? py::reinterpret_borrow<py::object>(object) : py::none();
+        return {std::make_tuple(first + j, static_cast<int64_t>(o), std::move(found)), domains_match};
+      }
+      const int64_t size = coordinate_count(outputs[o].like);
+      const at::Tensor segment = columns.select(0, j).narrow(0, offset, size);
+      offset += size;
+      const at::Tensor& tangent = THPVariable_Unpack(object)._fw_grad(/*level=*/0);
+      if (!tangent.defined()) {
+        segment.zero_();
+        continue;
+      }
+      domains_match = domains_match && tangent.is_complex() == outputs[o].like.is_complex();
+      flatten_(segment, with_domain_of(outputs[o].like, tangent));
+    }
+    raise_if_interrupted();
+  }
+  return {std::nullopt, domains_match};
 }
 
 std::vector<at::Tensor> vjp(
@@ -230,8 +293,6 @@ void flatten_gradients(
     const bool same_dtype = gradient.scalar_type() == inputs[k].scalar_type();
     match.sizes = match.sizes && same_size;
     match.dtypes = match.dtypes && same_dtype;
-    match.attributes = match.attributes && same_size && same_dtype && gradient.layout() == inputs[k].layout() &&
-                       gradient.device() == inputs[k].device();
     if (!same_size) {
       segment.zero_();
       continue;
@@ -239,10 +300,7 @@ void flatten_gradients(
     if (gradient.layout() != at::kStrided) {
       gradient = gradient.to_dense();
     }
-    if (gradient.is_complex() != inputs[k].is_complex()) {
-      gradient = gradient.is_complex() ? at::real(gradient) : gradient.to(c10::toComplexType(gradient.scalar_type()));
-    }
-    flatten_(segment, gradient);
+    flatten_(segment, with_domain_of(inputs[k], gradient));
   }
 }
 
@@ -250,7 +308,7 @@ void flatten_gradients(
 
 GradientsMatch vjp_coordinates(
     const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs, const at::Tensor& cotangents,
-    int64_t gapped, const at::Tensor& gradients) {
+    int64_t gapped, int64_t expanded, const at::Tensor& gradients) {
   GradientsMatch match;
   for (int64_t k = 0; k < cotangents.size(0); ++k) {
     std::vector<at::Tensor> grad_outputs;
@@ -261,7 +319,9 @@ GradientsMatch vjp_coordinates(
       for (const at::Tensor& output : outputs) {
         const int64_t size = coordinate_count(output);
         grad_outputs.push_back(
-            k < gapped ? gapped_and_transposed(output) : at::empty_like(output, {}, at::MemoryFormat::Contiguous));
+            k < gapped                           ? gapped_and_transposed(output)
+            : k >= cotangents.size(0) - expanded ? at::empty({}, output.options()).expand(output.sizes())
+                                                 : at::empty_like(output, {}, at::MemoryFormat::Contiguous));
         unflatten_(grad_outputs.back(), cotangent.narrow(0, offset, size));
         offset += size;
       }

@@ -51,6 +51,19 @@ class Evaluator {
   std::optional<std::tuple<int64_t, int64_t, pybind11::object>> difference_columns(
       int64_t first, const at::Tensor& columns, const std::vector<OutputSpec>& outputs, double eps, bool record_graph);
 
+  // func at arguments made by the caller: dual tensors over the inputs.
+  pybind11::object evaluate_at(const pybind11::tuple& arguments);
+
+  // Analytical columns by forward-mode AD: row j of `columns` (as in difference_columns) becomes the
+  // tangent of the outputs where the tangent of the inputs is one-hot at coordinate first + j. duals
+  // are func's arguments; tangents, one an input block, are the tangents inside them: zero, written
+  // while this runs and zero again when it returns. An output without a tangent gives zeros.
+  // Returns what difference_columns returns, and whether all tangents were complex where their
+  // outputs are and real where they are real.
+  std::tuple<std::optional<std::tuple<int64_t, int64_t, pybind11::object>>, bool> tangent_columns(
+      int64_t first, const at::Tensor& columns, const std::vector<OutputSpec>& outputs, const pybind11::tuple& duals,
+      const std::vector<at::Tensor>& tangents);
+
   // Puts the origins back into every input.
   void restore();
 
@@ -63,7 +76,7 @@ class Evaluator {
   void set_mutates_inputs(bool mutates) { mutates_inputs_ = mutates; }
 
  private:
-  pybind11::object call(bool record_graph);
+  pybind11::object call(bool record_graph, const pybind11::tuple& arguments);
 
   pybind11::object func_;
   pybind11::tuple arguments_;
@@ -82,19 +95,19 @@ std::vector<at::Tensor> vjp(
 
 // What the gradients behind some rows looked like.
 struct GradientsMatch {
-  bool attributes = true;  // all had the layout, dtype, device and size of their inputs
-  bool dtypes = true;      // all had the dtype of their inputs
-  bool sizes = true;       // all had the size of their inputs; one that had not leaves zeros
-  bool repeats = true;     // a second run, where there was one, gave equal values
+  bool dtypes = true;   // all had the dtype of their inputs
+  bool sizes = true;    // all had the size of their inputs; one that had not leaves zeros
+  bool repeats = true;  // a second run, where there was one, gave equal values
 };
 
 // V J in coordinates: row k of gradients = the VJP of row k of cotangents (float64, shape (count,
 // coordinates of all outputs end to end)); gradients: float64, shape (count, coordinates of all inputs
 // end to end), mutated in place. Autograd is given contiguous grad_outputs, but for the first `gapped`
-// rows ones with the dimensions reversed in memory and gaps of NaN.
+// rows ones with the dimensions reversed in memory and gaps of NaN, and for the last `expanded` rows,
+// which must be constant over each output, single values expanded with stride 0, as sum() sends them.
 GradientsMatch vjp_coordinates(
     const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs, const at::Tensor& cotangents,
-    int64_t gapped, const at::Tensor& gradients);
+    int64_t gapped, int64_t expanded, const at::Tensor& gradients);
 
 // Analytical rows of one output: row i of `rows` becomes the VJP with the one-hot cotangent at element
 // first + i of output, 1 or, for `imaginary`, 1j. Row i of `repeated`, which may have fewer rows,

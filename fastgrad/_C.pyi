@@ -18,6 +18,15 @@ class Evaluator:
     def difference_columns(
         self, first: int, columns: Tensor, outputs: Sequence[OutputSpec], eps: float, record_graph: bool
     ) -> tuple[int, int, Any] | None: ...
+    def evaluate_at(self, arguments: tuple[Any, ...]) -> Any: ...
+    def tangent_columns(
+        self,
+        first: int,
+        columns: Tensor,
+        outputs: Sequence[OutputSpec],
+        duals: tuple[Any, ...],
+        tangents: Sequence[Tensor],
+    ) -> tuple[tuple[int, int, Any] | None, bool]: ...
     def inputs_changed(self) -> bool: ...
     def restore(self) -> None: ...
     @property
@@ -25,8 +34,6 @@ class Evaluator:
     mutates_inputs: bool
 
 class GradientsMatch:
-    @property
-    def attributes(self) -> bool: ...
     @property
     def dtypes(self) -> bool: ...
     @property
@@ -38,7 +45,12 @@ def vjp(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor | None], create_graph: bool
 ) -> list[Tensor | None]: ...
 def vjp_coordinates(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Tensor, gapped: int, gradients: Tensor
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    cotangents: Tensor,
+    gapped: int,
+    expanded: int,
+    gradients: Tensor,
 ) -> GradientsMatch: ...
 def vjp_rows(
     output: Tensor,

@@ -24,7 +24,7 @@ TensorOrTensors = Tensor | Sequence[Any]
 def gradcheck(
     func: Callable[..., Any],
     inputs: TensorOrTensors,
-    *,
+    *positional: Any,
     eps: float = 1e-6,
     atol: float = 1e-5,
     rtol: float = 1e-3,
@@ -38,6 +38,7 @@ def gradcheck(
     check_backward_ad: bool = True,
     fast_mode: bool = False,
     masked: bool | None = None,
+    check_sparse_nnz: bool | None = None,
     engine: str = "auto",
     seed: int | None = None,
     confidence: float | None = None,
@@ -73,14 +74,19 @@ def gradcheck(
         Check that undefined grad_outputs are accepted and count as zeros.
     check_grad_dtypes
         Check that gradients have the dtypes of their inputs.
-    check_batched_grad, check_batched_forward_grad, check_forward_ad
-        Not there yet: NotImplementedError.
+    check_batched_grad, check_batched_forward_grad
+        Check that gradients, or forward-mode derivatives, computed under vmap equal single ones.
+    check_forward_ad
+        Check the Jacobians of forward-mode AD, too. The jvp must be linear in its tangents and take
+        undefined ones (the latter with check_undefined_grad).
     check_backward_ad
-        Check reverse mode, the only one so far.
+        Check reverse mode.
     fast_mode
         Runs the exact engine so far, and says so in the report.
     masked
-        For sparse inputs; True raises NotImplementedError so far.
+        For sparse inputs, which are not there yet; without them it changes nothing.
+    check_sparse_nnz
+        The old name of masked.
     engine
         "auto" or "dense".
     seed
@@ -111,6 +117,8 @@ def gradcheck(
     ends; no other thread may use them meanwhile. The definition is that of
     `torch.autograd.gradcheck`; docs/differences.md lists where the verdicts differ.
     """
+    _refuse_positional(positional)
+    masked = _masked(masked, check_sparse_nnz)
     if not (check_forward_ad or check_backward_ad):
         raise AssertionError("Expected at least one of check_forward_ad or check_backward_ad to be True")
     if check_batched_grad and not check_backward_ad:
@@ -118,10 +126,6 @@ def gradcheck(
     if check_batched_forward_grad and not check_forward_ad:
         raise AssertionError("Setting check_batched_forward_grad=True requires check_forward_ad to be True")
     _refuse_later_keywords(
-        check_batched_grad=check_batched_grad,
-        check_batched_forward_grad=check_batched_forward_grad,
-        check_forward_ad=check_forward_ad,
-        masked=bool(masked),
         confidence=confidence is not None,
         progress=bool(progress),
     )
@@ -138,6 +142,10 @@ def gradcheck(
         nondet_tol=_number("nondet_tol", nondet_tol),
         check_undefined_grad=check_undefined_grad,
         check_grad_dtypes=check_grad_dtypes,
+        check_batched_grad=check_batched_grad,
+        check_batched_forward_grad=check_batched_forward_grad,
+        check_forward_ad=check_forward_ad,
+        check_backward_ad=check_backward_ad,
         fast_mode=fast_mode,
         engine=engine,
         seed=0 if seed is None else seed,
@@ -150,7 +158,7 @@ def gradgradcheck(
     func: Callable[..., Any],
     inputs: TensorOrTensors,
     grad_outputs: TensorOrTensors | str | None = None,
-    *,
+    *positional: Any,
     eps: float = 1e-6,
     atol: float = 1e-5,
     rtol: float = 1e-3,
@@ -163,7 +171,8 @@ def gradgradcheck(
     check_fwd_over_rev: bool = False,
     check_rev_over_rev: bool = True,
     fast_mode: bool = False,
-    masked: bool = False,
+    masked: bool | None = None,
+    check_sparse_nnz: bool | None = None,
     engine: str = "auto",
     seed: int | None = None,
     confidence: float | None = None,
@@ -183,20 +192,19 @@ def gradgradcheck(
         inputs. By default random in [-1, 1); "ones" stands for ones that do not require grad.
     gen_non_contig_grad_outputs
         Make the random grad_outputs non-contiguous.
-    check_rev_over_rev
-        Check reverse over reverse mode, the only one so far.
-    check_fwd_over_rev
-        Not there yet: NotImplementedError.
+    check_rev_over_rev, check_fwd_over_rev
+        Differentiate the backward in reverse mode, in forward mode, or in both.
 
     The other parameters, what is returned and what is raised are those of `gradcheck`.
     """
+    _refuse_positional(positional)
+    masked = _masked(masked, check_sparse_nnz)
     if not (check_fwd_over_rev or check_rev_over_rev):
         raise AssertionError("Expected at least one of check_fwd_over_rev or check_rev_over_rev to be True")
     if check_undefined_grad and not check_rev_over_rev:
         raise AssertionError("Setting check_undefined_grad=True requires check_rev_over_rev to be True")
     if check_batched_grad and not check_rev_over_rev:
         raise AssertionError("Setting check_batched_grad=True requires check_rev_over_rev to be True")
-    _refuse_later_keywords(check_fwd_over_rev=check_fwd_over_rev)
     inputs = as_tuple(inputs)
     if grad_outputs is None or isinstance(grad_outputs, str):
         outputs = differentiable_outputs(func(*inputs))
@@ -222,6 +230,8 @@ def gradgradcheck(
         check_undefined_grad=check_undefined_grad,
         check_grad_dtypes=check_grad_dtypes,
         check_batched_grad=check_batched_grad,
+        check_forward_ad=check_fwd_over_rev,
+        check_backward_ad=check_rev_over_rev,
         fast_mode=fast_mode,
         masked=masked,
         engine=engine,
@@ -236,6 +246,25 @@ def _refuse_later_keywords(**asked: bool) -> None:
     for name, wanted in asked.items():
         if wanted:
             raise NotImplementedError(f"fastgrad does not implement the keyword {name} yet.")
+
+
+def _refuse_positional(positional: tuple[Any, ...]) -> None:
+    """Names the keyword: torch 1.8 and Lucid took eps, atol, rtol, ... by position."""
+    if positional:
+        raise TypeError(
+            f"eps and all that follows it must be given by keyword, eps={positional[0]!r}, say; got "
+            f"{len(positional)} more positional argument{'s' if len(positional) > 1 else ''} than there are."
+        )
+
+
+def _masked(masked: bool | None, check_sparse_nnz: bool | None) -> bool | None:
+    """The value of masked, given under its present or its old name."""
+    if check_sparse_nnz is None:
+        return masked
+    warnings.warn("check_sparse_nnz is the old name of masked: use masked.", FutureWarning, stacklevel=3)
+    if masked is not None and masked != check_sparse_nnz:
+        raise ValueError(f"masked={masked} and check_sparse_nnz={check_sparse_nnz} contradict each other: give masked.")
+    return check_sparse_nnz
 
 
 def _is_integer(value: Any) -> bool:

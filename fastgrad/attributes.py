@@ -1,28 +1,25 @@
-"""Checks of a backward beyond its values: zero and undefined grad_outputs, dtype, device, size."""
+"""Checks beyond the values of a Jacobian: zero, undefined and batched grad_outputs and tangents, attributes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from fastgrad import _torch
-from fastgrad._native import GradientsMatch
 from fastgrad.coordinates import Block
+from fastgrad.directions import BATCH_STREAM, TANGENT_STREAM, uniform_like
 from fastgrad.problem import Problem
-from fastgrad.report import Failure, FailureKind
+from fastgrad.report import Failure, FailureKind, Mode, Settings
+
+BATCH = 2
+"""Vectors in a batched gradient: torch tries as many."""
 
 
-def check_zero_grad_output(
-    problem: Problem, product: Tensor | None = None, match: GradientsMatch | None = None
-) -> Failure | None:
-    """A zero grad_output must give zero gradients, each with its input's layout, dtype, device and size.
-
-    product (shape (n,)) and match are what `Problem.vjp` made of a zero cotangent, where it was asked.
-    """
-    if product is not None and match is not None and match.attributes and not bool(product.any()):
-        return None
+def check_zero_grad_output(problem: Problem) -> Failure | None:
+    """A zero grad_output must give zero gradients, each with its input's layout, dtype, device and size."""
     for block, gradient in zip(problem.inputs, problem.gradients(_zeros(problem.graph())), strict=True):
         if gradient is not None:
             failure = _attribute_failure(block, gradient)
@@ -70,4 +67,112 @@ def check_undefined_grads(problem: Problem) -> Failure | None:
         for block, gradient in zip(problem.inputs, gradients, strict=True):
             if gradient is not None and bool(gradient.any()):
                 return Failure("undefined grad not zero", input=block.index, input_position=block.position)
+    return None
+
+
+def check_undefined_tangents(problem: Problem, settings: Settings) -> Failure | None:
+    """An undefined tangent of one input must count as zero, whatever the tangents of the others."""
+    random = [uniform_like(block.tensor, settings.seed, TANGENT_STREAM, block.first) for block in problem.inputs]
+    for k, block in enumerate(problem.inputs):
+        zero = torch.zeros_like(block.tensor.detach())
+        with_zero, with_none = (problem.jvp([*random[:k], tangent, *random[k + 1 :]]) for tangent in (zero, None))
+        for output, left, right in zip(problem.outputs, with_zero, with_none, strict=True):
+            if not _allclose(left, right):
+                return Failure(
+                    "undefined tangent",
+                    output.index,
+                    block.index,
+                    output.position,
+                    block.position,
+                    mode="forward",
+                    detail=f"{right} for the undefined tangent, {left} for zero",
+                )
+    return None
+
+
+def _allclose(left: Tensor | None, right: Tensor | None) -> bool:
+    """torch.allclose at its defaults, None being zero."""
+    if left is None or right is None:
+        return not any(value is not None and bool(value.any()) for value in (left, right))
+    return torch.allclose(left, right)
+
+
+def check_batched_gradients(problem: Problem, settings: Settings) -> Failure | None:
+    """The backward of each output under vmap must give what two runs of it give."""
+    outputs = problem.graph()
+    inputs = [block.tensor for block in problem.inputs]
+    for block, output in zip(problem.outputs, outputs, strict=True):
+
+        def vjp(cotangent: Tensor, output: Tensor = output) -> tuple[Tensor, ...]:
+            problem.vjps += 1
+            found = torch.autograd.grad(output, inputs, cotangent, retain_graph=True, allow_unused=True)
+            return tuple(
+                like.detach().new_zeros(()).expand(like.shape) if gradient is None else gradient
+                for gradient, like in zip(found, inputs, strict=True)
+            )
+
+        failure = _batch_failure(vjp, output, block.size, settings, "reverse")
+        if failure is not None:
+            which, cause, detail = failure
+            if which is None:
+                return Failure("batched raises", block.index, None, block.position, detail=detail, cause=cause)
+            other = problem.inputs[which]
+            return Failure("batched differs", block.index, other.index, block.position, other.position, detail=detail)
+    return None
+
+
+def check_batched_tangents(problem: Problem, settings: Settings) -> Failure | None:
+    """The JVP of each input under vmap must give what two runs of it give."""
+    for k, block in enumerate(problem.inputs):
+
+        def jvp(tangent: Tensor, k: int = k) -> tuple[Tensor, ...]:
+            found = problem.jvp([tangent if i == k else None for i in range(len(problem.inputs))])
+            return tuple(
+                output.tensor.new_zeros(()).expand(output.tensor.shape) if value is None else value
+                for value, output in zip(found, problem.outputs, strict=True)
+            )
+
+        failure = _batch_failure(jvp, block.tensor, block.size, settings, "forward")
+        if failure is not None:
+            which, cause, detail = failure
+            if which is None:
+                return Failure(
+                    "batched raises",
+                    None,
+                    block.index,
+                    None,
+                    block.position,
+                    mode="forward",
+                    detail=detail,
+                    cause=cause,
+                )
+            other = problem.outputs[which]
+            return Failure(
+                "batched differs",
+                other.index,
+                block.index,
+                other.position,
+                block.position,
+                mode="forward",
+                detail=detail,
+            )
+    return None
+
+
+def _batch_failure(
+    product: Callable[[Tensor], tuple[Tensor, ...]], like: Tensor, size: int, settings: Settings, mode: Mode
+) -> tuple[int | None, Exception | None, str] | None:
+    """Which result of a vectorized product differs from single ones, the exception of vmap, and what to say."""
+    vectors = [uniform_like(like, settings.seed, BATCH_STREAM, k * size) for k in range(BATCH)]
+    expected = [torch.stack(results) for results in zip(*(product(vector) for vector in vectors), strict=True)]
+    with warnings.catch_warnings():
+        # Of vmap, about operators that it runs in a loop: slow is not wrong.
+        warnings.filterwarnings("ignore", message="There is a performance drop")
+        try:
+            found = _torch.batched(product)(torch.stack(vectors))
+        except RuntimeError as error:
+            return None, error, str(error)
+    for k, (batched, single) in enumerate(zip(found, expected, strict=True)):
+        if not torch.allclose(batched, single):
+            return k, None, f"Got:\n{batched}\n\nExpected:\n{single}"
     return None

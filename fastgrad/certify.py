@@ -1,4 +1,4 @@
-"""Proofs that a backward is the linear map whose rows were compared.
+"""Proofs that a backward, or a jvp, is the linear map whose rows, or columns, were compared.
 
 Rows come from one-hot, contiguous cotangents. A backward that clamps, squares or takes the sign of
 grad_output, that is right only for a contiguous or only for a dense one, gives those rows and still
@@ -14,10 +14,19 @@ from torch import Tensor
 from fastgrad._native import ops
 from fastgrad.compare import differ
 from fastgrad.coordinates import Block
-from fastgrad.directions import COTANGENT_STREAM
-from fastgrad.engines import REPEAT_SCALE, REPEATED_ROWS, JacobianBlock
+from fastgrad.directions import COTANGENT_STREAM, TANGENT_STREAM
+from fastgrad.engines import REPEAT_SCALE, REPEATED_ROWS, JacobianBlock, TangentBlock
 from fastgrad.problem import Problem
 from fastgrad.report import Failure, Part, Settings
+
+EXPANDED_VALUE = 1.25
+"""Of the expanded cotangent: not 1, so that a constant 1 in its place shows."""
+
+_KINDS = (
+    "a random grad_output, dense and non-contiguous",
+    "a random grad_output, with half of its elements zero",
+    "a constant grad_output, expanded with stride 0",
+)
 
 
 def repeat_failure(problem: Problem, block: JacobianBlock, settings: Settings) -> Failure | None:
@@ -63,19 +72,44 @@ def _rows_move(problem: Problem, output: Block, part: Part, first: int, count: i
     )
 
 
+def _disagreement(
+    vectors: Tensor, products: Tensor, sums: Tensor, squares: Tensor, settings: Settings
+) -> tuple[int, int, Tensor] | None:
+    """Where products of a map with `vectors` are not what its entries add up to: vector, component, allowed.
+
+    A component passes within atol max|v| + rtol times the root of the sum of squares of its terms: the
+    check's own tolerance for the entries, were their errors independent.
+    """
+    if not differ(products, sums, settings.atol, False):
+        return None  # closer than any tolerance below
+    size = vectors.abs()
+    allowed = (
+        settings.atol * size.amax(1, keepdim=True)
+        + settings.nondet_tol * size.sum(1, keepdim=True)
+        + settings.rtol * squares.sqrt()
+    )
+    # Not "error > allowed": a NaN must count. An infinite sum was compared entry by entry already.
+    wrong = ~((products - sums).abs() <= allowed) & sums.isfinite()
+    if not bool(wrong.any()):
+        return None
+    which, component = (int(i) for i in wrong.nonzero()[0])
+    return which, component, allowed
+
+
 class LinearityProof:
     """v^T J against the VJP of v, for three v in R^m over all outputs at once.
 
     The first v is dense, with components +-[0.5, 1.5), and handed over non-contiguous; the second is
-    the first times REPEAT_SCALE with a random half zeroed; the third is zero, and what came of it is
-    left in `zero` for others to judge. A single row, m = 1, needs no proof: it was repeated at another scale.
+    the first times REPEAT_SCALE with a random half zeroed; the third is constant and handed over
+    expanded from one value, as sum() does. A single row, m = 1, needs no proof: it was repeated at
+    another scale.
     """
 
     def __init__(self, problem: Problem, settings: Settings, rows_per_block: int) -> None:
         self._problem = problem
         self._settings = settings
         self._rows_per_block = rows_per_block
-        self._cotangents = torch.zeros(3, problem.m, dtype=torch.float64, device=problem.device)
+        self._cotangents = torch.full((3, problem.m), EXPANDED_VALUE, dtype=torch.float64, device=problem.device)
         dense, halved, _ = self._cotangents
         ops.direction_(dense, settings.seed, COTANGENT_STREAM, 0, False)
         ops.direction_(halved, settings.seed, COTANGENT_STREAM, 0, True)
@@ -90,48 +124,30 @@ class LinearityProof:
         ops.project_rows_(self._sums, self._squares, self._cotangents, block.analytical, first_row, width, first_column)
 
     def failure(self) -> Failure | None:
-        """Compares with the VJPs, coordinate by coordinate, once all rows are in.
-
-        A coordinate passes within atol max|v| + rtol times the root of the sum of squares of the
-        terms of v^T J: the check's own tolerance for the entries, were their errors independent.
-        """
+        """Compares with the VJPs, coordinate by coordinate, once all rows are in."""
         try:
-            gradients, match = self._problem.vjp(self._cotangents, gapped=1)
+            gradients = self._problem.vjp(self._cotangents, gapped=1, expanded=1)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             return self._raised(error)
-        self.zero = gradients[-1], match
-        return self._nonlinear(gradients[:2]) or self._movement(gradients[:1])
+        return self._nonlinear(gradients) or self._movement(gradients[:1])
 
     def _nonlinear(self, gradients: Tensor) -> Failure | None:
-        settings, sums = self._settings, self._sums[:2]
-        if not differ(gradients, sums, settings.atol, False):
-            return None  # closer than any tolerance below
-        size = self._cotangents[:2].abs()
-        allowed = (
-            settings.atol * size.amax(1, keepdim=True)
-            + settings.nondet_tol * size.sum(1, keepdim=True)
-            + settings.rtol * self._squares[:2].sqrt()
-        )
-        # Not "error > allowed": a NaN must count. An infinite sum was compared row by row already.
-        wrong = ~((gradients - sums).abs() <= allowed) & sums.isfinite()
-        if not bool(wrong.any()):
-            return None
-        which, coordinate = (int(i) for i in wrong.nonzero()[0])
-        return self._diagnosed(which, coordinate, gradients, allowed)
+        found = _disagreement(self._cotangents, gradients, self._sums, self._squares, self._settings)
+        return self._diagnosed(*found[:2], gradients, found[2]) if found else None
 
     def _vjp(self, which: int) -> Tensor:
-        """One of the first two VJPs again, shape (1, n)."""
-        return self._problem.vjp(self._cotangents[which : which + 1], gapped=1 - which)[0]
+        """One of the VJPs again, shape (1, n)."""
+        return self._problem.vjp(self._cotangents[which : which + 1], gapped=which == 0, expanded=which == 2)
 
     def _raised(self, error: Exception) -> Failure:
         """Which cotangent a backward raises for; an error that does not come again goes through."""
-        for which in range(2):
+        for which in range(len(_KINDS)):
             try:
                 self._vjp(which)
             except Exception as again:
-                return Failure("nonlinear", detail=f"it raised {type(again).__name__} for {_kind(which)}", cause=again)
+                return Failure("nonlinear", detail=f"it raised {type(again).__name__} for {_KINDS[which]}", cause=again)
         raise error
 
     def _movement(self, dense: Tensor) -> Failure | None:
@@ -159,10 +175,10 @@ class LinearityProof:
         block = next(block for block in self._problem.inputs if coordinate < block.first + block.size)
         if differ(self._vjp(which), gradients[which : which + 1], self._settings.nondet_tol, False):
             return Failure("nondeterministic", input=block.index, input_position=block.position)
-        kind = _kind(which)
-        if which == 0:
-            contiguous, _ = self._problem.vjp(self._cotangents[:1])
-            if bool(((contiguous[0] - self._sums[0]).abs() <= allowed[0]).all()):
+        kind = _KINDS[which]
+        if which != 1:
+            contiguous = self._problem.vjp(self._cotangents[which : which + 1])
+            if bool(((contiguous[0] - self._sums[which]).abs() <= allowed[which]).all()):
                 kind += ", though not for a contiguous copy"
         index = block.element_index((coordinate - block.first) // (2 if block.is_complex else 1))
         detail = (
@@ -173,5 +189,59 @@ class LinearityProof:
         return Failure("nonlinear", input=block.index, input_position=block.position, detail=detail)
 
 
-def _kind(which: int) -> str:
-    return f"a random grad_output, {'with half of its elements zero' if which else 'dense and non-contiguous'}"
+class TangentProof:
+    """J u, summed from one-hot columns, against the JVP of u, for two u in R^n over all inputs at once.
+
+    The first u is dense, with components +-[0.5, 1.5); the second is REPEAT_SCALE times the first with
+    a random half zeroed.
+    """
+
+    def __init__(self, problem: Problem, settings: Settings) -> None:
+        self._problem = problem
+        self._settings = settings
+        self._directions = torch.empty(2, problem.n, dtype=torch.float64, device=problem.device)
+        for halved, direction in enumerate(self._directions):
+            ops.direction_(direction, settings.seed, TANGENT_STREAM, 0, bool(halved))
+        self._directions[1].mul_(REPEAT_SCALE)
+        self._sums, self._squares = torch.zeros(2, 2, problem.m, dtype=torch.float64, device=problem.device)
+
+    def add(self, block: TangentBlock) -> None:
+        """Takes a block of analytical columns into J u."""
+        width = 2 if block.input.is_complex else 1
+        first = block.input.first + block.first_element * width + (1 if block.part == "imaginary" else 0)
+        ops.project_rows_(
+            self._sums, self._squares, self._directions, block.analytical, first, width, block.output.first
+        )
+
+    def failure(self) -> Failure | None:
+        """Compares with the JVPs, output by output, once all columns are in."""
+        products = torch.zeros_like(self._sums)
+        for product, direction in zip(products, self._directions, strict=True):
+            tangents = []
+            for block in self._problem.inputs:
+                tangents.append(torch.empty_like(block.tensor.detach()))
+                ops.unflatten_(tangents[-1], direction[block.first : block.first + block.size])
+            try:
+                found = self._problem.jvp(tangents)
+            except (MemoryError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:  # one-hot tangents did not raise
+                detail = f"it raised {type(error).__name__} for a random tangent"
+                return Failure("nonlinear", mode="forward", detail=detail, cause=error)
+            for output, tangent in zip(self._problem.outputs, found, strict=True):
+                if tangent is not None:
+                    into = product[output.first : output.first + output.size]
+                    ops.flatten_(into, tangent.to(output.tensor.dtype))
+        wrong = _disagreement(self._directions, products, self._sums, self._squares, self._settings)
+        if wrong is None:
+            return None
+        which, component, allowed = wrong
+        output = next(block for block in self._problem.outputs if component < block.first + block.size)
+        index = output.element_index((component - output.first) // (2 if output.is_complex else 1))
+        detail = (
+            f"for a random tangent{', with half of its elements zero' if which else ''}, the tangent of output "
+            f"{output.index} at {list(index)} is {products[which, component].item():.6g}, but the columns of the "
+            f"Jacobian add up to {self._sums[which, component].item():.6g} (allowed difference "
+            f"{allowed[which, component].item():.2g})"
+        )
+        return Failure("nonlinear", output.index, None, output.position, None, mode="forward", detail=detail)

@@ -8,14 +8,21 @@ from itertools import groupby
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from fastgrad.attributes import check_undefined_grads, check_zero_grad_output
-from fastgrad.certify import LinearityProof, repeat_failure
+from fastgrad.attributes import (
+    check_batched_gradients,
+    check_batched_tangents,
+    check_undefined_grads,
+    check_undefined_tangents,
+    check_zero_grad_output,
+)
+from fastgrad.certify import LinearityProof, TangentProof, repeat_failure
 from fastgrad.compare import PairComparison
 from fastgrad.engines import JacobianBlock, dense
 from fastgrad.plan import make_plan
 from fastgrad.problem import Problem, as_tuple
-from fastgrad.report import Failure, Plan, Report, Settings
+from fastgrad.report import Failure, Part, Plan, Report, Settings
 
 
 def check(func: Callable[..., Any], inputs: Any, settings: Settings) -> Report:
@@ -54,6 +61,7 @@ def check(func: Callable[..., Any], inputs: Any, settings: Settings) -> Report:
         m=problem.m,
         evaluations=problem.evaluations,
         vjps=problem.vjps,
+        jvps=problem.jvps,
         seconds=time.perf_counter() - start,
         notes=tuple(notes),
     )
@@ -63,6 +71,16 @@ def _first_failure(problem: Problem, plan: Plan, settings: Settings) -> Failure 
     if not problem.has_graph:
         return _nonzero_numerical(problem, plan, settings)
     failure = _jacobian_failure(problem, plan, settings)
+    if failure is None and settings.check_forward_ad and settings.check_undefined_grad:
+        failure = check_undefined_tangents(problem, settings)
+    if failure is None and settings.check_batched_forward_grad:
+        failure = check_batched_tangents(problem, settings)
+    if failure is not None or not settings.check_backward_ad:
+        return failure
+    if settings.check_batched_grad:
+        failure = check_batched_gradients(problem, settings)
+    if failure is None:
+        failure = check_zero_grad_output(problem)
     if failure is None and settings.check_undefined_grad:
         failure = check_undefined_grads(problem)
     return failure
@@ -87,17 +105,57 @@ def _nonzero_numerical(problem: Problem, plan: Plan, settings: Settings) -> Fail
 
 
 def _jacobian_failure(problem: Problem, plan: Plan, settings: Settings) -> Failure | None:
+    """The Jacobians, pass by pass over numerical columns; reverse mode is judged before forward mode."""
     if not (problem.m and problem.n):
-        return check_zero_grad_output(problem)
+        return None
     proof = LinearityProof(problem, settings, plan.rows_per_block) if problem.m > 1 else None
-    stream = dense.blocks(problem, plan, settings.eps)
-    for _, blocks in groupby(stream, key=lambda block: (block.output.index, block.part)):
-        failure = _judge(problem, blocks, settings, proof)
-        if failure is not None:
-            return failure
-    if proof is None:
-        return check_zero_grad_output(problem)
-    return proof.failure() or check_zero_grad_output(problem, *proof.zero)
+    forward = ForwardComparison(problem, settings) if settings.check_forward_ad else None
+    for first, columns in dense.numerical_columns(problem, plan, settings.eps):
+        if settings.check_backward_ad:
+            blocks = dense.row_blocks(problem, plan, first, columns)
+            for _, group in groupby(blocks, key=lambda block: (block.output.index, block.part)):
+                failure = _judge(problem, group, settings, proof)
+                if failure is not None:
+                    return failure
+        if forward is not None:
+            forward.add(first, columns)
+    failure = proof.failure() if settings.check_backward_ad and proof is not None else None
+    return forward.failure() if failure is None and forward is not None else failure
+
+
+class ForwardComparison:
+    """The Jacobians by forward-mode AD against the numerical ones, and the linearity of the jvp."""
+
+    def __init__(self, problem: Problem, settings: Settings) -> None:
+        self._problem = problem
+        self._settings = settings
+        self._proof = TangentProof(problem, settings)
+        self._pairs: dict[tuple[bool, int, int], tuple[Part, PairComparison]] = {}
+        self._domains_match = True
+
+    def add(self, first: int, columns: Tensor) -> None:
+        """Takes in the numerical columns from `first` on, shape (count, m): one evaluation each."""
+        tangents, domains_match = self._problem.tangent_columns(first, columns.shape[0])
+        self._domains_match &= domains_match
+        for block in dense.tangent_blocks(self._problem, first, columns, tangents):
+            # In torch's order of judging: imaginary parts come, with the real inputs, before real parts.
+            key = block.part == "real", block.output.index, block.input.index
+            if key not in self._pairs:
+                settings = self._settings
+                pair = PairComparison(block.output, block.input, settings.atol, settings.rtol, "forward")
+                self._pairs[key] = block.part, pair
+            self._pairs[key][1].add(block.analytical, block.numerical, block.first_element, 0)
+            self._proof.add(block)
+
+    def failure(self) -> Failure | None:
+        """The verdict, once all columns are in."""
+        if self._settings.check_grad_dtypes and not self._domains_match:
+            return Failure("tangent dtype", mode="forward")
+        for key in sorted(self._pairs):
+            part, pair = self._pairs[key]
+            if pair.mismatches:
+                return _mismatch(pair, part)
+        return self._proof.failure()
 
 
 def _judge(
@@ -126,13 +184,18 @@ def _judge(
         return repeat
     for pair in pairs.values():
         if pair.mismatches:
-            return Failure(
-                "mismatch",
-                output=pair.output.index,
-                input=pair.input.index,
-                output_position=pair.output.position,
-                input_position=pair.input.position,
-                part=block.part,
-                comparison=pair.result(),
-            )
+            return _mismatch(pair, block.part)
     return repeat
+
+
+def _mismatch(pair: PairComparison, part: Part) -> Failure:
+    return Failure(
+        "mismatch",
+        output=pair.output.index,
+        input=pair.input.index,
+        output_position=pair.output.position,
+        input_position=pair.input.position,
+        part=part,
+        mode=pair.mode,
+        comparison=pair.result(),
+    )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastgrad._native import ops
 from fastgrad.coordinates import Block
-from fastgrad.report import Comparison, Entry
+from fastgrad.report import Comparison, Entry, Mode
 
 SMALL = 256
 """Jacobians of at most this many entries are kept whole for the message."""
@@ -23,12 +23,17 @@ def differ(left: Tensor, right: Tensor, tolerance: float, complex_entries: bool)
 
 @dataclass
 class PairComparison:
-    """Accumulates the comparison of one output with one input over their blocks."""
+    """Accumulates the comparison of one output with one input over their blocks.
+
+    In reverse mode a block has a row an element of the output and a column a coordinate of the input;
+    in forward mode a row an element of the input and a column a coordinate of the output.
+    """
 
     output: Block
     input: Block
     atol: float
     rtol: float
+    mode: Mode = "reverse"
     entries: int = 0
     mismatches: int = 0
     worst: Entry | None = None
@@ -44,11 +49,13 @@ class PairComparison:
         Parameters
         ----------
         analytical, numerical
-            float64, shape (rows, real coordinates of the input).
+            float64, shape (rows, columns).
         first_row, first_column
-            The output element of row 0 and the input's coordinate of column 0.
+            The element of row 0 and the coordinate of column 0.
         """
-        width = 2 if self.input.is_complex else 1
+        forward = self.mode == "forward"
+        along_rows, along_columns = (self.input, self.output) if forward else (self.output, self.input)
+        width = 2 if along_columns.is_complex else 1
         statistics = ops.compare(analytical, numerical, self.atol, self.rtol, width == 2, False).tolist()
         mismatches, excess, row, column, absolute, relative, *sums = statistics
         self.entries += analytical.shape[0] * (analytical.shape[1] // width)
@@ -62,16 +69,20 @@ class PairComparison:
             i, k = int(row), int(column)
             a, n = (_entry(block[i, k * width : (k + 1) * width]) for block in (analytical, numerical))
             self.worst_excess = excess
+            row_index = along_rows.element_index(first_row + i)
+            column_index = along_columns.element_index(first_column // width + k)
             self.worst = Entry(
-                self.output.element_index(first_row + i),
-                self.input.element_index(first_column // width + k),
+                column_index if forward else row_index,
+                row_index if forward else column_index,
                 a,
                 n,
                 self.atol + self.rtol * math.hypot(n.real, n.imag),
             )
         whole = self.output.tensor.numel() * self.input.tensor.numel()
         if whole <= SMALL and analytical.numel() == whole * width:
-            self.matrices = (_matrix(analytical, width), _matrix(numerical, width))
+            matrices = _matrix(analytical, width), _matrix(numerical, width)
+            # In torch's layout: one row an input element, one column an output element.
+            self.matrices = matrices if forward else (matrices[0].t(), matrices[1].t())
 
     def result(self) -> Comparison:
         """The comparison so far, as data."""
@@ -97,8 +108,8 @@ def _entry(coordinates: Tensor) -> complex:
 
 
 def _matrix(block: Tensor, width: int) -> Tensor:
-    """A copy of a block in torch's layout: one row an input element, one column an output element."""
+    """A copy of a block, complex where `width` coordinates are one entry."""
     matrix = block.contiguous().clone()
     if width == 2:
         matrix = torch.view_as_complex(matrix.view(matrix.shape[0], -1, 2))
-    return matrix.t()
+    return matrix

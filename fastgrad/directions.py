@@ -11,6 +11,8 @@ from fastgrad._native import ops
 GRAPH_STREAM = 0
 COTANGENT_STREAM = 1
 GRAD_OUTPUT_STREAM = 2
+TANGENT_STREAM = 3
+BATCH_STREAM = 4
 
 
 def direction(size: int, seed: int, stream: int, first: int = 0) -> Tensor:
@@ -27,3 +29,14 @@ def direction(size: int, seed: int, stream: int, first: int = 0) -> Tensor:
 def uniform(size: int, seed: int, stream: int, first: int = 0) -> Tensor:
     """Float64 tensor of shape (size,), uniform in [-1, 1)."""
     return direction(size, seed, stream, first).abs_().sub_(1.0).mul_(2.0)
+
+
+def uniform_like(tensor: Tensor, seed: int, stream: int, first: int = 0) -> Tensor:
+    """A contiguous tensor of the shape, dtype and device of `tensor`, components uniform in [-1, 1).
+
+    first is the number of its first component in the stream; a complex element has two.
+    """
+    width = 2 if tensor.is_complex() else 1
+    values = uniform(tensor.numel() * width, seed, stream, first)
+    real = values.to(device=tensor.device, dtype=tensor.dtype.to_real())
+    return (torch.view_as_complex(real.view(-1, 2)) if width == 2 else real).reshape(tensor.shape)

@@ -45,7 +45,8 @@ def engine_line(report: Report) -> str:
     name = report.plan.engine if report.plan else "none"
     return (
         f"{name}: {_count(report.n, 'input coordinate')}, {_count(report.m, 'output coordinate')}, "
-        f"{_count(report.evaluations, 'evaluation')}, {_count(report.vjps, 'VJP')}, {_seconds(report.seconds)}"
+        f"{_count(report.evaluations, 'evaluation')}, {_count(report.vjps, 'VJP')}, "
+        f"{_count(report.jvps, 'JVP') + ', ' if report.jvps else ''}{_seconds(report.seconds)}"
     )
 
 
@@ -53,10 +54,13 @@ def _headline(failure: Failure, report: Report) -> str:
     output, input_ = f"output {failure.output}", f"input {failure.input}"
     match failure.kind:
         case "mismatch":
+            forward = failure.mode == "forward"
+            side = "inputs" if forward else "outputs"
             part = (
-                "" if failure.part == "all" else f"While considering the {failure.part} part of complex outputs only, "
+                "" if failure.part == "all" else f"While considering the {failure.part} part of complex {side} only, "
             )
-            return f"{part}Jacobian mismatch for {output} with respect to {input_},"
+            mode = "computed with forward mode " if forward else ""
+            return f"{part}Jacobian {mode}mismatch for {output} with respect to {input_},"
         case "nonzero numerical gradient":
             return (
                 "Numerical gradient for function expected to be zero, because no output requires grad, but for "
@@ -72,6 +76,8 @@ def _headline(failure: Failure, report: Report) -> str:
                 f"The tolerance for nondeterminism was {report.settings.nondet_tol}.\n{_NONDET_NOTE}"
             )
         case "nonlinear":
+            if failure.mode == "forward":
+                return f"jvp is not linear in its tangent: {failure.detail}."
             return f"backward is not linear in grad_output: {failure.detail}."
         case "not multiplied by grad_output":
             return (
@@ -89,6 +95,30 @@ def _headline(failure: Failure, report: Report) -> str:
                 "Expected all input grads to be undefined or zero when all output grads are undefined or zero, but the "
                 f"gradient of {input_} is not. {_UNDEFINED_NOTE}"
             )
+        case "tangent dtype":
+            return "Forward AD gradient has dtype mismatch: a tangent is complex for a real output, or the reverse."
+        case "undefined tangent":
+            return (
+                f"Mismatch in tangent values for {output} when the tangent of {input_} is undefined, which stands for "
+                f"zero: {failure.detail}."
+            )
+        case "batched raises":
+            return f"While computing batched gradients, got: {failure.detail}\n\n{_batched_note(failure)}"
+        case "batched differs":
+            return f"For {output} and {input_}:\n\n{_batched_note(failure)}\n\n{failure.detail}"
+
+
+def _batched_note(failure: Failure) -> str:
+    if failure.mode == "forward":
+        who, keyword, what = "gradcheck", "check_batched_forward_grad", "jvp"
+        suffix = " with forward-mode AD"
+    else:
+        who, keyword, what, suffix = "gradcheck or gradgradcheck", "check_batched_grad", "backward", ""
+    return (
+        f"{who} failed while testing batched gradient computation{suffix}: the {what} under vmap, over two vectors at "
+        f"once, against the {what} of each. A {what} that calls .item(), branches on values, writes in place or looks "
+        f"at sizes is the usual cause. {keyword}=False leaves the test out."
+    )
 
 
 def _matrices(comparison: Comparison) -> list[str]:

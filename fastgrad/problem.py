@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fastgrad import _native, _torch
 from fastgrad.coordinates import Block, blocks_of, overlap, overlaps_itself
@@ -109,8 +110,8 @@ class Problem:
         Real coordinates of inputs and outputs.
     device
         Where Jacobian blocks live: with the outputs.
-    evaluations, vjps
-        Calls of func and of backward so far.
+    evaluations, vjps, jvps
+        Calls of func and of backward so far; a JVP is one of the evaluations.
     """
 
     def __init__(self, func: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
@@ -122,6 +123,8 @@ class Problem:
         self.device = self.inputs[0].tensor.device
         self.has_graph = False
         self.vjps = 0
+        self.jvps = 0
+        self._arguments = arguments
         self._graph: tuple[Tensor, ...] | None = None
         self._input_tensors = [block.tensor for block in self.inputs]
         natives = [
@@ -262,7 +265,7 @@ class Problem:
         self.vjps += count + repeated
         return rows, again, match
 
-    def vjp(self, cotangents: Tensor, gapped: int = 0) -> tuple[Tensor, _native.GradientsMatch]:
+    def vjp(self, cotangents: Tensor, gapped: int = 0, expanded: int = 0) -> Tensor:
         """V J for rows of cotangents, one VJP a row.
 
         Parameters
@@ -272,28 +275,70 @@ class Problem:
         gapped
             For so many rows, from the first, backward gets grad_outputs with transposed strides and
             gaps; for the others contiguous ones.
+        expanded
+            For so many rows, the last, single values expanded with stride 0: the row must be constant
+            over each output.
 
         Returns
         -------
-        tuple
-            The products (float64, shape (count, n); zero where an input does not matter), and what the
-            gradients looked like.
+        Tensor
+            The products: float64, shape (count, n); zero where an input does not matter.
         """
         count = cotangents.shape[0]
         products = torch.empty(count, self.n, dtype=torch.float64, device=self.device)
-        match = _native.vjp_coordinates(self.graph(), self._input_tensors, cotangents, gapped, products)
+        _native.vjp_coordinates(self.graph(), self._input_tensors, cotangents, gapped, expanded, products)
         self.vjps += count
-        return products, match
+        return products
 
-    def gradients(
-        self, grad_outputs: Sequence[Tensor], outputs: Sequence[Tensor] | None = None
-    ) -> list[Tensor | None]:
+    def gradients(self, grad_outputs: Sequence[Tensor], outputs: Sequence[Tensor] | None = None) -> list[Tensor | None]:
         """Autograd's gradients of `outputs` (or of `graph()`), one an input block, as backward made them.
 
         None where it made none.
         """
         self.vjps += 1
         return _native.vjp(self.graph() if outputs is None else outputs, self._input_tensors, grad_outputs, False)
+
+    def tangent_columns(self, first: int, count: int) -> tuple[Tensor, bool]:
+        """Columns first, ..., first + count - 1 of the Jacobian by forward-mode AD, one evaluation each.
+
+        Returns
+        -------
+        tuple
+            float64, shape (count, m): one row a column of the Jacobian; and whether tangents were complex
+            for complex outputs and real for real ones.
+        """
+        self._graph = None
+        columns = torch.empty(count, self.m, dtype=torch.float64, device=self.device)
+        with forward_ad.dual_level():
+            duals, tangents = self._duals([torch.zeros_like(block.tensor.detach()) for block in self.inputs])
+            changed, domains_match = self._evaluator.tangent_columns(first, columns, self._specs, duals, tangents)
+        self.jvps += count
+        if changed is not None:
+            self._raise_changed(*changed, 0.0)
+        return columns, domains_match
+
+    def jvp(self, tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Tangents of `outputs` for tangents of `inputs`, None being undefined; one evaluation."""
+        self._graph = None
+        with forward_ad.dual_level():
+            duals, _ = self._duals(tangents)
+            results = self._selected(self._evaluator.evaluate_at(duals))
+            self.jvps += 1
+            return [_torch.tangent_of(result) for result in results]
+
+    def _duals(self, tangents: Sequence[Tensor | None]) -> tuple[tuple[Any, ...], list[Tensor]]:
+        """Arguments for func, the checked ones detached and with tangents; and the tangents inside them."""
+        duals: dict[int, Tensor] = {}
+        inside: list[Tensor] = []
+        for block, tangent in zip(self.inputs, tangents, strict=True):
+            dual = block.tensor.detach()
+            if tangent is not None:
+                dual = _torch.make_dual(dual, tangent)
+                # Where the input is a view, make_dual may have copied the tangent.
+                within = _torch.tangent_of(dual)
+                inside.append(tangent if within is None else within)
+            duals[id(block.tensor)] = dual
+        return tuple(duals.get(id(value), value) for value in self._arguments), inside
 
     def _raise_changed(self, coordinate: int, output: int, found: Any, eps: float) -> None:
         block = next(block for block in self.inputs if coordinate < block.first + block.size)

@@ -9,7 +9,11 @@ from typing import Literal
 from torch import Tensor
 
 Part = Literal["all", "real", "imaginary"]
-"""Which real functions of an output a row group covers: a complex output is judged part by part."""
+"""Which real functions of an output a row group covers: a complex output is judged part by part; in
+forward mode, which coordinates of a complex input."""
+
+Mode = Literal["reverse", "forward"]
+"""The mode of AD that a failure was found in."""
 
 FailureKind = Literal[
     "mismatch",
@@ -22,6 +26,10 @@ FailureKind = Literal[
     "incorrect gradient",
     "undefined grad raises",
     "undefined grad not zero",
+    "tangent dtype",
+    "undefined tangent",
+    "batched raises",
+    "batched differs",
 ]
 
 
@@ -35,6 +43,10 @@ class Settings:
     nondet_tol: float = 0.0
     check_undefined_grad: bool = True
     check_grad_dtypes: bool = False
+    check_batched_grad: bool = False
+    check_batched_forward_grad: bool = False
+    check_forward_ad: bool = False
+    check_backward_ad: bool = True
     fast_mode: bool = False
     engine: str = "auto"
     seed: int = 0
@@ -114,6 +126,7 @@ class Failure:
     output_position: int | None = None
     input_position: int | None = None
     part: Part = "all"
+    mode: Mode = "reverse"
     comparison: Comparison | None = None
     detail: str = ""
     cause: Exception | None = None
@@ -124,7 +137,8 @@ class Report:
     """The outcome of one check.
 
     n and m count the real coordinates of the differentiable inputs and outputs; evaluations and
-    vjps are the calls of func and of autograd's backward; seconds is wall time.
+    vjps are the calls of func and of autograd's backward; jvps counts the evaluations that carried
+    tangents; seconds is wall time.
     """
 
     failure: Failure | None
@@ -135,6 +149,7 @@ class Report:
     evaluations: int
     vjps: int
     seconds: float
+    jvps: int = 0
     notes: tuple[str, ...] = ()
 
     @property

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastgrad import _native
-from fastgrad.directions import GRAD_OUTPUT_STREAM, uniform
+from fastgrad.directions import GRAD_OUTPUT_STREAM, uniform_like
 from fastgrad.problem import as_tuple
 
 
@@ -26,11 +26,8 @@ def random_grad_outputs(outputs: tuple[Tensor, ...], seed: int, noncontiguous: b
     grads = []
     first = 0
     for output in outputs:
-        width = 2 if output.is_complex() else 1
-        values = uniform(output.numel() * width, seed, GRAD_OUTPUT_STREAM, first)
-        first += values.numel()
-        real = values.to(device=output.device, dtype=output.dtype.to_real())
-        grad = (torch.view_as_complex(real.view(-1, 2)) if width == 2 else real).reshape(output.shape)
+        grad = uniform_like(output, seed, GRAD_OUTPUT_STREAM, first)
+        first += output.numel() * (2 if output.is_complex() else 1)
         if noncontiguous and grad.numel() > 1:
             grad = torch.stack([grad, grad], -1).select(-1, 0)
         grads.append(grad.requires_grad_())
@@ -41,19 +38,24 @@ class Backward:
     """Callable (*inputs, *grad_outputs) -> the gradients of func that exist.
 
     It records its own gradients where it is called with gradient recording on. The forward pass is
-    recorded in any case: a backward cannot run without.
+    recorded in any case: a backward cannot run without. Arguments that required grad when this was made
+    do so again: forward-mode AD hands over detached ones.
     """
 
     def __init__(self, func: Callable[..., Any], inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...]) -> None:
         self._func = func
         self._count = len(inputs)
         self._inputs = [i for i, value in enumerate(inputs) if isinstance(value, Tensor) and value.requires_grad]
+        self._grad_outputs = [i for i, value in enumerate(grad_outputs) if value.requires_grad]
         self._record_forward = torch.is_grad_enabled()
 
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
         """The gradients with respect to the inputs that require grad, those left out that do not matter."""
         record_backward = torch.is_grad_enabled()
         inputs, grad_outputs = arguments[: self._count], arguments[self._count :]
+        for value in [*(inputs[i] for i in self._inputs), *(grad_outputs[i] for i in self._grad_outputs)]:
+            if not value.requires_grad:
+                value.requires_grad_()
         with torch.set_grad_enabled(self._record_forward):
             outputs = differentiable_outputs(self._func(*inputs))
             if not outputs:

@@ -48,3 +48,25 @@ class JacobianBlock:
     repeated: Tensor
     numerical: Tensor
     match: GradientsMatch
+
+
+@dataclass(slots=True)
+class TangentBlock:
+    """Columns of one output against one input, by forward-mode AD and by differences.
+
+    For a complex input, `part` says which of its coordinates.
+
+    Attributes
+    ----------
+    first_element
+        The element of the input that row 0 belongs to.
+    analytical, numerical
+        float64, shape (elements, real coordinates of the output): one row a column of the Jacobian.
+    """
+
+    output: Block
+    part: Part
+    input: Block
+    first_element: int
+    analytical: Tensor
+    numerical: Tensor

@@ -10,21 +10,40 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from fastgrad.coordinates import Block
-from fastgrad.engines import REPEAT_SCALE, REPEATED_ROWS, JacobianBlock
+from fastgrad.engines import REPEAT_SCALE, REPEATED_ROWS, JacobianBlock, TangentBlock
 from fastgrad.problem import Problem
 from fastgrad.report import Part, Plan
 
 
-def blocks(problem: Problem, plan: Plan, eps: float) -> Iterator[JacobianBlock]:
-    """All entries of all Jacobians, in torch's order of judging: by pass, output and part, rows, input.
+def row_blocks(problem: Problem, plan: Plan, first: int, columns: Tensor) -> Iterator[JacobianBlock]:
+    """One pass of reverse mode: all rows against the numerical columns from `first` on.
 
-    Costs 2 n evaluations and one more a pass, and m VJPs a pass and one for each row that is repeated.
+    In torch's order of judging: by output and part, rows, input. Costs one evaluation, m VJPs, and one
+    more for each row that is repeated.
     """
-    for first, columns in numerical_columns(problem, plan, eps):
-        last = first + columns.shape[0]
-        inputs = [block for block in problem.inputs if block.first < last and first < block.first + block.size]
-        for output, part in _row_groups(problem.outputs):
-            yield from _row_blocks(problem, plan, output, part, inputs, first, columns)
+    inputs = _inputs_within(problem, first, columns)
+    for output, part in _row_groups(problem.outputs):
+        yield from _row_blocks(problem, plan, output, part, inputs, first, columns)
+
+
+def tangent_blocks(problem: Problem, first: int, columns: Tensor, tangents: Tensor) -> Iterator[TangentBlock]:
+    """One pass of forward mode: the columns of `Problem.tangent_columns` against the numerical ones."""
+    for block in _inputs_within(problem, first, columns):
+        low, high = max(block.first, first), min(block.first + block.size, first + columns.shape[0])
+        parts: tuple[Part, ...] = ("real", "imaginary") if block.is_complex else ("all",)
+        width = len(parts)
+        for offset, part in enumerate(parts):
+            rows = slice(low - first + offset, high - first, width)
+            for output in problem.outputs:
+                within = slice(output.first, output.first + output.size)
+                yield TangentBlock(
+                    output, part, block, (low - block.first) // width, tangents[rows, within], columns[rows, within]
+                )
+
+
+def _inputs_within(problem: Problem, first: int, columns: Tensor) -> list[Block]:
+    last = first + columns.shape[0]
+    return [block for block in problem.inputs if block.first < last and first < block.first + block.size]
 
 
 def numerical_columns(problem: Problem, plan: Plan, eps: float) -> Iterator[tuple[int, Tensor]]:

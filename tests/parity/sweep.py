@@ -13,6 +13,7 @@ import sys
 import time
 import warnings
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,31 @@ import fastgrad
 from benchmarks.cases import MOST_ENTRIES, Case, entries, operator_cases, operators
 from fastgrad.second_order import differentiable_outputs, random_grad_outputs
 
+GRAD = (torch.autograd.gradcheck, fastgrad.gradcheck)
+GRADGRAD = (torch.autograd.gradgradcheck, fastgrad.gradgradcheck)
+# As torch's own operator tests ask for forward mode.
+FORWARD = {"check_forward_ad": True, "check_backward_ad": False, "check_undefined_grad": False}
+FORWARD_OVER_REVERSE = {"check_fwd_over_rev": True, "check_rev_over_rev": False, "check_undefined_grad": False}
+
+
+@dataclass(frozen=True)
+class Check:
+    """torch's and fastgrad's checker, their keywords, and the OpInfo flag of operators that have what is checked."""
+
+    checkers: tuple[Any, Any]
+    keywords: dict[str, bool]
+    supports: str
+
+    @property
+    def second_order(self) -> bool:
+        return self.checkers is GRADGRAD
+
+
 CHECKS = {
-    "grad": (torch.autograd.gradcheck, fastgrad.gradcheck),
-    "gradgrad": (torch.autograd.gradgradcheck, fastgrad.gradgradcheck),
+    "grad": Check(GRAD, {}, "supports_autograd"),
+    "forward": Check(GRAD, FORWARD, "supports_forward_ad"),
+    "gradgrad": Check(GRADGRAD, {}, "supports_gradgrad"),
+    "fwd_over_rev": Check(GRADGRAD, FORWARD_OVER_REVERSE, "supports_fwgrad_bwgrad"),
 }
 DTYPES = {"float64": torch.float64, "complex128": torch.complex128}
 
@@ -61,7 +84,8 @@ def evidence(row: dict[str, Any], case: Case, grad_outputs: Any) -> str:
     ):
         return ""
     for eps, rtol in RESOLVABLE:
-        if verdict(CHECKS[row["check"]][0], case, grad_outputs, eps=eps, rtol=rtol)[0] == "pass":
+        check = CHECKS[row["check"]]
+        if verdict(check.checkers[0], case, grad_outputs, **check.keywords, eps=eps, rtol=rtol)[0] == "pass":
             return f"steps are realized: torch passes it with eps={eps:g}, rtol={rtol:g}, which the dtype can resolve"
     return ""
 
@@ -79,21 +103,21 @@ def compare_operator(task: tuple[str, str, int, int]) -> list[dict[str, Any]]:
     check, dtype, number, limit = task
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    op = operators(DTYPES[dtype], check == "gradgrad")[number]
+    op = operators(DTYPES[dtype], CHECKS[check].supports)[number]
     rows = []
     try:
         cases = list(operator_cases(op, DTYPES[dtype], limit))
     except Exception as error:
         return [{"check": check, "dtype": dtype, "name": op.name, "torch": "no samples", "why": repr(error)[:200]}]
     for case in cases:
-        if entries(case, check == "gradgrad") > MOST_ENTRIES:
+        if entries(case, CHECKS[check].second_order) > MOST_ENTRIES:
             rows.append({"check": check, "dtype": dtype, "name": case.name, "torch": "too large"})
             continue
-        grad_outputs = _grad_outputs(case) if check == "gradgrad" else None
+        grad_outputs = _grad_outputs(case) if CHECKS[check].second_order else None
         row: dict[str, Any] = {"check": check, "dtype": dtype, "name": case.name}
-        for side, checker in zip(("torch", "fastgrad"), CHECKS[check], strict=True):
+        for side, checker in zip(("torch", "fastgrad"), CHECKS[check].checkers, strict=True):
             start = time.perf_counter()
-            row[side], row[side + "_message"] = verdict(checker, case, grad_outputs)
+            row[side], row[side + "_message"] = verdict(checker, case, grad_outputs, **CHECKS[check].keywords)
             row[side + "_seconds"] = time.perf_counter() - start
         if row["torch"] != row["fastgrad"]:
             row["evidence"] = evidence(row, case, grad_outputs)
@@ -114,7 +138,7 @@ def main() -> int:
         (check, dtype, number, options.limit)
         for check in options.checks
         for dtype in options.dtypes
-        for number, op in enumerate(operators(DTYPES[dtype], check == "gradgrad"))
+        for number, op in enumerate(operators(DTYPES[dtype], CHECKS[check].supports))
         if options.match in op.name
     ]
     rows: list[dict[str, Any]] = []

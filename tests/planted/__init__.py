@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from tests.planted.blind import ROWS as BLIND
 from tests.planted.known import ROWS as KNOWN
 from tests.planted.row import Row
 
-TABLE: list[Row] = [*KNOWN]
+TABLE: list[Row] = [*KNOWN, *BLIND]
 
 __all__ = ["TABLE", "Row"]

@@ -60,7 +60,7 @@ PHRASES = {
     "clamp": lambda g, x: 2 * x * g.clamp(-1, 1),
     "square": lambda g, x: 2 * x * g * g,
     "absolute value": lambda g, x: 2 * x * g.abs(),
-    "sign": lambda g, x: 2 * x * g.sign(),
+    "sign of grad_output": lambda g, x: 2 * x * g.sign(),
     "positive part": lambda g, x: 2 * x * g.relu(),
 }
 
@@ -139,9 +139,7 @@ ROWS = [
         )
         for name, backward in PHRASES.items()
     ),
-    Row(
-        "contiguous only", square(_contiguous_only), RIGHT_SQUARE, phrase="not for a contiguous copy", torch_sees=False
-    ),
+    Row("contiguous only", square(_contiguous_only), RIGHT_SQUARE, phrase=LINEAR, torch_sees=False),
     Row("raises if not contiguous", square(_needs_contiguous), RIGHT_SQUARE, phrase=LINEAR, torch_sees=False),
     Row("right for one-hot only", square(_dense_wrong), RIGHT_SQUARE, phrase=LINEAR, torch_sees=False),
     Row(

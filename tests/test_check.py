@@ -1,0 +1,168 @@
+"""Forward mode, undefined tangents and batched gradients, through check()."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastgrad
+from fastgrad.check import check
+from fastgrad.report import Settings
+
+FORWARD = Settings(check_forward_ad=True, check_backward_ad=False)
+
+
+class Squared(torch.autograd.Function):
+    """x * x; `tangent` makes the jvp of (x, tangent of x)."""
+
+    tangent = staticmethod(lambda x, t: 2 * x * t)
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x * x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * ctx.saved_tensors[0].conj() * grad
+
+    @classmethod
+    def with_tangent(cls, tangent: Any) -> Any:
+        return type("Planted", (cls,), {"jvp": staticmethod(lambda ctx, t: tangent(ctx.saved_tensors[0], t))}).apply
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(shape, dtype=dtype, generator=generator).requires_grad_()
+
+
+@pytest.mark.parametrize(
+    ("func", "inputs"),
+    [
+        (torch.sin, (leaf(3, 2),)),
+        (torch.mul, (leaf(4), leaf(4))),
+        (torch.mul, (leaf(4, dtype=torch.complex128), leaf(4))),
+        (torch.view_as_real, (leaf(3, dtype=torch.complex128),)),
+        (lambda x: (x.sum(), x.detach(), torch.complex(x, x**2)), (leaf(5),)),
+        (torch.matmul, (leaf(6, 4)[::2].t(), leaf(3, 2))),
+        (lambda x: x * 1, (leaf(0),)),
+    ],
+)
+@pytest.mark.parametrize("memory_limit", [None, 1])
+def test_forward_mode_passes_what_is_right(func: Any, inputs: tuple[Tensor, ...], memory_limit: int | None) -> None:
+    before = [value.detach().clone() for value in inputs]
+    for settings in (FORWARD, Settings(check_forward_ad=True)):
+        assert check(func, inputs, Settings(**{**vars(settings), "memory_limit": memory_limit})).passed
+    assert all(torch.equal(value, old) for value, old in zip(inputs, before, strict=True))
+
+
+def test_forward_mode_costs_one_evaluation_a_column() -> None:
+    n = 40
+    report = check(torch.sin, (leaf(n),), FORWARD)
+    # Two for the linearity of the jvp, two for an undefined tangent.
+    assert report.jvps <= n + 4
+    assert report.evaluations - report.jvps <= 2 * n + 6
+    assert report.vjps == 0
+
+
+def test_the_same_tensor_twice_is_one_input() -> None:
+    w = leaf(3)
+    assert fastgrad.gradcheck(torch.mul, (w, w), check_forward_ad=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tangent", "headline"),
+    [
+        (
+            torch.float64,
+            lambda x, t: 2.1 * x * t,
+            "Jacobian computed with forward mode mismatch for output 0 with respect to input 0,",
+        ),
+        (
+            torch.complex128,
+            lambda x, t: torch.complex((2 * x * t).real, (2.1 * x * t).imag),
+            "While considering the imaginary part of complex inputs only, Jacobian computed with forward mode mismatch "
+            "for output 0 with respect to input 0,",
+        ),
+        (torch.float64, lambda x, t: 2 * x * t.clamp(-1, 1), "jvp is not linear in its tangent: "),
+    ],
+)
+def test_wrong_jvps_are_named(dtype: torch.dtype, tangent: Any, headline: str) -> None:
+    func = Squared.with_tangent(tangent)
+    assert fastgrad.gradcheck(func, leaf(3, dtype=dtype))
+    with pytest.raises(fastgrad.GradcheckError) as raised:
+        fastgrad.gradcheck(func, leaf(3, dtype=dtype), check_forward_ad=True)
+    assert str(raised.value).startswith(headline)
+    assert raised.value.report.failure is not None
+    assert raised.value.report.failure.mode == "forward"
+
+
+def test_the_worst_entry_of_a_forward_jacobian_is_named_by_output_and_input() -> None:
+    def tangent(x: Tensor, t: Tensor) -> Tensor:
+        result = 2 * x * t
+        result[0, 2] += 0.5 * t[1, 1]
+        return result
+
+    with pytest.raises(fastgrad.GradcheckError, match=r"d out0\[0, 2\] / d in0\[1, 1\]"):
+        fastgrad.gradcheck(Squared.with_tangent(tangent), leaf(2, 3), check_forward_ad=True)
+
+
+@pytest.mark.parametrize("call", range(2, 30, 3))
+def test_inputs_are_restored_where_a_jvp_raises(call: int) -> None:
+    x, calls = leaf(3), 0
+    before = x.detach().clone()
+
+    def func(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise KeyboardInterrupt
+        return x.sin()
+
+    try:
+        fastgrad.gradcheck(func, x, check_forward_ad=True)
+    except KeyboardInterrupt:
+        pass
+    else:
+        assert calls < call
+    assert torch.equal(x, before)
+    assert x.grad is None
+    with torch.autograd.forward_ad.dual_level():  # none was left open
+        pass
+
+
+def test_batched_gradients_name_what_differs() -> None:
+    def leaking(x: Tensor, grad: Tensor) -> Tensor:
+        return 2 * x * grad
+
+    assert fastgrad.gradcheck(
+        Squared.with_tangent(leaking),
+        leaf(3),
+        check_forward_ad=True,
+        check_batched_grad=True,
+        check_batched_forward_grad=True,
+    )
+    with pytest.raises(fastgrad.GradcheckError, match="While computing batched gradients, got: ") as raised:
+        fastgrad.gradcheck(
+            Squared.with_tangent(lambda x, t: 2 * x * t * (1 if t.sum().item() < 1e9 else 2)),
+            leaf(3),
+            check_forward_ad=True,
+            check_batched_forward_grad=True,
+        )
+    assert "failed while testing batched gradient computation with forward-mode AD" in str(raised.value)
+    assert isinstance(raised.value.__cause__, RuntimeError)
+
+
+def test_nothing_is_drawn_from_the_global_generator() -> None:
+    state = torch.get_rng_state()
+    assert fastgrad.gradcheck(
+        torch.sin, leaf(3), check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True
+    )
+    assert torch.equal(torch.get_rng_state(), state)
