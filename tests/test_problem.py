@@ -599,3 +599,20 @@ def test_steps_are_realized() -> None:
         warnings.simplefilter("ignore")
         assert fastgrad.gradcheck(lambda v: v.double() * 3, (x,), rtol=1e-6)
         assert not torch.autograd.gradcheck(lambda v: v.double() * 3, (x,), raise_exception=False)
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (6, 3, 1), (0, 2)])
+@pytest.mark.parametrize("check", [fastgrad.gradcheck, fastgrad.gradgradcheck])
+def test_lazily_conjugated_and_negated_inputs(check: Any, shape: tuple[int, ...]) -> None:
+    values = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    conjugated = torch.complex(values, values + 1).conj()
+    negated = torch.complex(values, -values).conj().imag
+    assert conjugated.is_conj()
+    assert negated.is_neg()
+    for value in (conjugated, negated):
+        before = value.clone()
+        value.requires_grad_()
+        for _ in range(20):  # enough to trip over memory that was written out of bounds
+            assert check(lambda x: x * x.sin(), value)
+            assert not fastgrad.gradcheck(lambda x: x.detach() * x, value, raise_exception=False) or not value.numel()
+        assert torch.equal(value, before)

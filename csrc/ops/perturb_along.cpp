@@ -83,4 +83,9 @@ TORCH_LIBRARY_IMPL(fastgrad, CompositeExplicitAutograd, library) {
   library.impl("perturb_along_", &perturb_along_composite);
 }
 
+// torch's own fallback for lazily conjugated or negated tensors corrupts its stack where an operator
+// mutates one and returns nothing.
+TORCH_LIBRARY_IMPL(fastgrad, Conjugate, library) { library.impl("perturb_along_", &perturb_along_composite); }
+TORCH_LIBRARY_IMPL(fastgrad, Negative, library) { library.impl("perturb_along_", &perturb_along_composite); }
+
 }  // namespace fastgrad

@@ -5,7 +5,8 @@
 #include "common.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/view_as_real.h>
+#include <ATen/ops/imag.h>
+#include <ATen/ops/real.h>
 #include <ATen/TensorOperators.h>
 #include <torch/library.h>
 
@@ -34,7 +35,11 @@ void perturb_coordinate_cpu(
 
 // The entry of `tensor` that holds a real coordinate, as a zero-dimensional view.
 at::Tensor coordinate_view(const at::Tensor& tensor, int64_t coordinate) {
-  at::Tensor view = tensor.is_complex() ? at::view_as_real(tensor) : tensor;
+  at::Tensor view = tensor;
+  if (tensor.is_complex()) {
+    view = coordinate % 2 == 0 ? at::real(tensor) : at::imag(tensor);  // also where it is lazily conjugated
+    coordinate /= 2;
+  }
   while (view.dim() > 0) {
     const int64_t size = view.size(-1);
     view = view.select(-1, coordinate % size);
@@ -77,5 +82,10 @@ TORCH_LIBRARY_IMPL(fastgrad, Meta, library) { library.impl("perturb_coordinate_"
 TORCH_LIBRARY_IMPL(fastgrad, CompositeExplicitAutograd, library) {
   library.impl("perturb_coordinate_", &perturb_coordinate_composite);
 }
+
+// torch's own fallback for lazily conjugated or negated tensors corrupts its stack where an operator
+// mutates one and returns nothing.
+TORCH_LIBRARY_IMPL(fastgrad, Conjugate, library) { library.impl("perturb_coordinate_", &perturb_coordinate_composite); }
+TORCH_LIBRARY_IMPL(fastgrad, Negative, library) { library.impl("perturb_coordinate_", &perturb_coordinate_composite); }
 
 }  // namespace fastgrad

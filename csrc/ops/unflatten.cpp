@@ -64,4 +64,9 @@ TORCH_LIBRARY_IMPL(fastgrad, CPU, library) { library.impl("unflatten_", &unflatt
 TORCH_LIBRARY_IMPL(fastgrad, Meta, library) { library.impl("unflatten_", &unflatten_meta); }
 TORCH_LIBRARY_IMPL(fastgrad, CompositeExplicitAutograd, library) { library.impl("unflatten_", &unflatten_composite); }
 
+// torch's own fallback for lazily conjugated or negated tensors corrupts its stack where an operator
+// mutates one and returns nothing.
+TORCH_LIBRARY_IMPL(fastgrad, Conjugate, library) { library.impl("unflatten_", &unflatten_composite); }
+TORCH_LIBRARY_IMPL(fastgrad, Negative, library) { library.impl("unflatten_", &unflatten_composite); }
+
 }  // namespace fastgrad

@@ -1,0 +1,26 @@
+"""fastgrad's verdict is torch slow mode's on generated programs; `python -m tests.properties.programs` runs many."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from tests.properties.programs import Program, compare, programs
+
+
+@given(programs())
+@settings(
+    max_examples=60,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+def test_verdicts_are_torchs_or_listed(program: Program) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        comparison = compare(program)
+    finally:
+        torch.set_num_threads(threads)
+    assert not comparison.unlisted, str(comparison)
