@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastgrad._torch import hidden_from_dynamo
 from fastgrad.check import check
 from fastgrad.errors import GradcheckError
 from fastgrad.messages import failure_message
@@ -21,6 +22,7 @@ from fastgrad.second_order import Backward, differentiable_outputs, random_grad_
 TensorOrTensors = Tensor | Sequence[Any]
 
 
+@hidden_from_dynamo
 def gradcheck(
     func: Callable[..., Any],
     inputs: TensorOrTensors,
@@ -154,6 +156,7 @@ def gradcheck(
     return _raise_or_return(func, inputs, settings, raise_exception)
 
 
+@hidden_from_dynamo
 def gradgradcheck(
     func: Callable[..., Any],
     inputs: TensorOrTensors,

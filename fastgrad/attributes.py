@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastgrad import _torch
+from fastgrad._torch import phase
 from fastgrad.coordinates import Block
 from fastgrad.directions import BATCH_STREAM, TANGENT_STREAM, uniform_like
 from fastgrad.problem import Problem
@@ -18,6 +19,7 @@ BATCH = 2
 """Vectors in a batched gradient: torch tries as many."""
 
 
+@phase("zero grad_output")
 def check_zero_grad_output(problem: Problem) -> Failure | None:
     """A zero grad_output must give zero gradients, each with its input's layout, dtype, device and size."""
     for block, gradient in zip(problem.inputs, problem.gradients(_zeros(problem.graph())), strict=True):
@@ -51,6 +53,7 @@ def _attribute_failure(block: Block, gradient: Tensor) -> Failure | None:
     return Failure(kind, input=block.index, input_position=block.position, detail=detail)
 
 
+@phase("undefined grad_outputs")
 def check_undefined_grads(problem: Problem) -> Failure | None:
     """Undefined grad_outputs, all of them and then one at a time, must work and count as zeros."""
     outputs = problem.graph()
@@ -70,6 +73,7 @@ def check_undefined_grads(problem: Problem) -> Failure | None:
     return None
 
 
+@phase("undefined tangents")
 def check_undefined_tangents(problem: Problem, settings: Settings) -> Failure | None:
     """An undefined tangent of one input must count as zero, whatever the tangents of the others."""
     random = [uniform_like(block.tensor, settings.seed, TANGENT_STREAM, block.first) for block in problem.inputs]
@@ -97,6 +101,7 @@ def _allclose(left: Tensor | None, right: Tensor | None) -> bool:
     return torch.allclose(left, right)
 
 
+@phase("batched gradients")
 def check_batched_gradients(problem: Problem, settings: Settings) -> Failure | None:
     """The backward of each output under vmap must give what two runs of it give."""
     outputs = problem.graph()
@@ -121,6 +126,7 @@ def check_batched_gradients(problem: Problem, settings: Settings) -> Failure | N
     return None
 
 
+@phase("batched tangents")
 def check_batched_tangents(problem: Problem, settings: Settings) -> Failure | None:
     """The JVP of each input under vmap must give what two runs of it give."""
     for k, block in enumerate(problem.inputs):

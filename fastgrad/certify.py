@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fastgrad._native import ops
+from fastgrad._torch import phase
 from fastgrad.compare import differ
 from fastgrad.coordinates import Block
 from fastgrad.directions import COTANGENT_STREAM, TANGENT_STREAM
@@ -123,6 +124,7 @@ class LinearityProof:
         first_column = block.input.first + block.first_column
         ops.project_rows_(self._sums, self._squares, self._cotangents, block.analytical, first_row, width, first_column)
 
+    @phase("linearity of backward")
     def failure(self) -> Failure | None:
         """Compares with the VJPs, coordinate by coordinate, once all rows are in."""
         try:
@@ -213,6 +215,7 @@ class TangentProof:
             self._sums, self._squares, self._directions, block.analytical, first, width, block.output.first
         )
 
+    @phase("linearity of jvp")
     def failure(self) -> Failure | None:
         """Compares with the JVPs, output by output, once all columns are in."""
         products = torch.zeros_like(self._sums)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from itertools import groupby
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fastgrad.attributes import (
@@ -21,7 +20,7 @@ from fastgrad.certify import LinearityProof, TangentProof, repeat_failure
 from fastgrad.compare import PairComparison
 from fastgrad.engines import JacobianBlock, dense
 from fastgrad.plan import make_plan
-from fastgrad.problem import Problem, as_tuple
+from fastgrad.problem import Problem, as_tuple, disabled_gradients
 from fastgrad.report import Failure, Part, Plan, Report, Settings
 
 
@@ -49,8 +48,9 @@ def check(func: Callable[..., Any], inputs: Any, settings: Settings) -> Report:
     notes = []
     if settings.fast_mode:
         notes.append("fast_mode=True ran the exact engine: the fast one is not there yet")
-    if not torch.is_grad_enabled():
-        notes.append("gradients are disabled where the check was called (torch.no_grad or inference_mode)")
+    disabled = disabled_gradients()
+    if disabled:
+        notes.append(disabled)
     if problem.mutates_inputs:
         notes.append("func changes its inputs (or they hold NaN); they were restored around every evaluation")
     return Report(

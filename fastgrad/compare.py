@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastgrad._native import ops
+from fastgrad._torch import phase
 from fastgrad.coordinates import Block
 from fastgrad.report import Comparison, Entry, Mode
 
@@ -43,6 +44,7 @@ class PairComparison:
     sums: list[float] = field(default_factory=lambda: [0.0] * 4)
     matrices: tuple[Tensor, Tensor] | None = None
 
+    @phase("comparison")
     def add(self, analytical: Tensor, numerical: Tensor, first_row: int, first_column: int) -> None:
         """Takes in a block.
 

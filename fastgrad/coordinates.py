@@ -63,9 +63,9 @@ def blocks_of(tensors: Sequence[Any] | Mapping[int, Any], selected: Sequence[int
 
 def _addresses(tensor: Tensor, base: int) -> Tensor:
     """Byte addresses of the elements of a strided tensor, relative to base, shape (numel,)."""
-    offsets = torch.zeros((), dtype=torch.int64)
+    offsets = torch.zeros((), dtype=torch.int64, device="cpu")
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        offsets = offsets.unsqueeze(-1) + torch.arange(size) * stride
+        offsets = offsets.unsqueeze(-1) + torch.arange(size, device="cpu") * stride
     return offsets.reshape(-1) * tensor.element_size() + (tensor.data_ptr() - base)
 
 
@@ -92,6 +92,6 @@ def overlap(left: Tensor, right: Tensor) -> bool:
     unit = min(left.element_size(), right.element_size())
     touched = []
     for tensor in (left, right):
-        words = torch.arange(tensor.element_size() // unit) * unit
+        words = torch.arange(tensor.element_size() // unit, device="cpu") * unit
         touched.append((_addresses(tensor, base).unsqueeze(-1) + words).reshape(-1))
     return bool(torch.isin(touched[0], touched[1]).any())

@@ -21,7 +21,7 @@ def direction(size: int, seed: int, stream: int, first: int = 0) -> Tensor:
     Returns a float64 tensor of shape (size,): magnitudes uniform in [0.5, 1.5), signs random
     (Philox4x32-10). The same bits on every device.
     """
-    out = torch.empty(size, dtype=torch.float64)
+    out = torch.empty(size, dtype=torch.float64, device="cpu")
     ops.direction_(out, seed, stream, first, False)
     return out
 

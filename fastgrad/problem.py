@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastgrad import _native, _torch
+from fastgrad._torch import phase
 from fastgrad.coordinates import Block, blocks_of, overlap, overlaps_itself
 from fastgrad.tolerances import relative_step
 
@@ -21,6 +22,15 @@ _SPARSE_LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.s
 def as_tuple(value: Any) -> tuple[Any, ...]:
     """A tuple as it is, a list as a tuple, anything else as a tuple of one."""
     return value if isinstance(value, tuple) else tuple(value) if isinstance(value, list) else (value,)
+
+
+def disabled_gradients() -> str | None:
+    """What keeps func from recording gradients here, in words; None where nothing does."""
+    if torch.is_grad_enabled():
+        return None
+    inference = torch.is_inference_mode_enabled()
+    mode = "torch.inference_mode" if inference else "torch.no_grad or torch.set_grad_enabled(False)"
+    return f"gradients are disabled here by {mode}"
 
 
 def is_differentiable(value: Any) -> bool:
@@ -47,6 +57,11 @@ def _differentiable_inputs(inputs: tuple[Any, ...]) -> list[int]:
         if value.layout is not torch.strided or value.is_nested:
             kind = "nested" if value.is_nested else value.layout
             raise NotImplementedError(f"fastgrad checks strided inputs so far; input {i} has layout {kind}.")
+        if value.is_inference() and not torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                f"The {i}th input was made under torch.inference_mode, and autograd records nothing that is done with "
+                "it: pass a copy, input.detach().clone().requires_grad_()."
+            )
         if value.is_meta:
             raise ValueError(f"Input {i} is on the meta device: a gradient check needs values.")
         if any(stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True)):
@@ -157,6 +172,7 @@ class Problem:
         """Calls of func so far."""
         return self._evaluator.evaluations
 
+    @phase("first evaluation")
     def _trace(self) -> None:
         results = as_tuple(self._evaluator.evaluate(True))
         if self._evaluator.inputs_changed():
@@ -216,6 +232,7 @@ class Problem:
             selected.append(found)
         return tuple(selected)
 
+    @phase("numerical columns")
     def difference_columns(self, first: int, count: int, eps: float, record_graph: bool) -> Tensor:
         """Columns first, ..., first + count - 1 of the numerical Jacobian by central differences.
 
@@ -236,6 +253,7 @@ class Problem:
             self._raise_changed(*changed, eps)
         return columns
 
+    @phase("analytical rows")
     def analytical_rows(
         self,
         output: Block,
@@ -298,6 +316,7 @@ class Problem:
         self.vjps += 1
         return _native.vjp(self.graph() if outputs is None else outputs, self._input_tensors, grad_outputs, False)
 
+    @phase("analytical columns")
     def tangent_columns(self, first: int, count: int) -> tuple[Tensor, bool]:
         """Columns first, ..., first + count - 1 of the Jacobian by forward-mode AD, one evaluation each.
 

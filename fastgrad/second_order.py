@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastgrad import _native
 from fastgrad.directions import GRAD_OUTPUT_STREAM, uniform_like
-from fastgrad.problem import as_tuple
+from fastgrad.problem import as_tuple, disabled_gradients
 
 
 def differentiable_outputs(result: Any) -> tuple[Tensor, ...]:
@@ -59,7 +59,8 @@ class Backward:
         with torch.set_grad_enabled(self._record_forward):
             outputs = differentiable_outputs(self._func(*inputs))
             if not outputs:
-                because = "" if self._record_forward else ": gradients are disabled here (no_grad or inference_mode)"
+                disabled = disabled_gradients()
+                because = f": {disabled}" if disabled else ""
                 raise ValueError(
                     f"gradgradcheck needs a func with an output that requires grad, and this has none{because}."
                 )

@@ -576,16 +576,6 @@ def test_no_differentiable_output() -> None:
         fastgrad.gradcheck(lambda v: v.detach() * 2, (leaf(2),))
 
 
-def test_without_gradients_the_verdict_is_torchs() -> None:
-    with torch.no_grad():
-        assert not both(torch.sin, (leaf(2),))
-        with pytest.raises(fastgrad.GradcheckError, match="gradients are disabled where the check was called"):
-            fastgrad.gradcheck(torch.sin, (leaf(2),))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert fastgrad.gradcheck(torch.sin, (leaf(2),))
-
-
 def test_conjugate_and_negative_views_as_inputs() -> None:
     z = leaf(3, dtype=torch.complex128)
     assert both(lambda v: v * v, (z.conj(),))

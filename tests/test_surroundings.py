@@ -1,0 +1,206 @@
+"""What surrounds a check: grad modes, defaults, torch.compile and the profiler."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastgrad
+
+each_check = pytest.mark.parametrize("check", [fastgrad.gradcheck, fastgrad.gradgradcheck], ids=lambda f: f.__name__)
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.linspace(0.2, 0.9, torch.Size(shape).numel(), dtype=torch.float64).view(shape).requires_grad_()
+
+
+def square(x: Tensor) -> Tensor:
+    return x * x.sin()
+
+
+def half_wrong(x: Tensor) -> Tensor:
+    return x * x.detach()
+
+
+def outcome(check: Callable[..., bool], *arguments: Any, **keywords: Any) -> str:
+    """The verdict, or the kind of exception."""
+    try:
+        return str(check(*arguments, **keywords))
+    except Exception as error:
+        return type(error).__name__
+
+
+def both(name: str, *arguments: Any, **keywords: Any) -> str:
+    """The outcome, after torch has given the same one."""
+    own = outcome(getattr(fastgrad, name), *arguments, **keywords)
+    assert outcome(getattr(torch.autograd, name), *arguments, **keywords) == own
+    return own
+
+
+@pytest.mark.parametrize(
+    ("mode", "name"),
+    [
+        (torch.no_grad, "torch.no_grad"),
+        (lambda: torch.set_grad_enabled(False), "torch.set_grad_enabled"),
+        (torch.inference_mode, "torch.inference_mode"),
+    ],
+    ids=["no_grad", "set_grad_enabled", "inference_mode"],
+)
+def test_the_grad_mode_that_is_off_is_named(mode: Callable[[], AbstractContextManager[None]], name: str) -> None:
+    outside = leaf(3)
+    with mode():
+        for x in (outside, leaf(3)):
+            for keywords in ({}, {"check_forward_ad": True}):
+                assert both("gradcheck", square, (x,), **keywords) == "GradcheckError"
+            with pytest.raises(fastgrad.GradcheckError, match=f"gradients are disabled here by .*{name}"):
+                fastgrad.gradcheck(square, (x,))
+            with pytest.raises(ValueError, match=f"gradients are disabled here by .*{name}"):
+                fastgrad.gradgradcheck(square, (x,))
+            # Without outputs that depend on x there is nothing to record.
+            assert fastgrad.gradcheck(lambda v: torch.ones(2, dtype=torch.float64), (x,))
+        assert not torch.is_grad_enabled()
+    assert torch.is_grad_enabled()
+    assert not torch.is_inference_mode_enabled()
+    assert torch.equal(outside, leaf(3))
+
+
+def test_func_may_leave_the_grad_mode_that_is_off() -> None:
+    x = leaf(3)
+    with torch.no_grad():
+        assert both("gradcheck", torch.enable_grad()(square), (x,)) == "True"
+    with torch.inference_mode():
+        assert both("gradcheck", torch.inference_mode(False)(square), (x,)) == "True"
+
+
+def test_inputs_made_in_inference_mode_are_refused_outside() -> None:
+    with torch.inference_mode():
+        x = leaf(3)
+    assert both("gradcheck", square, (x,)) == "RuntimeError"
+    with pytest.raises(RuntimeError, match=r"1th input was made under torch.inference_mode"):
+        fastgrad.gradcheck(torch.mul, (leaf(3), x))
+
+
+def test_a_check_that_may_not_warn_does_not() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert fastgrad.gradcheck(square, (leaf(2),))
+        assert fastgrad.gradgradcheck(square, (leaf(2),))
+
+
+@each_check
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_default_dtype_and_device_do_not_matter_and_stay(check: Any, dtype: torch.dtype) -> None:
+    x = leaf(3)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):  # a tensor that is made without a device would have no values
+            assert check(square, (x,))
+            assert check(torch.mul, (x, x.detach().clone().requires_grad_()))
+            with pytest.raises(fastgrad.GradcheckError):
+                fastgrad.gradcheck(half_wrong, (x,))
+            with pytest.raises(RuntimeError, match="overlap in memory"):
+                check(lambda v, w: v[::2] * w, (x, x[::2]))
+            assert torch.get_default_device().type == "meta"
+        assert torch.get_default_dtype() is dtype
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.get_default_device().type == "cpu"
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_functions(backend: str) -> None:
+    x = leaf(3)
+    right, wrong = torch.compile(square, backend=backend), torch.compile(half_wrong, backend=backend)
+    for keywords in ({}, {"check_forward_ad": True}):
+        assert both("gradcheck", right, (x,), **keywords) == "True"
+        assert both("gradcheck", wrong, (x,), **keywords) == "GradcheckError"
+    if backend == "eager":
+        assert both("gradgradcheck", right, (x,)) == "True"
+    else:
+        assert both("gradgradcheck", right, (x,)) == "RuntimeError"
+        with pytest.raises(RuntimeError, match="does not currently support double backward"):
+            fastgrad.gradgradcheck(right, (x,))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@each_check
+def test_a_check_inside_a_compiled_function_is_not_compiled(check: Any) -> None:
+    graphs: list[list[str]] = []
+
+    def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append([node.target.__name__ for node in module.graph.nodes if node.op == "call_function"])
+        return module
+
+    def func(x: Tensor) -> tuple[Tensor, bool]:
+        y = x * 2
+        passed = check(square, (x,))
+        return y + 1, passed
+
+    x = leaf(3)
+    y, passed = torch.compile(func, backend=backend)(x)
+    assert passed
+    assert torch.equal(y, x * 2 + 1)
+    assert graphs == [["mul"], ["add"]]
+    graphs.clear()
+    assert torch.compile(check, backend=backend)(square, (x,))
+    assert not graphs
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="a gradient check needs values"):
+        torch.compile(func, backend=backend, fullgraph=True)(x)
+
+
+def test_the_compiler_is_not_imported() -> None:
+    code = """
+        import sys, torch, fastgrad
+        x = torch.ones(3, dtype=torch.float64, requires_grad=True)
+        assert fastgrad.gradcheck(torch.sin, (x,)) and fastgrad.gradgradcheck(torch.sin, (x,))
+        print("torch._dynamo" in sys.modules)
+    """
+    lines = "\n".join(line.strip() for line in code.splitlines())
+    found = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, check=True).stdout
+    assert found == "False\n"
+
+
+def test_the_profiler_shows_the_phases() -> None:
+    x = leaf(3)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        assert fastgrad.gradcheck(
+            square, (x,), check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True
+        )
+    names = {event.key for event in profile.key_averages() if event.key.startswith("fastgrad: ")}
+    assert names == {
+        f"fastgrad: {phase}"
+        for phase in (
+            "first evaluation",
+            "numerical columns",
+            "analytical rows",
+            "comparison",
+            "linearity of backward",
+            "analytical columns",
+            "linearity of jvp",
+            "undefined tangents",
+            "batched tangents",
+            "batched gradients",
+            "zero grad_output",
+            "undefined grad_outputs",
+        )
+    }
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts["fastgrad: numerical columns"] == 1  # a range a phase, not one a column
