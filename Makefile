@@ -5,13 +5,23 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 export MAX_JOBS ?= 2
 
-.PHONY: demo test develop lint cpp-test cuda-gate parity bench dist clean
+.PHONY: demo test sanitize develop lint cpp-test cuda-gate parity bench soak dist clean
 
 demo: $(VENV)/.built
 	$(RUN) -m fastgrad demo
 
 test: $(VENV)/.tools
 	$(RUN) -m pytest
+
+# In a copy of the tree, so that the ordinary build stays as it is; Python and torch, which are not
+# instrumented, need the runtime preloaded.
+SANITIZED := build/sanitize
+sanitize: $(VENV)/.tools
+	mkdir -p $(SANITIZED)
+	git ls-files -z | xargs -0 cp --update --parents --target-directory=$(SANITIZED)
+	cd $(SANITIZED) && FASTGRAD_SANITIZE=1 FASTGRAD_CUDA=0 $(abspath $(RUN)) setup.py -q build_ext --inplace
+	cd $(SANITIZED) && LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 $(abspath $(RUN)) -m pytest
 
 develop: $(VENV)/.tools
 
@@ -36,6 +46,9 @@ parity: $(VENV)/.tools
 bench: $(VENV)/.tools
 	$(RUN) -m benchmarks.bench_opinfo --every 6 --limit 3 --budget 0.1 --rounds 3 --longest 2 \
 	  --name opinfo-float64-grad
+
+soak: $(VENV)/.built
+	$(RUN) -m benchmarks.soak
 
 dist: $(VENV)/.torch
 	$(RUN) -m pip install -q build

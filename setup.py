@@ -36,6 +36,10 @@ sources = [line for line in (ROOT / "csrc/sources.txt").read_text().split() if c
 flags = ["-O3", "-g0", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter"]
 if os.environ.get("FASTGRAD_WERROR") == "1":
     flags.append("-Werror")
+sanitizers = []
+if os.environ.get("FASTGRAD_SANITIZE") == "1":
+    sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+    flags += ["-O1", "-g", "-fno-omit-frame-pointer", "-D_GLIBCXX_ASSERTIONS", *sanitizers]
 (ROOT / "fastgrad/_build.py").write_text(
     '"""What the compiled module was built against; written by setup.py."""\n\n'
     f"TORCH = {str(torch.__version__)!r}\nCUDA = {torch.version.cuda if cuda else None!r}\n"
@@ -46,7 +50,7 @@ setup(
             "fastgrad._C",
             sources,
             extra_compile_args={"cxx": flags, "nvcc": ["-O3"]} if cuda else flags,
-            extra_link_args=["-fopenmp"],
+            extra_link_args=["-fopenmp", *sanitizers],
         )
     ],
     cmdclass={"build_ext": BuildExtension},
