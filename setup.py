@@ -39,7 +39,8 @@ if os.environ.get("FASTGRAD_WERROR") == "1":
 sanitizers = []
 if os.environ.get("FASTGRAD_SANITIZE") == "1":
     sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
-    flags += ["-O1", "-g", "-fno-omit-frame-pointer", "-D_GLIBCXX_ASSERTIONS", *sanitizers]
+    # Python's own CFLAGS add -fwrapv, under which no signed overflow is an error.
+    flags += ["-O1", "-g", "-fno-wrapv", "-fno-omit-frame-pointer", "-D_GLIBCXX_ASSERTIONS", *sanitizers]
 (ROOT / "fastgrad/_build.py").write_text(
     '"""What the compiled module was built against; written by setup.py."""\n\n'
     f"TORCH = {str(torch.__version__)!r}\nCUDA = {torch.version.cuda if cuda else None!r}\n"
