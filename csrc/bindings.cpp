@@ -13,8 +13,11 @@ PYBIND11_MODULE(_C, module) {
 
   py::class_<InputBlock>(module, "InputBlock")
       .def(
-          py::init<const at::Tensor&, int64_t, double>(), py::arg("argument"), py::arg("first"),
-          py::arg("relative_step"));
+          py::init<
+              const at::Tensor&, int64_t, double, const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
+              const std::optional<at::Tensor>&>(),
+          py::arg("argument"), py::arg("first"), py::arg("relative_step"), py::arg("stand_in") = py::none(),
+          py::arg("values") = py::none(), py::arg("elements") = py::none());
   py::class_<OutputSpec>(module, "OutputSpec")
       .def(py::init<int64_t, at::Tensor>(), py::arg("position"), py::arg("like"));
   py::class_<Evaluator>(module, "Evaluator")
@@ -28,7 +31,12 @@ PYBIND11_MODULE(_C, module) {
       .def("restore", torch::wrap_pybind_function(&Evaluator::restore))
       .def_property_readonly("evaluations", &Evaluator::evaluations)
       .def_property("mutates_inputs", &Evaluator::mutates_inputs, &Evaluator::set_mutates_inputs);
+  py::class_<fastgrad::UnspecifiedEntry>(module, "UnspecifiedEntry")
+      .def_readonly("row", &fastgrad::UnspecifiedEntry::row)
+      .def_readonly("element", &fastgrad::UnspecifiedEntry::element)
+      .def_readonly("value", &fastgrad::UnspecifiedEntry::value);
   py::class_<fastgrad::GradientsMatch>(module, "GradientsMatch")
+      .def_readonly("unspecified", &fastgrad::GradientsMatch::unspecified)
       .def_readonly("dtypes", &fastgrad::GradientsMatch::dtypes)
       .def_readonly("sizes", &fastgrad::GradientsMatch::sizes)
       .def_readonly("repeats", &fastgrad::GradientsMatch::repeats);

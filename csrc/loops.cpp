@@ -86,14 +86,37 @@ bool looks_like(PyObject* object, const at::Tensor& like) {
 
 uint32_t version(const at::Tensor& tensor) { return tensor.is_inference() ? 0 : tensor._version(); }
 
+// The memory behind a tensor of any layout, under a version counter of its own.
+at::Tensor memory_of(const at::Tensor& tensor) {
+  const at::Tensor data = tensor.variable_data();
+  const c10::Layout layout = data.layout();
+  if (layout == at::kStrided || layout == at::kMkldnn) {
+    return data;
+  }
+  return (layout == at::kSparse ? data._values() : data.values()).variable_data();
+}
+
+at::Tensor as_strided_layout(const at::Tensor& tensor) {
+  return tensor.layout() == at::kStrided ? tensor : tensor.to_dense();
+}
+
 }  // namespace
 
-InputBlock::InputBlock(const at::Tensor& argument, int64_t first, double relative_step)
+InputBlock::InputBlock(
+    const at::Tensor& argument, int64_t first, double relative_step, const std::optional<at::Tensor>& stand_in,
+    const std::optional<at::Tensor>& values, const std::optional<at::Tensor>& elements)
     : argument(argument),
-      values(argument.variable_data()),
-      origin(values.clone(at::MemoryFormat::Contiguous)),
+      stand_in(stand_in.value_or(at::Tensor())),
+      values(values.value_or(argument).variable_data()),
+      origin(this->values.clone(at::MemoryFormat::Contiguous)),
+      elements(elements.value_or(at::Tensor())),
       first(first),
-      relative_step(relative_step) {}
+      relative_step(relative_step) {
+  if (stand_in.has_value()) {
+    own_values = memory_of(argument);
+    own_origin = own_values.clone();
+  }
+}
 
 Evaluator::Evaluator(py::object func, py::tuple arguments, std::vector<InputBlock> blocks)
     : func_(std::move(func)), arguments_(std::move(arguments)), blocks_(std::move(blocks)) {}
@@ -119,11 +142,35 @@ py::object Evaluator::call(bool record_graph, const py::tuple& arguments) {
   return result;
 }
 
+py::tuple Evaluator::perturbed_arguments() const {
+  py::tuple arguments = arguments_;
+  for (const InputBlock& block : blocks_) {
+    if (!block.stand_in.defined()) {
+      continue;
+    }
+    // No operator writes one element of an MKLDNN tensor: it is made anew.
+    const bool mkldnn = block.argument.layout() == at::kMkldnn;
+    const py::object stand_in = py::cast(mkldnn ? block.values.to_mkldnn().requires_grad_() : block.stand_in);
+    if (arguments.is(arguments_)) {
+      arguments = py::tuple(py::list(arguments_));
+    }
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      if (THPVariable_Check(arguments_[i].ptr()) && THPVariable_Unpack(arguments_[i].ptr()).is_same(block.argument)) {
+        arguments[i] = stand_in;
+      }
+    }
+  }
+  return arguments;
+}
+
 void Evaluator::restore() {
   const BelowAutograd guard;
   for (const InputBlock& block : blocks_) {
     check_differentiable("restore", "an input", block.values);
     block.values.copy_(block.origin);
+    if (block.own_values.defined()) {
+      block.own_values.copy_(block.own_origin);
+    }
   }
 }
 
@@ -131,7 +178,11 @@ bool Evaluator::inputs_changed() const {
   const BelowAutograd guard;
   const auto changed = [](const InputBlock& block) {
     // As real coordinates: at::equal knows no complex32.
-    return !at::equal(real_coordinates(block.values), real_coordinates(block.origin));
+    const auto differ = [](const at::Tensor& values, const at::Tensor& origin) {
+      return !at::equal(real_coordinates(as_strided_layout(values)), real_coordinates(as_strided_layout(origin)));
+    };
+    return differ(block.values, block.origin) ||
+           (block.own_values.defined() && differ(block.own_values, block.own_origin));
   };
   return std::any_of(blocks_.begin(), blocks_.end(), changed);
 }
@@ -151,7 +202,7 @@ py::object Evaluator::evaluate_along(int64_t seed, int64_t stream, int64_t sign,
       perturb_along_(block.values, block.origin, seed, stream, block.first, sign, eps, block.relative_step);
     }
   }
-  return call(record_graph, arguments_);
+  return call(record_graph, perturbed_arguments());
 }
 
 std::optional<std::tuple<int64_t, int64_t, py::object>> Evaluator::difference_columns(
@@ -175,7 +226,7 @@ std::optional<std::tuple<int64_t, int64_t, py::object>> Evaluator::difference_co
         restore();
       }
       perturb(sign);
-      const py::object result = call(record_graph, arguments_);
+      const py::object result = call(record_graph, perturbed_arguments());
       const BelowAutograd guard;
       int64_t offset = 0;
       for (size_t o = 0; o < outputs.size(); ++o) {
@@ -275,41 +326,74 @@ at::Tensor gapped_and_transposed(const at::Tensor& output) {
   return storage.select(-1, 0).permute(order);
 }
 
-// Lays gradients end to end into row (float64, shape (coordinates of all inputs,)).
+std::vector<at::Tensor> arguments_of(const std::vector<InputBlock>& inputs) {
+  std::vector<at::Tensor> arguments;
+  arguments.reserve(inputs.size());
+  for (const InputBlock& input : inputs) {
+    arguments.push_back(input.argument);
+  }
+  return arguments;
+}
+
+// Writes down what a gradient has at elements that its sparse input does not specify, if it is the
+// largest of its input so far.
+void note_unspecified(
+    const at::Tensor& gradient, const at::Tensor& elements, int64_t input, int64_t row, GradientsMatch& match) {
+  const at::Tensor others = gradient.clone().index_fill_(0, elements, 0);
+  if (others.numel() == 0) {
+    return;
+  }
+  const auto [magnitude, element] = others.abs().max(0);  // a NaN is the largest
+  const double size = magnitude.item<double>();
+  const auto found = match.unspecified.find(input);
+  const double largest = found == match.unspecified.end() ? 0.0 : std::abs(found->second.value);
+  if (std::isnan(size) || size > largest) {
+    const int64_t index = element.item<int64_t>();
+    match.unspecified[input] = {row, index, others[index].item().toComplexDouble()};
+  }
+}
+
+// Lays gradients end to end into rows[row] (float64, shape (count, coordinates of all inputs)).
 void flatten_gradients(
-    const std::vector<at::Tensor>& gradients, const std::vector<at::Tensor>& inputs, const at::Tensor& row,
-    GradientsMatch& match) {
+    const std::vector<at::Tensor>& gradients, const std::vector<InputBlock>& inputs, const at::Tensor& rows,
+    int64_t row, GradientsMatch& match) {
+  const at::Tensor target = rows.select(0, row);
   int64_t offset = 0;
   for (size_t k = 0; k < inputs.size(); ++k) {
-    const int64_t size = coordinate_count(inputs[k]);
-    const at::Tensor segment = row.narrow(0, offset, size);
+    const at::Tensor& argument = inputs[k].argument;
+    const int64_t size = coordinate_count(inputs[k].origin);
+    const at::Tensor segment = target.narrow(0, offset, size);
     offset += size;
     at::Tensor gradient = gradients[k];
     if (!gradient.defined()) {
       segment.zero_();
       continue;
     }
-    const bool same_size = gradient.sizes() == inputs[k].sizes();
-    const bool same_dtype = gradient.scalar_type() == inputs[k].scalar_type();
+    const bool same_size = gradient.sizes() == argument.sizes();
+    const bool same_dtype = gradient.scalar_type() == argument.scalar_type();
     match.sizes = match.sizes && same_size;
     match.dtypes = match.dtypes && same_dtype;
     if (!same_size) {
       segment.zero_();
       continue;
     }
-    if (gradient.layout() != at::kStrided) {
-      gradient = gradient.to_dense();
+    gradient = with_domain_of(inputs[k].origin, as_strided_layout(gradient));
+    if (inputs[k].elements.defined()) {
+      gradient = gradient.reshape({-1});
+      note_unspecified(gradient, inputs[k].elements, static_cast<int64_t>(k), row, match);
+      gradient = gradient.index_select(0, inputs[k].elements);
     }
-    flatten_(segment, with_domain_of(inputs[k], gradient));
+    flatten_(segment, gradient);
   }
 }
 
 }  // namespace
 
 GradientsMatch vjp_coordinates(
-    const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs, const at::Tensor& cotangents,
+    const std::vector<at::Tensor>& outputs, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
     int64_t gapped, int64_t expanded, const at::Tensor& gradients) {
   GradientsMatch match;
+  const std::vector<at::Tensor> arguments = arguments_of(inputs);
   for (int64_t k = 0; k < cotangents.size(0); ++k) {
     std::vector<at::Tensor> grad_outputs;
     {
@@ -326,10 +410,10 @@ GradientsMatch vjp_coordinates(
         offset += size;
       }
     }
-    const std::vector<at::Tensor> found = vjp(outputs, inputs, grad_outputs, /*create_graph=*/false);
+    const std::vector<at::Tensor> found = vjp(outputs, arguments, grad_outputs, /*create_graph=*/false);
     {
       const BelowAutograd guard;
-      flatten_gradients(found, inputs, gradients.select(0, k), match);
+      flatten_gradients(found, inputs, gradients, k, match);
     }
     raise_if_interrupted();
   }
@@ -337,13 +421,14 @@ GradientsMatch vjp_coordinates(
 }
 
 GradientsMatch vjp_rows(
-    const at::Tensor& output, const std::vector<at::Tensor>& inputs, int64_t first, bool imaginary,
+    const at::Tensor& output, const std::vector<InputBlock>& inputs, int64_t first, bool imaginary,
     const at::Tensor& rows, const at::Tensor& repeated, double repeat_scale) {
   GradientsMatch match;
   const int64_t width = coordinates_per_element(output);
   const at::Tensor cotangent = at::zeros_like(output.detach(), {}, at::MemoryFormat::Contiguous);
   const at::Tensor zeros = cotangent.clone();
-  const auto run = [&](int64_t i, double scale, const at::Tensor& row) {
+  const std::vector<at::Tensor> arguments = arguments_of(inputs);
+  const auto run = [&](int64_t i, double scale, const at::Tensor& into) {
     {
       // From zero every time: a backward may have written into the last one.
       const BelowAutograd guard;
@@ -351,17 +436,17 @@ GradientsMatch vjp_rows(
       perturb_coordinate_(
           cotangent, zeros, (first + i) * width + (imaginary ? 1 : 0), scale < 0 ? -1 : 1, std::abs(scale), 0.0);
     }
-    const std::vector<at::Tensor> gradients = vjp({output}, inputs, {cotangent}, /*create_graph=*/false);
+    const std::vector<at::Tensor> gradients = vjp({output}, arguments, {cotangent}, /*create_graph=*/false);
     const BelowAutograd guard;
-    flatten_gradients(gradients, inputs, row, match);
+    flatten_gradients(gradients, inputs, into, i, match);
     if (scale != 1.0) {
-      row.div_(scale);
+      into.select(0, i).div_(scale);
     }
   };
   for (int64_t i = 0; i < rows.size(0); ++i) {
-    run(i, 1.0, rows.select(0, i));
+    run(i, 1.0, rows);
     if (i < repeated.size(0)) {
-      run(i, repeat_scale, repeated.select(0, i));
+      run(i, repeat_scale, repeated);
     }
     raise_if_interrupted();
   }

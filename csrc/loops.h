@@ -2,9 +2,11 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/complex.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -13,13 +15,21 @@ namespace fastgrad {
 
 // One differentiable input of the function under test: a block of consecutive real coordinates.
 struct InputBlock {
-  InputBlock(const at::Tensor& argument, int64_t first, double relative_step);
+  // stand_in, values, elements: as below; none for a strided argument.
+  InputBlock(
+      const at::Tensor& argument, int64_t first, double relative_step, const std::optional<at::Tensor>& stand_in,
+      const std::optional<at::Tensor>& values, const std::optional<at::Tensor>& elements);
 
-  at::Tensor argument;   // the caller's own tensor, read for its version counter only
-  at::Tensor values;     // argument's storage under a version counter of its own: what is perturbed
+  at::Tensor argument;   // the caller's own tensor
+  at::Tensor stand_in;   // what func gets instead while inputs are perturbed; undefined: argument itself
+  at::Tensor values;     // strided memory under a version counter of its own: what is perturbed
   at::Tensor origin;     // contiguous snapshot of the values at x: what is restored
+  at::Tensor elements;   // int64: the flat index of each value in argument; undefined: all, in C order
   int64_t first;         // its first coordinate
   double relative_step;  // for steps at magnitudes where eps moves nothing
+
+  // Where func gets a stand-in: the caller's own values, for a func that changes them, and at x.
+  at::Tensor own_values, own_origin;
 };
 
 // One differentiable output: where func returns it and what it must look like when perturbed.
@@ -78,6 +88,9 @@ class Evaluator {
  private:
   pybind11::object call(bool record_graph, const pybind11::tuple& arguments);
 
+  // What func gets while inputs are perturbed.
+  pybind11::tuple perturbed_arguments() const;
+
   pybind11::object func_;
   pybind11::tuple arguments_;
   std::vector<InputBlock> blocks_;
@@ -93,11 +106,19 @@ std::vector<at::Tensor> vjp(
     const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
     const std::vector<at::Tensor>& cotangents, bool create_graph);
 
+// The largest entry of some gradients at an element that their sparse input does not specify.
+struct UnspecifiedEntry {
+  int64_t row;      // of the rows that were computed
+  int64_t element;  // flat index in the input
+  c10::complex<double> value;
+};
+
 // What the gradients behind some rows looked like.
 struct GradientsMatch {
-  bool dtypes = true;   // all had the dtype of their inputs
-  bool sizes = true;    // all had the size of their inputs; one that had not leaves zeros
-  bool repeats = true;  // a second run, where there was one, gave equal values
+  bool dtypes = true;                               // all had the dtype of their inputs
+  bool sizes = true;                                // all had the size of their inputs; one that had not leaves zeros
+  bool repeats = true;                              // a second run, where there was one, gave equal values
+  std::map<int64_t, UnspecifiedEntry> unspecified;  // by input, where there is any
 };
 
 // V J in coordinates: row k of gradients = the VJP of row k of cotangents (float64, shape (count,
@@ -106,7 +127,7 @@ struct GradientsMatch {
 // rows ones with the dimensions reversed in memory and gaps of NaN, and for the last `expanded` rows,
 // which must be constant over each output, single values expanded with stride 0, as sum() sends them.
 GradientsMatch vjp_coordinates(
-    const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs, const at::Tensor& cotangents,
+    const std::vector<at::Tensor>& outputs, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
     int64_t gapped, int64_t expanded, const at::Tensor& gradients);
 
 // Analytical rows of one output: row i of `rows` becomes the VJP with the one-hot cotangent at element
@@ -116,7 +137,7 @@ GradientsMatch vjp_coordinates(
 // for a scale other than 1, homogeneous.
 // rows, repeated: float64, shape (count, coordinates of all inputs end to end), mutated in place.
 GradientsMatch vjp_rows(
-    const at::Tensor& output, const std::vector<at::Tensor>& inputs, int64_t first, bool imaginary,
+    const at::Tensor& output, const std::vector<InputBlock>& inputs, int64_t first, bool imaginary,
     const at::Tensor& rows, const at::Tensor& repeated, double repeat_scale);
 
 }  // namespace fastgrad

@@ -6,7 +6,15 @@ from typing import Any
 from torch import Tensor
 
 class InputBlock:
-    def __init__(self, argument: Tensor, first: int, relative_step: float) -> None: ...
+    def __init__(
+        self,
+        argument: Tensor,
+        first: int,
+        relative_step: float,
+        stand_in: Tensor | None = None,
+        values: Tensor | None = None,
+        elements: Tensor | None = None,
+    ) -> None: ...
 
 class OutputSpec:
     def __init__(self, position: int, like: Tensor) -> None: ...
@@ -33,7 +41,17 @@ class Evaluator:
     def evaluations(self) -> int: ...
     mutates_inputs: bool
 
+class UnspecifiedEntry:
+    @property
+    def row(self) -> int: ...
+    @property
+    def element(self) -> int: ...
+    @property
+    def value(self) -> complex: ...
+
 class GradientsMatch:
+    @property
+    def unspecified(self) -> dict[int, UnspecifiedEntry]: ...
     @property
     def dtypes(self) -> bool: ...
     @property
@@ -46,7 +64,7 @@ def vjp(
 ) -> list[Tensor | None]: ...
 def vjp_coordinates(
     outputs: Sequence[Tensor],
-    inputs: Sequence[Tensor],
+    inputs: Sequence[InputBlock],
     cotangents: Tensor,
     gapped: int,
     expanded: int,
@@ -54,7 +72,7 @@ def vjp_coordinates(
 ) -> GradientsMatch: ...
 def vjp_rows(
     output: Tensor,
-    inputs: Sequence[Tensor],
+    inputs: Sequence[InputBlock],
     first: int,
     imaginary: bool,
     rows: Tensor,

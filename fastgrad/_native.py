@@ -28,6 +28,7 @@ from fastgrad._C import (  # noqa: E402  (after the check)
     GradientsMatch,
     InputBlock,
     OutputSpec,
+    UnspecifiedEntry,
     vjp,
     vjp_coordinates,
     vjp_rows,
@@ -44,4 +45,14 @@ class ops:  # noqa: N801  (a namespace, like torch.ops.fastgrad)
     unflatten_ = torch.ops.fastgrad.unflatten_.default
 
 
-__all__ = ["Evaluator", "GradientsMatch", "InputBlock", "OutputSpec", "ops", "vjp", "vjp_coordinates", "vjp_rows"]
+__all__ = [
+    "Evaluator",
+    "GradientsMatch",
+    "InputBlock",
+    "OutputSpec",
+    "UnspecifiedEntry",
+    "ops",
+    "vjp",
+    "vjp_coordinates",
+    "vjp_rows",
+]

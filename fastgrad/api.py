@@ -61,7 +61,7 @@ def gradcheck(
         Takes the inputs, returns a Tensor or a tuple or list of Tensors; results that require grad
         are differentiable outputs, others are ignored.
     inputs
-        A Tensor, or a tuple or list. Strided tensors with requires_grad=True, of any shape and of
+        A Tensor, or a tuple or list. Tensors with requires_grad=True, of any shape and layout and of
         floating or complex dtype (double precision wanted), are checked. Everything else is passed
         through. The same tensor may be given twice.
     eps
@@ -86,7 +86,9 @@ def gradcheck(
     fast_mode
         Runs the exact engine so far, and says so in the report.
     masked
-        For sparse inputs, which are not there yet; without them it changes nothing.
+        Ignore the unspecified elements of sparse inputs: only specified ones are perturbed, and
+        gradients of the others must be zero. Otherwise sparse inputs are perturbed as copies with all
+        elements specified. False by default.
     check_sparse_nnz
         The old name of masked.
     engine
@@ -149,6 +151,7 @@ def gradcheck(
         check_forward_ad=check_forward_ad,
         check_backward_ad=check_backward_ad,
         fast_mode=fast_mode,
+        masked=bool(masked),
         engine=engine,
         seed=0 if seed is None else seed,
         memory_limit=memory_limit,

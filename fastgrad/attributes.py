@@ -20,11 +20,11 @@ BATCH = 2
 
 
 @phase("zero grad_output")
-def check_zero_grad_output(problem: Problem) -> Failure | None:
+def check_zero_grad_output(problem: Problem, settings: Settings) -> Failure | None:
     """A zero grad_output must give zero gradients, each with its input's layout, dtype, device and size."""
     for block, gradient in zip(problem.inputs, problem.gradients(_zeros(problem.graph())), strict=True):
         if gradient is not None:
-            failure = _attribute_failure(block, gradient)
+            failure = _attribute_failure(block, gradient, settings.masked)
             if failure is not None:
                 return failure
     return None
@@ -34,13 +34,13 @@ def _zeros(outputs: Sequence[Tensor]) -> list[Tensor]:
     return [torch.zeros_like(output, memory_format=torch.contiguous_format) for output in outputs]
 
 
-def _attribute_failure(block: Block, gradient: Tensor) -> Failure | None:
+def _attribute_failure(block: Block, gradient: Tensor, masked: bool) -> Failure | None:
     expected = block.tensor
     kind: FailureKind = "incorrect gradient"
-    detail = ""
-    if gradient.layout is not torch.strided:
-        detail = f"grad is incorrect layout ({gradient.layout} is not {expected.layout})"
-    elif bool(gradient.any()):
+    detail = _layout_difference(gradient, expected)
+    if detail:
+        pass
+    elif not _is_zero(gradient, masked):
         kind = "not multiplied by grad_output"
     elif gradient.dtype != expected.dtype:
         detail = f"grad is incorrect type ({gradient.dtype} is not {expected.dtype})"
@@ -51,6 +51,27 @@ def _attribute_failure(block: Block, gradient: Tensor) -> Failure | None:
     else:
         return None
     return Failure(kind, input=block.index, input_position=block.position, detail=detail)
+
+
+def _layout_difference(gradient: Tensor, expected: Tensor) -> str:
+    """What is wrong with a layout that is not strided, which always is right."""
+    if gradient.layout is torch.strided:
+        return ""
+    if gradient.layout is not expected.layout:
+        return f"grad is incorrect layout ({gradient.layout} is not {expected.layout})"
+    if gradient.layout is not _torch.MKLDNN:
+        sparse = str(gradient.layout).removeprefix("torch.").removesuffix("_coo")
+        for name in ("sparse_dim", "dense_dim"):
+            found, wanted = (getattr(tensor, name)() for tensor in (gradient, expected))
+            if found != wanted:
+                return f"grad is {sparse} tensor, but has incorrect {name} {found}, expected {wanted}"
+    return ""
+
+
+def _is_zero(gradient: Tensor, masked: bool = False) -> bool:
+    """Whether a gradient of any layout is zero; under masked semantics, within torch.allclose's atol."""
+    dense = gradient if gradient.layout is torch.strided else gradient.to_dense()
+    return torch.allclose(dense, torch.zeros_like(dense)) if masked else not bool(dense.any())
 
 
 @phase("undefined grad_outputs")
@@ -68,7 +89,7 @@ def check_undefined_grads(problem: Problem) -> Failure | None:
         except RuntimeError as error:
             return Failure("undefined grad raises", cause=error)
         for block, gradient in zip(problem.inputs, gradients, strict=True):
-            if gradient is not None and bool(gradient.any()):
+            if gradient is not None and not _is_zero(gradient):
                 return Failure("undefined grad not zero", input=block.index, input_position=block.position)
     return None
 

@@ -42,7 +42,7 @@ def check(func: Callable[..., Any], inputs: Any, settings: Settings) -> Report:
         Errors of func and of backward, and of the arguments, are raised instead.
     """
     start = time.perf_counter()
-    with Problem(func, as_tuple(inputs)) as problem:
+    with Problem(func, as_tuple(inputs), settings.masked) as problem:
         plan = make_plan(problem, settings)
         failure = _first_failure(problem, plan, settings)
     notes = []
@@ -80,7 +80,7 @@ def _first_failure(problem: Problem, plan: Plan, settings: Settings) -> Failure 
     if settings.check_batched_grad:
         failure = check_batched_gradients(problem, settings)
     if failure is None:
-        failure = check_zero_grad_output(problem)
+        failure = check_zero_grad_output(problem, settings)
     if failure is None and settings.check_undefined_grad:
         failure = check_undefined_grads(problem)
     return failure
@@ -106,7 +106,8 @@ def _nonzero_numerical(problem: Problem, plan: Plan, settings: Settings) -> Fail
 
 def _jacobian_failure(problem: Problem, plan: Plan, settings: Settings) -> Failure | None:
     """The Jacobians, pass by pass over numerical columns; reverse mode is judged before forward mode."""
-    if not (problem.m and problem.n):
+    nothing_to_compare = not problem.n and all(block.elements is None for block in problem.inputs)
+    if not problem.m or nothing_to_compare:
         return None
     proof = LinearityProof(problem, settings, plan.rows_per_block) if problem.m > 1 else None
     forward = ForwardComparison(problem, settings) if settings.check_forward_ad else None
@@ -174,6 +175,9 @@ def _judge(
         if pair is None:
             pair = pairs[block.input.index] = PairComparison(block.output, block.input, settings.atol, settings.rtol)
         pair.add(block.analytical, block.numerical, block.first_row, block.first_column)
+        if block.unspecified is not None:
+            entry = block.unspecified
+            pair.add_unspecified(block.first_row + entry.row, entry.element, entry.value)
         if proof is not None:
             proof.add(block)
     if settings.check_grad_dtypes and not dtypes_match:

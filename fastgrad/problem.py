@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 from fastgrad import _native, _torch
 from fastgrad._torch import phase
-from fastgrad.coordinates import Block, blocks_of, overlap, overlaps_itself
+from fastgrad.coordinates import Block, blocks_of, memory_of, overlap, overlaps_itself, own_values
 from fastgrad.tolerances import relative_step
 
 _SPARSE_LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -54,9 +54,8 @@ def _differentiable_inputs(inputs: tuple[Any, ...]) -> list[int]:
                 f"{value.dtype}: differences with a small eps drown in its rounding, and the check will likely fail.",
                 stacklevel=2,
             )
-        if value.layout is not torch.strided or value.is_nested:
-            kind = "nested" if value.is_nested else value.layout
-            raise NotImplementedError(f"fastgrad checks strided inputs so far; input {i} has layout {kind}.")
+        if value.is_nested:
+            raise NotImplementedError(f"fastgrad checks no nested tensors; input {i} is one.")
         if value.is_inference() and not torch.is_inference_mode_enabled():
             raise RuntimeError(
                 f"The {i}th input was made under torch.inference_mode, and autograd records nothing that is done with "
@@ -64,15 +63,18 @@ def _differentiable_inputs(inputs: tuple[Any, ...]) -> list[int]:
             )
         if value.is_meta:
             raise ValueError(f"Input {i} is on the meta device: a gradient check needs values.")
-        if any(stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True)):
+        values = own_values(value)
+        if values is None:
+            continue
+        if any(stride == 0 and size > 1 for size, stride in zip(values.shape, values.stride(), strict=True)):
             raise RuntimeError(
                 f"The {i}th input has a dimension with stride 0. Several of its elements share one place in memory and "
                 "cannot be perturbed one by one: pass a copy, input.detach().clone().requires_grad_()."
             )
-        if overlaps_itself(value):
+        if overlaps_itself(values):
             raise RuntimeError(
-                f"The {i}th input overlaps itself in memory (shape {tuple(value.shape)}, stride {value.stride()}): its "
-                "elements cannot be perturbed one by one; pass a copy, input.detach().clone().requires_grad_()."
+                f"The {i}th input overlaps itself in memory (shape {tuple(values.shape)}, stride {values.stride()}): "
+                "its elements cannot be perturbed one by one; pass a copy, input.detach().clone().requires_grad_()."
             )
     if not positions:
         raise ValueError(
@@ -81,7 +83,10 @@ def _differentiable_inputs(inputs: tuple[Any, ...]) -> list[int]:
         )
     for k, i in enumerate(positions):
         for j in positions[:k]:
-            if inputs[i] is not inputs[j] and overlap(inputs[i], inputs[j]):
+            if inputs[i] is inputs[j]:
+                continue
+            values, others = own_values(inputs[i]), own_values(inputs[j])
+            if values is not None and others is not None and overlap(values, others):
                 raise RuntimeError(
                     f"Inputs {j} and {i} are different tensors that overlap in memory: perturbing one would change the "
                     "other behind autograd's back; pass the same tensor twice, or copies."
@@ -129,9 +134,10 @@ class Problem:
         Calls of func and of backward so far; a JVP is one of the evaluations.
     """
 
-    def __init__(self, func: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    def __init__(self, func: Callable[..., Any], arguments: tuple[Any, ...], masked: bool = False) -> None:
         positions = _differentiable_inputs(arguments)
-        self.inputs = blocks_of(arguments, positions, once=True)
+        memories = {position: memory_of(arguments[position], masked) for position in positions}
+        self.inputs = blocks_of(arguments, positions, once=True, memories=memories)
         self.n = sum(block.size for block in self.inputs)
         self.outputs: tuple[Block, ...] = ()
         self.m = 0
@@ -142,10 +148,16 @@ class Problem:
         self._arguments = arguments
         self._graph: tuple[Tensor, ...] | None = None
         self._input_tensors = [block.tensor for block in self.inputs]
-        natives = [
-            _native.InputBlock(block.tensor, block.first, relative_step(block.tensor.dtype)) for block in self.inputs
-        ]
-        self._evaluator = _native.Evaluator(func, arguments, natives)
+        self._natives = []
+        for block in self.inputs:
+            where = block.tensor, block.first, relative_step(block.tensor.dtype)
+            memory = memories[block.position]
+            self._natives.append(
+                _native.InputBlock(*where)
+                if memory is None
+                else _native.InputBlock(*where, memory.stand_in, memory.values, memory.elements)
+            )
+        self._evaluator = _native.Evaluator(func, arguments, self._natives)
 
     def __enter__(self) -> Problem:
         """Evaluates func once, to learn its outputs."""
@@ -278,8 +290,8 @@ class Problem:
         size = sum(block.size for block in inputs)
         rows = torch.empty(count, size, dtype=torch.float64, device=self.device)
         again = torch.empty(repeated, size, dtype=torch.float64, device=self.device)
-        tensors = [block.tensor for block in inputs]
-        match = _native.vjp_rows(self.graph()[output.index], tensors, first, imaginary, rows, again, scale)
+        natives = [self._natives[self.inputs.index(block)] for block in inputs]
+        match = _native.vjp_rows(self.graph()[output.index], natives, first, imaginary, rows, again, scale)
         self.vjps += count + repeated
         return rows, again, match
 
@@ -304,7 +316,7 @@ class Problem:
         """
         count = cotangents.shape[0]
         products = torch.empty(count, self.n, dtype=torch.float64, device=self.device)
-        _native.vjp_coordinates(self.graph(), self._input_tensors, cotangents, gapped, expanded, products)
+        _native.vjp_coordinates(self.graph(), self._natives, cotangents, gapped, expanded, products)
         self.vjps += count
         return products
 
@@ -327,6 +339,7 @@ class Problem:
             for complex outputs and real for real ones.
         """
         self._graph = None
+        self._require_forward_ad()
         columns = torch.empty(count, self.m, dtype=torch.float64, device=self.device)
         with forward_ad.dual_level():
             duals, tangents = self._duals([torch.zeros_like(block.tensor.detach()) for block in self.inputs])
@@ -339,11 +352,23 @@ class Problem:
     def jvp(self, tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Tangents of `outputs` for tangents of `inputs`, None being undefined; one evaluation."""
         self._graph = None
+        self._require_forward_ad()
         with forward_ad.dual_level():
             duals, _ = self._duals(tangents)
             results = self._selected(self._evaluator.evaluate_at(duals))
             self.jvps += 1
             return [_torch.tangent_of(result) for result in results]
+
+    def _require_forward_ad(self) -> None:
+        for block in self.inputs:
+            layout = block.tensor.layout
+            if layout is _torch.MKLDNN:
+                raise ValueError("MKLDNN inputs are not support for forward AD gradcheck.")
+            if layout is not torch.strided:
+                raise NotImplementedError(
+                    f"torch has no forward-mode AD for sparse inputs, and input {block.position} has layout {layout}: "
+                    "leave check_forward_ad out."
+                )
 
     def _duals(self, tangents: Sequence[Tensor | None]) -> tuple[tuple[Any, ...], list[Tensor]]:
         """Arguments for func, the checked ones detached and with tangents; and the tangents inside them."""

@@ -48,6 +48,7 @@ class Settings:
     check_forward_ad: bool = False
     check_backward_ad: bool = True
     fast_mode: bool = False
+    masked: bool = False
     engine: str = "auto"
     seed: int = 0
     memory_limit: int | None = None

@@ -13,8 +13,6 @@ from torch.autograd.gradcheck import GradcheckError
 
 import fastgrad
 
-NOT_YET = pytest.mark.xfail(raises=NotImplementedError, strict=True, reason="sparse inputs are not checked yet")
-
 CHECKS = [fastgrad.gradcheck, fastgrad.gradgradcheck]
 each_check = pytest.mark.parametrize("check", CHECKS)
 ONLY_FORWARD = {"check_forward_ad": True, "check_backward_ad": False}
@@ -539,7 +537,6 @@ def full_gradient(s: Tensor) -> Tensor:
     return 2 * s.to_dense(masked_grad=False)
 
 
-@NOT_YET
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("fast_mode", [False, True])
 def test_masked_ignores_gradients_of_unspecified_elements(layout: torch.layout, fast_mode: bool) -> None:
@@ -549,7 +546,6 @@ def test_masked_ignores_gradients_of_unspecified_elements(layout: torch.layout, 
         assert fastgrad.gradcheck(full_gradient, s, masked=masked, fast_mode=fast_mode)
 
 
-@NOT_YET
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("masked", [None, False])
 def test_gradients_of_unspecified_elements_count_by_default(layout: torch.layout, masked: bool | None) -> None:
@@ -566,14 +562,12 @@ def test_masked_without_sparse_inputs_changes_nothing() -> None:
         assert fastgrad.gradgradcheck(product, (sparse().detach(), leaf(3, 2)), masked=masked)
 
 
-@NOT_YET
 def test_wrong_gradients_of_specified_elements_fail_masked_or_not() -> None:
     for func, masked in ((masked_gradient, True), (full_gradient, False)):
         wrong = lambda s, func=func: doubled(func(s), 0.1)  # noqa: E731
         assert not fastgrad.gradcheck(wrong, sparse(), masked=masked, raise_exception=False)
 
 
-@NOT_YET
 def test_check_sparse_nnz_is_an_old_name_of_masked() -> None:
     with pytest.warns(FutureWarning, match="masked"):
         assert fastgrad.gradcheck(masked_gradient, sparse(), check_sparse_nnz=True)

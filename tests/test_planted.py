@@ -11,16 +11,7 @@ import torch
 import fastgrad
 from tests.planted import TABLE, Row
 
-NOT_YET = pytest.mark.xfail(raises=NotImplementedError, strict=True, reason="sparse inputs are not checked yet")
-
-
-def has_sparse_inputs(row: Row) -> bool:
-    return any(isinstance(value, torch.Tensor) and value.layout is not torch.strided for value in row.inputs())
-
-
-ROWS = pytest.mark.parametrize(
-    "row", [pytest.param(row, id=row.name, marks=NOT_YET if has_sparse_inputs(row) else ()) for row in TABLE]
-)
+ROWS = pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in TABLE])
 
 
 def checkers(row: Row) -> tuple[Callable[..., bool], Callable[..., bool]]:
@@ -49,7 +40,7 @@ def test_right_passes(row: Row) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_no_seed_raises_a_false_alarm_or_misses(seed: int) -> None:
     for row in TABLE:
-        if row.order == 1 and not has_sparse_inputs(row):
+        if row.order == 1:
             assert fastgrad.gradcheck(row.right, row.inputs(), **row.keywords, seed=seed)
             verdict: Any = fastgrad.gradcheck(row.wrong, row.inputs(), **row.keywords, seed=seed, raise_exception=False)
             assert not verdict, row.name

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fastgrad._native import GradientsMatch
+from fastgrad._native import GradientsMatch, UnspecifiedEntry
 from fastgrad.coordinates import Block
 from fastgrad.report import Part
 
@@ -37,6 +37,9 @@ class JacobianBlock:
     match
         What the gradients behind these rows, of all inputs, looked like, and whether the second run
         gave equal values.
+    unspecified
+        The largest entry of the gradients behind these rows at an element that a sparse input does not
+        specify, under masked semantics; its row counts from first_row.
     """
 
     output: Block
@@ -48,6 +51,7 @@ class JacobianBlock:
     repeated: Tensor
     numerical: Tensor
     match: GradientsMatch
+    unspecified: UnspecifiedEntry | None = None
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from fastgrad.coordinates import Block
@@ -43,11 +44,19 @@ def tangent_blocks(problem: Problem, first: int, columns: Tensor, tangents: Tens
 
 def _inputs_within(problem: Problem, first: int, columns: Tensor) -> list[Block]:
     last = first + columns.shape[0]
-    return [block for block in problem.inputs if block.first < last and first < block.first + block.size]
+    return [
+        block
+        for block in problem.inputs
+        if (block.first < last and first < block.first + block.size)
+        # Nothing specified, and gradients of the rest must be zero all the same.
+        or (block.size == first == 0 and block.elements is not None)
+    ]
 
 
 def numerical_columns(problem: Problem, plan: Plan, eps: float) -> Iterator[tuple[int, Tensor]]:
     """The numerical Jacobian pass by pass: the first coordinate, and float64 columns of shape (count, m)."""
+    if problem.n == 0:
+        yield 0, torch.empty(0, problem.m, dtype=torch.float64, device=problem.device)
     first = 0
     while first < problem.n:
         last = min(first + plan.columns_per_pass, problem.n)
@@ -78,8 +87,9 @@ def _row_blocks(
         count = min(plan.rows_per_block, elements - row)
         twice = max(0, min(count, REPEATED_ROWS - row))
         rows, repeated, match = problem.analytical_rows(output, imaginary, row, count, inputs, twice, REPEAT_SCALE)
+        unspecified = match.unspecified
         start = 0
-        for block in inputs:
+        for k, block in enumerate(inputs):
             low, high = max(block.first, first), min(block.first + block.size, first + columns.shape[0])
             # A block of one input is the whole: slicing it costs more than comparing it, if small.
             whole = high - low == rows.shape[1]
@@ -96,5 +106,6 @@ def _row_blocks(
                 if whole and count == elements
                 else numerical[row : row + count, low - first : high - first],
                 match=match,
+                unspecified=unspecified.get(k),
             )
             start += block.size
