@@ -22,8 +22,9 @@ PYBIND11_MODULE(_C, module) {
       .def(py::init<int64_t, at::Tensor>(), py::arg("position"), py::arg("like"));
   py::class_<Evaluator>(module, "Evaluator")
       .def(py::init<py::object, py::tuple, std::vector<InputBlock>>())
+      .def("coordinates", torch::wrap_pybind_function(&Evaluator::coordinates))
       .def("evaluate", torch::wrap_pybind_function(&Evaluator::evaluate))
-      .def("evaluate_along", torch::wrap_pybind_function(&Evaluator::evaluate_along))
+      .def("evaluate_displaced", torch::wrap_pybind_function(&Evaluator::evaluate_displaced))
       .def("difference_columns", torch::wrap_pybind_function(&Evaluator::difference_columns))
       .def("evaluate_at", torch::wrap_pybind_function(&Evaluator::evaluate_at))
       .def("tangent_columns", torch::wrap_pybind_function(&Evaluator::tangent_columns))

@@ -5,15 +5,16 @@ TORCH_LIBRARY(fastgrad, library) {
   library.def(
       "perturb_coordinate_(Tensor(a!) x, Tensor origin, int coordinate, int sign, float eps, float relative_step) -> "
       "()");
-  library.def(
-      "perturb_along_(Tensor(a!) x, Tensor origin, int seed, int stream, int first, int sign, float eps, "
-      "float relative_step) -> ()");
+  library.def("displace_(Tensor(a!) x, Tensor origin, Tensor displacement, float scale) -> ()");
   library.def("direction_(Tensor(a!) out, int seed, int stream, int first, bool halved) -> ()");
   library.def("flatten_(Tensor(a!) out, Tensor tensor) -> ()");
   library.def("unflatten_(Tensor(a!) tensor, Tensor coordinates) -> ()");
   library.def(
       "central_difference_(Tensor(a!) column, Tensor minus, Tensor origin, int coordinate, float eps, "
       "float relative_step) -> ()");
+  library.def(
+      "richardson_(Tensor(a!) derivative, Tensor(b!) noise, Tensor base, Tensor plus, Tensor minus, Tensor half_plus, "
+      "Tensor half_minus, float eps, float ulp) -> ()");
   library.def(
       "compare(Tensor analytical, Tensor numerical, float atol, float rtol, bool complex_entries, bool equal_nan) "
       "-> Tensor");

@@ -3,12 +3,13 @@
 
 #include "ops/central_difference.h"
 #include "ops/common.h"
+#include "ops/displace.h"
 #include "ops/flatten.h"
-#include "ops/perturb_along.h"
 #include "ops/perturb_coordinate.h"
 #include "ops/unflatten.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/equal.h>
@@ -187,6 +188,15 @@ bool Evaluator::inputs_changed() const {
   return std::any_of(blocks_.begin(), blocks_.end(), changed);
 }
 
+at::Tensor Evaluator::coordinates() const {
+  const BelowAutograd guard;
+  std::vector<at::Tensor> parts;
+  for (const InputBlock& block : blocks_) {
+    parts.push_back(real_coordinates(block.origin).to(at::kCPU, at::kDouble));
+  }
+  return at::cat(parts);
+}
+
 py::object Evaluator::evaluate(bool record_graph) {
   if (mutates_inputs_) {
     restore();
@@ -194,12 +204,13 @@ py::object Evaluator::evaluate(bool record_graph) {
   return call(record_graph, arguments_);
 }
 
-py::object Evaluator::evaluate_along(int64_t seed, int64_t stream, int64_t sign, double eps, bool record_graph) {
+py::object Evaluator::evaluate_displaced(const at::Tensor& displacement, double scale, bool record_graph) {
   const OnExit restoring([this] { restore(); });
   {
     const BelowAutograd guard;
     for (const InputBlock& block : blocks_) {
-      perturb_along_(block.values, block.origin, seed, stream, block.first, sign, eps, block.relative_step);
+      const at::Tensor own = displacement.narrow(0, block.first, coordinate_count(block.origin));
+      displace_(block.values, block.origin, own.to(block.values.device()), scale);
     }
   }
   return call(record_graph, perturbed_arguments());

@@ -48,11 +48,14 @@ class Evaluator {
   // Whether the inputs hold other values than their origins; a NaN counts as another.
   bool inputs_changed() const;
 
+  // The real coordinates of all inputs at x, end to end: float64, on the CPU.
+  at::Tensor coordinates() const;
+
   // func at x; gradients are recorded where record_graph and the caller's grad mode say so.
   pybind11::object evaluate(bool record_graph);
 
-  // func at x + sign * h * u, u the direction (seed, stream): fastgrad::perturb_along_.
-  pybind11::object evaluate_along(int64_t seed, int64_t stream, int64_t sign, double eps, bool record_graph);
+  // func at x + scale * displacement (float64, shape (coordinates of all inputs,)): fastgrad::displace_.
+  pybind11::object evaluate_displaced(const at::Tensor& displacement, double scale, bool record_graph);
 
   // Numerical columns first, first + 1, ...: row j of `columns` (float64, shape (count, m), m the
   // coordinates of all outputs end to end) becomes the central difference at coordinate first + j,

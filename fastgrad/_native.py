@@ -42,6 +42,7 @@ class ops:  # noqa: N801  (a namespace, like torch.ops.fastgrad)
     direction_ = torch.ops.fastgrad.direction_.default
     flatten_ = torch.ops.fastgrad.flatten_.default
     project_rows_ = torch.ops.fastgrad.project_rows_.default
+    richardson_ = torch.ops.fastgrad.richardson_.default
     unflatten_ = torch.ops.fastgrad.unflatten_.default
 
 

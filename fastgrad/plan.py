@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from fastgrad.directions import GRAPH_STREAM
+from fastgrad.directions import GRAPH_STREAM, direction
 from fastgrad.problem import Problem
 from fastgrad.report import Plan, Settings
 
@@ -35,10 +35,11 @@ def needs_graph(problem: Problem, settings: Settings) -> bool:
     Looks, at x and at one random point next to it, for any difference in any value. A func that
     differentiates inside fails without a graph, or sees to its own.
     """
-    for direction in (None, (settings.seed, GRAPH_STREAM)):
-        recorded = problem.evaluate(True, direction, settings.eps)
+    next_to_x = problem.displacement(direction(problem.n, settings.seed, GRAPH_STREAM), settings.eps)
+    for displacement in (None, next_to_x.to(problem.device)):
+        recorded = problem.evaluate(True, displacement)
         try:
-            plain = problem.evaluate(False, direction, settings.eps)
+            plain = problem.evaluate(False, displacement)
         except Exception:
             return True
         if not torch.equal(recorded, plain):

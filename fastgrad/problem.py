@@ -214,8 +214,44 @@ class Problem:
                     )
         return self._graph
 
-    def evaluate(self, record_graph: bool, direction: tuple[int, int] | None = None, eps: float = 0.0) -> Tensor:
-        """The outputs at x or, with direction (seed, stream), at x + h u with h >= eps.
+    def displacement(self, direction: Tensor, eps: float) -> Tensor:
+        """h u for a direction u, with steps of at least eps that move every coordinate, however large.
+
+        Parameters
+        ----------
+        direction
+            float64, shape (n,).
+
+        Returns
+        -------
+        Tensor
+            float64, shape (n,): max(eps, r |x_j|) u_j, r the `relative_step` of the input's dtype.
+        """
+        steps = self.coordinates().abs()
+        for block in self.inputs:
+            steps[block.first : block.first + block.size] *= relative_step(block.tensor.dtype)
+        return steps.clamp_(min=eps).mul_(direction)
+
+    def coordinates(self) -> Tensor:
+        """The real coordinates of the inputs at x: float64, shape (n,)."""
+        return self._evaluator.coordinates().to(self.device)
+
+    def realized_width(self, displacement: Tensor, scale: float) -> Tensor:
+        """(x + scale d) - (x - scale d) as rounding to the inputs' dtypes leaves it: float64, shape (n,)."""
+        width = self.coordinates()
+        for block in self.inputs:
+            within = slice(block.first, block.first + block.size)
+            move = scale * displacement[within]
+            plus, minus = (
+                (width[within] + signed).to(block.tensor.dtype.to_real()).to(torch.float64)
+                for signed in (move, -move)
+            )
+            width[within] = plus - minus
+        # An infinite coordinate does not move: a function constant in it has the derivative zero.
+        return torch.where(width.isfinite(), width, 2 * scale * displacement)
+
+    def evaluate(self, record_graph: bool, displacement: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        """The outputs at x or, with a displacement (float64, shape (n,)), at x + scale displacement.
 
         Returns
         -------
@@ -223,10 +259,10 @@ class Problem:
             float64, shape (m,): a copy, so that func may reuse its buffers.
         """
         self._graph = None
-        if direction is None:
+        if displacement is None:
             result = self._evaluator.evaluate(record_graph)
         else:
-            result = self._evaluator.evaluate_along(*direction, 1, eps, record_graph)
+            result = self._evaluator.evaluate_displaced(displacement, scale, record_graph)
         flat = torch.empty(self.m, dtype=torch.float64, device=self.device)
         for block, output in zip(self.outputs, self._selected(result), strict=True):
             _native.ops.flatten_(flat[block.first : block.first + block.size], output.detach())

@@ -84,18 +84,38 @@ def test_restoring_is_bit_for_bit(kernel: str) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.complex128])
-def test_perturb_along(kernel: str, layout: str, dtype: torch.dtype) -> None:
+def test_displace(kernel: str, layout: str, dtype: torch.dtype) -> None:
     origin = tensor(dtype, 3, 4)
     origin[0, 0] = 1e9
     x = LAYOUTS[layout](origin.clone())
-    call(kernel, ops.perturb_along_, x, origin, 5, 2, 10, -1, 1e-3, STEP)
     values = coordinates(origin)
-    u = torch.empty(values.size, dtype=torch.float64)
-    ops.direction_(u, 5, 2, 10, False)
-    expected = values - np.maximum(1e-3, STEP * np.abs(values)) * u.numpy()
+    displacement = tensor(torch.float64, 2 * values.size)[::2]
+    call(kernel, ops.displace_, x, origin, displacement, -0.5)
+    expected = values.astype(np.float64) - 0.5 * displacement.numpy()
     np.testing.assert_allclose(coordinates(x), expected, rtol=1e-6 if dtype == torch.float32 else 1e-15)
-    call(kernel, ops.perturb_along_, x, origin, 5, 2, 10, 0, 1e-3, STEP)
+    call(kernel, ops.displace_, x, origin, displacement, 0.0)
     assert torch.equal(x, origin)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_richardson(kernel: str) -> None:
+    eps, x, u = 1e-3, 0.7, 1.25
+    funcs = [math.exp, lambda t: 3 * t + 1, lambda t: abs(t - x), lambda t: float(t > x + 0.6e-3), lambda t: math.nan]
+    slopes = [math.exp(x) * u, 3 * u, 0.0, None, math.nan]
+    at = lambda h: torch.tensor([f(x + h * u) for f in funcs], dtype=torch.float64)  # noqa: E731
+    derivative, noise = torch.zeros(2, len(funcs), dtype=torch.float64)
+    noise[1] = 5.0
+    arguments = [at(0), at(eps), at(-eps), at(eps / 2), at(-eps / 2)]
+    call(kernel, ops.richardson_, derivative, noise, *arguments, eps, 2.0**-52)
+    for found, wanted in zip(derivative.tolist(), slopes, strict=True):
+        assert wanted is None or found == pytest.approx(wanted, rel=1e-11, abs=1e-11, nan_ok=True)
+    smooth, kept, kink, jump, nan = noise.tolist()
+    # Truncation of D(h) alone: h^2 u^3 times the third derivative, over 8.
+    assert smooth == pytest.approx(eps**2 * u**3 * math.exp(x) / 8, rel=1e-2)
+    assert kept == 5.0
+    assert kink == pytest.approx(u, rel=1e-9), "invisible in D, which is zero at both steps"
+    assert jump >= 1 / (2 * eps)
+    assert math.isnan(nan)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -234,7 +254,8 @@ def samples() -> list[Any]:
     block = tensor(torch.float64, 2, 6)
     return [
         pytest.param(ops.perturb_coordinate_, (x.clone(), x, 1, 1, 1e-6, STEP), id="perturb_coordinate_"),
-        pytest.param(ops.perturb_along_, (x.clone(), x, 0, 1, 2, 1, 1e-6, STEP), id="perturb_along_"),
+        pytest.param(ops.displace_, (x.clone(), x, real, 0.5), id="displace_"),
+        pytest.param(ops.richardson_, (real.clone(), real.clone(), *[real] * 5, 1e-6, 2.0**-52), id="richardson_"),
         pytest.param(ops.direction_, (real.clone(), 0, 1, 2, True), id="direction_"),
         pytest.param(ops.flatten_, (real.clone(), x), id="flatten_"),
         pytest.param(ops.unflatten_, (x.clone(), real), id="unflatten_"),
@@ -267,7 +288,14 @@ def test_every_operator_has_all_its_kernels() -> None:
         (lambda: ops.direction_(torch.zeros(2), 0, 0, 0, False), "direction_: out must be a float64 tensor"),
         (lambda: ops.flatten_(torch.zeros(2).double(), torch.zeros(3)), "flatten_: out must have 3 elements"),
         (lambda: ops.unflatten_(torch.zeros(3, dtype=torch.int64), torch.zeros(3).double()), "floating or complex"),
-        (lambda: ops.perturb_along_(torch.zeros(2), torch.zeros(2), 0, 0, 0, 2, 1.0, 0.0), "sign must be -1, 0 or 1"),
+        (
+            lambda: ops.displace_(torch.zeros(2), torch.zeros(2), torch.zeros(3).double(), 1.0),
+            "displacement must have 2 elements",
+        ),
+        (
+            lambda: ops.richardson_(*[torch.zeros(2).double()] * 6, torch.zeros(3).double(), 1.0, 0.0),
+            "half_minus must be contiguous with as many elements as derivative, 2, got 3",
+        ),
         (
             lambda: ops.compare(torch.zeros(1, 3).double(), torch.zeros(1, 3).double(), 0.0, 0.0, True, False),
             "even number of columns, got 3",

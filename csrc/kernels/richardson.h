@@ -1,0 +1,39 @@
+// A directional derivative from two central differences, and what these cannot resolve.
+#pragma once
+
+#include "host_device.h"
+
+#include <cmath>
+
+namespace fastgrad {
+
+// Values of one output at x + h u, x - h u, x + h u / 2, x - h u / 2.
+struct FourValues {
+  double plus, minus, half_plus, half_minus;
+};
+
+// Richardson extrapolation of D(h) and D(h/2), D(h) = f(x + h u) - f(x - h u), for the step eps: of
+// order h^4.
+FASTGRAD_HOST_DEVICE double richardson(const FourValues& f, double eps) {
+  return (8.0 * (f.half_plus - f.half_minus) - (f.plus - f.minus)) / (6.0 * eps);
+}
+
+// How far the derivative may be off: by curvature, by a kink or jump between the points, by rounding.
+// ulp: the relative spacing of the output's dtype. The second differences of a smooth function go
+// with h^2; at a kink at x itself D is linear in h and only they tell. NaN where a value is.
+FASTGRAD_HOST_DEVICE double difference_noise(const FourValues& f, double base, double eps, double ulp) {
+  const double rounding = ulp * (base < 0 ? -base : base);
+  const double curvature = std::fabs(2.0 * (f.half_plus - f.half_minus) - (f.plus - f.minus));
+  const double kink =
+      std::fabs((f.plus + f.minus - 2.0 * base) - 4.0 * (f.half_plus + f.half_minus - 2.0 * base));
+  double noise = 2.0 * rounding;
+  if (!(curvature <= noise)) {
+    noise = curvature;
+  }
+  if (kink > 64.0 * rounding && kink > noise) {
+    noise = kink;
+  }
+  return noise / (2.0 * eps);
+}
+
+}  // namespace fastgrad
