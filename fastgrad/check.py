@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -21,6 +22,7 @@ from fastgrad.compare import PairComparison
 from fastgrad.engines import JacobianBlock, dense
 from fastgrad.plan import make_plan
 from fastgrad.problem import Problem, as_tuple, disabled_gradients
+from fastgrad.refine import surviving
 from fastgrad.report import Failure, Part, Plan, Report, Settings
 
 
@@ -42,10 +44,10 @@ def check(func: Callable[..., Any], inputs: Any, settings: Settings) -> Report:
         Errors of func and of backward, and of the arguments, are raised instead.
     """
     start = time.perf_counter()
+    notes: list[str] = []
     with Problem(func, as_tuple(inputs), settings.masked) as problem:
         plan = make_plan(problem, settings)
-        failure = _first_failure(problem, plan, settings)
-    notes = []
+        failure = _first_failure(problem, plan, settings, notes)
     if settings.fast_mode:
         notes.append("fast_mode=True ran the exact engine: the fast one is not there yet")
     disabled = disabled_gradients()
@@ -67,10 +69,10 @@ def check(func: Callable[..., Any], inputs: Any, settings: Settings) -> Report:
     )
 
 
-def _first_failure(problem: Problem, plan: Plan, settings: Settings) -> Failure | None:
+def _first_failure(problem: Problem, plan: Plan, settings: Settings, notes: list[str]) -> Failure | None:
     if not problem.has_graph:
         return _nonzero_numerical(problem, plan, settings)
-    failure = _jacobian_failure(problem, plan, settings)
+    failure = _jacobian_failure(problem, plan, settings, notes)
     if failure is None and settings.check_forward_ad and settings.check_undefined_grad:
         failure = check_undefined_tangents(problem, settings)
     if failure is None and settings.check_batched_forward_grad:
@@ -104,18 +106,18 @@ def _nonzero_numerical(problem: Problem, plan: Plan, settings: Settings) -> Fail
     return None
 
 
-def _jacobian_failure(problem: Problem, plan: Plan, settings: Settings) -> Failure | None:
+def _jacobian_failure(problem: Problem, plan: Plan, settings: Settings, notes: list[str]) -> Failure | None:
     """The Jacobians, pass by pass over numerical columns; reverse mode is judged before forward mode."""
     nothing_to_compare = not problem.n and all(block.elements is None for block in problem.inputs)
     if not problem.m or nothing_to_compare:
         return None
     proof = LinearityProof(problem, settings, plan.rows_per_block) if problem.m > 1 else None
-    forward = ForwardComparison(problem, settings) if settings.check_forward_ad else None
+    forward = ForwardComparison(problem, plan, settings, notes) if settings.check_forward_ad else None
     for first, columns in dense.numerical_columns(problem, plan, settings.eps):
         if settings.check_backward_ad:
             blocks = dense.row_blocks(problem, plan, first, columns)
             for _, group in groupby(blocks, key=lambda block: (block.output.index, block.part)):
-                failure = _judge(problem, group, settings, proof)
+                failure = _judge(problem, plan, group, settings, proof, notes)
                 if failure is not None:
                     return failure
         if forward is not None:
@@ -127,9 +129,11 @@ def _jacobian_failure(problem: Problem, plan: Plan, settings: Settings) -> Failu
 class ForwardComparison:
     """The Jacobians by forward-mode AD against the numerical ones, and the linearity of the jvp."""
 
-    def __init__(self, problem: Problem, settings: Settings) -> None:
+    def __init__(self, problem: Problem, plan: Plan, settings: Settings, notes: list[str]) -> None:
         self._problem = problem
+        self._plan = plan
         self._settings = settings
+        self._notes = notes
         self._proof = TangentProof(problem, settings)
         self._pairs: dict[tuple[bool, int, int], tuple[Part, PairComparison]] = {}
         self._domains_match = True
@@ -154,13 +158,19 @@ class ForwardComparison:
             return Failure("tangent dtype", mode="forward")
         for key in sorted(self._pairs):
             part, pair = self._pairs[key]
-            if pair.mismatches:
-                return _mismatch(pair, part)
+            failure = _mismatch(self._problem, self._plan, pair, part, self._settings, self._notes)
+            if failure is not None:
+                return failure
         return self._proof.failure()
 
 
 def _judge(
-    problem: Problem, blocks: Iterable[JacobianBlock], settings: Settings, proof: LinearityProof | None
+    problem: Problem,
+    plan: Plan,
+    blocks: Iterable[JacobianBlock],
+    settings: Settings,
+    proof: LinearityProof | None,
+    notes: list[str],
 ) -> Failure | None:
     """One part of one output: dtype, size, determinism, then the comparison, inputs in their order."""
     pairs: dict[int, PairComparison] = {}
@@ -187,12 +197,32 @@ def _judge(
     if repeat is not None and repeat.kind == "nondeterministic":
         return repeat
     for pair in pairs.values():
-        if pair.mismatches:
-            return _mismatch(pair, block.part)
+        failure = _mismatch(problem, plan, pair, block.part, settings, notes)
+        if failure is not None:
+            return failure
     return repeat
 
 
-def _mismatch(pair: PairComparison, part: Part) -> Failure:
+def _mismatch(
+    problem: Problem, plan: Plan, pair: PairComparison, part: Part, settings: Settings, notes: list[str]
+) -> Failure | None:
+    """The failure of a pair, if an entry that differs at eps differs after re-measuring, too."""
+    if not pair.mismatches:
+        return None
+    comparison = pair.result()
+    detail = ""
+    if not pair.unspecified:
+        for suspects in pair.suspects(part):
+            survivor = surviving(problem, plan.record_graph, settings, suspects)
+            if survivor is not None:
+                comparison, detail = replace(comparison, worst=survivor.entry), survivor.detail
+                break
+        else:
+            notes.append(
+                f"{pair.mismatches} of {pair.entries} entries of output {pair.output.index} with respect to input "
+                f"{pair.input.index} differ at eps={settings.eps:g} and agree once re-measured over other steps"
+            )
+            return None
     return Failure(
         "mismatch",
         output=pair.output.index,
@@ -201,5 +231,6 @@ def _mismatch(pair: PairComparison, part: Part) -> Failure:
         input_position=pair.input.position,
         part=part,
         mode=pair.mode,
-        comparison=pair.result(),
+        comparison=comparison,
+        detail=detail,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 from fastgrad._native import ops
 from fastgrad._torch import phase
 from fastgrad.coordinates import Block
-from fastgrad.report import Comparison, Entry, Mode
+from fastgrad.refine import Suspects
+from fastgrad.report import Comparison, Entry, Mode, Part
 
 SMALL = 256
 """Jacobians of at most this many entries are kept whole for the message."""
@@ -43,6 +45,8 @@ class PairComparison:
     largest_relative: float = 0.0
     sums: list[float] = field(default_factory=lambda: [0.0] * 4)
     matrices: tuple[Tensor, Tensor] | None = None
+    unspecified: bool = False
+    failing: list[tuple[Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
 
     @phase("comparison")
     def add(self, analytical: Tensor, numerical: Tensor, first_row: int, first_column: int) -> None:
@@ -67,6 +71,7 @@ class PairComparison:
             return
         self.mismatches += int(mismatches)
         self.sums = [total + term for total, term in zip(self.sums, sums, strict=True)]
+        self._keep_failing(analytical, numerical, first_row, first_column // width, width)
         if self.worst is None or excess > self.worst_excess:
             i, k = int(row), int(column)
             a, n = (_entry(block[i, k * width : (k + 1) * width]) for block in (analytical, numerical))
@@ -86,6 +91,46 @@ class PairComparison:
             # In torch's layout: one row an input element, one column an output element.
             self.matrices = matrices if forward else (matrices[0].t(), matrices[1].t())
 
+    def _keep_failing(
+        self, analytical: Tensor, numerical: Tensor, first_row: int, first_column: int, width: int
+    ) -> None:
+        """Keeps the entries of a block that differ: elements along rows and columns, and both values."""
+        values = [_matrix(block, width) for block in (analytical, numerical)]
+        # Not ">": a NaN differs.
+        rows, columns = (~((values[0] - values[1]).abs() <= self.atol + self.rtol * values[1].abs())).nonzero(
+            as_tuple=True
+        )
+        found, wanted = (value[rows, columns].to(torch.complex128) for value in values)
+        self.failing.append((rows + first_row, columns + first_column, found, wanted))
+
+    def suspects(self, part: Part) -> Iterator[Suspects]:
+        """The entries that differ, one input element at a time, that with the largest difference first."""
+        if not self.failing:
+            return
+        rows, columns, analytical, numerical = (torch.cat(tensors) for tensors in zip(*self.failing, strict=True))
+        forward = self.mode == "forward"
+        inputs, outputs = (rows, columns) if forward else (columns, rows)
+        excess = ((analytical - numerical).abs() / (self.atol + self.rtol * numerical.abs())).nan_to_num(torch.inf)
+        worst_first = excess.argsort(descending=True)
+        along_input, along_output = (2 if block.is_complex else 1 for block in (self.input, self.output))
+        imaginary = 1 if part == "imaginary" else 0
+        for element in dict.fromkeys(inputs[worst_first].tolist()):
+            mine = inputs == element
+            first = self.input.first + element * along_input
+            coordinates = self.output.first + outputs[mine].unsqueeze(1) * along_output
+            if not forward:
+                coordinates = coordinates + imaginary
+            elif along_output == 2:
+                coordinates = torch.cat([coordinates, coordinates + 1], 1)
+            yield Suspects(
+                (first + imaginary,) if forward else tuple(range(first, first + along_input)),
+                coordinates,
+                analytical[mine],
+                numerical[mine],
+                self.input.element_index(element),
+                [self.output.element_index(output) for output in outputs[mine].tolist()],
+            )
+
     def add_unspecified(self, row: int, element: int, value: complex) -> None:
         """Takes in an analytical entry where masked semantics allow none: the numerical one is zero."""
         if not abs(value) <= self.atol:
@@ -93,6 +138,7 @@ class PairComparison:
             self.mismatches += 1
             entry = Entry(self.output.element_index(row), self.input.logical_index(element), value, 0.0, self.atol)
             self.worst = self.worst or entry
+            self.unspecified = True
 
     def result(self) -> Comparison:
         """The comparison so far, as data."""

@@ -133,7 +133,8 @@ def _details(failure: Failure, comparison: Comparison, atol: float, rtol: float)
     if worst is not None:
         entry = f"d out{failure.output}{_index(worst.output_index)} / d in{failure.input}{_index(worst.input_index)}"
         lines += [
-            f"  worst      {entry}   analytical {worst.analytical:.6g}   numerical {worst.numerical:.6g}",
+            f"  worst      {entry}   analytical {worst.analytical:.6g}   numerical {worst.numerical:.6g}"
+            f"{'' if worst.error is None else f' +- {worst.error:.0e}'}",
             f"             |difference| {worst.difference:.3g}, allowed {worst.allowed:.2g} "
             f"= atol {atol:g} + rtol {rtol:g} * |numerical|",
         ]
@@ -141,6 +142,8 @@ def _details(failure: Failure, comparison: Comparison, atol: float, rtol: float)
         f"  extent     {comparison.mismatches} of {comparison.entries} entries, largest absolute error "
         f"{comparison.largest_absolute:.3g}, largest relative error {comparison.largest_relative:.3g}"
     )
+    if failure.detail:
+        lines.append(f"  because    {failure.detail}")
     factor = constant_factor(comparison)
     if is_zero(comparison):
         lines.append("  looks like the analytical gradient is zero wherever it is wrong: a missing term, or a None")

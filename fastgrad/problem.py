@@ -215,7 +215,7 @@ class Problem:
         return self._graph
 
     def displacement(self, direction: Tensor, eps: float) -> Tensor:
-        """h u for a direction u, with steps of at least eps that move every coordinate, however large.
+        """Steps times a direction u: of at least eps each, and large enough to move every coordinate.
 
         Parameters
         ----------
@@ -243,8 +243,7 @@ class Problem:
             within = slice(block.first, block.first + block.size)
             move = scale * displacement[within]
             plus, minus = (
-                (width[within] + signed).to(block.tensor.dtype.to_real()).to(torch.float64)
-                for signed in (move, -move)
+                (width[within] + signed).to(block.tensor.dtype.to_real()).to(torch.float64) for signed in (move, -move)
             )
             width[within] = plus - minus
         # An infinite coordinate does not move: a function constant in it has the derivative zero.

@@ -76,6 +76,7 @@ class Entry:
 
     output_index and input_index address elements of the two tensors. For a complex input the values
     are complex (conjugate Wirtinger derivative, as torch reports it). allowed is atol + rtol |numerical|.
+    error is how far numerical may be off, where it was re-measured over several steps.
     """
 
     output_index: tuple[int, ...]
@@ -83,6 +84,7 @@ class Entry:
     analytical: complex
     numerical: complex
     allowed: float
+    error: float | None = None
 
     @property
     def difference(self) -> float:

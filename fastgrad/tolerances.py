@@ -21,3 +21,8 @@ raised a little for float64, whose function values are rarely good to the last b
 def relative_step(dtype: torch.dtype) -> float:
     """`RELATIVE_STEP` of a floating or complex dtype; that of float64 where the table has none."""
     return RELATIVE_STEP.get(dtype.to_real(), RELATIVE_STEP[torch.float64])
+
+
+def spacing(dtype: torch.dtype) -> float:
+    """The distance from 1 to the next larger number of a floating or complex dtype (one ulp)."""
+    return torch.finfo(dtype.to_real()).eps

@@ -27,6 +27,7 @@ NEIGHBORS = {
     "errors": {"report"},
     "problem": {"coordinates", "tolerances"},
     "certify": {"compare", "engines"},
+    "compare": {"refine"},
     "engines.dense": {"engines"},
     "api": {"messages"},
     "messages": {"diagnose"},

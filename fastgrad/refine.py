@@ -1,0 +1,261 @@
+"""Re-measuring entries that fail at eps: Ridders extrapolation over many steps, with an error estimate.
+
+Sources: Ridders, "Accurate computation of F'(x) and F'(x) F''(x)", Advances in Engineering Software
+(1982); Richardson extrapolation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastgrad.problem import Problem
+from fastgrad.report import Entry, Settings
+from fastgrad.tolerances import spacing
+
+LARGEST_STEP = 1e-2
+"""Relative to max(|x|, 1)."""
+
+SMALLEST_STEP = 1e-13
+"""Relative to |x|; at least 4 ulp of x."""
+
+RATIO = 4.0
+ORDER = 4
+FINEST = 4
+"""Steps whose scatter measures the noise of func."""
+
+
+@dataclass(frozen=True)
+class Refinement:
+    """One column of the numerical Jacobian at some outputs, refined.
+
+    Attributes
+    ----------
+    values, errors
+        The derivatives and how far they may be off: float64, shape (rows,).
+    converged
+        Whether the error is within the tolerance: bool, shape (rows,).
+    left, right
+        One-sided derivatives with the step eps: float64, shape (rows,).
+    """
+
+    values: Tensor
+    errors: Tensor
+    converged: Tensor
+    left: Tensor
+    right: Tensor
+
+    def is_kink(self, row: int, atol: float, rtol: float) -> bool:
+        """Whether the one-sided derivatives differ by more than the tolerance."""
+        left, right = self.left[row].item(), self.right[row].item()
+        return abs(left - right) > 2 * (atol + rtol * max(abs(left), abs(right)))
+
+
+def refine_column(
+    problem: Problem, coordinate: int, rows: Tensor, record_graph: bool, eps: float, atol: float, rtol: float
+) -> Refinement:
+    """Derivatives of some outputs with respect to one coordinate, over steps from large to small.
+
+    An estimate from some steps counts only if all smaller ones agree with it to within func's own
+    noise: a large step would make a rounding look like the identity.
+
+    Parameters
+    ----------
+    coordinate
+        In [0, n).
+    rows
+        Coordinates of outputs: int64, shape (rows,).
+    """
+    block = next(block for block in problem.inputs if coordinate < block.first + block.size)
+    x = float(problem.coordinates()[coordinate])
+    base = problem.evaluate(record_graph)[rows]
+    smallest = max(SMALLEST_STEP * abs(x), 4 * spacing(block.tensor.dtype) * max(abs(x), 2.0**-40))
+    step = LARGEST_STEP * max(abs(x), 1.0)
+    steps, differences = [], []
+    while step >= smallest:
+        try:
+            column = problem.difference_columns(coordinate, 1, step, record_graph)[0, rows]
+        except Exception:  # outside of func's domain, say: a smaller step may be inside
+            column = None
+        if column is not None:
+            steps.append(step)
+            differences.append(column)
+        step /= RATIO
+    left, right = _one_sided(problem, coordinate, rows, base, record_graph, eps)
+    if not steps:
+        missing = torch.full_like(base, torch.nan)
+        return Refinement(missing, missing.abs(), torch.zeros_like(base, dtype=torch.bool), left, right)
+    values, errors = _extrapolate(
+        torch.stack(differences), torch.tensor(steps), _rounding(problem, rows, base), atol, rtol
+    )
+    # Not "errors > allowed": a NaN has not converged.
+    converged = errors <= atol + rtol * values.abs()
+    return Refinement(values, errors, converged, left, right)
+
+
+def _rounding(problem: Problem, rows: Tensor, base: Tensor) -> Tensor:
+    """One ulp of each output."""
+    ulp = torch.empty(problem.m, dtype=torch.float64, device=base.device)
+    for block in problem.outputs:
+        ulp[block.first : block.first + block.size] = spacing(block.tensor.dtype)
+    return ulp[rows] * base.abs()
+
+
+def _one_sided(
+    problem: Problem, coordinate: int, rows: Tensor, base: Tensor, record_graph: bool, eps: float
+) -> tuple[Tensor, Tensor]:
+    unit = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
+    unit[coordinate] = 1.0
+    displacement = problem.displacement(unit, eps)
+    step = displacement[coordinate].item()
+    try:
+        plus, minus = (problem.evaluate(record_graph, displacement, sign)[rows] for sign in (1.0, -1.0))
+    except Exception:  # one side is outside of func's domain
+        missing = torch.full_like(base, torch.nan)
+        return missing, missing
+    return (base - minus) / step, (plus - base) / step
+
+
+def _extrapolate(
+    differences: Tensor, steps: Tensor, rounding: Tensor, atol: float, rtol: float
+) -> tuple[Tensor, Tensor]:
+    """The best estimate of each row and its error, from plain differences: shape (steps, rows), large steps first."""
+    count = len(steps)
+    widths = 2 * steps.to(differences.device).unsqueeze(-1)
+    values = torch.full_like(rounding, torch.nan)
+    errors = torch.full_like(rounding, torch.inf)
+    previous: list[Tensor] = []
+    for s in range(count):
+        current = [differences[s]]
+        for k in range(1, min(s, ORDER) + 1):
+            factor = RATIO ** (2 * k)
+            current.append(current[k - 1] + (current[k - 1] - previous[k - 1]) / (factor - 1))
+        for k, estimate in enumerate(current):
+            if k:
+                error = torch.maximum((estimate - current[k - 1]).abs(), (estimate - previous[k - 1]).abs())
+            elif s:
+                error = (estimate - previous[0]).abs()
+            else:
+                continue
+            # In units of func's values, over all steps from this one down.
+            off = ((differences[s:] - estimate) * widths[s:]).abs()
+            noise = torch.maximum(rounding, off[-FINEST:].amax(0))
+            error = error + noise / widths[s]
+            agrees = (off <= 8 * torch.maximum(noise, error * widths[s:])).all(0)
+            better = agrees & (
+                error / (atol + rtol * estimate.abs()) < errors / (atol + rtol * values.abs().nan_to_num())
+            )
+            values = torch.where(better, estimate, values)
+            errors = torch.where(better, error, errors)
+        previous = current
+    return values, errors
+
+
+@dataclass(frozen=True)
+class Suspects:
+    """Entries of one input element's columns that differ at eps.
+
+    Attributes
+    ----------
+    inputs
+        The coordinates of the element: two where they make one complex entry.
+    outputs
+        Coordinates of outputs: int64, shape (entries, 1 or 2), two where they make one complex entry.
+    analytical, numerical
+        The entries, the latter at eps: complex128, shape (entries,).
+    input_index
+        The element.
+    output_indices
+        One an entry.
+    """
+
+    inputs: tuple[int, ...]
+    outputs: Tensor
+    analytical: Tensor
+    numerical: Tensor
+    input_index: tuple[int, ...]
+    output_indices: Sequence[tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Survivor:
+    """An entry that is wrong also at other steps, or whose derivative no step settles; and what to say of it."""
+
+    entry: Entry
+    detail: str
+
+
+def surviving(problem: Problem, record_graph: bool, settings: Settings, suspects: Suspects) -> Survivor | None:
+    """The worst of some suspected entries, if any is wrong after re-measuring."""
+    atol, rtol = settings.atol, settings.rtol
+    shape = suspects.outputs.shape
+    columns = [
+        refine_column(problem, coordinate, suspects.outputs.reshape(-1), record_graph, settings.eps, atol, rtol)
+        for coordinate in suspects.inputs
+    ]
+    values, errors = (
+        _entries([getattr(column, name).reshape(shape) for column in columns]) for name in ("values", "errors")
+    )
+    converged = torch.stack([column.converged.reshape(shape).all(1) for column in columns]).all(0)
+    difference = (suspects.analytical - values).abs()
+    allowed = atol + rtol * values.abs()
+    wrong = ~(converged & (difference <= allowed))
+    if not bool(wrong.any()):
+        return None
+    # Converged entries first: they are sure. A NaN is never sure.
+    excess = torch.where(converged & wrong, difference / allowed, -1.0)
+    worst = int(excess.argmax()) if bool((converged & wrong).any()) else int(wrong.nonzero()[0])
+    sure = bool(converged[worst])
+    numerical = complex(values[worst] if sure else suspects.numerical[worst])
+    real = len(suspects.inputs) == shape[1] == 1
+    analytical = complex(suspects.analytical[worst])
+    entry = Entry(
+        suspects.output_indices[worst],
+        suspects.input_index,
+        analytical.real if real else analytical,
+        numerical.real if real else numerical,
+        atol + rtol * math.hypot(numerical.real, numerical.imag),
+        float(errors[worst].abs()) if sure else None,
+    )
+    return Survivor(entry, _cause(columns, suspects, worst, sure, settings))
+
+
+def _entries(columns: list[Tensor]) -> Tensor:
+    """Complex entries of real ones, shape (entries, 1 or 2) each: (re, im) are two columns, or side by side."""
+    if len(columns) == 2:
+        return torch.complex(columns[0][:, 0], columns[1][:, 0])
+    (column,) = columns
+    return torch.complex(column[:, 0], column[:, 1] if column.shape[1] == 2 else torch.zeros_like(column[:, 0]))
+
+
+def _cause(columns: list[Refinement], suspects: Suspects, worst: int, sure: bool, settings: Settings) -> str:
+    width = suspects.outputs.shape[1]
+    for column in columns:
+        for row in range(worst * width, (worst + 1) * width):
+            if column.is_kink(row, settings.atol, settings.rtol) and not _is_steep(column, row):
+                return (
+                    f"a kink: the one-sided derivatives are {column.left[row].item():.6g} (left) and "
+                    f"{column.right[row].item():.6g} (right)"
+                )
+    if not sure:
+        return (
+            "the numerical derivative did not converge over steps from 1e-2 down to rounding: func is not smooth there"
+        )
+    at_eps = suspects.numerical[worst].abs().item()
+    if columns[0].values[worst * width].item() == 0 and at_eps > settings.atol:
+        return (
+            f"func does not move at all for steps much below eps, and by {at_eps:.3g} x eps at eps: "
+            "is something inside computed in a lower precision?"
+        )
+    return ""
+
+
+def _is_steep(column: Refinement, row: int) -> bool:
+    """Whether one-sided derivatives differ by curvature alone: their mean is not the refined value."""
+    mean = (column.left[row].item() + column.right[row].item()) / 2
+    value = column.values[row].item()
+    return not abs(mean - value) <= 1e-3 * abs(column.left[row].item() - column.right[row].item())
