@@ -909,14 +909,17 @@ def _listed(found: Comparison) -> str:
 
 
 def _unequal(program: Program) -> bool:
-    """Whether func, or the backward that gradgradcheck takes for func, gives other values when it runs again."""
-    inputs, func = program.make_inputs(), program.make_func()
-    if KINDS[program.kind].check == "gradgradcheck":
-        grads = _grad_outputs(program)
-        func = Backward(func, inputs, grads or ())
-        inputs += grads or ()
-    first, *others = (func(*inputs) for _ in range(4))
-    return any(not torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True))
+    """Whether the backward that gradgradcheck takes for func gives other results when it runs again."""
+    inputs, grads = program.make_inputs(), _grad_outputs(program)
+    if grads is None:
+        return False
+    backward = Backward(program.make_func(), inputs, grads)
+    first, *others = (backward(*inputs, *grads) for _ in range(4))
+    return any(
+        x.requires_grad != y.requires_grad or not torch.equal(x, y)
+        for other in others
+        for x, y in zip(first, other, strict=True)
+    )
 
 
 _ROWS: dict[str, Callable[[Program, Verdict, Verdict], bool]] = {
@@ -930,10 +933,15 @@ _ROWS: dict[str, Callable[[Program, Verdict, Verdict], bool]] = {
         and program.error in NONLINEAR | {"last"}
     ),
     "undefined tangents are zero": lambda program, torchs, own: (
-        torchs.word == "pass" and own.kind == "undefined tangent" and program.error in {"constant", "small constant"}
+        torchs.word == "pass"
+        and own.kind == "undefined tangent"
+        and program.error in {"constant", "small constant", "ones"}
     ),
     "determinism": lambda program, torchs, own: (
         torchs.word == "pass" and own.kind == "nondeterministic" and program.error in UNREPEATABLE
+    ),
+    "determinism, cost": lambda program, torchs, own: (
+        own.word == "pass" and "not reentrant" in torchs.message and program.error == "third call"
     ),
     "func gives other results when called again": lambda program, torchs, own: (
         KINDS[program.kind].check == "gradgradcheck" and program.error in UNREPEATABLE and _unequal(program)
