@@ -144,11 +144,12 @@ class LinearityProof:
         return self._problem.vjp(self._cotangents[which : which + 1], gapped=which == 0, expanded=which == 2)
 
     def _raised(self, error: Exception) -> Failure:
-        """Which cotangent a backward raises for; an error that does not come again goes through."""
+        """Which cotangent a backward raises for; an error that does not come again, or for zeros, too, goes through."""
         for which in range(len(_KINDS)):
             try:
                 self._vjp(which)
             except Exception as again:
+                self._problem.vjp(torch.zeros_like(self._cotangents[:1]))  # raises where any grad_output would
                 return Failure("nonlinear", detail=f"it raised {type(again).__name__} for {_KINDS[which]}", cause=again)
         raise error
 
@@ -195,16 +196,18 @@ class TangentProof:
     """J u, summed from one-hot columns, against the JVP of u, for two u in R^n over all inputs at once.
 
     The first u is dense, with components +-[0.5, 1.5); the second is REPEAT_SCALE times the first with
-    a random half zeroed.
+    a random half of the negative components zeroed. So every component is negative in one of them:
+    columns, which are not repeated, have seen it positive.
     """
 
     def __init__(self, problem: Problem, settings: Settings) -> None:
         self._problem = problem
         self._settings = settings
         self._directions = torch.empty(2, problem.n, dtype=torch.float64, device=problem.device)
-        for halved, direction in enumerate(self._directions):
-            ops.direction_(direction, settings.seed, TANGENT_STREAM, 0, bool(halved))
-        self._directions[1].mul_(REPEAT_SCALE)
+        for which, direction in enumerate(self._directions):
+            ops.direction_(direction, settings.seed, TANGENT_STREAM, 0, which == 1)
+        dense, halved = self._directions
+        halved.copy_(REPEAT_SCALE * torch.where(dense > 0, dense, halved))
         self._sums, self._squares = torch.zeros(2, 2, problem.m, dtype=torch.float64, device=problem.device)
 
     def add(self, block: TangentBlock) -> None:
@@ -242,7 +245,7 @@ class TangentProof:
         output = next(block for block in self._problem.outputs if component < block.first + block.size)
         index = output.element_index((component - output.first) // (2 if output.is_complex else 1))
         detail = (
-            f"for a random tangent{', with half of its elements zero' if which else ''}, the tangent of output "
+            f"for a random tangent{', with some of its elements zero' if which else ''}, the tangent of output "
             f"{output.index} at {list(index)} is {products[which, component].item():.6g}, but the columns of the "
             f"Jacobian add up to {self._sums[which, component].item():.6g} (allowed difference "
             f"{allowed[which, component].item():.2g})"

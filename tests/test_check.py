@@ -104,6 +104,13 @@ def test_wrong_jvps_are_named(dtype: torch.dtype, tangent: Any, headline: str) -
     assert raised.value.report.failure.mode == "forward"
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_every_tangent_is_tried_negative(seed: int) -> None:
+    func = Squared.with_tangent(lambda x, t: 2 * x * t.abs())
+    with pytest.raises(fastgrad.GradcheckError, match="jvp is not linear in its tangent"):
+        fastgrad.gradcheck(func, leaf(), check_forward_ad=True, seed=seed)
+
+
 def test_the_worst_entry_of_a_forward_jacobian_is_named_by_output_and_input() -> None:
     def tangent(x: Tensor, t: Tensor) -> Tensor:
         result = 2 * x * t
