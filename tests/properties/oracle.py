@@ -1,0 +1,397 @@
+"""Both checkers' verdicts on a program, what is true of it, and the listed difference that explains another verdict."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor
+from torch.autograd.gradcheck import GradcheckError
+
+import fastgrad
+from fastgrad.second_order import random_grad_outputs
+from tests.properties.operators import UNFIT, Input
+from tests.properties.programs import IGNORED, KINDS, Program
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one checker says: "pass", "fail" or the name of an exception; kind is that of fastgrad's failure."""
+
+    word: str
+    message: str = ""
+    kind: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.word} {self.kind or ''} {self.message[:200].splitlines()[0] if self.message else ''}"
+
+
+def verdict(program: Program, own: bool) -> Verdict:
+    """The verdict of fastgrad, or of torch slow mode."""
+    kind = KINDS[program.kind]
+    func, inputs = program.make_func(), program.make_inputs()
+    keywords = {**kind.keywords, **dict(program.keywords), **(dict(program.own) if own else {})}
+    library: Any = fastgrad if own else torch.autograd
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if kind.second_order and not own:
+            keywords["grad_outputs"] = _grad_outputs(program) or None
+        torch.manual_seed(0)
+        try:
+            getattr(library, kind.check)(func, inputs, **keywords)
+        except GradcheckError as error:
+            report = getattr(error, "report", None)
+            return Verdict("fail", str(error).strip(), report and report.failure and report.failure.kind)
+        except Exception as error:
+            return Verdict(type(error).__name__, str(error).strip())
+    return Verdict("pass")
+
+
+def _grad_outputs(program: Program) -> tuple[Tensor, ...]:
+    """Those that fastgrad makes: where a backward is not linear, verdicts on it depend on them."""
+    keywords = dict(program.keywords + program.own)
+    try:
+        outputs = _tracked(program.results())
+    except UNFIT:
+        return ()
+    return random_grad_outputs(outputs, keywords.get("seed", 0), keywords.get("gen_non_contig_grad_outputs", False))
+
+
+def _tracked(results: Sequence[Any]) -> tuple[Tensor, ...]:
+    return tuple(value for value in results if isinstance(value, Tensor) and value.requires_grad)
+
+
+# What is true: products of autograd with many vectors against differences of high order.
+
+
+def flaws(program: Program) -> frozenset[str]:
+    """The kinds of vectors whose products with a program's derivative autograd gets wrong, or what else is wrong.
+
+    Neither checker has a part in it: the derivative is extrapolated from differences at three large steps.
+    "moves": two equal products differ; "results move": two equal calls of the function do; "... raises".
+    """
+    function, arguments = _function(program)
+    inputs = list({id(x): x for x in arguments if isinstance(x, Tensor) and x.requires_grad}.values())
+    repeats = [function(*arguments) for _ in range(4)]
+    if any(
+        not _tracked([x]) or x.shape != y.shape for other in repeats for x, y in zip(other, repeats[0], strict=True)
+    ):
+        return frozenset({"results move"})
+    found = set()
+    if any(not torch.equal(_flat(repeats[0]), _flat(other)) for other in repeats):
+        found.add("results move")
+    jacobian = _jacobian(function, arguments, inputs)
+    keywords = KINDS[program.kind].keywords
+    moving = dict(program.keywords).get("nondet_tol", 0.0)
+    products = []
+    if keywords.get("check_backward_ad", True):
+        products.append((_vjps(function(*arguments), inputs), jacobian))
+    if program.forward:
+        zero = dict(program.keywords).get("check_undefined_grad", True)
+        products.append((_jvps(function, arguments, inputs, repeats[0], zero), jacobian.t()))
+    for named, matrix in products:
+        for name, vector, product in named:
+            try:
+                first, second = product(), product()
+            except Exception:
+                found.add(f"{name} raises")
+                continue
+            terms = vector[:, None] * matrix
+            allowed = 1e-5 * max([0.0, *vector.abs().tolist()]) + 1e-3 * terms.square().sum(0).sqrt()
+            if not bool(((first - terms.sum(0)).abs() <= allowed).all()):
+                found.add(name)
+            if not name.startswith("tangent") and not torch.allclose(
+                first, second, rtol=0, atol=moving, equal_nan=True
+            ):
+                found.add("moves")
+    return frozenset(found)
+
+
+Function = Callable[..., tuple[Tensor, ...]]
+Product = tuple[str, Tensor, Callable[[], Tensor]]
+"""A kind of vector, one of that kind, and how to get autograd's product with it."""
+
+
+def _function(program: Program) -> tuple[Function, tuple[Any, ...]]:
+    """The function that is checked, and its arguments."""
+    func, inputs = program.make_func(), program.make_inputs()
+    count = len(inputs)
+
+    def results(*arguments: Any) -> tuple[Any, ...]:
+        found = func(*arguments)
+        return found if isinstance(found, tuple) else (found,)
+
+    def backward(*arguments: Any) -> tuple[Any, ...]:
+        wanted = [x for x, like in zip(arguments[:count], inputs, strict=False) if _tracked([like])]
+        grads = arguments[count:]
+        for x in (*wanted, *grads):
+            x.requires_grad_()
+        outputs = _tracked(results(*arguments[:count]))
+        return torch.autograd.grad(outputs, wanted, grads, create_graph=True, allow_unused=True)
+
+    if KINDS[program.kind].second_order:
+        inputs, whole = (*inputs, *_grad_outputs(program)), backward
+    else:
+        whole = results
+    # Under forward mode results do not require grad: those count that do outside of it.
+    positions = [i for i, value in enumerate(whole(*inputs)) if _tracked([value])]
+
+    def function(*arguments: Any) -> tuple[Tensor, ...]:
+        found = whole(*arguments)
+        return tuple(found[i] for i in positions)
+
+    return function, inputs
+
+
+def _flat(values: Sequence[Tensor | None], likes: Sequence[Tensor] = ()) -> Tensor:
+    """Real coordinates end to end, zeros for None."""
+    parts = [
+        torch.zeros_like(like) if value is None else value for value, like in zip(values, likes or values, strict=True)
+    ]
+    parts = [torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in (x.detach() for x in parts)]
+    return torch.cat([x.reshape(-1).double() for x in parts] or [torch.zeros(0, dtype=torch.float64)])
+
+
+def _unflat(vector: Tensor, likes: Sequence[Tensor]) -> list[Tensor]:
+    """Contiguous tensors with the given coordinates."""
+    sizes = [like.numel() * (2 if like.is_complex() else 1) for like in likes]
+    return [
+        torch.view_as_complex(part.clone().reshape(*like.shape, 2))
+        if like.is_complex()
+        else part.clone().reshape(like.shape)
+        for part, like in zip(vector.split(sizes), likes, strict=True)
+    ]
+
+
+def _jacobian(function: Function, arguments: Sequence[Any], inputs: Sequence[Tensor]) -> Tensor:
+    """Shape (m, n), by differences at three steps, extrapolated to order 6."""
+    places = [x.detach() for x in inputs]
+    start = _flat(places)
+
+    def at(point: Tensor) -> Tensor:
+        for place, values in zip(places, _unflat(point, places), strict=True):
+            place.copy_(values)
+        return _flat(function(*arguments))
+
+    columns = []
+    for unit in torch.eye(len(start), dtype=torch.float64):
+        coarse, middle, fine = ((at(start + h * unit) - at(start - h * unit)) / (2 * h) for h in (4e-3, 2e-3, 1e-3))
+        columns.append((16 * (4 * fine - middle) - (4 * middle - coarse)) / 45)
+    at(start)
+    return torch.stack(columns, 1) if columns else torch.zeros(len(_flat(function(*arguments))), 0)
+
+
+def _gapped(x: Tensor) -> Tensor:
+    """With transposed strides and gaps that hold NaN; as it is where empty: torch takes that for contiguous."""
+    if not x.numel():
+        return x
+    gaps = torch.full((*x.shape[::-1], 2), float("nan"), dtype=x.dtype)
+    y = gaps[..., 0].permute(tuple(reversed(range(x.ndim))))
+    return y.copy_(x)
+
+
+def _vectors(size: int) -> Iterator[tuple[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    dense = torch.rand(size, generator=generator, dtype=torch.float64) + 0.5
+    dense *= torch.randint(0, 2, (size,), generator=generator) * 2 - 1
+    yield "zero", torch.zeros_like(dense)
+    yield from (("one-hot", unit) for unit in torch.eye(size, dtype=torch.float64))
+    yield from (("scaled", -4 * unit) for unit in torch.eye(size, dtype=torch.float64))
+    yield "dense", dense
+    for half in torch.rand(4, size, generator=generator) < 0.5:
+        yield "halved", dense * half
+    yield "gapped", dense
+    yield "expanded", torch.full_like(dense, 1.25)
+
+
+def _vjps(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Iterator[Product]:
+    """A one-hot vector is a grad_output of one output, as in torch; others are of all."""
+    size = len(_flat(outputs))
+    for name, vector in _vectors(size):
+
+        def product(name: str = name, vector: Tensor = vector) -> Tensor:
+            grads = _unflat(vector, outputs)
+            if name == "gapped":
+                grads = [_gapped(x) for x in grads]
+            if name == "expanded":
+                grads = [x.reshape(-1)[:1].reshape([1] * x.ndim).expand(x.shape) if x.numel() else x for x in grads]
+            pairs = [
+                (x, g) for x, g in zip(outputs, grads, strict=True) if name not in ("one-hot", "scaled") or g.any()
+            ]
+            kept, grads = zip(*pairs, strict=True)
+            found = torch.autograd.grad(kept, inputs, grads, retain_graph=True, allow_unused=True)
+            return _flat(found, inputs)
+
+        if outputs:
+            yield name, vector, product
+
+
+def _jvps(
+    function: Function, arguments: Sequence[Any], inputs: Sequence[Tensor], outputs: Sequence[Tensor], zero: bool
+) -> Iterator[Product]:
+    """Of a tensor that is given twice, both places get its tangent; zero: whether zero tangents are tried."""
+    for name, vector in _vectors(len(_flat(inputs))):
+        if name == "expanded" or (name == "zero" and not zero):
+            continue
+
+        def product(name: str = name, vector: Tensor = vector) -> Tensor:
+            with forward_ad.dual_level():
+                tangents = _unflat(vector, inputs)
+                pairs = zip(inputs, map(_gapped, tangents) if name == "gapped" else tangents, strict=True)
+                duals = {id(x): forward_ad.make_dual(x.detach(), tangent) for x, tangent in pairs}
+                results = function(*(duals.get(id(x), x) for x in arguments))
+                return _flat([forward_ad.unpack_dual(x).tangent for x in results], outputs)
+
+        yield f"tangent {name}", vector, product
+
+
+# Differences
+
+
+ABOUT_DERIVATIVES = ("mismatch", "nonlinear", "nondeterministic", "undefined tangent", "not multiplied by grad_output")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Both verdicts on a program, its flaws (None where nobody can say) and the row that lists a difference, or ""."""
+
+    program: Program
+    torchs: Verdict
+    own: Verdict
+    flaws: frozenset[str] | None = None
+    row: str = ""
+
+    @property
+    def differ(self) -> bool:
+        """Whether the verdicts are not the same."""
+        return self.torchs.word != self.own.word
+
+    @property
+    def untrue(self) -> bool:
+        """Whether fastgrad passes a flaw or fails without one.
+
+        That a backward moves is seen by chance, and rounding to low precision drowns small steps, not large ones.
+        """
+        if self.flaws is None:
+            return False
+        if self.own.word == "pass":
+            return bool(self.flaws - {"moves", "results move"})
+        return self.own.kind in ABOUT_DERIVATIVES and not self.flaws and self.program.error != "low precision"
+
+    @property
+    def alarm(self) -> bool:
+        """Whether the verdicts differ and no row says why, or fastgrad's is not the truth."""
+        return (self.differ and not self.row) or self.untrue
+
+    def __str__(self) -> str:
+        truth = "unknown" if self.flaws is None else ", ".join(sorted(self.flaws)) or "no flaws"
+        listed = f"\n  listed: {self.row}" if self.row else ""
+        return f"{self.program}\n  torch: {self.torchs}\n  fastgrad: {self.own}\n  truth: {truth}{listed}"
+
+
+def compare(program: Program) -> Comparison:
+    """Both checkers on a program, what is true of it, and the listed difference where their verdicts differ."""
+    try:
+        wrong: frozenset[str] | None = flaws(program)
+    except UNFIT:
+        wrong = None
+    found = Comparison(program, verdict(program, False), verdict(program, True), wrong)
+    return replace(found, row=_listed(found)) if found.differ else found
+
+
+def _listed(found: Comparison) -> str:
+    program, own, wrong = found.program, found.own, found.flaws or frozenset()
+    rows = []
+    for row, without in _MISTAKES.items():
+        changed = without(program)
+        if changed != program:
+            rows.append(row)
+            program = changed
+    torchs = verdict(program, False) if rows else found.torchs
+    if torchs.word == own.word:
+        return " and ".join(rows)
+    for row, holds in _ROWS.items():
+        if holds(program, torchs, own, wrong):
+            return " and ".join([*rows, row])
+    return ""
+
+
+def _without_ignored(program: Program) -> Program:
+    kept = tuple(output for output in program.outputs if output[1] not in IGNORED)
+    return replace(program, outputs=kept) if kept else program
+
+
+def _without_untracked(program: Program) -> Program:
+    if not program.forward or KINDS[program.kind].second_order:
+        return program
+    kept = tuple(o for o, result in zip(program.outputs, program.results(), strict=True) if _tracked([result]))
+    return replace(program, outputs=kept) if kept else program
+
+
+def _once(program: Program) -> Program:
+    """The program that gets every tensor once and uses it wherever it used the same one, in forward mode."""
+    if not program.forward:
+        return program
+    to = list(range(len(program.inputs) + len(program.steps)))
+    for i, value in enumerate(program.inputs):
+        to[i] = i if value.same_as is None else value.same_as
+    return replace(
+        program,
+        inputs=tuple(value if value.same_as is None else Input(requires_grad=False) for value in program.inputs),
+        steps=tuple(replace(step, values=tuple(to[i] for i in step.values)) for step in program.steps),
+        outputs=tuple((to[i], how) for i, how in program.outputs),
+    )
+
+
+_MISTAKES: dict[str, Callable[[Program], Program]] = {
+    "bool, integer and None results": _without_ignored,
+    "results that do not require grad in forward mode": _without_untracked,
+    "the same tensor twice in forward mode": _once,
+}
+"""Rows of docs/differences.md by the program without what torch mistakes: on that, both verdicts must be equal."""
+
+OTHERS = {"scaled", "dense", "halved", "gapped", "expanded"}
+"""Vectors that torch does not try."""
+
+
+def _raises(vectors: set[str], wrong: frozenset[str]) -> bool:
+    return any(f"{name} raises" in wrong for name in vectors)
+
+
+_ROWS: dict[str, Callable[[Program, Verdict, Verdict, frozenset[str]], bool]] = {
+    "backward not linear in grad_output": lambda program, torchs, own, wrong: (
+        torchs.word == "pass"
+        and own.message.startswith("backward is not linear")
+        and "one-hot" not in wrong
+        and (bool(wrong & OTHERS) or _raises(OTHERS, wrong))
+    ),
+    "backward not linear in grad_output, raises": lambda program, torchs, own, wrong: (
+        f"it raised {torchs.word} for" in own.message and "one-hot raises" not in wrong and _raises(OTHERS, wrong)
+    ),
+    "jvp not linear in its tangent": lambda program, torchs, own, wrong: (
+        torchs.word == "pass"
+        and own.message.startswith("jvp is not linear")
+        and ("tangent one-hot" not in wrong or program.error == "last")
+        and any(f"tangent {name}" in wrong or f"tangent {name} raises" in wrong for name in OTHERS)
+    ),
+    "undefined tangents are zero": lambda program, torchs, own, wrong: (
+        torchs.word == "pass" and own.kind == "undefined tangent" and "tangent zero" in wrong
+    ),
+    "determinism": lambda program, torchs, own, wrong: (
+        torchs.word == "pass" and own.kind == "nondeterministic" and bool(wrong & {"moves", "results move"})
+    ),
+    "determinism, cost": lambda program, torchs, own, wrong: (
+        own.word == "pass" and "not reentrant" in torchs.message and "moves" in wrong and program.error == "third call"
+    ),
+    "func gives other results when called again": lambda program, torchs, own, wrong: (
+        KINDS[program.kind].second_order and "results move" in wrong
+    ),
+    "gradgradcheck of a func without differentiable outputs": lambda program, torchs, own, wrong: (
+        KINDS[program.kind].second_order and own.word == "ValueError" and not _tracked(program.results())
+    ),
+}
+"""Rows of docs/differences.md by what must hold of a program, the two verdicts, torch's first, and its flaws."""
