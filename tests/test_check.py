@@ -111,6 +111,21 @@ def test_every_tangent_is_tried_negative(seed: int) -> None:
         fastgrad.gradcheck(func, leaf(), check_forward_ad=True, seed=seed)
 
 
+def test_a_backward_that_raises_for_every_grad_output_is_not_called_nonlinear() -> None:
+    class Raises(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            raise RuntimeError("for any grad_output")
+
+    # No row of an empty output runs the backward.
+    with pytest.raises(RuntimeError, match="for any grad_output"):
+        fastgrad.gradcheck(lambda x, y: (Raises.apply(x), y.sin()), (leaf(0), leaf(2)))
+
+
 def test_the_worst_entry_of_a_forward_jacobian_is_named_by_output_and_input() -> None:
     def tangent(x: Tensor, t: Tensor) -> Tensor:
         result = 2 * x * t
