@@ -11,7 +11,7 @@ from tests.properties.programs import Program, programs
 
 @given(programs())
 @settings(
-    max_examples=200,
+    max_examples=150,
     derandomize=True,
     database=None,
     deadline=None,
