@@ -1,5 +1,6 @@
 // The compiled module fastgrad._C: what takes a Python callable or runs the autograd engine.
 #include "loops.h"
+#include "ops/flatten.h"
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
@@ -25,6 +26,8 @@ PYBIND11_MODULE(_C, module) {
       .def("coordinates", torch::wrap_pybind_function(&Evaluator::coordinates))
       .def("evaluate", torch::wrap_pybind_function(&Evaluator::evaluate))
       .def("evaluate_displaced", torch::wrap_pybind_function(&Evaluator::evaluate_displaced))
+      .def("realize", torch::wrap_pybind_function(&Evaluator::realize))
+      .def("values_along", torch::wrap_pybind_function(&Evaluator::values_along))
       .def("difference_columns", torch::wrap_pybind_function(&Evaluator::difference_columns))
       .def("evaluate_at", torch::wrap_pybind_function(&Evaluator::evaluate_at))
       .def("tangent_columns", torch::wrap_pybind_function(&Evaluator::tangent_columns))
@@ -41,6 +44,7 @@ PYBIND11_MODULE(_C, module) {
       .def_readonly("dtypes", &fastgrad::GradientsMatch::dtypes)
       .def_readonly("sizes", &fastgrad::GradientsMatch::sizes)
       .def_readonly("repeats", &fastgrad::GradientsMatch::repeats);
+  module.def("flatten_", torch::wrap_pybind_function(&fastgrad::flatten_));
   module.def("vjp", torch::wrap_pybind_function(&fastgrad::vjp));
   module.def("vjp_coordinates", torch::wrap_pybind_function(&fastgrad::vjp_coordinates));
   module.def("vjp_rows", torch::wrap_pybind_function(&fastgrad::vjp_rows));

@@ -13,6 +13,9 @@ TORCH_LIBRARY(fastgrad, library) {
       "central_difference_(Tensor(a!) column, Tensor minus, Tensor origin, int coordinate, float eps, "
       "float relative_step) -> ()");
   library.def(
+      "realize_(Tensor(a!) displacement, Tensor(b!) realized, Tensor origin, float eps, float relative_step) -> ()");
+  library.def("dots(Tensor rows, Tensor vector) -> Tensor");
+  library.def(
       "richardson_(Tensor(a!) derivative, Tensor(b!) noise, Tensor base, Tensor plus, Tensor minus, Tensor half_plus, "
       "Tensor half_minus, float eps, float ulp) -> ()");
   library.def(

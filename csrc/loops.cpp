@@ -6,6 +6,7 @@
 #include "ops/displace.h"
 #include "ops/flatten.h"
 #include "ops/perturb_coordinate.h"
+#include "ops/realize.h"
 #include "ops/unflatten.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -214,6 +215,47 @@ py::object Evaluator::evaluate_displaced(const at::Tensor& displacement, double 
     }
   }
   return call(record_graph, perturbed_arguments());
+}
+
+void Evaluator::realize(
+    const at::Tensor& displacement, const at::Tensor& realized, double eps, double relative) const {
+  const BelowAutograd guard;
+  for (const InputBlock& block : blocks_) {
+    const int64_t size = coordinate_count(block.origin);
+    realize_(
+        displacement.narrow(0, block.first, size), realized.narrow(0, block.first, size),
+        block.origin.to(displacement.device()), eps, relative * block.relative_step);
+  }
+}
+
+std::optional<std::tuple<int64_t, int64_t, py::object>> Evaluator::values_along(
+    const at::Tensor& displacement, const std::vector<double>& scales, const at::Tensor& values,
+    const std::vector<OutputSpec>& outputs, bool record_graph) {
+  const OnExit restoring([this] { restore(); });
+  for (size_t s = 0; s < scales.size(); ++s) {
+    {
+      const BelowAutograd guard;
+      for (const InputBlock& block : blocks_) {
+        const at::Tensor own = displacement.narrow(0, block.first, coordinate_count(block.origin));
+        displace_(block.values, block.origin, own.to(block.values.device()), scales[s]);
+      }
+    }
+    const py::object result = call(record_graph, perturbed_arguments());
+    const BelowAutograd guard;
+    int64_t offset = 0;
+    for (size_t o = 0; o < outputs.size(); ++o) {
+      PyObject* const object = output_at(result.ptr(), outputs[o].position);
+      if (!looks_like(object, outputs[o].like)) {
+        py::object found = object ? py::reinterpret_borrow<py::object>(object) : py::none();
+        return std::make_tuple(static_cast<int64_t>(s), static_cast<int64_t>(o), std::move(found));
+      }
+      const int64_t size = coordinate_count(outputs[o].like);
+      flatten_(values.select(0, static_cast<int64_t>(s)).narrow(0, offset, size), THPVariable_Unpack(object));
+      offset += size;
+    }
+    raise_if_interrupted();
+  }
+  return std::nullopt;
 }
 
 std::optional<std::tuple<int64_t, int64_t, py::object>> Evaluator::difference_columns(

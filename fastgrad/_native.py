@@ -29,6 +29,7 @@ from fastgrad._C import (  # noqa: E402  (after the check)
     InputBlock,
     OutputSpec,
     UnspecifiedEntry,
+    flatten_,
     vjp,
     vjp_coordinates,
     vjp_rows,
@@ -40,6 +41,7 @@ class ops:  # noqa: N801  (a namespace, like torch.ops.fastgrad)
 
     compare = torch.ops.fastgrad.compare.default
     direction_ = torch.ops.fastgrad.direction_.default
+    dots = torch.ops.fastgrad.dots.default
     flatten_ = torch.ops.fastgrad.flatten_.default
     project_rows_ = torch.ops.fastgrad.project_rows_.default
     richardson_ = torch.ops.fastgrad.richardson_.default
@@ -52,6 +54,7 @@ __all__ = [
     "InputBlock",
     "OutputSpec",
     "UnspecifiedEntry",
+    "flatten_",
     "ops",
     "vjp",
     "vjp_coordinates",

@@ -84,7 +84,9 @@ def gradcheck(
     check_backward_ad
         Check reverse mode.
     fast_mode
-        Runs the exact engine so far, and says so in the report.
+        Compare random combinations of the entries instead of every entry: the cost does not grow with
+        the size of the Jacobian. A wrong entry is located and confirmed by itself. What stays open is
+        decided by the exact engine where that is affordable; otherwise the report says so.
     masked
         Ignore the unspecified elements of sparse inputs: only specified ones are perturbed, and
         gradients of the others must be zero. Otherwise sparse inputs are perturbed as copies with all
@@ -92,11 +94,15 @@ def gradcheck(
     check_sparse_nnz
         The old name of masked.
     engine
-        "auto" or "dense".
+        "auto"; "dense" compares every entry; "sketch", with fast_mode, never takes the exact engine for
+        small problems.
     seed
         Of the random cotangents and evaluation points; 0 by default. Torch's generators are not touched.
-    confidence, progress
-        Not there yet: NotImplementedError unless None (or False, for progress).
+    confidence
+        Of fast mode: the probability to find two errors that cancel in a row or a column, from 1000 atol
+        on; 1 - 1e-9 by default. Single errors above the tolerance are always found.
+    progress
+        Not there yet: NotImplementedError unless None or False.
     memory_limit
         Bytes for the block of numerical columns that is held at a time; by default a quarter of what
         is free. A smaller limit repeats more VJPs.
@@ -129,12 +135,13 @@ def gradcheck(
         raise AssertionError("Setting check_batched_grad=True requires check_backward_ad to be True")
     if check_batched_forward_grad and not check_forward_ad:
         raise AssertionError("Setting check_batched_forward_grad=True requires check_forward_ad to be True")
-    _refuse_later_keywords(
-        confidence=confidence is not None,
-        progress=bool(progress),
-    )
-    if engine not in ("auto", "dense"):
-        raise ValueError(f"engine must be 'auto' or 'dense', got {engine!r}.")
+    _refuse_later_keywords(progress=bool(progress))
+    if engine not in ("auto", "dense", "sketch"):
+        raise ValueError(f"engine must be 'auto', 'dense' or 'sketch', got {engine!r}.")
+    if engine == "sketch" and not fast_mode:
+        raise ValueError("engine='sketch' compares sums of entries, not every entry: it needs fast_mode=True.")
+    if confidence is not None and not 0 < _number("confidence", confidence) < 1:
+        raise ValueError(f"confidence must be None or between 0 and 1, got {confidence!r}.")
     if seed is not None and not (_is_integer(seed) and -(2**63) <= seed < 2**63):
         raise ValueError(f"seed must be None or an integer of 64 bits, got {seed!r}.")
     if memory_limit is not None and not (_is_integer(memory_limit) and memory_limit > 0):
@@ -154,6 +161,7 @@ def gradcheck(
         masked=bool(masked),
         engine=engine,
         seed=0 if seed is None else seed,
+        confidence=1 - 1e-9 if confidence is None else float(confidence),
         memory_limit=memory_limit,
     )
     return _raise_or_return(func, inputs, settings, raise_exception)

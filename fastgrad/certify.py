@@ -251,3 +251,65 @@ class TangentProof:
             f"{allowed[which, component].item():.2g})"
         )
         return Failure("nonlinear", output.index, None, output.position, None, mode="forward", detail=detail)
+
+
+def one_hot_failure(problem: Problem, settings: Settings) -> Failure | None:
+    """Dtype, size, determinism and homogeneity of the backward of each output, at one element of each part."""
+    for imaginary in (True, False):
+        for output in problem.outputs:
+            if (imaginary and not output.is_complex) or not output.size:
+                continue
+            part: Part = ("imaginary" if imaginary else "real") if output.is_complex else "all"
+            element = settings.seed % output.tensor.numel()
+            rows, again, match = problem.analytical_rows(
+                output, imaginary, element, 1, problem.inputs, repeated=1, scale=REPEAT_SCALE
+            )
+            places = output.index, None, output.position, None, part
+            if settings.check_grad_dtypes and not match.dtypes:
+                return Failure("dtype", *places)
+            if not match.sizes:
+                return Failure("size", *places)
+            if match.repeats:
+                continue
+            if _rows_move(problem, output, part, element, 1, settings.nondet_tol):
+                return Failure("nondeterministic", *places)
+            if differ(rows, again, settings.atol, False):
+                detail = (
+                    f"grad_outputs of 1 and of {REPEAT_SCALE:g} at element {list(output.element_index(element))} of "
+                    f"output {output.index} give gradients that are not multiples of each other"
+                )
+                return Failure("nonlinear", *places, detail=detail)
+    return None
+
+
+def linearity_failure(
+    problem: Problem, settings: Settings, cotangent: Tensor, gradient: Tensor, kind: str
+) -> Failure | None:
+    """Whether a VJP is what the VJPs of two halves of its cotangent, each contiguous, add up to.
+
+    Parameters
+    ----------
+    cotangent
+        float64, shape (m,).
+    gradient
+        Its VJP, in whatever layout: float64, shape (n,).
+    """
+    half = torch.empty_like(cotangent)
+    ops.direction_(half, settings.seed, COTANGENT_STREAM, 0, True)
+    some = torch.where(half == 0, 0.0, cotangent)
+    parts = problem.vjp(torch.stack([some, cotangent - some]))
+    total = parts.sum(0)
+    allowed = settings.atol + settings.rtol * parts.abs().sum(0)
+    wrong = ~((gradient - total).abs() <= allowed) & total.isfinite()
+    if not bool(wrong.any()):
+        return None
+    if differ(problem.vjp(torch.stack([some, cotangent - some])), parts, settings.nondet_tol, False):
+        return Failure("nondeterministic", problem.outputs[0].index, None, problem.outputs[0].position)
+    coordinate = int(wrong.nonzero()[0])
+    block = next(block for block in problem.inputs if coordinate < block.first + block.size)
+    index = block.element_index((coordinate - block.first) // (2 if block.is_complex else 1))
+    detail = (
+        f"for {kind}, the gradient of input {block.index} at {list(index)} is {gradient[coordinate].item():.6g}, but "
+        f"those of its two halves add up to {total[coordinate].item():.6g}"
+    )
+    return Failure("nonlinear", input=block.index, input_position=block.position, detail=detail)

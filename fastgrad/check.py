@@ -20,7 +20,8 @@ from fastgrad.attributes import (
 from fastgrad.certify import LinearityProof, TangentProof, repeat_failure
 from fastgrad.compare import PairComparison
 from fastgrad.engines import JacobianBlock, dense
-from fastgrad.plan import make_plan
+from fastgrad.fast import screen, screen_constant, screen_forward
+from fastgrad.plan import is_affordable, make_plan, make_sketch_plan, sketches
 from fastgrad.problem import Problem, as_tuple, disabled_gradients
 from fastgrad.refine import surviving
 from fastgrad.report import Failure, Part, Plan, Report, Settings
@@ -46,10 +47,8 @@ def check(func: Callable[..., Any], inputs: Any, settings: Settings) -> Report:
     start = time.perf_counter()
     notes: list[str] = []
     with Problem(func, as_tuple(inputs), settings.masked) as problem:
-        plan = make_plan(problem, settings)
+        plan = make_sketch_plan() if sketches(problem, settings) else make_plan(problem, settings)
         failure = _first_failure(problem, plan, settings, notes)
-    if settings.fast_mode:
-        notes.append("fast_mode=True ran the exact engine: the fast one is not there yet")
     disabled = disabled_gradients()
     if disabled:
         notes.append(disabled)
@@ -70,9 +69,9 @@ def check(func: Callable[..., Any], inputs: Any, settings: Settings) -> Report:
 
 
 def _first_failure(problem: Problem, plan: Plan, settings: Settings, notes: list[str]) -> Failure | None:
+    failure = _screened(problem, settings, notes) if plan.engine == "sketch" else _exact(problem, plan, settings, notes)
     if not problem.has_graph:
-        return _nonzero_numerical(problem, plan, settings)
-    failure = _jacobian_failure(problem, plan, settings, notes)
+        return failure
     if failure is None and settings.check_forward_ad and settings.check_undefined_grad:
         failure = check_undefined_tangents(problem, settings)
     if failure is None and settings.check_batched_forward_grad:
@@ -86,6 +85,32 @@ def _first_failure(problem: Problem, plan: Plan, settings: Settings, notes: list
     if failure is None and settings.check_undefined_grad:
         failure = check_undefined_grads(problem)
     return failure
+
+
+def _exact(problem: Problem, plan: Plan, settings: Settings, notes: list[str]) -> Failure | None:
+    """Every entry of every Jacobian."""
+    if not problem.has_graph:
+        return _nonzero_numerical(problem, plan, settings)
+    return _jacobian_failure(problem, plan, settings, notes)
+
+
+def _screened(problem: Problem, settings: Settings, notes: list[str]) -> Failure | None:
+    """Fast mode; what it leaves open is decided by the exact engine, where that is affordable."""
+    if not problem.has_graph:
+        screens = [screen_constant]
+    else:
+        screens = [screen] * settings.check_backward_ad + [screen_forward] * settings.check_forward_ad
+    for run in screens:
+        found = run(problem, settings, settings.confidence)
+        if found.failure is not None:
+            return found.failure
+        if found.undecided is None:
+            continue
+        if is_affordable(problem):
+            notes.append("what the sketch left open was decided by the exact engine")
+            return _exact(problem, make_plan(problem, settings), settings, notes)
+        notes.append(f"undecided below {found.undecided:.2g}: errors up to this size may be hidden")
+    return None
 
 
 def _nonzero_numerical(problem: Problem, plan: Plan, settings: Settings) -> Failure | None:

@@ -13,16 +13,19 @@ COTANGENT_STREAM = 1
 GRAD_OUTPUT_STREAM = 2
 TANGENT_STREAM = 3
 BATCH_STREAM = 4
+# Of these two, there are as many as a check asks for: they add multiples of 16.
+SKETCH_DIRECTIONS = 5
+SKETCH_COTANGENTS = 6
 
 
-def direction(size: int, seed: int, stream: int, first: int = 0) -> Tensor:
+def direction(size: int, seed: int, stream: int, first: int = 0, halved: bool = False) -> Tensor:
     """Components first, first + 1, ... of direction (seed, stream).
 
     Returns a float64 tensor of shape (size,): magnitudes uniform in [0.5, 1.5), signs random
-    (Philox4x32-10). The same bits on every device.
+    (Philox4x32-10). With halved, a random half is zero. The same bits on every device.
     """
     out = torch.empty(size, dtype=torch.float64, device="cpu")
-    ops.direction_(out, seed, stream, first, False)
+    ops.direction_(out, seed, stream, first, halved)
     return out
 
 

@@ -139,8 +139,9 @@ def _details(failure: Failure, comparison: Comparison, atol: float, rtol: float)
             f"= atol {atol:g} + rtol {rtol:g} * |numerical|",
         ]
     lines.append(
-        f"  extent     {comparison.mismatches} of {comparison.entries} entries, largest absolute error "
-        f"{comparison.largest_absolute:.3g}, largest relative error {comparison.largest_relative:.3g}"
+        f"  extent     {'' if comparison.exhaustive else 'at least '}{comparison.mismatches} of {comparison.entries} "
+        f"entries, largest absolute error {comparison.largest_absolute:.3g}, largest relative error "
+        f"{comparison.largest_relative:.3g}"
     )
     if failure.detail:
         lines.append(f"  because    {failure.detail}")

@@ -16,6 +16,12 @@ BLOCK_BYTES = 1 << 20
 FREE_MEMORY_SHARE = 0.25
 """The default memory limit, as a share of what is free."""
 
+TINY = 24
+"""Evaluations and VJPs of the dense engine up to which it costs no more than a sketch."""
+
+AFFORDABLE_ENTRIES = 4_000_000
+AFFORDABLE_CALLS = 20_000
+
 COLUMNS_WORTH_A_LOOK = 12
 """Columns from which two cheaper evaluations each repay the four that tell whether a graph is needed."""
 
@@ -47,6 +53,18 @@ def needs_graph(problem: Problem, settings: Settings) -> bool:
     return False
 
 
+def sketches(problem: Problem, settings: Settings) -> bool:
+    """Whether fast mode is worth it: exact checks of tiny problems cost less."""
+    return settings.engine == "sketch" or (
+        settings.fast_mode and settings.engine == "auto" and 2 * problem.n + problem.m > TINY
+    )
+
+
+def is_affordable(problem: Problem) -> bool:
+    """Whether the exact engine may decide what a sketch leaves open."""
+    return problem.n * problem.m <= AFFORDABLE_ENTRIES and 2 * problem.n + problem.m <= AFFORDABLE_CALLS
+
+
 def make_plan(problem: Problem, settings: Settings) -> Plan:
     """The plan for a problem whose outputs are known."""
     column_bytes = 8 * max(1, problem.m)
@@ -56,3 +74,8 @@ def make_plan(problem: Problem, settings: Settings) -> Plan:
     record_graph = not (torch.is_grad_enabled() and problem.n >= COLUMNS_WORTH_A_LOOK) or needs_graph(problem, settings)
     reason = "engine='dense' was asked for" if settings.engine == "dense" else "the only exact engine so far"
     return Plan("dense", columns, rows, record_graph, reason)
+
+
+def make_sketch_plan() -> Plan:
+    """The plan of fast mode: a few directions and cotangents, gradients recorded as the caller would."""
+    return Plan("sketch", 0, 0, True, "fast_mode=True")

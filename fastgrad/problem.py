@@ -130,6 +130,8 @@ class Problem:
         Real coordinates of inputs and outputs.
     device
         Where Jacobian blocks live: with the outputs.
+    unspecified
+        The largest entry that `vjp` met at an element that a sparse input does not specify.
     evaluations, vjps, jvps
         Calls of func and of backward so far; a JVP is one of the evaluations.
     """
@@ -143,10 +145,12 @@ class Problem:
         self.m = 0
         self.device = self.inputs[0].tensor.device
         self.has_graph = False
+        self.unspecified = 0.0
         self.vjps = 0
         self.jvps = 0
         self._arguments = arguments
         self._graph: tuple[Tensor, ...] | None = None
+        self._coordinates: Tensor | None = None
         self._input_tensors = [block.tensor for block in self.inputs]
         self._natives = []
         for block in self.inputs:
@@ -232,13 +236,36 @@ class Problem:
             steps[block.first : block.first + block.size] *= relative_step(block.tensor.dtype)
         return steps.clamp_(min=eps).mul_(direction)
 
+    def realize(self, displacement: Tensor, realized: Tensor, eps: float, relative: float = 1.0) -> None:
+        """From a direction, its `displacement` and what `values_along` it, extrapolated, really measure.
+
+        Parameters
+        ----------
+        displacement
+            The direction on entry, the displacement on return: float64, shape (n,).
+        realized
+            Written: the displacement over eps, up to rounding to the inputs' dtypes. Float64, shape (n,).
+        relative
+            A factor of the relative steps at large magnitudes.
+        """
+        self._evaluator.realize(displacement, realized, eps, relative)
+
+    def values_along(self, displacement: Tensor, scales: Sequence[float], values: Tensor) -> None:
+        """Writes the outputs at x + scale displacement, for several scales, into values: float64, shape (scales, m)."""
+        self._graph = None
+        changed = self._evaluator.values_along(displacement, scales, values, self._specs, True)
+        if changed is not None:
+            raise AssertionError(_changed(self.outputs[changed[1]], changed[2], "perturbed together"))
+
     def coordinates(self) -> Tensor:
         """The real coordinates of the inputs at x: float64, shape (n,)."""
-        return self._evaluator.coordinates().to(self.device)
+        if self._coordinates is None:
+            self._coordinates = self._evaluator.coordinates().to(self.device)
+        return self._coordinates
 
     def realized_width(self, displacement: Tensor, scale: float) -> Tensor:
         """(x + scale d) - (x - scale d) as rounding to the inputs' dtypes leaves it: float64, shape (n,)."""
-        width = self.coordinates()
+        width = self.coordinates().clone()
         for block in self.inputs:
             within = slice(block.first, block.first + block.size)
             move = scale * displacement[within]
@@ -264,7 +291,7 @@ class Problem:
             result = self._evaluator.evaluate_displaced(displacement, scale, record_graph)
         flat = torch.empty(self.m, dtype=torch.float64, device=self.device)
         for block, output in zip(self.outputs, self._selected(result), strict=True):
-            _native.ops.flatten_(flat[block.first : block.first + block.size], output.detach())
+            _native.flatten_(flat[block.first : block.first + block.size], output.detach())
         return flat
 
     def _selected(self, result: Any) -> tuple[Tensor, ...]:
@@ -351,7 +378,8 @@ class Problem:
         """
         count = cotangents.shape[0]
         products = torch.empty(count, self.n, dtype=torch.float64, device=self.device)
-        _native.vjp_coordinates(self.graph(), self._natives, cotangents, gapped, expanded, products)
+        match = _native.vjp_coordinates(self.graph(), self._natives, cotangents, gapped, expanded, products)
+        self.unspecified = max([self.unspecified, *(abs(entry.value) for entry in match.unspecified.values())])
         self.vjps += count
         return products
 

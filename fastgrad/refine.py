@@ -90,7 +90,11 @@ def refine_column(
         missing = torch.full_like(base, torch.nan)
         return Refinement(missing, missing.abs(), torch.zeros_like(base, dtype=torch.bool), left, right)
     values, errors = _extrapolate(
-        torch.stack(differences), torch.tensor(steps), _rounding(problem, rows, base), atol, rtol
+        torch.stack(differences),
+        torch.tensor(steps, dtype=torch.float64, device=base.device),
+        _rounding(problem, rows, base),
+        atol,
+        rtol,
     )
     # Not "errors > allowed": a NaN has not converged.
     converged = errors <= atol + rtol * values.abs()
@@ -125,7 +129,7 @@ def _extrapolate(
 ) -> tuple[Tensor, Tensor]:
     """The best estimate of each row and its error, from plain differences: shape (steps, rows), large steps first."""
     count = len(steps)
-    widths = 2 * steps.to(differences.device).unsqueeze(-1)
+    widths = 2 * steps.unsqueeze(-1)
     values = torch.full_like(rounding, torch.nan)
     errors = torch.full_like(rounding, torch.inf)
     previous: list[Tensor] = []

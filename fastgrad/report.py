@@ -51,6 +51,7 @@ class Settings:
     masked: bool = False
     engine: str = "auto"
     seed: int = 0
+    confidence: float = 1 - 1e-9
     memory_limit: int | None = None
 
 
@@ -98,7 +99,8 @@ class Comparison:
     """The Jacobian of one output with respect to one input, analytical against numerical.
 
     sum_analytical, sum_numerical and sum_product are sums of |a|^2, |n|^2 and a conj(n) over the
-    mismatched entries. The two matrices are kept only when small, in torch's layout: one row an
+    mismatched entries. exhaustive: all entries were compared; otherwise some were located, and these
+    numbers are about them. The two matrices are kept only when small, in torch's layout: one row an
     input element, one column an output element.
     """
 
@@ -112,6 +114,7 @@ class Comparison:
     sum_product: complex
     analytical: Tensor | None = None
     numerical: Tensor | None = None
+    exhaustive: bool = True
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ FLOORS = {
     0: ["_build", "_native", "_torch", "_version", "errors", "report"],
     1: ["coloring", "coordinates", "directions", "graphs", "problem", "sparsity", "tolerances"],
     2: ["attributes", "certify", "compare", "engines", "engines.compressed", "engines.dense", "engines.sketch"],
-    3: ["check", "second_order"],
+    3: ["check", "fast", "second_order"],
     4: ["api", "diagnose", "messages"],
     5: ["__init__", "__main__", "cli", "demo", "functional", "pytest_plugin", "render"],
 }
@@ -29,6 +29,8 @@ NEIGHBORS = {
     "certify": {"compare", "engines"},
     "compare": {"refine"},
     "engines.dense": {"engines"},
+    "engines.sketch": {"engines"},
+    "check": {"fast"},
     "api": {"messages"},
     "messages": {"diagnose"},
     "__main__": {"cli"},

@@ -98,6 +98,41 @@ def test_displace(kernel: str, layout: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.complex128])
+def test_realize(kernel: str, dtype: torch.dtype) -> None:
+    origin = tensor(dtype, 3, 4)
+    origin[0, 0], origin[0, 1] = 1e9, math.inf
+    values = coordinates(origin)
+    u = tensor(torch.float64, values.size)
+    displacement, realized = u.clone(), torch.zeros_like(u)
+    call(kernel, ops.realize_, displacement, realized, origin, 1e-3, STEP)
+    finite = np.isfinite(values)
+    steps = np.maximum(1e-3, STEP * np.abs(values.astype(np.float64)))
+    np.testing.assert_allclose(displacement.numpy()[finite], (steps * u.numpy())[finite], rtol=1e-15)
+    d = displacement.numpy()
+    real = torch.view_as_real(origin).numpy().dtype if origin.is_complex() else origin.numpy().dtype
+    width = lambda h: (values + h).astype(real).astype(float) - (values - h).astype(real).astype(float)  # noqa: E731
+    with np.errstate(invalid="ignore"):
+        expected = (8 * width(d / 2) - width(d)) / 6e-3
+    np.testing.assert_allclose(realized.numpy()[finite], expected[finite], rtol=1e-12, atol=1e-12)
+    assert realized.isfinite().all() == displacement.isfinite().all(), "an infinite coordinate has no width"
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_dots(kernel: str) -> None:
+    rows, vector = tensor(torch.float64, 3, 40000), tensor(torch.float64, 40000)
+    vector[7] = 0
+    rows[1, 7] = math.nan
+    found = call(kernel, ops.dots, rows, vector)
+    terms = rows.nan_to_num().numpy() * vector.numpy()
+    np.testing.assert_allclose(found.numpy(), np.stack([terms.sum(1), np.abs(terms).sum(1)], 1), rtol=1e-10)
+    assert found.isfinite().all(), "a zero silences its column"
+    rows[1, 8] = math.nan
+    assert found.shape == (3, 2)
+    assert math.isnan(call(kernel, ops.dots, rows, vector)[1, 0])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_richardson(kernel: str) -> None:
     eps, x, u = 1e-3, 0.7, 1.25
     funcs = [math.exp, lambda t: 3 * t + 1, lambda t: abs(t - x), lambda t: float(t > x + 0.6e-3), lambda t: math.nan]
@@ -255,6 +290,8 @@ def samples() -> list[Any]:
     return [
         pytest.param(ops.perturb_coordinate_, (x.clone(), x, 1, 1, 1e-6, STEP), id="perturb_coordinate_"),
         pytest.param(ops.displace_, (x.clone(), x, real, 0.5), id="displace_"),
+        pytest.param(ops.realize_, (real.clone(), real.clone(), x, 1e-6, STEP), id="realize_"),
+        pytest.param(ops.dots, (block, block[0].clone()), id="dots"),
         pytest.param(ops.richardson_, (real.clone(), real.clone(), *[real] * 5, 1e-6, 2.0**-52), id="richardson_"),
         pytest.param(ops.direction_, (real.clone(), 0, 1, 2, True), id="direction_"),
         pytest.param(ops.flatten_, (real.clone(), x), id="flatten_"),

@@ -37,6 +37,14 @@ def test_right_passes(row: Row) -> None:
     assert torchs(row.right, row.inputs(), **row.keywords, raise_exception=False) == row.torch_passes
 
 
+@ROWS
+def test_fast_mode_finds_the_same(row: Row) -> None:
+    own, _ = checkers(row)
+    fast = {**row.keywords, "fast_mode": True, "engine": "sketch", "raise_exception": False}
+    assert own(row.right, row.inputs(), **fast)
+    assert not own(row.wrong, row.inputs(), **fast)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_no_seed_raises_a_false_alarm_or_misses(seed: int) -> None:
     for row in TABLE:

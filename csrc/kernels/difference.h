@@ -18,7 +18,7 @@ FASTGRAD_HOST_DEVICE T perturbed(T x, double step) {
 template <typename T>
 FASTGRAD_HOST_DEVICE double realized_width(T x, double step) {
   const double width = static_cast<double>(perturbed(x, step)) - static_cast<double>(perturbed(x, -step));
-  return std::isfinite(width) ? width : 2 * step;
+  return width - width == 0 ? width : 2 * step;  // isfinite, in a form that vectorizes
 }
 
 // The step for a single-coordinate difference: eps wherever that moves x at all, else
@@ -27,6 +27,13 @@ template <typename T>
 FASTGRAD_HOST_DEVICE double coordinate_step(T x, double eps, double relative_step) {
   const double size = static_cast<double>(x) < 0 ? -static_cast<double>(x) : static_cast<double>(x);
   return realized_width(x, eps) == 0.0 ? size * relative_step : eps;
+}
+
+// A direction's component as differences with the displacements d and d / 2 realize it: under the
+// same extrapolation as kernels/richardson.h.
+template <typename T>
+FASTGRAD_HOST_DEVICE double realized_component(T x, double displacement, double eps) {
+  return (8.0 * realized_width(x, displacement / 2) - realized_width(x, displacement)) / (6.0 * eps);
 }
 
 // The step length along a direction, where one joint step serves coordinates of all sizes.

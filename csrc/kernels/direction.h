@@ -5,21 +5,29 @@
 
 namespace fastgrad {
 
-// Magnitude uniform in [0.5, 1.5), sign random: bounded away from zero, so that no coordinate can
-// hide, and not all of one size, so that two rarely cancel. `seed` keys the generator, `stream`
-// numbers the directions of one check. With `halved`, a random half of the components is zero, never
-// that of coordinate 0, lest a short direction vanish. Every operation is exact, so all devices
-// agree bit for bit.
-FASTGRAD_HOST_DEVICE double direction_component(int64_t seed, int64_t stream, int64_t coordinate, bool halved = false) {
+// The random words of coordinates 4 g, ..., 4 g + 3 of a direction, one each: g is the group.
+FASTGRAD_HOST_DEVICE Words4 direction_words(int64_t seed, int64_t stream, int64_t group) {
   const auto low = [](int64_t value) { return static_cast<uint32_t>(value); };
   const auto high = [](int64_t value) { return static_cast<uint32_t>(static_cast<uint64_t>(value) >> 32); };
-  const Words4 words =
-      philox4x32_10(Words4{{low(coordinate), high(coordinate), low(stream), high(stream)}}, low(seed), high(seed));
-  if (halved && coordinate != 0 && (words.word[2] & 1u)) {
+  return philox4x32_10(Words4{{low(group), high(group), low(stream), high(stream)}}, low(seed), high(seed));
+}
+
+// Magnitude uniform in [0.5, 1.5), sign random: bounded away from zero, so that no coordinate can
+// hide, and not all of one size, so that two rarely cancel. With `halved`, a random half of the
+// components is zero, never that of coordinate 0, lest a short direction vanish. Every operation is
+// exact, so all devices agree bit for bit.
+FASTGRAD_HOST_DEVICE double component_of(const Words4& words, int64_t coordinate, bool halved) {
+  const uint32_t word = words.word[coordinate & 3];
+  if (halved && coordinate != 0 && (word & 2u)) {
     return 0.0;
   }
-  const double magnitude = 0.5 + words.word[0] * (1.0 / 4294967296.0);
-  return (words.word[1] & 1u) ? magnitude : -magnitude;
+  const double magnitude = 0.5 + (word >> 2) * (1.0 / 1073741824.0);
+  return (word & 1u) ? magnitude : -magnitude;
+}
+
+// One component alone. `seed` keys the generator, `stream` numbers the directions of one check.
+FASTGRAD_HOST_DEVICE double direction_component(int64_t seed, int64_t stream, int64_t coordinate, bool halved = false) {
+  return component_of(direction_words(seed, stream, coordinate >> 2), coordinate, halved);
 }
 
 }  // namespace fastgrad

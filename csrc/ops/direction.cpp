@@ -17,8 +17,13 @@ void direction_cpu(const at::Tensor& out, int64_t seed, int64_t stream, int64_t 
   auto* values = out.mutable_data_ptr<double>();
   const int64_t stride = out.stride(0);
   at::parallel_for(0, out.numel(), grain_size, [&](int64_t begin, int64_t end) {
+    Words4 words = direction_words(seed, stream, (first + begin) >> 2);
     for (int64_t j = begin; j < end; ++j) {
-      values[j * stride] = direction_component(seed, stream, first + j, halved);
+      const int64_t coordinate = first + j;
+      if ((coordinate & 3) == 0) {
+        words = direction_words(seed, stream, coordinate >> 2);
+      }
+      values[j * stride] = component_of(words, coordinate, halved);
     }
   });
 }

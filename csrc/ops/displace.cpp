@@ -31,6 +31,12 @@ void displace_cpu(const at::Tensor& x, const at::Tensor& origin, const at::Tenso
     const auto* values = static_cast<const real_t*>(origin.const_data_ptr());
     auto* out = static_cast<real_t*>(x.mutable_data_ptr());
     at::parallel_for(0, coordinate_count(x), grain_size, [&](int64_t begin, int64_t end) {
+      if (contiguous && stride == 1 && scale != 0) {
+        for (int64_t c = begin; c < end; ++c) {
+          out[c] = perturbed(values[c], scale * steps[c]);
+        }
+        return;
+      }
       for (int64_t c = begin; c < end; ++c) {
         const int64_t target = contiguous ? c : element_offset(x, c / width) * width + c % width;
         out[target] = scale == 0 ? values[c] : perturbed(values[c], scale * steps[c * stride]);

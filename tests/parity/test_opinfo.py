@@ -14,12 +14,13 @@ EVERY = 13  # of the operators; `make parity` runs them all
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("check", CHECKS)
-def test_verdicts_are_torchs(check: str, dtype: str) -> None:
+@pytest.mark.parametrize("engine", ["auto", "sketch"])
+def test_verdicts_are_torchs(engine: str, check: str, dtype: str) -> None:
     threads = torch.get_num_threads()
     rows = []
     try:
         for number in range(0, len(operators(DTYPES[dtype], CHECKS[check].supports)), EVERY):
-            rows += compare_operator((check, dtype, number, 1))
+            rows += compare_operator((check, dtype, number, 1, engine))
     finally:
         torch.set_num_threads(threads)
     compared = [row for row in rows if "fastgrad" in row]

@@ -186,6 +186,8 @@ ROWS = [
         lambda x: 1e8 * x.sin(),
     ),
     Row(
-        "rounding", function(lambda x: (1e7 * x).round() / 1e7, lambda g, x: 0 * g), lambda x: x.detach() * 0 + x * 1.0
+        "straight-through rounding",
+        function(lambda x: (1e5 * x).round() / 1e5, lambda g, x: g),
+        lambda x: x.detach() * 0 + x * 1.0,
     ),
 ]

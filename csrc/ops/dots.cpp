@@ -1,0 +1,80 @@
+// CPU launcher and plain ATen kernel of fastgrad::dots.
+#include "dots.h"
+
+#include "common.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/abs.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cmath>
+
+namespace fastgrad {
+namespace {
+
+void check_arguments(const at::Tensor& rows, const at::Tensor& vector) {
+  check_float64("dots", "rows", rows, 2);
+  check_float64("dots", "vector", vector, 1);
+  TORCH_CHECK(
+      rows.is_contiguous() && vector.is_contiguous() && rows.size(1) == vector.size(0),
+      "dots: rows and vector must be contiguous, with as many columns as elements, got ", rows.sizes(), " and ",
+      vector.sizes());
+}
+
+at::Tensor dots_cpu(const at::Tensor& rows, const at::Tensor& vector) {
+  check_arguments(rows, vector);
+  const int64_t count = rows.size(0);
+  const int64_t size = rows.size(1);
+  const int64_t chunks = (size + grain_size - 1) / grain_size;
+  const at::Tensor partial = at::zeros({chunks, count, 2}, rows.options());
+  const double* a = rows.const_data_ptr<double>();
+  const double* b = vector.const_data_ptr<double>();
+  auto* sums = partial.mutable_data_ptr<double>();
+  at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t chunk = begin; chunk < end; ++chunk) {
+      const int64_t last = std::min(size, (chunk + 1) * grain_size);
+      for (int64_t row = 0; row < count; ++row) {
+        double sum = 0;
+        double terms = 0;
+        for (int64_t j = chunk * grain_size; j < last; ++j) {
+          const double term = b[j] == 0 ? 0 : a[row * size + j] * b[j];
+          sum += term;
+          terms += std::fabs(term);
+        }
+        sums[(chunk * count + row) * 2] = sum;
+        sums[(chunk * count + row) * 2 + 1] = terms;
+      }
+    }
+  });
+  return partial.sum(0);
+}
+
+at::Tensor dots_composite(const at::Tensor& rows, const at::Tensor& vector) {
+  check_arguments(rows, vector);
+  const at::Tensor terms = at::where(vector == 0, at::zeros({}, rows.options()), rows * vector);
+  return at::stack({terms.sum(1), at::abs(terms).sum(1)}, 1);
+}
+
+at::Tensor dots_meta(const at::Tensor& rows, const at::Tensor&) {
+  return at::empty_symint({rows.sym_size(0), 2}, rows.options());
+}
+
+}  // namespace
+
+at::Tensor dots(const at::Tensor& rows, const at::Tensor& vector) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fastgrad::dots", "").typed<decltype(dots)>();
+  return op.call(rows, vector);
+}
+
+TORCH_LIBRARY_IMPL(fastgrad, CPU, library) { library.impl("dots", &dots_cpu); }
+TORCH_LIBRARY_IMPL(fastgrad, Meta, library) { library.impl("dots", &dots_meta); }
+TORCH_LIBRARY_IMPL(fastgrad, CompositeExplicitAutograd, library) { library.impl("dots", &dots_composite); }
+
+}  // namespace fastgrad

@@ -1,0 +1,81 @@
+// CPU launcher and plain ATen kernel of fastgrad::realize_.
+#include "realize.h"
+
+#include "../kernels/difference.h"
+#include "common.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/abs.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/where.h>
+#include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
+#include <torch/library.h>
+
+namespace fastgrad {
+namespace {
+
+void check_arguments(const at::Tensor& displacement, const at::Tensor& realized, const at::Tensor& origin) {
+  check_differentiable("realize_", "origin", origin);
+  TORCH_CHECK(origin.is_contiguous(), "realize_: origin must be contiguous, got strides ", origin.strides());
+  for (const auto& [name, tensor] : {std::pair("displacement", displacement), std::pair("realized", realized)}) {
+    check_float64("realize_", name, tensor, 1);
+    TORCH_CHECK(
+        tensor.is_contiguous() && tensor.numel() == coordinate_count(origin), "realize_: ", name,
+        " must be contiguous with ", coordinate_count(origin), " elements, one for each real coordinate of origin, got ",
+        tensor.numel());
+  }
+}
+
+void realize_cpu(
+    const at::Tensor& displacement, const at::Tensor& realized, const at::Tensor& origin, double eps,
+    double relative_step) {
+  check_arguments(displacement, realized, origin);
+  auto* steps = displacement.mutable_data_ptr<double>();
+  auto* out = realized.mutable_data_ptr<double>();
+  FASTGRAD_DISPATCH_REAL(origin.scalar_type(), "realize_", [&] {
+    const auto* values = static_cast<const real_t*>(origin.const_data_ptr());
+    at::parallel_for(0, displacement.numel(), grain_size, [&](int64_t begin, int64_t end) {
+      for (int64_t j = begin; j < end; ++j) {
+        steps[j] *= directional_step(values[j], eps, relative_step);
+        out[j] = realized_component(values[j], steps[j], eps);
+      }
+    });
+  });
+}
+
+void realize_composite(
+    const at::Tensor& displacement, const at::Tensor& realized, const at::Tensor& origin, double eps,
+    double relative_step) {
+  check_arguments(displacement, realized, origin);
+  const at::Tensor own = real_coordinates(origin);
+  const at::Tensor values = own.to(at::kDouble);
+  displacement.mul_((at::abs(values) * relative_step).clamp_min(eps));
+  const auto width = [&](double scale) {
+    const auto moved = [&](double sign) {
+      return (values + sign * scale * displacement).to(own.scalar_type()).to(at::kDouble);
+    };
+    const at::Tensor difference = moved(1.0) - moved(-1.0);
+    return at::where(at::isfinite(difference), difference, 2 * scale * displacement);
+  };
+  realized.copy_((8.0 * width(0.5) - width(1.0)) / (6.0 * eps));
+}
+
+void realize_meta(const at::Tensor&, const at::Tensor&, const at::Tensor&, double, double) {
+}  // sizes may be symbolic here
+
+}  // namespace
+
+void realize_(
+    const at::Tensor& displacement, const at::Tensor& realized, const at::Tensor& origin, double eps,
+    double relative_step) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("fastgrad::realize_", "").typed<decltype(realize_)>();
+  op.call(displacement, realized, origin, eps, relative_step);
+}
+
+TORCH_LIBRARY_IMPL(fastgrad, CPU, library) { library.impl("realize_", &realize_cpu); }
+TORCH_LIBRARY_IMPL(fastgrad, Meta, library) { library.impl("realize_", &realize_meta); }
+TORCH_LIBRARY_IMPL(fastgrad, CompositeExplicitAutograd, library) { library.impl("realize_", &realize_composite); }
+
+}  // namespace fastgrad

@@ -1,0 +1,189 @@
+"""The sketch engine: V^T (J_num - J_ana) U for a few random directions U and cotangents V.
+
+Differences come first and cotangents second, because the cotangents carry weights from the measured
+noise: what a difference could not resolve must not drown the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastgrad._native import ops
+from fastgrad._torch import phase
+from fastgrad.directions import SKETCH_COTANGENTS, SKETCH_DIRECTIONS
+from fastgrad.engines import REPEAT_SCALE
+from fastgrad.problem import Problem
+from fastgrad.report import Settings
+from fastgrad.tolerances import spacing
+
+NOISE_SHARE = 16
+"""The noise of a cotangent's sum stays within atol over this; the threshold is atol / 4."""
+
+PAIR_RATIO = 4000.0
+"""Errors that cancel in a row or a column are found from this many times the threshold on."""
+
+EXPANDED_VALUE = 1.25
+
+SCALES = (1.0, -1.0, 0.5, -0.5)
+
+ROUNDING = 64.0
+"""Units of rounding that the terms of a dot product may be off."""
+
+
+def sketch_size(confidence: float) -> int:
+    """How many directions, and cotangents, miss two cancelling errors with probability 1 - confidence at most.
+
+    The two differ in one random component each, which must agree to within threshold / error in every
+    direction: at most 2 (threshold / error)^count.
+    """
+    return max(2, math.ceil(math.log(2 / (1 - confidence)) / math.log(PAIR_RATIO)))
+
+
+@dataclass(slots=True)
+class Differences:
+    """Directional derivatives by differences, all inputs perturbed together.
+
+    Attributes
+    ----------
+    eps
+        The nominal step.
+    directions
+        As rounding realized them: float64, shape (count, n).
+    derivatives
+        J u, Richardson-extrapolated: float64, shape (count, m).
+    noise
+        What they may be off: float64, shape (m,), the largest over the directions.
+    """
+
+    eps: float
+    directions: Tensor
+    derivatives: Tensor
+    noise: Tensor
+
+    def size(self) -> Tensor:
+        """The largest |J u| of each output: float64, shape (m,)."""
+        return self.derivatives.abs().amax(0)
+
+
+@phase("directional differences")
+def directional_differences(
+    problem: Problem, settings: Settings, base: Tensor, eps: float, count: int, attempt: int
+) -> Differences:
+    """Four evaluations a direction; `attempt` numbers the sets of directions of one check."""
+    found = Differences(
+        eps,
+        torch.empty(count, problem.n, dtype=torch.float64, device=problem.device),
+        torch.empty(count, problem.m, dtype=torch.float64, device=problem.device),
+        torch.zeros(problem.m, dtype=torch.float64, device=problem.device),
+    )
+    displacement = torch.empty(problem.n, dtype=torch.float64, device=problem.device)
+    values = torch.empty(len(SCALES), problem.m, dtype=torch.float64, device=problem.device)
+    for k in range(count):
+        ops.direction_(displacement, settings.seed, SKETCH_DIRECTIONS + 16 * (attempt * count + k), 0, False)
+        problem.realize(displacement, found.directions[k], eps, min(1.0, eps / settings.eps))
+        problem.values_along(displacement, SCALES, values)
+        for output in problem.outputs:
+            within = slice(output.first, output.first + output.size)
+            ops.richardson_(
+                found.derivatives[k, within],
+                found.noise[within],
+                base[within],
+                *(value[within] for value in values),
+                eps,
+                spacing(output.tensor.dtype),
+            )
+    return found
+
+
+def weights(noise: Tensor, atol: float, pending: Tensor) -> Tensor:
+    """A weight an output, at most 1, such that the noise of all of them adds up to atol / 16 at most.
+
+    Zero for outputs that are not pending or whose noise is not finite.
+    """
+    budget = atol / NOISE_SHARE
+    if float(noise.square().sum()) <= budget**2:
+        return pending.to(torch.float64)
+    usable = pending & noise.isfinite()
+    heard = torch.where(usable, noise, 0.0)
+    # Loud outputs are turned down to a common cap, and the cap takes what the quiet ones leave.
+    cap = budget / math.sqrt(max(1, int(usable.sum())))
+    for _ in range(4):
+        loud = heard > cap
+        count = int(loud.sum())
+        quiet = float(torch.where(loud, 0.0, heard).square().sum())
+        cap = max(cap, math.sqrt(max(0.0, budget**2 - quiet) / count)) if count else cap
+    weight = torch.where(heard > cap, cap / heard, 1.0)
+    return torch.where(usable, weight, 0.0)
+
+
+@dataclass(slots=True)
+class Cotangent:
+    """A row of V: its vector in R^m, how autograd gets it, and how much of the threshold it scales."""
+
+    vector: Tensor
+    kind: str
+    scale: float = 1.0
+    gapped: bool = False
+    expanded: bool = False
+
+
+def cotangents(problem: Problem, settings: Settings, weight: Tensor, count: int, attempt: int) -> Iterator[Cotangent]:
+    """Random ones, weighed, the first non-contiguous; in the first attempt, half-zeroed and expanded ones too."""
+    vector = torch.empty_like(weight)
+    for number in range(count):
+        ops.direction_(vector, settings.seed, SKETCH_COTANGENTS + 16 * (attempt * (count + 1) + number), 0, False)
+        kind = "a random grad_output" + (", dense and non-contiguous" if number == 0 else "")
+        yield Cotangent(vector * weight, kind, gapped=number == 0)
+    if attempt:
+        return
+    ops.direction_(vector, settings.seed, SKETCH_COTANGENTS + 16 * count, 0, True)
+    kind = "a random grad_output, with half of its elements zero"
+    yield Cotangent(vector * weight * REPEAT_SCALE, kind, scale=-REPEAT_SCALE)
+    yield Cotangent(
+        torch.full_like(vector, EXPANDED_VALUE), "a constant grad_output, expanded with stride 0", expanded=True
+    )
+
+
+@dataclass(slots=True)
+class Sketch:
+    """S = V^T (J_num - J_ana) U and what is allowed for it: lists of rows, one a cotangent, one column a direction."""
+
+    cotangents: list[Cotangent]
+    values: list[Tensor]
+    allowed: list[Tensor]
+
+    def worst(self) -> tuple[int, int] | None:
+        """The entry (cotangent, direction) furthest beyond what is allowed, if any is beyond: NaN is the furthest."""
+        excess = (torch.stack(self.values).abs() / torch.stack(self.allowed)).nan_to_num(torch.inf)
+        row, column = divmod(int(excess.argmax()), excess.shape[1])
+        return (row, column) if excess[row, column] > 1 else None
+
+    def subtract(self, output: int, error: Tensor) -> None:
+        """Takes out what one output adds: error is its (J_num - J_ana) U, shape (directions,)."""
+        for cotangent, row in zip(self.cotangents, self.values, strict=True):
+            row -= cotangent.vector[output] * error
+
+
+def residual_row(
+    problem: Problem, settings: Settings, differences: Differences, cotangent: Cotangent
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One row of the sketch, what is allowed for it, and the VJP behind it (shape (n,))."""
+    c = cotangent.vector
+    gradient = problem.vjp(c.unsqueeze(0), int(cotangent.gapped), int(cotangent.expanded))[0]
+    numerical, analytical = ops.dots(differences.derivatives, c), ops.dots(differences.directions, gradient)
+    terms = numerical[:, 1] + analytical[:, 1]
+    allowed = cotangent.scale * settings.atol / 4 + ROUNDING * unit_roundoff(problem) * terms
+    if cotangent.expanded:
+        # No weights here.
+        allowed += 8 * EXPANDED_VALUE * float(differences.noise.square().sum().sqrt().nan_to_num(torch.inf))
+    return numerical[:, 0] - analytical[:, 0], allowed, gradient
+
+
+def unit_roundoff(problem: Problem) -> float:
+    """Half an ulp of the coarsest dtype among inputs and outputs."""
+    return max(spacing(block.tensor.dtype) for block in (*problem.inputs, *problem.outputs)) / 2

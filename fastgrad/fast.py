@@ -1,0 +1,493 @@
+"""Fast mode: screen by a sketch, locate what is wrong, confirm it by a single entry, or say what stays undecided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fastgrad._native import ops
+from fastgrad._torch import phase
+from fastgrad.certify import linearity_failure, one_hot_failure
+from fastgrad.compare import differ
+from fastgrad.coordinates import Block
+from fastgrad.directions import SKETCH_DIRECTIONS, TANGENT_STREAM, direction
+from fastgrad.engines import REPEAT_SCALE
+from fastgrad.engines.sketch import (
+    ROUNDING,
+    Cotangent,
+    Differences,
+    Sketch,
+    cotangents,
+    directional_differences,
+    residual_row,
+    sketch_size,
+    unit_roundoff,
+    weights,
+)
+from fastgrad.locate import locate
+from fastgrad.problem import Problem
+from fastgrad.refine import Survivor, Suspects, surviving
+from fastgrad.report import Comparison, Failure, FailureKind, Mode, Part, Settings
+
+MOST_STEPS = 5
+SMALLER, LARGER = 2.0**-5, 2.0**6
+"""From one step to the next: smaller where joint steps cross kinks, larger where rounding is loud."""
+
+MOST_ENTRIES = 8
+"""Wrong entries to look for."""
+
+MOST_LEADS = 8
+"""Outputs that look wrong in a sum and prove right, before another step is tried."""
+
+MOST_SINGLE = 4
+"""Outputs to look at one by one, where no step made them verifiable."""
+
+
+@dataclass
+class Screening:
+    """What fast mode found.
+
+    Attributes
+    ----------
+    failure
+        Confirmed, if any.
+    undecided
+        The largest error that may be hidden, where something stays open; None: nothing does.
+    """
+
+    failure: Failure | None = None
+    undecided: float | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Found:
+    """A located entry: coordinates, what it adds to J_num - J_ana, and how it looks if it is wrong."""
+
+    output: Block
+    input: Block
+    part: Part
+    mode: Mode
+    row: int
+    columns: tuple[int, ...]
+    errors: list[float]
+    survivor: Survivor | None
+
+
+def screen(problem: Problem, settings: Settings, confidence: float) -> Screening:
+    """The verdict on all Jacobians in reverse mode, from a number of evaluations that does not grow with them.
+
+    An output counts as verified when the noise of its differences is within its tolerance; outputs
+    that are not are tried again at other steps, then one by one.
+    """
+    count = sketch_size(confidence)
+    base = problem.evaluate(True)
+    pending = torch.ones(problem.m, dtype=torch.bool, device=problem.device)
+    failure = one_hot_failure(problem, settings)
+    if failure is not None:
+        return Screening(failure)
+    limit = 0.0
+    eps = settings.eps
+    first: Differences | None = None
+    for attempt in range(MOST_STEPS):
+        differences = directional_differences(problem, settings, base, eps, count, attempt)
+        first = first or differences
+        search = _Search(problem, settings, differences)
+        weight = weights(differences.noise, settings.atol, pending)
+        sketch, failure = _sketch(problem, settings, differences, weight, count, attempt)
+        if failure is None:
+            failure = search.run(sketch)
+        if failure is not None:
+            return Screening(failure)
+        if problem.unspecified > settings.atol / 4:
+            return Screening(undecided=problem.unspecified)
+        flagged = sketch.worst()
+        if flagged is not None:
+            # Nothing confirmed, nothing verified: all off by a little, or a step across many kinks.
+            limit = max(limit, 4 * abs(sketch.values[flagged[0]][flagged[1]].item()))
+        else:
+            tolerance = settings.atol + settings.rtol * differences.size()
+            heard = (weight > 0) & (settings.atol / weight <= tolerance)
+            heard[search.dead] = False
+            pending &= ~heard
+            if not bool(pending.any()):
+                return Screening()
+        eps = _next_step(problem, settings, differences, base, pending)
+    assert first is not None
+    return _one_by_one(problem, settings, first, pending, limit)
+
+
+def _next_step(problem: Problem, settings: Settings, differences: Differences, base: Tensor, pending: Tensor) -> float:
+    """A smaller step where most pending outputs are noisier than rounding makes them; otherwise a larger one."""
+    rounding = unit_roundoff(problem) * 2 * base.abs() / differences.eps
+    rough = ~(differences.noise <= 2 * rounding)[pending]
+    if bool(rough.any()) and differences.eps <= settings.eps:
+        return differences.eps * SMALLER
+    return max(differences.eps, settings.eps) * LARGER
+
+
+def _one_by_one(
+    problem: Problem, settings: Settings, differences: Differences, pending: Tensor, limit: float
+) -> Screening:
+    search = _Search(problem, settings, differences)
+    rows = pending.nonzero().reshape(-1)
+    for row in rows[:MOST_SINGLE].tolist():
+        found = search.look_into(row)
+        if found is not None and found.survivor is not None:
+            return Screening(_failure([found]))
+    noise = differences.noise[rows]
+    return Screening(undecided=max(limit, 4 * float(noise.nan_to_num(torch.inf).amax())))
+
+
+def _sketch(
+    problem: Problem, settings: Settings, differences: Differences, weight: Tensor, count: int, attempt: int
+) -> tuple[Sketch, Failure | None]:
+    """The sketch, and how the backward may have failed meanwhile: it moves, it depends on layouts, it raises."""
+    sketch = Sketch([], [], [])
+    for number, cotangent in enumerate(cotangents(problem, settings, weight, count, attempt)):
+        try:
+            values, allowed, gradient = residual_row(problem, settings, differences, cotangent)
+            # Three runs: what moves every second or third time shows, too.
+            repeats = problem.vjp(cotangent.vector.expand(2, -1)) if (number, attempt) == (1, 0) else None
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # one-hot grad_outputs did not raise
+            detail = f"it raised {type(error).__name__} for {cotangent.kind}"
+            return sketch, Failure("nonlinear", detail=detail, cause=error)
+        if repeats is not None:
+            tolerance = settings.nondet_tol * float(cotangent.vector.abs().sum())
+            if differ(repeats, gradient.expand(2, -1), tolerance, False):
+                return sketch, Failure("nondeterministic", problem.outputs[0].index, None, problem.outputs[0].position)
+        if (cotangent.gapped or cotangent.expanded) and bool((~(values.abs() <= allowed)).any()):
+            failure = linearity_failure(problem, settings, cotangent.vector, gradient, cotangent.kind)
+            if failure is not None:
+                return sketch, failure
+        if cotangent.expanded:
+            continue  # it has no weights: only its layout was to be tried
+        sketch.cotangents.append(cotangent)
+        sketch.values.append(values)
+        sketch.allowed.append(allowed)
+    return sketch, None
+
+
+class _Search:
+    """Follows up a flagged sketch: to a row, to a column, to a single entry."""
+
+    def __init__(self, problem: Problem, settings: Settings, differences: Differences) -> None:
+        self._problem = problem
+        self._settings = settings
+        self._differences = differences
+        self.dead: list[int] = []
+
+    def run(self, sketch: Sketch) -> Failure | None:
+        """The confirmed entries, up to MOST_ENTRIES; takes what it explains out of the sketch."""
+        found: list[_Found] = []
+        leads = 0
+        while len(found) < MOST_ENTRIES and leads < MOST_LEADS:
+            flagged = sketch.worst()
+            if flagged is None:
+                break
+            which, k = flagged
+            before = sketch.values[which][k].abs().item()
+            row = self._row(sketch.cotangents[which], k, sketch.values[which][k].item(), found)
+            entry = self.look_into(row, k, found)
+            if entry is not None and entry.survivor is not None:
+                found.append(entry)
+                sketch.subtract(entry.row, self._explained(entry))
+                if sketch.values[which][k].abs().item() > before / 2:
+                    break  # wrong all over: more entries would tell nothing more
+                continue
+            if found:
+                break
+            if entry is None:
+                failure = self._nonlinear(sketch.cotangents[which])
+                if failure is not None:
+                    return failure
+            error, _ = self._row_error(row)
+            if entry is None or bool((~((error - self._explained(entry)).abs() <= self._settings.atol / 4)).any()):
+                self.dead.append(row)
+            sketch.subtract(row, error)
+            leads += 1
+        return _failure(found) if found else None
+
+    def _nonlinear(self, cotangent: Cotangent) -> Failure | None:
+        gradient = self._problem.vjp(cotangent.vector.unsqueeze(0))[0]
+        return linearity_failure(self._problem, self._settings, cotangent.vector, gradient, cotangent.kind)
+
+    def _explained(self, entry: _Found) -> Tensor:
+        """What a found entry adds to its row of (J_num - J_ana) U."""
+        columns = list(entry.columns)
+        errors = torch.tensor(entry.errors, dtype=torch.float64, device=self._differences.directions.device)
+        return self._differences.directions[:, columns] @ errors
+
+    def _row(self, cotangent: Cotangent, k: int, value: float, found: list[_Found]) -> int:
+        derivatives, u = self._differences.derivatives[k : k + 1], self._differences.directions[k]
+
+        def residual(vector: Tensor) -> float:
+            numerical = ops.dots(derivatives, vector)[0, 0].item()
+            total = float(numerical - (u @ self._problem.vjp(vector.unsqueeze(0))[0]).item())
+            return total - sum(vector[entry.row].item() * float(self._explained(entry)[k]) for entry in found)
+
+        return locate(residual, cotangent.vector, value)
+
+    def _row_error(self, row: int) -> tuple[Tensor, Tensor]:
+        """One output's (J_num - J_ana) U, shape (directions,), and its analytical row, shape (n,)."""
+        one_hot = torch.zeros(self._problem.m, dtype=torch.float64, device=self._problem.device)
+        one_hot[row] = 1.0
+        gradient = self._problem.vjp(one_hot.unsqueeze(0))[0]
+        return self._differences.derivatives[:, row] - self._differences.directions @ gradient, gradient
+
+    def look_into(self, row: int, k: int = 0, found: list[_Found] | None = None) -> _Found | None:
+        """The entry behind a row's residual, measured by itself; None where there is no residual or no entry."""
+        found = [entry for entry in found or [] if entry.row == row]
+        error, gradient = self._row_error(row)
+        u = self._differences.directions[k]
+        eps = self._differences.eps
+        value = error[k].item() - sum(self._explained(entry)[k].item() for entry in found)
+
+        if abs(value) <= self._settings.atol / 4:
+            return None
+
+        def residual(vector: Tensor) -> float:
+            width = self._problem.realized_width(vector * eps, 1.0) / (2 * eps)
+            explained = sum(
+                vector[column].item() * error
+                for entry in found
+                for column, error in zip(entry.columns, entry.errors, strict=True)
+            )
+            difference = _difference_along(self._problem, vector, eps, row)
+            return difference - (width @ gradient).item() - explained
+
+        return _row_entry(self._problem, self._settings, row, gradient, locate(residual, u, value))
+
+
+def _row_entry(problem: Problem, settings: Settings, row: int, gradient: Tensor, column: int) -> _Found:
+    """The reverse-mode entry at (row, column); gradient is the analytical row, shape (n,)."""
+    block = _block_with(problem.inputs, column)
+    output = _block_with(problem.outputs, row)
+    columns = _element_coordinates(block, column)
+    part: Part = "all" if not output.is_complex else "imaginary" if (row - output.first) % 2 else "real"
+    analytical = [gradient[j].item() for j in columns]
+    return _confirm(problem, settings, "reverse", output, block, part, (row,), columns, analytical)
+
+
+def _column_entry(problem: Problem, settings: Settings, row: int, column: int) -> _Found:
+    """The forward-mode entry at (row, column)."""
+    block = _block_with(problem.inputs, column)
+    output = _block_with(problem.outputs, row)
+    rows = _element_coordinates(output, row)
+    part: Part = "all" if not block.is_complex else "imaginary" if (column - block.first) % 2 else "real"
+    tangents, _ = problem.tangent_columns(column, 1)
+    analytical = [tangents[0, i].item() for i in rows]
+    return _confirm(problem, settings, "forward", output, block, part, rows, (column,), analytical)
+
+
+def _confirm(
+    problem: Problem,
+    settings: Settings,
+    mode: Mode,
+    output: Block,
+    block: Block,
+    part: Part,
+    rows: tuple[int, ...],
+    columns: tuple[int, ...],
+    analytical: list[float],
+) -> _Found:
+    """An entry by itself: wrong by the elementwise rule at eps and at other steps, or not.
+
+    rows or columns are two coordinates where these make one complex entry.
+    """
+    differences = [problem.difference_columns(j, 1, settings.eps, True)[0] for j in columns]
+    numerical = [difference[i].item() for difference in differences for i in rows]
+    wanted, got = (complex(*values) for values in (numerical, analytical))
+    place, element = (
+        side.element_index((first - side.first) // (2 if side.is_complex else 1))
+        for side, first in ((output, rows[0]), (block, columns[0]))
+    )
+    found, expected = (torch.tensor([value], dtype=torch.complex128, device=problem.device) for value in (got, wanted))
+    suspects = Suspects(columns, torch.tensor([rows], device=problem.device), found, expected, element, [place])
+    survivor = None
+    if not abs(got - wanted) <= settings.atol + settings.rtol * abs(wanted):
+        survivor = surviving(problem, True, settings, suspects)
+    errors = [number - value for number, value in zip(numerical, analytical, strict=True)]
+    return _Found(output, block, part, mode, rows[0], columns, errors, survivor)
+
+
+def _block_with(blocks: tuple[Block, ...], coordinate: int) -> Block:
+    return next(block for block in blocks if coordinate < block.first + block.size)
+
+
+def _element_coordinates(block: Block, coordinate: int) -> tuple[int, ...]:
+    """The coordinates of the element that one of them belongs to."""
+    width = 2 if block.is_complex else 1
+    first = coordinate - (coordinate - block.first) % width
+    return tuple(range(first, first + width))
+
+
+@phase("forward-mode screen")
+def screen_forward(problem: Problem, settings: Settings, confidence: float) -> Screening:
+    """The verdict on all Jacobians in forward mode: J u against its difference, output by output."""
+    count = sketch_size(confidence)
+    base = problem.evaluate(True)
+    pending = torch.ones(problem.m, dtype=torch.bool, device=problem.device)
+    limit = 0.0
+    eps = settings.eps
+    for attempt in range(MOST_STEPS):
+        differences = directional_differences(problem, settings, base, eps, count, attempt)
+        if attempt == 0 and problem.n:
+            _, domains_match = problem.tangent_columns(settings.seed % problem.n, 1)
+            if settings.check_grad_dtypes and not domains_match:
+                return Screening(Failure("tangent dtype", mode="forward"))
+        try:
+            tangents = torch.stack([_jvp(problem, u) for u in differences.directions])
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # a one-hot tangent did not raise
+            detail = f"it raised {type(error).__name__} for a random tangent"
+            return Screening(Failure("nonlinear", mode="forward", detail=detail, cause=error))
+        if attempt == 0:
+            failure = _jvp_not_linear(problem, settings, differences.directions[0], tangents[0])
+            if failure is not None:
+                return Screening(failure)
+        errors = (tangents - differences.derivatives).abs()
+        rounding = ROUNDING * unit_roundoff(problem) * (tangents.abs() + differences.derivatives.abs())
+        excess = (errors / (settings.atol / 2 + 4 * differences.noise + rounding)).nan_to_num(torch.inf)
+        excess = torch.where(pending, excess, 0.0)
+        for row in excess.amax(0).argsort(descending=True)[:MOST_LEADS].tolist():
+            k = int(excess[:, row].argmax())
+            if not excess[k, row] > 1:
+                break
+            found = _forward_entry(problem, settings, differences, row, k, errors[k, row].item())
+            if found.survivor is not None:
+                return Screening(_failure([found]))
+            limit = max(limit, 4 * errors[k, row].item())
+        heard = 4 * differences.noise <= settings.atol + settings.rtol * differences.size()
+        pending &= ~(heard & (excess <= 1).all(0))
+        if not bool(pending.any()):
+            return Screening()
+        eps = _next_step(problem, settings, differences, base, pending)
+    return Screening(undecided=max(limit, 4 * float(differences.noise[pending].nan_to_num(torch.inf).amax())))
+
+
+def _forward_entry(
+    problem: Problem, settings: Settings, differences: Differences, row: int, k: int, value: float
+) -> _Found:
+    def residual(vector: Tensor) -> float:
+        return _difference_along(problem, vector, differences.eps, row) - _jvp(problem, vector)[row].item()
+
+    return _column_entry(problem, settings, row, locate(residual, differences.directions[k], value))
+
+
+def _difference_along(problem: Problem, vector: Tensor, eps: float, row: int) -> float:
+    """One output's derivative along a vector (float64, shape (n,)), by one central difference."""
+    plus, minus = (problem.evaluate(True, vector * eps, sign)[row].item() for sign in (1.0, -1.0))
+    return (plus - minus) / (2 * eps)
+
+
+def _jvp(problem: Problem, vector: Tensor) -> Tensor:
+    """J u by forward-mode AD: float64, shape (m,)."""
+    tangents = []
+    for block in problem.inputs:
+        tangents.append(torch.empty_like(block.tensor.detach()))
+        ops.unflatten_(tangents[-1], vector[block.first : block.first + block.size])
+    product = torch.zeros(problem.m, dtype=torch.float64, device=problem.device)
+    for output, tangent in zip(problem.outputs, problem.jvp(tangents), strict=True):
+        if tangent is not None:
+            ops.flatten_(product[output.first : output.first + output.size], tangent.to(output.tensor.dtype))
+    return product
+
+
+def _jvp_not_linear(problem: Problem, settings: Settings, u: Tensor, tangent: Tensor) -> Failure | None:
+    """Whether a JVP is not what those of two parts of its tangent, one of them scaled, add up to."""
+    half = direction(problem.n, settings.seed, TANGENT_STREAM, halved=True).to(u.device)
+    some = torch.where(half == 0, 0.0, u)
+    parts = _jvp(problem, some * REPEAT_SCALE) / REPEAT_SCALE, _jvp(problem, u - some)
+    total = parts[0] + parts[1]
+    allowed = settings.atol + settings.rtol * (parts[0].abs() + parts[1].abs())
+    wrong = ~((tangent - total).abs() <= allowed) & total.isfinite()
+    if not bool(wrong.any()):
+        return None
+    coordinate = int(wrong.nonzero()[0])
+    output = _block_with(problem.outputs, coordinate)
+    index = output.element_index((coordinate - output.first) // (2 if output.is_complex else 1))
+    detail = (
+        f"for a random tangent, the tangent of output {output.index} at {list(index)} is "
+        f"{tangent[coordinate].item():.6g}, but those of its two halves add up to {total[coordinate].item():.6g}"
+    )
+    return Failure("nonlinear", output.index, None, output.position, None, mode="forward", detail=detail)
+
+
+def screen_constant(problem: Problem, settings: Settings, confidence: float) -> Screening:
+    """Where no output requires grad: func must not move with its inputs."""
+    moved: Tensor | None = None
+    for attempt, eps in enumerate((settings.eps, settings.eps * SMALLER)):
+        for k in range(sketch_size(confidence)):
+            u = direction(problem.n, settings.seed, SKETCH_DIRECTIONS + 16 * (16 * attempt + k)).to(problem.device)
+            displacement = problem.displacement(u, eps)
+            plus, minus = (problem.evaluate(False, displacement, sign) for sign in (1.0, -1.0))
+            moved = plus != minus
+            if not bool(moved.any()):
+                continue
+            row = int(moved.nonzero()[0])
+            vector = displacement / eps
+            column = locate(
+                lambda part, row=row, eps=eps: _difference_along(problem, part, eps, row),  # type: ignore[misc]
+                vector,
+                (plus[row] - minus[row]).item() / (2 * eps),
+            )
+            value = problem.difference_columns(column, 1, settings.eps, False)[0, row].item()
+            if value:
+                output, block = _block_with(problem.outputs, row), _block_with(problem.inputs, column)
+                kind: FailureKind = "nonzero numerical gradient"
+                places = output.index, block.index, output.position, block.position
+                return Screening(Failure(kind, *places, detail=f"{value:.6g}"))
+            break  # a joint step across a jump
+        else:
+            return Screening()
+    return Screening(undecided=float("inf"))
+
+
+def _failure(found: list[_Found]) -> Failure:
+    """The first confirmed entry's failure; the others of the same pair count."""
+    head = found[0]
+    same = [entry for entry in found if (entry.output, entry.input, entry.part) == (head.output, head.input, head.part)]
+    survivors = [entry.survivor for entry in same if entry.survivor is not None]
+    worst = max(survivors, key=_excess)
+    width = 2 if head.input.is_complex else 1
+    entries = head.output.tensor.numel() * (head.input.size // width)
+    pairs = [(survivor.entry.analytical, survivor.entry.numerical) for survivor in survivors]
+    product = sum((complex(a) * complex(n).conjugate() for a, n in pairs), 0j)
+    comparison = Comparison(
+        entries=entries,
+        mismatches=len(same),
+        worst=worst.entry,
+        largest_absolute=max(survivor.entry.difference for survivor in survivors),
+        largest_relative=max(_relative(a, n) for a, n in pairs),
+        sum_analytical=sum(abs(a) ** 2 for a, _ in pairs),
+        sum_numerical=sum(abs(n) ** 2 for _, n in pairs),
+        sum_product=product,
+        exhaustive=False,
+    )
+    return Failure(
+        "mismatch",
+        head.output.index,
+        head.input.index,
+        head.output.position,
+        head.input.position,
+        head.part,
+        mode=head.mode,
+        comparison=comparison,
+        detail=worst.detail,
+    )
+
+
+def _excess(survivor: Survivor) -> float:
+    excess = survivor.entry.difference / survivor.entry.allowed
+    return excess if excess == excess else float("inf")
+
+
+def _relative(analytical: complex, numerical: complex) -> float:
+    size = abs(numerical)
+    return abs(analytical - numerical) / size if size else float("inf")

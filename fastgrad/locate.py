@@ -1,0 +1,57 @@
+"""Finding the coordinate behind a wrong dot product: position ramps, and halving where they disagree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+WINDOW = 256
+"""A ramp's estimate is tried with a window of a 128th of the range around it."""
+
+
+def locate(residual: Callable[[Tensor], float], vector: Tensor, value: float) -> int:
+    """The coordinate that contributes most to a linear functional, which is zero where nothing is wrong.
+
+    The functional of the vector times a ramp from 0 to 1, over that of the vector, is the position of
+    a dominant contribution. Costs about 2 log(size) / log(WINDOW / 2) calls of residual for one
+    dominant contribution, log2(size) more at worst.
+
+    Parameters
+    ----------
+    residual
+        The functional, for vectors with components of `vector` zeroed or scaled.
+    vector
+        float64, shape (size,).
+    value
+        residual(vector). NaN where a contribution is.
+    """
+    low, high = 0, vector.numel()
+
+    def window(begin: int, end: int) -> Tensor:
+        part = torch.zeros_like(vector)
+        part[begin:end] = vector[begin:end]
+        return part
+
+    while high - low > 1:
+        if high - low > 4 and value == value != 0:
+            ramp = window(low, high)
+            ramp[low:high] *= torch.linspace(0, 1, high - low, dtype=torch.float64, device=vector.device)
+            position = residual(ramp) / value
+            if 0 <= position <= 1:
+                center = low + position * (high - low - 1)
+                reach = (high - low) // WINDOW
+                begin, end = max(low, int(center) - reach), min(high, int(center + 0.999999) + reach + 1)
+                inside = residual(window(begin, end))
+                if end - begin < high - low and abs(inside) >= abs(value) / 2:
+                    low, high, value = begin, end, inside
+                    continue
+        middle = (low + high) // 2
+        left = residual(window(low, middle))
+        right = value - left
+        if left != left or abs(left) >= abs(right):
+            high, value = middle, left
+        else:
+            low, value = middle, right
+    return low
