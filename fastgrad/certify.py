@@ -297,19 +297,38 @@ def linearity_failure(
     half = torch.empty_like(cotangent)
     ops.direction_(half, settings.seed, COTANGENT_STREAM, 0, True)
     some = torch.where(half == 0, 0.0, cotangent)
-    parts = problem.vjp(torch.stack([some, cotangent - some]))
+    halves = torch.stack([some, cotangent - some])
+    parts = problem.vjp(halves)
+    failure = _sum_failure(problem, settings, gradient, parts, f"for {kind}", "those of its two halves")
+    if failure is not None and differ(problem.vjp(halves), parts, settings.nondet_tol, False):
+        return Failure("nondeterministic", problem.outputs[0].index, None, problem.outputs[0].position)
+    return failure
+
+
+def separate_failure(problem: Problem, settings: Settings, cotangent: Tensor, gradient: Tensor) -> Failure | None:
+    """Whether a VJP is what those of each output alone, the other grad_outputs undefined, add up to."""
+    if len(problem.outputs) == 1:
+        return None
+    rows = cotangent.unsqueeze(0)
+    parts = torch.cat([problem.vjp(rows, only=output) for output in problem.outputs])
+    which = "for random grad_outputs of all outputs at once"
+    return _sum_failure(problem, settings, gradient, parts, which, "those of each output alone")
+
+
+def _sum_failure(
+    problem: Problem, settings: Settings, gradient: Tensor, parts: Tensor, which: str, addends: str
+) -> Failure | None:
+    """Whether a gradient, shape (n,), is not the sum of parts, shape (count, n), within the check's tolerance."""
     total = parts.sum(0)
     allowed = settings.atol + settings.rtol * parts.abs().sum(0)
     wrong = ~((gradient - total).abs() <= allowed) & total.isfinite()
     if not bool(wrong.any()):
         return None
-    if differ(problem.vjp(torch.stack([some, cotangent - some])), parts, settings.nondet_tol, False):
-        return Failure("nondeterministic", problem.outputs[0].index, None, problem.outputs[0].position)
     coordinate = int(wrong.nonzero()[0])
     block = next(block for block in problem.inputs if coordinate < block.first + block.size)
     index = block.element_index((coordinate - block.first) // (2 if block.is_complex else 1))
     detail = (
-        f"for {kind}, the gradient of input {block.index} at {list(index)} is {gradient[coordinate].item():.6g}, but "
-        f"those of its two halves add up to {total[coordinate].item():.6g}"
+        f"{which}, the gradient of input {block.index} at {list(index)} is {gradient[coordinate].item():.6g}, but "
+        f"{addends} add up to {total[coordinate].item():.6g}"
     )
     return Failure("nonlinear", input=block.index, input_position=block.position, detail=detail)

@@ -102,6 +102,9 @@ def _screened(problem: Problem, settings: Settings, notes: list[str]) -> Failure
         screens = [screen] * settings.check_backward_ad + [screen_forward] * settings.check_forward_ad
     for run in screens:
         found = run(problem, settings, settings.confidence)
+        if found.failure is not None and found.failure.kind == "nonlinear" and is_affordable(problem):
+            # Every entry may say which output and input it is about.
+            return _exact(problem, make_plan(problem, settings), settings, notes) or found.failure
         if found.failure is not None:
             return found.failure
         if found.undecided is None:

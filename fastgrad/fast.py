@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastgrad._native import ops
 from fastgrad._torch import phase
-from fastgrad.certify import linearity_failure, one_hot_failure
+from fastgrad.certify import linearity_failure, one_hot_failure, separate_failure
 from fastgrad.compare import differ
 from fastgrad.coordinates import Block
 from fastgrad.directions import SKETCH_DIRECTIONS, TANGENT_STREAM, direction
@@ -151,6 +151,7 @@ def _sketch(
             values, allowed, gradient = residual_row(problem, settings, differences, cotangent)
             # Three runs: what moves every second or third time shows, too.
             repeats = problem.vjp(cotangent.vector.expand(2, -1)) if (number, attempt) == (1, 0) else None
+            failure = separate_failure(problem, settings, cotangent.vector, gradient) if repeats is not None else None
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # one-hot grad_outputs did not raise
@@ -160,6 +161,8 @@ def _sketch(
             tolerance = settings.nondet_tol * float(cotangent.vector.abs().sum())
             if differ(repeats, gradient.expand(2, -1), tolerance, False):
                 return sketch, Failure("nondeterministic", problem.outputs[0].index, None, problem.outputs[0].position)
+        if failure is not None:
+            return sketch, failure
         if (cotangent.gapped or cotangent.expanded) and bool((~(values.abs() <= allowed)).any()):
             failure = linearity_failure(problem, settings, cotangent.vector, gradient, cotangent.kind)
             if failure is not None:

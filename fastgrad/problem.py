@@ -357,7 +357,7 @@ class Problem:
         self.vjps += count + repeated
         return rows, again, match
 
-    def vjp(self, cotangents: Tensor, gapped: int = 0, expanded: int = 0) -> Tensor:
+    def vjp(self, cotangents: Tensor, gapped: int = 0, expanded: int = 0, only: Block | None = None) -> Tensor:
         """V J for rows of cotangents, one VJP a row.
 
         Parameters
@@ -370,6 +370,8 @@ class Problem:
         expanded
             For so many rows, the last, single values expanded with stride 0: the row must be constant
             over each output.
+        only
+            The one output that gets a grad_output, the others undefined ones.
 
         Returns
         -------
@@ -378,7 +380,11 @@ class Problem:
         """
         count = cotangents.shape[0]
         products = torch.empty(count, self.n, dtype=torch.float64, device=self.device)
-        match = _native.vjp_coordinates(self.graph(), self._natives, cotangents, gapped, expanded, products)
+        outputs = self.graph()
+        if only is not None:
+            outputs = outputs[only.index : only.index + 1]
+            cotangents = cotangents[:, only.first : only.first + only.size]
+        match = _native.vjp_coordinates(outputs, self._natives, cotangents, gapped, expanded, products)
         self.unspecified = max([self.unspecified, *(abs(entry.value) for entry in match.unspecified.values())])
         self.vjps += count
         return products
