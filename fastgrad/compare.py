@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -13,7 +12,7 @@ from fastgrad._native import ops
 from fastgrad._torch import phase
 from fastgrad.coordinates import Block
 from fastgrad.refine import Suspects
-from fastgrad.report import Comparison, Entry, Mode, Part
+from fastgrad.report import Comparison, Entry, Mode, Part, modulus
 
 SMALL = 256
 """Jacobians of at most this many entries are kept whole for the message."""
@@ -83,7 +82,7 @@ class PairComparison:
                 row_index if forward else column_index,
                 a,
                 n,
-                self.atol + self.rtol * math.hypot(n.real, n.imag),
+                self.atol + self.rtol * modulus(n),
             )
         whole = self.output.tensor.numel() * self.input.tensor.numel()
         if whole <= SMALL and analytical.numel() == whole * width:
@@ -133,7 +132,7 @@ class PairComparison:
 
     def add_unspecified(self, row: int, element: int, value: complex) -> None:
         """Takes in an analytical entry where masked semantics allow none: the numerical one is zero."""
-        if not abs(value) <= self.atol:
+        if not modulus(value) <= self.atol:
             self.entries += 1
             self.mismatches += 1
             entry = Entry(self.output.element_index(row), self.input.logical_index(element), value, 0.0, self.atol)

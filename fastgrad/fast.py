@@ -29,7 +29,7 @@ from fastgrad.engines.sketch import (
 from fastgrad.locate import locate
 from fastgrad.problem import Problem
 from fastgrad.refine import Survivor, Suspects, surviving
-from fastgrad.report import Comparison, Failure, FailureKind, Mode, Part, Settings
+from fastgrad.report import Comparison, Failure, FailureKind, Mode, Part, Settings, modulus
 
 MOST_STEPS = 5
 SMALLER, LARGER = 2.0**-5, 2.0**6
@@ -312,7 +312,7 @@ def _confirm(
     found, expected = (torch.tensor([value], dtype=torch.complex128, device=problem.device) for value in (got, wanted))
     suspects = Suspects(columns, torch.tensor([rows], device=problem.device), found, expected, element, [place])
     survivor = None
-    if not abs(got - wanted) <= settings.atol + settings.rtol * abs(wanted):
+    if not modulus(got - wanted) <= settings.atol + settings.rtol * modulus(wanted):
         survivor = surviving(problem, True, settings, suspects)
     errors = [number - value for number, value in zip(numerical, analytical, strict=True)]
     return _Found(output, block, part, mode, rows[0], columns, errors, survivor)
@@ -468,8 +468,8 @@ def _failure(found: list[_Found]) -> Failure:
         worst=worst.entry,
         largest_absolute=max(survivor.entry.difference for survivor in survivors),
         largest_relative=max(_relative(a, n) for a, n in pairs),
-        sum_analytical=sum(abs(a) ** 2 for a, _ in pairs),
-        sum_numerical=sum(abs(n) ** 2 for _, n in pairs),
+        sum_analytical=sum(modulus(a) ** 2 for a, _ in pairs),
+        sum_numerical=sum(modulus(n) ** 2 for _, n in pairs),
         sum_product=product,
         exhaustive=False,
     )
@@ -492,5 +492,5 @@ def _excess(survivor: Survivor) -> float:
 
 
 def _relative(analytical: complex, numerical: complex) -> float:
-    size = abs(numerical)
-    return abs(analytical - numerical) / size if size else float("inf")
+    size = modulus(numerical)
+    return modulus(analytical - numerical) / size if size else float("inf")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -9,6 +10,9 @@ from torch import Tensor
 
 WINDOW = 256
 """A ramp's estimate is tried with a window of a 128th of the range around it."""
+
+SLACK = 0.01
+"""Small contributions beside the dominant one may push its position over an end by this much."""
 
 
 def locate(residual: Callable[[Tensor], float], vector: Tensor, value: float) -> int:
@@ -39,8 +43,8 @@ def locate(residual: Callable[[Tensor], float], vector: Tensor, value: float) ->
             ramp = window(low, high)
             ramp[low:high] *= torch.linspace(0, 1, high - low, dtype=torch.float64, device=vector.device)
             position = residual(ramp) / value
-            if 0 <= position <= 1:
-                center = low + position * (high - low - 1)
+            if -SLACK <= position <= 1 + SLACK:
+                center = low + min(max(position, 0.0), 1.0) * (high - low - 1)
                 reach = (high - low) // WINDOW
                 begin, end = max(low, int(center) - reach), min(high, int(center + 0.999999) + reach + 1)
                 inside = residual(window(begin, end))
@@ -50,7 +54,7 @@ def locate(residual: Callable[[Tensor], float], vector: Tensor, value: float) ->
         middle = (low + high) // 2
         left = residual(window(low, middle))
         right = value - left
-        if left != left or abs(left) >= abs(right):
+        if not math.isfinite(left) or (math.isfinite(right) and abs(left) >= abs(right)):
             high, value = middle, left
         else:
             low, value = middle, right

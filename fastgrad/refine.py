@@ -6,7 +6,6 @@ Sources: Ridders, "Accurate computation of F'(x) and F'(x) F''(x)", Advances in 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastgrad.problem import Problem
-from fastgrad.report import Entry, Settings
+from fastgrad.report import Entry, Settings, modulus
 from fastgrad.tolerances import spacing
 
 LARGEST_STEP = 1e-2
@@ -222,7 +221,7 @@ def surviving(problem: Problem, record_graph: bool, settings: Settings, suspects
         suspects.input_index,
         analytical.real if real else analytical,
         numerical.real if real else numerical,
-        atol + rtol * math.hypot(numerical.real, numerical.imag),
+        atol + rtol * modulus(numerical),
         float(errors[worst].abs()) if sure else None,
     )
     return Survivor(entry, _cause(columns, suspects, worst, sure, settings))

@@ -71,6 +71,11 @@ class Plan:
     reason: str
 
 
+def modulus(value: complex) -> float:
+    """|value|; abs() raises for some complex infinities and NaNs."""
+    return math.hypot(value.real, value.imag)
+
+
 @dataclass(frozen=True)
 class Entry:
     """One Jacobian entry, d output / d input, under the allclose rule.
@@ -90,8 +95,7 @@ class Entry:
     @property
     def difference(self) -> float:
         """|analytical - numerical|."""
-        difference = self.analytical - self.numerical
-        return math.hypot(difference.real, difference.imag)  # abs() of a complex NaN may raise
+        return modulus(self.analytical - self.numerical)
 
 
 @dataclass(frozen=True)

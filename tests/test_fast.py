@@ -1,0 +1,277 @@
+"""Fast mode: finds what slow mode finds, at a cost that does not grow with the Jacobian, and names the entry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastgrad
+from fastgrad.check import check
+from fastgrad.engines.sketch import sketch_size, weights
+from fastgrad.report import Report, Settings
+
+FAST = {"fast_mode": True, "engine": "sketch"}
+
+
+Change = Callable[[Tensor, Tensor], Tensor]
+
+
+class Changed(torch.autograd.Function):
+    """func with a gradient that `change` has been at; it gets the gradient and grad_output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, func: Callable[[Tensor], Tensor], change: Change) -> Tensor:
+        with torch.enable_grad():
+            ctx.x = x.detach().requires_grad_()
+            ctx.y = func(ctx.x)
+        ctx.change = change
+        return ctx.y.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (gradient,) = torch.autograd.grad(ctx.y, ctx.x, grad, retain_graph=True)
+        return ctx.change(gradient, grad), None, None
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
+
+
+def fast(func: Callable[..., Any], *inputs: Tensor, **settings: Any) -> Report:
+    return check(func, inputs, Settings(**FAST, **settings))
+
+
+def with_entry(gradient: Tensor, grad: Tensor, flat: int, error: float) -> Tensor:
+    gradient = gradient.clone()
+    gradient[flat] += error * grad.reshape(-1)[-1]
+    return gradient
+
+
+FUNCS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sin": torch.sin,
+    "softmax of everything": lambda x: x.softmax(0),
+    "matmul": lambda x: (x.view(-1, 50) @ normal(50, 40, seed=1).detach()).flatten(),
+    "gather": lambda x: x[torch.arange(x.numel() - 1, -1, -1)],
+    "loss": lambda x: (x**2).sum(),
+}
+WRONG: dict[str, Change] = {
+    "rolled": lambda g, _: g.roll(1),
+    "zero": lambda g, _: 0 * g,
+    "one block, sign": lambda g, _: torch.cat([-g[:100], g[100:]]),
+    "one entry, by 1e-2": lambda g, grad: with_entry(g, grad, 777, 1e-2),
+    "one entry, by 1": lambda g, grad: with_entry(g, grad, 1999, 1.0),
+    "scaled by 1.01": lambda g, _: 1.01 * g,
+    "scaled by 1.1": lambda g, _: 1.1 * g,
+}
+
+
+@pytest.mark.parametrize("name", FUNCS)
+def test_right_gradients_pass_at_a_fixed_cost(name: str) -> None:
+    for seed in range(20):
+        report = fast(FUNCS[name], normal(2000, seed=seed), seed=seed)
+        assert report.passed, seed
+        assert report.evaluations <= 16
+        assert report.vjps <= 11
+        assert report.notes == ()
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("name", FUNCS)
+def test_wrong_gradients_fail(name: str, wrong: str) -> None:
+    if name == "softmax of everything" and wrong == "scaled by 1.01":
+        pytest.skip("its entries, 5e-4 at most, are within atol: slow mode passes this one")
+    for seed in range(3):
+        func = lambda x: Changed.apply(x, FUNCS[name], WRONG[wrong])  # noqa: E731
+        assert not fast(func, normal(2000), seed=seed).passed
+
+
+@pytest.mark.parametrize("error", [1e-3, 1e-1, 10.0])
+def test_one_wrong_entry_among_a_million_is_named(error: float) -> None:
+    """Torch's fast mode passes all three."""
+    n = 10**6
+    where = 123_456
+
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return 0.5 * x
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            gradient = 0.5 * grad
+            gradient[where] += error * grad[n - 5]
+            return gradient
+
+    x = normal(n)
+    report = fast(Scale.apply, x)
+    assert report.failure is not None
+    assert report.failure.comparison is not None
+    worst = report.failure.comparison.worst
+    assert worst is not None
+    assert (worst.output_index, worst.input_index) == ((n - 5,), (where,))
+    assert worst.analytical == pytest.approx(error)
+    # The screen, the search, and the re-measuring of the one entry.
+    assert report.evaluations - 16 + report.vjps - 9 <= 35 + 50
+    assert torch.autograd.gradcheck(Scale.apply, (x,), fast_mode=True, raise_exception=False)
+
+
+def test_quiet_rows_beside_loud_ones() -> None:
+    scale = torch.where(torch.arange(1000) % 2 == 0, 1e8, 1e-3).to(torch.float64)
+    quiet_zeroed = lambda g, _: torch.where(scale < 1, 0.0, g)  # noqa: E731
+    assert fast(lambda x: scale * x.sin(), normal(1000)).passed
+    assert not fast(lambda x: Changed.apply(x, lambda x: scale * x.sin(), quiet_zeroed), normal(1000)).passed
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_kinks_that_joint_steps_cross_are_no_alarm(seed: int) -> None:
+    n = 200_000
+    spread = torch.linspace(-1, 1, n, dtype=torch.float64)[torch.randperm(n)].requires_grad_()
+    assert fast(torch.relu, spread, seed=seed).passed
+    assert fast(lambda x: x.sort().values, spread, seed=seed).passed
+    assert fast(lambda x: torch.nn.functional.max_pool1d(x[None], 4), spread, seed=seed).passed
+
+
+def test_a_kink_at_the_point_itself_fails_as_in_slow_mode() -> None:
+    x = normal(5000).detach()
+    x[4321] = 0
+    report = fast(torch.relu, x.requires_grad_())
+    assert report.failure is not None
+    assert "a kink" in report.failure.detail
+
+
+def test_complex_several_inputs_and_outputs_and_integers() -> None:
+    a = torch.randn(300, dtype=torch.complex128, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    b = normal(300)
+    func = lambda a, b: (a * b, torch.arange(3), (a.abs() * b).sum(), b.exp())  # noqa: E731
+    assert fast(func, a, b).passed
+    conjugated = lambda a, b: (Changed.apply(a, lambda v: v * v, lambda g, _: g.conj()), b)  # noqa: E731
+    report = fast(conjugated, a, b)
+    assert report.failure is not None
+    assert report.failure.part in ("real", "imaginary")
+
+
+def test_forward_mode() -> None:
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(x: Tensor, factor: float) -> Tensor:
+            return x.sin()
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+            ctx.save_for_forward(inputs[0])
+            ctx.save_for_backward(inputs[0])
+            ctx.factor = inputs[1]
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            return grad * ctx.saved_tensors[0].cos(), None
+
+        @staticmethod
+        def jvp(ctx: Any, tangent: Tensor, _: Any) -> Tensor:
+            product = tangent * ctx.saved_tensors[0].cos()
+            return product + torch.nn.functional.pad(ctx.factor * tangent[:1], (41, product.numel() - 42))
+
+    assert fast(lambda x: Wrong.apply(x, 0.0), normal(5000), check_forward_ad=True).passed
+    report = fast(lambda x: Wrong.apply(x, 0.1), normal(5000), check_forward_ad=True)
+    assert report.failure is not None
+    assert report.failure.mode == "forward"
+    assert report.failure.comparison is not None
+    worst = report.failure.comparison.worst
+    assert worst is not None
+    assert (worst.output_index, worst.input_index) == ((41,), (0,))
+
+
+def test_second_order() -> None:
+    assert fastgrad.gradgradcheck(torch.tanh, (normal(3000),), **FAST)
+    assert fastgrad.gradgradcheck(lambda x: x.view(30, 100).softmax(1), (normal(3000),), **FAST)
+
+
+def test_without_differentiable_outputs() -> None:
+    assert fast(lambda x: x.detach().sign(), normal(3000)).passed
+    report = fast(lambda x: x.detach() * 2, normal(3000))
+    assert report.failure is not None
+    assert report.failure.kind == "nonzero numerical gradient"
+
+
+def test_a_backward_that_needs_all_grad_outputs_at_once() -> None:
+    """Right for grad_outputs of both outputs; silent where one of them alone has one."""
+
+    class Both(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Any:
+            ctx.set_materialize_grads(False)
+            return 2 * x, 3 * x
+
+        @staticmethod
+        def backward(ctx: Any, first: Tensor | None, second: Tensor | None) -> Tensor | None:
+            return None if first is None else 2 * first + (0 if second is None else 3 * second)
+
+    for n in (100, 10_000):
+        assert not fast(Both.apply, normal(n)).passed
+
+
+def test_errors_within_tolerance_everywhere_raise_the_floor() -> None:
+    slightly = lambda x: Changed.apply(x, torch.sin, lambda g, _: 1.0003 * g)  # noqa: E731
+    assert fastgrad.gradcheck(slightly, (normal(100),), fast_mode=True)
+    report = fast(slightly, normal(100))
+    assert report.passed
+    assert "decided by the exact engine" in report.notes[0]
+    report = fast(slightly, normal(30_000))
+    assert report.passed
+    assert report.notes[0].startswith("undecided below ")
+
+
+def test_same_seed_same_calls() -> None:
+    reports = [fast(torch.sin, normal(500), seed=4) for _ in range(2)]
+    assert reports[0].evaluations == reports[1].evaluations
+    assert reports[0].vjps == reports[1].vjps
+
+
+def test_sketch_size_follows_confidence() -> None:
+    assert [sketch_size(confidence) for confidence in (0.5, 1 - 1e-6, 1 - 1e-9, 1 - 1e-12)] == [2, 2, 3, 4]
+
+
+def test_weights_keep_the_noise_within_the_budget() -> None:
+    noise = torch.tensor([1e-12, 1e-3, 5.0, float("nan"), float("inf"), 0.0], dtype=torch.float64)
+    pending = torch.tensor([True, True, True, True, True, False])
+    weight = weights(noise, 1e-5, pending)
+    assert weight[0] == 1
+    assert weight[3:].tolist() == [0, 0, 0]
+    heard = (weight * noise.nan_to_num(0, posinf=0)).square().sum().sqrt().item()
+    assert 0.5 * 1e-5 / 16 <= heard <= 1e-5 / 16 * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("rank", ["single", "pair in a row", "pair in a column", "dense", "low rank"])
+def test_miss_rate_is_within_the_bound(rank: str) -> None:
+    """Random error matrices under the sketch's own vectors: misses against 2 (threshold / error)^count."""
+    from fastgrad.directions import SKETCH_COTANGENTS, SKETCH_DIRECTIONS, direction
+
+    size, trials, ratio, count = 12, 2000, 8.0, 2  # errors of 8 thresholds: misses often enough to count
+    misses = 0
+    generator = torch.Generator().manual_seed(5)
+    for trial in range(trials):
+        u = torch.stack([direction(size, trial, SKETCH_DIRECTIONS + 16 * k) for k in range(count)])
+        v = torch.stack([direction(size, trial, SKETCH_COTANGENTS + 16 * k) for k in range(count)])
+        error = torch.zeros(size, size, dtype=torch.float64)
+        i, j, k = torch.randperm(size, generator=generator)[:3].tolist()
+        if rank == "single":
+            error[i, j] = ratio
+        elif rank == "pair in a row":
+            error[i, j], error[i, k] = ratio, -ratio
+        elif rank == "pair in a column":
+            error[j, i], error[k, i] = ratio, -ratio
+        elif rank == "dense":
+            error = ratio * torch.randn(size, size, dtype=torch.float64, generator=generator).sign()
+        else:
+            a, b = ratio * torch.randn(2, size, dtype=torch.float64, generator=generator)
+            error = torch.outer(a, b)
+        misses += int((v @ error @ u.t()).abs().max() <= 1)
+    if rank == "single":
+        assert misses == 0
+    bound = 2 * (1 / ratio) ** count
+    assert misses / trials <= bound + 3 * (bound / trials) ** 0.5

@@ -1,0 +1,123 @@
+"""Entries that differ at eps: re-measured, in both modes, in three outcomes with three texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastgrad
+from fastgrad.problem import Problem
+from fastgrad.refine import refine_column
+
+Func = Callable[[Tensor], Tensor]
+
+
+def leaf(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, requires_grad=True)
+
+
+def scaled(func: Func, factor: float) -> Func:
+    """func, with its gradient times a factor."""
+    return lambda v: func(v) * factor + (1 - factor) * func(v).detach()
+
+
+HILBERT = torch.tensor([[1 / (i + j + 1) for j in range(7)] for i in range(7)], dtype=torch.float64)
+# What eps = 1e-6 alone gets wrong: by truncation, by rounding, across a kink.
+HARD: dict[str, tuple[Func, Tensor]] = {
+    "sqrt at 1e-6": (torch.sqrt, leaf(1e-6)),
+    "log at 1e-5": (torch.log, leaf(1e-5)),
+    "linear at 1e9": (lambda v: 3 * v, leaf(1e9)),
+    "linear at 1e12": (lambda v: 3 * v, leaf(1e12)),
+    "sin of 1e5 x": (lambda v: (1e5 * v).sin(), leaf(0.7, 0.2)),
+    "inverse of a Hilbert matrix": (torch.linalg.inv, HILBERT.clone().requires_grad_()),
+    "sort with a gap of 1e-10": (lambda v: v.sort().values, leaf(0.3, 0.3 + 1e-10, 0.9, 0.1)),
+}
+MODES: list[dict[str, Any]] = [{}, {"fast_mode": True, "engine": "sketch"}]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["exact", "fast"])
+@pytest.mark.parametrize("name", HARD)
+def test_eps_is_not_the_last_word(name: str, mode: dict[str, Any]) -> None:
+    func, x = HARD[name]
+    assert fastgrad.gradcheck(func, (x,), **mode)
+    assert not fastgrad.gradcheck(scaled(func, 1.01), (x,), **mode, raise_exception=False)
+
+
+def test_torch_fails_most_of_them() -> None:
+    failed = [
+        name for name, (func, x) in HARD.items() if not torch.autograd.gradcheck(func, (x,), raise_exception=False)
+    ]
+    assert len(failed) >= 5
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["exact", "fast"])
+def test_steep_one_over_x(mode: dict[str, Any]) -> None:
+    x = leaf(1e-5)
+    assert fastgrad.gradcheck(lambda v: 1 / v, (x,), **mode)
+    assert not fastgrad.gradcheck(scaled(lambda v: 1 / v, 0.99), (x,), **mode, raise_exception=False)
+
+
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, v: Tensor) -> Tensor:
+        return v.round()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["exact", "fast"])
+@pytest.mark.parametrize(
+    ("func", "x", "words"),
+    [
+        (StraightThrough.apply, leaf(0.3, 0.6), r"analytical 1   numerical 0 \+-"),
+        (torch.relu, leaf(0.0, 1.0), r"a kink: the one-sided derivatives are 0 \(left\) and 1 \(right\)"),
+        (lambda v: v.float().sin().double(), leaf(0.7, 0.1), "computed in a lower precision"),
+        (lambda v: v + 1e-2 * (1e17 * v).sin().detach(), leaf(0.7, 0.1), "did not converge"),
+    ],
+)
+def test_what_still_fails_says_why(func: Func, x: Tensor, words: str, mode: dict[str, Any]) -> None:
+    with pytest.raises(fastgrad.GradcheckError, match=words):
+        fastgrad.gradcheck(func, (x,), **mode)
+
+
+def test_passing_checks_pay_nothing() -> None:
+    calls = 0
+
+    def func(v: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return v.sin()
+
+    fastgrad.gradcheck(func, (leaf(0.1, 0.2, 0.3),))
+    assert calls <= 2 * 3 + 3
+
+
+def test_a_step_at_which_func_raises_is_dropped() -> None:
+    x = leaf(1e-4)
+
+    def func(v: Tensor) -> Tensor:
+        if v.item() < 0:
+            raise ValueError("negative")
+        return v.sqrt()
+
+    with Problem(func, (x,)) as problem:
+        refined = refine_column(problem, 0, torch.tensor([0]), True, 1e-6, 1e-5, 1e-3)
+    assert bool(refined.converged[0])
+    assert refined.values[0].item() == pytest.approx(50, rel=1e-6)
+    assert refined.errors[0].item() >= abs(refined.values[0].item() - 50)
+
+
+def test_the_report_says_what_was_re_measured() -> None:
+    from fastgrad.check import check
+    from fastgrad.report import Settings
+
+    report = check(torch.sqrt, (leaf(1e-6, 1.0),), Settings())
+    assert report.passed
+    assert "1 of 4 entries" in report.notes[0]
+    assert "agree once re-measured" in report.notes[0]
