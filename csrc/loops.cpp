@@ -217,8 +217,7 @@ py::object Evaluator::evaluate_displaced(const at::Tensor& displacement, double 
   return call(record_graph, perturbed_arguments());
 }
 
-void Evaluator::realize(
-    const at::Tensor& displacement, const at::Tensor& realized, double eps, double relative) const {
+void Evaluator::realize(const at::Tensor& displacement, const at::Tensor& realized, double eps, double relative) const {
   const BelowAutograd guard;
   for (const InputBlock& block : blocks_) {
     const int64_t size = coordinate_count(block.origin);
@@ -455,11 +454,15 @@ GradientsMatch vjp_coordinates(
       int64_t offset = 0;
       for (const at::Tensor& output : outputs) {
         const int64_t size = coordinate_count(output);
-        grad_outputs.push_back(
-            k < gapped                           ? gapped_and_transposed(output)
-            : k >= cotangents.size(0) - expanded ? at::empty({}, output.options()).expand(output.sizes())
-                                                 : at::empty_like(output, {}, at::MemoryFormat::Contiguous));
-        unflatten_(grad_outputs.back(), cotangent.narrow(0, offset, size));
+        if (k >= cotangents.size(0) - expanded && size > 0) {
+          const at::Tensor value = at::empty({}, output.options());
+          unflatten_(value, cotangent.narrow(0, offset, coordinates_per_element(output)));
+          grad_outputs.push_back(value.expand(output.sizes()));
+        } else {
+          grad_outputs.push_back(
+              k < gapped ? gapped_and_transposed(output) : at::empty_like(output, {}, at::MemoryFormat::Contiguous));
+          unflatten_(grad_outputs.back(), cotangent.narrow(0, offset, size));
+        }
         offset += size;
       }
     }

@@ -20,7 +20,6 @@ from fastgrad.attributes import (
 from fastgrad.certify import LinearityProof, TangentProof, repeat_failure
 from fastgrad.compare import PairComparison
 from fastgrad.engines import JacobianBlock, dense
-from fastgrad.fast import screen, screen_constant, screen_forward
 from fastgrad.plan import is_affordable, make_plan, make_sketch_plan, sketches
 from fastgrad.problem import Problem, as_tuple, disabled_gradients
 from fastgrad.refine import surviving
@@ -47,7 +46,7 @@ def check(func: Callable[..., Any], inputs: Any, settings: Settings) -> Report:
     start = time.perf_counter()
     notes: list[str] = []
     with Problem(func, as_tuple(inputs), settings.masked) as problem:
-        plan = make_sketch_plan() if sketches(problem, settings) else make_plan(problem, settings)
+        plan = make_sketch_plan(settings) if sketches(problem, settings) else make_plan(problem, settings)
         failure = _first_failure(problem, plan, settings, notes)
     disabled = disabled_gradients()
     if disabled:
@@ -96,12 +95,14 @@ def _exact(problem: Problem, plan: Plan, settings: Settings, notes: list[str]) -
 
 def _screened(problem: Problem, settings: Settings, notes: list[str]) -> Failure | None:
     """Fast mode; what it leaves open is decided by the exact engine, where that is affordable."""
+    from fastgrad.fast import screen, screen_constant, screen_forward  # only here: importing fastgrad is to cost little
+
     if not problem.has_graph:
         screens = [screen_constant]
     else:
         screens = [screen] * settings.check_backward_ad + [screen_forward] * settings.check_forward_ad
     for run in screens:
-        found = run(problem, settings, settings.confidence)
+        found = run(problem, settings)
         if found.failure is not None and found.failure.kind == "nonlinear" and is_affordable(problem):
             # Every entry may say which output and input it is about.
             return _exact(problem, make_plan(problem, settings), settings, notes) or found.failure

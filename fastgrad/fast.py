@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,11 +22,11 @@ from fastgrad.engines.sketch import (
     cotangents,
     directional_differences,
     residual_row,
-    sketch_size,
     unit_roundoff,
     weights,
 )
 from fastgrad.locate import locate
+from fastgrad.plan import sketch_size
 from fastgrad.problem import Problem
 from fastgrad.refine import Survivor, Suspects, surviving
 from fastgrad.report import Comparison, Failure, FailureKind, Mode, Part, Settings, modulus
@@ -59,7 +59,6 @@ class Screening:
 
     failure: Failure | None = None
     undecided: float | None = None
-    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -76,13 +75,13 @@ class _Found:
     survivor: Survivor | None
 
 
-def screen(problem: Problem, settings: Settings, confidence: float) -> Screening:
+def screen(problem: Problem, settings: Settings) -> Screening:
     """The verdict on all Jacobians in reverse mode, from a number of evaluations that does not grow with them.
 
     An output counts as verified when the noise of its differences is within its tolerance; outputs
     that are not are tried again at other steps, then one by one.
     """
-    count = sketch_size(confidence)
+    count = sketch_size(settings.confidence)
     base = problem.evaluate(True)
     pending = torch.ones(problem.m, dtype=torch.bool, device=problem.device)
     failure = one_hot_failure(problem, settings)
@@ -105,8 +104,10 @@ def screen(problem: Problem, settings: Settings, confidence: float) -> Screening
             return Screening(undecided=problem.unspecified)
         flagged = sketch.worst()
         if flagged is not None:
-            # Nothing confirmed, nothing verified: all off by a little, or a step across many kinks.
+            # Nothing confirmed, nothing verified.
             limit = max(limit, 4 * abs(sketch.values[flagged[0]][flagged[1]].item()))
+            if not search.dead:
+                return Screening(undecided=limit)  # off by a little all over: no step changes that
         else:
             tolerance = settings.atol + settings.rtol * differences.size()
             heard = (weight > 0) & (settings.atol / weight <= tolerance)
@@ -330,9 +331,9 @@ def _element_coordinates(block: Block, coordinate: int) -> tuple[int, ...]:
 
 
 @phase("forward-mode screen")
-def screen_forward(problem: Problem, settings: Settings, confidence: float) -> Screening:
+def screen_forward(problem: Problem, settings: Settings) -> Screening:
     """The verdict on all Jacobians in forward mode: J u against its difference, output by output."""
-    count = sketch_size(confidence)
+    count = sketch_size(settings.confidence)
     base = problem.evaluate(True)
     pending = torch.ones(problem.m, dtype=torch.bool, device=problem.device)
     limit = 0.0
@@ -422,11 +423,11 @@ def _jvp_not_linear(problem: Problem, settings: Settings, u: Tensor, tangent: Te
     return Failure("nonlinear", output.index, None, output.position, None, mode="forward", detail=detail)
 
 
-def screen_constant(problem: Problem, settings: Settings, confidence: float) -> Screening:
+def screen_constant(problem: Problem, settings: Settings) -> Screening:
     """Where no output requires grad: func must not move with its inputs."""
     moved: Tensor | None = None
     for attempt, eps in enumerate((settings.eps, settings.eps * SMALLER)):
-        for k in range(sketch_size(confidence)):
+        for k in range(sketch_size(settings.confidence)):
             u = direction(problem.n, settings.seed, SKETCH_DIRECTIONS + 16 * (16 * attempt + k)).to(problem.device)
             displacement = problem.displacement(u, eps)
             plus, minus = (problem.evaluate(False, displacement, sign) for sign in (1.0, -1.0))

@@ -35,7 +35,7 @@ def failure_message(report: Report) -> str:
         settings = report.settings
         lines.append(
             f"  reproduce  fastgrad.gradcheck(..., eps={settings.eps:g}, atol={settings.atol:g}, "
-            f"rtol={settings.rtol:g}, seed={settings.seed})"
+            f"rtol={settings.rtol:g}, {'fast_mode=True, ' if settings.fast_mode else ''}seed={settings.seed})"
         )
     return "\n".join(lines)
 

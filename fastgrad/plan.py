@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 import torch
@@ -21,6 +22,9 @@ TINY = 24
 
 AFFORDABLE_ENTRIES = 4_000_000
 AFFORDABLE_CALLS = 20_000
+
+PAIR_RATIO = 4000.0
+"""Errors that cancel in a row or a column are found from this many times the threshold on."""
 
 COLUMNS_WORTH_A_LOOK = 12
 """Columns from which two cheaper evaluations each repay the four that tell whether a graph is needed."""
@@ -53,6 +57,21 @@ def needs_graph(problem: Problem, settings: Settings) -> bool:
     return False
 
 
+def sketch_size(confidence: float) -> int:
+    """How many directions, and cotangents, miss two cancelling errors with probability 1 - confidence at most.
+
+    The two differ in one random component each, which must agree to within threshold / error in every
+    direction: at most 2 (threshold / error)^count.
+    """
+    return max(2, math.ceil(math.log(2 / (1 - confidence)) / math.log(PAIR_RATIO)))
+
+
+def detection_limit(settings: Settings) -> float:
+    """The size from which errors that cancel in a row or a column are found with `settings.confidence`."""
+    count = sketch_size(settings.confidence)
+    return float(settings.atol / 4 * (2 / (1 - settings.confidence)) ** (1 / count))
+
+
 def sketches(problem: Problem, settings: Settings) -> bool:
     """Whether fast mode is worth it: exact checks of tiny problems cost less."""
     return settings.engine == "sketch" or (
@@ -76,6 +95,6 @@ def make_plan(problem: Problem, settings: Settings) -> Plan:
     return Plan("dense", columns, rows, record_graph, reason)
 
 
-def make_sketch_plan() -> Plan:
+def make_sketch_plan(settings: Settings) -> Plan:
     """The plan of fast mode: a few directions and cotangents, gradients recorded as the caller would."""
-    return Plan("sketch", 0, 0, True, "fast_mode=True")
+    return Plan("sketch", 0, 0, True, "fast_mode=True", detection_limit(settings))

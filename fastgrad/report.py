@@ -62,6 +62,8 @@ class Plan:
     columns_per_pass: numerical columns held at a time; every pass repeats the VJPs.
     rows_per_block: analytical rows computed, and compared, at a time.
     record_graph: whether func must record gradients while it is evaluated for differences.
+    detection_limit: fast mode finds errors that cancel each other in a row or a column from this size on,
+    with probability `Settings.confidence`; single ones from their tolerance on.
     """
 
     engine: str
@@ -69,6 +71,7 @@ class Plan:
     rows_per_block: int
     record_graph: bool
     reason: str
+    detection_limit: float | None = None
 
 
 def modulus(value: complex) -> float:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 import fastgrad
 from fastgrad.check import check
-from fastgrad.engines.sketch import sketch_size, weights
+from fastgrad.engines.sketch import weights
+from fastgrad.plan import sketch_size
 from fastgrad.report import Report, Settings
 
 FAST = {"fast_mode": True, "engine": "sketch"}
@@ -234,6 +235,12 @@ def test_same_seed_same_calls() -> None:
 
 def test_sketch_size_follows_confidence() -> None:
     assert [sketch_size(confidence) for confidence in (0.5, 1 - 1e-6, 1 - 1e-9, 1 - 1e-12)] == [2, 2, 3, 4]
+
+
+def test_the_report_states_the_limit() -> None:
+    report = fast(torch.sin, normal(500))
+    assert report.plan is not None
+    assert report.plan.detection_limit == pytest.approx(1e-5 / 4 * (2e9) ** (1 / 3), rel=1e-5)
 
 
 def test_weights_keep_the_noise_within_the_budget() -> None:

@@ -24,8 +24,7 @@ FASTGRAD_HOST_DEVICE double richardson(const FourValues& f, double eps) {
 FASTGRAD_HOST_DEVICE double difference_noise(const FourValues& f, double base, double eps, double ulp) {
   const double rounding = ulp * (base < 0 ? -base : base);
   const double curvature = std::fabs(2.0 * (f.half_plus - f.half_minus) - (f.plus - f.minus));
-  const double kink =
-      std::fabs((f.plus + f.minus - 2.0 * base) - 4.0 * (f.half_plus + f.half_minus - 2.0 * base));
+  const double kink = std::fabs((f.plus + f.minus - 2.0 * base) - 4.0 * (f.half_plus + f.half_minus - 2.0 * base));
   double noise = 2.0 * rounding;
   if (!(curvature <= noise)) {
     noise = curvature;

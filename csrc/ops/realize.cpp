@@ -22,8 +22,8 @@ void check_arguments(const at::Tensor& displacement, const at::Tensor& realized,
     check_float64("realize_", name, tensor, 1);
     TORCH_CHECK(
         tensor.is_contiguous() && tensor.numel() == coordinate_count(origin), "realize_: ", name,
-        " must be contiguous with ", coordinate_count(origin), " elements, one for each real coordinate of origin, got ",
-        tensor.numel());
+        " must be contiguous with ", coordinate_count(origin),
+        " elements, one for each real coordinate of origin, got ", tensor.numel());
   }
 }
 

@@ -4,7 +4,7 @@
 #include "common.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/view_as_complex.h>
+#include <ATen/ops/complex.h>
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
@@ -19,24 +19,6 @@ void check_arguments(const at::Tensor& tensor, const at::Tensor& coordinates) {
       " elements, one for each real coordinate of tensor, got ", coordinates.numel());
 }
 
-void unflatten_cpu(const at::Tensor& tensor, const at::Tensor& coordinates) {
-  check_arguments(tensor, coordinates);
-  const double* values = coordinates.const_data_ptr<double>();
-  const int64_t stride = coordinates.stride(0);
-  const int64_t width = coordinates_per_element(tensor);
-  FASTGRAD_DISPATCH_REAL(tensor.scalar_type(), "unflatten_", [&] {
-    auto* out = static_cast<real_t*>(tensor.mutable_data_ptr());
-    at::parallel_for(0, tensor.numel(), grain_size, [&](int64_t begin, int64_t end) {
-      for (int64_t element = begin; element < end; ++element) {
-        const int64_t target = element_offset(tensor, element) * width;
-        for (int64_t part = 0; part < width; ++part) {
-          out[target + part] = static_cast<real_t>(values[(element * width + part) * stride]);
-        }
-      }
-    });
-  });
-}
-
 void unflatten_composite(const at::Tensor& tensor, const at::Tensor& coordinates) {
   check_arguments(tensor, coordinates);
   if (!tensor.is_complex()) {
@@ -44,7 +26,29 @@ void unflatten_composite(const at::Tensor& tensor, const at::Tensor& coordinates
     return;
   }
   const at::Tensor parts = coordinates.reshape({-1, 2}).to(c10::toRealValueType(tensor.scalar_type()));
-  tensor.copy_(at::view_as_complex(parts.contiguous()).reshape(tensor.sizes()));
+  // Not view_as_complex: the coordinates may begin at an odd place of their storage.
+  tensor.copy_(at::complex(parts.select(-1, 0), parts.select(-1, 1)).reshape(tensor.sizes()));
+}
+
+void unflatten_cpu(const at::Tensor& tensor, const at::Tensor& coordinates) {
+  check_arguments(tensor, coordinates);
+  if (!tensor.is_contiguous()) {
+    return unflatten_composite(tensor, coordinates);  // ATen walks strides faster than element_offset
+  }
+  const double* values = coordinates.const_data_ptr<double>();
+  const int64_t stride = coordinates.stride(0);
+  const int64_t width = coordinates_per_element(tensor);
+  FASTGRAD_DISPATCH_REAL(tensor.scalar_type(), "unflatten_", [&] {
+    auto* out = static_cast<real_t*>(tensor.mutable_data_ptr());
+    at::parallel_for(0, tensor.numel(), grain_size, [&](int64_t begin, int64_t end) {
+      for (int64_t element = begin; element < end; ++element) {
+        const int64_t target = element * width;
+        for (int64_t part = 0; part < width; ++part) {
+          out[target + part] = static_cast<real_t>(values[(element * width + part) * stride]);
+        }
+      }
+    });
+  });
 }
 
 void unflatten_meta(const at::Tensor&, const at::Tensor&) {}  // sizes may be symbolic here

