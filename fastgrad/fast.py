@@ -82,11 +82,8 @@ def screen(problem: Problem, settings: Settings) -> Screening:
     that are not are tried again at other steps, then one by one.
     """
     count = sketch_size(settings.confidence)
-    base = problem.evaluate(True)
+    base = problem.base()
     pending = torch.ones(problem.m, dtype=torch.bool, device=problem.device)
-    failure = one_hot_failure(problem, settings)
-    if failure is not None:
-        return Screening(failure)
     limit = 0.0
     eps = settings.eps
     first: Differences | None = None
@@ -95,7 +92,9 @@ def screen(problem: Problem, settings: Settings) -> Screening:
         first = first or differences
         search = _Search(problem, settings, differences)
         weight = weights(differences.noise, settings.atol, pending)
-        sketch, failure = _sketch(problem, settings, differences, weight, count, attempt)
+        failure = one_hot_failure(problem, settings) if attempt == 0 else None
+        if failure is None:
+            sketch, failure = _sketch(problem, settings, differences, weight, count, attempt)
         if failure is None:
             failure = search.run(sketch)
         if failure is not None:
@@ -334,7 +333,7 @@ def _element_coordinates(block: Block, coordinate: int) -> tuple[int, ...]:
 def screen_forward(problem: Problem, settings: Settings) -> Screening:
     """The verdict on all Jacobians in forward mode: J u against its difference, output by output."""
     count = sketch_size(settings.confidence)
-    base = problem.evaluate(True)
+    base = problem.base()
     pending = torch.ones(problem.m, dtype=torch.bool, device=problem.device)
     limit = 0.0
     eps = settings.eps

@@ -150,6 +150,7 @@ class Problem:
         self.jvps = 0
         self._arguments = arguments
         self._graph: tuple[Tensor, ...] | None = None
+        self._base: Tensor | None = None
         self._coordinates: Tensor | None = None
         self._input_tensors = [block.tensor for block in self.inputs]
         self._natives = []
@@ -293,6 +294,12 @@ class Problem:
         for block, output in zip(self.outputs, self._selected(result), strict=True):
             _native.flatten_(flat[block.first : block.first + block.size], output.detach())
         return flat
+
+    def base(self) -> Tensor:
+        """The outputs at x: float64, shape (m,); evaluated once."""
+        if self._base is None:
+            self._base = self.evaluate(True)
+        return self._base
 
     def _selected(self, result: Any) -> tuple[Tensor, ...]:
         """The outputs in what func returned, if they look as they did at first."""

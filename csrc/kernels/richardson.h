@@ -25,14 +25,9 @@ FASTGRAD_HOST_DEVICE double difference_noise(const FourValues& f, double base, d
   const double rounding = ulp * (base < 0 ? -base : base);
   const double curvature = std::fabs(2.0 * (f.half_plus - f.half_minus) - (f.plus - f.minus));
   const double kink = std::fabs((f.plus + f.minus - 2.0 * base) - 4.0 * (f.half_plus + f.half_minus - 2.0 * base));
-  double noise = 2.0 * rounding;
-  if (!(curvature <= noise)) {
-    noise = curvature;
-  }
-  if (kink > 64.0 * rounding && kink > noise) {
-    noise = kink;
-  }
-  return noise / (2.0 * eps);
+  const double smooth = curvature <= 2.0 * rounding ? 2.0 * rounding : curvature;
+  const double heard = kink > 64.0 * rounding ? kink : 0.0;
+  return (heard > smooth ? heard : smooth) / (2.0 * eps);
 }
 
 }  // namespace fastgrad

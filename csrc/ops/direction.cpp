@@ -9,6 +9,8 @@
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 namespace fastgrad {
 namespace {
 
@@ -17,13 +19,13 @@ void direction_cpu(const at::Tensor& out, int64_t seed, int64_t stream, int64_t 
   auto* values = out.mutable_data_ptr<double>();
   const int64_t stride = out.stride(0);
   at::parallel_for(0, out.numel(), grain_size, [&](int64_t begin, int64_t end) {
-    Words4 words = direction_words(seed, stream, (first + begin) >> 2);
-    for (int64_t j = begin; j < end; ++j) {
-      const int64_t coordinate = first + j;
-      if ((coordinate & 3) == 0) {
-        words = direction_words(seed, stream, coordinate >> 2);
+    // Group by group: four components for each call of the generator.
+    for (int64_t group = (first + begin) >> 2; group <= (first + end - 1) >> 2; ++group) {
+      const Words4 words = direction_words(seed, stream, group);
+      const int64_t last = std::min(first + end, 4 * group + 4);
+      for (int64_t coordinate = std::max(first + begin, 4 * group); coordinate < last; ++coordinate) {
+        values[(coordinate - first) * stride] = component_of(words, coordinate, halved);
       }
-      values[j * stride] = component_of(words, coordinate, halved);
     }
   });
 }

@@ -35,10 +35,12 @@ void realize_cpu(
   auto* out = realized.mutable_data_ptr<double>();
   FASTGRAD_DISPATCH_REAL(origin.scalar_type(), "realize_", [&] {
     const auto* values = static_cast<const real_t*>(origin.const_data_ptr());
-    at::parallel_for(0, displacement.numel(), grain_size, [&](int64_t begin, int64_t end) {
+    // Captured by value: a store of a double could change a double that is captured by reference.
+    at::parallel_for(0, displacement.numel(), grain_size, [=](int64_t begin, int64_t end) {
       for (int64_t j = begin; j < end; ++j) {
-        steps[j] *= directional_step(values[j], eps, relative_step);
-        out[j] = realized_component(values[j], steps[j], eps);
+        const double step = steps[j] * directional_step(values[j], eps, relative_step);
+        steps[j] = step;
+        out[j] = realized_component(values[j], step, eps);
       }
     });
   });

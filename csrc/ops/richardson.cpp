@@ -40,17 +40,17 @@ void richardson_cpu(
   auto* out = derivative.mutable_data_ptr<double>();
   auto* worst = noise.mutable_data_ptr<double>();
   const double* y = base.const_data_ptr<double>();
-  const double* values[] = {
-      plus.const_data_ptr<double>(), minus.const_data_ptr<double>(), half_plus.const_data_ptr<double>(),
-      half_minus.const_data_ptr<double>()};
-  at::parallel_for(0, derivative.numel(), grain_size, [&](int64_t begin, int64_t end) {
+  const double* p = plus.const_data_ptr<double>();
+  const double* m = minus.const_data_ptr<double>();
+  const double* hp = half_plus.const_data_ptr<double>();
+  const double* hm = half_minus.const_data_ptr<double>();
+  // Captured by value: a store of a double could change a double that is captured by reference.
+  at::parallel_for(0, derivative.numel(), grain_size, [=](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const FourValues f{values[0][i], values[1][i], values[2][i], values[3][i]};
+      const FourValues f{p[i], m[i], hp[i], hm[i]};
       out[i] = richardson(f, eps);
       const double found = difference_noise(f, y[i], eps, ulp);
-      if (!(found <= worst[i])) {
-        worst[i] = found;
-      }
+      worst[i] = found <= worst[i] ? worst[i] : found;
     }
   });
 }
