@@ -15,9 +15,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 namespace fastgrad {
 namespace {
+
+constexpr int64_t lanes = 8;
 
 void check_arguments(const at::Tensor& rows, const at::Tensor& vector) {
   check_float64("dots", "rows", rows, 2);
@@ -41,15 +44,25 @@ at::Tensor dots_cpu(const at::Tensor& rows, const at::Tensor& vector) {
     for (int64_t chunk = begin; chunk < end; ++chunk) {
       const int64_t last = std::min(size, (chunk + 1) * grain_size);
       for (int64_t row = 0; row < count; ++row) {
-        double sum = 0;
-        double terms = 0;
-        for (int64_t j = chunk * grain_size; j < last; ++j) {
+        // Independent sums: one would wait for the last addition every time.
+        double sum[lanes] = {};
+        double terms[lanes] = {};
+        const auto add = [&](int64_t lane, int64_t j) {
           const double term = b[j] == 0 ? 0 : a[row * size + j] * b[j];
-          sum += term;
-          terms += std::fabs(term);
+          sum[lane] += term;
+          terms[lane] += std::fabs(term);
+        };
+        int64_t j = chunk * grain_size;
+        for (; j + lanes <= last; j += lanes) {
+          for (int64_t lane = 0; lane < lanes; ++lane) {
+            add(lane, j + lane);
+          }
         }
-        sums[(chunk * count + row) * 2] = sum;
-        sums[(chunk * count + row) * 2 + 1] = terms;
+        for (; j < last; ++j) {
+          add(0, j);
+        }
+        sums[(chunk * count + row) * 2] = std::accumulate(sum, sum + lanes, 0.0);
+        sums[(chunk * count + row) * 2 + 1] = std::accumulate(terms, terms + lanes, 0.0);
       }
     }
   });

@@ -37,15 +37,11 @@ void unflatten_cpu(const at::Tensor& tensor, const at::Tensor& coordinates) {
   }
   const double* values = coordinates.const_data_ptr<double>();
   const int64_t stride = coordinates.stride(0);
-  const int64_t width = coordinates_per_element(tensor);
   FASTGRAD_DISPATCH_REAL(tensor.scalar_type(), "unflatten_", [&] {
     auto* out = static_cast<real_t*>(tensor.mutable_data_ptr());
-    at::parallel_for(0, tensor.numel(), grain_size, [&](int64_t begin, int64_t end) {
-      for (int64_t element = begin; element < end; ++element) {
-        const int64_t target = element * width;
-        for (int64_t part = 0; part < width; ++part) {
-          out[target + part] = static_cast<real_t>(values[(element * width + part) * stride]);
-        }
+    at::parallel_for(0, coordinates.numel(), grain_size, [=](int64_t begin, int64_t end) {
+      for (int64_t c = begin; c < end; ++c) {
+        out[c] = static_cast<real_t>(values[c * stride]);
       }
     });
   });

@@ -2,6 +2,7 @@
 #include "kernels/comparison.h"
 #include "kernels/difference.h"
 #include "kernels/direction.h"
+#include "kernels/richardson.h"
 
 #include <gtest/gtest.h>
 
@@ -88,6 +89,30 @@ TEST(Comparison, CombineKeepsTheWorst) {
   EXPECT_EQ(both.worst_row, 9);
   EXPECT_EQ(both.largest_absolute, 1.0);
   EXPECT_EQ(fastgrad::combine(large, small).worst_row, 9);
+}
+
+TEST(Richardson, IsExactForCubicsAndSeesKinks) {
+  const double eps = 1e-2;
+  const auto four = [&](auto f) { return fastgrad::FourValues{f(eps), f(-eps), f(eps / 2), f(-eps / 2)}; };
+  const auto cubic = [](double h) { return 2 + 3 * h + 5 * h * h + 7 * h * h * h; };
+  EXPECT_NEAR(fastgrad::richardson(four(cubic), eps), 3.0, 1e-12);
+  // The truncation of D(h) alone: h^2 / 8 times the third derivative, 42.
+  EXPECT_NEAR(fastgrad::difference_noise(four(cubic), 2.0, eps, 2.2e-16), eps * eps * 42 / 8, 1e-9);
+  const auto kink = [](double h) { return h < 0 ? -h : h; };
+  EXPECT_EQ(fastgrad::richardson(four(kink), eps), 0.0);
+  EXPECT_NEAR(fastgrad::difference_noise(four(kink), 0.0, eps, 2.2e-16), 1.0, 1e-9);
+  const auto nothing = [](double) { return std::nan(""); };
+  EXPECT_TRUE(std::isnan(fastgrad::difference_noise(four(nothing), 1.0, eps, 2.2e-16)));
+}
+
+TEST(Difference, RealizedComponentIsTheDirectionUpToRounding) {
+  EXPECT_NEAR(fastgrad::realized_component(0.75, 1e-6 * 1.25, 1e-6), 1.25, 1e-9);
+  const float x = 1.0f;
+  const double step = 1e-6 * 1.25;
+  const double whole = fastgrad::realized_width(x, step);
+  const double half = fastgrad::realized_width(x, step / 2);
+  EXPECT_EQ(fastgrad::realized_component(x, step, 1e-6), (8 * half - whole) / 6e-6);
+  EXPECT_NEAR(fastgrad::realized_component(std::numeric_limits<double>::infinity(), step, 1e-6), 1.25, 1e-12);
 }
 
 }  // namespace
