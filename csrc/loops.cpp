@@ -86,6 +86,26 @@ bool looks_like(PyObject* object, const at::Tensor& like) {
   return tensor.scalar_type() == like.scalar_type() && tensor.sizes() == like.sizes();
 }
 
+// Hands each expected output that func returned to visit(number, tensor, offset, size), offset and
+// size being its coordinates; stops at the first that does not look as expected and returns its
+// number and what stands there instead.
+template <typename Visit>
+std::optional<std::pair<int64_t, py::object>> visit_outputs(
+    const py::object& result, const std::vector<OutputSpec>& outputs, const Visit& visit) {
+  const BelowAutograd guard;
+  int64_t offset = 0;
+  for (size_t o = 0; o < outputs.size(); ++o) {
+    PyObject* const object = output_at(result.ptr(), outputs[o].position);
+    if (!looks_like(object, outputs[o].like)) {
+      return std::pair(static_cast<int64_t>(o), object ? py::reinterpret_borrow<py::object>(object) : py::none());
+    }
+    const int64_t size = coordinate_count(outputs[o].like);
+    visit(o, THPVariable_Unpack(object), offset, size);
+    offset += size;
+  }
+  return std::nullopt;
+}
+
 uint32_t version(const at::Tensor& tensor) { return tensor.is_inference() ? 0 : tensor._version(); }
 
 // The memory behind a tensor of any layout, under a version counter of its own.
@@ -205,15 +225,17 @@ py::object Evaluator::evaluate(bool record_graph) {
   return call(record_graph, arguments_);
 }
 
+void Evaluator::displace(const at::Tensor& displacement, double scale) {
+  const BelowAutograd guard;
+  for (const InputBlock& block : blocks_) {
+    const at::Tensor own = displacement.narrow(0, block.first, coordinate_count(block.origin));
+    displace_(block.values, block.origin, own.to(block.values.device()), scale);
+  }
+}
+
 py::object Evaluator::evaluate_displaced(const at::Tensor& displacement, double scale, bool record_graph) {
   const OnExit restoring([this] { restore(); });
-  {
-    const BelowAutograd guard;
-    for (const InputBlock& block : blocks_) {
-      const at::Tensor own = displacement.narrow(0, block.first, coordinate_count(block.origin));
-      displace_(block.values, block.origin, own.to(block.values.device()), scale);
-    }
-  }
+  displace(displacement, scale);
   return call(record_graph, perturbed_arguments());
 }
 
@@ -231,26 +253,16 @@ std::optional<std::tuple<int64_t, int64_t, py::object>> Evaluator::values_along(
     const at::Tensor& displacement, const std::vector<double>& scales, const at::Tensor& values,
     const std::vector<OutputSpec>& outputs, bool record_graph) {
   const OnExit restoring([this] { restore(); });
-  for (size_t s = 0; s < scales.size(); ++s) {
-    {
-      const BelowAutograd guard;
-      for (const InputBlock& block : blocks_) {
-        const at::Tensor own = displacement.narrow(0, block.first, coordinate_count(block.origin));
-        displace_(block.values, block.origin, own.to(block.values.device()), scales[s]);
-      }
-    }
+  for (int64_t s = 0; s < values.size(0); ++s) {
+    displace(displacement, scales[s]);
     const py::object result = call(record_graph, perturbed_arguments());
-    const BelowAutograd guard;
-    int64_t offset = 0;
-    for (size_t o = 0; o < outputs.size(); ++o) {
-      PyObject* const object = output_at(result.ptr(), outputs[o].position);
-      if (!looks_like(object, outputs[o].like)) {
-        py::object found = object ? py::reinterpret_borrow<py::object>(object) : py::none();
-        return std::make_tuple(static_cast<int64_t>(s), static_cast<int64_t>(o), std::move(found));
-      }
-      const int64_t size = coordinate_count(outputs[o].like);
-      flatten_(values.select(0, static_cast<int64_t>(s)).narrow(0, offset, size), THPVariable_Unpack(object));
-      offset += size;
+    const at::Tensor row = values.select(0, s);
+    const auto changed =
+        visit_outputs(result, outputs, [&](size_t, const at::Tensor& output, int64_t offset, int64_t size) {
+          flatten_(row.narrow(0, offset, size), output);
+        });
+    if (changed) {
+      return std::make_tuple(s, changed->first, changed->second);
     }
     raise_if_interrupted();
   }
@@ -279,23 +291,18 @@ std::optional<std::tuple<int64_t, int64_t, py::object>> Evaluator::difference_co
       }
       perturb(sign);
       const py::object result = call(record_graph, perturbed_arguments());
-      const BelowAutograd guard;
-      int64_t offset = 0;
-      for (size_t o = 0; o < outputs.size(); ++o) {
-        PyObject* const object = output_at(result.ptr(), outputs[o].position);
-        if (!looks_like(object, outputs[o].like)) {
-          py::object found = object ? py::reinterpret_borrow<py::object>(object) : py::none();
-          return std::make_tuple(first + j, static_cast<int64_t>(o), std::move(found));
-        }
-        const at::Tensor& output = THPVariable_Unpack(object);
-        const int64_t size = coordinate_count(output);
-        const at::Tensor segment = columns.select(0, j).narrow(0, offset, size);
-        offset += size;
-        if (sign == 1) {
-          flatten_(segment, output);
-        } else {
-          central_difference_(segment, output, block->origin, coordinate, eps, block->relative_step);
-        }
+      const at::Tensor column = columns.select(0, j);
+      const auto changed =
+          visit_outputs(result, outputs, [&](size_t, const at::Tensor& output, int64_t offset, int64_t size) {
+            const at::Tensor segment = column.narrow(0, offset, size);
+            if (sign == 1) {
+              flatten_(segment, output);
+            } else {
+              central_difference_(segment, output, block->origin, coordinate, eps, block->relative_step);
+            }
+          });
+      if (changed) {
+        return std::make_tuple(first + j, changed->first, changed->second);
       }
     }
     raise_if_interrupted();
@@ -333,24 +340,20 @@ std::tuple<std::optional<std::tuple<int64_t, int64_t, py::object>>, bool> Evalua
     const OnExit resetting([&] { set_tangent(0); });
     set_tangent(1);
     const py::object result = evaluate_at(duals);
-    const BelowAutograd guard;
-    int64_t offset = 0;
-    for (size_t o = 0; o < outputs.size(); ++o) {
-      PyObject* const object = output_at(result.ptr(), outputs[o].position);
-      if (!looks_like(object, outputs[o].like)) {
-        py::object found = object ? py::reinterpret_borrow<py::object>(object) : py::none();
-        return {std::make_tuple(first + j, static_cast<int64_t>(o), std::move(found)), domains_match};
-      }
-      const int64_t size = coordinate_count(outputs[o].like);
-      const at::Tensor segment = columns.select(0, j).narrow(0, offset, size);
-      offset += size;
-      const at::Tensor& tangent = THPVariable_Unpack(object)._fw_grad(/*level=*/0);
-      if (!tangent.defined()) {
-        segment.zero_();
-        continue;
-      }
-      domains_match = domains_match && tangent.is_complex() == outputs[o].like.is_complex();
-      flatten_(segment, with_domain_of(outputs[o].like, tangent));
+    const at::Tensor column = columns.select(0, j);
+    const auto changed =
+        visit_outputs(result, outputs, [&](size_t o, const at::Tensor& output, int64_t offset, int64_t size) {
+          const at::Tensor segment = column.narrow(0, offset, size);
+          const at::Tensor& tangent = output._fw_grad(/*level=*/0);
+          if (!tangent.defined()) {
+            segment.zero_();
+            return;
+          }
+          domains_match = domains_match && tangent.is_complex() == outputs[o].like.is_complex();
+          flatten_(segment, with_domain_of(outputs[o].like, tangent));
+        });
+    if (changed) {
+      return {std::make_tuple(first + j, changed->first, changed->second), domains_match};
     }
     raise_if_interrupted();
   }

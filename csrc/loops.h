@@ -103,6 +103,9 @@ class Evaluator {
  private:
   pybind11::object call(bool record_graph, const pybind11::tuple& arguments);
 
+  // Moves all inputs to x + scale * displacement.
+  void displace(const at::Tensor& displacement, double scale);
+
   // What func gets while inputs are perturbed.
   pybind11::tuple perturbed_arguments() const;
 

@@ -14,20 +14,18 @@ from torch import Tensor
 from fastgrad._native import ops
 from fastgrad._torch import phase
 from fastgrad.compare import differ
-from fastgrad.coordinates import Block
+from fastgrad.coordinates import Block, block_with
 from fastgrad.directions import COTANGENT_STREAM, TANGENT_STREAM
-from fastgrad.engines import REPEAT_SCALE, REPEATED_ROWS, JacobianBlock, TangentBlock
+from fastgrad.engines import (
+    COTANGENT_KINDS,
+    EXPANDED_VALUE,
+    REPEAT_SCALE,
+    REPEATED_ROWS,
+    JacobianBlock,
+    TangentBlock,
+)
 from fastgrad.problem import Problem
 from fastgrad.report import Failure, Part, Settings
-
-EXPANDED_VALUE = 1.25
-"""Of the expanded cotangent: not 1, so that a constant 1 in its place shows."""
-
-_KINDS = (
-    "a random grad_output, dense and non-contiguous",
-    "a random grad_output, with half of its elements zero",
-    "a constant grad_output, expanded with stride 0",
-)
 
 
 def repeat_failure(problem: Problem, block: JacobianBlock, settings: Settings) -> Failure | None:
@@ -145,12 +143,14 @@ class LinearityProof:
 
     def _raised(self, error: Exception) -> Failure:
         """Which cotangent a backward raises for; an error that does not come again, or for zeros, too, goes through."""
-        for which in range(len(_KINDS)):
+        for which in range(len(COTANGENT_KINDS)):
             try:
                 self._vjp(which)
             except Exception as again:
                 self._problem.vjp(torch.zeros_like(self._cotangents[:1]))  # raises where any grad_output would
-                return Failure("nonlinear", detail=f"it raised {type(again).__name__} for {_KINDS[which]}", cause=again)
+                return Failure(
+                    "nonlinear", detail=f"it raised {type(again).__name__} for {COTANGENT_KINDS[which]}", cause=again
+                )
         raise error
 
     def _movement(self, dense: Tensor) -> Failure | None:
@@ -175,15 +175,15 @@ class LinearityProof:
         return None
 
     def _diagnosed(self, which: int, coordinate: int, gradients: Tensor, allowed: Tensor) -> Failure:
-        block = next(block for block in self._problem.inputs if coordinate < block.first + block.size)
+        block = block_with(self._problem.inputs, coordinate)
         if differ(self._vjp(which), gradients[which : which + 1], self._settings.nondet_tol, False):
             return Failure("nondeterministic", input=block.index, input_position=block.position)
-        kind = _KINDS[which]
+        kind = COTANGENT_KINDS[which]
         if which != 1:
             contiguous = self._problem.vjp(self._cotangents[which : which + 1])
             if bool(((contiguous[0] - self._sums[which]).abs() <= allowed[which]).all()):
                 kind += ", though not for a contiguous copy"
-        index = block.element_index((coordinate - block.first) // (2 if block.is_complex else 1))
+        index = block.index_at(coordinate)
         detail = (
             f"for {kind}, the gradient of input {block.index} at {list(index)} is "
             f"{gradients[which, coordinate].item():.6g}, but the rows of the Jacobian add up to "
@@ -223,27 +223,19 @@ class TangentProof:
         """Compares with the JVPs, output by output, once all columns are in."""
         products = torch.zeros_like(self._sums)
         for product, direction in zip(products, self._directions, strict=True):
-            tangents = []
-            for block in self._problem.inputs:
-                tangents.append(torch.empty_like(block.tensor.detach()))
-                ops.unflatten_(tangents[-1], direction[block.first : block.first + block.size])
             try:
-                found = self._problem.jvp(tangents)
+                product.copy_(self._problem.jvp_coordinates(direction))
             except (MemoryError, torch.OutOfMemoryError):
                 raise
             except Exception as error:  # one-hot tangents did not raise
                 detail = f"it raised {type(error).__name__} for a random tangent"
                 return Failure("nonlinear", mode="forward", detail=detail, cause=error)
-            for output, tangent in zip(self._problem.outputs, found, strict=True):
-                if tangent is not None:
-                    into = product[output.first : output.first + output.size]
-                    ops.flatten_(into, tangent.to(output.tensor.dtype))
         wrong = _disagreement(self._directions, products, self._sums, self._squares, self._settings)
         if wrong is None:
             return None
         which, component, allowed = wrong
-        output = next(block for block in self._problem.outputs if component < block.first + block.size)
-        index = output.element_index((component - output.first) // (2 if output.is_complex else 1))
+        output = block_with(self._problem.outputs, component)
+        index = output.index_at(component)
         detail = (
             f"for a random tangent{', with some of its elements zero' if which else ''}, the tangent of output "
             f"{output.index} at {list(index)} is {products[which, component].item():.6g}, but the columns of the "
@@ -325,8 +317,8 @@ def _sum_failure(
     if not bool(wrong.any()):
         return None
     coordinate = int(wrong.nonzero()[0])
-    block = next(block for block in problem.inputs if coordinate < block.first + block.size)
-    index = block.element_index((coordinate - block.first) // (2 if block.is_complex else 1))
+    block = block_with(problem.inputs, coordinate)
+    index = block.index_at(coordinate)
     detail = (
         f"{which}, the gradient of input {block.index} at {list(index)} is {gradient[coordinate].item():.6g}, but "
         f"{addends} add up to {total[coordinate].item():.6g}"

@@ -19,6 +19,7 @@ from fastgrad.attributes import (
 )
 from fastgrad.certify import LinearityProof, TangentProof, repeat_failure
 from fastgrad.compare import PairComparison
+from fastgrad.coordinates import block_with
 from fastgrad.engines import JacobianBlock, dense
 from fastgrad.plan import is_affordable, make_plan, make_sketch_plan, sketches
 from fastgrad.problem import Problem, as_tuple, disabled_gradients
@@ -122,8 +123,7 @@ def _nonzero_numerical(problem: Problem, plan: Plan, settings: Settings) -> Fail
     for first, columns in dense.numerical_columns(problem, plan, settings.eps):
         if bool(columns.any()):
             column, row = (int(i) for i in columns.nonzero()[0])
-            output = next(block for block in problem.outputs if row < block.first + block.size)
-            block = next(block for block in problem.inputs if first + column < block.first + block.size)
+            output, block = block_with(problem.outputs, row), block_with(problem.inputs, first + column)
             return Failure(
                 "nonzero numerical gradient",
                 output=output.index,

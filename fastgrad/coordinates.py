@@ -44,6 +44,10 @@ class Block:
         """The multi-index of an element, given its number among those that have coordinates."""
         return self.logical_index(element if self.elements is None else int(self.elements[element]))
 
+    def index_at(self, coordinate: int) -> tuple[int, ...]:
+        """The multi-index of the element that one of the block's coordinates, in [first, first + size), belongs to."""
+        return self.element_index((coordinate - self.first) // (2 if self.is_complex else 1))
+
     def logical_index(self, element: int) -> tuple[int, ...]:
         """The multi-index of the element with a flat (C order) number."""
         index = []
@@ -51,6 +55,11 @@ class Block:
             index.append(element % size)
             element //= size
         return tuple(reversed(index))
+
+
+def block_with(blocks: Sequence[Block], coordinate: int) -> Block:
+    """The block that a coordinate lies in."""
+    return next(block for block in blocks if coordinate < block.first + block.size)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from fastgrad._native import ops
 from fastgrad._torch import phase
 from fastgrad.certify import linearity_failure, one_hot_failure, separate_failure
 from fastgrad.compare import differ
-from fastgrad.coordinates import Block
+from fastgrad.coordinates import Block, block_with
 from fastgrad.directions import SKETCH_DIRECTIONS, TANGENT_STREAM, direction
 from fastgrad.engines import REPEAT_SCALE
 from fastgrad.engines.sketch import (
@@ -99,7 +99,7 @@ def screen(problem: Problem, settings: Settings) -> Screening:
             failure = search.run(sketch)
         if failure is not None:
             return Screening(failure)
-        if problem.unspecified > settings.atol / 4:
+        if not problem.unspecified <= settings.atol / 4:
             return Screening(undecided=problem.unspecified)
         flagged = sketch.worst()
         if flagged is not None:
@@ -268,8 +268,8 @@ class _Search:
 
 def _row_entry(problem: Problem, settings: Settings, row: int, gradient: Tensor, column: int) -> _Found:
     """The reverse-mode entry at (row, column); gradient is the analytical row, shape (n,)."""
-    block = _block_with(problem.inputs, column)
-    output = _block_with(problem.outputs, row)
+    block = block_with(problem.inputs, column)
+    output = block_with(problem.outputs, row)
     columns = _element_coordinates(block, column)
     part: Part = "all" if not output.is_complex else "imaginary" if (row - output.first) % 2 else "real"
     analytical = [gradient[j].item() for j in columns]
@@ -278,8 +278,8 @@ def _row_entry(problem: Problem, settings: Settings, row: int, gradient: Tensor,
 
 def _column_entry(problem: Problem, settings: Settings, row: int, column: int) -> _Found:
     """The forward-mode entry at (row, column)."""
-    block = _block_with(problem.inputs, column)
-    output = _block_with(problem.outputs, row)
+    block = block_with(problem.inputs, column)
+    output = block_with(problem.outputs, row)
     rows = _element_coordinates(output, row)
     part: Part = "all" if not block.is_complex else "imaginary" if (column - block.first) % 2 else "real"
     tangents, _ = problem.tangent_columns(column, 1)
@@ -305,10 +305,7 @@ def _confirm(
     differences = [problem.difference_columns(j, 1, settings.eps, True)[0] for j in columns]
     numerical = [difference[i].item() for difference in differences for i in rows]
     wanted, got = (complex(*values) for values in (numerical, analytical))
-    place, element = (
-        side.element_index((first - side.first) // (2 if side.is_complex else 1))
-        for side, first in ((output, rows[0]), (block, columns[0]))
-    )
+    place, element = output.index_at(rows[0]), block.index_at(columns[0])
     found, expected = (torch.tensor([value], dtype=torch.complex128, device=problem.device) for value in (got, wanted))
     suspects = Suspects(columns, torch.tensor([rows], device=problem.device), found, expected, element, [place])
     survivor = None
@@ -316,10 +313,6 @@ def _confirm(
         survivor = surviving(problem, True, settings, suspects)
     errors = [number - value for number, value in zip(numerical, analytical, strict=True)]
     return _Found(output, block, part, mode, rows[0], columns, errors, survivor)
-
-
-def _block_with(blocks: tuple[Block, ...], coordinate: int) -> Block:
-    return next(block for block in blocks if coordinate < block.first + block.size)
 
 
 def _element_coordinates(block: Block, coordinate: int) -> tuple[int, ...]:
@@ -344,7 +337,7 @@ def screen_forward(problem: Problem, settings: Settings) -> Screening:
             if settings.check_grad_dtypes and not domains_match:
                 return Screening(Failure("tangent dtype", mode="forward"))
         try:
-            tangents = torch.stack([_jvp(problem, u) for u in differences.directions])
+            tangents = torch.stack([problem.jvp_coordinates(u) for u in differences.directions])
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # a one-hot tangent did not raise
@@ -378,7 +371,7 @@ def _forward_entry(
     problem: Problem, settings: Settings, differences: Differences, row: int, k: int, value: float
 ) -> _Found:
     def residual(vector: Tensor) -> float:
-        return _difference_along(problem, vector, differences.eps, row) - _jvp(problem, vector)[row].item()
+        return _difference_along(problem, vector, differences.eps, row) - problem.jvp_coordinates(vector)[row].item()
 
     return _column_entry(problem, settings, row, locate(residual, differences.directions[k], value))
 
@@ -389,32 +382,19 @@ def _difference_along(problem: Problem, vector: Tensor, eps: float, row: int) ->
     return (plus - minus) / (2 * eps)
 
 
-def _jvp(problem: Problem, vector: Tensor) -> Tensor:
-    """J u by forward-mode AD: float64, shape (m,)."""
-    tangents = []
-    for block in problem.inputs:
-        tangents.append(torch.empty_like(block.tensor.detach()))
-        ops.unflatten_(tangents[-1], vector[block.first : block.first + block.size])
-    product = torch.zeros(problem.m, dtype=torch.float64, device=problem.device)
-    for output, tangent in zip(problem.outputs, problem.jvp(tangents), strict=True):
-        if tangent is not None:
-            ops.flatten_(product[output.first : output.first + output.size], tangent.to(output.tensor.dtype))
-    return product
-
-
 def _jvp_not_linear(problem: Problem, settings: Settings, u: Tensor, tangent: Tensor) -> Failure | None:
     """Whether a JVP is not what those of two parts of its tangent, one of them scaled, add up to."""
     half = direction(problem.n, settings.seed, TANGENT_STREAM, halved=True).to(u.device)
     some = torch.where(half == 0, 0.0, u)
-    parts = _jvp(problem, some * REPEAT_SCALE) / REPEAT_SCALE, _jvp(problem, u - some)
+    parts = problem.jvp_coordinates(some * REPEAT_SCALE) / REPEAT_SCALE, problem.jvp_coordinates(u - some)
     total = parts[0] + parts[1]
     allowed = settings.atol + settings.rtol * (parts[0].abs() + parts[1].abs())
     wrong = ~((tangent - total).abs() <= allowed) & total.isfinite()
     if not bool(wrong.any()):
         return None
     coordinate = int(wrong.nonzero()[0])
-    output = _block_with(problem.outputs, coordinate)
-    index = output.element_index((coordinate - output.first) // (2 if output.is_complex else 1))
+    output = block_with(problem.outputs, coordinate)
+    index = output.index_at(coordinate)
     detail = (
         f"for a random tangent, the tangent of output {output.index} at {list(index)} is "
         f"{tangent[coordinate].item():.6g}, but those of its two halves add up to {total[coordinate].item():.6g}"
@@ -424,7 +404,6 @@ def _jvp_not_linear(problem: Problem, settings: Settings, u: Tensor, tangent: Te
 
 def screen_constant(problem: Problem, settings: Settings) -> Screening:
     """Where no output requires grad: func must not move with its inputs."""
-    moved: Tensor | None = None
     for attempt, eps in enumerate((settings.eps, settings.eps * SMALLER)):
         for k in range(sketch_size(settings.confidence)):
             u = direction(problem.n, settings.seed, SKETCH_DIRECTIONS + 16 * (16 * attempt + k)).to(problem.device)
@@ -442,7 +421,7 @@ def screen_constant(problem: Problem, settings: Settings) -> Screening:
             )
             value = problem.difference_columns(column, 1, settings.eps, False)[0, row].item()
             if value:
-                output, block = _block_with(problem.outputs, row), _block_with(problem.inputs, column)
+                output, block = block_with(problem.outputs, row), block_with(problem.inputs, column)
                 kind: FailureKind = "nonzero numerical gradient"
                 places = output.index, block.index, output.position, block.position
                 return Screening(Failure(kind, *places, detail=f"{value:.6g}"))

@@ -39,7 +39,7 @@ def locate(residual: Callable[[Tensor], float], vector: Tensor, value: float) ->
         return part
 
     while high - low > 1:
-        if high - low > 4 and value == value != 0:
+        if high - low > 4 and math.isfinite(value) and value != 0:
             ramp = window(low, high)
             ramp[low:high] *= torch.linspace(0, 1, high - low, dtype=torch.float64, device=vector.device)
             position = residual(ramp) / value

@@ -13,7 +13,8 @@ from torch.autograd import forward_ad
 
 from fastgrad import _native, _torch
 from fastgrad._torch import phase
-from fastgrad.coordinates import Block, blocks_of, memory_of, overlap, overlaps_itself, own_values
+from fastgrad.coordinates import Block, block_with, blocks_of, memory_of, overlap, overlaps_itself, own_values
+from fastgrad.report import modulus
 from fastgrad.tolerances import relative_step
 
 _SPARSE_LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -392,7 +393,9 @@ class Problem:
             outputs = outputs[only.index : only.index + 1]
             cotangents = cotangents[:, only.first : only.first + only.size]
         match = _native.vjp_coordinates(outputs, self._natives, cotangents, gapped, expanded, products)
-        self.unspecified = max([self.unspecified, *(abs(entry.value) for entry in match.unspecified.values())])
+        for entry in match.unspecified.values():
+            if not modulus(entry.value) <= self.unspecified:  # a NaN is the largest
+                self.unspecified = modulus(entry.value)
         self.vjps += count
         return products
 
@@ -435,6 +438,19 @@ class Problem:
             self.jvps += 1
             return [_torch.tangent_of(result) for result in results]
 
+    def jvp_coordinates(self, direction: Tensor) -> Tensor:
+        """J u for a direction u (float64, shape (n,)) by forward-mode AD: float64, shape (m,); one evaluation."""
+        tangents = []
+        for block in self.inputs:
+            tangents.append(torch.empty_like(block.tensor.detach()))
+            _native.ops.unflatten_(tangents[-1], direction[block.first : block.first + block.size])
+        product = torch.zeros(self.m, dtype=torch.float64, device=self.device)
+        for output, tangent in zip(self.outputs, self.jvp(tangents), strict=True):
+            if tangent is not None:
+                within = product[output.first : output.first + output.size]
+                _native.flatten_(within, tangent.to(output.tensor.dtype))
+        return product
+
     def _require_forward_ad(self) -> None:
         for block in self.inputs:
             layout = block.tensor.layout
@@ -461,8 +477,8 @@ class Problem:
         return tuple(duals.get(id(value), value) for value in self._arguments), inside
 
     def _raise_changed(self, coordinate: int, output: int, found: Any, eps: float) -> None:
-        block = next(block for block in self.inputs if coordinate < block.first + block.size)
-        index = block.element_index((coordinate - block.first) // (2 if block.is_complex else 1))
+        block = block_with(self.inputs, coordinate)
+        index = block.index_at(coordinate)
         when = f"perturbed on index {index} of input {block.position} by {eps}"
         raise AssertionError(_changed(self.outputs[output], found, when))
 

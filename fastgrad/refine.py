@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastgrad.coordinates import block_with
 from fastgrad.problem import Problem
 from fastgrad.report import Entry, Settings, modulus
 from fastgrad.tolerances import spacing
@@ -69,7 +70,7 @@ def refine_column(
     rows
         Coordinates of outputs: int64, shape (rows,).
     """
-    block = next(block for block in problem.inputs if coordinate < block.first + block.size)
+    block = block_with(problem.inputs, coordinate)
     x = float(problem.coordinates()[coordinate])
     base = problem.evaluate(record_graph)[rows]
     smallest = max(SMALLEST_STEP * abs(x), 4 * spacing(block.tensor.dtype) * max(abs(x), 2.0**-40))
@@ -78,6 +79,8 @@ def refine_column(
     while step >= smallest:
         try:
             column = problem.difference_columns(coordinate, 1, step, record_graph)[0, rows]
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
         except Exception:  # outside of func's domain, say: a smaller step may be inside
             column = None
         if column is not None:
@@ -117,6 +120,8 @@ def _one_sided(
     step = displacement[coordinate].item()
     try:
         plus, minus = (problem.evaluate(record_graph, displacement, sign)[rows] for sign in (1.0, -1.0))
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception:  # one side is outside of func's domain
         missing = torch.full_like(base, torch.nan)
         return missing, missing

@@ -10,32 +10,13 @@ import torch
 from torch import Tensor
 
 import fastgrad
+from benchmarks.bench_fast import Wrong
 from fastgrad.check import check
 from fastgrad.engines.sketch import weights
 from fastgrad.plan import sketch_size
 from fastgrad.report import Report, Settings
 
 FAST = {"fast_mode": True, "engine": "sketch"}
-
-
-Change = Callable[[Tensor, Tensor], Tensor]
-
-
-class Changed(torch.autograd.Function):
-    """func with a gradient that `change` has been at; it gets the gradient and grad_output."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, func: Callable[[Tensor], Tensor], change: Change) -> Tensor:
-        with torch.enable_grad():
-            ctx.x = x.detach().requires_grad_()
-            ctx.y = func(ctx.x)
-        ctx.change = change
-        return ctx.y.detach().clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (gradient,) = torch.autograd.grad(ctx.y, ctx.x, grad, retain_graph=True)
-        return ctx.change(gradient, grad), None, None
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -60,7 +41,7 @@ FUNCS: dict[str, Callable[[Tensor], Tensor]] = {
     "gather": lambda x: x[torch.arange(x.numel() - 1, -1, -1)],
     "loss": lambda x: (x**2).sum(),
 }
-WRONG: dict[str, Change] = {
+WRONG: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "rolled": lambda g, _: g.roll(1),
     "zero": lambda g, _: 0 * g,
     "one block, sign": lambda g, _: torch.cat([-g[:100], g[100:]]),
@@ -84,7 +65,7 @@ def test_right_gradients_pass_at_a_fixed_cost(name: str) -> None:
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("name", FUNCS)
 def test_wrong_gradients_fail(name: str, wrong: str) -> None:
-    func = lambda x: Changed.apply(x, FUNCS[name], WRONG[wrong])  # noqa: E731
+    func = lambda x: Wrong.apply(x, FUNCS[name], WRONG[wrong])  # noqa: E731
     for seed in range(3):
         assert not fast(func, normal(2000), seed=seed).passed
 
@@ -123,7 +104,7 @@ def test_quiet_rows_beside_loud_ones() -> None:
     scale = torch.where(torch.arange(1000) % 2 == 0, 1e8, 1e-3).to(torch.float64)
     quiet_zeroed = lambda g, _: torch.where(scale < 1, 0.0, g)  # noqa: E731
     assert fast(lambda x: scale * x.sin(), normal(1000)).passed
-    assert not fast(lambda x: Changed.apply(x, lambda x: scale * x.sin(), quiet_zeroed), normal(1000)).passed
+    assert not fast(lambda x: Wrong.apply(x, lambda x: scale * x.sin(), quiet_zeroed), normal(1000)).passed
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -148,14 +129,14 @@ def test_complex_several_inputs_and_outputs_and_integers() -> None:
     b = normal(300)
     func = lambda a, b: (a * b, torch.arange(3), (a.abs() * b).sum(), b.exp())  # noqa: E731
     assert fast(func, a, b).passed
-    conjugated = lambda a, b: (Changed.apply(a, lambda v: v * v, lambda g, _: g.conj()), b)  # noqa: E731
+    conjugated = lambda a, b: (Wrong.apply(a, lambda v: v * v, lambda g, _: g.conj()), b)  # noqa: E731
     report = fast(conjugated, a, b)
     assert report.failure is not None
     assert report.failure.part in ("real", "imaginary")
 
 
 def test_forward_mode() -> None:
-    class Wrong(torch.autograd.Function):
+    class Sine(torch.autograd.Function):
         @staticmethod
         def forward(x: Tensor, factor: float) -> Tensor:
             return x.sin()
@@ -175,8 +156,8 @@ def test_forward_mode() -> None:
             product = tangent * ctx.saved_tensors[0].cos()
             return product + torch.nn.functional.pad(ctx.factor * tangent[:1], (41, product.numel() - 42))
 
-    assert fast(lambda x: Wrong.apply(x, 0.0), normal(5000), check_forward_ad=True).passed
-    report = fast(lambda x: Wrong.apply(x, 0.1), normal(5000), check_forward_ad=True)
+    assert fast(lambda x: Sine.apply(x, 0.0), normal(5000), check_forward_ad=True).passed
+    report = fast(lambda x: Sine.apply(x, 0.1), normal(5000), check_forward_ad=True)
     assert report.failure is not None
     assert report.failure.mode == "forward"
     assert report.failure.comparison is not None
@@ -215,7 +196,7 @@ def test_a_backward_that_needs_all_grad_outputs_at_once() -> None:
 
 
 def test_errors_within_tolerance_everywhere_raise_the_floor() -> None:
-    slightly = lambda x: Changed.apply(x, torch.sin, lambda g, _: 1.0003 * g)  # noqa: E731
+    slightly = lambda x: Wrong.apply(x, torch.sin, lambda g, _: 1.0003 * g)  # noqa: E731
     assert fastgrad.gradcheck(slightly, (normal(100),), fast_mode=True)
     report = fast(slightly, normal(100))
     assert report.passed

@@ -18,6 +18,16 @@ REPEAT_SCALE = -4.0
 """The second cotangent against the first: another sign and size, so that every clamp, sign or square
 of grad_output shows too; a power of two, so that a linear backward gives the same bits."""
 
+EXPANDED_VALUE = 1.25
+"""Of an expanded cotangent: not 1, so that a constant 1 in its place shows."""
+
+COTANGENT_KINDS = (
+    "a random grad_output, dense and non-contiguous",
+    "a random grad_output, with half of its elements zero",
+    "a constant grad_output, expanded with stride 0",
+)
+"""What beside one-hot, contiguous grad_outputs a backward must take; for messages."""
+
 
 @dataclass(slots=True)
 class JacobianBlock:

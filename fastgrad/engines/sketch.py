@@ -16,15 +16,13 @@ from torch import Tensor
 from fastgrad._native import ops
 from fastgrad._torch import phase
 from fastgrad.directions import SKETCH_COTANGENTS, SKETCH_DIRECTIONS
-from fastgrad.engines import REPEAT_SCALE
+from fastgrad.engines import COTANGENT_KINDS, EXPANDED_VALUE, REPEAT_SCALE
 from fastgrad.problem import Problem
 from fastgrad.report import Settings
 from fastgrad.tolerances import spacing
 
 NOISE_SHARE = 16
 """The noise of a cotangent's sum stays within atol over this; the threshold is atol / 4."""
-
-EXPANDED_VALUE = 1.25
 
 SCALES = (1.0, -1.0, 0.5, -0.5)
 
@@ -122,19 +120,16 @@ class Cotangent:
 
 def cotangents(problem: Problem, settings: Settings, weight: Tensor, count: int, attempt: int) -> Iterator[Cotangent]:
     """Random ones, weighed, the first non-contiguous; in the first attempt, half-zeroed and expanded ones too."""
+    gapped, halved, expanded = COTANGENT_KINDS
     vector = torch.empty_like(weight)
     for number in range(count):
         ops.direction_(vector, settings.seed, SKETCH_COTANGENTS + 16 * (attempt * (count + 1) + number), 0, False)
-        kind = "a random grad_output" + (", dense and non-contiguous" if number == 0 else "")
-        yield Cotangent(vector * weight, kind, gapped=number == 0)
+        yield Cotangent(vector * weight, "a random grad_output" if number else gapped, gapped=number == 0)
     if attempt:
         return
     ops.direction_(vector, settings.seed, SKETCH_COTANGENTS + 16 * count, 0, True)
-    kind = "a random grad_output, with half of its elements zero"
-    yield Cotangent(vector * weight * REPEAT_SCALE, kind, scale=-REPEAT_SCALE)
-    yield Cotangent(
-        torch.full_like(vector, EXPANDED_VALUE), "a constant grad_output, expanded with stride 0", expanded=True
-    )
+    yield Cotangent(vector * weight * REPEAT_SCALE, halved, scale=-REPEAT_SCALE)
+    yield Cotangent(torch.full_like(vector, EXPANDED_VALUE), expanded, expanded=True)
 
 
 @dataclass(slots=True)
