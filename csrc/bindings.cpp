@@ -9,6 +9,7 @@ namespace py = pybind11;
 
 PYBIND11_MODULE(_C, module) {
   using fastgrad::Evaluator;
+  using fastgrad::Groups;
   using fastgrad::InputBlock;
   using fastgrad::OutputSpec;
 
@@ -21,6 +22,13 @@ PYBIND11_MODULE(_C, module) {
           py::arg("values") = py::none(), py::arg("elements") = py::none());
   py::class_<OutputSpec>(module, "OutputSpec")
       .def(py::init<int64_t, at::Tensor>(), py::arg("position"), py::arg("like"));
+  py::class_<Groups>(module, "Groups")
+      .def(
+          py::init([](const at::Tensor& coordinates, const at::Tensor& starts, const at::Tensor& entries,
+                      const at::Tensor& entry_starts, const at::Tensor& positions) {
+            return Groups{coordinates, starts, entries, entry_starts, positions};
+          }),
+          py::arg("coordinates"), py::arg("starts"), py::arg("entries"), py::arg("entry_starts"), py::arg("positions"));
   py::class_<Evaluator>(module, "Evaluator")
       .def(py::init<py::object, py::tuple, std::vector<InputBlock>>())
       .def("coordinates", torch::wrap_pybind_function(&Evaluator::coordinates))
@@ -29,6 +37,7 @@ PYBIND11_MODULE(_C, module) {
       .def("realize", torch::wrap_pybind_function(&Evaluator::realize))
       .def("values_along", torch::wrap_pybind_function(&Evaluator::values_along))
       .def("difference_columns", torch::wrap_pybind_function(&Evaluator::difference_columns))
+      .def("difference_groups", torch::wrap_pybind_function(&Evaluator::difference_groups))
       .def("evaluate_at", torch::wrap_pybind_function(&Evaluator::evaluate_at))
       .def("tangent_columns", torch::wrap_pybind_function(&Evaluator::tangent_columns))
       .def("inputs_changed", torch::wrap_pybind_function(&Evaluator::inputs_changed))
@@ -47,5 +56,6 @@ PYBIND11_MODULE(_C, module) {
   module.def("flatten_", torch::wrap_pybind_function(&fastgrad::flatten_));
   module.def("vjp", torch::wrap_pybind_function(&fastgrad::vjp));
   module.def("vjp_coordinates", torch::wrap_pybind_function(&fastgrad::vjp_coordinates));
+  module.def("vjp_groups", torch::wrap_pybind_function(&fastgrad::vjp_groups));
   module.def("vjp_rows", torch::wrap_pybind_function(&fastgrad::vjp_rows));
 }

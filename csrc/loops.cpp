@@ -3,9 +3,11 @@
 
 #include "ops/central_difference.h"
 #include "ops/common.h"
+#include "ops/decompress.h"
 #include "ops/displace.h"
 #include "ops/flatten.h"
 #include "ops/perturb_coordinate.h"
+#include "ops/perturb_coordinates.h"
 #include "ops/realize.h"
 #include "ops/unflatten.h"
 
@@ -16,12 +18,15 @@
 #include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/real.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
+#include <ATen/TensorOperators.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <limits>
 #include <numeric>
@@ -116,6 +121,12 @@ at::Tensor memory_of(const at::Tensor& tensor) {
     return data;
   }
   return (layout == at::kSparse ? data._values() : data.values()).variable_data();
+}
+
+// Those of group g, of values that lie group by group.
+at::Tensor slice(const at::Tensor& values, const at::Tensor& starts, int64_t g) {
+  const auto* const bounds = starts.const_data_ptr<int64_t>();
+  return values.narrow(0, bounds[g], bounds[g + 1] - bounds[g]);
 }
 
 at::Tensor as_strided_layout(const at::Tensor& tensor) {
@@ -305,6 +316,55 @@ std::optional<std::tuple<int64_t, int64_t, py::object>> Evaluator::difference_co
         return std::make_tuple(first + j, changed->first, changed->second);
       }
     }
+    raise_if_interrupted();
+  }
+  return std::nullopt;
+}
+
+void Evaluator::perturb_together(const at::Tensor& coordinates, int64_t sign, double eps) {
+  const BelowAutograd guard;
+  const auto* begin = coordinates.const_data_ptr<int64_t>();
+  const auto* const end = begin + coordinates.numel();
+  for (const InputBlock& block : blocks_) {
+    const auto* const last = std::lower_bound(begin, end, block.first + coordinate_count(block.origin));
+    if (last != begin) {
+      const int64_t offset = begin - coordinates.const_data_ptr<int64_t>();
+      const at::Tensor own = coordinates.narrow(0, offset, last - begin);
+      perturb_coordinates_(
+          block.values, block.origin, (block.first == 0 ? own : own - block.first).to(block.values.device()), sign, eps,
+          block.relative_step);
+    }
+    begin = last;
+  }
+}
+
+std::optional<std::tuple<int64_t, int64_t, py::object>> Evaluator::difference_groups(
+    const Groups& groups, const at::Tensor& values, int64_t m, const std::vector<OutputSpec>& outputs, double eps,
+    bool record_graph) {
+  if (mutates_inputs_) {
+    restore();
+  }
+  const std::array<at::Tensor, 2> sides = {at::empty({m}, values.options()), at::empty({m}, values.options())};
+  for (int64_t g = 0; g < groups.count(); ++g) {
+    const at::Tensor coordinates = slice(groups.coordinates, groups.starts, g);
+    const OnExit restoring([&] { mutates_inputs_ ? restore() : perturb_together(coordinates, 0, eps); });
+    for (const int64_t sign : {1, -1}) {
+      if (mutates_inputs_) {
+        restore();
+      }
+      perturb_together(coordinates, sign, eps);
+      const py::object result = call(record_graph, perturbed_arguments());
+      const at::Tensor& side = sides[sign == 1 ? 0 : 1];
+      const auto changed =
+          visit_outputs(result, outputs, [&](size_t, const at::Tensor& output, int64_t offset, int64_t size) {
+            flatten_(side.narrow(0, offset, size), output);
+          });
+      if (changed) {
+        return std::make_tuple(coordinates[0].item<int64_t>(), changed->first, changed->second);
+      }
+    }
+    const BelowAutograd guard;
+    decompress_(values, sides[0], sides[1], groups.positions, slice(groups.entries, groups.entry_starts, g));
     raise_if_interrupted();
   }
   return std::nullopt;
@@ -510,6 +570,49 @@ GradientsMatch vjp_rows(
     raise_if_interrupted();
   }
   match.repeats = repeated.size(0) == 0 || at::equal(rows.narrow(0, 0, repeated.size(0)), repeated);
+  return match;
+}
+
+GradientsMatch vjp_groups(
+    const at::Tensor& output, const std::vector<InputBlock>& inputs, const Groups& groups, const at::Tensor& values,
+    int64_t n, int64_t repeated, double repeat_scale) {
+  GradientsMatch match;
+  const std::vector<at::Tensor> arguments = arguments_of(inputs);
+  const at::Tensor gradient = at::empty({1, n}, values.options());
+  const at::Tensor again = at::empty({1, n}, values.options());
+  const auto run = [&](const at::Tensor& rows, double scale, const at::Tensor& into) {
+    at::Tensor cotangent;
+    {
+      const BelowAutograd guard;
+      if (scale != 1.0 && !output.is_complex() && rows.numel() == output.numel()) {
+        cotangent = at::full({}, scale, output.options()).expand(output.sizes());
+      } else {
+        const at::Tensor ones = at::full({rows.numel()}, scale, values.options());
+        cotangent = at::zeros_like(output.detach(), {}, at::MemoryFormat::Contiguous);
+        unflatten_(cotangent, at::zeros({coordinate_count(output)}, values.options()).index_copy_(0, rows.to(values.device()), ones));
+      }
+    }
+    const std::vector<at::Tensor> gradients = vjp({output}, arguments, {cotangent}, /*create_graph=*/false);
+    const BelowAutograd guard;
+    flatten_gradients(gradients, inputs, into, 0, match);
+    if (scale != 1.0) {
+      into.div_(scale);
+    }
+  };
+  for (int64_t g = 0; g < groups.count(); ++g) {
+    const at::Tensor rows = slice(groups.coordinates, groups.starts, g);
+    run(rows, 1.0, gradient);
+    {
+      const BelowAutograd guard;
+      decompress_(
+          values, gradient.select(0, 0), std::nullopt, groups.positions, slice(groups.entries, groups.entry_starts, g));
+    }
+    if (g < repeated) {
+      run(rows, repeat_scale, again);
+      match.repeats = match.repeats && at::equal(gradient, again);
+    }
+    raise_if_interrupted();
+  }
   return match;
 }
 

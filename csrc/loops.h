@@ -38,6 +38,19 @@ struct OutputSpec {
   at::Tensor like;   // same shape, dtype and device; the values are never read
 };
 
+// Columns of a sparse Jacobian that share no row, or rows that share no column, group by group: one
+// difference, or one VJP, serves a group. All int64, contiguous, on the CPU, but `entries` and
+// `positions`, which live with the values.
+struct Groups {
+  at::Tensor coordinates;   // group by group, ascending within: of the inputs, or of one output
+  at::Tensor starts;        // shape (groups + 1,): where each group's coordinates start
+  at::Tensor entries;       // of the Jacobian, group by group
+  at::Tensor entry_starts;  // shape (groups + 1,)
+  at::Tensor positions;     // shape (entries of the Jacobian,): the row, or the column, of each
+
+  int64_t count() const { return starts.numel() - 1; }
+};
+
 // Calls func with the caller's own arguments, unperturbed or perturbed in place. After every call,
 // exceptions and interrupts included, the inputs hold the bits of their origins again, except after
 // evaluate(), whose graph may need what func made of them: there the next call restores first.
@@ -76,6 +89,13 @@ class Evaluator {
   std::optional<std::tuple<int64_t, int64_t, pybind11::object>> difference_columns(
       int64_t first, const at::Tensor& columns, const std::vector<OutputSpec>& outputs, double eps, bool record_graph);
 
+  // Numerical entries of a sparse Jacobian (float64, shape (entries,)), not yet divided by the steps:
+  // entry e becomes y+ - y- at its row, all columns of its group perturbed together. Two evaluations a
+  // group. Returns as difference_columns does, the first coordinate of the group for the coordinate.
+  std::optional<std::tuple<int64_t, int64_t, pybind11::object>> difference_groups(
+      const Groups& groups, const at::Tensor& values, int64_t m, const std::vector<OutputSpec>& outputs, double eps,
+      bool record_graph);
+
   // func at arguments made by the caller: dual tensors over the inputs.
   pybind11::object evaluate_at(const pybind11::tuple& arguments);
 
@@ -105,6 +125,9 @@ class Evaluator {
 
   // Moves all inputs to x + scale * displacement.
   void displace(const at::Tensor& displacement, double scale);
+
+  // Moves some coordinates (ascending) by sign times their steps; sign 0 puts them back.
+  void perturb_together(const at::Tensor& coordinates, int64_t sign, double eps);
 
   // What func gets while inputs are perturbed.
   pybind11::tuple perturbed_arguments() const;
@@ -157,5 +180,15 @@ GradientsMatch vjp_coordinates(
 GradientsMatch vjp_rows(
     const at::Tensor& output, const std::vector<InputBlock>& inputs, int64_t first, bool imaginary,
     const at::Tensor& rows, const at::Tensor& repeated, double repeat_scale);
+
+// Analytical entries of the rows of one output in a sparse Jacobian: entry e becomes the gradient at
+// its column, the cotangent being 1 (at imaginary coordinates: 1j) on all rows of its group. Each of
+// the first `repeated` groups is run again with `repeat_scale`, a power of two, times its cotangent,
+// handed over expanded with stride 0 where the group is the whole of a real output; `repeats` of what
+// is returned says whether all gave equal gradients.
+// values: float64, shape (entries of the Jacobian,), mutated in place; n: coordinates of all inputs.
+GradientsMatch vjp_groups(
+    const at::Tensor& output, const std::vector<InputBlock>& inputs, const Groups& groups, const at::Tensor& values,
+    int64_t n, int64_t repeated, double repeat_scale);
 
 }  // namespace fastgrad

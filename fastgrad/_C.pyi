@@ -19,6 +19,11 @@ class InputBlock:
 class OutputSpec:
     def __init__(self, position: int, like: Tensor) -> None: ...
 
+class Groups:
+    def __init__(
+        self, coordinates: Tensor, starts: Tensor, entries: Tensor, entry_starts: Tensor, positions: Tensor
+    ) -> None: ...
+
 class Evaluator:
     def __init__(self, func: Callable[..., Any], arguments: tuple[Any, ...], blocks: Sequence[InputBlock]) -> None: ...
     def coordinates(self) -> Tensor: ...
@@ -35,6 +40,15 @@ class Evaluator:
     ) -> tuple[int, int, Any] | None: ...
     def difference_columns(
         self, first: int, columns: Tensor, outputs: Sequence[OutputSpec], eps: float, record_graph: bool
+    ) -> tuple[int, int, Any] | None: ...
+    def difference_groups(
+        self,
+        groups: Groups,
+        values: Tensor,
+        m: int,
+        outputs: Sequence[OutputSpec],
+        eps: float,
+        record_graph: bool,
     ) -> tuple[int, int, Any] | None: ...
     def evaluate_at(self, arguments: tuple[Any, ...]) -> Any: ...
     def tangent_columns(
@@ -80,6 +94,15 @@ def vjp_coordinates(
     gapped: int,
     expanded: int,
     gradients: Tensor,
+) -> GradientsMatch: ...
+def vjp_groups(
+    output: Tensor,
+    inputs: Sequence[InputBlock],
+    groups: Groups,
+    values: Tensor,
+    n: int,
+    repeated: int,
+    repeat_scale: float,
 ) -> GradientsMatch: ...
 def vjp_rows(
     output: Tensor,

@@ -26,12 +26,14 @@ if _release(_build.TORCH) != _release(str(torch.__version__)) or _build.CUDA not
 from fastgrad._C import (  # noqa: E402  (after the check)
     Evaluator,
     GradientsMatch,
+    Groups,
     InputBlock,
     OutputSpec,
     UnspecifiedEntry,
     flatten_,
     vjp,
     vjp_coordinates,
+    vjp_groups,
     vjp_rows,
 )
 
@@ -51,6 +53,7 @@ class ops:  # noqa: N801  (a namespace, like torch.ops.fastgrad)
 __all__ = [
     "Evaluator",
     "GradientsMatch",
+    "Groups",
     "InputBlock",
     "OutputSpec",
     "UnspecifiedEntry",
@@ -58,5 +61,6 @@ __all__ = [
     "ops",
     "vjp",
     "vjp_coordinates",
+    "vjp_groups",
     "vjp_rows",
 ]

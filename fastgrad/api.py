@@ -94,8 +94,10 @@ def gradcheck(
     check_sparse_nnz
         The old name of masked.
     engine
-        "auto"; "dense" compares every entry; "sketch", with fast_mode, never takes the exact engine for
-        small problems.
+        "auto"; "dense" computes every row and every column; "compressed" computes groups of them, on the
+        pattern of the Jacobian, also where "auto" would find that too dear, and falls back to "dense"
+        where there is no pattern; "sketch", with fast_mode, never takes an exact engine for small
+        problems.
     seed
         Of the random cotangents and evaluation points; 0 by default. Torch's generators are not touched.
     confidence
@@ -136,8 +138,8 @@ def gradcheck(
     if check_batched_forward_grad and not check_forward_ad:
         raise AssertionError("Setting check_batched_forward_grad=True requires check_forward_ad to be True")
     _refuse_later_keywords(progress=bool(progress))
-    if engine not in ("auto", "dense", "sketch"):
-        raise ValueError(f"engine must be 'auto', 'dense' or 'sketch', got {engine!r}.")
+    if engine not in ("auto", "dense", "compressed", "sketch"):
+        raise ValueError(f"engine must be 'auto', 'dense', 'compressed' or 'sketch', got {engine!r}.")
     if engine == "sketch" and not fast_mode:
         raise ValueError("engine='sketch' compares sums of entries, not every entry: it needs fast_mode=True.")
     if confidence is not None and not 0 < _number("confidence", confidence) < 1:

@@ -8,7 +8,11 @@ the VJP of v.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fastgrad._native import ops
@@ -26,6 +30,7 @@ from fastgrad.engines import (
 )
 from fastgrad.problem import Problem
 from fastgrad.report import Failure, Part, Settings
+from fastgrad.tolerances import ROUNDING
 
 
 def repeat_failure(problem: Problem, block: JacobianBlock, settings: Settings) -> Failure | None:
@@ -55,6 +60,38 @@ def repeat_failure(problem: Problem, block: JacobianBlock, settings: Settings) -
         block.part,
         detail=detail,
     )
+
+
+def groups_failure(
+    problem: Problem, settings: Settings, output: Block, groups: Sequence[NDArray[np.int64]]
+) -> Failure | None:
+    """Why a second run of some row groups gave other gradients: as `repeat_failure`.
+
+    groups: coordinates of the output, counted from its first.
+    """
+    cotangents = torch.zeros(len(groups), problem.m, dtype=torch.float64, device=problem.device)
+    for cotangent, group in zip(cotangents, groups, strict=True):
+        cotangent[torch.from_numpy(group).to(problem.device) + output.first] = 1.0
+    part: Part = "imaginary" if output.is_complex else "all"
+    places = output.index, None, output.position, None, part
+    gradients, again = (problem.vjp(cotangents, only=output) for _ in range(2))
+    if differ(gradients, again, settings.nondet_tol, False):
+        return Failure("nondeterministic", *places)
+    whole = next((k for k, group in enumerate(groups) if group.size == output.size and not output.is_complex), None)
+    for expanded in (0, 1):
+        if expanded and whole is None:
+            continue
+        rows = cotangents if not expanded else cotangents[whole : whole + 1]  # type: ignore[operator]
+        expected = gradients if not expanded else gradients[whole : whole + 1]  # type: ignore[operator]
+        products = problem.vjp(rows * REPEAT_SCALE, expanded=expanded, only=output) / REPEAT_SCALE
+        if ops.compare(products, expected, settings.atol, settings.rtol, False, False)[0].item():
+            kind = " and expanded with stride 0" if expanded else ""
+            detail = (
+                f"a grad_output that is 1 at some elements of output {output.index}, and one {REPEAT_SCALE:g} times as "
+                f"large{kind}, give gradients that are not multiples of each other"
+            )
+            return Failure("nonlinear", *places, detail=detail)
+    return None
 
 
 def _rows_move(problem: Problem, output: Block, part: Part, first: int, count: int, nondet_tol: float) -> bool:
@@ -114,6 +151,7 @@ class LinearityProof:
         ops.direction_(halved, settings.seed, COTANGENT_STREAM, 0, True)
         halved.mul_(REPEAT_SCALE)
         self._sums, self._squares = torch.zeros(2, 3, problem.n, dtype=torch.float64, device=problem.device)
+        self._gradients: Tensor | None = None
 
     def add(self, block: JacobianBlock) -> None:
         """Takes a block of analytical rows into v^T J."""
@@ -122,16 +160,47 @@ class LinearityProof:
         first_column = block.input.first + block.first_column
         ops.project_rows_(self._sums, self._squares, self._cotangents, block.analytical, first_row, width, first_column)
 
+    def add_entries(self, rows: Tensor, columns: Tensor, analytical: Tensor) -> None:
+        """Takes the entries of a sparse Jacobian, at coordinates rows and columns, into v^T J."""
+        for cotangent, total, square in zip(self._cotangents, self._sums, self._squares, strict=True):
+            terms = cotangent[rows].mul_(analytical)
+            total.index_add_(0, columns, terms)
+            square.index_add_(0, columns, terms.square_())
+
     @phase("linearity of backward")
     def failure(self) -> Failure | None:
         """Compares with the VJPs, coordinate by coordinate, once all rows are in."""
         try:
-            gradients = self._problem.vjp(self._cotangents, gapped=1, expanded=1)
+            gradients = self.gradients()
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             return self._raised(error)
         return self._nonlinear(gradients) or self._movement(gradients[:1])
+
+    def gradients(self) -> Tensor:
+        """The VJPs of the cotangents: float64, shape (3, n)."""
+        if self._gradients is None:
+            self._gradients = self._problem.vjp(self._cotangents, gapped=1, expanded=1)
+        return self._gradients
+
+    def leads(self) -> list[tuple[int, int]]:
+        """Where a VJP is not what the entries add up to, to rounding: (cotangent, coordinate), the worst first.
+
+        An entry that is missing from a sparse Jacobian, alone in its column, shows here from atol / 2 on.
+        """
+        size = self._cotangents.abs()
+        allowed = self._settings.atol / 4 * size.amax(1, keepdim=True) / 2
+        allowed = allowed + self._settings.nondet_tol * size.sum(1, keepdim=True)
+        rounding = ROUNDING * self._problem.unit_roundoff * self._squares.sqrt() * self._problem.m**0.5
+        excess = ((self.gradients() - self._sums).abs() / (allowed + rounding)).nan_to_num(torch.inf)
+        which, column = (excess > 1).nonzero(as_tuple=True)
+        order = excess[which, column].argsort(descending=True)
+        return list(zip(which[order].tolist(), column[order].tolist(), strict=True))
+
+    def cotangent(self, which: int) -> Tensor:
+        """One of the cotangents: float64, shape (m,)."""
+        return self._cotangents[which]
 
     def _nonlinear(self, gradients: Tensor) -> Failure | None:
         found = _disagreement(self._cotangents, gradients, self._sums, self._squares, self._settings)

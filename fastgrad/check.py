@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -19,11 +18,19 @@ from fastgrad.attributes import (
 )
 from fastgrad.certify import LinearityProof, TangentProof, repeat_failure
 from fastgrad.compare import PairComparison
+from fastgrad.confirm import mismatch_failure
 from fastgrad.coordinates import block_with
 from fastgrad.engines import JacobianBlock, dense
-from fastgrad.plan import is_affordable, make_plan, make_sketch_plan, sketches
+from fastgrad.plan import (
+    first_look,
+    is_affordable,
+    looks_first,
+    make_plan,
+    make_sketch_plan,
+    sketches,
+    tries_structure,
+)
 from fastgrad.problem import Problem, as_tuple, disabled_gradients
-from fastgrad.refine import surviving
 from fastgrad.report import Failure, Part, Plan, Report, Settings
 
 
@@ -47,8 +54,7 @@ def check(func: Callable[..., Any], inputs: Any, settings: Settings) -> Report:
     start = time.perf_counter()
     notes: list[str] = []
     with Problem(func, as_tuple(inputs), settings.masked) as problem:
-        plan = make_sketch_plan(settings) if sketches(problem, settings) else make_plan(problem, settings)
-        failure = _first_failure(problem, plan, settings, notes)
+        plan, failure = _first_failure(problem, settings, notes)
     disabled = disabled_gradients()
     if disabled:
         notes.append(disabled)
@@ -68,11 +74,20 @@ def check(func: Callable[..., Any], inputs: Any, settings: Settings) -> Report:
     )
 
 
-def _first_failure(problem: Problem, plan: Plan, settings: Settings, notes: list[str]) -> Failure | None:
-    failure = _screened(problem, settings, notes) if plan.engine == "sketch" else _exact(problem, plan, settings, notes)
-    if not problem.has_graph:
-        return failure
-    if failure is None and settings.check_forward_ad and settings.check_undefined_grad:
+def _first_failure(problem: Problem, settings: Settings, notes: list[str]) -> tuple[Plan, Failure | None]:
+    if sketches(problem, settings):
+        plan, failure = make_sketch_plan(settings), _screened(problem, settings, notes)
+    else:
+        plan, failure = _exact(problem, settings, notes)
+    if failure is None and problem.has_graph:
+        failure = _attribute_failure(problem, settings)
+    return plan, failure
+
+
+def _attribute_failure(problem: Problem, settings: Settings) -> Failure | None:
+    """What must hold beside the Jacobians."""
+    failure = None
+    if settings.check_forward_ad and settings.check_undefined_grad:
         failure = check_undefined_tangents(problem, settings)
     if failure is None and settings.check_batched_forward_grad:
         failure = check_batched_tangents(problem, settings)
@@ -87,11 +102,18 @@ def _first_failure(problem: Problem, plan: Plan, settings: Settings, notes: list
     return failure
 
 
-def _exact(problem: Problem, plan: Plan, settings: Settings, notes: list[str]) -> Failure | None:
-    """Every entry of every Jacobian."""
-    if not problem.has_graph:
-        return _nonzero_numerical(problem, plan, settings)
-    return _jacobian_failure(problem, plan, settings, notes)
+def _exact(problem: Problem, settings: Settings, notes: list[str]) -> tuple[Plan, Failure | None]:
+    """Every entry of every Jacobian: on a pattern, if there is one that repays, or all of them."""
+    look = first_look(problem, settings) if looks_first(problem) else None
+    if look is not None and tries_structure(problem, settings):
+        from fastgrad.exact import check_by_structure  # only here: importing fastgrad is to cost little
+
+        outcome = check_by_structure(problem, settings, look, notes)
+        if outcome is not None:
+            return outcome.plan, outcome.failure
+    plan = make_plan(problem, settings, look)
+    judge = _jacobian_failure if problem.has_graph else _nonzero_numerical
+    return plan, judge(problem, plan, settings, notes)
 
 
 def _screened(problem: Problem, settings: Settings, notes: list[str]) -> Failure | None:
@@ -106,19 +128,19 @@ def _screened(problem: Problem, settings: Settings, notes: list[str]) -> Failure
         found = run(problem, settings)
         if found.failure is not None and found.failure.kind == "nonlinear" and is_affordable(problem):
             # Every entry may say which output and input it is about.
-            return _exact(problem, make_plan(problem, settings), settings, notes) or found.failure
+            return _exact(problem, settings, notes)[1] or found.failure
         if found.failure is not None:
             return found.failure
         if found.undecided is None:
             continue
         if is_affordable(problem):
             notes.append("what the sketch left open was decided by the exact engine")
-            return _exact(problem, make_plan(problem, settings), settings, notes)
+            return _exact(problem, settings, notes)[1]
         notes.append(f"undecided below {found.undecided:.2g}: errors up to this size may be hidden")
     return None
 
 
-def _nonzero_numerical(problem: Problem, plan: Plan, settings: Settings) -> Failure | None:
+def _nonzero_numerical(problem: Problem, plan: Plan, settings: Settings, notes: list[str]) -> Failure | None:
     """Where no output requires grad, func must not depend on its inputs."""
     for first, columns in dense.numerical_columns(problem, plan, settings.eps):
         if bool(columns.any()):
@@ -187,7 +209,7 @@ class ForwardComparison:
             return Failure("tangent dtype", mode="forward")
         for key in sorted(self._pairs):
             part, pair = self._pairs[key]
-            failure = _mismatch(self._problem, self._plan, pair, part, self._settings, self._notes)
+            failure = mismatch_failure(self._problem, self._plan, pair, part, self._settings, self._notes)
             if failure is not None:
                 return failure
         return self._proof.failure()
@@ -226,40 +248,7 @@ def _judge(
     if repeat is not None and repeat.kind == "nondeterministic":
         return repeat
     for pair in pairs.values():
-        failure = _mismatch(problem, plan, pair, block.part, settings, notes)
+        failure = mismatch_failure(problem, plan, pair, block.part, settings, notes)
         if failure is not None:
             return failure
     return repeat
-
-
-def _mismatch(
-    problem: Problem, plan: Plan, pair: PairComparison, part: Part, settings: Settings, notes: list[str]
-) -> Failure | None:
-    """The failure of a pair, if an entry that differs at eps differs after re-measuring, too."""
-    if not pair.mismatches:
-        return None
-    comparison = pair.result()
-    detail = ""
-    if not pair.unspecified:
-        for suspects in pair.suspects(part):
-            survivor = surviving(problem, plan.record_graph, settings, suspects)
-            if survivor is not None:
-                comparison, detail = replace(comparison, worst=survivor.entry), survivor.detail
-                break
-        else:
-            notes.append(
-                f"{pair.mismatches} of {pair.entries} entries of output {pair.output.index} with respect to input "
-                f"{pair.input.index} differ at eps={settings.eps:g} and agree once re-measured over other steps"
-            )
-            return None
-    return Failure(
-        "mismatch",
-        output=pair.output.index,
-        input=pair.input.index,
-        output_position=pair.output.position,
-        input_position=pair.input.position,
-        part=part,
-        mode=pair.mode,
-        comparison=comparison,
-        detail=detail,
-    )

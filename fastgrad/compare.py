@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,9 +59,39 @@ class PairComparison:
         first_row, first_column
             The element of row 0 and the coordinate of column 0.
         """
+        width = self._width()
+        first = first_column // width
+        self._take_in(analytical, numerical, width, lambda row, column: (first_row + row, first + column))
+        whole = self.output.tensor.numel() * self.input.tensor.numel()
+        if self.mismatches and whole <= SMALL and analytical.numel() == whole * width:
+            matrices = _matrix(analytical, width), _matrix(numerical, width)
+            # In torch's layout: one row an input element, one column an output element.
+            self.matrices = matrices if self.mode == "forward" else (matrices[0].t(), matrices[1].t())
+
+    @phase("comparison")
+    def add_entries(self, analytical: Tensor, numerical: Tensor, rows: Tensor, columns: Tensor) -> None:
+        """Takes in entries of a sparse Jacobian.
+
+        Parameters
+        ----------
+        analytical, numerical
+            float64, shape (coordinates,): one an entry, or two side by side that make one complex entry.
+        rows, columns
+            The elements of each entry, as in a block: int64, shape (entries,).
+        """
+        where = analytical.unsqueeze(0), numerical.unsqueeze(0), self._width()
+        self._take_in(*where, lambda _, entry: (rows[entry], columns[entry]))
+
+    def _width(self) -> int:
+        """Coordinates along a row of a block that make one entry."""
+        return 2 if (self.output if self.mode == "forward" else self.input).is_complex else 1
+
+    def _take_in(
+        self, analytical: Tensor, numerical: Tensor, width: int, elements: Callable[[Any, Any], tuple[Any, Any]]
+    ) -> None:
+        """Takes in a block, whose rows and columns of entries belong to certain elements."""
         forward = self.mode == "forward"
         along_rows, along_columns = (self.input, self.output) if forward else (self.output, self.input)
-        width = 2 if along_columns.is_complex else 1
         statistics = ops.compare(analytical, numerical, self.atol, self.rtol, width == 2, False).tolist()
         mismatches, excess, row, column, absolute, relative, *sums = statistics
         self.entries += analytical.shape[0] * (analytical.shape[1] // width)
@@ -70,13 +101,13 @@ class PairComparison:
             return
         self.mismatches += int(mismatches)
         self.sums = [total + term for total, term in zip(self.sums, sums, strict=True)]
-        self._keep_failing(analytical, numerical, first_row, first_column // width, width)
+        self._keep_failing(analytical, numerical, width, elements)
         if self.worst is None or excess > self.worst_excess:
             i, k = int(row), int(column)
             a, n = (_entry(block[i, k * width : (k + 1) * width]) for block in (analytical, numerical))
             self.worst_excess = excess
-            row_index = along_rows.element_index(first_row + i)
-            column_index = along_columns.element_index(first_column // width + k)
+            along_row, along_column = (int(element) for element in elements(i, k))
+            row_index, column_index = along_rows.element_index(along_row), along_columns.element_index(along_column)
             self.worst = Entry(
                 column_index if forward else row_index,
                 row_index if forward else column_index,
@@ -84,14 +115,9 @@ class PairComparison:
                 n,
                 self.atol + self.rtol * modulus(n),
             )
-        whole = self.output.tensor.numel() * self.input.tensor.numel()
-        if whole <= SMALL and analytical.numel() == whole * width:
-            matrices = _matrix(analytical, width), _matrix(numerical, width)
-            # In torch's layout: one row an input element, one column an output element.
-            self.matrices = matrices if forward else (matrices[0].t(), matrices[1].t())
 
     def _keep_failing(
-        self, analytical: Tensor, numerical: Tensor, first_row: int, first_column: int, width: int
+        self, analytical: Tensor, numerical: Tensor, width: int, elements: Callable[[Any, Any], tuple[Any, Any]]
     ) -> None:
         """Keeps the entries of a block that differ: elements along rows and columns, and both values."""
         values = [_matrix(block, width) for block in (analytical, numerical)]
@@ -100,7 +126,7 @@ class PairComparison:
             as_tuple=True
         )
         found, wanted = (value[rows, columns].to(torch.complex128) for value in values)
-        self.failing.append((rows + first_row, columns + first_column, found, wanted))
+        self.failing.append((*elements(rows, columns), found, wanted))
 
     def suspects(self, part: Part) -> Iterator[Suspects]:
         """The entries that differ, one input element at a time, that with the largest difference first."""

@@ -11,25 +11,24 @@ from fastgrad._native import ops
 from fastgrad._torch import phase
 from fastgrad.certify import linearity_failure, one_hot_failure, separate_failure
 from fastgrad.compare import differ
-from fastgrad.coordinates import Block, block_with
+from fastgrad.confirm import Found, column_entry, difference_along, entry_in_row, located_failure
+from fastgrad.coordinates import block_with
 from fastgrad.directions import SKETCH_DIRECTIONS, TANGENT_STREAM, direction
 from fastgrad.engines import REPEAT_SCALE
 from fastgrad.engines.sketch import (
-    ROUNDING,
     Cotangent,
     Differences,
     Sketch,
     cotangents,
     directional_differences,
     residual_row,
-    unit_roundoff,
     weights,
 )
 from fastgrad.locate import locate
 from fastgrad.plan import sketch_size
 from fastgrad.problem import Problem
-from fastgrad.refine import Survivor, Suspects, surviving
-from fastgrad.report import Comparison, Failure, FailureKind, Mode, Part, Settings, modulus
+from fastgrad.report import Failure, FailureKind, Settings
+from fastgrad.tolerances import ROUNDING
 
 MOST_STEPS = 5
 SMALLER, LARGER = 2.0**-5, 2.0**6
@@ -59,20 +58,6 @@ class Screening:
 
     failure: Failure | None = None
     undecided: float | None = None
-
-
-@dataclass(slots=True)
-class _Found:
-    """A located entry: coordinates, what it adds to J_num - J_ana, and how it looks if it is wrong."""
-
-    output: Block
-    input: Block
-    part: Part
-    mode: Mode
-    row: int
-    columns: tuple[int, ...]
-    errors: list[float]
-    survivor: Survivor | None
 
 
 def screen(problem: Problem, settings: Settings) -> Screening:
@@ -121,7 +106,7 @@ def screen(problem: Problem, settings: Settings) -> Screening:
 
 def _next_step(problem: Problem, settings: Settings, differences: Differences, base: Tensor, pending: Tensor) -> float:
     """A smaller step where most pending outputs are noisier than rounding makes them; otherwise a larger one."""
-    rounding = unit_roundoff(problem) * 2 * base.abs() / differences.eps
+    rounding = problem.unit_roundoff * 2 * base.abs() / differences.eps
     rough = ~(differences.noise <= 2 * rounding)[pending]
     if bool(rough.any()) and differences.eps <= settings.eps:
         return differences.eps * SMALLER
@@ -136,7 +121,7 @@ def _one_by_one(
     for row in rows[:MOST_SINGLE].tolist():
         found = search.look_into(row)
         if found is not None and found.survivor is not None:
-            return Screening(_failure([found]))
+            return Screening(located_failure([found]))
     noise = differences.noise[rows]
     return Screening(undecided=max(limit, 4 * float(noise.nan_to_num(torch.inf).amax())))
 
@@ -186,7 +171,7 @@ class _Search:
 
     def run(self, sketch: Sketch) -> Failure | None:
         """The confirmed entries, up to MOST_ENTRIES; takes what it explains out of the sketch."""
-        found: list[_Found] = []
+        found: list[Found] = []
         leads = 0
         while len(found) < MOST_ENTRIES and leads < MOST_LEADS:
             flagged = sketch.worst()
@@ -213,19 +198,19 @@ class _Search:
                 self.dead.append(row)
             sketch.subtract(row, error)
             leads += 1
-        return _failure(found) if found else None
+        return located_failure(found) if found else None
 
     def _nonlinear(self, cotangent: Cotangent) -> Failure | None:
         gradient = self._problem.vjp(cotangent.vector.unsqueeze(0))[0]
         return linearity_failure(self._problem, self._settings, cotangent.vector, gradient, cotangent.kind)
 
-    def _explained(self, entry: _Found) -> Tensor:
+    def _explained(self, entry: Found) -> Tensor:
         """What a found entry adds to its row of (J_num - J_ana) U."""
         columns = list(entry.columns)
         errors = torch.tensor(entry.errors, dtype=torch.float64, device=self._differences.directions.device)
         return self._differences.directions[:, columns] @ errors
 
-    def _row(self, cotangent: Cotangent, k: int, value: float, found: list[_Found]) -> int:
+    def _row(self, cotangent: Cotangent, k: int, value: float, found: list[Found]) -> int:
         derivatives, u = self._differences.derivatives[k : k + 1], self._differences.directions[k]
 
         def residual(vector: Tensor) -> float:
@@ -242,7 +227,7 @@ class _Search:
         gradient = self._problem.vjp(one_hot.unsqueeze(0))[0]
         return self._differences.derivatives[:, row] - self._differences.directions @ gradient, gradient
 
-    def look_into(self, row: int, k: int = 0, found: list[_Found] | None = None) -> _Found | None:
+    def look_into(self, row: int, k: int = 0, found: list[Found] | None = None) -> Found | None:
         """The entry behind a row's residual, measured by itself; None where there is no residual or no entry."""
         found = [entry for entry in found or [] if entry.row == row]
         error, gradient = self._row_error(row)
@@ -253,73 +238,14 @@ class _Search:
         if abs(value) <= self._settings.atol / 4:
             return None
 
-        def residual(vector: Tensor) -> float:
-            width = self._problem.realized_width(vector * eps, 1.0) / (2 * eps)
-            explained = sum(
+        def explained(vector: Tensor) -> float:
+            return sum(
                 vector[column].item() * error
                 for entry in found
                 for column, error in zip(entry.columns, entry.errors, strict=True)
             )
-            difference = _difference_along(self._problem, vector, eps, row)
-            return difference - (width @ gradient).item() - explained
 
-        return _row_entry(self._problem, self._settings, row, gradient, locate(residual, u, value))
-
-
-def _row_entry(problem: Problem, settings: Settings, row: int, gradient: Tensor, column: int) -> _Found:
-    """The reverse-mode entry at (row, column); gradient is the analytical row, shape (n,)."""
-    block = block_with(problem.inputs, column)
-    output = block_with(problem.outputs, row)
-    columns = _element_coordinates(block, column)
-    part: Part = "all" if not output.is_complex else "imaginary" if (row - output.first) % 2 else "real"
-    analytical = [gradient[j].item() for j in columns]
-    return _confirm(problem, settings, "reverse", output, block, part, (row,), columns, analytical)
-
-
-def _column_entry(problem: Problem, settings: Settings, row: int, column: int) -> _Found:
-    """The forward-mode entry at (row, column)."""
-    block = block_with(problem.inputs, column)
-    output = block_with(problem.outputs, row)
-    rows = _element_coordinates(output, row)
-    part: Part = "all" if not block.is_complex else "imaginary" if (column - block.first) % 2 else "real"
-    tangents, _ = problem.tangent_columns(column, 1)
-    analytical = [tangents[0, i].item() for i in rows]
-    return _confirm(problem, settings, "forward", output, block, part, rows, (column,), analytical)
-
-
-def _confirm(
-    problem: Problem,
-    settings: Settings,
-    mode: Mode,
-    output: Block,
-    block: Block,
-    part: Part,
-    rows: tuple[int, ...],
-    columns: tuple[int, ...],
-    analytical: list[float],
-) -> _Found:
-    """An entry by itself: wrong by the elementwise rule at eps and at other steps, or not.
-
-    rows or columns are two coordinates where these make one complex entry.
-    """
-    differences = [problem.difference_columns(j, 1, settings.eps, True)[0] for j in columns]
-    numerical = [difference[i].item() for difference in differences for i in rows]
-    wanted, got = (complex(*values) for values in (numerical, analytical))
-    place, element = output.index_at(rows[0]), block.index_at(columns[0])
-    found, expected = (torch.tensor([value], dtype=torch.complex128, device=problem.device) for value in (got, wanted))
-    suspects = Suspects(columns, torch.tensor([rows], device=problem.device), found, expected, element, [place])
-    survivor = None
-    if not modulus(got - wanted) <= settings.atol + settings.rtol * modulus(wanted):
-        survivor = surviving(problem, True, settings, suspects)
-    errors = [number - value for number, value in zip(numerical, analytical, strict=True)]
-    return _Found(output, block, part, mode, rows[0], columns, errors, survivor)
-
-
-def _element_coordinates(block: Block, coordinate: int) -> tuple[int, ...]:
-    """The coordinates of the element that one of them belongs to."""
-    width = 2 if block.is_complex else 1
-    first = coordinate - (coordinate - block.first) % width
-    return tuple(range(first, first + width))
+        return entry_in_row(self._problem, self._settings, row, gradient, u, eps, value, explained)
 
 
 @phase("forward-mode screen")
@@ -348,7 +274,7 @@ def screen_forward(problem: Problem, settings: Settings) -> Screening:
             if failure is not None:
                 return Screening(failure)
         errors = (tangents - differences.derivatives).abs()
-        rounding = ROUNDING * unit_roundoff(problem) * (tangents.abs() + differences.derivatives.abs())
+        rounding = ROUNDING * problem.unit_roundoff * (tangents.abs() + differences.derivatives.abs())
         excess = (errors / (settings.atol / 2 + 4 * differences.noise + rounding)).nan_to_num(torch.inf)
         excess = torch.where(pending, excess, 0.0)
         for row in excess.amax(0).argsort(descending=True)[:MOST_LEADS].tolist():
@@ -357,7 +283,7 @@ def screen_forward(problem: Problem, settings: Settings) -> Screening:
                 break
             found = _forward_entry(problem, settings, differences, row, k, errors[k, row].item())
             if found.survivor is not None:
-                return Screening(_failure([found]))
+                return Screening(located_failure([found]))
             limit = max(limit, 4 * errors[k, row].item())
         heard = 4 * differences.noise <= settings.atol + settings.rtol * differences.size()
         pending &= ~(heard & (excess <= 1).all(0))
@@ -369,17 +295,11 @@ def screen_forward(problem: Problem, settings: Settings) -> Screening:
 
 def _forward_entry(
     problem: Problem, settings: Settings, differences: Differences, row: int, k: int, value: float
-) -> _Found:
+) -> Found:
     def residual(vector: Tensor) -> float:
-        return _difference_along(problem, vector, differences.eps, row) - problem.jvp_coordinates(vector)[row].item()
+        return difference_along(problem, vector, differences.eps, row) - problem.jvp_coordinates(vector)[row].item()
 
-    return _column_entry(problem, settings, row, locate(residual, differences.directions[k], value))
-
-
-def _difference_along(problem: Problem, vector: Tensor, eps: float, row: int) -> float:
-    """One output's derivative along a vector (float64, shape (n,)), by one central difference."""
-    plus, minus = (problem.evaluate(True, vector * eps, sign)[row].item() for sign in (1.0, -1.0))
-    return (plus - minus) / (2 * eps)
+    return column_entry(problem, settings, row, locate(residual, differences.directions[k], value))
 
 
 def _jvp_not_linear(problem: Problem, settings: Settings, u: Tensor, tangent: Tensor) -> Failure | None:
@@ -415,7 +335,7 @@ def screen_constant(problem: Problem, settings: Settings) -> Screening:
             row = int(moved.nonzero()[0])
             vector = displacement / eps
             column = locate(
-                lambda part, row=row, eps=eps: _difference_along(problem, part, eps, row),  # type: ignore[misc]
+                lambda part, row=row, eps=eps: difference_along(problem, part, eps, row),  # type: ignore[misc]
                 vector,
                 (plus[row] - minus[row]).item() / (2 * eps),
             )
@@ -429,47 +349,3 @@ def screen_constant(problem: Problem, settings: Settings) -> Screening:
         else:
             return Screening()
     return Screening(undecided=float("inf"))
-
-
-def _failure(found: list[_Found]) -> Failure:
-    """The first confirmed entry's failure; the others of the same pair count."""
-    head = found[0]
-    same = [entry for entry in found if (entry.output, entry.input, entry.part) == (head.output, head.input, head.part)]
-    survivors = [entry.survivor for entry in same if entry.survivor is not None]
-    worst = max(survivors, key=_excess)
-    width = 2 if head.input.is_complex else 1
-    entries = head.output.tensor.numel() * (head.input.size // width)
-    pairs = [(survivor.entry.analytical, survivor.entry.numerical) for survivor in survivors]
-    product = sum((complex(a) * complex(n).conjugate() for a, n in pairs), 0j)
-    comparison = Comparison(
-        entries=entries,
-        mismatches=len(same),
-        worst=worst.entry,
-        largest_absolute=max(survivor.entry.difference for survivor in survivors),
-        largest_relative=max(_relative(a, n) for a, n in pairs),
-        sum_analytical=sum(modulus(a) ** 2 for a, _ in pairs),
-        sum_numerical=sum(modulus(n) ** 2 for _, n in pairs),
-        sum_product=product,
-        exhaustive=False,
-    )
-    return Failure(
-        "mismatch",
-        head.output.index,
-        head.input.index,
-        head.output.position,
-        head.input.position,
-        head.part,
-        mode=head.mode,
-        comparison=comparison,
-        detail=worst.detail,
-    )
-
-
-def _excess(survivor: Survivor) -> float:
-    excess = survivor.entry.difference / survivor.entry.allowed
-    return excess if excess == excess else float("inf")
-
-
-def _relative(analytical: complex, numerical: complex) -> float:
-    size = modulus(numerical)
-    return modulus(analytical - numerical) / size if size else float("inf")

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from fastgrad.directions import GRAPH_STREAM, direction
 from fastgrad.problem import Problem
@@ -26,35 +30,70 @@ AFFORDABLE_CALLS = 20_000
 PAIR_RATIO = 4000.0
 """Errors that cancel in a row or a column are found from this many times the threshold on."""
 
+CALLS_WORTH_STRUCTURE = 72
+"""Evaluations and VJPs of the dense engine from which looking for structure may repay."""
+
+VJP_COST = 1.5
+"""Of one VJP, in evaluations."""
+
+CERTIFICATE_COST = 14
+"""Of all certificates, in evaluations."""
+
+ENTRY_BYTES = 96
+"""What an entry of a compressed Jacobian takes, with its indices and what coloring needs."""
+
 COLUMNS_WORTH_A_LOOK = 12
 """Columns from which two cheaper evaluations each repay the four that tell whether a graph is needed."""
 
 
-def _memory_limit(settings: Settings, needed: int) -> int:
-    """Bytes for the numerical columns; asks the system only where `needed` could matter."""
+def _memory_limit(settings: Settings, needed: int | None) -> int:
+    """Bytes for the Jacobians; asks the system only where `needed` could matter."""
     if settings.memory_limit is not None:
         return settings.memory_limit
-    if needed <= 1 << 26:
+    if needed is not None and needed <= 1 << 26:
         return needed
     return int(FREE_MEMORY_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
-def needs_graph(problem: Problem, settings: Settings) -> bool:
-    """Whether func gives other values when it is evaluated without recording gradients.
+@dataclass(frozen=True)
+class FirstLook:
+    """What a few evaluations at x, and at one point next to it, tell.
 
-    Looks, at x and at one random point next to it, for any difference in any value. A func that
-    differentiates inside fails without a graph, or sees to its own.
+    Attributes
+    ----------
+    record_graph
+        Whether func must record gradients while it is evaluated for differences, to give the same values.
+    base
+        The outputs at x, in that mode: float64, shape (m,).
+    moved
+        The coordinates, a random half, that differ between the two points: shape (n,).
+    reacted
+        The outputs that do.
     """
-    next_to_x = problem.displacement(direction(problem.n, settings.seed, GRAPH_STREAM), settings.eps)
-    for displacement in (None, next_to_x.to(problem.device)):
-        recorded = problem.evaluate(True, displacement)
+
+    record_graph: bool
+    base: Tensor
+    moved: NDArray[np.bool_]
+    reacted: NDArray[np.int64]
+
+
+def first_look(problem: Problem, settings: Settings) -> FirstLook:
+    """Looks, at both points, for any difference in any value between func with and without a graph.
+
+    A func that differentiates inside fails without a graph, or sees to its own. Four evaluations.
+    """
+    half = direction(problem.n, settings.seed, GRAPH_STREAM, halved=True)
+    displacement = problem.displacement(half.to(problem.device), settings.eps)
+    base, next_to_x = problem.evaluate(True), problem.evaluate(True, displacement)
+    record_graph = True
+    if torch.is_grad_enabled():
         try:
-            plain = problem.evaluate(False, displacement)
-        except Exception:
-            return True
-        if not torch.equal(recorded, plain):
-            return True
-    return False
+            plain = problem.evaluate(False), problem.evaluate(False, displacement)
+            record_graph = not (torch.equal(base, plain[0]) and torch.equal(next_to_x, plain[1]))
+        except Exception:  # it differentiates inside, say
+            record_graph = True
+    reacted = (next_to_x.view(torch.int64) != base.view(torch.int64)).cpu().numpy()
+    return FirstLook(record_graph, base, half.numpy() != 0, np.flatnonzero(reacted))
 
 
 def sketch_size(confidence: float) -> int:
@@ -84,14 +123,48 @@ def is_affordable(problem: Problem) -> bool:
     return problem.n * problem.m <= AFFORDABLE_ENTRIES and 2 * problem.n + problem.m <= AFFORDABLE_CALLS
 
 
-def make_plan(problem: Problem, settings: Settings) -> Plan:
-    """The plan for a problem whose outputs are known."""
+def looks_first(problem: Problem) -> bool:
+    """Whether the problem is large enough for `first_look` to repay."""
+    return problem.n >= COLUMNS_WORTH_A_LOOK and problem.m > 0
+
+
+def tries_structure(problem: Problem, settings: Settings) -> bool:
+    """Whether a compressed Jacobian may be cheaper than a dense one."""
+    if not problem.has_graph or settings.check_forward_ad or not settings.check_backward_ad:
+        return False
+    if any(block.elements is not None for block in problem.inputs):
+        return False
+    return settings.engine == "compressed" or (
+        settings.engine == "auto" and 2 * problem.n + problem.m >= CALLS_WORTH_STRUCTURE
+    )
+
+
+def probing_budget(problem: Problem, settings: Settings) -> int:
+    """How many evaluations and VJPs may be spent on finding a pattern."""
+    calls = 2 * problem.n + problem.m
+    return max(64, calls) if settings.engine == "compressed" else calls // 4
+
+
+def most_entries(settings: Settings) -> int:
+    """Entries of a compressed Jacobian that memory admits."""
+    return _memory_limit(settings, None) // ENTRY_BYTES
+
+
+def pays_to_compress(problem: Problem, settings: Settings, columns: int, rows: int) -> bool:
+    """Whether so many column groups and row groups, and certificates, cost less than the dense engine."""
+    if settings.engine == "compressed":
+        return True
+    return 2 * columns + VJP_COST * rows + CERTIFICATE_COST < 0.8 * (2 * problem.n + VJP_COST * problem.m)
+
+
+def make_plan(problem: Problem, settings: Settings, look: FirstLook | None) -> Plan:
+    """The plan of the dense engine for a problem whose outputs are known; look: where there was one."""
     column_bytes = 8 * max(1, problem.m)
     limit = _memory_limit(settings, column_bytes * problem.n)
     columns = max(2, min(problem.n, limit // column_bytes))
     rows = max(1, BLOCK_BYTES // (8 * max(1, problem.n)))
-    record_graph = not (torch.is_grad_enabled() and problem.n >= COLUMNS_WORTH_A_LOOK) or needs_graph(problem, settings)
-    reason = "engine='dense' was asked for" if settings.engine == "dense" else "the only exact engine so far"
+    record_graph = True if look is None else look.record_graph
+    reason = "engine='dense' was asked for" if settings.engine == "dense" else "no structure makes another cheaper"
     return Plan("dense", columns, rows, record_graph, reason)
 
 

@@ -15,7 +15,7 @@ from fastgrad import _native, _torch
 from fastgrad._torch import phase
 from fastgrad.coordinates import Block, block_with, blocks_of, memory_of, overlap, overlaps_itself, own_values
 from fastgrad.report import modulus
-from fastgrad.tolerances import relative_step
+from fastgrad.tolerances import relative_step, spacing
 
 _SPARSE_LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
@@ -208,6 +208,11 @@ class Problem:
             self.device = self.outputs[0].tensor.device
         self._specs = [_native.OutputSpec(block.position, block.tensor) for block in self.outputs]
 
+    @property
+    def unit_roundoff(self) -> float:
+        """Half an ulp of the coarsest dtype among inputs and outputs."""
+        return max(spacing(block.tensor.dtype) for block in (*self.inputs, *self.outputs)) / 2
+
     def graph(self) -> tuple[Tensor, ...]:
         """The outputs of an evaluation at x, recorded by autograd; made anew after any other evaluation."""
         if self._graph is None:
@@ -334,6 +339,55 @@ class Problem:
         if changed is not None:
             self._raise_changed(*changed, eps)
         return columns
+
+    @phase("numerical columns")
+    def difference_groups(
+        self, groups: _native.Groups, rows: Tensor, columns: Tensor, eps: float, record_graph: bool
+    ) -> Tensor:
+        """Entries of the numerical Jacobian, groups of columns that share no row perturbed together.
+
+        The numbers are those of `difference_columns`; two evaluations a group.
+
+        Parameters
+        ----------
+        rows, columns
+            Of each entry: int64, shape (entries,).
+
+        Returns
+        -------
+        Tensor
+            float64, shape (entries,).
+        """
+        self._graph = None
+        values = torch.zeros(rows.numel(), dtype=torch.float64, device=self.device)
+        changed = self._evaluator.difference_groups(groups, values, self.m, self._specs, eps, record_graph)
+        if changed is not None:
+            self._raise_changed(*changed, eps)
+        return values.div_(self._coordinate_widths(eps)[columns])
+
+    def _coordinate_widths(self, eps: float) -> Tensor:
+        """What a single coordinate's difference divides by: float64, shape (n,)."""
+        ones = torch.ones(self.n, dtype=torch.float64, device=self.device)
+        widths = self.realized_width(ones, eps)
+        if bool((widths == 0).any()):
+            relative = self.coordinates().abs()
+            for block in self.inputs:
+                relative[block.first : block.first + block.size] *= relative_step(block.tensor.dtype)
+            widths = torch.where(widths == 0, self.realized_width(relative, 1.0), widths)
+        return widths
+
+    @phase("analytical rows")
+    def vjp_groups(
+        self, output: Block, groups: _native.Groups, count: int, values: Tensor, repeated: int, scale: float
+    ) -> _native.GradientsMatch:
+        """Writes the analytical entries of an output's rows into values: float64, shape (entries,).
+
+        `count` groups of rows that share no column have one VJP each; each of the first `repeated` is
+        run again, `scale` (a power of two) times as large.
+        """
+        match = _native.vjp_groups(self.graph()[output.index], self._natives, groups, values, self.n, repeated, scale)
+        self.vjps += count + repeated
+        return match
 
     @phase("analytical rows")
     def analytical_rows(

@@ -62,6 +62,7 @@ class Plan:
     columns_per_pass: numerical columns held at a time; every pass repeats the VJPs.
     rows_per_block: analytical rows computed, and compared, at a time.
     record_graph: whether func must record gradients while it is evaluated for differences.
+    column_groups, row_groups: of a compressed Jacobian; one difference, or one VJP, serves a group.
     detection_limit: fast mode finds errors that cancel each other in a row or a column from this size on,
     with probability `Settings.confidence`; single ones from their tolerance on.
     """
@@ -72,6 +73,8 @@ class Plan:
     record_graph: bool
     reason: str
     detection_limit: float | None = None
+    column_groups: int | None = None
+    row_groups: int | None = None
 
 
 def modulus(value: complex) -> float:

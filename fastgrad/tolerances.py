@@ -18,6 +18,10 @@ raised a little for float64, whose function values are rarely good to the last b
 """
 
 
+ROUNDING = 64.0
+"""Units of rounding that a dot product may be off."""
+
+
 def relative_step(dtype: torch.dtype) -> float:
     """`RELATIVE_STEP` of a floating or complex dtype; that of float64 where the table has none."""
     return RELATIVE_STEP.get(dtype.to_real(), RELATIVE_STEP[torch.float64])

@@ -14,11 +14,11 @@ FLOORS = {
     0: ["_build", "_native", "_torch", "_version", "errors", "report"],
     1: ["coloring", "coordinates", "directions", "graphs", "problem", "sparsity", "tolerances"],
     2: ["attributes", "certify", "compare", "engines", "engines.compressed", "engines.dense", "engines.sketch"],
-    3: ["check", "fast", "second_order"],
+    3: ["check", "exact", "fast", "second_order"],
     4: ["api", "diagnose", "messages"],
     5: ["__init__", "__main__", "cli", "demo", "functional", "pytest_plugin", "render"],
 }
-FLOORS[2] += ["locate", "plan", "refine"]
+FLOORS[2] += ["confirm", "locate", "plan", "refine"]
 FLOOR = {module: floor for floor, modules in FLOORS.items() for module in modules}
 
 # Imports within a floor: what each module may use of its neighbors.
@@ -28,9 +28,12 @@ NEIGHBORS = {
     "problem": {"coordinates", "tolerances"},
     "certify": {"compare", "engines"},
     "compare": {"refine"},
+    "engines.compressed": {"engines"},
     "engines.dense": {"engines"},
     "engines.sketch": {"engines"},
-    "check": {"fast"},
+    "check": {"exact", "fast"},
+    "confirm": {"compare", "locate", "refine"},
+    "sparsity": {"coloring", "coordinates"},
     "api": {"messages"},
     "messages": {"diagnose"},
     "__main__": {"cli"},

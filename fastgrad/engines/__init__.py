@@ -84,3 +84,9 @@ class TangentBlock:
     first_element: int
     analytical: Tensor
     numerical: Tensor
+
+
+def row_parts(outputs: tuple[Block, ...]) -> list[tuple[Block, Part]]:
+    """Outputs in the order of judging: imaginary parts come, with the real outputs, before real parts."""
+    groups: list[tuple[Block, Part]] = [(output, "imaginary" if output.is_complex else "all") for output in outputs]
+    return groups + [(output, "real") for output in outputs if output.is_complex]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastgrad.coordinates import Block
-from fastgrad.engines import REPEAT_SCALE, REPEATED_ROWS, JacobianBlock, TangentBlock
+from fastgrad.engines import REPEAT_SCALE, REPEATED_ROWS, JacobianBlock, TangentBlock, row_parts
 from fastgrad.problem import Problem
 from fastgrad.report import Part, Plan
 
@@ -23,7 +23,7 @@ def row_blocks(problem: Problem, plan: Plan, first: int, columns: Tensor) -> Ite
     more for each row that is repeated.
     """
     inputs = _inputs_within(problem, first, columns)
-    for output, part in _row_groups(problem.outputs):
+    for output, part in row_parts(problem.outputs):
         yield from _row_blocks(problem, plan, output, part, inputs, first, columns)
 
 
@@ -65,12 +65,6 @@ def numerical_columns(problem: Problem, plan: Plan, eps: float) -> Iterator[tupl
             last -= (last - block.first) % 2  # an entry of a complex input is two coordinates: not to be split
         yield first, problem.difference_columns(first, last - first, eps, plan.record_graph)
         first = last
-
-
-def _row_groups(outputs: tuple[Block, ...]) -> list[tuple[Block, Part]]:
-    """Outputs in the order of judging: imaginary parts come, with the real outputs, before real parts."""
-    groups: list[tuple[Block, Part]] = [(output, "imaginary" if output.is_complex else "all") for output in outputs]
-    return groups + [(output, "real") for output in outputs if output.is_complex]
 
 
 def _row_blocks(

@@ -19,15 +19,12 @@ from fastgrad.directions import SKETCH_COTANGENTS, SKETCH_DIRECTIONS
 from fastgrad.engines import COTANGENT_KINDS, EXPANDED_VALUE, REPEAT_SCALE
 from fastgrad.problem import Problem
 from fastgrad.report import Settings
-from fastgrad.tolerances import spacing
+from fastgrad.tolerances import ROUNDING, spacing
 
 NOISE_SHARE = 16
 """The noise of a cotangent's sum stays within atol over this; the threshold is atol / 4."""
 
 SCALES = (1.0, -1.0, 0.5, -0.5)
-
-ROUNDING = 64.0
-"""Units of rounding that the terms of a dot product may be off."""
 
 
 @dataclass(slots=True)
@@ -160,13 +157,8 @@ def residual_row(
     gradient = problem.vjp(c.unsqueeze(0), int(cotangent.gapped), int(cotangent.expanded))[0]
     numerical, analytical = ops.dots(differences.derivatives, c), ops.dots(differences.directions, gradient)
     terms = numerical[:, 1] + analytical[:, 1]
-    allowed = cotangent.scale * settings.atol / 4 + ROUNDING * unit_roundoff(problem) * terms
+    allowed = cotangent.scale * settings.atol / 4 + ROUNDING * problem.unit_roundoff * terms
     if cotangent.expanded:
         # No weights here.
         allowed += 8 * EXPANDED_VALUE * float(differences.noise.square().sum().sqrt().nan_to_num(torch.inf))
     return numerical[:, 0] - analytical[:, 0], allowed, gradient
-
-
-def unit_roundoff(problem: Problem) -> float:
-    """Half an ulp of the coarsest dtype among inputs and outputs."""
-    return max(spacing(block.tensor.dtype) for block in (*problem.inputs, *problem.outputs)) / 2

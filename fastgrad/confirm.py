@@ -1,0 +1,198 @@
+"""Located entries measured by themselves: wrong by the elementwise rule at eps and at other steps, or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fastgrad.compare import PairComparison
+from fastgrad.coordinates import Block, block_with
+from fastgrad.locate import locate
+from fastgrad.problem import Problem
+from fastgrad.refine import Survivor, Suspects, surviving
+from fastgrad.report import Comparison, Failure, Mode, Part, Plan, Settings, modulus
+
+
+@dataclass(slots=True)
+class Found:
+    """A located entry: coordinates, what it adds to J_num - J_ana, and how it looks if it is wrong."""
+
+    output: Block
+    input: Block
+    part: Part
+    mode: Mode
+    row: int
+    columns: tuple[int, ...]
+    errors: list[float]
+    survivor: Survivor | None
+
+
+def entry_in_row(
+    problem: Problem,
+    settings: Settings,
+    row: int,
+    gradient: Tensor,
+    u: Tensor,
+    eps: float,
+    value: float,
+    explained: Callable[[Tensor], float] = lambda _: 0.0,
+) -> Found:
+    """The entry behind what one output's derivative along u differs from gradient . u by.
+
+    Parameters
+    ----------
+    gradient
+        The analytical row: float64, shape (n,).
+    value
+        By how much, without what is explained.
+    explained
+        What entries that are known contribute along a vector.
+    """
+
+    def residual(vector: Tensor) -> float:
+        width = problem.realized_width(vector * eps, 1.0) / (2 * eps)
+        return difference_along(problem, vector, eps, row) - (width @ gradient).item() - explained(vector)
+
+    return row_entry(problem, settings, row, gradient, locate(residual, u, value))
+
+
+def difference_along(problem: Problem, vector: Tensor, eps: float, row: int) -> float:
+    """One output's derivative along a vector (float64, shape (n,)), by one central difference."""
+    plus, minus = (problem.evaluate(True, vector * eps, sign)[row].item() for sign in (1.0, -1.0))
+    return (plus - minus) / (2 * eps)
+
+
+def row_entry(problem: Problem, settings: Settings, row: int, gradient: Tensor, column: int) -> Found:
+    """The reverse-mode entry at (row, column); gradient is the analytical row, shape (n,)."""
+    block = block_with(problem.inputs, column)
+    output = block_with(problem.outputs, row)
+    columns = _element_coordinates(block, column)
+    part: Part = "all" if not output.is_complex else "imaginary" if (row - output.first) % 2 else "real"
+    analytical = [gradient[j].item() for j in columns]
+    return _confirm(problem, settings, "reverse", output, block, part, (row,), columns, analytical)
+
+
+def column_entry(problem: Problem, settings: Settings, row: int, column: int) -> Found:
+    """The forward-mode entry at (row, column)."""
+    block = block_with(problem.inputs, column)
+    output = block_with(problem.outputs, row)
+    rows = _element_coordinates(output, row)
+    part: Part = "all" if not block.is_complex else "imaginary" if (column - block.first) % 2 else "real"
+    tangents, _ = problem.tangent_columns(column, 1)
+    analytical = [tangents[0, i].item() for i in rows]
+    return _confirm(problem, settings, "forward", output, block, part, rows, (column,), analytical)
+
+
+def _confirm(
+    problem: Problem,
+    settings: Settings,
+    mode: Mode,
+    output: Block,
+    block: Block,
+    part: Part,
+    rows: tuple[int, ...],
+    columns: tuple[int, ...],
+    analytical: list[float],
+) -> Found:
+    """An entry by itself: wrong by the elementwise rule at eps and at other steps, or not.
+
+    rows or columns are two coordinates where these make one complex entry.
+    """
+    differences = [problem.difference_columns(j, 1, settings.eps, True)[0] for j in columns]
+    numerical = [difference[i].item() for difference in differences for i in rows]
+    wanted, got = (complex(*values) for values in (numerical, analytical))
+    place, element = output.index_at(rows[0]), block.index_at(columns[0])
+    found, expected = (torch.tensor([value], dtype=torch.complex128, device=problem.device) for value in (got, wanted))
+    suspects = Suspects(columns, torch.tensor([rows], device=problem.device), found, expected, element, [place])
+    survivor = None
+    if not modulus(got - wanted) <= settings.atol + settings.rtol * modulus(wanted):
+        survivor = surviving(problem, True, settings, suspects)
+    errors = [number - value for number, value in zip(numerical, analytical, strict=True)]
+    return Found(output, block, part, mode, rows[0], columns, errors, survivor)
+
+
+def _element_coordinates(block: Block, coordinate: int) -> tuple[int, ...]:
+    """The coordinates of the element that one of them belongs to."""
+    width = 2 if block.is_complex else 1
+    first = coordinate - (coordinate - block.first) % width
+    return tuple(range(first, first + width))
+
+
+def located_failure(found: list[Found]) -> Failure:
+    """The first confirmed entry's failure; the others of the same pair count."""
+    head = found[0]
+    same = [entry for entry in found if (entry.output, entry.input, entry.part) == (head.output, head.input, head.part)]
+    survivors = [entry.survivor for entry in same if entry.survivor is not None]
+    worst = max(survivors, key=_excess)
+    width = 2 if head.input.is_complex else 1
+    entries = head.output.tensor.numel() * (head.input.size // width)
+    pairs = [(survivor.entry.analytical, survivor.entry.numerical) for survivor in survivors]
+    product = sum((complex(a) * complex(n).conjugate() for a, n in pairs), 0j)
+    comparison = Comparison(
+        entries=entries,
+        mismatches=len(same),
+        worst=worst.entry,
+        largest_absolute=max(survivor.entry.difference for survivor in survivors),
+        largest_relative=max(_relative(a, n) for a, n in pairs),
+        sum_analytical=sum(modulus(a) ** 2 for a, _ in pairs),
+        sum_numerical=sum(modulus(n) ** 2 for _, n in pairs),
+        sum_product=product,
+        exhaustive=False,
+    )
+    return Failure(
+        "mismatch",
+        head.output.index,
+        head.input.index,
+        head.output.position,
+        head.input.position,
+        head.part,
+        mode=head.mode,
+        comparison=comparison,
+        detail=worst.detail,
+    )
+
+
+def _excess(survivor: Survivor) -> float:
+    excess = survivor.entry.difference / survivor.entry.allowed
+    return excess if excess == excess else float("inf")
+
+
+def _relative(analytical: complex, numerical: complex) -> float:
+    size = modulus(numerical)
+    return modulus(analytical - numerical) / size if size else float("inf")
+
+
+def mismatch_failure(
+    problem: Problem, plan: Plan, pair: PairComparison, part: Part, settings: Settings, notes: list[str]
+) -> Failure | None:
+    """The failure of a pair, if an entry that differs at eps differs after re-measuring, too."""
+    if not pair.mismatches:
+        return None
+    comparison = pair.result()
+    detail = ""
+    if not pair.unspecified:
+        for suspects in pair.suspects(part):
+            survivor = surviving(problem, plan.record_graph, settings, suspects)
+            if survivor is not None:
+                comparison, detail = replace(comparison, worst=survivor.entry), survivor.detail
+                break
+        else:
+            notes.append(
+                f"{pair.mismatches} of {pair.entries} entries of output {pair.output.index} with respect to input "
+                f"{pair.input.index} differ at eps={settings.eps:g} and agree once re-measured over other steps"
+            )
+            return None
+    return Failure(
+        "mismatch",
+        output=pair.output.index,
+        input=pair.input.index,
+        output_position=pair.output.position,
+        input_position=pair.input.position,
+        part=part,
+        mode=pair.mode,
+        comparison=comparison,
+        detail=detail,
+    )

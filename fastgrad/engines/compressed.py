@@ -1,0 +1,117 @@
+"""The compressed engine: both Jacobians on a pattern, groups of columns or rows at a time.
+
+Columns that share no row are perturbed together, rows that share no column have one VJP together
+(Curtis, Powell & Reid, On the estimation of sparse Jacobian matrices, 1974). What lies outside of
+the pattern is not seen here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastgrad import coloring
+from fastgrad._native import GradientsMatch, Groups
+from fastgrad.coordinates import Block
+from fastgrad.engines import REPEAT_SCALE
+from fastgrad.problem import Problem
+from fastgrad.report import Plan
+from fastgrad.sparsity import Indices, Pattern
+
+REPEATED_GROUPS = 2
+"""Row groups of each output that are run twice; for the others see `certify`."""
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """The columns of a pattern, or the rows of one output, in groups."""
+
+    groups: Groups
+    order: Indices
+    starts: Indices
+
+    @property
+    def count(self) -> int:
+        """Number of groups."""
+        return self.starts.size - 1
+
+    def members(self, group: int) -> Indices:
+        """The coordinates of a group."""
+        return self.order[self.starts[group] : self.starts[group + 1]]
+
+
+@dataclass(frozen=True)
+class Compression:
+    """A pattern with its groups.
+
+    Attributes
+    ----------
+    rows, columns
+        Of each entry, on the device of the values: int64, shape (nnz,).
+    row_groups
+        One an output; its coordinates count from the output's first.
+    """
+
+    pattern: Pattern
+    rows: Tensor
+    columns: Tensor
+    column_groups: Grouping
+    row_groups: tuple[Grouping, ...]
+
+    def entries_of(self, output: Block) -> slice:
+        """The entries in the rows of an output."""
+        return slice(*(int(self.pattern.starts[row]) for row in (output.first, output.first + output.size)))
+
+
+def compress(problem: Problem, pattern: Pattern) -> Compression:
+    """Colors columns and rows."""
+    rows, columns = (torch.from_numpy(values).to(problem.device) for values in (pattern.rows(), pattern.columns))
+    starts, members = coloring.transpose(pattern.starts, pattern.columns, pattern.n)[:2]
+    colors = coloring.color(starts, members, pattern.m)
+    column_groups = _grouping(colors, colors[pattern.columns], 0, rows)
+    row_groups = []
+    for output in problem.outputs:
+        starts = pattern.starts[output.first : output.first + output.size + 1]
+        first, last = starts[0], starts[-1]
+        colors = coloring.color(starts - first, pattern.columns[first:last], pattern.n)
+        row_groups.append(_grouping(colors, np.repeat(colors, np.diff(starts)), first, columns))
+    return Compression(pattern, rows, columns, column_groups, tuple(row_groups))
+
+
+def _grouping(colors: Indices, of_entries: Indices, first_entry: int, positions: Tensor) -> Grouping:
+    order, starts = coloring.groups(colors)
+    entries, entry_starts = coloring.bucket(of_entries, starts.size - 1)
+    groups = Groups(
+        torch.from_numpy(order),
+        torch.from_numpy(starts),
+        torch.from_numpy(entries + first_entry).to(positions.device),
+        torch.from_numpy(entry_starts),
+        positions,
+    )
+    return Grouping(groups, order, starts)
+
+
+def numerical_entries(problem: Problem, plan: Plan, compression: Compression, eps: float) -> Tensor:
+    """Entries by central differences: float64, shape (nnz,). Two evaluations a column group."""
+    groups = compression.column_groups.groups
+    return problem.difference_groups(groups, compression.rows, compression.columns, eps, plan.record_graph)
+
+
+def analytical_entries(
+    problem: Problem, compression: Compression
+) -> tuple[Tensor, list[tuple[Block, int, GradientsMatch]]]:
+    """Entries by VJPs: float64, shape (nnz,); and, for each output, how many groups ran twice, and what was seen.
+
+    One evaluation, one VJP a row group, and one more for each group that is repeated, REPEAT_SCALE
+    times as large.
+    """
+    values = torch.zeros(compression.pattern.nnz, dtype=torch.float64, device=problem.device)
+    matches = []
+    for output, grouping in zip(problem.outputs, compression.row_groups, strict=True):
+        repeated = min(grouping.count, REPEATED_GROUPS)
+        match = problem.vjp_groups(output, grouping.groups, grouping.count, values, repeated, REPEAT_SCALE)
+        matches.append((output, repeated, match))
+    return values, matches

@@ -1,0 +1,321 @@
+"""Exact verdicts by structure: guess or probe, color, compare compressed Jacobians, certify, follow up.
+
+Every entry of the pattern is compared as in the dense engine. That no entry lies outside of it, and
+that the backward is the linear map that its compressed rows say, is certified by random directions
+and cotangents. A certificate that fails is a lead, not a verdict: it ends at a single entry that is
+wrong by itself, or in a larger pattern.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastgrad import sparsity
+from fastgrad._native import ops
+from fastgrad._torch import phase
+from fastgrad.certify import LinearityProof, groups_failure
+from fastgrad.compare import PairComparison
+from fastgrad.confirm import entry_in_row, located_failure, mismatch_failure, row_entry
+from fastgrad.coordinates import Block
+from fastgrad.directions import SKETCH_DIRECTIONS, direction
+from fastgrad.engines import compressed, row_parts
+from fastgrad.engines.compressed import Compression
+from fastgrad.engines.sketch import directional_differences
+from fastgrad.locate import locate
+from fastgrad.plan import FirstLook, most_entries, pays_to_compress, probing_budget
+from fastgrad.problem import Problem
+from fastgrad.report import Failure, Part, Plan, Settings
+from fastgrad.sparsity import Indices, Mask, Pattern
+from fastgrad.tolerances import ROUNDING
+
+ATTEMPTS = 3
+"""Patterns to try: a guess, what probing finds, and what certificates add to it."""
+
+MOST_LEADS = 8
+"""Rows, and columns, of a failed certificate to follow up."""
+
+CERTIFICATES = 2
+"""Directions of the numerical certificate."""
+
+SMALLER = 2.0**-10
+"""Of the step at which failed rows are certified again: joint steps cross kinks that single ones do not."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the Jacobians were computed, and the failure, if any."""
+
+    plan: Plan
+    failure: Failure | None
+
+
+@dataclass(frozen=True)
+class _Learnt:
+    """Entries that a pattern lacks; `refuted`: there are too many to be told one by one."""
+
+    rows: Indices
+    columns: Indices
+    refuted: bool = False
+
+
+@phase("compressed Jacobians")
+def check_by_structure(problem: Problem, settings: Settings, look: FirstLook, notes: list[str]) -> Outcome | None:
+    """The verdict on all Jacobians in reverse mode; None where no structure makes it cheaper than the dense engine."""
+    if not bool(look.base.isfinite().all()):
+        return None
+    pattern = _guess(problem, settings, look)
+    probed = False
+    for _ in range(ATTEMPTS):
+        if pattern is None and not probed:
+            pattern, probed = _probe(problem, settings, look), True
+        if pattern is None:
+            return None
+        compression = compressed.compress(problem, pattern)
+        column_groups = compression.column_groups.count
+        row_groups = sum(grouping.count for grouping in compression.row_groups)
+        if not pays_to_compress(problem, settings, column_groups, row_groups):
+            return None
+        plan = Plan(
+            "compressed",
+            0,
+            0,
+            look.record_graph,
+            pattern.origin,
+            column_groups=column_groups,
+            row_groups=row_groups,
+        )
+        found = _Verdict(problem, settings, plan, compression, look, notes).run()
+        if found is None or isinstance(found, Failure):
+            return Outcome(plan, found)
+        if found.refuted:
+            if probed:
+                return None
+            pattern = None
+        else:
+            pattern = pattern.with_entries(found.rows, found.columns)
+    return None
+
+
+def _guess(problem: Problem, settings: Settings, look: FirstLook) -> Pattern | None:
+    pattern = sparsity.guess(problem.inputs, problem.outputs)
+    if pattern is None or pattern.nnz > most_entries(settings):
+        return None
+    return pattern if sparsity.bears_a_look(pattern, look.moved, look.reacted) else None
+
+
+def _probe(problem: Problem, settings: Settings, look: FirstLook) -> Pattern | None:
+    budget = probing_budget(problem, settings)
+    if not budget:
+        return None
+    base = look.base.view(torch.int64)
+    if not torch.equal(problem.evaluate(look.record_graph).view(torch.int64), base):
+        return None  # evaluations that move by themselves tell nothing
+    steps = problem.displacement(
+        direction(problem.n, settings.seed, SKETCH_DIRECTIONS).to(problem.device), settings.eps
+    )
+    cotangent = direction(problem.m, settings.seed, SKETCH_DIRECTIONS + 1).to(problem.device)
+
+    def reacting_outputs(moved: Mask) -> Indices:
+        displacement = torch.where(torch.from_numpy(moved).to(problem.device), steps, 0.0)
+        values = problem.evaluate(look.record_graph, displacement).view(torch.int64)
+        return np.flatnonzero((values != base).cpu().numpy())
+
+    def reacting_inputs(chosen: Mask) -> Indices:
+        rows = torch.where(torch.from_numpy(chosen).to(problem.device), cotangent, 0.0)
+        return np.flatnonzero(problem.vjp(rows.unsqueeze(0))[0].cpu().numpy())
+
+    try:
+        columns = sparsity.Refinement(reacting_outputs, problem.inputs, problem.m)
+        rows = sparsity.Refinement(reacting_inputs, problem.outputs, problem.n)
+        return sparsity.refined(columns, rows, problem.inputs, problem.outputs, budget, most_entries(settings))
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception:
+        return None  # one-hot cotangents, or single steps, may not raise
+
+
+class _Verdict:
+    """The verdict that one pattern leads to."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        settings: Settings,
+        plan: Plan,
+        compression: Compression,
+        look: FirstLook,
+        notes: list[str],
+    ) -> None:
+        self._problem = problem
+        self._settings = settings
+        self._plan = plan
+        self._compression = compression
+        self._look = look
+        self._notes = notes
+
+    def run(self) -> Failure | _Learnt | None:
+        """A failure, or what the pattern lacks, or nothing."""
+        problem, compression = self._problem, self._compression
+        self._numerical = compressed.numerical_entries(problem, self._plan, compression, self._settings.eps)
+        rows, refuted = self._numerical_leads()
+        self._analytical, matches = compressed.analytical_entries(problem, compression)
+        repeat: Failure | None = None
+        for output, repeated, match in matches:
+            part: Part = "imaginary" if output.is_complex else "all"
+            places = output.index, None, output.position, None, part
+            if self._settings.check_grad_dtypes and not match.dtypes:
+                return Failure("dtype", *places)
+            if not match.sizes:
+                return Failure("size", *places)
+            if not match.repeats and repeat is None:
+                grouping = compression.row_groups[output.index]
+                groups = [grouping.members(g) for g in range(repeated)]
+                repeat = groups_failure(problem, self._settings, output, groups)
+        if repeat is not None and repeat.kind == "nondeterministic":
+            return repeat
+        failure = self._mismatch() or repeat
+        if failure is not None:
+            return failure
+        proof = LinearityProof(problem, self._settings, len(problem.outputs))
+        proof.add_entries(compression.rows, compression.columns, self._analytical)
+        try:
+            leads = proof.leads()
+        except Exception:
+            failure = proof.failure()  # says for which grad_output it raised
+            if failure is None:
+                raise
+            return failure
+        learnt_rows: list[Indices] = []
+        learnt_columns: list[Indices] = []
+        for found in (self._follow_columns(proof, leads), self._follow_rows(rows)):
+            if isinstance(found, Failure):
+                return found
+            learnt_rows.append(found.rows)
+            learnt_columns.append(found.columns)
+            refuted = refuted or found.refuted
+        learnt = _Learnt(np.concatenate(learnt_rows), np.concatenate(learnt_columns), refuted)
+        if learnt.refuted or learnt.rows.size:
+            return learnt
+        return proof.failure()
+
+    def _mismatch(self) -> Failure | None:
+        """Every entry of the pattern under the allclose rule, in torch's order of judging."""
+        problem, settings = self._problem, self._settings
+        domains = {block.is_complex for block in problem.inputs}
+        if len(domains) == 1:
+            entries = self._analytical.unsqueeze(0), self._numerical.unsqueeze(0)
+            if not ops.compare(*entries, settings.atol, settings.rtol, True in domains, False)[0].item():
+                return None
+        for output, part in row_parts(problem.outputs):
+            for block in problem.inputs:
+                pair = self._pair(output, part, block)
+                failure = mismatch_failure(problem, self._plan, pair, part, settings, self._notes)
+                if failure is not None:
+                    return failure
+        return None
+
+    def _pair(self, output: Block, part: Part, block: Block) -> PairComparison:
+        within = self._compression.entries_of(output)
+        pair = PairComparison(output, block, self._settings.atol, self._settings.rtol)
+        rows, columns = self._compression.rows[within] - output.first, self._compression.columns[within] - block.first
+        chosen = (columns >= 0) & (columns < block.size)
+        if part != "all":
+            chosen &= rows % 2 == (1 if part == "imaginary" else 0)
+        analytical, numerical = self._analytical[within][chosen], self._numerical[within][chosen]
+        width = 2 if block.is_complex else 1
+        row_elements = rows[chosen][::width] // (2 if output.is_complex else 1)
+        pair.add_entries(analytical, numerical, row_elements, columns[chosen][::width] // width)
+        return pair
+
+    def _numerical_leads(self) -> tuple[list[int], bool]:
+        """Outputs whose derivatives are not what the entries add up to, worst first; and whether these are many."""
+        settings = self._settings
+        excess = self._excess(settings.eps, 0)
+        if not bool((excess > 1).any()):
+            return [], False
+        # Where joint steps cross kinks, smaller ones do not.
+        excess = torch.where(excess > 1, self._excess(settings.eps * SMALLER, 1), 0.0)
+        rows = (excess > 1).nonzero().reshape(-1)
+        order = excess[rows].argsort(descending=True)
+        return rows[order].tolist(), rows.numel() > MOST_LEADS
+
+    def _excess(self, eps: float, attempt: int) -> Tensor:
+        """How far each output's derivatives along random directions are from what the entries add up to."""
+        problem, settings, base = self._problem, self._settings, self._look.base
+        differences = directional_differences(problem, settings, base, eps, CERTIFICATES, attempt)
+        self._differences = differences
+        rounding = ROUNDING * 2 * problem.unit_roundoff * base.abs() / eps
+        allowed = settings.atol + rounding + 4 * differences.noise
+        worst = torch.zeros_like(base)
+        for u, derivatives in zip(differences.directions, differences.derivatives, strict=True):
+            total = torch.zeros_like(base)
+            total.index_add_(0, self._compression.rows, u[self._compression.columns].mul_(self._numerical))
+            worst = torch.maximum(worst, ((derivatives - total).abs() / allowed).nan_to_num(torch.inf))
+        return worst
+
+    def _one_hot_gradient(self, row: int) -> Tensor:
+        one_hot = torch.zeros(1, self._problem.m, dtype=torch.float64, device=self._problem.device)
+        one_hot[0, row] = 1.0
+        return self._problem.vjp(one_hot)[0]
+
+    def _follow_rows(self, rows: list[int]) -> Failure | _Learnt:
+        """Down to the entry of each row that is wrong; or all that its gradient says belongs to it."""
+        problem, settings, differences = self._problem, self._settings, self._differences
+        learnt = []
+        for row in rows[:MOST_LEADS]:
+            gradient = self._one_hot_gradient(row)
+            u = differences.directions[0]
+            error = (differences.derivatives[0, row] - u @ gradient).item()
+            if not abs(error) <= settings.atol / 4:
+                found = entry_in_row(problem, settings, row, gradient, u, differences.eps, error)
+                if found.survivor is not None:
+                    return located_failure([found])
+            columns = np.flatnonzero(gradient.cpu().numpy())
+            learnt.append((np.full(columns.size, row), columns))
+        return _joined(learnt)
+
+    def _follow_columns(self, proof: LinearityProof, leads: list[tuple[int, int]]) -> Failure | _Learnt:
+        """Down to the entry of each column that is wrong; or what the pattern lacks in it."""
+        learnt = []
+        followed = list({column: which for which, column in reversed(leads)}.items())[::-1]
+        for column, which in followed[:MOST_LEADS]:
+            row, gradient = self._locate_row(proof, which, column)
+            if (gradient[column] - self._entry(row, column)).abs().item() == 0:
+                continue  # one-hot grad_outputs agree: not linear, or rounding
+            found = row_entry(self._problem, self._settings, row, gradient, column)
+            if found.survivor is not None:
+                return located_failure([found])
+            columns = np.flatnonzero(gradient.cpu().numpy())
+            learnt.append((np.full(columns.size, row), columns))
+            difference = self._problem.difference_columns(column, 1, self._settings.eps, self._plan.record_graph)[0]
+            rows = np.flatnonzero(difference.cpu().numpy())
+            learnt.append((rows, np.full(rows.size, column)))
+        return replace(_joined(learnt), refuted=bool(learnt) and len(followed) > MOST_LEADS)
+
+    def _entry(self, row: int, column: int) -> Tensor:
+        """The analytical entry, zero outside of the pattern."""
+        here = (self._compression.rows == row) & (self._compression.columns == column)
+        return self._analytical[here].sum()
+
+    def _locate_row(self, proof: LinearityProof, which: int, column: int) -> tuple[int, Tensor]:
+        """The row behind a wrong component of a VJP, and its gradient."""
+        here = self._compression.columns == column
+        rows, entries = self._compression.rows[here], self._analytical[here]
+
+        def residual(vector: Tensor) -> float:
+            gradient = self._problem.vjp(vector.unsqueeze(0))[0]
+            return float((gradient[column] - vector[rows] @ entries).item())
+
+        vector = proof.cotangent(which)
+        row = locate(residual, vector, residual(vector))
+        return row, self._one_hot_gradient(row)
+
+
+def _joined(learnt: list[tuple[Indices, Indices]]) -> _Learnt:
+    empty = np.empty(0, dtype=np.int64)
+    rows, columns = (np.concatenate([empty, *(pair[side] for pair in learnt)]) for side in (0, 1))
+    return _Learnt(rows, columns)

@@ -1,0 +1,336 @@
+"""Which entries of a Jacobian may differ from zero: guessed from shapes, or found by refinement.
+
+Pipeline: a guess, if it bears a single look; otherwise blocks of sources are moved, the targets that
+react are watched, blocks are halved, and so on. Whoever uses a pattern certifies it afterwards.
+
+Source: Griewank & Mitev, Detecting Jacobian sparsity patterns by Bayesian probing (2002).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastgrad import coloring
+from fastgrad.coordinates import Block
+
+Indices = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
+SEPARATES = 0.95
+"""Halves that reach at most this share of what the whole reaches tell something."""
+
+PATIENCE = 2
+"""Halvings in a row that tell nothing, after which a block is taken as dense."""
+
+BLOCKS_BEFORE_GIVING_UP = 32
+"""Where rows have many entries, fewer blocks of columns than this reach every row in any case."""
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Entries that may differ from zero, row by row: CSR over the real coordinates of outputs and inputs.
+
+    Attributes
+    ----------
+    starts
+        Shape (m + 1,).
+    columns
+        Shape (nnz,): those of row i, ascending, are columns[starts[i]:starts[i + 1]].
+    n
+        Number of columns.
+    origin
+        How it was found, in words.
+    """
+
+    starts: Indices
+    columns: Indices
+    n: int
+    origin: str
+
+    @property
+    def m(self) -> int:
+        """Number of rows."""
+        return self.starts.size - 1
+
+    @property
+    def nnz(self) -> int:
+        """Number of entries."""
+        return self.columns.size
+
+    def rows(self) -> Indices:
+        """The row of each entry, shape (nnz,)."""
+        return np.repeat(np.arange(self.m), np.diff(self.starts))
+
+    def with_entries(self, rows: Indices, columns: Indices) -> Pattern:
+        """These and more entries: rows and columns of one shape."""
+        keys = np.unique(np.concatenate([self.rows() * self.n + self.columns, rows * self.n + columns]))
+        return _from_keys(keys, self.m, self.n, self.origin)
+
+
+def _from_keys(keys: Indices, m: int, n: int, origin: str) -> Pattern:
+    """The pattern of ascending, distinct entries row * n + column."""
+    rows, columns = np.divmod(keys, max(1, n))
+    return Pattern(_starts(np.bincount(rows, minlength=m)), columns, n, origin)
+
+
+def _starts(counts: Indices) -> Indices:
+    starts = np.zeros(counts.size + 1, dtype=np.int64)
+    np.cumsum(counts, out=starts[1:])
+    return starts
+
+
+def _width(block: Block) -> int:
+    return 2 if block.is_complex else 1
+
+
+def guess(inputs: Sequence[Block], outputs: Sequence[Block]) -> Pattern | None:
+    """The pattern of a pointwise function of inputs that broadcast to each output, if they all do.
+
+    A complex element depends on both coordinates of a complex one.
+    """
+    lists = []
+    for output in outputs:
+        shape = tuple(output.tensor.shape)
+        reached = []
+        for block in inputs:
+            own = tuple(block.tensor.shape)
+            try:
+                elements = np.broadcast_to(np.arange(block.tensor.numel()).reshape(own), shape)
+            except ValueError:
+                return None
+            first = block.first + elements.reshape(-1, 1) * _width(block)
+            reached.append(first + np.arange(_width(block)))
+        lists.append(np.repeat(np.concatenate(reached, 1), _width(output), axis=0))
+    per_row = lists[0].shape[1]
+    rows = sum(columns.shape[0] for columns in lists)
+    n = sum(block.size for block in inputs)
+    return Pattern(np.arange(rows + 1) * per_row, np.concatenate(lists).reshape(-1), n, "guessed pointwise from shapes")
+
+
+def bears_a_look(pattern: Pattern, moved: Mask, reacted: Indices) -> bool:
+    """Whether each row that reacted has an entry in one of the columns that moved (shape (n,))."""
+    expected = np.zeros(pattern.nnz + 1, dtype=np.int64)
+    np.cumsum(moved[pattern.columns], out=expected[1:])
+    within = expected[pattern.starts[1:]] - expected[pattern.starts[:-1]]
+    return bool((within[reacted] > 0).all())
+
+
+class Refinement:
+    """One side of the pattern, from blocks of sources that are halved level by level.
+
+    Columns: the sources are the coordinates of the inputs, the targets those of the outputs, and a
+    probe is an evaluation. Rows: the other way round, and a probe is a VJP. Blocks that share no
+    target are probed at once. Dimensions along which half of a tensor reaches fewer targets than the
+    whole are halved first: a convolution shows its windows before its channels.
+
+    Attributes
+    ----------
+    probes
+        Calls of respond so far.
+    """
+
+    def __init__(self, respond: Callable[[Mask], Indices], blocks: Sequence[Block], targets: int) -> None:
+        """With respond, which maps a selection of sources (shape (sources,)) to the targets that react."""
+        self._respond = respond
+        self._targets = targets
+        self._sources = sum(block.size for block in blocks)
+        self.probes = 0
+        self._order = np.arange(self._sources)
+        blocks = [block for block in blocks if block.size]
+        self._units: list[Indices] = []
+        reached = [self._arrange(block) for block in blocks]
+        # Blocks are intervals of positions in the order.
+        self._first = np.array([block.first for block in blocks], dtype=np.int64)
+        self._last = self._first + np.array([block.size for block in blocks], dtype=np.int64)
+        self._tensor = np.arange(len(blocks))
+        self._idle = np.zeros(len(blocks), dtype=np.int64)
+        self._starts = _starts(np.array([targets.size for targets in reached], dtype=np.int64))
+        self._members = np.concatenate(reached)
+        self._prepare()
+
+    def _probe(self, selection: Mask) -> Indices:
+        self.probes += 1
+        return self._respond(selection)
+
+    def _arrange(self, block: Block) -> Indices:
+        """Puts the telling dimensions of a tensor first, and says which targets the whole of it reaches."""
+        shape, width = list(block.tensor.shape), _width(block)
+        wide = [dim for dim, size in enumerate(shape) if size > 1]
+        reached = np.arange(self._targets)
+        order = list(range(len(shape)))
+        if len(wide) > 1:
+            selection = np.zeros(self._sources, dtype=np.bool_)
+            own = selection[block.first : block.first + block.size].reshape(*shape, width)
+            own[...] = True
+            reached = self._probe(selection)
+            telling = []
+            for dim in wide:
+                own[...] = False
+                np.moveaxis(own, dim, 0)[: shape[dim] // 2] = True
+                if self._probe(selection).size <= SEPARATES * reached.size:
+                    telling.append(dim)
+            order = telling + [dim for dim in order if dim not in telling]
+            coordinates = np.arange(block.first, block.first + block.size).reshape(*shape, width)
+            permuted = coordinates.transpose(*order, len(shape))
+            self._order[block.first : block.first + block.size] = permuted.reshape(-1)
+        # What one index of each dimension holds, ascending, from one element to the whole.
+        units = {width}
+        inside = width
+        for dim in reversed(order):
+            inside *= shape[dim]
+            units.add(inside)
+        self._units.append(np.array(sorted(units), dtype=np.int64))
+        return reached
+
+    def _prepare(self) -> None:
+        """Finds the blocks to halve next, and colors them."""
+        smallest = np.array([units[0] for units in self._units], dtype=np.int64)
+        blocks = np.bincount(self._tensor, minlength=len(self._units))
+        settled = (self._idle >= PATIENCE) & (blocks[self._tensor] >= BLOCKS_BEFORE_GIVING_UP)
+        divisible = self._last - self._first > smallest[self._tensor]
+        self._active = np.flatnonzero(divisible & ~settled & (np.diff(self._starts) > 0))
+        self._colors = coloring.color(*_select(self._starts, self._members, self._active), self._targets)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no block is left to halve."""
+        return not self._active.size
+
+    @property
+    def next_cost(self) -> int:
+        """Probes of the next level."""
+        return 0 if self.is_done else 2 * (int(self._colors.max()) + 1)
+
+    @property
+    def entries(self) -> int:
+        """Entries of the pattern as known so far."""
+        return int(((self._last - self._first) * np.diff(self._starts)).sum())
+
+    def _middles(self) -> Indices:
+        """Where to halve the active blocks: between two indices of the outermost dimension that they span."""
+        first, size = self._first[self._active], (self._last - self._first)[self._active]
+        tensor = self._tensor[self._active]
+        middle = np.empty_like(first)
+        for k, units in enumerate(self._units):
+            own = tensor == k
+            unit = units[np.searchsorted(units, size[own]) - 1]
+            middle[own] = first[own] + np.maximum(1, size[own] // unit // 2) * unit
+        return middle
+
+    def refine(self) -> None:
+        """One level: halves all active blocks and probes both halves."""
+        active, middle = self._active, self._middles()
+        first, last = self._first[active], self._last[active]
+        starts, members = _select(self._starts, self._members, active)
+        order, color_starts = coloring.groups(self._colors)
+        found: list[Indices] = []
+        children: list[Indices] = []
+        for begin, end in pairwise(color_starts.tolist()):
+            chosen = order[begin:end]
+            part_starts, part = _select(starts, members, chosen)
+            owner = np.full(self._targets, -1)
+            owner[part] = np.repeat(chosen, np.diff(part_starts))
+            for side, (low, high) in enumerate(((first, middle), (middle, last))):
+                reacted = self._probe(self._selection(low[chosen], high[chosen]))
+                # A target that no block reached on the level before belongs to none: certificates will tell.
+                reacted = reacted[owner[reacted] >= 0]
+                found.append(reacted)
+                children.append(2 * owner[reacted] + side)
+        self._replace(middle, np.concatenate(children), np.concatenate(found))
+        self._prepare()
+
+    def _selection(self, first: Indices, last: Indices) -> Mask:
+        marks = np.zeros(self._sources + 1, dtype=np.int8)
+        marks[first] += 1
+        marks[last] -= 1
+        selection = np.empty(self._sources, dtype=np.bool_)
+        selection[self._order] = np.cumsum(marks[:-1], dtype=np.int8)
+        return selection
+
+    def _replace(self, middle: Indices, children: Indices, found: Indices) -> None:
+        """Puts halves, and the targets that they reach, in the place of the active blocks."""
+        active = self._active
+        pairs, starts = coloring.bucket(children, 2 * active.size)
+        before, after = np.diff(self._starts)[active], np.diff(starts).reshape(-1, 2)
+        told = (after <= SEPARATES * before[:, None]).any(1)
+        idle = np.where(told, 0, self._idle[active] + 1)
+        rest = np.delete(np.arange(self._first.size), active)
+        rest_starts, rest_members = _select(self._starts, self._members, rest)
+
+        def halves(values: Indices, left: Indices, right: Indices) -> Indices:
+            return np.concatenate([values[rest], np.stack([left, right], 1).reshape(-1)])
+
+        first, last, tensor = self._first[active], self._last[active], self._tensor[active]
+        self._first, self._last = halves(self._first, first, middle), halves(self._last, middle, last)
+        self._tensor, self._idle = halves(self._tensor, tensor, tensor), halves(self._idle, idle, idle)
+        self._members = np.concatenate([rest_members, found[pairs]])
+        self._starts = np.concatenate([rest_starts, starts[1:] + rest_members.size])
+
+    def pairs(self) -> tuple[Indices, Indices]:
+        """Sources and targets of the entries, shape (entries,) each: every source of a block with all its targets."""
+        size, counts = self._last - self._first, np.diff(self._starts)
+        block = np.repeat(np.arange(size.size), size * counts)
+        within = np.arange(block.size) - np.repeat(np.cumsum(size * counts) - size * counts, size * counts)
+        source, target = np.divmod(within, counts[block])
+        return self._order[self._first[block] + source], self._members[self._starts[block] + target]
+
+
+def _select(starts: Indices, members: Indices, chosen: Indices) -> tuple[Indices, Indices]:
+    """CSR of the chosen lists; all of them means in their order."""
+    if chosen.size == starts.size - 1:
+        return starts, members
+    counts = np.diff(starts)[chosen]
+    selected = _starts(counts)
+    return selected, members[np.repeat(starts[chosen] - selected[:-1], counts) + np.arange(selected[-1])]
+
+
+def refined(
+    columns: Refinement,
+    rows: Refinement,
+    inputs: Sequence[Block],
+    outputs: Sequence[Block],
+    most_probes: int,
+    most_entries: int,
+) -> Pattern | None:
+    """The pattern from the side that settles first; None where that takes more probes or entries than given.
+
+    The two sides take turns, so that neither is waited for long: a Jacobian may be hopeless from one
+    side and trivial from the other. A side that gives up, with most entries possible, ends nothing.
+    """
+    n, m = sum(block.size for block in inputs), sum(block.size for block in outputs)
+    while True:
+        settled = [side for side in (columns, rows) if side.is_done]
+        best = min(settled, key=lambda side: side.entries, default=None)
+        if best is not None and (len(settled) == 2 or best.entries <= n * m / 2):
+            break
+        going = (side for side in (columns, rows) if not side.is_done)
+        side = min(going, key=lambda side: side.probes + side.next_cost)
+        if columns.probes + rows.probes + side.next_cost > most_probes:
+            return None
+        side.refine()
+    if best.entries > most_entries:
+        return None
+    sources, targets = best.pairs()
+    i, j = (targets, sources) if best is columns else (sources, targets)
+    i, row_width = _elements(i, outputs)
+    j, column_width = _elements(j, inputs)
+    keys = [
+        ((i + di) * n + j + dj)[(di < row_width) & (dj < column_width)]
+        for di in range(1 + any(block.is_complex for block in outputs))
+        for dj in range(1 + any(block.is_complex for block in inputs))
+    ]
+    probes = f"{columns.probes} evaluations and {rows.probes} VJPs"
+    return _from_keys(np.unique(np.concatenate(keys)), m, n, f"probed by {probes}")
+
+
+def _elements(coordinates: Indices, blocks: Sequence[Block]) -> tuple[Indices, Indices]:
+    """The first coordinate of the element that each coordinate belongs to, and how many that element has."""
+    firsts = np.array([block.first for block in blocks])
+    widths = np.array([_width(block) for block in blocks])
+    which = np.searchsorted(firsts, coordinates, side="right") - 1
+    return coordinates - (coordinates - firsts[which]) % widths[which], widths[which]

@@ -1,0 +1,139 @@
+"""Patterns: guessed from shapes, and found by refinement, against the pattern that is there."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastgrad.coordinates import Block
+from fastgrad.sparsity import Indices, Mask, Pattern, Refinement, bears_a_look, guess, refined
+
+
+def blocks(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[Block]:
+    found, first = [], 0
+    for index, shape in enumerate(shapes):
+        tensor = torch.zeros(shape, dtype=dtype)
+        size = tensor.numel() * (2 if dtype.is_complex else 1)
+        found.append(Block(index, index, tensor, first, size))
+        first += size
+    return found
+
+
+def dense(pattern: Pattern) -> np.ndarray:
+    matrix = np.zeros((pattern.m, pattern.n), dtype=bool)
+    matrix[pattern.rows(), pattern.columns] = True
+    return matrix
+
+
+def probe(matrix: np.ndarray, inputs: list[Block], outputs: list[Block], budget: int = 10**9) -> Pattern | None:
+    """Refinement by an oracle that knows the matrix."""
+
+    def reacting(columns: Mask) -> Indices:
+        return np.flatnonzero(matrix[:, columns].any(1))
+
+    def reached(rows: Mask) -> Indices:
+        return np.flatnonzero(matrix[rows].any(0))
+
+    sides = Refinement(reacting, inputs, matrix.shape[0]), Refinement(reached, outputs, matrix.shape[1])
+    return refined(*sides, inputs, outputs, budget, 10**9)
+
+
+def test_a_pointwise_guess() -> None:
+    pattern = guess(blocks((3, 4), (4,)), blocks((3, 4)))
+    assert pattern is not None
+    expected = np.concatenate([np.eye(12, dtype=bool), np.tile(np.eye(4, dtype=bool), (3, 1))], 1)
+    assert (dense(pattern) == expected).all()
+
+
+def test_a_complex_element_depends_on_both_coordinates() -> None:
+    pattern = guess(blocks((3,), dtype=torch.complex128), blocks((3,), dtype=torch.complex128))
+    assert pattern is not None
+    assert (dense(pattern) == np.kron(np.eye(3), np.ones((2, 2))).astype(bool)).all()
+
+
+def test_no_guess_where_shapes_do_not_broadcast() -> None:
+    assert guess(blocks((3, 4)), blocks((4, 3))) is None
+
+
+def test_one_look_refutes_a_guess() -> None:
+    pattern = guess(blocks((8,)), blocks((8,)))
+    assert pattern is not None
+    moved = np.arange(8) % 2 == 0
+    assert bears_a_look(pattern, moved, np.array([0, 4]))
+    assert not bears_a_look(pattern, moved, np.array([0, 1]))
+
+
+def test_entries_can_be_added() -> None:
+    pattern = guess(blocks((3,)), blocks((3,)))
+    assert pattern is not None
+    more = pattern.with_entries(np.array([2, 0, 1]), np.array([0, 2, 1]))
+    assert more.starts.tolist() == [0, 2, 3, 5]
+    assert more.columns.tolist() == [0, 2, 1, 0, 2]
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_refinement_finds_every_entry(data: st.DataObject) -> None:
+    inputs = blocks(*data.draw(st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=3)))
+    outputs = blocks(*data.draw(st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=2)))
+    n, m = (sum(block.size for block in side) for side in (inputs, outputs))
+    if not (n and m):
+        return
+    density = data.draw(st.sampled_from([0.0, 0.02, 0.1, 0.5, 1.0]))
+    matrix = np.random.default_rng(data.draw(st.integers(0, 2**32))).random((m, n)) < density
+    pattern = probe(matrix, inputs, outputs)
+    assert pattern is not None
+    assert (dense(pattern) >= matrix).all()
+
+
+def test_a_diagonal_takes_two_probes_a_level() -> None:
+    n = 4096
+    order = np.random.default_rng(0).permutation(n)
+    counts = [0, 0]
+
+    def reacting(columns: Mask) -> Indices:
+        counts[0] += 1
+        return np.flatnonzero(columns[order])
+
+    def reached(rows: Mask) -> Indices:
+        counts[1] += 1
+        return np.sort(order[rows])
+
+    sides = Refinement(reacting, blocks((n,)), n), Refinement(reached, blocks((n,)), n)
+    pattern = refined(*sides, blocks((n,)), blocks((n,)), 1000, 10**6)
+    assert pattern is not None
+    assert (pattern.columns == order).all()
+    assert pattern.nnz == n
+    assert max(counts) <= 24
+
+
+def test_one_side_may_be_hopeless() -> None:
+    """Each of 16 rows has 256 entries of its own, spread over all columns."""
+    matrix = (np.arange(4096) % 16)[None, :] == np.arange(16)[:, None]
+    pattern = probe(matrix, blocks((4096,)), blocks((16,)), budget=100)
+    assert pattern is not None
+    assert (dense(pattern) == matrix).all()
+
+
+def test_windows_show_before_channels() -> None:
+    """A convolution: all channels mix, and positions do in windows of three."""
+    window = np.abs(np.arange(64)[:, None] - np.arange(64)[None, :]) <= 1
+    matrix = np.kron(np.ones((32, 32), dtype=bool), window)
+    pattern = probe(matrix, blocks((32, 64)), blocks((32, 64)), budget=400)
+    assert pattern is not None
+    assert (dense(pattern) >= matrix).all()
+    assert pattern.nnz <= 2 * matrix.sum()
+
+
+def test_no_structure_is_given_up_early() -> None:
+    pattern = probe(np.ones((2048, 2048), dtype=bool), blocks((2048,)), blocks((2048,)), budget=300)
+    assert pattern is not None
+    assert pattern.nnz == 2048**2
+
+
+@pytest.mark.parametrize("budget", [0, 10])
+def test_a_budget_is_kept(budget: int) -> None:
+    assert probe(np.eye(1024, dtype=bool), blocks((1024,)), blocks((1024,)), budget) is None
