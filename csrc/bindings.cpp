@@ -1,4 +1,6 @@
-// The compiled module fastgrad._C: what takes a Python callable or runs the autograd engine.
+// The compiled module fastgrad._C: what takes a Python callable or runs the autograd engine, and what
+// works on sparsity patterns, which are no tensors of the function under test.
+#include "coloring.h"
 #include "loops.h"
 #include "ops/flatten.h"
 
@@ -53,6 +55,12 @@ PYBIND11_MODULE(_C, module) {
       .def_readonly("dtypes", &fastgrad::GradientsMatch::dtypes)
       .def_readonly("sizes", &fastgrad::GradientsMatch::sizes)
       .def_readonly("repeats", &fastgrad::GradientsMatch::repeats);
+  module.def(
+      "color", torch::wrap_pybind_function_no_gil(&fastgrad::color), py::arg("starts"), py::arg("members"),
+      py::arg("targets"));
+  module.def(
+      "transpose", torch::wrap_pybind_function_no_gil(&fastgrad::transpose), py::arg("starts"), py::arg("members"),
+      py::arg("targets"));
   module.def("flatten_", torch::wrap_pybind_function(&fastgrad::flatten_));
   module.def("vjp", torch::wrap_pybind_function(&fastgrad::vjp));
   module.def("vjp_coordinates", torch::wrap_pybind_function(&fastgrad::vjp_coordinates));

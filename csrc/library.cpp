@@ -5,6 +5,9 @@ TORCH_LIBRARY(fastgrad, library) {
   library.def(
       "perturb_coordinate_(Tensor(a!) x, Tensor origin, int coordinate, int sign, float eps, float relative_step) -> "
       "()");
+  library.def(
+      "perturb_coordinates_(Tensor(a!) values, Tensor origin, Tensor coordinates, int sign, float eps, "
+      "float relative_step) -> ()");
   library.def("displace_(Tensor(a!) x, Tensor origin, Tensor displacement, float scale) -> ()");
   library.def("direction_(Tensor(a!) out, int seed, int stream, int first, bool halved) -> ()");
   library.def("flatten_(Tensor(a!) out, Tensor tensor) -> ()");
@@ -14,6 +17,8 @@ TORCH_LIBRARY(fastgrad, library) {
       "float relative_step) -> ()");
   library.def(
       "realize_(Tensor(a!) displacement, Tensor(b!) realized, Tensor origin, float eps, float relative_step) -> ()");
+  library.def(
+      "decompress_(Tensor(a!) values, Tensor compressed, Tensor? subtrahend, Tensor positions, Tensor entries) -> ()");
   library.def("dots(Tensor rows, Tensor vector) -> Tensor");
   library.def(
       "richardson_(Tensor(a!) derivative, Tensor(b!) noise, Tensor base, Tensor plus, Tensor minus, Tensor half_plus, "

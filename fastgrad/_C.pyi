@@ -1,4 +1,4 @@
-"""Types of the compiled module; csrc/loops.h documents it."""
+"""Types of the compiled module; csrc/loops.h and csrc/coloring.h document it."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -83,6 +83,8 @@ class GradientsMatch:
     @property
     def repeats(self) -> bool: ...
 
+def color(starts: Tensor, members: Tensor, targets: int) -> Tensor: ...
+def transpose(starts: Tensor, members: Tensor, targets: int) -> tuple[Tensor, Tensor, Tensor]: ...
 def flatten_(out: Tensor, tensor: Tensor) -> None: ...
 def vjp(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor | None], create_graph: bool

@@ -30,7 +30,9 @@ from fastgrad._C import (  # noqa: E402  (after the check)
     InputBlock,
     OutputSpec,
     UnspecifiedEntry,
+    color,
     flatten_,
+    transpose,
     vjp,
     vjp_coordinates,
     vjp_groups,
@@ -42,9 +44,11 @@ class ops:  # noqa: N801  (a namespace, like torch.ops.fastgrad)
     """The operators by name, resolved once: looking one up costs as much as running it on a small block."""
 
     compare = torch.ops.fastgrad.compare.default
+    decompress_ = torch.ops.fastgrad.decompress_.default
     direction_ = torch.ops.fastgrad.direction_.default
     dots = torch.ops.fastgrad.dots.default
     flatten_ = torch.ops.fastgrad.flatten_.default
+    perturb_coordinates_ = torch.ops.fastgrad.perturb_coordinates_.default
     project_rows_ = torch.ops.fastgrad.project_rows_.default
     richardson_ = torch.ops.fastgrad.richardson_.default
     unflatten_ = torch.ops.fastgrad.unflatten_.default
@@ -57,8 +61,10 @@ __all__ = [
     "InputBlock",
     "OutputSpec",
     "UnspecifiedEntry",
+    "color",
     "flatten_",
     "ops",
+    "transpose",
     "vjp",
     "vjp_coordinates",
     "vjp_groups",

@@ -81,6 +81,95 @@ def test_restoring_is_bit_for_bit(kernel: str) -> None:
     assert torch.equal(x.view(torch.int64), origin.view(torch.int64))
 
 
+def bits(value: torch.Tensor) -> np.ndarray:
+    """The real coordinates as the bytes that they are, in C order."""
+    flat = (torch.view_as_real(value) if value.is_complex() else value).reshape(-1)
+    return flat.contiguous().view(torch.uint8).numpy().reshape(flat.numel(), -1)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_perturb_coordinates_is_perturb_coordinate_for_each(kernel: str, layout: str, dtype: torch.dtype) -> None:
+    origin = tensor(dtype, 3, 4)
+    origin[0, 0], origin[0, 1], origin[0, 2], origin[0, 3] = 1e4, -0.0, math.inf, math.nan
+    count = coordinates(origin).size
+    for chosen in ([], [0], [count - 1], [0, 2, 3, 5, 6, count - 1], list(range(count))):
+        for sign in (-1, 1, 0):
+            for eps in (0.25, 1e-6):
+                start = LAYOUTS[layout](origin.clone())
+                if sign == 0:
+                    start.fill_(7.0)
+                one, many = LAYOUTS[layout](start.clone()), LAYOUTS[layout](start.clone())
+                for coordinate in chosen:
+                    call(kernel, ops.perturb_coordinate_, one, origin, coordinate, sign, eps, STEP)
+                arguments = (torch.tensor(chosen, dtype=torch.int64), sign, eps, STEP)
+                call(kernel, ops.perturb_coordinates_, many, origin, *arguments)
+                assert np.array_equal(bits(many), bits(one))
+                untouched = np.setdiff1d(np.arange(count), chosen)
+                assert np.array_equal(bits(many)[untouched], bits(start)[untouched])
+
+
+def test_perturb_coordinates_of_conjugate_and_negative_views() -> None:
+    z = tensor(torch.complex128, 5)
+    for view in (lambda t: t.conj(), lambda t: t.conj().imag):
+        memory = z.clone()
+        x = view(memory)
+        origin = x.resolve_conj().resolve_neg().clone()
+        expected = origin.clone()
+        chosen = torch.tensor([1, 4])
+        for coordinate in chosen.tolist():
+            ops.perturb_coordinate_(expected, origin, coordinate, 1, 0.25, STEP)
+        ops.perturb_coordinates_(x, origin, chosen, 1, 0.25, STEP)
+        assert np.array_equal(coordinates(x.resolve_neg()), coordinates(expected))
+        ops.perturb_coordinates_(x, origin, chosen, 0, 0.25, STEP)
+        assert torch.equal(memory, z)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_many_coordinates_and_entries_use_all_threads_and_agree(kernel: str) -> None:
+    origin = tensor(torch.float64, 200, 500).t().contiguous().t().contiguous()
+    chosen = torch.arange(1, origin.numel(), 2)
+    positions = torch.randperm(origin.numel(), generator=torch.Generator().manual_seed(0))
+    found = []
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 4):
+            torch.set_num_threads(count)
+            x = origin.clone().t().contiguous().t()
+            call(kernel, ops.perturb_coordinates_, x, origin, chosen, -1, 1e-6, STEP)
+            values = torch.zeros(origin.numel(), dtype=torch.float64)
+            call(kernel, ops.decompress_, values, origin.view(-1), x.reshape(-1), positions, chosen)
+            found.append((x, values))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+    expected = origin.view(-1).clone()
+    expected[1::2] -= 1e-6
+    assert torch.equal(found[0][0].reshape(-1), expected)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("subtracted", [True, False])
+def test_decompress(kernel: str, subtracted: bool) -> None:
+    compressed = torch.tensor([1.5, -0.0, math.inf, 4.0], dtype=torch.float64)
+    subtrahend = torch.tensor([0.5, 0.0, math.inf, math.nan], dtype=torch.float64) if subtracted else None
+    positions = torch.tensor([3, 0, 1, 2, 0, 3, 1])
+    for entries in ([], [1], [6, 2, 3, 0]):
+        values = torch.full((7,), 9.0, dtype=torch.float64)
+        call(
+            kernel, ops.decompress_, values, compressed, subtrahend, positions, torch.tensor(entries, dtype=torch.int64)
+        )
+        for e, value in enumerate(values):
+            expected = torch.tensor(9.0, dtype=torch.float64)
+            if e in entries:
+                expected = compressed[positions[e]]
+                if subtrahend is not None:
+                    expected = expected - subtrahend[positions[e]]
+            assert math.isnan(value) if expected.isnan() else np.array_equal(bits(value), bits(expected))
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.complex128])
@@ -289,6 +378,14 @@ def samples() -> list[Any]:
     block = tensor(torch.float64, 2, 6)
     return [
         pytest.param(ops.perturb_coordinate_, (x.clone(), x, 1, 1, 1e-6, STEP), id="perturb_coordinate_"),
+        pytest.param(
+            ops.perturb_coordinates_, (x.clone(), x, torch.tensor([1, 4]), 1, 1e-6, STEP), id="perturb_coordinates_"
+        ),
+        pytest.param(
+            ops.decompress_,
+            (real.clone(), real.clone(), real.clone(), torch.arange(6), torch.tensor([1, 4])),
+            id="decompress_",
+        ),
         pytest.param(ops.displace_, (x.clone(), x, real, 0.5), id="displace_"),
         pytest.param(ops.realize_, (real.clone(), real.clone(), x, 1e-6, STEP), id="realize_"),
         pytest.param(ops.dots, (block, block[0].clone()), id="dots"),
@@ -340,6 +437,58 @@ def test_every_operator_has_all_its_kernels() -> None:
         (
             lambda: ops.perturb_coordinate_(torch.zeros(2), torch.zeros(3), 0, 1, 1.0, 0.0),
             "origin must be a contiguous snapshot of x",
+        ),
+        (
+            lambda: ops.perturb_coordinates_(torch.zeros(2), torch.zeros(3), torch.arange(2), 1, 1.0, 0.0),
+            "perturb_coordinates_: origin must be a contiguous snapshot of values",
+        ),
+        (
+            lambda: ops.perturb_coordinates_(torch.zeros(2), torch.zeros(2), torch.zeros(1), 1, 1.0, 0.0),
+            "coordinates must be a contiguous int64 tensor with one dimension, got Float with 1",
+        ),
+        (
+            lambda: ops.perturb_coordinates_(torch.zeros(4), torch.zeros(4), torch.arange(4)[::2], 1, 1.0, 0.0),
+            "coordinates must be a contiguous int64 tensor",
+        ),
+        (
+            lambda: ops.perturb_coordinates_(torch.zeros(2), torch.zeros(2), torch.tensor([1, 2]), 1, 1.0, 0.0),
+            r"coordinates must be in \[0, 2\), got 1 to 2",
+        ),
+        (
+            lambda: ops.perturb_coordinates_(torch.zeros(2), torch.zeros(2), torch.tensor([-1]), 1, 1.0, 0.0),
+            r"coordinates must be in \[0, 2\), got -1 to -1",
+        ),
+        (
+            lambda: ops.perturb_coordinates_(torch.zeros(2), torch.zeros(2), torch.tensor([1, 1]), 1, 1.0, 0.0),
+            "coordinates must be strictly increasing",
+        ),
+        (
+            lambda: ops.perturb_coordinates_(torch.zeros(2), torch.zeros(2), torch.arange(2), 2, 1.0, 0.0),
+            "sign must be -1, 0 or 1, got 2",
+        ),
+        (
+            lambda: ops.decompress_(torch.zeros(2), *[torch.zeros(2).double()] * 2, torch.arange(2), torch.arange(2)),
+            "decompress_: values must be a float64 tensor",
+        ),
+        (
+            lambda: ops.decompress_(
+                torch.zeros(4).double()[::2], torch.zeros(2).double(), None, torch.arange(2), torch.arange(2)
+            ),
+            "decompress_: values must be contiguous, got stride 2",
+        ),
+        (
+            lambda: ops.decompress_(
+                torch.zeros(2).double(), torch.zeros(2).double(), torch.zeros(3).double(), *[torch.arange(2)] * 2
+            ),
+            "subtrahend must have as many elements as compressed, 2, got 3",
+        ),
+        (
+            lambda: ops.decompress_(*[torch.zeros(2).double()] * 3, torch.arange(3), torch.arange(2)),
+            "positions must have as many elements as values, 2, got 3",
+        ),
+        (
+            lambda: ops.decompress_(*[torch.zeros(2).double()] * 3, torch.arange(2), torch.arange(2).int()),
+            "entries must be a contiguous int64 tensor with one dimension, got Int with 1",
         ),
         (
             lambda: ops.project_rows_(*[torch.zeros(2, 2).double()] * 4, 1, 1, 0),

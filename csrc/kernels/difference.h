@@ -29,6 +29,12 @@ FASTGRAD_HOST_DEVICE double coordinate_step(T x, double eps, double relative_ste
   return realized_width(x, eps) == 0.0 ? size * relative_step : eps;
 }
 
+// A coordinate moved by its step, sign -1 or 1, or put back, sign 0, which keeps the bits.
+template <typename T>
+FASTGRAD_HOST_DEVICE T moved_coordinate(T x, int sign, double eps, double relative_step) {
+  return sign == 0 ? x : perturbed(x, sign * coordinate_step(x, eps, relative_step));
+}
+
 // A direction's component as differences with the displacements d and d / 2 realize it: under the
 // same extrapolation as kernels/richardson.h.
 template <typename T>

@@ -45,12 +45,18 @@ void check_float64(const char* op, const char* name, const at::Tensor& tensor, i
       dim, " dimensions, got ", tensor.scalar_type(), " with ", tensor.dim());
 }
 
-void check_origin(const char* op, const at::Tensor& x, const at::Tensor& origin) {
-  check_differentiable(op, "x", x);
+void check_indices(const char* op, const char* name, const at::Tensor& tensor) {
+  TORCH_CHECK(
+      tensor.scalar_type() == at::kLong && tensor.dim() == 1 && tensor.is_contiguous(), op, ": ", name,
+      " must be a contiguous int64 tensor with one dimension, got ", tensor.scalar_type(), " with ", tensor.dim());
+}
+
+void check_origin(const char* op, const at::Tensor& x, const at::Tensor& origin, const char* name) {
+  check_differentiable(op, name, x);
   TORCH_CHECK(
       origin.scalar_type() == x.scalar_type() && origin.sizes() == x.sizes() && origin.is_contiguous(), op,
-      ": origin must be a contiguous snapshot of x, ", x.scalar_type(), x.sizes(), ", got ", origin.scalar_type(),
-      origin.sizes());
+      ": origin must be a contiguous snapshot of ", name, ", ", x.scalar_type(), x.sizes(), ", got ",
+      origin.scalar_type(), origin.sizes());
 }
 
 }  // namespace fastgrad

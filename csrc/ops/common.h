@@ -33,8 +33,11 @@ void check_differentiable(const char* op, const char* name, const at::Tensor& te
 // Refuses an argument that is not a float64 tensor with `dim` dimensions.
 void check_float64(const char* op, const char* name, const at::Tensor& tensor, int64_t dim);
 
-// Refuses an origin that is not a C-contiguous snapshot of `x`.
-void check_origin(const char* op, const at::Tensor& x, const at::Tensor& origin);
+// Refuses an argument that is not a contiguous int64 tensor with one dimension.
+void check_indices(const char* op, const char* name, const at::Tensor& tensor);
+
+// Refuses an origin that is not a C-contiguous snapshot of `x`, the argument `name`.
+void check_origin(const char* op, const at::Tensor& x, const at::Tensor& origin, const char* name = "x");
 
 // Whether a Python subclass intercepts the operators on `tensor`: it knows ATen's, not ours.
 inline bool is_wrapper_subclass(const at::Tensor& tensor) { return tensor.unsafeGetTensorImpl()->is_python_dispatch(); }

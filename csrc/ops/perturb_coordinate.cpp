@@ -27,9 +27,8 @@ void perturb_coordinate_cpu(
   const int64_t width = coordinates_per_element(x);
   const int64_t target = element_offset(x, coordinate / width) * width + coordinate % width;
   FASTGRAD_DISPATCH_REAL(x.scalar_type(), "perturb_coordinate_", [&] {
-    const real_t value = static_cast<const real_t*>(origin.const_data_ptr())[coordinate];
-    static_cast<real_t*>(x.mutable_data_ptr())[target] =
-        sign == 0 ? value : perturbed(value, sign * coordinate_step(value, eps, relative_step));
+    static_cast<real_t*>(x.mutable_data_ptr())[target] = moved_coordinate(
+        static_cast<const real_t*>(origin.const_data_ptr())[coordinate], static_cast<int>(sign), eps, relative_step);
   });
 }
 

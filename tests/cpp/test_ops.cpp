@@ -1,7 +1,9 @@
 // The operators through the dispatcher, CPU kernel against the plain ATen kernel of other devices.
 #include "ops/central_difference.h"
 #include "ops/compare.h"
+#include "ops/decompress.h"
 #include "ops/perturb_coordinate.h"
+#include "ops/perturb_coordinates.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -19,6 +21,22 @@ TEST(Ops, PerturbDifferenceRestore) {
   fastgrad::perturb_coordinate_(x, origin, 1, 0, 1e-6, 0x1p-24);
   EXPECT_TRUE(at::equal(x, origin));
   EXPECT_TRUE(at::allclose(column, at::tensor({0.0, -4.0, 0.0}, at::kDouble), 1e-6, 1e-8));
+}
+
+TEST(Ops, PerturbAGroupDecompressRestore) {
+  const at::Tensor origin = at::tensor({1.0, -2.0, 3.0}, at::kDouble);
+  const at::Tensor group = at::tensor({0, 2}, at::kLong);
+  const at::Tensor x = origin.clone();
+  fastgrad::perturb_coordinates_(x, origin, group, 1, 0.5, 0);
+  const at::Tensor plus = x * 4;
+  fastgrad::perturb_coordinates_(x, origin, group, -1, 0.5, 0);
+  const at::Tensor values = at::full({3}, 7.0, at::kDouble);
+  fastgrad::decompress_(values, plus, x * 4, at::tensor({1, 2, 0}, at::kLong), at::tensor({2, 1}, at::kLong));
+  fastgrad::perturb_coordinates_(x, origin, group, 0, 0.5, 0);
+  EXPECT_TRUE(at::equal(x, origin));
+  EXPECT_TRUE(at::equal(values, at::tensor({7.0, 4.0, 4.0}, at::kDouble)));
+  fastgrad::decompress_(values, plus, std::nullopt, at::tensor({1, 2, 0}, at::kLong), at::tensor({0}, at::kLong));
+  EXPECT_EQ(values[0].item<double>(), -8.0);
 }
 
 TEST(Ops, CompareNamesTheWorstEntry) {

@@ -1,0 +1,171 @@
+// Distance-2 coloring of one side of a bipartite pattern, and the transpose of one.
+#include "coloring.h"
+
+#include "ops/common.h"
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <limits>
+#include <numeric>
+#include <utility>
+#include <vector>
+
+namespace fastgrad {
+namespace {
+
+// A pattern whose indices were checked.
+struct Pattern {
+  Pattern(const char* name, const at::Tensor& starts, const at::Tensor& members, int64_t targets) : targets(targets) {
+    check_indices(name, "starts", starts);
+    check_indices(name, "members", members);
+    TORCH_CHECK(
+        starts.is_cpu() && members.is_cpu(), name, ": starts and members must be on the CPU, got ", starts.device(),
+        " and ", members.device());
+    TORCH_CHECK(targets >= 0, name, ": targets must be >= 0, got ", targets);
+    TORCH_CHECK(starts.numel() > 0, name, ": starts must have an element more than there are vertices, got none");
+    vertices = starts.numel() - 1;
+    nonzeros = members.numel();
+    start = starts.const_data_ptr<int64_t>();
+    member = members.const_data_ptr<int64_t>();
+    TORCH_CHECK(
+        start[0] == 0 && start[vertices] == nonzeros && std::is_sorted(start, start + vertices + 1), name,
+        ": starts must rise from 0 to the number of members, ", nonzeros, ", got ", start[0], " to ", start[vertices]);
+    int64_t least = 0;
+    int64_t most = -1;
+    for (int64_t k = 0; k < nonzeros; ++k) {
+      least = std::min(least, member[k]);
+      most = std::max(most, member[k]);
+    }
+    TORCH_CHECK(
+        least >= 0 && most < targets, name, ": members must be in [0, ", targets, "), got ", least < 0 ? least : most);
+  }
+
+  int64_t size(int64_t vertex) const { return start[vertex + 1] - start[vertex]; }
+
+  int64_t vertices, nonzeros, targets;
+  const int64_t* start;
+  const int64_t* member;
+};
+
+// How many vertices each target has.
+std::vector<int64_t> vertices_at_targets(const Pattern& pattern) {
+  std::vector<int64_t> count(pattern.targets);
+  for (int64_t k = 0; k < pattern.nonzeros; ++k) {
+    ++count[pattern.member[k]];
+  }
+  return count;
+}
+
+// The vertices by falling number of targets; the order of equals stays.
+std::vector<int64_t> largest_first(const Pattern& pattern) {
+  int64_t largest = 0;
+  for (int64_t vertex = 0; vertex < pattern.vertices; ++vertex) {
+    largest = std::max(largest, pattern.size(vertex));
+  }
+  std::vector<int64_t> place(largest + 1);  // of the next vertex of each size
+  for (int64_t vertex = 0; vertex < pattern.vertices; ++vertex) {
+    ++place[pattern.size(vertex)];
+  }
+  int64_t before = 0;
+  for (int64_t size = largest; size >= 0; --size) {
+    before += std::exchange(place[size], before);
+  }
+  std::vector<int64_t> order(pattern.vertices);
+  for (int64_t vertex = 0; vertex < pattern.vertices; ++vertex) {
+    order[place[pattern.size(vertex)]++] = vertex;
+  }
+  return order;
+}
+
+// First fit in the given order; returns the number of colors. Instead of each vertex looking for its
+// color, 64 colors at a time look for their vertices: of each target it is enough to know which of
+// the 64 it has, and a vertex that fits none of them is mostly seen to at its first target.
+int64_t first_fit(const Pattern& pattern, std::vector<int64_t> waiting, int64_t* colors) {
+  constexpr uint64_t full = std::numeric_limits<uint64_t>::max();
+  std::vector<uint64_t> taken(pattern.targets);
+  std::vector<int64_t> colored;
+  int64_t count = 0;
+  for (int64_t first = 0; !waiting.empty(); first += 64) {
+    colored.clear();
+    size_t left = 0;
+    for (const int64_t vertex : waiting) {
+      const int64_t* const begin = pattern.member + pattern.start[vertex];
+      const int64_t* const end = pattern.member + pattern.start[vertex + 1];
+      uint64_t seen = 0;
+      for (const int64_t* target = begin; target != end && seen != full; ++target) {
+        seen |= taken[*target];
+      }
+      if (seen == full) {
+        waiting[left++] = vertex;
+        continue;
+      }
+      const int free = __builtin_ctzll(~seen);
+      for (const int64_t* target = begin; target != end; ++target) {
+        taken[*target] |= uint64_t{1} << free;
+      }
+      colors[vertex] = first + free;
+      count = std::max(count, first + free + 1);
+      colored.push_back(vertex);
+    }
+    waiting.resize(left);
+    for (const int64_t vertex : colored) {
+      for (int64_t k = pattern.start[vertex]; k < pattern.start[vertex + 1]; ++k) {
+        taken[pattern.member[k]] = 0;
+      }
+    }
+  }
+  return count;
+}
+
+}  // namespace
+
+at::Tensor color(const at::Tensor& starts, const at::Tensor& members, int64_t targets) {
+  const Pattern pattern("color", starts, members, targets);
+  int64_t bound = 0;
+  for (const int64_t count : vertices_at_targets(pattern)) {
+    bound = std::max(bound, count);
+  }
+  if (bound == pattern.vertices) {
+    return at::arange(pattern.vertices, at::kLong);  // one target has them all
+  }
+  const at::Tensor natural = at::empty({pattern.vertices}, at::kLong);
+  std::vector<int64_t> order(pattern.vertices);
+  std::iota(order.begin(), order.end(), 0);
+  const int64_t count = first_fit(pattern, std::move(order), natural.mutable_data_ptr<int64_t>());
+  if (count <= std::max<int64_t>(bound, 1)) {
+    return natural;
+  }
+  order = largest_first(pattern);
+  if (std::is_sorted(order.begin(), order.end())) {
+    return natural;
+  }
+  const at::Tensor other = at::empty({pattern.vertices}, at::kLong);
+  return first_fit(pattern, std::move(order), other.mutable_data_ptr<int64_t>()) < count ? other : natural;
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> transpose(
+    const at::Tensor& starts, const at::Tensor& members, int64_t targets) {
+  const Pattern pattern("transpose", starts, members, targets);
+  at::Tensor starts_of_targets = at::zeros({targets + 1}, at::kLong);
+  at::Tensor vertices = at::empty({pattern.nonzeros}, at::kLong);
+  at::Tensor order = at::empty({pattern.nonzeros}, at::kLong);
+  const std::vector<int64_t> counts = vertices_at_targets(pattern);
+  auto* start = starts_of_targets.mutable_data_ptr<int64_t>();
+  std::partial_sum(counts.begin(), counts.end(), start + 1);
+  std::vector<int64_t> place(start, start + targets);  // of the next vertex of each target
+  auto* vertex_at = vertices.mutable_data_ptr<int64_t>();
+  auto* entry_at = order.mutable_data_ptr<int64_t>();
+  for (int64_t vertex = 0; vertex < pattern.vertices; ++vertex) {
+    for (int64_t k = pattern.start[vertex]; k < pattern.start[vertex + 1]; ++k) {
+      const int64_t to = place[pattern.member[k]]++;
+      vertex_at[to] = vertex;
+      entry_at[to] = k;
+    }
+  }
+  return {starts_of_targets, vertices, order};
+}
+
+}  // namespace fastgrad

@@ -1,0 +1,86 @@
+// CPU launcher and plain ATen kernel of fastgrad::decompress_.
+#include "decompress.h"
+
+#include "common.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/index_select.h>
+#include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
+#include <torch/library.h>
+
+namespace fastgrad {
+namespace {
+
+void check_contiguous(const char* name, const at::Tensor& tensor) {
+  check_float64("decompress_", name, tensor, 1);
+  TORCH_CHECK(tensor.is_contiguous(), "decompress_: ", name, " must be contiguous, got stride ", tensor.stride(0));
+}
+
+void check_arguments(
+    const at::Tensor& values, const at::Tensor& compressed, const std::optional<at::Tensor>& subtrahend,
+    const at::Tensor& positions, const at::Tensor& entries) {
+  check_contiguous("values", values);
+  check_contiguous("compressed", compressed);
+  check_indices("decompress_", "positions", positions);
+  check_indices("decompress_", "entries", entries);
+  if (subtrahend) {
+    check_contiguous("subtrahend", *subtrahend);
+    TORCH_CHECK(
+        subtrahend->numel() == compressed.numel(), "decompress_: subtrahend must have as many elements as compressed, ",
+        compressed.numel(), ", got ", subtrahend->numel());
+  }
+  TORCH_CHECK(
+      positions.numel() == values.numel(), "decompress_: positions must have as many elements as values, ",
+      values.numel(), ", got ", positions.numel());
+}
+
+void decompress_cpu(
+    const at::Tensor& values, const at::Tensor& compressed, const std::optional<at::Tensor>& subtrahend,
+    const at::Tensor& positions, const at::Tensor& entries) {
+  check_arguments(values, compressed, subtrahend, positions, entries);
+  auto* out = values.mutable_data_ptr<double>();
+  const double* minuend = compressed.const_data_ptr<double>();
+  const double* less = subtrahend ? subtrahend->const_data_ptr<double>() : nullptr;
+  const int64_t* position = positions.const_data_ptr<int64_t>();
+  const int64_t* entry = entries.const_data_ptr<int64_t>();
+  at::parallel_for(0, entries.numel(), grain_size, [=](int64_t begin, int64_t end) {
+    for (int64_t k = begin; k < end; ++k) {
+      const int64_t e = entry[k];
+      const int64_t p = position[e];
+      out[e] = less == nullptr ? minuend[p] : minuend[p] - less[p];
+    }
+  });
+}
+
+void decompress_composite(
+    const at::Tensor& values, const at::Tensor& compressed, const std::optional<at::Tensor>& subtrahend,
+    const at::Tensor& positions, const at::Tensor& entries) {
+  check_arguments(values, compressed, subtrahend, positions, entries);
+  const at::Tensor places = at::index_select(positions, 0, entries);
+  at::Tensor found = at::index_select(compressed, 0, places);
+  if (subtrahend) {
+    found = found - at::index_select(*subtrahend, 0, places);
+  }
+  values.index_copy_(0, entries, found);
+}
+
+void decompress_meta(
+    const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, const at::Tensor&, const at::Tensor&) {
+}  // sizes may be symbolic here
+
+}  // namespace
+
+void decompress_(
+    const at::Tensor& values, const at::Tensor& compressed, const std::optional<at::Tensor>& subtrahend,
+    const at::Tensor& positions, const at::Tensor& entries) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("fastgrad::decompress_", "").typed<decltype(decompress_)>();
+  op.call(values, compressed, subtrahend, positions, entries);
+}
+
+TORCH_LIBRARY_IMPL(fastgrad, CPU, library) { library.impl("decompress_", &decompress_cpu); }
+TORCH_LIBRARY_IMPL(fastgrad, Meta, library) { library.impl("decompress_", &decompress_meta); }
+TORCH_LIBRARY_IMPL(fastgrad, CompositeExplicitAutograd, library) { library.impl("decompress_", &decompress_composite); }
+
+}  // namespace fastgrad

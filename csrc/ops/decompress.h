@@ -1,0 +1,20 @@
+// fastgrad::decompress_: entries of a sparse Jacobian out of a column or row group.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+namespace fastgrad {
+
+// values[e] = compressed[positions[e]] - subtrahend[positions[e]] for each e in entries; without a
+// subtrahend compressed[positions[e]] alone.
+// values: float64, shape (nonzeros,), mutated in place at the entries alone.
+// compressed, subtrahend: float64, one shape (any,). positions: int64, shape (nonzeros,).
+// entries: int64, shape (count,), distinct. All contiguous. That entries lie within values, and
+// their positions within compressed, is the caller's contract: it is not checked.
+void decompress_(
+    const at::Tensor& values, const at::Tensor& compressed, const std::optional<at::Tensor>& subtrahend,
+    const at::Tensor& positions, const at::Tensor& entries);
+
+}  // namespace fastgrad

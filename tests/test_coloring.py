@@ -1,0 +1,208 @@
+"""Coloring and transposing patterns, against the definition in plain Python."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastgrad import coloring
+
+Lists = list[list[int]]
+
+
+def csr(lists: Lists) -> tuple[torch.Tensor, torch.Tensor]:
+    sizes = torch.tensor([0, *map(len, lists)], dtype=torch.int64)
+    return sizes.cumsum(0), torch.tensor([t for targets in lists for t in targets], dtype=torch.int64)
+
+
+def lists_of(starts: torch.Tensor, members: torch.Tensor) -> Lists:
+    return [members[a:b].tolist() for a, b in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)]
+
+
+def slow_first_fit(lists: Lists, order: list[int]) -> list[int]:
+    """The oracle, by definition: each vertex the lowest color of no vertex that shares a target with it."""
+    colors: dict[int, int] = {}
+    for vertex in order:
+        near = {colors[other] for other in colors if set(lists[other]) & set(lists[vertex])}
+        colors[vertex] = next(color for color in range(len(lists)) if color not in near)
+    return [colors[vertex] for vertex in range(len(lists))]
+
+
+def slow_coloring(lists: Lists, targets: int) -> list[int]:
+    """The oracle of the choice between the two orders."""
+    natural = slow_first_fit(lists, list(range(len(lists))))
+    bound = max((sum(t in own for own in lists) for t in range(targets)), default=0)
+    if not lists or max(natural) + 1 <= max(bound, 1):
+        return natural
+    largest_first = slow_first_fit(lists, sorted(range(len(lists)), key=lambda vertex: -len(lists[vertex])))
+    return min(natural, largest_first, key=max)
+
+
+def assert_valid(lists: Lists, colors: torch.Tensor) -> None:
+    seen = set()
+    for targets, color in zip(lists, colors.tolist(), strict=True):
+        assert color == 0 or targets
+        for target in targets:
+            assert (target, color) not in seen, "two vertices of one color share a target"
+            seen.add((target, color))
+    assert set(colors.tolist()) == set(range(count(colors)))
+
+
+def count(colors: torch.Tensor) -> int:
+    return int(colors.max()) + 1 if colors.numel() else 0
+
+
+def colored(lists: Lists, targets: int) -> torch.Tensor:
+    colors = coloring.color(*csr(lists), targets)
+    assert colors.dtype == torch.int64
+    assert_valid(lists, colors)
+    return colors
+
+
+@st.composite
+def patterns(draw: st.DrawFn) -> tuple[Lists, int]:
+    targets = draw(st.integers(0, 12))
+    own = st.lists(st.integers(0, targets - 1), unique=True, max_size=5) if targets else st.just([])
+    return draw(st.lists(own, max_size=25)), targets
+
+
+@settings(max_examples=300, deadline=None)
+@given(patterns())
+def test_color_is_first_fit_in_the_better_order(pattern: tuple[Lists, int]) -> None:
+    lists, targets = pattern
+    assert colored(lists, targets).tolist() == slow_coloring(lists, targets)
+
+
+@settings(max_examples=150, deadline=None)
+@given(patterns())
+def test_transpose(pattern: tuple[Lists, int]) -> None:
+    lists, targets = pattern
+    starts, members, order = coloring.transpose(*csr(lists), targets)
+    assert lists_of(starts, members) == [[v for v, own in enumerate(lists) if t in own] for t in range(targets)]
+    vertex_of = [vertex for vertex, own in enumerate(lists) for _ in own]
+    assert [vertex_of[entry] for entry in order.tolist()] == members.tolist()
+    assert sorted(order.tolist()) == list(range(members.numel()))
+    back = coloring.transpose(starts, members, len(lists))
+    assert lists_of(*back[:2]) == [sorted(own) for own in lists]
+
+
+@settings(max_examples=100, deadline=None)
+@given(patterns())
+def test_groups_list_the_vertices_of_each_color(pattern: tuple[Lists, int]) -> None:
+    colors = coloring.color(*csr(pattern[0]), pattern[1])
+    order, starts = coloring.groups(colors)
+    assert starts.numel() == count(colors) + 1
+    expected = [[v for v, own in enumerate(colors.tolist()) if own == c] for c in range(count(colors))]
+    assert lists_of(starts, order) == expected
+
+
+def linear_layer(batch: int, inputs: int, outputs: int) -> Lists:
+    """Of y = x W^T: column (b, i) of x, then column (o, i) of W; y has (b, o)."""
+    own = [[b * outputs + o for o in range(outputs)] for b in range(batch) for _ in range(inputs)]
+    return own + [[b * outputs + o for b in range(batch)] for o in range(outputs) for _ in range(inputs)]
+
+
+@pytest.mark.parametrize(
+    ("lists", "targets", "colors"),
+    [
+        pytest.param([[k] for k in range(200)], 200, 1, id="diagonal"),
+        pytest.param([[k // 7 * 7 + j for j in range(7)] for k in range(210)], 210, 7, id="blocks"),
+        pytest.param([[j for j in range(k - 2, k + 3) if 0 <= j < 300] for k in range(300)], 300, 5, id="banded"),
+        pytest.param([list(range(150)) for _ in range(150)], 150, 150, id="dense"),
+        pytest.param([[k, 200] for k in range(200)] + [[201]], 202, 200, id="one-dense-target"),
+        pytest.param([[0] if k == 0 else [] for k in range(5)], 1, 1, id="vertices-without-targets"),
+        pytest.param([[] for _ in range(4)], 0, 1, id="no-targets"),
+        pytest.param([], 3, 0, id="no-vertices"),
+    ],
+)
+def test_known_structures(lists: Lists, targets: int, colors: int) -> None:
+    assert count(colored(lists, targets)) == colors
+
+
+def test_rows_of_a_linear_layer() -> None:
+    # The row of y[b, o] meets those of the same b in x and those of the same o in W: a Latin square.
+    batch, inputs, outputs = 8, 3, 8
+    starts, members, _ = coloring.transpose(*csr(linear_layer(batch, inputs, outputs)), batch * outputs)
+    colors = coloring.color(starts, members, batch * inputs + outputs * inputs)
+    assert_valid(lists_of(starts, members), colors)
+    assert count(colors) == 8
+    square = colors.reshape(batch, outputs)
+    for line in (*square, *square.t()):
+        assert sorted(line.tolist()) == list(range(8))
+
+
+def test_more_colors_than_one_pass_handles() -> None:
+    generator = torch.Generator().manual_seed(0)
+    lists = [torch.randperm(20, generator=generator)[: 1 + k % 9].tolist() for k in range(500)]
+    colors = colored(lists, 20)
+    assert count(colors) > 128
+    assert colors.tolist() == slow_coloring(lists, 20)
+
+
+def blocks() -> tuple[torch.Tensor, torch.Tensor, int]:
+    block = torch.arange(1_000_000) // 10 * 10
+    return torch.arange(1_000_001) * 10, (block[:, None] + torch.arange(10)).reshape(-1), 1_000_000
+
+
+def random() -> tuple[torch.Tensor, torch.Tensor, int]:
+    # One target in each tenth: distinct within a vertex.
+    generator = torch.Generator().manual_seed(0)
+    members = torch.randint(0, 100_000, (1_000_000, 10), generator=generator) + torch.arange(10) * 100_000
+    return torch.arange(1_000_001) * 10, members.reshape(-1), 1_000_000
+
+
+@pytest.mark.parametrize("pattern", [blocks, random])
+def test_ten_million_nonzeros_take_seconds(pattern: Callable[[], tuple[torch.Tensor, torch.Tensor, int]]) -> None:
+    starts, members, targets = pattern()
+    begin = time.process_time()
+    colors = coloring.color(starts, members, targets)
+    of_targets, vertices, order = coloring.transpose(starts, members, targets)
+    grouped, group_starts = coloring.groups(colors)
+    seconds = time.process_time() - begin
+    assert torch.equal(members[order], torch.arange(targets).repeat_interleave(of_targets.diff()))
+    assert torch.equal(order // 10, vertices)
+    # A target met twice by one color would be a pair (target, color) met twice.
+    pairs = members * count(colors) + colors.repeat_interleave(10)
+    assert pairs.unique().numel() == pairs.numel()
+    assert torch.equal(colors[grouped], torch.arange(count(colors)).repeat_interleave(group_starts.diff()))
+    if pattern is blocks:
+        assert count(colors) == 10
+    assert seconds < 20
+
+
+@pytest.mark.parametrize("function", [coloring.color, coloring.transpose])
+@pytest.mark.parametrize(
+    ("starts", "members", "targets", "message"),
+    [
+        ([], [], 1, "starts must have an element more than there are vertices, got none"),
+        ([0, 1], [0, 0], 1, "starts must rise from 0 to the number of members, 2, got 0 to 1"),
+        ([1, 2], [0, 0], 1, "starts must rise from 0"),
+        ([0, 2, 1, 2], [0, 0], 1, "starts must rise from 0"),
+        ([0, 2], [0, 3], 3, r"members must be in \[0, 3\), got 3"),
+        ([0, 2], [0, -1], 3, r"members must be in \[0, 3\), got -1"),
+        ([0], [], -1, "targets must be >= 0, got -1"),
+    ],
+)
+def test_a_bad_pattern_is_refused(
+    function: Callable[..., object], starts: list[int], members: list[int], targets: int, message: str
+) -> None:
+    arguments = [torch.tensor(values, dtype=torch.int64) for values in (starts, members)]
+    with pytest.raises(RuntimeError, match=f"{function.__name__}: {message}"):
+        function(*arguments, targets)
+
+
+@pytest.mark.parametrize("function", [coloring.color, coloring.transpose])
+def test_other_tensors_are_refused(function: Callable[..., object]) -> None:
+    starts, members = csr([[0], [1, 2]])
+    for bad in (members.int(), members.double(), members[None], torch.arange(6)[::2]):
+        with pytest.raises(RuntimeError, match="members must be a contiguous int64 tensor with one dimension"):
+            function(starts, bad, 6)
+    with pytest.raises(RuntimeError, match="starts must be a contiguous int64 tensor with one dimension"):
+        function(starts.int(), members, 6)
+    with pytest.raises(RuntimeError, match="starts and members must be on the CPU, got cpu and meta"):
+        function(starts, members.to("meta"), 6)
