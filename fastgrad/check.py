@@ -20,7 +20,7 @@ from fastgrad.certify import LinearityProof, TangentProof, repeat_failure
 from fastgrad.compare import PairComparison
 from fastgrad.confirm import mismatch_failure
 from fastgrad.coordinates import block_with
-from fastgrad.engines import JacobianBlock, dense
+from fastgrad.engines import REPEATED_ROWS, JacobianBlock, dense
 from fastgrad.plan import (
     first_look,
     is_affordable,
@@ -162,7 +162,8 @@ def _jacobian_failure(problem: Problem, plan: Plan, settings: Settings, notes: l
     nothing_to_compare = not problem.n and all(block.elements is None for block in problem.inputs)
     if not problem.m or nothing_to_compare:
         return None
-    proof = LinearityProof(problem, settings, plan.rows_per_block) if problem.m > 1 else None
+    rows_repeated = all(output.tensor.numel() <= REPEATED_ROWS for output in problem.outputs)
+    proof = LinearityProof(problem, settings, rows_repeated, plan.rows_per_block) if problem.m > 1 else None
     forward = ForwardComparison(problem, plan, settings, notes) if settings.check_forward_ad else None
     for first, columns in dense.numerical_columns(problem, plan, settings.eps):
         if settings.check_backward_ad:

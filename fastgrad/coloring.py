@@ -2,19 +2,21 @@
 
 A pattern joins vertices (the columns, say) to targets (the rows in which a column has entries), in
 CSR form: vertex k has the targets members[starts[k]:starts[k + 1]], distinct and in [0, targets).
-All tensors here are int64, contiguous and on the CPU, and none is mutated; others are refused with a
-RuntimeError that names the argument.
+Index arrays are of NumPy: no default device or dispatch mode of torch touches them.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from fastgrad import _native
 
+Indices = NDArray[np.int64]
 
-def color(starts: Tensor, members: Tensor, targets: int) -> Tensor:
+
+def color(starts: Indices, members: Indices, targets: int) -> Indices:
     """Colors such that no two vertices of one color share a target: a distance-2 coloring of one side.
 
     First fit, each vertex in turn the lowest color that fits, in natural order; where that misses the
@@ -33,35 +35,39 @@ def color(starts: Tensor, members: Tensor, targets: int) -> Tensor:
 
     Returns
     -------
-    Tensor
-        Int64, shape (vertices,). The colors 0, 1, ..., count - 1 are all used; a vertex without
+    Indices
+        Shape (vertices,). The colors 0, 1, ..., count - 1 are all used; a vertex without
         targets has color 0.
     """
-    return _native.color(starts, members, targets)
+    return _native.color(torch.from_numpy(starts), torch.from_numpy(members), targets).numpy()
 
 
-def groups(colors: Tensor) -> tuple[Tensor, Tensor]:
-    """The vertices of each color: what is perturbed together.
+def groups(colors: Indices) -> tuple[Indices, Indices]:
+    """The vertices of each color, what is perturbed together, as `bucket` returns them."""
+    return bucket(colors, int(colors.max()) + 1 if colors.size else 0)
 
-    Returns (order, starts): the vertices of color c are order[starts[c]:starts[c + 1]], rising.
-    Shapes (vertices,) and (count + 1,) for the colors 0, 1, ..., count - 1, shape (vertices,).
+
+def bucket(keys: Indices, count: int) -> tuple[Indices, Indices]:
+    """Places of each key in [0, count), by a counting sort.
+
+    Returns (order, starts), shapes (keys,) and (count + 1,): key c stands at the places
+    order[starts[c]:starts[c + 1]], rising.
     """
-    count = int(colors.max()) + 1 if colors.numel() else 0
-    each_its_own = torch.arange(colors.numel() + 1, dtype=torch.int64, device="cpu")
-    starts, order, _ = transpose(each_its_own, colors, count)
+    starts, order, _ = transpose(np.arange(keys.size + 1), keys, count)
     return order, starts
 
 
-def transpose(starts: Tensor, members: Tensor, targets: int) -> tuple[Tensor, Tensor, Tensor]:
+def transpose(starts: Indices, members: Indices, targets: int) -> tuple[Indices, Indices, Indices]:
     """The pattern seen from its targets, by a counting sort.
 
     Parameters are those of `color`.
 
     Returns
     -------
-    tuple of Tensor
+    tuple
         (starts, members, order), shapes (targets + 1,), (nonzeros,) and (nonzeros,): target t has the
         vertices members[starts[t]:starts[t + 1]], rising, and entry k of the transpose is entry
         order[k] of the pattern.
     """
-    return _native.transpose(starts, members, targets)
+    found = _native.transpose(torch.from_numpy(starts), torch.from_numpy(members), targets)
+    return found[0].numpy(), found[1].numpy(), found[2].numpy()

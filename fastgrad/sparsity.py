@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastgrad import coloring
+from fastgrad.coloring import Indices
 from fastgrad.coordinates import Block
 
-Indices = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
 SEPARATES = 0.95

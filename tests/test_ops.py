@@ -315,6 +315,13 @@ def compare_oracle(a: np.ndarray, n: np.ndarray, atol: float, rtol: float, equal
 values = st.floats(width=32, allow_nan=True, allow_infinity=True) | st.sampled_from([0.0, 1.0, 1.0005, -1.0, 2.0])
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_nan_beside_an_infinity_is_a_nan(kernel: str) -> None:
+    analytical, numerical = (torch.tensor([[re, math.nan]], dtype=torch.float64) for re in (0.0, math.inf))
+    assert call(kernel, ops.compare, analytical, numerical, 1e-5, 1e-3, True, True)[0] == 0
+    assert call(kernel, ops.compare, analytical, numerical, 1e-5, 1e-3, True, False)[0] == 1
+
+
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), complex_entries=st.booleans(), equal_nan=st.booleans())
 def test_compare_against_the_oracle(data: st.DataObject, complex_entries: bool, equal_nan: bool) -> None:

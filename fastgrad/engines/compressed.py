@@ -15,11 +15,12 @@ from torch import Tensor
 
 from fastgrad import coloring
 from fastgrad._native import GradientsMatch, Groups
+from fastgrad.coloring import Indices
 from fastgrad.coordinates import Block
 from fastgrad.engines import REPEAT_SCALE
 from fastgrad.problem import Problem
 from fastgrad.report import Plan
-from fastgrad.sparsity import Indices, Pattern
+from fastgrad.sparsity import Pattern
 
 REPEATED_GROUPS = 2
 """Row groups of each output that are run twice; for the others see `certify`."""
