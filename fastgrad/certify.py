@@ -8,7 +8,7 @@ the VJP of v.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -94,6 +94,19 @@ def groups_failure(
     return None
 
 
+def moving_row(problem: Problem, settings: Settings, rows_per_block: int) -> Failure | None:
+    """Two runs of each row that was run once only: the first that moves by more than nondet_tol."""
+    for output in problem.outputs:
+        parts: tuple[Part, ...] = ("imaginary", "real") if output.is_complex else ("all",)
+        elements = output.tensor.numel()
+        for part in parts:
+            for first in range(REPEATED_ROWS, elements, rows_per_block):
+                count = min(rows_per_block, elements - first)
+                if _rows_move(problem, output, part, first, count, settings.nondet_tol):
+                    return Failure("nondeterministic", output.index, None, output.position, None, part)
+    return None
+
+
 def _rows_move(problem: Problem, output: Block, part: Part, first: int, count: int, nondet_tol: float) -> bool:
     """Whether two runs with the same one-hot cotangents differ by more than nondet_tol: torch's test."""
     rows, again, match = problem.analytical_rows(
@@ -141,12 +154,14 @@ class LinearityProof:
     another scale.
     """
 
-    def __init__(self, problem: Problem, settings: Settings, rows_repeated: bool, rows_per_block: int = 1) -> None:
-        """With whether all rows were run twice; otherwise they may be, so many at a time, to see which moves."""
+    def __init__(
+        self, problem: Problem, settings: Settings, rows_repeated: bool, moving: Callable[[], Failure | None]
+    ) -> None:
+        """With whether all rows were run twice, and who runs all of them twice where one may move."""
         self._problem = problem
         self._settings = settings
         self._rows_repeated = rows_repeated
-        self._rows_per_block = rows_per_block
+        self._moving = moving
         self._cotangents = torch.full((3, problem.m), EXPANDED_VALUE, dtype=torch.float64, device=problem.device)
         dense, halved, _ = self._cotangents
         ops.direction_(dense, settings.seed, COTANGENT_STREAM, 0, False)
@@ -224,24 +239,24 @@ class LinearityProof:
                 )
         raise error
 
+    def _agrees(self, dense: Tensor) -> bool:
+        """Whether the VJP of the dense cotangent is what the rows add up to, but for rounding."""
+        size = self._problem.m * self._squares[0]
+        return bool(((dense[0] - self._sums[0]).abs() <= ROUNDING * self._problem.unit_roundoff * size.sqrt()).all())
+
     def _movement(self, dense: Tensor) -> Failure | None:
-        """Determinism of the rows that were run once only: two runs of the dense cotangent, bit by bit.
+        """Determinism of the rows that were run once only: more runs of the dense cotangent, bit by bit.
 
         Where they are equal, what makes rows move is not there. Where they are not, sums may have
         been added up in another order and no single row move: only all rows run twice can tell.
         """
-        outputs = self._problem.outputs
-        if self._rows_repeated or not differ(self._vjp(0), dense, 0.0, False):
+        runs = 1
+        if not self._agrees(dense):
+            runs = 2  # what moves every other time shows, too
+        elif self._rows_repeated:
             return None
-        for output in outputs:
-            parts: tuple[Part, ...] = ("imaginary", "real") if output.is_complex else ("all",)
-            elements = output.tensor.numel()
-            for part in parts:
-                for first in range(REPEATED_ROWS, elements, self._rows_per_block):
-                    count = min(self._rows_per_block, elements - first)
-                    if _rows_move(self._problem, output, part, first, count, self._settings.nondet_tol):
-                        return Failure("nondeterministic", output.index, None, output.position, None, part)
-        return None
+        moves = any(differ(self._vjp(0), dense, 0.0, False) for _ in range(runs))
+        return self._moving() if moves else None
 
     def _diagnosed(self, which: int, coordinate: int, gradients: Tensor, allowed: Tensor) -> Failure:
         block = block_with(self._problem.inputs, coordinate)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -16,7 +17,7 @@ from fastgrad.attributes import (
     check_undefined_tangents,
     check_zero_grad_output,
 )
-from fastgrad.certify import LinearityProof, TangentProof, repeat_failure
+from fastgrad.certify import LinearityProof, TangentProof, moving_row, repeat_failure
 from fastgrad.compare import PairComparison
 from fastgrad.confirm import mismatch_failure
 from fastgrad.coordinates import block_with
@@ -163,7 +164,8 @@ def _jacobian_failure(problem: Problem, plan: Plan, settings: Settings, notes: l
     if not problem.m or nothing_to_compare:
         return None
     rows_repeated = all(output.tensor.numel() <= REPEATED_ROWS for output in problem.outputs)
-    proof = LinearityProof(problem, settings, rows_repeated, plan.rows_per_block) if problem.m > 1 else None
+    moving = partial(moving_row, problem, settings, plan.rows_per_block)
+    proof = LinearityProof(problem, settings, rows_repeated, moving) if problem.m > 1 else None
     forward = ForwardComparison(problem, plan, settings, notes) if settings.check_forward_ad else None
     for first, columns in dense.numerical_columns(problem, plan, settings.eps):
         if settings.check_backward_ad:

@@ -21,7 +21,7 @@ from fastgrad.certify import LinearityProof, groups_failure
 from fastgrad.coloring import Indices
 from fastgrad.compare import PairComparison
 from fastgrad.confirm import entry_in_row, located_failure, mismatch_failure, row_entry
-from fastgrad.coordinates import Block
+from fastgrad.coordinates import Block, block_with
 from fastgrad.directions import SKETCH_DIRECTIONS, direction
 from fastgrad.engines import compressed, row_parts
 from fastgrad.engines.compressed import Compression
@@ -163,7 +163,15 @@ class _Verdict:
         problem, compression = self._problem, self._compression
         self._numerical = compressed.numerical_entries(problem, self._plan, compression, self._settings.eps)
         rows, refuted = self._numerical_leads()
-        self._analytical, matches = compressed.analytical_entries(problem, compression)
+        try:
+            self._analytical, matches = compressed.analytical_entries(problem, compression)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            # Which raises again unless it was the second run of a group.
+            self._analytical, _ = compressed.analytical_entries(problem, compression, repeat=False)
+            detail = f"it raised {type(error).__name__} for a constant grad_output, or for a larger one"
+            return Failure("nonlinear", detail=detail, cause=error)
         repeat: Failure | None = None
         for output, repeated, match in matches:
             part: Part = "imaginary" if output.is_complex else "all"
@@ -176,6 +184,8 @@ class _Verdict:
                 grouping = compression.row_groups[output.index]
                 groups = [grouping.members(g) for g in range(repeated)]
                 repeat = groups_failure(problem, self._settings, output, groups)
+                if repeat is not None and repeat.kind == "nonlinear":
+                    repeat = self._first_row_failure(output.first + int(groups[0][0])) or repeat
         if repeat is not None and repeat.kind == "nondeterministic":
             return repeat
         differs = self._differs()
@@ -183,7 +193,7 @@ class _Verdict:
         failure = failure or repeat
         if failure is not None:
             return failure
-        proof = LinearityProof(problem, self._settings, self._repeats_all)
+        proof = LinearityProof(problem, self._settings, self._repeats_all, self._moving_group)
         proof.add_entries(compression.rows, compression.columns, self._analytical)
         try:
             leads = proof.leads()
@@ -210,39 +220,71 @@ class _Verdict:
         """Whether no row group ran only once."""
         return all(grouping.count <= compressed.REPEATED_GROUPS for grouping in self._compression.row_groups)
 
+    def _moving_group(self) -> Failure | None:
+        """Two runs of every row group: the first that moves by more than nondet_tol."""
+        for output, grouping in zip(self._problem.outputs, self._compression.row_groups, strict=True):
+            for g in range(grouping.count):
+                failure = groups_failure(self._problem, self._settings, output, [grouping.members(g)])
+                if failure is not None:
+                    return failure
+        return None
+
     def _differs(self) -> bool:
         """Whether any entry of the pattern may differ by the allclose rule."""
         settings = self._settings
         entries = self._analytical.unsqueeze(0), self._numerical.unsqueeze(0)
-        # Where some inputs are complex and some real, the coordinates of complex entries by themselves: these
-        # allow less than the entries.
-        complex_entries = all(block.is_complex for block in self._problem.inputs)
-        return bool(ops.compare(*entries, settings.atol, settings.rtol, complex_entries, False)[0].item())
+        domains = {block.is_complex for block in self._problem.inputs}
+        # Where some entries are complex and some real, coordinate by coordinate: both within 2^-1/2 suffices.
+        share = 1.0 if len(domains) == 1 else 2**-0.5
+        tolerances = settings.atol * share, settings.rtol * share
+        return bool(ops.compare(*entries, *tolerances, domains == {True}, False)[0].item())
 
     def _only_mixed(self) -> bool:
-        """Whether the worst entries that differ do so because a gradient of their group has more entries.
+        """Whether the worst entries that differ do so because others, outside of the pattern, add to them.
 
-        An analytical entry outside of the pattern adds to another one, in the same column, of a row of
-        its group. The worst rows are computed by themselves.
+        An analytical one adds to an entry in its column, a numerical one to an entry in its row. The worst
+        rows are computed by themselves, and where that does not do, columns.
         """
-        settings, rows = self._settings, self._compression.rows
-        error = (self._analytical - self._numerical).abs()
-        excess = error / (settings.atol + settings.rtol * self._numerical.abs())
-        # Coordinates of complex entries by themselves allow less than the entries: nothing is missed.
+        rows, columns = self._compression.rows, self._compression.columns
+        excess = self._excesses(slice(None))
         differing = (~(excess <= 1)).nonzero().reshape(-1)
-        if not differing.numel():
-            return False
         worst = differing[excess[differing].nan_to_num(torch.inf).argsort(descending=True)]
-        moved = False
+        measured: set[int] = set()
         for row in list(dict.fromkeys(rows[worst[: 16 * MOST_LEADS]].tolist()))[:MOST_LEADS]:
             mine = (rows == row).nonzero().reshape(-1)
-            alone = self._one_hot_gradient(row)[self._compression.columns[mine]]
-            off = (alone - self._numerical[mine]).abs()
-            if bool((~(off <= settings.atol + settings.rtol * self._numerical[mine].abs())).any()):
+            self._analytical[mine] = self._one_hot_gradient(row)[columns[mine]]
+            still = mine[~(self._excesses(mine) <= 1)]
+            for column in columns[still[:MOST_LEADS]].tolist():
+                if column not in measured:
+                    measured.add(column)
+                    within = columns == column
+                    difference = self._single_difference(column)
+                    self._numerical[within] = difference[rows[within]]
+            if bool((~(self._excesses(mine) <= 1)).any()):
                 return False
-            self._analytical[mine] = alone
-            moved = True
-        return moved
+        return True
+
+    def _excesses(self, entries: Tensor | slice) -> Tensor:
+        """|analytical - numerical| over what is allowed, coordinate by coordinate."""
+        numerical = self._numerical[entries]
+        allowed = self._settings.atol + self._settings.rtol * numerical.abs()
+        return (self._analytical[entries] - numerical).abs() / allowed
+
+    def _single_difference(self, column: int) -> Tensor:
+        return self._problem.difference_columns(column, 1, self._settings.eps, self._plan.record_graph)[0]
+
+    def _first_row_failure(self, row: int) -> Failure | None:
+        """Whether a single row of a backward that is not linear is wrong by itself: it says more."""
+        gradient = self._one_hot_gradient(row)
+        within = self._compression.rows == row
+        expected = torch.zeros_like(gradient)
+        expected[self._compression.columns[within]] = self._numerical[within]
+        error = (gradient - expected).abs() / (self._settings.atol + self._settings.rtol * expected.abs())
+        column = int(error.nan_to_num(torch.inf).argmax())
+        if error[column] <= 1:
+            return None
+        found = row_entry(self._problem, self._settings, row, gradient, column)
+        return located_failure([found]) if found.survivor is not None else None
 
     def _mismatch(self) -> Failure | None:
         """Every entry of the pattern under the allclose rule, in torch's order of judging."""
@@ -295,9 +337,10 @@ class _Verdict:
         return worst
 
     def _one_hot_gradient(self, row: int) -> Tensor:
+        """A row of the backward, the grad_outputs of other outputs being undefined as in torch's checker."""
         one_hot = torch.zeros(1, self._problem.m, dtype=torch.float64, device=self._problem.device)
         one_hot[0, row] = 1.0
-        return self._problem.vjp(one_hot)[0]
+        return self._problem.vjp(one_hot, only=block_with(self._problem.outputs, row))[0]
 
     def _follow_rows(self, rows: list[int]) -> Failure | _Learnt:
         """Down to the entry of each row that is wrong; or all that its gradient says belongs to it."""
@@ -328,8 +371,7 @@ class _Verdict:
                 return located_failure([found])
             columns = np.flatnonzero(gradient.cpu().numpy())
             learnt.append((np.full(columns.size, row), columns))
-            difference = self._problem.difference_columns(column, 1, self._settings.eps, self._plan.record_graph)[0]
-            rows = np.flatnonzero(difference.cpu().numpy())
+            rows = np.flatnonzero(self._single_difference(column).cpu().numpy())
             learnt.append((rows, np.full(rows.size, column)))
         return replace(_joined(learnt), refuted=bool(learnt) and len(followed) > MOST_LEADS)
 

@@ -102,7 +102,7 @@ def numerical_entries(problem: Problem, plan: Plan, compression: Compression, ep
 
 
 def analytical_entries(
-    problem: Problem, compression: Compression
+    problem: Problem, compression: Compression, repeat: bool = True
 ) -> tuple[Tensor, list[tuple[Block, int, GradientsMatch]]]:
     """Entries by VJPs: float64, shape (nnz,); and, for each output, how many groups ran twice, and what was seen.
 
@@ -112,7 +112,7 @@ def analytical_entries(
     values = torch.zeros(compression.pattern.nnz, dtype=torch.float64, device=problem.device)
     matches = []
     for output, grouping in zip(problem.outputs, compression.row_groups, strict=True):
-        repeated = min(grouping.count, REPEATED_GROUPS)
+        repeated = min(grouping.count, REPEATED_GROUPS) if repeat else 0
         match = problem.vjp_groups(output, grouping.groups, grouping.count, values, repeated, REPEAT_SCALE)
         matches.append((output, repeated, match))
     return values, matches
