@@ -138,7 +138,7 @@ def test_bad_numbers_are_one_clear_sentence(keywords: dict[str, Any], error: typ
 
 
 def test_unknown_engine_and_grad_outputs() -> None:
-    with pytest.raises(ValueError, match="engine must be 'auto', 'dense' or 'sketch', got 'sparse'"):
+    with pytest.raises(ValueError, match="engine must be 'auto', 'dense', 'compressed' or 'sketch', got 'sparse'"):
         fastgrad.gradcheck(torch.sin, (x(),), engine="sparse")
     with pytest.raises(TypeError, match="grad_outputs must be tensors, got float as number 0"):
         fastgrad.gradgradcheck(torch.sin, (x(),), 1.0)

@@ -92,7 +92,7 @@ def test_a_memory_limit_changes_no_verdict(limit: int) -> None:
 def test_memory_stays_within_the_limit() -> None:
     # 3,000 columns of 40 rows are 960 kB; a limit of 100 kB holds 312 of them.
     with Problem(lambda v: v.cumsum(0)[:40] * v.sum(), (leaf(3000),)) as problem:
-        plan = make_plan(problem, Settings(memory_limit=100_000))
+        plan = make_plan(problem, Settings(memory_limit=100_000), None)
         assert plan.columns_per_pass == 312
         assert 8 * problem.n * plan.rows_per_block <= 1 << 20
 

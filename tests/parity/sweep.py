@@ -132,7 +132,10 @@ def main() -> int:
     parser.add_argument("--checks", nargs="+", default=list(CHECKS), choices=list(CHECKS))
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
     parser.add_argument(
-        "--engine", default="auto", choices=["auto", "dense", "sketch"], help="fastgrad's; sketch is fast mode"
+        "--engine",
+        default="auto",
+        choices=["auto", "dense", "compressed", "sketch"],
+        help="fastgrad's; sketch is fast mode",
     )
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--match", default="", help="only operators whose name contains this")
