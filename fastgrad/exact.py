@@ -163,6 +163,7 @@ class _Verdict:
         problem, compression = self._problem, self._compression
         self._numerical = compressed.numerical_entries(problem, self._plan, compression, self._settings.eps)
         rows, refuted = self._numerical_leads()
+        problem.graph()  # what func raises is not about its backward
         try:
             self._analytical, matches = compressed.analytical_entries(problem, compression)
         except (MemoryError, torch.OutOfMemoryError):
