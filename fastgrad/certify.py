@@ -18,11 +18,14 @@ from torch import Tensor
 from fastgrad._native import ops
 from fastgrad._torch import phase
 from fastgrad.compare import differ
-from fastgrad.coordinates import Block, block_with
+from fastgrad.coordinates import Block, block_with, pieces
 from fastgrad.directions import COTANGENT_STREAM, TANGENT_STREAM
 from fastgrad.engines import (
     COTANGENT_KINDS,
+    EXPANDED,
     EXPANDED_VALUE,
+    GAPPED,
+    HALVED,
     REPEAT_SCALE,
     REPEATED_ROWS,
     JacobianBlock,
@@ -155,19 +158,29 @@ class LinearityProof:
     """
 
     def __init__(
-        self, problem: Problem, settings: Settings, rows_repeated: bool, moving: Callable[[], Failure | None]
+        self,
+        problem: Problem,
+        settings: Settings,
+        rows_repeated: bool,
+        moving: Callable[[], Failure | None],
+        kinds: Sequence[int] = (0, 1, 2),
     ) -> None:
-        """With whether all rows were run twice, and who runs all of them twice where one may move."""
+        """With whether all rows were run twice, who runs all of them twice where one may move, and which v."""
         self._problem = problem
         self._settings = settings
         self._rows_repeated = rows_repeated
         self._moving = moving
-        self._cotangents = torch.full((3, problem.m), EXPANDED_VALUE, dtype=torch.float64, device=problem.device)
-        dense, halved, _ = self._cotangents
-        ops.direction_(dense, settings.seed, COTANGENT_STREAM, 0, False)
-        ops.direction_(halved, settings.seed, COTANGENT_STREAM, 0, True)
-        halved.mul_(REPEAT_SCALE)
-        self._sums, self._squares = torch.zeros(2, 3, problem.n, dtype=torch.float64, device=problem.device)
+        self._kinds = kinds
+        self._cotangents = torch.empty(len(kinds), problem.m, dtype=torch.float64, device=problem.device)
+        for kind, cotangent in zip(kinds, self._cotangents, strict=True):
+            if kind == EXPANDED:
+                cotangent.fill_(EXPANDED_VALUE)
+            else:
+                ops.direction_(cotangent, settings.seed, COTANGENT_STREAM, 0, kind == HALVED)
+            if kind == HALVED:
+                cotangent.mul_(REPEAT_SCALE)
+        shape = len(kinds), problem.n
+        self._sums, self._squares = torch.zeros(2, *shape, dtype=torch.float64, device=problem.device)
         self._gradients: Tensor | None = None
 
     def add(self, block: JacobianBlock) -> None:
@@ -180,9 +193,10 @@ class LinearityProof:
     def add_entries(self, rows: Tensor, columns: Tensor, analytical: Tensor) -> None:
         """Takes the entries of a sparse Jacobian, at coordinates rows and columns, into v^T J."""
         for cotangent, total, square in zip(self._cotangents, self._sums, self._squares, strict=True):
-            terms = cotangent[rows].mul_(analytical)
-            total.index_add_(0, columns, terms)
-            square.index_add_(0, columns, terms.square_())
+            for some in pieces(0, analytical.numel()):
+                terms = cotangent[rows[some]].mul_(analytical[some])
+                total.index_add_(0, columns[some], terms)
+                square.index_add_(0, columns[some], terms.square_())
 
     @phase("linearity of backward")
     def failure(self) -> Failure | None:
@@ -193,21 +207,24 @@ class LinearityProof:
             raise
         except Exception as error:
             return self._raised(error)
-        return self._nonlinear(gradients) or self._movement(gradients[:1])
+        return self._nonlinear(gradients) or (self._movement(gradients[:1]) if self._kinds[0] == GAPPED else None)
 
     def gradients(self) -> Tensor:
         """The VJPs of the cotangents: float64, shape (3, n)."""
         if self._gradients is None:
-            self._gradients = self._problem.vjp(self._cotangents, gapped=1, expanded=1)
+            gapped, expanded = int(GAPPED in self._kinds), int(EXPANDED in self._kinds)
+            self._gradients = self._problem.vjp(self._cotangents, gapped, expanded)
         return self._gradients
 
     def leads(self) -> list[tuple[int, int]]:
-        """Where a VJP is not what the entries add up to, to rounding: (cotangent, coordinate), the worst first.
+        """Where a VJP is not what the entries add up to, to rounding: (number of v, coordinate), the worst first.
 
         An entry that is missing from a sparse Jacobian, alone in its column, shows here from atol / 2 on.
         """
+        if not differ(self.gradients(), self._sums, self._settings.atol / 8, False):
+            return []
         size = self._cotangents.abs()
-        allowed = self._settings.atol / 4 * size.amax(1, keepdim=True) / 2
+        allowed = self._settings.atol / 8 * size.amax(1, keepdim=True)
         allowed = allowed + self._settings.nondet_tol * size.sum(1, keepdim=True)
         rounding = ROUNDING * self._problem.unit_roundoff * self._squares.sqrt() * self._problem.m**0.5
         excess = ((self.gradients() - self._sums).abs() / (allowed + rounding)).nan_to_num(torch.inf)
@@ -225,24 +242,25 @@ class LinearityProof:
 
     def _vjp(self, which: int) -> Tensor:
         """One of the VJPs again, shape (1, n)."""
-        return self._problem.vjp(self._cotangents[which : which + 1], gapped=which == 0, expanded=which == 2)
+        kind = self._kinds[which]
+        return self._problem.vjp(self._cotangents[which : which + 1], int(kind == GAPPED), int(kind == EXPANDED))
 
     def _raised(self, error: Exception) -> Failure:
         """Which cotangent a backward raises for; an error that does not come again, or for zeros, too, goes through."""
-        for which in range(len(COTANGENT_KINDS)):
+        for which, kind in enumerate(self._kinds):
             try:
                 self._vjp(which)
             except Exception as again:
                 self._problem.vjp(torch.zeros_like(self._cotangents[:1]))  # raises where any grad_output would
-                return Failure(
-                    "nonlinear", detail=f"it raised {type(again).__name__} for {COTANGENT_KINDS[which]}", cause=again
-                )
+                detail = f"it raised {type(again).__name__} for {COTANGENT_KINDS[kind]}"
+                return Failure("nonlinear", detail=detail, cause=again)
         raise error
 
     def _agrees(self, dense: Tensor) -> bool:
         """Whether the VJP of the dense cotangent is what the rows add up to, but for rounding."""
-        size = self._problem.m * self._squares[0]
-        return bool(((dense[0] - self._sums[0]).abs() <= ROUNDING * self._problem.unit_roundoff * size.sqrt()).all())
+        largest = torch.linalg.vector_norm(self._sums[0], torch.inf).item() if self._problem.n else 0.0
+        tolerance = ROUNDING * self._problem.unit_roundoff * self._problem.m**0.5 * largest
+        return not differ(dense, self._sums[:1], tolerance, False)
 
     def _movement(self, dense: Tensor) -> Failure | None:
         """Determinism of the rows that were run once only: more runs of the dense cotangent, bit by bit.
@@ -262,8 +280,8 @@ class LinearityProof:
         block = block_with(self._problem.inputs, coordinate)
         if differ(self._vjp(which), gradients[which : which + 1], self._settings.nondet_tol, False):
             return Failure("nondeterministic", input=block.index, input_position=block.position)
-        kind = COTANGENT_KINDS[which]
-        if which != 1:
+        kind = COTANGENT_KINDS[self._kinds[which]]
+        if self._kinds[which] != HALVED:
             contiguous = self._problem.vjp(self._cotangents[which : which + 1])
             if bool(((contiguous[0] - self._sums[which]).abs() <= allowed[which]).all()):
                 kind += ", though not for a contiguous copy"

@@ -53,6 +53,8 @@ def bucket(keys: Indices, count: int) -> tuple[Indices, Indices]:
     Returns (order, starts), shapes (keys,) and (count + 1,): key c stands at the places
     order[starts[c]:starts[c + 1]], rising.
     """
+    if count == 1:
+        return np.arange(keys.size), np.array([0, keys.size])
     starts, order, _ = transpose(np.arange(keys.size + 1), keys, count)
     return order, starts
 

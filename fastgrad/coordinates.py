@@ -8,7 +8,7 @@ specified elements are coordinates, in the order of its values; otherwise all el
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,15 @@ import torch
 from torch import Tensor
 
 from fastgrad import _torch
+
+PIECE = 1 << 15
+"""Coordinates at a time where temporaries are to stay in the cache."""
+
+
+def pieces(first: int, last: int) -> Iterator[slice]:
+    """Consecutive slices of at most PIECE that cover [first, last)."""
+    for begin in range(first, last, PIECE):
+        yield slice(begin, min(begin + PIECE, last))
 
 
 @dataclass(frozen=True)

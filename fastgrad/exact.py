@@ -21,9 +21,9 @@ from fastgrad.certify import LinearityProof, groups_failure
 from fastgrad.coloring import Indices
 from fastgrad.compare import PairComparison
 from fastgrad.confirm import entry_in_row, located_failure, mismatch_failure, row_entry
-from fastgrad.coordinates import Block, block_with
+from fastgrad.coordinates import Block, block_with, pieces
 from fastgrad.directions import SKETCH_DIRECTIONS, direction
-from fastgrad.engines import compressed, row_parts
+from fastgrad.engines import EXPANDED, GAPPED, HALVED, compressed, row_parts
 from fastgrad.engines.compressed import Compression
 from fastgrad.engines.sketch import directional_differences
 from fastgrad.locate import locate
@@ -162,7 +162,7 @@ class _Verdict:
         """A failure, or what the pattern lacks, or nothing."""
         problem, compression = self._problem, self._compression
         self._numerical = compressed.numerical_entries(problem, self._plan, compression, self._settings.eps)
-        rows, refuted = self._numerical_leads()
+        numerical_leads = self._numerical_leads()
         problem.graph()  # what func raises is not about its backward
         try:
             self._analytical, matches = compressed.analytical_entries(problem, compression)
@@ -194,27 +194,44 @@ class _Verdict:
         failure = failure or repeat
         if failure is not None:
             return failure
-        proof = LinearityProof(problem, self._settings, self._repeats_all, self._moving_group)
-        proof.add_entries(compression.rows, compression.columns, self._analytical)
-        try:
-            leads = proof.leads()
-        except Exception:
-            failure = proof.failure()  # says for which grad_output it raised
-            if failure is None:
+        return self._certified(numerical_leads) or (self._mismatch() if differs else None)
+
+    def _certified(self, numerical_leads: list[int]) -> Failure | _Learnt | None:
+        """That nothing lies outside of the pattern, and that the backward is linear."""
+        found = self._follow_rows(numerical_leads)
+        if isinstance(found, Failure):
+            return found
+        learnt = [found]
+        for kind in self._kinds:
+            # One at a time: vectors as large as the problem are dear.
+            proof = LinearityProof(self._problem, self._settings, self._repeats_all, self._moving_group, [kind])
+            proof.add_entries(self._compression.rows, self._compression.columns, self._analytical)
+            try:
+                leads = proof.leads()
+            except (MemoryError, torch.OutOfMemoryError):
                 raise
-            return failure
-        learnt_rows: list[Indices] = []
-        learnt_columns: list[Indices] = []
-        for found in (self._follow_columns(proof, leads), self._follow_rows(rows)):
+            except Exception:
+                return proof.failure()  # says for which grad_output it raised, or raises again
+            found = self._follow_columns(proof, [column for _, column in leads])
             if isinstance(found, Failure):
                 return found
-            learnt_rows.append(found.rows)
-            learnt_columns.append(found.columns)
-            refuted = refuted or found.refuted
-        learnt = _Learnt(np.concatenate(learnt_rows), np.concatenate(learnt_columns), refuted)
-        if learnt.refuted or learnt.rows.size:
-            return learnt
-        return proof.failure() or (self._mismatch() if differs else None)
+            learnt.append(found)
+            if not any(some.rows.size for some in learnt):
+                failure = proof.failure()
+                if failure is not None:
+                    return failure
+        rows, columns = (np.concatenate([getattr(some, name) for some in learnt]) for name in ("rows", "columns"))
+        refuted = any(some.refuted for some in learnt)
+        return _Learnt(rows, columns, refuted) if refuted or rows.size else None
+
+    @property
+    def _kinds(self) -> list[int]:
+        """Which cotangents to try: not the expanded one where the second run of each output's rows was one."""
+        whole = all(
+            grouping.count == 1 and not output.is_complex
+            for output, grouping in zip(self._problem.outputs, self._compression.row_groups, strict=True)
+        )
+        return [GAPPED, HALVED] if whole else [GAPPED, HALVED, EXPANDED]
 
     @property
     def _repeats_all(self) -> bool:
@@ -311,30 +328,37 @@ class _Verdict:
         pair.add_entries(analytical, numerical, row_elements, columns[chosen][::width] // width)
         return pair
 
-    def _numerical_leads(self) -> tuple[list[int], bool]:
-        """Outputs whose derivatives are not what the entries add up to, worst first; and whether these are many."""
+    def _numerical_leads(self) -> list[int]:
+        """Outputs whose derivatives along random directions are not what the entries add up to, worst first."""
         settings = self._settings
         excess = self._excess(settings.eps, 0)
-        if not bool((excess > 1).any()):
-            return [], False
-        # Where joint steps cross kinks, smaller ones do not.
-        excess = torch.where(excess > 1, self._excess(settings.eps * SMALLER, 1), 0.0)
+        if excess is not None:
+            # Where joint steps cross kinks, smaller ones do not.
+            smaller = self._excess(settings.eps * SMALLER, 1)
+            excess = None if smaller is None else torch.where(excess > 1, smaller, 0.0)
+        if excess is None:
+            return []
         rows = (excess > 1).nonzero().reshape(-1)
-        order = excess[rows].argsort(descending=True)
-        return rows[order].tolist(), rows.numel() > MOST_LEADS
+        return rows[excess[rows].argsort(descending=True)].tolist()
 
-    def _excess(self, eps: float, attempt: int) -> Tensor:
-        """How far each output's derivatives along random directions are from what the entries add up to."""
+    def _excess(self, eps: float, attempt: int) -> Tensor | None:
+        """How far derivatives are from what the entries add up to, over what is allowed; None: nowhere beyond."""
         problem, settings, base = self._problem, self._settings, self._look.base
         differences = directional_differences(problem, settings, base, eps, CERTIFICATES, attempt)
-        self._differences = differences
-        rounding = ROUNDING * 2 * problem.unit_roundoff * base.abs() / eps
-        allowed = settings.atol + rounding + 4 * differences.noise
+        rounding = ROUNDING * 2 * problem.unit_roundoff / eps
+        starts, rows, columns = self._compression.pattern.starts, self._compression.rows, self._compression.columns
         worst = torch.zeros_like(base)
-        for u, derivatives in zip(differences.directions, differences.derivatives, strict=True):
-            total = torch.zeros_like(base)
-            total.index_add_(0, self._compression.rows, u[self._compression.columns].mul_(self._numerical))
-            worst = torch.maximum(worst, ((derivatives - total).abs() / allowed).nan_to_num(torch.inf))
+        for some in pieces(0, problem.m):
+            entries = slice(int(starts[some.start]), int(starts[some.stop]))
+            allowed = settings.atol + rounding * base[some].abs() + 4 * differences.noise[some]
+            for u, derivatives in zip(differences.directions, differences.derivatives, strict=True):
+                total = torch.zeros_like(allowed)
+                total.index_add_(0, rows[entries] - some.start, u[columns[entries]].mul_(self._numerical[entries]))
+                error = ((derivatives[some] - total).abs_() / allowed).nan_to_num_(torch.inf)
+                torch.maximum(worst[some], error, out=worst[some])
+        if not bool(torch.linalg.vector_norm(worst, torch.inf) > 1):
+            return None
+        self._differences = differences
         return worst
 
     def _one_hot_gradient(self, row: int) -> Tensor:
@@ -345,10 +369,10 @@ class _Verdict:
 
     def _follow_rows(self, rows: list[int]) -> Failure | _Learnt:
         """Down to the entry of each row that is wrong; or all that its gradient says belongs to it."""
-        problem, settings, differences = self._problem, self._settings, self._differences
+        problem, settings = self._problem, self._settings
         learnt = []
         for row in rows[:MOST_LEADS]:
-            gradient = self._one_hot_gradient(row)
+            differences, gradient = self._differences, self._one_hot_gradient(row)
             u = differences.directions[0]
             error = (differences.derivatives[0, row] - u @ gradient).item()
             if not abs(error) <= settings.atol / 4:
@@ -357,14 +381,13 @@ class _Verdict:
                     return located_failure([found])
             columns = np.flatnonzero(gradient.cpu().numpy())
             learnt.append((np.full(columns.size, row), columns))
-        return _joined(learnt)
+        return replace(_joined(learnt), refuted=len(rows) > MOST_LEADS)
 
-    def _follow_columns(self, proof: LinearityProof, leads: list[tuple[int, int]]) -> Failure | _Learnt:
+    def _follow_columns(self, proof: LinearityProof, leads: list[int]) -> Failure | _Learnt:
         """Down to the entry of each column that is wrong; or what the pattern lacks in it."""
         learnt = []
-        followed = list({column: which for which, column in reversed(leads)}.items())[::-1]
-        for column, which in followed[:MOST_LEADS]:
-            row, gradient = self._locate_row(proof, which, column)
+        for column in leads[:MOST_LEADS]:
+            row, gradient = self._locate_row(proof, column)
             if (gradient[column] - self._entry(row, column)).abs().item() == 0:
                 continue  # one-hot grad_outputs agree: not linear, or rounding
             found = row_entry(self._problem, self._settings, row, gradient, column)
@@ -374,14 +397,14 @@ class _Verdict:
             learnt.append((np.full(columns.size, row), columns))
             rows = np.flatnonzero(self._single_difference(column).cpu().numpy())
             learnt.append((rows, np.full(rows.size, column)))
-        return replace(_joined(learnt), refuted=bool(learnt) and len(followed) > MOST_LEADS)
+        return replace(_joined(learnt), refuted=bool(learnt) and len(leads) > MOST_LEADS)
 
     def _entry(self, row: int, column: int) -> Tensor:
         """The analytical entry, zero outside of the pattern."""
         here = (self._compression.rows == row) & (self._compression.columns == column)
         return self._analytical[here].sum()
 
-    def _locate_row(self, proof: LinearityProof, which: int, column: int) -> tuple[int, Tensor]:
+    def _locate_row(self, proof: LinearityProof, column: int) -> tuple[int, Tensor]:
         """The row behind a wrong component of a VJP, and its gradient."""
         here = self._compression.columns == column
         rows, entries = self._compression.rows[here], self._analytical[here]
@@ -390,7 +413,7 @@ class _Verdict:
             gradient = self._problem.vjp(vector.unsqueeze(0))[0]
             return float((gradient[column] - vector[rows] @ entries).item())
 
-        vector = proof.cotangent(which)
+        vector = proof.cotangent(0)
         row = locate(residual, vector, residual(vector))
         return row, self._one_hot_gradient(row)
 

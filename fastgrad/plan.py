@@ -68,13 +68,13 @@ class FirstLook:
     moved
         The coordinates, a random half, that differ between the two points: shape (n,).
     reacted
-        The outputs that do.
+        The outputs that do: shape (m,).
     """
 
     record_graph: bool
     base: Tensor
     moved: NDArray[np.bool_]
-    reacted: NDArray[np.int64]
+    reacted: NDArray[np.bool_]
 
 
 def first_look(problem: Problem, settings: Settings) -> FirstLook:
@@ -93,7 +93,7 @@ def first_look(problem: Problem, settings: Settings) -> FirstLook:
         except Exception:  # it differentiates inside, say
             record_graph = True
     reacted = (next_to_x.view(torch.int64) != base.view(torch.int64)).cpu().numpy()
-    return FirstLook(record_graph, base, half.numpy() != 0, np.flatnonzero(reacted))
+    return FirstLook(record_graph, base, half.numpy() != 0, reacted)
 
 
 def sketch_size(confidence: float) -> int:

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 from fastgrad import _native, _torch
 from fastgrad._torch import phase
-from fastgrad.coordinates import Block, block_with, blocks_of, memory_of, overlap, overlaps_itself, own_values
+from fastgrad.coordinates import Block, block_with, blocks_of, memory_of, overlap, overlaps_itself, own_values, pieces
 from fastgrad.report import modulus
 from fastgrad.tolerances import relative_step, spacing
 
@@ -272,16 +272,12 @@ class Problem:
 
     def realized_width(self, displacement: Tensor, scale: float) -> Tensor:
         """(x + scale d) - (x - scale d) as rounding to the inputs' dtypes leaves it: float64, shape (n,)."""
-        width = self.coordinates().clone()
+        width = torch.empty_like(displacement)
         for block in self.inputs:
-            within = slice(block.first, block.first + block.size)
-            move = scale * displacement[within]
-            plus, minus = (
-                (width[within] + signed).to(block.tensor.dtype.to_real()).to(torch.float64) for signed in (move, -move)
-            )
-            width[within] = plus - minus
-        # An infinite coordinate does not move: a function constant in it has the derivative zero.
-        return torch.where(width.isfinite(), width, 2 * scale * displacement)
+            for some in pieces(block.first, block.first + block.size):
+                x, step = self.coordinates()[some], scale * displacement[some]
+                width[some] = _realized_width(x, step, block.tensor.dtype)
+        return width
 
     def evaluate(self, record_graph: bool, displacement: Tensor | None = None, scale: float = 1.0) -> Tensor:
         """The outputs at x or, with a displacement (float64, shape (n,)), at x + scale displacement.
@@ -363,17 +359,20 @@ class Problem:
         changed = self._evaluator.difference_groups(groups, values, self.m, self._specs, eps, record_graph)
         if changed is not None:
             self._raise_changed(*changed, eps)
-        return values.div_(self._coordinate_widths(eps)[columns])
+        widths = self._coordinate_widths(eps)
+        for some in pieces(0, values.numel()):
+            values[some].div_(widths[columns[some]])
+        return values
 
     def _coordinate_widths(self, eps: float) -> Tensor:
         """What a single coordinate's difference divides by: float64, shape (n,)."""
-        ones = torch.ones(self.n, dtype=torch.float64, device=self.device)
-        widths = self.realized_width(ones, eps)
-        if bool((widths == 0).any()):
-            relative = self.coordinates().abs()
-            for block in self.inputs:
-                relative[block.first : block.first + block.size] *= relative_step(block.tensor.dtype)
-            widths = torch.where(widths == 0, self.realized_width(relative, 1.0), widths)
+        widths = torch.empty(self.n, dtype=torch.float64, device=self.device)
+        for block in self.inputs:
+            for some in pieces(block.first, block.first + block.size):
+                x, dtype = self.coordinates()[some], block.tensor.dtype
+                width = _realized_width(x, torch.full_like(x, eps), dtype)
+                relative = _realized_width(x, x.abs() * relative_step(dtype), dtype)
+                widths[some] = torch.where(width == 0, relative, width)
         return widths
 
     @phase("analytical rows")
@@ -535,6 +534,14 @@ class Problem:
         index = block.index_at(coordinate)
         when = f"perturbed on index {index} of input {block.position} by {eps}"
         raise AssertionError(_changed(self.outputs[output], found, when))
+
+
+def _realized_width(x: Tensor, step: Tensor, dtype: torch.dtype) -> Tensor:
+    """(x + step) - (x - step), both rounded to a dtype; x and step are float64."""
+    plus, minus = ((x + signed).to(dtype.to_real()).to(torch.float64) for signed in (step, -step))
+    width = plus - minus
+    # An infinite coordinate does not move: a function constant in it has the derivative zero.
+    return torch.where(width.isfinite(), width, 2 * step)
 
 
 def _changed(expected: Block, found: Any, when: str) -> str:

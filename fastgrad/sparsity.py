@@ -112,12 +112,12 @@ def guess(inputs: Sequence[Block], outputs: Sequence[Block]) -> Pattern | None:
     return Pattern(np.arange(rows + 1) * per_row, np.concatenate(lists).reshape(-1), n, "guessed pointwise from shapes")
 
 
-def bears_a_look(pattern: Pattern, moved: Mask, reacted: Indices) -> bool:
-    """Whether each row that reacted has an entry in one of the columns that moved (shape (n,))."""
+def bears_a_look(pattern: Pattern, moved: Mask, reacted: Mask) -> bool:
+    """Whether each row that reacted, shape (m,), has an entry in one of the columns that moved, shape (n,)."""
     expected = np.zeros(pattern.nnz + 1, dtype=np.int64)
     np.cumsum(moved[pattern.columns], out=expected[1:])
-    within = expected[pattern.starts[1:]] - expected[pattern.starts[:-1]]
-    return bool((within[reacted] > 0).all())
+    moves = expected[pattern.starts[1:]] > expected[pattern.starts[:-1]]
+    return bool((moves | ~reacted).all())
 
 
 class Refinement:

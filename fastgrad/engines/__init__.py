@@ -21,6 +21,7 @@ of grad_output shows too; a power of two, so that a linear backward gives the sa
 EXPANDED_VALUE = 1.25
 """Of an expanded cotangent: not 1, so that a constant 1 in its place shows."""
 
+GAPPED, HALVED, EXPANDED = range(3)
 COTANGENT_KINDS = (
     "a random grad_output, dense and non-contiguous",
     "a random grad_output, with half of its elements zero",

@@ -70,8 +70,11 @@ class Compression:
 def compress(problem: Problem, pattern: Pattern) -> Compression:
     """Colors columns and rows."""
     rows, columns = (torch.from_numpy(values).to(problem.device) for values in (pattern.rows(), pattern.columns))
-    starts, members = coloring.transpose(pattern.starts, pattern.columns, pattern.n)[:2]
-    colors = coloring.color(starts, members, pattern.m)
+    if np.diff(pattern.starts).max(initial=0) <= 1:
+        colors = np.zeros(pattern.n, dtype=np.int64)  # no two columns share a row
+    else:
+        starts, members, _ = coloring.transpose(pattern.starts, pattern.columns, pattern.n)
+        colors = coloring.color(starts, members, pattern.m)
     column_groups = _grouping(colors, colors[pattern.columns], 0, rows)
     row_groups = []
     for output in problem.outputs:
