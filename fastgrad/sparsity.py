@@ -68,14 +68,21 @@ class Pattern:
 
     def with_entries(self, rows: Indices, columns: Indices) -> Pattern:
         """These and more entries: rows and columns of one shape."""
-        keys = np.unique(np.concatenate([self.rows() * self.n + self.columns, rows * self.n + columns]))
-        return _from_keys(keys, self.m, self.n, self.origin)
+        rows, columns = np.concatenate([self.rows(), rows]), np.concatenate([self.columns, columns])
+        return _from_entries(rows, columns, self.m, self.n, self.origin)
 
 
-def _from_keys(keys: Indices, m: int, n: int, origin: str) -> Pattern:
-    """The pattern of ascending, distinct entries row * n + column."""
-    rows, columns = np.divmod(keys, max(1, n))
-    return Pattern(_starts(np.bincount(rows, minlength=m)), columns, n, origin)
+def _from_entries(rows: Indices, columns: Indices, m: int, n: int, origin: str) -> Pattern:
+    """The pattern of some entries, in any order and some of them several times."""
+    for _ in range(2):  # a stable sort by columns, then by rows
+        order, starts = coloring.bucket(columns, n)
+        rows, columns, m, n = columns[order], rows[order], n, m
+    again = np.zeros(rows.size, dtype=np.bool_)
+    again[1:] = (rows[1:] == rows[:-1]) & (columns[1:] == columns[:-1])
+    if again.any():
+        rows, columns = rows[~again], columns[~again]
+        starts = _starts(np.bincount(rows, minlength=m))
+    return Pattern(starts, columns, n, origin)
 
 
 def _starts(counts: Indices) -> Indices:
@@ -141,6 +148,7 @@ class Refinement:
         self._sources = sum(block.size for block in blocks)
         self.probes = 0
         self._order = np.arange(self._sources)
+        self._is_in_order = True
         blocks = [block for block in blocks if block.size]
         self._units: list[Indices] = []
         reached = [self._arrange(block) for block in blocks]
@@ -178,6 +186,7 @@ class Refinement:
             coordinates = np.arange(block.first, block.first + block.size).reshape(*shape, width)
             permuted = coordinates.transpose(*order, len(shape))
             self._order[block.first : block.first + block.size] = permuted.reshape(-1)
+            self._is_in_order &= order == sorted(order)
         # What one index of each dimension holds, ascending, from one element to the whole.
         units = {width}
         inside = width
@@ -194,7 +203,11 @@ class Refinement:
         settled = (self._idle >= PATIENCE) & (blocks[self._tensor] >= BLOCKS_BEFORE_GIVING_UP)
         divisible = self._last - self._first > smallest[self._tensor]
         self._active = np.flatnonzero(divisible & ~settled & (np.diff(self._starts) > 0))
-        self._colors = coloring.color(*_select(self._starts, self._members, self._active), self._targets)
+        starts, members = _select(self._starts, self._members, self._active)
+        if members.size <= self._targets and np.bincount(members, minlength=1).max() <= 1:
+            self._colors = np.zeros(self._active.size, dtype=np.int64)  # no two share a target
+        else:
+            self._colors = coloring.color(starts, members, self._targets)
 
     @property
     def is_done(self) -> bool:
@@ -248,8 +261,11 @@ class Refinement:
         marks = np.zeros(self._sources + 1, dtype=np.int8)
         marks[first] += 1
         marks[last] -= 1
-        selection = np.empty(self._sources, dtype=np.bool_)
-        selection[self._order] = np.cumsum(marks[:-1], dtype=np.int8)
+        selected = np.cumsum(marks[:-1], dtype=np.int8).view(np.bool_)
+        if self._is_in_order:
+            return selected
+        selection = np.empty_like(selected)
+        selection[self._order] = selected
         return selection
 
     def _replace(self, middle: Indices, children: Indices, found: Indices) -> None:
@@ -299,17 +315,20 @@ def refined(
 ) -> Pattern | None:
     """The pattern from the side that settles first; None where that takes more probes or entries than given.
 
-    The two sides take turns, so that neither is waited for long: a Jacobian may be hopeless from one
-    side and trivial from the other. A side that gives up, with most entries possible, ends nothing.
+    The two sides take turns, each until it has taken twice as many probes as the other: a Jacobian may
+    be hopeless from one side and trivial from the other, and VJPs after evaluations need a new graph. A
+    side that gives up, with most entries possible, ends nothing.
     """
+    side = columns
     n, m = sum(block.size for block in inputs), sum(block.size for block in outputs)
     while True:
         settled = [side for side in (columns, rows) if side.is_done]
         best = min(settled, key=lambda side: side.entries, default=None)
         if best is not None and (len(settled) == 2 or best.entries <= n * m / 2):
             break
-        going = (side for side in (columns, rows) if not side.is_done)
-        side = min(going, key=lambda side: side.probes + side.next_cost)
+        other = rows if side is columns else columns
+        if side.is_done or (side.probes > 2 * other.probes and not other.is_done):
+            side = other
         if columns.probes + rows.probes + side.next_cost > most_probes:
             return None
         side.refine()
@@ -319,13 +338,13 @@ def refined(
     i, j = (targets, sources) if best is columns else (sources, targets)
     i, row_width = _elements(i, outputs)
     j, column_width = _elements(j, inputs)
-    keys = [
-        ((i + di) * n + j + dj)[(di < row_width) & (dj < column_width)]
-        for di in range(1 + any(block.is_complex for block in outputs))
-        for dj in range(1 + any(block.is_complex for block in inputs))
-    ]
-    probes = f"{columns.probes} evaluations and {rows.probes} VJPs"
-    return _from_keys(np.unique(np.concatenate(keys)), m, n, f"probed by {probes}")
+    entries = []
+    for di in range(1 + any(block.is_complex for block in outputs)):
+        for dj in range(1 + any(block.is_complex for block in inputs)):
+            within = (di < row_width) & (dj < column_width)
+            entries.append(((i + di)[within], (j + dj)[within]))
+    i, j = (np.concatenate(side) for side in zip(*entries, strict=True)) if len(entries) > 1 else (i, j)
+    return _from_entries(i, j, m, n, f"probed by {columns.probes} evaluations and {rows.probes} VJPs")
 
 
 def _elements(coordinates: Indices, blocks: Sequence[Block]) -> tuple[Indices, Indices]:
