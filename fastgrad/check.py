@@ -8,6 +8,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fastgrad.attributes import (
@@ -126,7 +127,15 @@ def _screened(problem: Problem, settings: Settings, notes: list[str]) -> Failure
     else:
         screens = [screen] * settings.check_backward_ad + [screen_forward] * settings.check_forward_ad
     for run in screens:
-        found = run(problem, settings)
+        try:
+            found = run(problem, settings)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception:
+            # Of func, next to x: where it takes single steps only, the exact engine may still decide.
+            if not is_affordable(problem):
+                raise
+            return _exact(problem, settings, notes)[1]
         if found.failure is not None and found.failure.kind == "nonlinear" and is_affordable(problem):
             # Every entry may say which output and input it is about.
             return _exact(problem, settings, notes)[1] or found.failure

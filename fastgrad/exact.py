@@ -66,7 +66,7 @@ class _Learnt:
 @phase("compressed Jacobians")
 def check_by_structure(problem: Problem, settings: Settings, look: FirstLook, notes: list[str]) -> Outcome | None:
     """The verdict on all Jacobians in reverse mode; None where no structure makes it cheaper than the dense engine."""
-    if not bool(look.base.isfinite().all()):
+    if look.reacted is None or not bool(look.base.isfinite().all()):
         return None
     pattern = _guess(problem, settings, look)
     probed = False
@@ -105,7 +105,8 @@ def _guess(problem: Problem, settings: Settings, look: FirstLook) -> Pattern | N
     pattern = sparsity.guess(problem.inputs, problem.outputs)
     if pattern is None or pattern.nnz > most_entries(settings):
         return None
-    return pattern if sparsity.bears_a_look(pattern, look.moved, look.reacted) else None
+    seen = look.reacted is not None and sparsity.bears_a_look(pattern, look.moved, look.reacted)
+    return pattern if seen else None
 
 
 def _probe(problem: Problem, settings: Settings, look: FirstLook) -> Pattern | None:

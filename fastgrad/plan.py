@@ -68,13 +68,13 @@ class FirstLook:
     moved
         The coordinates, a random half, that differ between the two points: shape (n,).
     reacted
-        The outputs that do: shape (m,).
+        The outputs that do: shape (m,). None where func raises there.
     """
 
     record_graph: bool
     base: Tensor
     moved: NDArray[np.bool_]
-    reacted: NDArray[np.bool_]
+    reacted: NDArray[np.bool_] | None
 
 
 def first_look(problem: Problem, settings: Settings) -> FirstLook:
@@ -84,7 +84,13 @@ def first_look(problem: Problem, settings: Settings) -> FirstLook:
     """
     half = direction(problem.n, settings.seed, GRAPH_STREAM, halved=True)
     displacement = problem.displacement(half.to(problem.device), settings.eps)
-    base, next_to_x = problem.evaluate(True), problem.evaluate(True, displacement)
+    base = problem.evaluate(True)
+    try:
+        next_to_x = problem.evaluate(True, displacement)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception:
+        return FirstLook(True, base, half.numpy() != 0, None)
     record_graph = True
     if torch.is_grad_enabled():
         try:

@@ -319,7 +319,11 @@ def refined(
     be hopeless from one side and trivial from the other, and VJPs after evaluations need a new graph. A
     side that gives up, with most entries possible, ends nothing.
     """
-    side = columns
+
+    def spent(side: Refinement) -> int:
+        return side.probes + side.next_cost
+
+    side = min((columns, rows), key=spent)
     n, m = sum(block.size for block in inputs), sum(block.size for block in outputs)
     while True:
         settled = [side for side in (columns, rows) if side.is_done]
@@ -327,7 +331,7 @@ def refined(
         if best is not None and (len(settled) == 2 or best.entries <= n * m / 2):
             break
         other = rows if side is columns else columns
-        if side.is_done or (side.probes > 2 * other.probes and not other.is_done):
+        if side.is_done or (not other.is_done and spent(side) > 2 * spent(other)):
             side = other
         if columns.probes + rows.probes + side.next_cost > most_probes:
             return None

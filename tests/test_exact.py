@@ -1,0 +1,286 @@
+"""The compressed engine: what structures cost, wrong entries named, and functions that mislead probes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+import fastgrad
+from fastgrad import sparsity
+from fastgrad.check import check
+from fastgrad.report import Report, Settings
+
+ENGINES = ["auto", "dense", "compressed", "sketch"]
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, dtype=dtype, generator=generator).requires_grad_()
+
+
+def compressed(func: Callable[..., Any], *inputs: Tensor, **settings: Any) -> Report:
+    report = check(func, inputs, Settings(engine="compressed", **settings))
+    assert report.plan is not None
+    assert report.plan.engine == "compressed"
+    return report
+
+
+def function(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A custom Function of one input: backward(x, grad) is its gradient."""
+
+    class Custom(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: FunctionCtx, x: Tensor) -> Any:
+            ctx.save_for_backward(x)
+            return forward(x)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            return backward(x, *grads)
+
+    return Custom.apply  # type: ignore[no-any-return]
+
+
+COMPLEX = torch.complex128
+STRUCTURES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int, int]] = {
+    # function, inputs, column groups, row groups
+    "sin": (torch.sin, (normal(4000),), 1, 1),
+    "mul, broadcast": (torch.mul, (normal(30, 40), normal(40)), 2, 30),
+    "softmax": (lambda x: x.softmax(-1), (normal(200, 16),), 16, 16),
+    "transpose": (lambda x: x.t().exp(), (normal(60, 70),), 1, 1),
+    "gather": (lambda x: x[torch.arange(1999, -1, -1)], (normal(2000),), 1, 1),
+    "sort": (lambda x: x.sort().values, (normal(1000),), 1, 1),
+    "bmm": (torch.bmm, (normal(40, 4, 5), normal(40, 5, 3)), 10, 5),
+    "convolution": (torch.nn.functional.conv1d, (normal(2, 3, 100), normal(4, 3, 3)), 20, 200),
+    "max pool": (lambda x: torch.nn.functional.max_pool1d(x, 3), (normal(4, 300),), 1, 1),
+    "diff": (torch.diff, (normal(1000),), 2, 2),
+    "complex exp": (torch.exp, (normal(500, dtype=COMPLEX),), 2, 2),
+    "complex to real": (torch.abs, (normal(500, dtype=COMPLEX),), 2, 1),
+    "real to complex": (lambda x: torch.complex(x, x.sin()), (normal(500),), 1, 2),
+    "fft of rows": (lambda x: torch.fft.fft(x), (normal(60, 8, dtype=COMPLEX),), 16, 16),
+    "two outputs": (lambda x: (x.sin(), x.cos()), (normal(1000),), 1, 2),
+    "batched inverse": (torch.linalg.inv, ((normal(50, 3, 3) + 5 * torch.eye(3)).detach().requires_grad_(),), 9, 9),
+}
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_what_a_structure_costs(name: str) -> None:
+    func, inputs, columns, rows = STRUCTURES[name]
+    report = compressed(func, *inputs)
+    assert report.passed
+    assert report.notes == ()
+    plan = report.plan
+    assert plan is not None
+    assert plan.column_groups is not None
+    assert plan.row_groups is not None
+    assert plan.column_groups <= columns
+    assert plan.row_groups <= rows
+    probing = 6 * max(columns, rows).bit_length() * max(report.n, report.m).bit_length() + 20
+    assert report.evaluations <= 20 + 2 * columns + probing
+    assert report.vjps <= 12 + rows + probing
+
+
+def test_a_guess_costs_sixteen_evaluations_and_six_vjps() -> None:
+    report = compressed(torch.sin, normal(100_000))
+    assert report.passed
+    assert report.evaluations <= 16
+    assert report.vjps <= 6
+
+
+def test_blind_costs_sixty_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparsity, "guess", lambda inputs, outputs: None)
+    report = check(torch.sin, (normal(100_000),), Settings())
+    assert report.passed
+    assert report.plan is not None
+    assert report.plan.engine == "compressed"
+    assert report.evaluations <= 60
+
+
+def test_one_side_is_hopeless_and_the_other_trivial() -> None:
+    x = normal(5, 5, 5)
+    calls = 0
+
+    def func(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return x.repeat(5, 5, 5, 5)
+
+    assert fastgrad.gradgradcheck(func, (x,))
+    assert calls <= 1300
+
+
+def test_auto_keeps_to_the_dense_engine_where_nothing_is_sparse() -> None:
+    weight = normal(60, 60).detach()
+    report = check(lambda x: weight @ x, (normal(60),), Settings())
+    assert report.passed
+    assert report.plan is not None
+    assert report.plan.engine == "dense"
+    assert report.evaluations <= 1.3 * 2 * 60 + 8
+
+
+SIN: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, int] | None]] = {
+    # What stands in the place of grad * cos(x), and the wrong entry.
+    "one entry": (lambda x, g: _changed(g * x.cos(), 777, 0.01 * g[777]), (777, 777)),
+    "an entry off the pattern": (lambda x, g: _changed(g * x.cos(), 777, 0.01 * g[20]), (20, 777)),
+    "rolled": (lambda x, g: (g * x.cos()).roll(1), None),
+    "zero": (lambda x, g: 0 * g, None),
+    "scaled by 1.01": (lambda x, g: 1.01 * g * x.cos(), None),
+    "clamps grad_output": (lambda x, g: g.clamp(-1, 1) * x.cos(), None),
+    "ignores grad_output": (lambda x, g: x.cos(), None),
+}
+
+
+def _changed(values: Tensor, where: int, by: Tensor) -> Tensor:
+    values = values.clone()
+    values[where] += by
+    return values
+
+
+@pytest.mark.parametrize("blind", [False, True])
+@pytest.mark.parametrize("name", SIN)
+def test_wrong_gradients_fail(name: str, blind: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if blind:
+        monkeypatch.setattr(sparsity, "guess", lambda inputs, outputs: None)
+    backward, entry = SIN[name]
+    report = compressed(function(torch.sin, backward), normal(2000))
+    assert report.failure is not None
+    if entry is not None:
+        assert report.failure.comparison is not None
+        worst = report.failure.comparison.worst
+        assert worst is not None
+        assert (worst.output_index, worst.input_index) == ((entry[0],), (entry[1],))
+    assert report.evaluations + report.vjps <= 300
+
+
+def test_a_dependence_that_the_backward_ignores() -> None:
+    func = function(lambda x: _changed(x.sin(), 20, 0.01 * x[777]), lambda x, g: g * x.cos())
+    report = compressed(func, normal(2000))
+    assert report.failure is not None
+    assert report.failure.comparison is not None
+    worst = report.failure.comparison.worst
+    assert worst is not None
+    assert (worst.output_index, worst.input_index) == ((20,), (777,))
+
+
+def test_entries_that_a_guess_misses_are_learnt() -> None:
+    """Neighbors are coupled by a term that vanishes at every other point: the look cannot refute the guess."""
+    x = normal(300)
+
+    def func(v: Tensor) -> Tensor:
+        return v.sin() + torch.where(torch.arange(300) == 150, 0.01 * v[7], 0.0)
+
+    report = compressed(func, x)
+    assert report.passed
+    wrong = function(func, lambda v, g: g * v.cos())
+    assert not compressed(wrong, x).passed
+
+
+def _noisy(x: Tensor) -> Tensor:
+    return x.sin() + 1e-13 * torch.rand(x.shape, dtype=x.dtype)
+
+
+class _Stateful:
+    """Another rounding at every call, as from a cache that is built up."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x.sin() * (1 + 2.0**-50 * (self.calls % 3))
+
+
+def _two_paths(x: Tensor) -> Tensor:
+    return x.sin() if torch.is_grad_enabled() else x.double().sin() * (1 + 2.0**-40)
+
+
+class _Fragile:
+    """Raises where only some elements have moved."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x.detach().clone()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        moved = int((x.detach() != self.x).sum())
+        if 1 < moved < x.numel():
+            raise RuntimeError("some of it moved")
+        return x.sin()
+
+
+class _Closure:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.x.flip(0)
+
+
+X = normal(160)
+ZERO = torch.cat([torch.zeros(80, dtype=torch.float64), normal(80, seed=1).detach()]).requires_grad_()
+WIDE = (10.0 ** torch.linspace(-12, 12, 160, dtype=torch.float64)).requires_grad_()
+MISLEADING: dict[str, tuple[Callable[[], Callable[..., Any]], Tensor]] = {
+    "two inputs that matter only together": (lambda: lambda x: x + (x[3] - X[3].item()) * (x[9] - X[9].item()), X),
+    "a term that is zero at x": (lambda: lambda x: x[:80] * x[80:], ZERO),
+    "a jump next to x": (lambda: lambda x: x.sin() + (x > X.detach() + 1e-4).double(), X),
+    "noise": (lambda: _noisy, X),
+    "state between calls": (_Stateful, X),
+    "a closure over the input": (lambda: _Closure(X), X),
+    "raises when probed": (lambda: _Fragile(X), X),
+    "another path under no_grad": (lambda: _two_paths, X),
+    "all magnitudes": (lambda: lambda x: 3 * x, WIDE),
+    "all magnitudes, squared": (lambda: lambda x: (x * x).sqrt(), WIDE),
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", MISLEADING)
+def test_misleading_functions(name: str, engine: str) -> None:
+    make, x = MISLEADING[name]
+    keywords: dict[str, Any] = {"engine": engine, "fast_mode": engine == "sketch"}
+    right = make()
+    assert fastgrad.gradcheck(right, (x,), **keywords)
+    report = check(right, (x,), Settings(**keywords))
+    assert report.evaluations + report.vjps <= 4 * (2 * 160 + 160)
+
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: FunctionCtx, output: Tensor) -> Tensor:
+            return output.clone()
+
+        @staticmethod
+        def backward(ctx: FunctionCtx, grad: Tensor) -> Tensor:  # type: ignore[override]
+            return _changed(grad, 33, 0.1 * grad[33])
+
+    assert not fastgrad.gradcheck(lambda x: Wrong.apply(right(x)), (x,), **keywords, raise_exception=False)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_engine_asked_for_is_in_the_message(engine: str) -> None:
+    func = function(torch.sin, SIN["one entry"][0])
+    with pytest.raises(fastgrad.GradcheckError) as raised:
+        fastgrad.gradcheck(func, normal(800), engine=engine, fast_mode=engine == "sketch")
+    expected = "compressed: 1 column group, 1 row group" if engine in ("auto", "compressed") else f"{engine}: "
+    assert expected in str(raised.value)
+
+
+def test_memory_stays_near_the_vectors() -> None:
+    n = 1_000_000
+    x = normal(n)
+    func = torch.sin
+    fastgrad.gradcheck(func, x)  # what the first check of a process allocates for good
+    torch.manual_seed(0)
+    peak = 0
+    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        fastgrad.gradcheck(func, x)
+    held = 0
+    for event in profile.events() or []:
+        if event.name == "[memory]":
+            held += event.cpu_memory_usage if hasattr(event, "cpu_memory_usage") else 0
+            peak = max(peak, held)
+    assert peak <= 25 * n * 8
