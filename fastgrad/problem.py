@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
@@ -14,6 +13,7 @@ from torch.autograd import forward_ad
 from fastgrad import _native, _torch
 from fastgrad._torch import phase
 from fastgrad.coordinates import Block, block_with, blocks_of, memory_of, overlap, overlaps_itself, own_values
+from fastgrad.errors import warn
 from fastgrad.report import modulus
 from fastgrad.tolerances import relative_step
 
@@ -50,10 +50,9 @@ def _differentiable_inputs(inputs: tuple[Any, ...]) -> list[int]:
     for i in positions:
         value = inputs[i]
         if value.dtype not in (torch.float64, torch.complex128):
-            warnings.warn(
+            warn(
                 f"Input #{i} requires gradient and is not a double precision floating point or complex tensor, but "
-                f"{value.dtype}: differences with a small eps drown in its rounding, and the check will likely fail.",
-                stacklevel=2,
+                f"{value.dtype}: differences with a small eps drown in its rounding, and the check will likely fail."
             )
         if value.is_nested:
             raise NotImplementedError(f"fastgrad checks no nested tensors; input {i} is one.")
