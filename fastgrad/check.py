@@ -151,8 +151,19 @@ def _jacobian_failure(problem: Problem, plan: Plan, settings: Settings, notes: l
                     return failure
         if forward is not None:
             forward.add(first, columns)
-    failure = proof.failure() if settings.check_backward_ad and proof is not None else None
+    failure = _proof_failure(problem, proof, settings) if settings.check_backward_ad and proof is not None else None
     return forward.failure() if failure is None and forward is not None else failure
+
+
+def _proof_failure(problem: Problem, proof: LinearityProof, settings: Settings) -> Failure | None:
+    """The proof's failure, or that of gradients of a wrong layout, which may raise where they are made strided."""
+    try:
+        return proof.failure()
+    except RuntimeError:
+        failure = check_zero_grad_output(problem, settings)
+        if failure is None:
+            raise
+        return failure
 
 
 class ForwardComparison:

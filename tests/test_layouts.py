@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.gradcheck import GradcheckError
 
 import fastgrad
 from fastgrad.coordinates import memory_of
@@ -226,6 +227,61 @@ def test_no_differentiable_output_counts_unspecified_elements_unless_masked() ->
     assert not verdict(fastgrad.gradcheck, func, sparse(torch.sparse_coo))
     # Torch forgets to densify here, and misses a derivative of 2.
     assert verdict(torch.autograd.gradcheck, func, sparse(torch.sparse_coo))
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_the_same_sparse_tensor_twice_is_one_input(layout: torch.layout) -> None:
+    def product(s: Tensor, t: Tensor, masked: bool, factor: float = 1.0) -> Tensor:
+        return s.to_dense(masked_grad=masked) * (t * factor).to_dense(masked_grad=masked)
+
+    for masked in (False, True):
+        s = sparse(layout)
+        func = lambda s, t, m=masked: product(s, t, m)  # noqa: E731
+        wrong = lambda s, t, m=masked: product(s, t.detach(), m)  # noqa: E731
+        assert fastgrad.gradcheck(func, (s, s), masked=masked)
+        assert not fastgrad.gradcheck(wrong, (s, s), masked=masked, raise_exception=False)
+        # Torch densifies each place by itself, and perturbs one.
+        assert verdict(torch.autograd.gradcheck, func, (s, s), masked=masked) == masked
+
+
+class KeepsGradients(torch.autograd.Function):
+    """3 s, dense; hands on a sparse gradient where grad_output is undefined."""
+
+    @staticmethod
+    def forward(ctx: Any, s: Tensor, invented: float) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(s)
+        ctx.invented = invented
+        return 3 * s.to_dense()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        (s,) = ctx.saved_tensors
+        return s.detach() * ctx.invented if grad is None else 3 * grad.sparse_mask(s.detach()), None
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sparse_gradients_of_undefined_grad_outputs(layout: torch.layout) -> None:
+    with pytest.raises((NotImplementedError, RuntimeError), match=r"aten::eq|unsupported tensor layout"):
+        torch.autograd.gradcheck(lambda s: KeepsGradients.apply(s, 0.0), sparse(layout), masked=True)
+    assert fastgrad.gradcheck(lambda s: KeepsGradients.apply(s, 0.0), sparse(layout), masked=True)
+    with (
+        pytest.warns(UserWarning, match="Backwards compatibility"),
+        pytest.raises(fastgrad.GradcheckError, match="undefined or zero"),
+    ):
+        fastgrad.gradcheck(lambda s: KeepsGradients.apply(s, 0.5), sparse(layout), masked=True)
+
+
+def test_gradients_that_lose_their_dense_dimension_are_named() -> None:
+    """The sum that autograd makes of two gradients in CSR with a dense dimension, in torch 2.13."""
+    values = torch.ones(2, 3, 2, dtype=torch.float64)
+    func = lambda s: ((s * 1.5).to_dense(), s.to_dense())  # noqa: E731
+    for check in (torch.autograd.gradcheck, fastgrad.gradcheck):
+        s = values.to_sparse_csr(dense_dim=1).requires_grad_()
+        with pytest.raises(
+            GradcheckError, match="grad is sparse_csr tensor, but has incorrect dense_dim 0, expected 1"
+        ):
+            check(func, s, masked=True)
 
 
 @pytest.mark.filterwarnings("ignore:Input #0 requires gradient")
