@@ -139,6 +139,7 @@ class Problem:
     def __init__(self, func: Callable[..., Any], arguments: tuple[Any, ...], masked: bool = False) -> None:
         positions = _differentiable_inputs(arguments)
         memories = {position: memory_of(arguments[position], masked) for position in positions}
+        self._memories = memories
         self.inputs = blocks_of(arguments, positions, once=True, memories=memories)
         self.n = sum(block.size for block in self.inputs)
         self.outputs: tuple[Block, ...] = ()
@@ -298,7 +299,9 @@ class Problem:
     def base(self) -> Tensor:
         """The outputs at x: float64, shape (m,); evaluated once."""
         if self._base is None:
-            self._base = self.evaluate(True)
+            # Where func gets stand-ins while inputs are perturbed, it may depend on what they specify.
+            stands_in = any(memory is not None and memory.stand_in is not None for memory in self._memories.values())
+            self._base = self.evaluate(True, torch.zeros(self.n, dtype=torch.float64) if stands_in else None)
         return self._base
 
     def _selected(self, result: Any) -> tuple[Tensor, ...]:

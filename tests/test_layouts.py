@@ -244,6 +244,23 @@ def test_the_same_sparse_tensor_twice_is_one_input(layout: torch.layout) -> None
         assert verdict(torch.autograd.gradcheck, func, (s, s), masked=masked) == masked
 
 
+def test_sparse_inputs_without_gradients_are_passed_through() -> None:
+    s = sparse(torch.sparse_coo).detach()
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(6, 2).requires_grad_()
+    seen = []
+
+    def softmax_times(s: Tensor, x: Tensor) -> Tensor:
+        seen.append(s)
+        return torch.sparse.softmax(s, 1).to_dense() @ x
+
+    assert fastgrad.gradcheck(softmax_times, (s, x))
+    assert all(each is s for each in seen)
+    wrong = lambda s, x: softmax_times(s, x.detach()) + 0 * x.sum()  # noqa: E731
+    assert not fastgrad.gradcheck(wrong, (s, x), raise_exception=False)
+    # Torch specifies all elements of s for the differences.
+    assert not verdict(torch.autograd.gradcheck, softmax_times, (s, x))
+
+
 class KeepsGradients(torch.autograd.Function):
     """3 s, dense; hands on a sparse gradient where grad_output is undefined."""
 

@@ -83,13 +83,17 @@ KINDS = {
     "batched second order": Kind("gradgradcheck", {"check_batched_grad": True}, ("double backward", "backward")),
     "batched forward": Kind(keywords={"check_forward_ad": True, "check_batched_forward_grad": True}, levels=("jvp",)),
     "sparse": Kind(keywords={"masked": False}, sparse=True, weight=4),
+    "sparse second order": Kind("gradgradcheck", {"masked": False}, ("double backward", "backward"), sparse=True),
     "masked": Kind(keywords={"masked": True}, sparse=True, weight=4),
 }
 
 
 @dataclass(frozen=True, repr=False)
 class Program(Short):
-    """func and inputs as data, with how to check them; own: keywords that only fastgrad knows."""
+    """func and inputs as data, with how to check them.
+
+    own: keywords that only fastgrad knows; captures: func holds the sparse inputs that do not require grad.
+    """
 
     kind: str
     inputs: tuple[Input, ...]
@@ -97,6 +101,7 @@ class Program(Short):
     outputs: tuple[tuple[int, str], ...]
     keywords: tuple[tuple[str, Any], ...] = ()
     own: tuple[tuple[str, Any], ...] = ()
+    captures: bool = False
 
     @property
     def error(self) -> str | None:
@@ -119,17 +124,27 @@ class Program(Short):
         return results if isinstance(results, tuple) else (results,)
 
     def make_inputs(self) -> tuple[Tensor, ...]:
+        """What func takes."""
+        return tuple(x for i, x in enumerate(self._made()) if not self._captured(i))
+
+    def _made(self) -> list[Tensor]:
         made: list[Tensor] = []
         for value in self.inputs:
             made.append(value.make() if value.same_as is None else made[value.same_as])
-        return tuple(made)
+        return made
+
+    def _captured(self, number: int) -> bool:
+        value = self.inputs[number]
+        return self.captures and value.layout in SPARSE and not value.requires_grad
 
     def make_func(self) -> Callable[..., Any]:
         """A fresh function: what a planted error remembers does not pass from one check to the next."""
         functions = [step.function() for step in self.steps]
+        own = self._made()
 
         def func(*inputs: Tensor) -> Any:
-            values = list(inputs)
+            given = iter(inputs)
+            values = [x if self._captured(i) else next(given) for i, x in enumerate(own)]
             for step, function in zip(self.steps, functions, strict=True):
                 values.append(function(*(values[i] for i in step.values)))
             outputs = tuple(OUTPUTS[how](values[i]) for i, how in self.outputs)
@@ -153,9 +168,12 @@ def _inputs(pick: Pick, sparse: bool, lazy: bool, small: bool) -> tuple[Input, .
         layout = pick(list(SPARSE))
         shape = tuple(pick([2, 3, 4, 1]) for _ in range(SPARSE_DIMS[layout])) + (2,) * DENSE_DIMS[layout]
         fill = pick(["normal"] * 4 + ["full", "integers", "zeros"])
-        made.append(Input(shape, pick(["float64", "float64", "complex128"]), layout, fill, pick(range(100))))
+        # A gradient in a sparse layout is a sparse output of the backward, which no check takes.
+        tracked = not small or _rarely(pick, 4)
+        dtype = pick(["float64", "float64", "complex128"])
+        made.append(Input(shape, dtype, layout, fill, pick(range(100)), tracked))
         if _rarely(pick, 4):
-            made.append(replace(made[0], seed=pick(range(100)), requires_grad=pick([True, False])))
+            made.append(replace(made[0], seed=pick(range(100)), requires_grad=tracked and pick([True, False])))
         elif _rarely(pick, 12):
             made.append(replace(made[0], same_as=0))
     for _ in range(pick([1, 2] if small else [0, 1, 2] if sparse else [1, 2, 3])):

@@ -106,6 +106,8 @@ def main() -> int:
     print(f"differences: {_counts(each.row or 'unlisted' for each in found if each.differ)}")
     wrong = [each for each in found if each.program.error not in (None, "right")]
     print(f"{len(wrong)} programs with planted errors, fastgrad says {_counts(each.own.word for each in wrong)}")
+    for name in sorted({str(each.program.error) for each in wrong}):
+        print(f"  {name}: {_counts(each.own.word for each in wrong if each.program.error == name)}")
     print(
         f"{len(found)} programs, {sum(each.flaws is None for each in found)} of unknown truth, "
         f"{sum(each.alarm for each in found)} alarms"
