@@ -143,6 +143,8 @@ class Program(Short):
         own = self._made()
 
         def func(*inputs: Tensor) -> Any:
+            if len(inputs) != sum(not self._captured(i) for i in range(len(own))):
+                raise TypeError(f"func got {len(inputs)} arguments")
             given = iter(inputs)
             values = [x if self._captured(i) else next(given) for i, x in enumerate(own)]
             for step, function in zip(self.steps, functions, strict=True):
