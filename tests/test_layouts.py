@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
 import fastgrad
+from fastgrad.check import check
 from fastgrad.coordinates import memory_of
+from fastgrad.report import Settings
 
 LAYOUTS = [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc]
 
@@ -110,8 +112,8 @@ def elements(s: Tensor) -> Tensor:
     return memory.elements
 
 
-def verdict(check: Any, *arguments: Any, **keywords: Any) -> bool:
-    return check(*arguments, raise_exception=False, check_undefined_grad=False, **keywords)
+def verdict(checker: Any, *arguments: Any, **keywords: Any) -> bool:
+    return checker(*arguments, raise_exception=False, check_undefined_grad=False, **keywords)
 
 
 @pytest.mark.parametrize("name", INPUTS)
@@ -178,8 +180,8 @@ def test_products_with_dense_tensors(layout: torch.layout, masked: bool) -> None
     weight = torch.randn(6, 2, dtype=torch.float64, requires_grad=True)
     func = lambda s, w: torch.sparse.mm(s, w)  # noqa: E731
     results = [
-        verdict(check, func, (sparse(layout), weight), masked=masked)
-        for check in (fastgrad.gradcheck, torch.autograd.gradcheck)
+        verdict(checker, func, (sparse(layout), weight), masked=masked)
+        for checker in (fastgrad.gradcheck, torch.autograd.gradcheck)
     ]
     assert results[0] == results[1]
     assert fastgrad.gradgradcheck(func, (sparse(layout).detach(), weight))
@@ -222,8 +224,8 @@ def test_values_are_restored_whatever_func_does(layout: torch.layout, masked: bo
 
 def test_no_differentiable_output_counts_unspecified_elements_unless_masked() -> None:
     func = lambda s: s.detach().to_dense()[0, 0] * 2  # noqa: E731  ([0, 0] is not specified)
-    for check in (fastgrad.gradcheck, torch.autograd.gradcheck):
-        assert verdict(check, func, sparse(torch.sparse_coo), masked=True)
+    for checker in (fastgrad.gradcheck, torch.autograd.gradcheck):
+        assert verdict(checker, func, sparse(torch.sparse_coo), masked=True)
     assert not verdict(fastgrad.gradcheck, func, sparse(torch.sparse_coo))
     # Torch forgets to densify here, and misses a derivative of 2.
     assert verdict(torch.autograd.gradcheck, func, sparse(torch.sparse_coo))
@@ -261,6 +263,26 @@ def test_sparse_inputs_without_gradients_are_passed_through() -> None:
     assert not verdict(torch.autograd.gradcheck, softmax_times, (s, x))
 
 
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_values_that_depend_on_what_is_specified(layout: torch.layout) -> None:
+    """Differences, and the values in their middle, are of a copy that specifies all elements."""
+    func = lambda s: s.to_dense(masked_grad=False) * 3 + 1e3 * s._nnz()  # noqa: E731
+    wrong = lambda s: func(s).detach() + 0 * func(s)  # noqa: E731
+    for settings in (Settings(), Settings(fast_mode=True, engine="sketch")):
+        report = check(func, sparse(layout), settings)
+        assert report.passed
+        assert not report.notes
+        assert not check(wrong, sparse(layout), settings).passed
+
+
+def test_a_lost_gradient_of_what_is_specified_nowhere() -> None:
+    softmax = lambda s: torch.sparse.softmax(s, 1).to_dense()  # noqa: E731
+    lost = lambda s: softmax(s).detach() + 0 * s.to_dense(masked_grad=False)  # noqa: E731
+    for own in ({}, {"fast_mode": True, "engine": "sketch"}):
+        assert not verdict(fastgrad.gradcheck, lost, empty(), **own)
+    assert not verdict(torch.autograd.gradcheck, lost, empty())
+
+
 class KeepsGradients(torch.autograd.Function):
     """3 s, dense; hands on a sparse gradient where grad_output is undefined."""
 
@@ -293,12 +315,12 @@ def test_gradients_that_lose_their_dense_dimension_are_named() -> None:
     """The sum that autograd makes of two gradients in CSR with a dense dimension, in torch 2.13."""
     values = torch.ones(2, 3, 2, dtype=torch.float64)
     func = lambda s: ((s * 1.5).to_dense(), s.to_dense())  # noqa: E731
-    for check in (torch.autograd.gradcheck, fastgrad.gradcheck):
+    for checker in (torch.autograd.gradcheck, fastgrad.gradcheck):
         s = values.to_sparse_csr(dense_dim=1).requires_grad_()
         with pytest.raises(
             GradcheckError, match="grad is sparse_csr tensor, but has incorrect dense_dim 0, expected 1"
         ):
-            check(func, s, masked=True)
+            checker(func, s, masked=True)
 
 
 @pytest.mark.filterwarnings("ignore:Input #0 requires gradient")
