@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from itertools import groupby
 from typing import Any
 
 from torch import Tensor
@@ -144,9 +143,8 @@ def _jacobian_failure(problem: Problem, plan: Plan, settings: Settings, notes: l
     forward = ForwardComparison(problem, plan, settings, notes) if settings.check_forward_ad else None
     for first, columns in dense.numerical_columns(problem, plan, settings.eps):
         if settings.check_backward_ad:
-            blocks = dense.row_blocks(problem, plan, first, columns)
-            for _, group in groupby(blocks, key=lambda block: (block.output.index, block.part)):
-                failure = _judge(problem, plan, group, settings, proof, notes)
+            for blocks in dense.row_blocks(problem, plan, first, columns):
+                failure = _judge(problem, plan, blocks, settings, proof, notes)
                 if failure is not None:
                     return failure
         if forward is not None:

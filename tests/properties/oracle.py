@@ -320,6 +320,8 @@ def _jvps(
 
     Gaps hold a finite number: what a jvp reads there and multiplies by zero is no flaw, and nobody looks for it.
     """
+    if not len(_flat(inputs)):
+        return  # no derivative, and no jvp is asked for one
     for name, vector in _vectors(len(_flat(inputs))):
         if name == "expanded" or (name == "zero" and not zero):
             continue
