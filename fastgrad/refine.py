@@ -25,6 +25,10 @@ SMALLEST_STEP = 1e-13
 
 RATIO = 4.0
 ORDER = 4
+STRAIGHT = 0.2
+"""Slopes at eps are of one straight line where they differ by at most this share of them, and of their distance to
+the refined one."""
+
 FINEST = 4
 """Steps whose scatter measures the noise of func."""
 
@@ -41,8 +45,9 @@ class Refinement:
         Whether the error is within the tolerance: bool, shape (rows,).
     left, right
         One-sided derivatives with the step eps: float64, shape (rows,).
-    stalled
-        Whether the finest steps do not move func at all: bool, shape (rows,).
+    doubtful
+        Whether func goes straight through x with another slope where steps are eps and larger, so that
+        the values come from its rounding: bool, shape (rows,).
     """
 
     values: Tensor
@@ -50,21 +55,12 @@ class Refinement:
     converged: Tensor
     left: Tensor
     right: Tensor
-    stalled: Tensor
+    doubtful: Tensor
 
     def is_kink(self, row: int, atol: float, rtol: float) -> bool:
         """Whether the one-sided derivatives differ by more than the tolerance."""
         left, right = self.left[row].item(), self.right[row].item()
         return abs(left - right) > 2 * (atol + rtol * max(abs(left), abs(right)))
-
-    def rounds_to_zero(self, atol: float) -> Tensor:
-        """Whether the derivative is zero only because func rounds: bool, shape (rows,).
-
-        Then a step of eps moves it on both sides; where x is next to a kink, on one.
-        """
-        left, right = self.left.abs(), self.right.abs()
-        both = torch.minimum(left, right) > (0.1 * torch.maximum(left, right)).clamp(min=atol)
-        return (self.values == 0) & self.stalled & both
 
 
 def refine_column(
@@ -106,9 +102,8 @@ def refine_column(
         missing = torch.full_like(base, torch.nan)
         no = torch.zeros_like(base, dtype=torch.bool)
         return Refinement(missing, missing.abs(), no, left, right, no)
-    stacked = torch.stack(differences)
     values, errors = _extrapolate(
-        stacked,
+        torch.stack(differences),
         torch.tensor(steps, dtype=torch.float64, device=base.device),
         _rounding(problem, rows, base, x),
         atol,
@@ -116,8 +111,16 @@ def refine_column(
     )
     # Not "errors > allowed": a NaN has not converged.
     converged = errors <= atol + rtol * values.abs()
-    stalled = (stacked[-FINEST:] == 0).all(0)
-    return Refinement(values, errors, converged, left, right, stalled)
+    doubtful = torch.zeros_like(converged)
+    wider = [difference for step, difference in zip(steps, differences, strict=True) if step >= RATIO * eps]
+    if wider:
+        # Next to a kink the two sides differ; under curvature, they or the wider step do.
+        middle = (left + right) / 2
+        apart = (middle - values).abs()
+        bent = torch.maximum((left - right).abs(), (wider[-1] - middle).abs())
+        straight = bent <= STRAIGHT * torch.minimum(apart, middle.abs())
+        doubtful = straight & (apart > atol + rtol * values.abs())
+    return Refinement(values, errors, converged, left, right, doubtful)
 
 
 def _rounding(problem: Problem, rows: Tensor, base: Tensor, x: float) -> Tensor:
@@ -234,9 +237,9 @@ def surviving(problem: Problem, record_graph: bool, settings: Settings, suspects
     converged = torch.stack([column.converged.reshape(shape).all(1) for column in columns]).all(0)
     difference = (suspects.analytical - values).abs()
     allowed = atol + rtol * values.abs()
-    rounded = torch.stack([column.rounds_to_zero(atol).reshape(shape).any(1) for column in columns]).any(0)
-    # A zero that is due to rounding excuses no zero.
-    converged &= ~(rounded & (difference <= allowed))
+    doubtful = torch.stack([column.doubtful.reshape(shape).any(1) for column in columns]).any(0)
+    # What is left of func below its own rounding excuses no gradient.
+    converged &= ~(doubtful & (difference <= allowed))
     wrong = ~(converged & (difference <= allowed))
     if not bool(wrong.any()):
         return None
@@ -280,6 +283,11 @@ def _cause(columns: list[Refinement], suspects: Suspects, worst: int, sure: bool
         return (
             f"func does not move at all for steps much below eps, and by {at_eps:.3g} x eps at eps: "
             "is something inside computed in a lower precision?"
+        )
+    if any(bool(column.doubtful[worst * width : (worst + 1) * width].any()) for column in columns):
+        return (
+            "steps much below eps give another derivative, though func goes straight through there: is something "
+            "inside computed in a lower precision?"
         )
     if not sure:
         return (
