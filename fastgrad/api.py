@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
@@ -13,10 +12,10 @@ from torch import Tensor
 
 from fastgrad._torch import hidden_from_dynamo
 from fastgrad.check import check
-from fastgrad.errors import GradcheckError
+from fastgrad.errors import GradcheckError, warn
 from fastgrad.messages import failure_message
 from fastgrad.problem import as_tuple
-from fastgrad.report import Settings
+from fastgrad.report import GradOutputs, Settings
 from fastgrad.second_order import Backward, differentiable_outputs, random_grad_outputs
 
 TensorOrTensors = Tensor | Sequence[Any]
@@ -66,6 +65,7 @@ def gradcheck(
         through. The same tensor may be given twice.
     eps
         Step of the differences; the step that is really taken, rounded to the input's dtype, divides.
+        A number, or a real tensor without dimensions, as are the tolerances.
     atol, rtol
         Absolute and relative tolerance.
     raise_exception
@@ -165,6 +165,7 @@ def gradcheck(
         seed=0 if seed is None else seed,
         confidence=1 - 1e-9 if confidence is None else float(confidence),
         memory_limit=memory_limit,
+        grad_outputs=func.made if isinstance(func, Backward) else None,
     )
     return _raise_or_return(func, inputs, settings, raise_exception)
 
@@ -222,12 +223,15 @@ def gradgradcheck(
     if check_batched_grad and not check_rev_over_rev:
         raise AssertionError("Setting check_batched_grad=True requires check_rev_over_rev to be True")
     inputs = as_tuple(inputs)
+    made: GradOutputs = "given"
     if grad_outputs is None or isinstance(grad_outputs, str):
         outputs = differentiable_outputs(func(*inputs))
         if grad_outputs is None:
             grads = random_grad_outputs(outputs, 0 if seed is None else seed, gen_non_contig_grad_outputs)
+            made = "non-contiguous" if gen_non_contig_grad_outputs else "random"
         elif grad_outputs == "ones":
             grads = tuple(torch.ones_like(output, requires_grad=False) for output in outputs)
+            made = "ones"
         else:
             raise ValueError(f'grad_outputs must be tensors, None or "ones", got {grad_outputs!r}.')
     else:
@@ -236,7 +240,7 @@ def gradgradcheck(
             if not isinstance(grad, Tensor):
                 raise TypeError(f"grad_outputs must be tensors, got {type(grad).__name__} as number {i}.")
     return gradcheck(
-        Backward(func, inputs, grads),
+        Backward(func, inputs, grads, made),
         inputs + grads,
         eps=eps,
         atol=atol,
@@ -277,7 +281,7 @@ def _masked(masked: bool | None, check_sparse_nnz: bool | None) -> bool | None:
     """The value of masked, given under its present or its old name."""
     if check_sparse_nnz is None:
         return masked
-    warnings.warn("check_sparse_nnz is the old name of masked: use masked.", FutureWarning, stacklevel=3)
+    warn("check_sparse_nnz is the old name of masked: use masked.", FutureWarning)
     if masked is not None and masked != check_sparse_nnz:
         raise ValueError(f"masked={masked} and check_sparse_nnz={check_sparse_nnz} contradict each other: give masked.")
     return check_sparse_nnz
@@ -291,6 +295,8 @@ def _number(name: str, value: Any, zero: bool = True) -> float:
     """The value of a keyword as a float, if it is a number at least zero (or above zero)."""
     if type(value) is float and 0 < value < math.inf:
         return value
+    if isinstance(value, Tensor) and value.ndim == 0 and not value.is_meta:
+        value = value.item()  # torch's arithmetic takes tensors of one number, too
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}.")
     number = float(value)
@@ -304,10 +310,9 @@ def _raise_or_return(
 ) -> bool:
     report = check(func, inputs, settings)
     if report.failure is not None and report.failure.kind.startswith("undefined grad"):
-        warnings.warn(
+        warn(
             "Backwards compatibility: undefined grad_outputs are checked by default; "
-            "check_undefined_grad=False leaves them out.",
-            stacklevel=3,
+            "check_undefined_grad=False leaves them out."
         )
     if report.failure is not None and raise_exception:
         raise GradcheckError(failure_message(report), report) from report.failure.cause

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -178,15 +177,25 @@ def _jacobian_failure(problem: Problem, plan: Plan, settings: Settings, notes: l
     forward = ForwardComparison(problem, plan, settings, notes) if settings.check_forward_ad else None
     for first, columns in dense.numerical_columns(problem, plan, settings.eps):
         if settings.check_backward_ad:
-            blocks = dense.row_blocks(problem, plan, first, columns)
-            for _, group in groupby(blocks, key=lambda block: (block.output.index, block.part)):
-                failure = _judge(problem, plan, group, settings, proof, notes)
+            for blocks in dense.row_blocks(problem, plan, first, columns):
+                failure = _judge(problem, plan, blocks, settings, proof, notes)
                 if failure is not None:
                     return failure
         if forward is not None:
             forward.add(first, columns)
-    failure = proof.failure() if settings.check_backward_ad and proof is not None else None
+    failure = _proof_failure(problem, proof, settings) if settings.check_backward_ad and proof is not None else None
     return forward.failure() if failure is None and forward is not None else failure
+
+
+def _proof_failure(problem: Problem, proof: LinearityProof, settings: Settings) -> Failure | None:
+    """The proof's failure, or that of gradients of a wrong layout, which may raise where they are made strided."""
+    try:
+        return proof.failure()
+    except RuntimeError:
+        failure = check_zero_grad_output(problem, settings)
+        if failure is None:
+            raise
+        return failure
 
 
 class ForwardComparison:

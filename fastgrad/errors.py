@@ -1,6 +1,9 @@
-"""The error of a failed check."""
+"""The error of a failed check, and warnings that point at the caller."""
 
 from __future__ import annotations
+
+import sys
+import warnings
 
 from torch.autograd.gradcheck import GradcheckError as TorchGradcheckError
 
@@ -20,3 +23,12 @@ class GradcheckError(TorchGradcheckError):
     def __reduce__(self) -> tuple[type[GradcheckError], tuple[str, Report]]:
         """Pickles with the report: test runners send errors between processes."""
         return type(self), (str(self), self.report)
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warns about the line that called into fastgrad, however many frames of fastgrad lie between."""
+    frame, level = sys._getframe(1), 2
+    # Counted, not written down: gradcheck may have been called by gradgradcheck, or by another module here.
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from fastgrad.diagnose import constant_factor, is_zero
-from fastgrad.report import Comparison, Failure, Report
+from fastgrad.report import Comparison, Failure, Report, Settings
 
 _UNDEFINED_NOTE = (
     "An undefined grad_output reaches backward as None, or as zeros where ctx.set_materialize_grads(True) is in force, "
@@ -32,12 +32,29 @@ def failure_message(report: Report) -> str:
     lines.append(f"  engine     {engine_line(report)}")
     lines += [f"  note       {note}" for note in report.notes]
     if failure.comparison is not None:
-        settings = report.settings
-        lines.append(
-            f"  reproduce  fastgrad.gradcheck(..., eps={settings.eps:g}, atol={settings.atol:g}, "
-            f"rtol={settings.rtol:g}, {'fast_mode=True, ' if settings.fast_mode else ''}seed={settings.seed})"
-        )
+        lines.append(f"  reproduce  {_call(report.settings)}")
     return "\n".join(lines)
+
+
+def _call(settings: Settings) -> str:
+    """The call that measures the same entries again, all but func and tensors."""
+    second_order = settings.grad_outputs is not None
+    name, forward, reverse = "gradcheck", "check_forward_ad", "check_backward_ad"
+    if second_order:
+        name, forward, reverse = "gradgradcheck", "check_fwd_over_rev", "check_rev_over_rev"
+    keywords = {
+        "given": ["grad_outputs=..."],
+        "ones": ['grad_outputs="ones"'],
+        "non-contiguous": ["gen_non_contig_grad_outputs=True"],
+    }.get(settings.grad_outputs or "", [])
+    keywords += [f"eps={settings.eps:g}", f"atol={settings.atol:g}", f"rtol={settings.rtol:g}"]
+    keywords += [f"{forward}=True"] * settings.check_forward_ad
+    # Without reverse mode gradgradcheck demands that its other keyword is off, too.
+    keywords += [f"{reverse}=False"] * (not settings.check_backward_ad)
+    keywords += ["check_undefined_grad=False"] * (second_order and not settings.check_backward_ad)
+    keywords += ["fast_mode=True"] * settings.fast_mode + ["masked=True"] * settings.masked
+    keywords += [f"engine={settings.engine!r}"] * (settings.engine != "auto")
+    return f"fastgrad.{name}(..., {', '.join(keywords)}, seed={settings.seed})"
 
 
 def engine_line(report: Report) -> str:

@@ -138,7 +138,7 @@ def tries_structure(problem: Problem, settings: Settings) -> bool:
     """Whether a compressed Jacobian may be cheaper than a dense one."""
     if not problem.has_graph or settings.check_forward_ad or not settings.check_backward_ad:
         return False
-    if any(block.elements is not None for block in problem.inputs):
+    if any(block.tensor.layout is not torch.strided for block in problem.inputs):
         return False
     return settings.engine == "compressed" or (
         settings.engine == "auto" and 2 * problem.n + problem.m >= CALLS_WORTH_STRUCTURE

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
@@ -14,6 +13,7 @@ from torch.autograd import forward_ad
 from fastgrad import _native, _torch
 from fastgrad._torch import phase
 from fastgrad.coordinates import Block, block_with, blocks_of, memory_of, overlap, overlaps_itself, own_values, pieces
+from fastgrad.errors import warn
 from fastgrad.report import modulus
 from fastgrad.tolerances import relative_step, spacing
 
@@ -50,10 +50,9 @@ def _differentiable_inputs(inputs: tuple[Any, ...]) -> list[int]:
     for i in positions:
         value = inputs[i]
         if value.dtype not in (torch.float64, torch.complex128):
-            warnings.warn(
+            warn(
                 f"Input #{i} requires gradient and is not a double precision floating point or complex tensor, but "
-                f"{value.dtype}: differences with a small eps drown in its rounding, and the check will likely fail.",
-                stacklevel=2,
+                f"{value.dtype}: differences with a small eps drown in its rounding, and the check will likely fail."
             )
         if value.is_nested:
             raise NotImplementedError(f"fastgrad checks no nested tensors; input {i} is one.")
@@ -140,6 +139,7 @@ class Problem:
     def __init__(self, func: Callable[..., Any], arguments: tuple[Any, ...], masked: bool = False) -> None:
         positions = _differentiable_inputs(arguments)
         memories = {position: memory_of(arguments[position], masked) for position in positions}
+        self._memories = memories
         self.inputs = blocks_of(arguments, positions, once=True, memories=memories)
         self.n = sum(block.size for block in self.inputs)
         self.outputs: tuple[Block, ...] = ()
@@ -300,7 +300,9 @@ class Problem:
     def base(self) -> Tensor:
         """The outputs at x: float64, shape (m,); evaluated once."""
         if self._base is None:
-            self._base = self.evaluate(True)
+            # Where func gets stand-ins while inputs are perturbed, it may depend on what they specify.
+            stands_in = any(memory is not None and memory.stand_in is not None for memory in self._memories.values())
+            self._base = self.evaluate(True, torch.zeros(self.n, dtype=torch.float64) if stands_in else None)
         return self._base
 
     def _selected(self, result: Any) -> tuple[Tensor, ...]:

@@ -25,6 +25,10 @@ SMALLEST_STEP = 1e-13
 
 RATIO = 4.0
 ORDER = 4
+STRAIGHT = 0.2
+"""Slopes at eps are of one straight line where they differ by at most this share of them, and of their distance to
+the refined one."""
+
 FINEST = 4
 """Steps whose scatter measures the noise of func."""
 
@@ -41,6 +45,9 @@ class Refinement:
         Whether the error is within the tolerance: bool, shape (rows,).
     left, right
         One-sided derivatives with the step eps: float64, shape (rows,).
+    doubtful
+        Whether func goes straight through x with another slope where steps are eps and larger, so that
+        the values come from its rounding: bool, shape (rows,).
     """
 
     values: Tensor
@@ -48,6 +55,7 @@ class Refinement:
     converged: Tensor
     left: Tensor
     right: Tensor
+    doubtful: Tensor
 
     def is_kink(self, row: int, atol: float, rtol: float) -> bool:
         """Whether the one-sided derivatives differ by more than the tolerance."""
@@ -72,7 +80,9 @@ def refine_column(
     """
     block = block_with(problem.inputs, coordinate)
     x = float(problem.coordinates()[coordinate])
-    base = problem.evaluate(record_graph)[rows]
+    # Like all other values of a copy with all elements specified, where an input is sparse.
+    still = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
+    base = problem.evaluate(record_graph, still)[rows]
     smallest = max(SMALLEST_STEP * abs(x), 4 * spacing(block.tensor.dtype) * max(abs(x), 2.0**-40))
     step = LARGEST_STEP * max(abs(x), 1.0)
     steps, differences = [], []
@@ -90,25 +100,39 @@ def refine_column(
     left, right = _one_sided(problem, coordinate, rows, base, record_graph, eps)
     if not steps:
         missing = torch.full_like(base, torch.nan)
-        return Refinement(missing, missing.abs(), torch.zeros_like(base, dtype=torch.bool), left, right)
+        no = torch.zeros_like(base, dtype=torch.bool)
+        return Refinement(missing, missing.abs(), no, left, right, no)
     values, errors = _extrapolate(
         torch.stack(differences),
         torch.tensor(steps, dtype=torch.float64, device=base.device),
-        _rounding(problem, rows, base),
+        _rounding(problem, rows, base, x),
         atol,
         rtol,
     )
     # Not "errors > allowed": a NaN has not converged.
     converged = errors <= atol + rtol * values.abs()
-    return Refinement(values, errors, converged, left, right)
+    doubtful = torch.zeros_like(converged)
+    wider = [difference for step, difference in zip(steps, differences, strict=True) if step >= RATIO * eps]
+    if wider:
+        # Next to a kink the two sides differ; under curvature, they or the wider step do.
+        middle = (left + right) / 2
+        apart = (middle - values).abs()
+        bent = torch.maximum((left - right).abs(), (wider[-1] - middle).abs())
+        straight = bent <= STRAIGHT * torch.minimum(apart, middle.abs())
+        doubtful = straight & (apart > atol + rtol * values.abs())
+    return Refinement(values, errors, converged, left, right, doubtful)
 
 
-def _rounding(problem: Problem, rows: Tensor, base: Tensor) -> Tensor:
-    """One ulp of each output."""
+def _rounding(problem: Problem, rows: Tensor, base: Tensor, x: float) -> Tensor:
+    """One ulp of each output or, where that is larger, of the coordinate x or of 1.
+
+    An output near zero may be what two numbers of order 1 leave: at x = 0, exp(x) - 1 does not move for
+    steps below 1e-16, and no derivative of zero follows.
+    """
     ulp = torch.empty(problem.m, dtype=torch.float64, device=base.device)
     for block in problem.outputs:
         ulp[block.first : block.first + block.size] = spacing(block.tensor.dtype)
-    return ulp[rows] * base.abs()
+    return ulp[rows] * base.abs().clamp(min=max(abs(x), 1.0))
 
 
 def _one_sided(
@@ -146,7 +170,9 @@ def _extrapolate(
             if k:
                 error = torch.maximum((estimate - current[k - 1]).abs(), (estimate - previous[k - 1]).abs())
             elif s:
-                error = (estimate - previous[0]).abs()
+                # Where no smaller step moves func, a kink lies between the larger step and this one.
+                still = (differences[s:] == 0).all(0)
+                error = torch.where(still, 0.0, (estimate - previous[0]).abs())
             else:
                 continue
             # In units of func's values, over all steps from this one down.
@@ -211,6 +237,9 @@ def surviving(problem: Problem, record_graph: bool, settings: Settings, suspects
     converged = torch.stack([column.converged.reshape(shape).all(1) for column in columns]).all(0)
     difference = (suspects.analytical - values).abs()
     allowed = atol + rtol * values.abs()
+    doubtful = torch.stack([column.doubtful.reshape(shape).any(1) for column in columns]).any(0)
+    # What is left of func below its own rounding excuses no gradient.
+    converged &= ~(doubtful & (difference <= allowed))
     wrong = ~(converged & (difference <= allowed))
     if not bool(wrong.any()):
         return None
@@ -249,15 +278,20 @@ def _cause(columns: list[Refinement], suspects: Suspects, worst: int, sure: bool
                     f"a kink: the one-sided derivatives are {column.left[row].item():.6g} (left) and "
                     f"{column.right[row].item():.6g} (right)"
                 )
-    if not sure:
-        return (
-            "the numerical derivative did not converge over steps from 1e-2 down to rounding: func is not smooth there"
-        )
     at_eps = suspects.numerical[worst].abs().item()
     if columns[0].values[worst * width].item() == 0 and at_eps > settings.atol:
         return (
             f"func does not move at all for steps much below eps, and by {at_eps:.3g} x eps at eps: "
             "is something inside computed in a lower precision?"
+        )
+    if any(bool(column.doubtful[worst * width : (worst + 1) * width].any()) for column in columns):
+        return (
+            "steps much below eps give another derivative, though func goes straight through there: is something "
+            "inside computed in a lower precision?"
+        )
+    if not sure:
+        return (
+            "the numerical derivative did not converge over steps from 1e-2 down to rounding: func is not smooth there"
         )
     return ""
 

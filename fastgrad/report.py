@@ -15,6 +15,9 @@ forward mode, which coordinates of a complex input."""
 Mode = Literal["reverse", "forward"]
 """The mode of AD that a failure was found in."""
 
+GradOutputs = Literal["given", "random", "non-contiguous", "ones"]
+"""How gradgradcheck came by its grad_outputs."""
+
 FailureKind = Literal[
     "mismatch",
     "nonzero numerical gradient",
@@ -35,7 +38,10 @@ FailureKind = Literal[
 
 @dataclass(frozen=True)
 class Settings:
-    """The keywords of one check; see :func:`fastgrad.gradcheck`."""
+    """The keywords of one check; see :func:`fastgrad.gradcheck`.
+
+    grad_outputs: how gradgradcheck came by them; None in gradcheck.
+    """
 
     eps: float = 1e-6
     atol: float = 1e-5
@@ -53,6 +59,7 @@ class Settings:
     seed: int = 0
     confidence: float = 1 - 1e-9
     memory_limit: int | None = None
+    grad_outputs: GradOutputs | None = None
 
 
 @dataclass(frozen=True)

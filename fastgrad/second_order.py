@@ -11,6 +11,7 @@ from torch import Tensor
 from fastgrad import _native
 from fastgrad.directions import GRAD_OUTPUT_STREAM, uniform_like
 from fastgrad.problem import as_tuple, disabled_gradients
+from fastgrad.report import GradOutputs
 
 
 def differentiable_outputs(result: Any) -> tuple[Tensor, ...]:
@@ -40,9 +41,18 @@ class Backward:
     It records its own gradients where it is called with gradient recording on. The forward pass is
     recorded in any case: a backward cannot run without. Arguments that required grad when this was made
     do so again: forward-mode AD hands over detached ones.
+
+    made: how the grad_outputs came about, for messages.
     """
 
-    def __init__(self, func: Callable[..., Any], inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...]) -> None:
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        inputs: tuple[Any, ...],
+        grad_outputs: tuple[Any, ...],
+        made: GradOutputs = "given",
+    ) -> None:
+        self.made = made
         self._func = func
         self._count = len(inputs)
         self._inputs = [i for i, value in enumerate(inputs) if isinstance(value, Tensor) and value.requires_grad]

@@ -126,6 +126,11 @@ def test_errors_pickle_with_their_report() -> None:
         ({"atol": -1.0}, ValueError, "atol must be at least zero, got -1.0"),
         ({"rtol": None}, TypeError, "rtol must be a number, got None"),
         ({"nondet_tol": float("nan")}, ValueError, "nondet_tol must be at least zero, got nan"),
+        ({"eps": torch.tensor([1e-6])}, TypeError, "eps must be a number, got tensor([1.0000e-06])"),
+        ({"atol": torch.tensor(1j)}, TypeError, "atol must be a number, got 1j"),
+        ({"rtol": torch.tensor(True)}, TypeError, "rtol must be a number, got True"),
+        ({"rtol": torch.tensor(-1.0)}, ValueError, "rtol must be at least zero, got -1.0"),
+        ({"eps": torch.tensor(1e-6, device="meta")}, TypeError, "eps must be a number, got tensor(..., device='meta'"),
         ({"seed": 1.5}, ValueError, "seed must be None or an integer of 64 bits, got 1.5"),
         ({"seed": 2**70}, ValueError, "seed must be None or an integer"),
         ({"memory_limit": "1G"}, ValueError, "memory_limit must be None or a positive number of bytes, got '1G'"),
@@ -135,6 +140,22 @@ def test_errors_pickle_with_their_report() -> None:
 def test_bad_numbers_are_one_clear_sentence(keywords: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         fastgrad.gradcheck(torch.sin, (x(),), **keywords)
+
+
+@pytest.mark.parametrize("check", [fastgrad.gradcheck, fastgrad.gradgradcheck])
+def test_tensors_of_one_number_are_numbers(check: Any) -> None:
+    wrong = lambda v: v.detach() * v * v  # noqa: E731
+    for value in (torch.tensor(9.0), torch.tensor(9), torch.tensor(9.0, requires_grad=True)):
+        for name in ("atol", "rtol"):
+            keywords = {name: value}
+            assert not check(wrong, (x(),), raise_exception=False)
+            assert check(wrong, (x(),), **keywords)
+            if not value.requires_grad:  # torch.allclose takes no such tolerance
+                assert getattr(torch.autograd, check.__name__)(wrong, (x(),), **keywords)
+    moves: list[float] = []
+    func = lambda v: (moves.append((v - x()).abs().max().item()), v.sin())[1]  # noqa: E731
+    assert check(func, (x(),), eps=torch.tensor(2**-10), atol=torch.tensor(1e-5), nondet_tol=torch.tensor(0))
+    assert 2**-10 in moves
 
 
 def test_unknown_engine_and_grad_outputs() -> None:
@@ -209,3 +230,21 @@ def test_nondet_tol() -> None:
         fastgrad.gradcheck(Jitter.apply, (x(),))
     assert fastgrad.gradcheck(Jitter.apply, (x(),), nondet_tol=1e-7)
     assert not fastgrad.gradcheck(Jitter.apply, (x(),), nondet_tol=1e-9, raise_exception=False)
+
+
+@pytest.mark.parametrize("fast_mode", [False, True])
+def test_nondet_tol_excuses_no_dependence_of_results_without_gradients(fast_mode: bool) -> None:
+    """Torch slow mode's rule: the numerical derivative is zero, whatever nondet_tol is."""
+    many = torch.linspace(-1, 1, 30, dtype=torch.float64).requires_grad_()
+
+    def verdicts(func: Any, nondet_tol: float) -> set[bool]:
+        keywords = {"nondet_tol": nondet_tol, "raise_exception": False}
+        own = fastgrad.gradcheck(func, (many,), fast_mode=fast_mode, **keywords)
+        return {own, torch.autograd.gradcheck(func, (many,), **keywords)}
+
+    generator = torch.Generator().manual_seed(0)
+    for nondet_tol in (0.0, 1e-6, 1.0):
+        assert verdicts(lambda v: v.detach() * 1e-8, nondet_tol) == {False}
+        assert verdicts(lambda v: 1 + 1e-12 * torch.rand(30, generator=generator).double(), nondet_tol) == {False}
+        assert verdicts(lambda v: v.detach() / 0, nondet_tol) == {False}
+        assert verdicts(lambda v: torch.ones_like(v), nondet_tol) == {True}

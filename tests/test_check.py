@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.gradcheck import GradcheckError
 
 import fastgrad
 from fastgrad.check import check
@@ -188,3 +189,22 @@ def test_nothing_is_drawn_from_the_global_generator() -> None:
         torch.sin, leaf(3), check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True
     )
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_output_is_judged_before_the_next_one_is_differentiated() -> None:
+    calls = []
+
+    class Raises(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            calls.append(grad)
+            raise KeyError("planted")
+
+    for checker in (torch.autograd.gradcheck, fastgrad.gradcheck):
+        with pytest.raises(GradcheckError, match="Jacobian mismatch for output 0"):
+            checker(lambda x: (x.detach() * x, Raises.apply(x)), (leaf(3),))
+    assert not calls

@@ -54,7 +54,8 @@ def test_blocks_cover_every_entry_once(columns: int, rows: int) -> None:
         seen = torch.zeros(problem.m, problem.n)
         plan = Plan("dense", columns, rows, True, "")
         passes = dense.numerical_columns(problem, plan, 1e-6)
-        for block in (block for first, held in passes for block in dense.row_blocks(problem, plan, first, held)):
+        groups = (group for first, held in passes for group in dense.row_blocks(problem, plan, first, held))
+        for block in (block for group in groups for block in group):
             width = 2 if block.output.is_complex else 1
             first = block.output.first + block.first_row * width + (block.part == "imaginary")
             column = block.input.first + block.first_column

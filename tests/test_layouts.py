@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.gradcheck import GradcheckError
 
 import fastgrad
+from fastgrad.check import check
 from fastgrad.coordinates import memory_of
+from fastgrad.report import Settings
 
 LAYOUTS = [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc]
 
@@ -109,8 +112,8 @@ def elements(s: Tensor) -> Tensor:
     return memory.elements
 
 
-def verdict(check: Any, *arguments: Any, **keywords: Any) -> bool:
-    return check(*arguments, raise_exception=False, check_undefined_grad=False, **keywords)
+def verdict(checker: Any, *arguments: Any, **keywords: Any) -> bool:
+    return checker(*arguments, raise_exception=False, check_undefined_grad=False, **keywords)
 
 
 @pytest.mark.parametrize("name", INPUTS)
@@ -177,8 +180,8 @@ def test_products_with_dense_tensors(layout: torch.layout, masked: bool) -> None
     weight = torch.randn(6, 2, dtype=torch.float64, requires_grad=True)
     func = lambda s, w: torch.sparse.mm(s, w)  # noqa: E731
     results = [
-        verdict(check, func, (sparse(layout), weight), masked=masked)
-        for check in (fastgrad.gradcheck, torch.autograd.gradcheck)
+        verdict(checker, func, (sparse(layout), weight), masked=masked)
+        for checker in (fastgrad.gradcheck, torch.autograd.gradcheck)
     ]
     assert results[0] == results[1]
     assert fastgrad.gradgradcheck(func, (sparse(layout).detach(), weight))
@@ -221,11 +224,103 @@ def test_values_are_restored_whatever_func_does(layout: torch.layout, masked: bo
 
 def test_no_differentiable_output_counts_unspecified_elements_unless_masked() -> None:
     func = lambda s: s.detach().to_dense()[0, 0] * 2  # noqa: E731  ([0, 0] is not specified)
-    for check in (fastgrad.gradcheck, torch.autograd.gradcheck):
-        assert verdict(check, func, sparse(torch.sparse_coo), masked=True)
+    for checker in (fastgrad.gradcheck, torch.autograd.gradcheck):
+        assert verdict(checker, func, sparse(torch.sparse_coo), masked=True)
     assert not verdict(fastgrad.gradcheck, func, sparse(torch.sparse_coo))
     # Torch forgets to densify here, and misses a derivative of 2.
     assert verdict(torch.autograd.gradcheck, func, sparse(torch.sparse_coo))
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_the_same_sparse_tensor_twice_is_one_input(layout: torch.layout) -> None:
+    def product(s: Tensor, t: Tensor, masked: bool, factor: float = 1.0) -> Tensor:
+        return s.to_dense(masked_grad=masked) * (t * factor).to_dense(masked_grad=masked)
+
+    for masked in (False, True):
+        s = sparse(layout)
+        func = lambda s, t, m=masked: product(s, t, m)  # noqa: E731
+        wrong = lambda s, t, m=masked: product(s, t.detach(), m)  # noqa: E731
+        assert fastgrad.gradcheck(func, (s, s), masked=masked)
+        assert not fastgrad.gradcheck(wrong, (s, s), masked=masked, raise_exception=False)
+        # Torch densifies each place by itself, and perturbs one.
+        assert verdict(torch.autograd.gradcheck, func, (s, s), masked=masked) == masked
+
+
+def test_sparse_inputs_without_gradients_are_passed_through() -> None:
+    s = sparse(torch.sparse_coo).detach()
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(6, 2).requires_grad_()
+    seen = []
+
+    def softmax_times(s: Tensor, x: Tensor) -> Tensor:
+        seen.append(s)
+        return torch.sparse.softmax(s, 1).to_dense() @ x
+
+    assert fastgrad.gradcheck(softmax_times, (s, x))
+    assert all(each is s for each in seen)
+    wrong = lambda s, x: softmax_times(s, x.detach()) + 0 * x.sum()  # noqa: E731
+    assert not fastgrad.gradcheck(wrong, (s, x), raise_exception=False)
+    # Torch specifies all elements of s for the differences.
+    assert not verdict(torch.autograd.gradcheck, softmax_times, (s, x))
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_values_that_depend_on_what_is_specified(layout: torch.layout) -> None:
+    """Differences, and the values in their middle, are of a copy that specifies all elements."""
+    func = lambda s: s.to_dense(masked_grad=False) * 3 + 1e3 * s._nnz()  # noqa: E731
+    wrong = lambda s: func(s).detach() + 0 * func(s)  # noqa: E731
+    for settings in (Settings(), Settings(fast_mode=True, engine="sketch")):
+        report = check(func, sparse(layout), settings)
+        assert report.passed
+        assert not report.notes
+        assert not check(wrong, sparse(layout), settings).passed
+
+
+def test_a_lost_gradient_of_what_is_specified_nowhere() -> None:
+    softmax = lambda s: torch.sparse.softmax(s, 1).to_dense()  # noqa: E731
+    lost = lambda s: softmax(s).detach() + 0 * s.to_dense(masked_grad=False)  # noqa: E731
+    for own in ({}, {"fast_mode": True, "engine": "sketch"}):
+        assert not verdict(fastgrad.gradcheck, lost, empty(), **own)
+    assert not verdict(torch.autograd.gradcheck, lost, empty())
+
+
+class KeepsGradients(torch.autograd.Function):
+    """3 s, dense; hands on a sparse gradient where grad_output is undefined."""
+
+    @staticmethod
+    def forward(ctx: Any, s: Tensor, invented: float) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(s)
+        ctx.invented = invented
+        return 3 * s.to_dense()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        (s,) = ctx.saved_tensors
+        return s.detach() * ctx.invented if grad is None else 3 * grad.sparse_mask(s.detach()), None
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sparse_gradients_of_undefined_grad_outputs(layout: torch.layout) -> None:
+    with pytest.raises((NotImplementedError, RuntimeError), match=r"aten::eq|unsupported tensor layout"):
+        torch.autograd.gradcheck(lambda s: KeepsGradients.apply(s, 0.0), sparse(layout), masked=True)
+    assert fastgrad.gradcheck(lambda s: KeepsGradients.apply(s, 0.0), sparse(layout), masked=True)
+    with (
+        pytest.warns(UserWarning, match="Backwards compatibility"),
+        pytest.raises(fastgrad.GradcheckError, match="undefined or zero"),
+    ):
+        fastgrad.gradcheck(lambda s: KeepsGradients.apply(s, 0.5), sparse(layout), masked=True)
+
+
+def test_gradients_that_lose_their_dense_dimension_are_named() -> None:
+    """The sum that autograd makes of two gradients in CSR with a dense dimension, in torch 2.13."""
+    values = torch.ones(2, 3, 2, dtype=torch.float64)
+    func = lambda s: ((s * 1.5).to_dense(), s.to_dense())  # noqa: E731
+    for checker in (torch.autograd.gradcheck, fastgrad.gradcheck):
+        s = values.to_sparse_csr(dense_dim=1).requires_grad_()
+        with pytest.raises(
+            GradcheckError, match="grad is sparse_csr tensor, but has incorrect dense_dim 0, expected 1"
+        ):
+            checker(func, s, masked=True)
 
 
 @pytest.mark.filterwarnings("ignore:Input #0 requires gradient")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +54,93 @@ def test_a_mismatch() -> None:
         "  engine     dense: 8 input coordinates, 1 output coordinate, 18 evaluations, 5 VJPs, 4.1 ms\n"
         "  reproduce  fastgrad.gradcheck(..., eps=1e-06, atol=1e-05, rtol=0.001, seed=0)"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "keywords", "expected"),
+    [
+        ("gradcheck", {}, "gradcheck(..., eps=1e-06, atol=1e-05, rtol=0.001, seed=0)"),
+        (
+            "gradcheck",
+            {"check_forward_ad": True, "check_backward_ad": False, "rtol": 0.01, "engine": "dense", "seed": 3},
+            "gradcheck(..., eps=1e-06, atol=1e-05, rtol=0.01, check_forward_ad=True, check_backward_ad=False, "
+            "engine='dense', seed=3)",
+        ),
+        ("gradgradcheck", {}, "gradgradcheck(..., eps=1e-06, atol=1e-05, rtol=0.001, seed=0)"),
+        (
+            "gradgradcheck",
+            {"gen_non_contig_grad_outputs": True, "masked": True},
+            "gradgradcheck(..., gen_non_contig_grad_outputs=True, eps=1e-06, atol=1e-05, rtol=0.001, masked=True, "
+            "seed=0)",
+        ),
+        (
+            "gradgradcheck",
+            {"grad_outputs": "ones", "seed": 5},
+            'gradgradcheck(..., grad_outputs="ones", eps=1e-06, atol=1e-05, rtol=0.001, seed=5)',
+        ),
+        (
+            "gradgradcheck",
+            {"check_fwd_over_rev": True, "check_rev_over_rev": False, "check_undefined_grad": False},
+            "gradgradcheck(..., eps=1e-06, atol=1e-05, rtol=0.001, check_fwd_over_rev=True, "
+            "check_rev_over_rev=False, check_undefined_grad=False, seed=0)",
+        ),
+        (
+            "gradgradcheck",
+            {"grad_outputs": torch.ones(3, dtype=torch.float64), "fast_mode": True, "engine": "sketch"},
+            "gradgradcheck(..., grad_outputs=..., eps=1e-06, atol=1e-05, rtol=0.001, fast_mode=True, "
+            "engine='sketch', seed=0)",
+        ),
+    ],
+)
+def test_the_call_that_reproduces_a_failure(name: str, keywords: dict[str, Any], expected: str) -> None:
+    x = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    func = DerivativesTimes.apply
+    with pytest.raises(fastgrad.GradcheckError) as raised:
+        getattr(fastgrad, name)(func, (x,), **keywords)
+    lines = [line for line in str(raised.value).splitlines() if line.startswith("  reproduce ")]
+    assert lines == [f"  reproduce  fastgrad.{expected}"]
+    # What it says is a call.
+    arguments = {"func": func, "inputs": (x,), "grad_outputs": keywords.get("grad_outputs")}
+    call = expected.replace("grad_outputs=...", "grad_outputs=grad_outputs").replace("(...,", "(func, inputs,")
+    with pytest.raises(fastgrad.GradcheckError) as again:
+        eval("fastgrad." + call, {"fastgrad": fastgrad, **arguments})
+    assert str(again.value).partition("  engine ")[0] == str(raised.value).partition("  engine ")[0]
+
+
+class DerivativesTimes(torch.autograd.Function):
+    """x^3, with first and second derivatives 1.5 times as large as they are, in both modes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.save_for_forward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return Doubled.apply(4.5 * x * x * grad_output)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return 4.5 * x * x * tangent
+
+
+class Doubled(torch.autograd.Function):
+    """The identity, with a derivative of two."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> torch.Tensor:
+        return 2 * grad_output
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor) -> torch.Tensor:
+        return 2 * tangent
 
 
 @pytest.mark.parametrize(

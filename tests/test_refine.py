@@ -36,6 +36,12 @@ HARD: dict[str, tuple[Func, Tensor]] = {
     "inverse of a Hilbert matrix": (torch.linalg.inv, HILBERT.clone().requires_grad_()),
     "sort with a gap of 1e-10": (lambda v: v.sort().values, leaf(0.3, 0.3 + 1e-10, 0.9, 0.1)),
 }
+CANCELLING: dict[str, Func] = {
+    "exp(x) - 1": lambda v: v.exp() - 1,
+    "(1 + x) - 1": lambda v: (1 + v) - 1,
+    "x + 0.1 in a sine, less the sine of 0.1": lambda v: (v + 0.1).sin() - torch.tensor(0.1, dtype=v.dtype).sin(),
+    "in float32": lambda v: ((1 + v.float()) - 1).double(),
+}
 MODES: list[dict[str, Any]] = [{}, {"fast_mode": True, "engine": "sketch"}]
 
 
@@ -45,6 +51,35 @@ def test_eps_is_not_the_last_word(name: str, mode: dict[str, Any]) -> None:
     func, x = HARD[name]
     assert fastgrad.gradcheck(func, (x,), **mode)
     assert not fastgrad.gradcheck(scaled(func, 1.01), (x,), **mode, raise_exception=False)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["exact", "fast"])
+@pytest.mark.parametrize("x", [0.0, 1e-13, 1e-9, 1e-5])
+@pytest.mark.parametrize("name", CANCELLING)
+def test_values_that_round_to_zero_excuse_no_gradient(name: str, x: float, mode: dict[str, Any]) -> None:
+    """Steps below the rounding inside move nothing, or what is left of func."""
+    func = CANCELLING[name]
+    inputs = (leaf(*[x] * 3),)
+    for rest in (0.0, 0.5):
+        lost = lambda v, rest=rest: func(v).detach() + 0 * v + rest * v  # noqa: E731
+        assert not torch.autograd.gradcheck(lost, inputs, raise_exception=False)
+        assert not fastgrad.gradcheck(lost, inputs, **mode, raise_exception=False)
+        if name != "in float32":
+            assert fastgrad.gradcheck(lambda v, rest=rest: func(v) + rest * v, inputs, **mode)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["exact", "fast"])
+def test_hard_ones_that_cancel(mode: dict[str, Any]) -> None:
+    for func, x in (
+        (lambda v: (1 + (1e5 * v).sin()) - 1, 0.0),  # two sides of a sine alike
+        (lambda v: v.sqrt() - 1e-3, 1e-6),
+        (lambda v: torch.relu(v) + torch.relu(v - 1e-8), -1e-8),  # zero below, kinks on one side
+    ):
+        inputs = (leaf(x),)
+        assert not torch.autograd.gradcheck(func, inputs, raise_exception=False)
+        assert fastgrad.gradcheck(func, inputs, **mode)
+        wrong = lambda v, func=func: scaled(func, 1.01)(v) + 0.1 * (v - v.detach())  # noqa: E731
+        assert not fastgrad.gradcheck(wrong, inputs, **mode, raise_exception=False)
 
 
 def test_torch_fails_most_of_them() -> None:

@@ -96,6 +96,45 @@ def test_a_check_that_may_not_warn_does_not() -> None:
 
 
 @each_check
+@pytest.mark.parametrize("fast_mode", [False, True])
+def test_warnings_point_at_the_line_of_the_caller(check: Any, fast_mode: bool) -> None:
+    def undefined_raises(v: Tensor) -> Tensor:
+        return NeedsGradOutput.apply(v * v)
+
+    single = torch.ones(2).requires_grad_()
+    calls = {
+        "not a double precision": lambda: check(square, (single,), raise_exception=False, fast_mode=fast_mode),
+        "check_sparse_nnz": lambda: check(square, (leaf(2),), check_sparse_nnz=False, fast_mode=fast_mode),
+        "undefined grad_outputs": lambda: check(
+            undefined_raises, (leaf(2),), raise_exception=False, fast_mode=fast_mode
+        ),
+    }
+    for phrase, call in calls.items():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call()
+        ours = [each for each in caught if phrase in str(each.message)]
+        assert {each.filename for each in ours} == {__file__}, phrase
+        lines = range(call.__code__.co_firstlineno, call.__code__.co_firstlineno + 3)
+        assert ours[0].lineno in lines, phrase
+
+
+class NeedsGradOutput(torch.autograd.Function):
+    """The identity, of whose derivatives none takes an undefined grad_output."""
+
+    @staticmethod
+    def forward(ctx: Any, v: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return v.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor | None) -> Tensor:
+        if grad_output is None:
+            raise RuntimeError("no grad_output")
+        return NeedsGradOutput.apply(grad_output)
+
+
+@each_check
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 def test_default_dtype_and_device_do_not_matter_and_stay(check: Any, dtype: torch.dtype) -> None:
     x = leaf(3)

@@ -16,15 +16,16 @@ from fastgrad.problem import Problem
 from fastgrad.report import Part, Plan
 
 
-def row_blocks(problem: Problem, plan: Plan, first: int, columns: Tensor) -> Iterator[JacobianBlock]:
+def row_blocks(problem: Problem, plan: Plan, first: int, columns: Tensor) -> Iterator[Iterator[JacobianBlock]]:
     """One pass of reverse mode: all rows against the numerical columns from `first` on.
 
-    In torch's order of judging: by output and part, rows, input. Costs one evaluation, m VJPs, and one
-    more for each row that is repeated.
+    In torch's order of judging: by output and part, one iterator each, that nothing of the next is
+    computed before one is judged; then rows, input. Costs one evaluation, m VJPs, and one more for each
+    row that is repeated.
     """
     inputs = _inputs_within(problem, first, columns)
     for output, part in row_parts(problem.outputs):
-        yield from _row_blocks(problem, plan, output, part, inputs, first, columns)
+        yield _row_blocks(problem, plan, output, part, inputs, first, columns)
 
 
 def tangent_blocks(problem: Problem, first: int, columns: Tensor, tangents: Tensor) -> Iterator[TangentBlock]:

@@ -52,17 +52,34 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 LAZY = {"float64": "lazily negative", "complex128": "lazily conjugate"}
 """Layouts whose storage holds other values than the tensor, and a bit that says so."""
 
+
+def _uncoalesced(x: Tensor) -> Tensor:
+    once = x.to_sparse()
+    values = torch.cat([once.values() * 0.25, once.values() * 0.75])
+    return torch.sparse_coo_tensor(torch.cat([once.indices()] * 2, 1), values, x.shape)
+
+
+def _blocks(x: Tensor) -> tuple[int, int]:
+    """Of two rows or columns, where that divides them: half-filled blocks specify zeros."""
+    return 2 - x.shape[0] % 2, 2 - x.shape[1] % 2
+
+
 SPARSE: dict[str, Callable[[Tensor], Tensor]] = {
     "coo": lambda x: x.to_sparse(),
-    "uncoalesced": lambda x: torch.sparse_coo_tensor(
-        torch.cat([x.to_sparse().indices()] * 2, 1), torch.cat([x.to_sparse().values()] * 2), x.shape
-    ),
+    "uncoalesced": _uncoalesced,
     "hybrid": lambda x: x.to_sparse(1),
     "csr": lambda x: x.to_sparse_csr(),
     "csc": lambda x: x.to_sparse_csc(),
-    "bsr": lambda x: x.to_sparse_bsr((1, 1)),
-    "bsc": lambda x: x.to_sparse_bsc((1, 1)),
+    "bsr": lambda x: x.to_sparse_bsr(_blocks(x)),
+    "bsc": lambda x: x.to_sparse_bsc(_blocks(x)),
+    "hybrid, two sparse dimensions": lambda x: x.to_sparse(2),
+    "csr with a dense dimension": lambda x: x.to_sparse_csr(dense_dim=1),
+    "csc with a dense dimension": lambda x: x.to_sparse_csc(dense_dim=1),
+    "bsr with a dense dimension": lambda x: x.to_sparse_bsr(_blocks(x), dense_dim=1),
+    "bsc with a dense dimension": lambda x: x.to_sparse_bsc(_blocks(x), dense_dim=1),
 }
+SPARSE_DIMS = {name: 1 if name == "hybrid" else 2 for name in SPARSE}
+DENSE_DIMS = {name: int(name == "hybrid" or "two" in name or "dense" in name) for name in SPARSE}
 
 
 @dataclass(frozen=True, repr=False)
@@ -89,7 +106,10 @@ class Input(Short):
         else:
             values = torch.randn(self.shape, dtype=dtype, generator=generator).mul_(0.7)
         if self.layout in SPARSE:
-            values = values * (torch.rand(self.shape, generator=generator) < 0.6)
+            kept = self.shape[: SPARSE_DIMS[self.layout]]
+            if self.fill != "full":
+                some = torch.rand(kept, generator=generator) < 0.6
+                values = values * some.reshape(*kept, *[1] * (values.ndim - len(kept)))
             values = SPARSE[self.layout](values)
         else:
             values = LAYOUTS[self.layout](values)
@@ -165,6 +185,10 @@ def _in_place(x: Tensor, number: int) -> Tensor:
     return y.mul_(x)
 
 
+def _dense(x: Tensor) -> Tensor:
+    return x if x.layout is torch.strided else x.to_dense()
+
+
 def _outer(x: Tensor, y: Tensor) -> Tensor:
     return torch.einsum("i,j->ij", x.reshape(-1), y.reshape(-1))
 
@@ -238,9 +262,26 @@ SPARSE_OPS: dict[str, Op] = {
     "to_dense, not masked": Op(lambda x: x.to_dense(masked_grad=False), "s"),
     "sparse.mm": Op(torch.sparse.mm, "sa"),
     "sparse matmul": Op(torch.matmul, "sa"),
+    "sparse.addmm": Op(lambda x, s, y: torch.sparse.addmm(x, s, y), "asa"),
+    "sparse.sampled_addmm": Op(lambda s, x, y: torch.sparse.sampled_addmm(s, x, y).to_dense(), "saa"),
+    "sparse.mm of sparse": Op(lambda s, t: _dense(torch.sparse.mm(s, t.transpose(0, 1))), "ss"),
     "sparse.sum": Op(lambda x: torch.sparse.sum(x), "s"),
+    "sparse.sum of a dimension": Op(lambda x, d: _dense(torch.sparse.sum(x, _dim(x, d))), "s", 1),
+    "sparse.softmax": Op(lambda x, d: torch.sparse.softmax(x, _dim(x, d)).to_dense(), "s", 1),
     "sparse mul": Op(lambda x: (x * 1.5).to_dense(), "s"),
+    "sparse add": Op(lambda x, y: (x + y).to_dense(), "ss"),
+    "sparse cat": Op(lambda x, y: torch.cat([x, y]).to_dense(), "ss"),
+    "sparse times sparse": Op(lambda x, y: (x * y).to_dense(), "ss"),
+    "sparse times dense": Op(lambda x, y: _dense(x * y), "sa"),
     "sparse sin": Op(lambda x: x.sin().to_dense(), "s"),
+    "sparse tanh": Op(lambda x: x.tanh().to_dense(), "s"),
+    "sparse square": Op(lambda x: (x**2).to_dense(), "s"),
+    "sparse transpose": Op(lambda x: x.transpose(0, 1).to_dense(), "s"),
+    "sparse_mask": Op(lambda x, s: x.sparse_mask(s).to_dense(), "as"),
+    "index_select of sparse": Op(lambda x, i: x.index_select(0, i % x.shape[0]).to_dense(), "si"),
+    "to_sparse_coo": Op(lambda x: x.to_sparse_coo().to_dense(), "s"),
+    "to_sparse_csr": Op(lambda x: x.to_sparse_csr().to_dense(), "s"),
+    "square of values": Op(lambda x: (x.coalesce() if x.is_sparse else x).values().square().sum(), "s"),
 }
 
 

@@ -154,6 +154,124 @@ ERRORS: dict[str, Wrong] = {
     "undefined crashes": _undefined_crashes,
     "undefined as ones": _undefined_as_ones,
 }
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.layout is torch.strided else x.to_dense()
+
+
+def _specified(like: Tensor) -> Tensor:
+    """1 where a sparse tensor specifies an element, else 0: strided, of its shape."""
+    if like.layout is torch.sparse_coo:
+        ones: Tensor = torch.sparse_coo_tensor(like._indices(), torch.ones_like(like._values()), like.shape)
+    else:
+        by_rows = like.layout in (torch.sparse_csr, torch.sparse_bsr)
+        outer, inner = (
+            (like.crow_indices(), like.col_indices()) if by_rows else (like.ccol_indices(), like.row_indices())
+        )
+        ones = torch.sparse_compressed_tensor(
+            outer, inner, torch.ones_like(like.values()), like.shape, layout=like.layout
+        )
+    return (ones.to_dense() != 0).to(like.dtype)
+
+
+def _in_layout(x: Tensor, like: Tensor, specified: Tensor) -> Tensor:
+    """A strided tensor in the layout of a sparse one, with the elements that are specified or not zero."""
+    if like.layout is torch.sparse_coo:
+        pattern = (specified + (x != 0)).to_sparse(like.sparse_dim())
+        shape, indices = like.shape[: like.sparse_dim()], pattern.indices()
+        flat = torch.zeros(indices.shape[1], dtype=torch.int64)
+        for size, index in zip(shape, indices, strict=True):
+            flat = flat * size + index
+        values = x.reshape(-1, *like.shape[like.sparse_dim() :])[flat]
+        return torch.sparse_coo_tensor(indices, values, like.shape, is_coalesced=True)
+    blocks = like.values().shape[1:3] if like.layout in (torch.sparse_bsr, torch.sparse_bsc) else None
+    # A value cannot be NaN and not zero at once: the pattern comes from a tensor of ones, the values from the other.
+    ones = ((specified + (x != 0)) != 0).to(x.dtype)
+    pattern = ones.to_sparse(layout=like.layout, blocksize=blocks, dense_dim=like.dense_dim())
+    return x.sparse_mask(pattern)
+
+
+def _of_sparse(change: Callable[[Tensor, Tensor, list[Tensor], int], Tensor]) -> Wrong:
+    """The gradient of the first sparse argument changed: change(gradient, argument, grad_outputs, number)."""
+
+    def wrong(right: Any, grads: list[Tensor], number: int, state: dict[str, Any]) -> Gradients:
+        gradients: Gradients = list(right(grads))
+        for i, like in enumerate(state["wanted"]):
+            if like.layout is not torch.strided:
+                gradients[i] = change(gradients[i], like, grads, number)  # type: ignore[arg-type]
+                break
+        return gradients
+
+    return wrong
+
+
+def _value(x: Tensor, like: Tensor, grads: list[Tensor], number: int) -> Tensor:
+    specified, dense = _specified(like), _dense(x).clone()
+    places = specified.reshape(-1).nonzero().reshape(-1)
+    if len(places):
+        dense.view(-1)[places[number % len(places)]] *= 1.1
+    return dense if x.layout is torch.strided else _in_layout(dense, like, specified)
+
+
+def _outside(x: Tensor, like: Tensor, grads: list[Tensor], number: int) -> Tensor:
+    specified, dense = _specified(like), _dense(x).clone()
+    places = (specified.reshape(-1) == 0).nonzero().reshape(-1)
+    if len(places):
+        total = grads[0].sum()
+        dense.view(-1)[places[number % len(places)]] += 0.5 * (total if dense.is_complex() else total.real)
+    return dense if number % 2 else _in_layout(dense, like, specified)
+
+
+def _shifted(x: Tensor, like: Tensor, grads: list[Tensor], number: int) -> Tensor:
+    dim = number % x.ndim
+    return _in_layout(_dense(x).roll(1, dim), like, _specified(like).roll(1, dim))
+
+
+def _twice(x: Tensor, like: Tensor, grads: list[Tensor], number: int) -> Tensor:
+    if x.layout is not torch.sparse_coo:
+        return x
+    indices, values = torch.cat([x._indices()] * 2, 1), torch.cat([x._values() * 0.25, x._values() * 0.75])
+    return torch.sparse_coo_tensor(indices, values, x.shape)
+
+
+def _other_layout(x: Tensor, like: Tensor, grads: list[Tensor], number: int) -> Tensor:
+    if like.layout is torch.sparse_coo:
+        return _dense(x).to_sparse_csr() if x.ndim == 2 else x
+    return _dense(x).to_sparse()
+
+
+def _other_sparse_dim(x: Tensor, like: Tensor, grads: list[Tensor], number: int) -> Tensor:
+    if like.layout is not torch.sparse_coo or x.ndim == 1:
+        return x
+    return _dense(x).to_sparse(like.sparse_dim() % x.ndim + 1)
+
+
+def _restricted(x: Tensor, like: Tensor, grads: list[Tensor], number: int) -> Tensor:
+    return _dense(x) * _specified(like)
+
+
+OF_SPARSE: dict[str, Wrong] = {
+    "wrong value": _of_sparse(_value),
+    "outside the specified": _of_sparse(_outside),
+    "shifted pattern": _of_sparse(_shifted),
+    "restricted to the specified": _of_sparse(_restricted),
+    "strided": _of_sparse(lambda x, like, g, n: _dense(x)),
+    "all specified": _of_sparse(lambda x, like, g, n: _in_layout(_dense(x), like, torch.ones(x.shape).to(x.dtype))),
+    "each value in two parts": _of_sparse(_twice),
+    "other layout": _of_sparse(_other_layout),
+    "other sparse_dim": _of_sparse(_other_sparse_dim),
+}
+SPARSE_ERRORS = (
+    *OF_SPARSE,
+    *("sign", "zero", "factor", "percent", "below tolerance", "nan", "none", "real part", "ones", "clamp", "power"),
+    *("storage order", "contiguous required", "one-hot only", "last", "noise", "third call", "asks"),
+    *("undefined raises", "undefined crashes", "undefined as ones"),
+)
+"""Errors of backwards whose gradients may be sparse: strided, in two parts or with all specified they stay right."""
+
+ERRORS |= OF_SPARSE
+
 COMPLEX = {"conjugate", "forgets conj", "real part"}
 """Errors without an effect on real numbers."""
 
@@ -239,6 +357,7 @@ def planted(op: Callable[..., Any], level: str, name: str, number: int) -> Calla
 
                 found: Any = planted(gradients, "backward", name, number)(*grads, *arguments)
             else:
+                state["wanted"] = [arguments[i] for i in positions]
                 found = wrong(right, list(grads), number, state) if level == "backward" else right(grads)
             every: list[Any] = [None] * len(arguments)
             for i, gradient in zip(positions, found, strict=False):

@@ -10,8 +10,20 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.properties.operators import LAYOUTS, LAZY, MOST_ELEMENTS, OPS, SPARSE, SPARSE_OPS, Input, Short, results
-from tests.properties.planted import BACKWARD_ONLY, COMPLEX, ERRORS, differentiable, planted
+from tests.properties.operators import (
+    DENSE_DIMS,
+    LAYOUTS,
+    LAZY,
+    MOST_ELEMENTS,
+    OPS,
+    SPARSE,
+    SPARSE_DIMS,
+    SPARSE_OPS,
+    Input,
+    Short,
+    results,
+)
+from tests.properties.planted import BACKWARD_ONLY, COMPLEX, ERRORS, OF_SPARSE, SPARSE_ERRORS, differentiable, planted
 
 
 @dataclass(frozen=True, repr=False)
@@ -45,7 +57,7 @@ IGNORED = {"integer", "boolean", "none"}
 
 @dataclass(frozen=True)
 class Kind:
-    """A way of checking: which checker with which keywords, where errors go, which inputs; enabled: fastgrad has it."""
+    """A way of checking: which checker with which keywords, where errors go, which inputs."""
 
     check: str = "gradcheck"
     keywords: Mapping[str, bool] = field(default_factory=dict)
@@ -53,7 +65,6 @@ class Kind:
     sparse: bool = False
     lazy: bool = False
     weight: int = 1
-    enabled: bool = True
 
     @property
     def second_order(self) -> bool:
@@ -71,14 +82,18 @@ KINDS = {
     "batched": Kind(keywords={"check_batched_grad": True}),
     "batched second order": Kind("gradgradcheck", {"check_batched_grad": True}, ("double backward", "backward")),
     "batched forward": Kind(keywords={"check_forward_ad": True, "check_batched_forward_grad": True}, levels=("jvp",)),
-    "sparse": Kind(keywords={"masked": False}, sparse=True, enabled=False),
-    "masked": Kind(keywords={"masked": True}, sparse=True, enabled=False),
+    "sparse": Kind(keywords={"masked": False}, sparse=True, weight=4),
+    "sparse second order": Kind("gradgradcheck", {"masked": False}, ("double backward", "backward"), sparse=True),
+    "masked": Kind(keywords={"masked": True}, sparse=True, weight=4),
 }
 
 
 @dataclass(frozen=True, repr=False)
 class Program(Short):
-    """func and inputs as data, with how to check them; own: keywords that only fastgrad knows."""
+    """func and inputs as data, with how to check them.
+
+    own: keywords that only fastgrad knows; captures: func holds the sparse inputs that do not require grad.
+    """
 
     kind: str
     inputs: tuple[Input, ...]
@@ -86,6 +101,7 @@ class Program(Short):
     outputs: tuple[tuple[int, str], ...]
     keywords: tuple[tuple[str, Any], ...] = ()
     own: tuple[tuple[str, Any], ...] = ()
+    captures: bool = False
 
     @property
     def error(self) -> str | None:
@@ -108,17 +124,29 @@ class Program(Short):
         return results if isinstance(results, tuple) else (results,)
 
     def make_inputs(self) -> tuple[Tensor, ...]:
+        """What func takes."""
+        return tuple(x for i, x in enumerate(self._made()) if not self._captured(i))
+
+    def _made(self) -> list[Tensor]:
         made: list[Tensor] = []
         for value in self.inputs:
             made.append(value.make() if value.same_as is None else made[value.same_as])
-        return tuple(made)
+        return made
+
+    def _captured(self, number: int) -> bool:
+        value = self.inputs[number]
+        return self.captures and value.layout in SPARSE and not value.requires_grad
 
     def make_func(self) -> Callable[..., Any]:
         """A fresh function: what a planted error remembers does not pass from one check to the next."""
         functions = [step.function() for step in self.steps]
+        own = self._made()
 
         def func(*inputs: Tensor) -> Any:
-            values = list(inputs)
+            if len(inputs) != sum(not self._captured(i) for i in range(len(own))):
+                raise TypeError(f"func got {len(inputs)} arguments")
+            given = iter(inputs)
+            values = [x if self._captured(i) else next(given) for i, x in enumerate(own)]
             for step, function in zip(self.steps, functions, strict=True):
                 values.append(function(*(values[i] for i in step.values)))
             outputs = tuple(OUTPUTS[how](values[i]) for i, how in self.outputs)
@@ -137,10 +165,19 @@ def _rarely(pick: Pick, of: int) -> bool:
 
 def _inputs(pick: Pick, sparse: bool, lazy: bool, small: bool) -> tuple[Input, ...]:
     made: list[Input] = []
+    shape: tuple[int, ...]
     if sparse:
-        shape: tuple[int, ...] = (pick(range(1, 5)), pick(range(1, 5)))
         layout = pick(list(SPARSE))
-        made.append(Input(shape, pick(["float64", "float64", "complex128"]), layout, seed=pick(range(100))))
+        shape = tuple(pick([2, 3, 4, 1]) for _ in range(SPARSE_DIMS[layout])) + (2,) * DENSE_DIMS[layout]
+        fill = pick(["normal"] * 4 + ["full", "integers", "zeros"])
+        # A gradient in a sparse layout is a sparse output of the backward, which no check takes.
+        tracked = not small or _rarely(pick, 4)
+        dtype = pick(["float64", "float64", "complex128"])
+        made.append(Input(shape, dtype, layout, fill, pick(range(100)), tracked))
+        if _rarely(pick, 4):
+            made.append(replace(made[0], seed=pick(range(100)), requires_grad=tracked and pick([True, False])))
+        elif _rarely(pick, 12):
+            made.append(replace(made[0], same_as=0))
     for _ in range(pick([1, 2] if small else [0, 1, 2] if sparse else [1, 2, 3])):
         if made and not sparse and _rarely(pick, 10):
             made.append(replace(made[-1], same_as=len(made) - 1 if made[-1].same_as is None else made[-1].same_as))
@@ -171,7 +208,7 @@ def _inputs(pick: Pick, sparse: bool, lazy: bool, small: bool) -> tuple[Input, .
 def _steps(pick: Pick, values: list[Tensor], kind: Kind) -> list[Step]:
     """Steps that fit, whose results are appended to values."""
     steps = []
-    names = [pick(list(SPARSE_OPS))] if kind.sparse else []
+    names = [pick(list(SPARSE_OPS)) for _ in range(pick([2, 1, 3]))] if kind.sparse else []
     names += [pick(list(OPS)) for _ in range(pick(range(1, 5 if kind.check == "gradgradcheck" else 9)))]
     for name in names:
         op = OPS.get(name) or SPARSE_OPS[name]
@@ -181,6 +218,9 @@ def _steps(pick: Pick, values: list[Tensor], kind: Kind) -> list[Step]:
             positions = pick(list(found))
             steps.append(Step(name, positions, numbers))
             values.append(found[positions])
+        elif kind.sparse and name in SPARSE_OPS and not steps:  # nothing dense yet
+            steps.append(Step(pick(["to_dense", "to_dense, masked", "to_dense, not masked"]), (0,)))
+            values.append(values[0].to_dense())
     return steps
 
 
@@ -205,10 +245,15 @@ def _plant(pick: Pick, steps: list[Step], values: list[Tensor], outputs: list[tu
     leading = [number for number in range(len(steps)) if first + number in needed]
     if not leading:
         return
-    number = pick(leading)
+    sparse = [number for number in leading if steps[number].op in SPARSE_OPS]
+    number = pick(sparse if sparse and not _rarely(pick, 4) else leading)
     step = steps[number]
     level = pick(kind.levels)
-    names = [name for name in ERRORS if name != "right" and not (level == "jvp" and name in BACKWARD_ONLY)]
+    names = [
+        name for name in ERRORS if name not in ("right", *OF_SPARSE) and not (level == "jvp" and name in BACKWARD_ONLY)
+    ]
+    if step.op in SPARSE_OPS:
+        names = list(SPARSE_ERRORS)
     if not any(value.is_complex() for value in [*(values[i] for i in step.values), values[first + number]]):
         names = [name for name in names if name not in COMPLEX]
     name = "right" if pick(range(4)) == 0 else pick(names)
@@ -216,8 +261,8 @@ def _plant(pick: Pick, steps: list[Step], values: list[Tensor], outputs: list[tu
 
 
 def generate(pick: Pick, kinds: Sequence[str] | None = None) -> Program:
-    """A program of one of the kinds named or, by default, of those that fastgrad has."""
-    allowed = [name for name, kind in KINDS.items() if kind.enabled] if kinds is None else list(kinds)
+    """A program of one of the kinds named or, by default, of all."""
+    allowed = list(KINDS) if kinds is None else list(kinds)
     name = pick([name for name in allowed for _ in range(KINDS[name].weight)])
     kind = KINDS[name]
     second = kind.check == "gradgradcheck"

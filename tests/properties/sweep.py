@@ -99,9 +99,15 @@ def main() -> int:
                 f"{kind}: {len(own)} programs, torch says {_counts(each.torchs.word for each in own)}, "
                 f"fastgrad {_counts(each.own.word for each in own)}"
             )
+    for kind in KINDS:
+        layouts = Counter(each.program.inputs[0].layout for each in found if each.program.kind == kind)
+        if KINDS[kind].sparse and layouts:
+            print(f"{kind}, first input: {', '.join(f'{name} {count}' for name, count in layouts.most_common())}")
     print(f"differences: {_counts(each.row or 'unlisted' for each in found if each.differ)}")
     wrong = [each for each in found if each.program.error not in (None, "right")]
     print(f"{len(wrong)} programs with planted errors, fastgrad says {_counts(each.own.word for each in wrong)}")
+    for name in sorted({str(each.program.error) for each in wrong}):
+        print(f"  {name}: {_counts(each.own.word for each in wrong if each.program.error == name)}")
     print(
         f"{len(found)} programs, {sum(each.flaws is None for each in found)} of unknown truth, "
         f"{sum(each.alarm for each in found)} alarms"
