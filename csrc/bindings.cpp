@@ -1,6 +1,9 @@
 // The compiled module fastgrad._C: what takes a Python callable or runs the autograd engine.
 #include "loops.h"
+#include "ops/compare.h"
+#include "ops/direction.h"
 #include "ops/flatten.h"
+#include "ops/project_rows.h"
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
@@ -44,7 +47,10 @@ PYBIND11_MODULE(_C, module) {
       .def_readonly("dtypes", &fastgrad::GradientsMatch::dtypes)
       .def_readonly("sizes", &fastgrad::GradientsMatch::sizes)
       .def_readonly("repeats", &fastgrad::GradientsMatch::repeats);
+  module.def("compare", torch::wrap_pybind_function_no_gil(&fastgrad::compare));
+  module.def("direction_", torch::wrap_pybind_function_no_gil(&fastgrad::direction_));
   module.def("flatten_", torch::wrap_pybind_function(&fastgrad::flatten_));
+  module.def("project_rows_", torch::wrap_pybind_function_no_gil(&fastgrad::project_rows_));
   module.def("vjp", torch::wrap_pybind_function(&fastgrad::vjp));
   module.def("vjp_coordinates", torch::wrap_pybind_function(&fastgrad::vjp_coordinates));
   module.def("vjp_rows", torch::wrap_pybind_function(&fastgrad::vjp_rows));

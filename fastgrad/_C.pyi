@@ -69,7 +69,20 @@ class GradientsMatch:
     @property
     def repeats(self) -> bool: ...
 
+def compare(
+    analytical: Tensor, numerical: Tensor, atol: float, rtol: float, complex_entries: bool, equal_nan: bool
+) -> Tensor: ...
+def direction_(out: Tensor, seed: int, stream: int, first: int, halved: bool) -> None: ...
 def flatten_(out: Tensor, tensor: Tensor) -> None: ...
+def project_rows_(
+    sums: Tensor,
+    squares: Tensor,
+    cotangents: Tensor,
+    rows: Tensor,
+    first_row: int,
+    row_step: int,
+    first_column: int,
+) -> None: ...
 def vjp(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor | None], create_graph: bool
 ) -> list[Tensor | None]: ...

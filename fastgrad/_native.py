@@ -29,7 +29,10 @@ from fastgrad._C import (  # noqa: E402  (after the check)
     InputBlock,
     OutputSpec,
     UnspecifiedEntry,
+    compare,
+    direction_,
     flatten_,
+    project_rows_,
     vjp,
     vjp_coordinates,
     vjp_rows,
@@ -37,13 +40,16 @@ from fastgrad._C import (  # noqa: E402  (after the check)
 
 
 class ops:  # noqa: N801  (a namespace, like torch.ops.fastgrad)
-    """The operators by name, resolved once: looking one up costs as much as running it on a small block."""
+    """The operators by name, resolved once: looking one up costs as much as running it on a small block.
 
-    compare = torch.ops.fastgrad.compare.default
-    direction_ = torch.ops.fastgrad.direction_.default
+    Those that every check runs go to the dispatcher without torch.ops, whose way there costs as much again.
+    """
+
+    compare = staticmethod(compare)
+    direction_ = staticmethod(direction_)
     dots = torch.ops.fastgrad.dots.default
     flatten_ = torch.ops.fastgrad.flatten_.default
-    project_rows_ = torch.ops.fastgrad.project_rows_.default
+    project_rows_ = staticmethod(project_rows_)
     richardson_ = torch.ops.fastgrad.richardson_.default
     unflatten_ = torch.ops.fastgrad.unflatten_.default
 

@@ -109,11 +109,12 @@ class LinearityProof:
         self._settings = settings
         self._rows_per_block = rows_per_block
         self._cotangents = torch.full((3, problem.m), EXPANDED_VALUE, dtype=torch.float64, device=problem.device)
-        dense, halved, _ = self._cotangents
+        dense, halved, _ = self._cotangents.unbind()
         ops.direction_(dense, settings.seed, COTANGENT_STREAM, 0, False)
         ops.direction_(halved, settings.seed, COTANGENT_STREAM, 0, True)
         halved.mul_(REPEAT_SCALE)
-        self._sums, self._squares = torch.zeros(2, 3, problem.n, dtype=torch.float64, device=problem.device)
+        self._sums = torch.zeros(3, problem.n, dtype=torch.float64, device=problem.device)
+        self._squares = torch.zeros_like(self._sums)
 
     def add(self, block: JacobianBlock) -> None:
         """Takes a block of analytical rows into v^T J."""
@@ -131,7 +132,7 @@ class LinearityProof:
             raise
         except Exception as error:
             return self._raised(error)
-        return self._nonlinear(gradients) or self._movement(gradients[:1])
+        return self._nonlinear(gradients) or self._movement(gradients.narrow(0, 0, 1))
 
     def _nonlinear(self, gradients: Tensor) -> Failure | None:
         found = _disagreement(self._cotangents, gradients, self._sums, self._squares, self._settings)
@@ -139,7 +140,7 @@ class LinearityProof:
 
     def _vjp(self, which: int) -> Tensor:
         """One of the VJPs again, shape (1, n)."""
-        return self._problem.vjp(self._cotangents[which : which + 1], gapped=which == 0, expanded=which == 2)
+        return self._problem.vjp(self._cotangents.narrow(0, which, 1), gapped=which == 0, expanded=which == 2)
 
     def _raised(self, error: Exception) -> Failure:
         """Which cotangent a backward raises for; an error that does not come again, or for zeros, too, goes through."""

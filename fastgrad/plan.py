@@ -45,11 +45,13 @@ def needs_graph(problem: Problem, settings: Settings) -> bool:
     Looks, at x and at one random point next to it, for any difference in any value. A func that
     differentiates inside fails without a graph, or sees to its own.
     """
-    next_to_x = problem.displacement(direction(problem.n, settings.seed, GRAPH_STREAM), settings.eps)
-    for displacement in (None, next_to_x.to(problem.device)):
-        recorded = problem.evaluate(True, displacement)
+    next_to_x = direction(problem.n, settings.seed, GRAPH_STREAM).to(problem.device)
+    problem.realize(next_to_x, torch.empty_like(next_to_x), settings.eps)
+    recorded, plain = torch.empty(2, 1, problem.m, dtype=torch.float64, device=problem.device).unbind()
+    for scale in (0.0, 1.0):
+        problem.values_along(next_to_x, (scale,), recorded)
         try:
-            plain = problem.evaluate(False, displacement)
+            problem.values_along(next_to_x, (scale,), plain, record_graph=False)
         except Exception:
             return True
         if not torch.equal(recorded, plain):
