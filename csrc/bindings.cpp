@@ -50,8 +50,10 @@ PYBIND11_MODULE(_C, module) {
   module.def("compare", torch::wrap_pybind_function_no_gil(&fastgrad::compare));
   module.def("direction_", torch::wrap_pybind_function_no_gil(&fastgrad::direction_));
   module.def("flatten_", torch::wrap_pybind_function(&fastgrad::flatten_));
+  module.def("is_plain_zero", torch::wrap_pybind_function(&fastgrad::is_plain_zero));
   module.def("project_rows_", torch::wrap_pybind_function_no_gil(&fastgrad::project_rows_));
   module.def("vjp", torch::wrap_pybind_function(&fastgrad::vjp));
+  module.def("vjp_of_zeros", torch::wrap_pybind_function(&fastgrad::vjp_of_zeros));
   module.def("vjp_coordinates", torch::wrap_pybind_function(&fastgrad::vjp_coordinates));
   module.def("vjp_rows", torch::wrap_pybind_function(&fastgrad::vjp_rows));
 }

@@ -231,6 +231,10 @@ bool Evaluator::inputs_changed() const {
   const auto changed = [](const InputBlock& block) {
     // As real coordinates: at::equal knows no complex32.
     const auto differ = [](const at::Tensor& values, const at::Tensor& origin) {
+      if (is_small_and_plain(values)) {
+        const double* const first = values.const_data_ptr<double>();
+        return !std::equal(first, first + values.numel(), origin.const_data_ptr<double>());
+      }
       return !at::equal(real_coordinates(as_strided_layout(values)), real_coordinates(as_strided_layout(origin)));
     };
     return differ(block.values, block.origin) ||
@@ -394,6 +398,27 @@ std::vector<at::Tensor> vjp(
     const std::vector<at::Tensor>& cotangents, bool create_graph) {
   const py::gil_scoped_release released;
   return torch::autograd::grad(outputs, inputs, cotangents, /*retain_graph=*/true, create_graph, /*allow_unused=*/true);
+}
+
+std::vector<at::Tensor> vjp_of_zeros(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) {
+  std::vector<at::Tensor> zeros;
+  zeros.reserve(outputs.size());
+  {
+    const BelowAutograd guard;
+    for (const at::Tensor& output : outputs) {
+      zeros.push_back(at::empty_like(output, {}, at::MemoryFormat::Contiguous).zero_());
+    }
+  }
+  return vjp(outputs, inputs, zeros, /*create_graph=*/false);
+}
+
+bool is_plain_zero(const at::Tensor& gradient, const at::Tensor& input) {
+  if (!is_small_and_plain(gradient) || gradient.scalar_type() != input.scalar_type() ||
+      gradient.device() != input.device() || gradient.sizes() != input.sizes()) {
+    return false;
+  }
+  const double* const first = gradient.const_data_ptr<double>();
+  return std::all_of(first, first + gradient.numel(), [](double value) { return value == 0; });
 }
 
 namespace {

@@ -32,9 +32,11 @@ from fastgrad._C import (  # noqa: E402  (after the check)
     compare,
     direction_,
     flatten_,
+    is_plain_zero,
     project_rows_,
     vjp,
     vjp_coordinates,
+    vjp_of_zeros,
     vjp_rows,
 )
 
@@ -61,8 +63,10 @@ __all__ = [
     "OutputSpec",
     "UnspecifiedEntry",
     "flatten_",
+    "is_plain_zero",
     "ops",
     "vjp",
     "vjp_coordinates",
+    "vjp_of_zeros",
     "vjp_rows",
 ]

@@ -104,7 +104,7 @@ def _check_outputs(results: tuple[Any, ...]) -> None:
             raise TypeError(
                 f"func must return a Tensor or a flat tuple of them; result {i} is a {type(value).__name__}."
             )
-        if not isinstance(value, Tensor) or not value.requires_grad:
+        if not isinstance(value, Tensor) or value.layout is torch.strided or not value.requires_grad:
             continue
         kind = "Sparse" if value.layout in _SPARSE_LAYOUTS else "MKLDNN" if value.layout is _torch.MKLDNN else None
         if kind:
@@ -407,13 +407,13 @@ class Problem:
         self.vjps += count
         return products
 
-    def gradients(self, grad_outputs: Sequence[Tensor], outputs: Sequence[Tensor] | None = None) -> list[Tensor | None]:
-        """Autograd's gradients of `outputs` (or of `graph()`), one an input block, as backward made them.
+    def zero_gradients(self, outputs: Sequence[Tensor]) -> list[Tensor | None]:
+        """Autograd's gradients of `outputs` for zero grad_outputs, one an input block, as backward made them.
 
         None where it made none.
         """
         self.vjps += 1
-        return _native.vjp(self.graph() if outputs is None else outputs, self._input_tensors, grad_outputs, False)
+        return _native.vjp_of_zeros(outputs, self._input_tensors)
 
     @phase("analytical columns")
     def tangent_columns(self, first: int, count: int) -> tuple[Tensor, bool]:
