@@ -2,7 +2,10 @@
 // works on sparsity patterns, which are no tensors of the function under test.
 #include "coloring.h"
 #include "loops.h"
+#include "ops/compare.h"
+#include "ops/direction.h"
 #include "ops/flatten.h"
+#include "ops/project_rows.h"
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
@@ -61,8 +64,13 @@ PYBIND11_MODULE(_C, module) {
   module.def(
       "transpose", torch::wrap_pybind_function_no_gil(&fastgrad::transpose), py::arg("starts"), py::arg("members"),
       py::arg("targets"));
+  module.def("compare", torch::wrap_pybind_function_no_gil(&fastgrad::compare));
+  module.def("direction_", torch::wrap_pybind_function_no_gil(&fastgrad::direction_));
   module.def("flatten_", torch::wrap_pybind_function(&fastgrad::flatten_));
+  module.def("is_plain_zero", torch::wrap_pybind_function(&fastgrad::is_plain_zero));
+  module.def("project_rows_", torch::wrap_pybind_function_no_gil(&fastgrad::project_rows_));
   module.def("vjp", torch::wrap_pybind_function(&fastgrad::vjp));
+  module.def("vjp_of_zeros", torch::wrap_pybind_function(&fastgrad::vjp_of_zeros));
   module.def("vjp_coordinates", torch::wrap_pybind_function(&fastgrad::vjp_coordinates));
   module.def("vjp_groups", torch::wrap_pybind_function(&fastgrad::vjp_groups));
   module.def("vjp_rows", torch::wrap_pybind_function(&fastgrad::vjp_rows));

@@ -37,6 +37,9 @@ namespace py = pybind11;
 namespace fastgrad {
 namespace {
 
+// Elements of a tensor that is copied by a plain loop rather than an operator.
+constexpr int64_t small_size = 1024;
+
 // Our own operators run below autograd: no graph, no version bumps.
 using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
 
@@ -89,6 +92,33 @@ bool looks_like(PyObject* object, const at::Tensor& like) {
   }
   const at::Tensor& tensor = THPVariable_Unpack(object);
   return tensor.scalar_type() == like.scalar_type() && tensor.sizes() == like.sizes();
+}
+
+// Whether `tensor` is a few contiguous doubles in this process's memory, with nothing lazy about them: no
+// operator, and no view of the place to go to, is needed to copy them.
+bool is_small_and_plain(const at::Tensor& tensor) {
+  constexpr auto no_matter = c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset;
+  return tensor.numel() <= small_size && tensor.scalar_type() == at::kDouble &&
+         tensor.key_set() - no_matter == c10::DispatchKeySet(c10::DispatchKey::CPU) && tensor.is_contiguous() &&
+         static_cast<size_t>(tensor.storage_offset() + tensor.numel()) * sizeof(double) <= tensor.storage().nbytes();
+}
+
+// matrix[row, offset : offset + size] = the coordinates of `tensor`, divided by a power of two.
+// matrix: float64, two dimensions.
+void flatten_into(
+    const at::Tensor& matrix, int64_t row, int64_t offset, int64_t size, const at::Tensor& tensor,
+    double divisor = 1.0) {
+  if (is_small_and_plain(tensor) && matrix.is_cpu() && matrix.is_contiguous()) {
+    const double* const values = tensor.const_data_ptr<double>();
+    double* const target = matrix.mutable_data_ptr<double>() + row * matrix.size(1) + offset;
+    std::transform(values, values + size, target, [&](double value) { return value / divisor; });
+    return;
+  }
+  const at::Tensor segment = matrix.select(0, row).narrow(0, offset, size);
+  flatten_(segment, tensor);
+  if (divisor != 1.0) {
+    segment.div_(divisor);
+  }
 }
 
 // Hands each expected output that func returned to visit(number, tensor, offset, size), offset and
@@ -212,6 +242,10 @@ bool Evaluator::inputs_changed() const {
   const auto changed = [](const InputBlock& block) {
     // As real coordinates: at::equal knows no complex32.
     const auto differ = [](const at::Tensor& values, const at::Tensor& origin) {
+      if (is_small_and_plain(values)) {
+        const double* const first = values.const_data_ptr<double>();
+        return !std::equal(first, first + values.numel(), origin.const_data_ptr<double>());
+      }
       return !at::equal(real_coordinates(as_strided_layout(values)), real_coordinates(as_strided_layout(origin)));
     };
     return differ(block.values, block.origin) ||
@@ -267,10 +301,9 @@ std::optional<std::tuple<int64_t, int64_t, py::object>> Evaluator::values_along(
   for (int64_t s = 0; s < values.size(0); ++s) {
     displace(displacement, scales[s]);
     const py::object result = call(record_graph, perturbed_arguments());
-    const at::Tensor row = values.select(0, s);
     const auto changed =
         visit_outputs(result, outputs, [&](size_t, const at::Tensor& output, int64_t offset, int64_t size) {
-          flatten_(row.narrow(0, offset, size), output);
+          flatten_into(values, s, offset, size, output);
         });
     if (changed) {
       return std::make_tuple(s, changed->first, changed->second);
@@ -302,15 +335,15 @@ std::optional<std::tuple<int64_t, int64_t, py::object>> Evaluator::difference_co
       }
       perturb(sign);
       const py::object result = call(record_graph, perturbed_arguments());
-      const at::Tensor column = columns.select(0, j);
       const auto changed =
           visit_outputs(result, outputs, [&](size_t, const at::Tensor& output, int64_t offset, int64_t size) {
-            const at::Tensor segment = column.narrow(0, offset, size);
             if (sign == 1) {
-              flatten_(segment, output);
-            } else {
-              central_difference_(segment, output, block->origin, coordinate, eps, block->relative_step);
+              flatten_into(columns, j, offset, size, output);
+              return;
             }
+            const at::Tensor column = columns.select(0, j);
+            const at::Tensor segment = size == columns.size(1) ? column : column.narrow(0, offset, size);
+            central_difference_(segment, output, block->origin, coordinate, eps, block->relative_step);
           });
       if (changed) {
         return std::make_tuple(first + j, changed->first, changed->second);
@@ -427,6 +460,27 @@ std::vector<at::Tensor> vjp(
   return torch::autograd::grad(outputs, inputs, cotangents, /*retain_graph=*/true, create_graph, /*allow_unused=*/true);
 }
 
+std::vector<at::Tensor> vjp_of_zeros(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) {
+  std::vector<at::Tensor> zeros;
+  zeros.reserve(outputs.size());
+  {
+    const BelowAutograd guard;
+    for (const at::Tensor& output : outputs) {
+      zeros.push_back(at::empty_like(output, {}, at::MemoryFormat::Contiguous).zero_());
+    }
+  }
+  return vjp(outputs, inputs, zeros, /*create_graph=*/false);
+}
+
+bool is_plain_zero(const at::Tensor& gradient, const at::Tensor& input) {
+  if (!is_small_and_plain(gradient) || gradient.scalar_type() != input.scalar_type() ||
+      gradient.device() != input.device() || gradient.sizes() != input.sizes()) {
+    return false;
+  }
+  const double* const first = gradient.const_data_ptr<double>();
+  return std::all_of(first, first + gradient.numel(), [](double value) { return value == 0; });
+}
+
 namespace {
 
 // A tensor for values like those of `output` in the worst layout that autograd may hand over:
@@ -468,20 +522,20 @@ void note_unspecified(
   }
 }
 
-// Lays gradients end to end into rows[row] (float64, shape (count, coordinates of all inputs)).
+// Lays gradients, divided by a power of two, end to end into rows[row] (float64, shape (count, coordinates
+// of all inputs)).
 void flatten_gradients(
     const std::vector<at::Tensor>& gradients, const std::vector<InputBlock>& inputs, const at::Tensor& rows,
-    int64_t row, GradientsMatch& match) {
-  const at::Tensor target = rows.select(0, row);
-  int64_t offset = 0;
+    int64_t row, GradientsMatch& match, double divisor = 1.0) {
+  int64_t end = 0;
   for (size_t k = 0; k < inputs.size(); ++k) {
     const at::Tensor& argument = inputs[k].argument;
     const int64_t size = coordinate_count(inputs[k].origin);
-    const at::Tensor segment = target.narrow(0, offset, size);
-    offset += size;
+    const int64_t offset = end;
+    end += size;
     at::Tensor gradient = gradients[k];
     if (!gradient.defined()) {
-      segment.zero_();
+      rows.select(0, row).narrow(0, offset, size).zero_();
       continue;
     }
     const bool same_size = gradient.sizes() == argument.sizes();
@@ -489,7 +543,7 @@ void flatten_gradients(
     match.sizes = match.sizes && same_size;
     match.dtypes = match.dtypes && same_dtype;
     if (!same_size) {
-      segment.zero_();
+      rows.select(0, row).narrow(0, offset, size).zero_();
       continue;
     }
     gradient = with_domain_of(inputs[k].origin, as_strided_layout(gradient));
@@ -498,7 +552,7 @@ void flatten_gradients(
       note_unspecified(gradient, inputs[k].elements, static_cast<int64_t>(k), row, match);
       gradient = gradient.index_select(0, inputs[k].elements);
     }
-    flatten_(segment, gradient);
+    flatten_into(rows, row, offset, size, gradient, divisor);
   }
 }
 
@@ -524,7 +578,7 @@ GradientsMatch vjp_coordinates(
         } else {
           grad_outputs.push_back(
               k < gapped ? gapped_and_transposed(output) : at::empty_like(output, {}, at::MemoryFormat::Contiguous));
-          unflatten_(grad_outputs.back(), cotangent.narrow(0, offset, size));
+          unflatten_(grad_outputs.back(), outputs.size() == 1 ? cotangent : cotangent.narrow(0, offset, size));
         }
         offset += size;
       }
@@ -544,8 +598,11 @@ GradientsMatch vjp_rows(
     const at::Tensor& rows, const at::Tensor& repeated, double repeat_scale) {
   GradientsMatch match;
   const int64_t width = coordinates_per_element(output);
-  const at::Tensor cotangent = at::zeros_like(output.detach(), {}, at::MemoryFormat::Contiguous);
-  const at::Tensor zeros = cotangent.clone();
+  at::Tensor cotangent;
+  {
+    const BelowAutograd guard;
+    cotangent = at::empty_like(output, {}, at::MemoryFormat::Contiguous);
+  }
   const std::vector<at::Tensor> arguments = arguments_of(inputs);
   const auto run = [&](int64_t i, double scale, const at::Tensor& into) {
     {
@@ -553,14 +610,12 @@ GradientsMatch vjp_rows(
       const BelowAutograd guard;
       cotangent.zero_();
       perturb_coordinate_(
-          cotangent, zeros, (first + i) * width + (imaginary ? 1 : 0), scale < 0 ? -1 : 1, std::abs(scale), 0.0);
+          cotangent, /*origin=*/cotangent, (first + i) * width + (imaginary ? 1 : 0), scale < 0 ? -1 : 1,
+          std::abs(scale), 0.0);
     }
     const std::vector<at::Tensor> gradients = vjp({output}, arguments, {cotangent}, /*create_graph=*/false);
     const BelowAutograd guard;
-    flatten_gradients(gradients, inputs, into, i, match);
-    if (scale != 1.0) {
-      into.select(0, i).div_(scale);
-    }
+    flatten_gradients(gradients, inputs, into, i, match, scale);
   };
   for (int64_t i = 0; i < rows.size(0); ++i) {
     run(i, 1.0, rows);
@@ -569,7 +624,8 @@ GradientsMatch vjp_rows(
     }
     raise_if_interrupted();
   }
-  match.repeats = repeated.size(0) == 0 || at::equal(rows.narrow(0, 0, repeated.size(0)), repeated);
+  const int64_t twice = repeated.size(0);
+  match.repeats = twice == 0 || at::equal(twice == rows.size(0) ? rows : rows.narrow(0, 0, twice), repeated);
   return match;
 }
 

@@ -147,6 +147,13 @@ std::vector<at::Tensor> vjp(
     const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
     const std::vector<at::Tensor>& cotangents, bool create_graph);
 
+// vjp with zeros for cotangents.
+std::vector<at::Tensor> vjp_of_zeros(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs);
+
+// Whether a gradient is zero, of its input's sizes, dtype and device, and so small and plain that it takes no
+// operator to see it; otherwise operators must tell.
+bool is_plain_zero(const at::Tensor& gradient, const at::Tensor& input);
+
 // The largest entry of some gradients at an element that their sparse input does not specify.
 struct UnspecifiedEntry {
   int64_t row;      // of the rows that were computed

@@ -31,25 +31,33 @@ from fastgrad._C import (  # noqa: E402  (after the check)
     OutputSpec,
     UnspecifiedEntry,
     color,
+    compare,
+    direction_,
     flatten_,
+    is_plain_zero,
+    project_rows_,
     transpose,
     vjp,
     vjp_coordinates,
     vjp_groups,
+    vjp_of_zeros,
     vjp_rows,
 )
 
 
 class ops:  # noqa: N801  (a namespace, like torch.ops.fastgrad)
-    """The operators by name, resolved once: looking one up costs as much as running it on a small block."""
+    """The operators by name, resolved once: looking one up costs as much as running it on a small block.
 
-    compare = torch.ops.fastgrad.compare.default
+    Those that every check runs go to the dispatcher without torch.ops, whose way there costs as much again.
+    """
+
+    compare = staticmethod(compare)
+    direction_ = staticmethod(direction_)
     decompress_ = torch.ops.fastgrad.decompress_.default
-    direction_ = torch.ops.fastgrad.direction_.default
     dots = torch.ops.fastgrad.dots.default
     flatten_ = torch.ops.fastgrad.flatten_.default
     perturb_coordinates_ = torch.ops.fastgrad.perturb_coordinates_.default
-    project_rows_ = torch.ops.fastgrad.project_rows_.default
+    project_rows_ = staticmethod(project_rows_)
     richardson_ = torch.ops.fastgrad.richardson_.default
     unflatten_ = torch.ops.fastgrad.unflatten_.default
 
@@ -63,10 +71,12 @@ __all__ = [
     "UnspecifiedEntry",
     "color",
     "flatten_",
+    "is_plain_zero",
     "ops",
     "transpose",
     "vjp",
     "vjp_coordinates",
     "vjp_groups",
+    "vjp_of_zeros",
     "vjp_rows",
 ]

@@ -293,7 +293,7 @@ def _is_integer(value: Any) -> bool:
 
 def _number(name: str, value: Any, zero: bool = True) -> float:
     """The value of a keyword as a float, if it is a number at least zero (or above zero)."""
-    if type(value) is float and 0 < value < math.inf:
+    if type(value) is float and (value >= 0 if zero else value > 0) and value < math.inf:
         return value
     if isinstance(value, Tensor) and value.ndim == 0 and not value.is_meta:
         value = value.item()  # torch's arithmetic takes tensors of one number, too

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from fastgrad import _torch
+from fastgrad import _native, _torch
 from fastgrad._torch import phase
 from fastgrad.coordinates import Block
 from fastgrad.directions import BATCH_STREAM, TANGENT_STREAM, uniform_like
@@ -22,16 +22,12 @@ BATCH = 2
 @phase("zero grad_output")
 def check_zero_grad_output(problem: Problem, settings: Settings) -> Failure | None:
     """A zero grad_output must give zero gradients, each with its input's layout, dtype, device and size."""
-    for block, gradient in zip(problem.inputs, problem.gradients(_zeros(problem.graph())), strict=True):
-        if gradient is not None:
+    for block, gradient in zip(problem.inputs, problem.zero_gradients(problem.graph()), strict=True):
+        if gradient is not None and not _native.is_plain_zero(gradient, block.tensor):
             failure = _attribute_failure(block, gradient, settings.masked)
             if failure is not None:
                 return failure
     return None
-
-
-def _zeros(outputs: Sequence[Tensor]) -> list[Tensor]:
-    return [torch.zeros_like(output, memory_format=torch.contiguous_format) for output in outputs]
 
 
 def _attribute_failure(block: Block, gradient: Tensor, masked: bool) -> Failure | None:
@@ -82,14 +78,13 @@ def check_undefined_grads(problem: Problem) -> Failure | None:
     trials = [undefined]
     if len(outputs) > 1:
         trials += [[*outputs[:i], undefined[i], *outputs[i + 1 :]] for i in range(len(outputs))]
-    zeros = _zeros(outputs)
     for trial in trials:
         try:
-            gradients = problem.gradients(zeros, trial)
+            gradients = problem.zero_gradients(trial)
         except RuntimeError as error:
             return Failure("undefined grad raises", cause=error)
         for block, gradient in zip(problem.inputs, gradients, strict=True):
-            if gradient is not None and not _is_zero(gradient):
+            if gradient is not None and not _native.is_plain_zero(gradient, block.tensor) and not _is_zero(gradient):
                 return Failure("undefined grad not zero", input=block.index, input_position=block.position)
     return None
 

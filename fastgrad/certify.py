@@ -172,15 +172,15 @@ class LinearityProof:
         self._moving = moving
         self._kinds = kinds
         self._cotangents = torch.empty(len(kinds), problem.m, dtype=torch.float64, device=problem.device)
-        for kind, cotangent in zip(kinds, self._cotangents, strict=True):
+        for kind, cotangent in zip(kinds, self._cotangents.unbind(), strict=True):
             if kind == EXPANDED:
                 cotangent.fill_(EXPANDED_VALUE)
             else:
                 ops.direction_(cotangent, settings.seed, COTANGENT_STREAM, 0, kind == HALVED)
             if kind == HALVED:
                 cotangent.mul_(REPEAT_SCALE)
-        shape = len(kinds), problem.n
-        self._sums, self._squares = torch.zeros(2, *shape, dtype=torch.float64, device=problem.device)
+        self._sums = torch.zeros(len(kinds), problem.n, dtype=torch.float64, device=problem.device)
+        self._squares = torch.zeros_like(self._sums)
         self._gradients: Tensor | None = None
 
     def add(self, block: JacobianBlock) -> None:
@@ -207,7 +207,9 @@ class LinearityProof:
             raise
         except Exception as error:
             return self._raised(error)
-        return self._nonlinear(gradients) or (self._movement(gradients[:1]) if self._kinds[0] == GAPPED else None)
+        return self._nonlinear(gradients) or (
+            self._movement(gradients.narrow(0, 0, 1)) if self._kinds[0] == GAPPED else None
+        )
 
     def gradients(self) -> Tensor:
         """The VJPs of the cotangents: float64, shape (3, n)."""
@@ -243,7 +245,7 @@ class LinearityProof:
     def _vjp(self, which: int) -> Tensor:
         """One of the VJPs again, shape (1, n)."""
         kind = self._kinds[which]
-        return self._problem.vjp(self._cotangents[which : which + 1], int(kind == GAPPED), int(kind == EXPANDED))
+        return self._problem.vjp(self._cotangents.narrow(0, which, 1), int(kind == GAPPED), int(kind == EXPANDED))
 
     def _raised(self, error: Exception) -> Failure:
         """Which cotangent a backward raises for; an error that does not come again, or for zeros, too, goes through."""

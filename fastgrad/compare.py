@@ -21,7 +21,7 @@ SMALL = 256
 
 def differ(left: Tensor, right: Tensor, tolerance: float, complex_entries: bool) -> bool:
     """Whether any entry of two blocks differs by more than an absolute tolerance; two NaNs do not."""
-    return bool(ops.compare(left, right, tolerance, 0.0, complex_entries, True)[0].item() > 0)
+    return bool(ops.compare(left, right, tolerance, 0.0, complex_entries, True).tolist()[0])
 
 
 @dataclass

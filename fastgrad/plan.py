@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -84,22 +84,27 @@ def first_look(problem: Problem, settings: Settings) -> FirstLook:
     """
     half = direction(problem.n, settings.seed, GRAPH_STREAM, halved=True)
     displacement = problem.displacement(half.to(problem.device), settings.eps)
-    base = problem.evaluate(True)
+    base, plain = torch.empty(2, 1, problem.m, dtype=torch.float64, device=problem.device)
+    next_to_x = torch.empty_like(base)
+    problem.values_along(displacement, (0.0,), base)
+    look = FirstLook(True, base[0], half.numpy() != 0, None)
     try:
-        next_to_x = problem.evaluate(True, displacement)
+        problem.values_along(displacement, (1.0,), next_to_x)
     except (MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception:
-        return FirstLook(True, base, half.numpy() != 0, None)
+    except Exception:  # it takes single steps only
+        return look
     record_graph = True
     if torch.is_grad_enabled():
         try:
-            plain = problem.evaluate(False), problem.evaluate(False, displacement)
-            record_graph = not (torch.equal(base, plain[0]) and torch.equal(next_to_x, plain[1]))
+            record_graph = False
+            for scale, recorded in ((0.0, base), (1.0, next_to_x)):
+                problem.values_along(displacement, (scale,), plain, record_graph=False)
+                record_graph |= not torch.equal(recorded, plain)
         except Exception:  # it differentiates inside, say
             record_graph = True
-    reacted = (next_to_x.view(torch.int64) != base.view(torch.int64)).cpu().numpy()
-    return FirstLook(record_graph, base, half.numpy() != 0, reacted)
+    reacted = (next_to_x[0].view(torch.int64) != base[0].view(torch.int64)).cpu().numpy()
+    return replace(look, record_graph=record_graph, reacted=reacted)
 
 
 def sketch_size(confidence: float) -> int:

@@ -26,6 +26,8 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
         (torch.sin, (leaf(40),), 2 * 40 + 6, 40 + 4 + 6),
         # One output coordinate: its repetition proves linearity.
         (torch.sum, (leaf(5),), 2 * 5 + 2, 2 * 1 + 2),
+        # Nothing to perturb: the first evaluation is the graph.
+        (torch.sin, (leaf(0),), 1, 2),
         # A complex element is two coordinates, on both sides.
         (torch.exp, (leaf(3, dtype=torch.complex128),), 2 * 6 + 2, 2 * 6 + 5),
         # Two outputs: each undefined in turn.

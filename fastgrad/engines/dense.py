@@ -75,6 +75,7 @@ def _row_blocks(
     width = 2 if output.is_complex else 1
     offset = output.first + (1 if imaginary else 0)
     numerical = columns.t()
+    last = first + columns.shape[0]
     if output.size < columns.shape[1] or width == 2:
         numerical = numerical[offset : output.first + output.size : width]
     elements = output.tensor.numel()
@@ -83,23 +84,23 @@ def _row_blocks(
         twice = max(0, min(count, REPEATED_ROWS - row))
         rows, repeated, match = problem.analytical_rows(output, imaginary, row, count, inputs, twice, REPEAT_SCALE)
         unspecified = match.unspecified
+        held = numerical if count == elements else numerical.narrow(0, row, count)
         start = 0
         for k, block in enumerate(inputs):
-            low, high = max(block.first, first), min(block.first + block.size, first + columns.shape[0])
-            # A block of one input is the whole: slicing it costs more than comparing it, if small.
-            whole = high - low == rows.shape[1]
-            within = slice(start + low - block.first, start + high - block.first)
+            low, high = max(block.first, first), min(block.first + block.size, last)
+            size = max(0, high - low)  # an input with nothing specified may lie behind this pass
+            # A block of one input is the whole: a view of it costs more than comparing it, if small.
+            whole = size == rows.shape[1]
+            within = 1, start + low - block.first, size
             yield JacobianBlock(
                 output=output,
                 part=part,
                 input=block,
                 first_row=row,
                 first_column=low - block.first,
-                analytical=rows if whole else rows[:, within],
-                repeated=repeated if whole else repeated[:, within],
-                numerical=numerical
-                if whole and count == elements
-                else numerical[row : row + count, low - first : high - first],
+                analytical=rows if whole else rows.narrow(*within),
+                repeated=repeated if whole else repeated.narrow(*within),
+                numerical=held if whole else held.narrow(1, min(low, last) - first, size),
                 match=match,
                 unspecified=unspecified.get(k),
             )
