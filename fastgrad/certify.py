@@ -207,9 +207,7 @@ class LinearityProof:
             raise
         except Exception as error:
             return self._raised(error)
-        return self._nonlinear(gradients) or (
-            self._movement(gradients.narrow(0, 0, 1)) if self._kinds[0] == GAPPED else None
-        )
+        return self._nonlinear(gradients) or self._movement(gradients.narrow(0, 0, 1))
 
     def gradients(self) -> Tensor:
         """The VJPs of the cotangents: float64, shape (3, n)."""
@@ -270,6 +268,8 @@ class LinearityProof:
         Where they are equal, what makes rows move is not there. Where they are not, sums may have
         been added up in another order and no single row move: only all rows run twice can tell.
         """
+        if self._kinds[0] != GAPPED:
+            return None
         runs = 1
         if not self._agrees(dense):
             runs = 2  # what moves every other time shows, too

@@ -109,7 +109,7 @@ def _confirm(
     suspects = Suspects(columns, torch.tensor([rows], device=problem.device), found, expected, element, [place])
     survivor = None
     if not modulus(got - wanted) <= settings.atol + settings.rtol * modulus(wanted):
-        survivor = surviving(problem, True, settings, suspects)
+        survivor = surviving(problem, True, settings, [suspects])
     errors = [number - value for number, value in zip(numerical, analytical, strict=True)]
     return Found(output, block, part, mode, rows[0], columns, errors, survivor)
 
@@ -166,16 +166,28 @@ def _relative(analytical: complex, numerical: complex) -> float:
 
 
 def mismatch_failure(
-    problem: Problem, plan: Plan, pair: PairComparison, part: Part, settings: Settings, notes: list[str]
+    problem: Problem,
+    plan: Plan,
+    pair: PairComparison,
+    part: Part,
+    settings: Settings,
+    notes: list[str],
+    group_of: Callable[[int], int] | None = None,
 ) -> Failure | None:
-    """The failure of a pair, if an entry that differs at eps differs after re-measuring, too."""
+    """The failure of a pair, if an entry that differs at eps differs after re-measuring, too.
+
+    group_of: the group of columns, which share no row, that a coordinate belongs to; None: none is known.
+    """
     if not pair.mismatches:
         return None
     comparison = pair.result()
     detail = ""
     if not pair.unspecified:
-        for suspects in pair.suspects(part):
-            survivor = surviving(problem, plan.record_graph, settings, suspects)
+        batches: dict[int, list[Suspects]] = {}
+        for number, suspects in enumerate(pair.suspects(part)):
+            batches.setdefault(group_of(suspects.inputs[0]) if group_of else number, []).append(suspects)
+        for batch in batches.values():
+            survivor = surviving(problem, plan.record_graph, settings, batch)
             if survivor is not None:
                 comparison, detail = replace(comparison, worst=survivor.entry), survivor.detail
                 break

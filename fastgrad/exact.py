@@ -311,7 +311,8 @@ class _Verdict:
         for output, part in row_parts(problem.outputs):
             for block in problem.inputs:
                 pair = self._pair(output, part, block)
-                failure = mismatch_failure(problem, self._plan, pair, part, self._settings, self._notes)
+                group_of = self._compression.column_groups.group_of
+                failure = mismatch_failure(problem, self._plan, pair, part, self._settings, self._notes, group_of)
                 if failure is not None:
                     return failure
         return None

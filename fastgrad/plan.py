@@ -84,8 +84,8 @@ def first_look(problem: Problem, settings: Settings) -> FirstLook:
     """
     half = direction(problem.n, settings.seed, GRAPH_STREAM, halved=True)
     displacement = problem.displacement(half.to(problem.device), settings.eps)
-    base, plain = torch.empty(2, 1, problem.m, dtype=torch.float64, device=problem.device)
-    next_to_x = torch.empty_like(base)
+    base = torch.empty(1, problem.m, dtype=torch.float64, device=problem.device)
+    next_to_x, plain = torch.empty_like(base), torch.empty_like(base)
     problem.values_along(displacement, (0.0,), base)
     look = FirstLook(True, base[0], half.numpy() != 0, None)
     try:

@@ -7,7 +7,7 @@ Sources: Ridders, "Accurate computation of F'(x) and F'(x) F''(x)", Advances in 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ FINEST = 4
 
 @dataclass(frozen=True)
 class Refinement:
-    """One column of the numerical Jacobian at some outputs, refined.
+    """Entries of the numerical Jacobian, refined.
 
     Attributes
     ----------
@@ -57,74 +57,89 @@ class Refinement:
     right: Tensor
     doubtful: Tensor
 
+    def of_rows(self, rows: slice) -> Refinement:
+        """That of some of the rows."""
+        return Refinement(*(getattr(self, field.name)[rows] for field in fields(self)))
+
     def is_kink(self, row: int, atol: float, rtol: float) -> bool:
         """Whether the one-sided derivatives differ by more than the tolerance."""
         left, right = self.left[row].item(), self.right[row].item()
         return abs(left - right) > 2 * (atol + rtol * max(abs(left), abs(right)))
 
 
-def refine_column(
-    problem: Problem, coordinate: int, rows: Tensor, record_graph: bool, eps: float, atol: float, rtol: float
+def refine(
+    problem: Problem,
+    coordinates: Sequence[int],
+    rows: Sequence[Tensor],
+    record_graph: bool,
+    eps: float,
+    atol: float,
+    rtol: float,
 ) -> Refinement:
-    """Derivatives of some outputs with respect to one coordinate, over steps from large to small.
+    """Derivatives of some outputs with respect to one coordinate each, over steps from large to small.
 
     An estimate from some steps counts only if all smaller ones agree with it to within func's own
     noise: a large step would make a rounding look like the identity.
 
     Parameters
     ----------
-    coordinate
-        In [0, n).
+    coordinates
+        In [0, n). They are moved together: no output may depend on two of them.
     rows
-        Coordinates of outputs: int64, shape (rows,).
+        Coordinates of outputs, for each of these: int64, shape (rows,); end to end in the result.
     """
-    block = block_with(problem.inputs, coordinate)
-    x = float(problem.coordinates()[coordinate])
+    all_rows = torch.cat(list(rows))
+    counts = torch.tensor([own.numel() for own in rows], device=all_rows.device)
+    owner = torch.arange(len(rows), device=all_rows.device).repeat_interleave(counts)
+    where = torch.tensor(coordinates, device=problem.device)
+    x = problem.coordinates()[where].abs()
+    ulps = [spacing(block_with(problem.inputs, coordinate).tensor.dtype) for coordinate in coordinates]
+    ulp = torch.tensor(ulps, dtype=torch.float64, device=x.device)
+    smallest = torch.maximum(SMALLEST_STEP * x, 4 * ulp * x.clamp(min=2.0**-40))
+    displacement = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
     # Like all other values of a copy with all elements specified, where an input is sparse.
-    still = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
-    base = problem.evaluate(record_graph, still)[rows]
-    smallest = max(SMALLEST_STEP * abs(x), 4 * spacing(block.tensor.dtype) * max(abs(x), 2.0**-40))
-    step = LARGEST_STEP * max(abs(x), 1.0)
-    steps, differences = [], []
-    while step >= smallest:
+    base = problem.evaluate(record_graph, displacement)[all_rows]
+    step = LARGEST_STEP * x.clamp(min=1.0)
+    steps, widths, differences = [], [], []
+    while bool((step >= smallest).any()):
+        displacement[where] = torch.where(step >= smallest, step, 0.0)
         try:
-            column = problem.difference_columns(coordinate, 1, step, record_graph)[0, rows]
+            plus, minus = (problem.evaluate(record_graph, displacement, sign)[all_rows] for sign in (1.0, -1.0))
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception:  # outside of func's domain, say: a smaller step may be inside
-            column = None
-        if column is not None:
-            steps.append(step)
-            differences.append(column)
-        step /= RATIO
-    left, right = _one_sided(problem, coordinate, rows, base, record_graph, eps)
+            step = step / RATIO
+            continue
+        steps.append(step[owner])
+        # Zero where a coordinate takes no step as small as this.
+        widths.append(problem.realized_width(displacement, 1.0)[where][owner])
+        differences.append(plus - minus)
+        step = step / RATIO
+    left, right = _one_sided(problem, where, owner, all_rows, base, record_graph, eps)
     if not steps:
         missing = torch.full_like(base, torch.nan)
         no = torch.zeros_like(base, dtype=torch.bool)
         return Refinement(missing, missing.abs(), no, left, right, no)
-    values, errors = _extrapolate(
-        torch.stack(differences),
-        torch.tensor(steps, dtype=torch.float64, device=base.device),
-        _rounding(problem, rows, base, x),
-        atol,
-        rtol,
-    )
+    width = torch.stack(widths)
+    taken = width != 0
+    slopes = torch.where(taken, torch.stack(differences) / width, 0.0)
+    values, errors = _extrapolate(slopes, width, _rounding(problem, all_rows, base, x[owner]), atol, rtol)
     # Not "errors > allowed": a NaN has not converged.
     converged = errors <= atol + rtol * values.abs()
     doubtful = torch.zeros_like(converged)
-    wider = [difference for step, difference in zip(steps, differences, strict=True) if step >= RATIO * eps]
-    if wider:
+    wider = (torch.stack(steps) >= RATIO * eps).sum(0) - 1
+    if bool((wider >= 0).all()):
         # Next to a kink the two sides differ; under curvature, they or the wider step do.
         middle = (left + right) / 2
         apart = (middle - values).abs()
-        bent = torch.maximum((left - right).abs(), (wider[-1] - middle).abs())
+        bent = torch.maximum((left - right).abs(), (slopes.gather(0, wider.unsqueeze(0))[0] - middle).abs())
         straight = bent <= STRAIGHT * torch.minimum(apart, middle.abs())
         doubtful = straight & (apart > atol + rtol * values.abs())
     return Refinement(values, errors, converged, left, right, doubtful)
 
 
-def _rounding(problem: Problem, rows: Tensor, base: Tensor, x: float) -> Tensor:
-    """One ulp of each output or, where that is larger, of the coordinate x or of 1.
+def _rounding(problem: Problem, rows: Tensor, base: Tensor, x: Tensor) -> Tensor:
+    """One ulp of each output or, where that is larger, of |x|, its coordinate's, or of 1.
 
     An output near zero may be what two numbers of order 1 leave: at x = 0, exp(x) - 1 does not move for
     steps below 1e-16, and no derivative of zero follows.
@@ -132,16 +147,16 @@ def _rounding(problem: Problem, rows: Tensor, base: Tensor, x: float) -> Tensor:
     ulp = torch.empty(problem.m, dtype=torch.float64, device=base.device)
     for block in problem.outputs:
         ulp[block.first : block.first + block.size] = spacing(block.tensor.dtype)
-    return ulp[rows] * base.abs().clamp(min=max(abs(x), 1.0))
+    return ulp[rows] * torch.maximum(base.abs(), x.clamp(min=1.0))
 
 
 def _one_sided(
-    problem: Problem, coordinate: int, rows: Tensor, base: Tensor, record_graph: bool, eps: float
+    problem: Problem, where: Tensor, owner: Tensor, rows: Tensor, base: Tensor, record_graph: bool, eps: float
 ) -> tuple[Tensor, Tensor]:
-    unit = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
-    unit[coordinate] = 1.0
-    displacement = problem.displacement(unit, eps)
-    step = displacement[coordinate].item()
+    direction = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
+    direction[where] = 1.0
+    displacement = problem.displacement(direction, eps)
+    step = displacement[where][owner]
     try:
         plus, minus = (problem.evaluate(record_graph, displacement, sign)[rows] for sign in (1.0, -1.0))
     except (MemoryError, torch.OutOfMemoryError):
@@ -152,17 +167,22 @@ def _one_sided(
     return (base - minus) / step, (plus - base) / step
 
 
-def _extrapolate(
-    differences: Tensor, steps: Tensor, rounding: Tensor, atol: float, rtol: float
-) -> tuple[Tensor, Tensor]:
-    """The best estimate of each row and its error, from plain differences: shape (steps, rows), large steps first."""
-    count = len(steps)
-    widths = 2 * steps.unsqueeze(-1)
+def _extrapolate(slopes: Tensor, widths: Tensor, rounding: Tensor, atol: float, rtol: float) -> tuple[Tensor, Tensor]:
+    """The best estimate of each row and its error.
+
+    Parameters
+    ----------
+    slopes, widths
+        Plain differences and what they were divided by: shape (steps, rows), large steps first. A step
+        that a row did not take, one of the last, has width zero.
+    """
+    taken = widths != 0
+    finest = taken & (taken.sum(0) - taken.cumsum(0) < FINEST)
     values = torch.full_like(rounding, torch.nan)
     errors = torch.full_like(rounding, torch.inf)
     previous: list[Tensor] = []
-    for s in range(count):
-        current = [differences[s]]
+    for s in range(len(widths)):
+        current = [slopes[s]]
         for k in range(1, min(s, ORDER) + 1):
             factor = RATIO ** (2 * k)
             current.append(current[k - 1] + (current[k - 1] - previous[k - 1]) / (factor - 1))
@@ -171,18 +191,17 @@ def _extrapolate(
                 error = torch.maximum((estimate - current[k - 1]).abs(), (estimate - previous[k - 1]).abs())
             elif s:
                 # Where no smaller step moves func, a kink lies between the larger step and this one.
-                still = (differences[s:] == 0).all(0)
+                still = (slopes[s:] == 0).all(0)
                 error = torch.where(still, 0.0, (estimate - previous[0]).abs())
             else:
                 continue
             # In units of func's values, over all steps from this one down.
-            off = ((differences[s:] - estimate) * widths[s:]).abs()
-            noise = torch.maximum(rounding, off[-FINEST:].amax(0))
+            off = torch.where(taken[s:], ((slopes[s:] - estimate) * widths[s:]).abs(), 0.0)
+            noise = torch.maximum(rounding, torch.where(finest[s:], off, 0.0).amax(0))
             error = error + noise / widths[s]
             agrees = (off <= 8 * torch.maximum(noise, error * widths[s:])).all(0)
-            better = agrees & (
-                error / (atol + rtol * estimate.abs()) < errors / (atol + rtol * values.abs().nan_to_num())
-            )
+            closer = error / (atol + rtol * estimate.abs()) < errors / (atol + rtol * values.abs().nan_to_num())
+            better = taken[s] & agrees & closer
             values = torch.where(better, estimate, values)
             errors = torch.where(better, error, errors)
         previous = current
@@ -223,14 +242,30 @@ class Survivor:
     detail: str
 
 
-def surviving(problem: Problem, record_graph: bool, settings: Settings, suspects: Suspects) -> Survivor | None:
-    """The worst of some suspected entries, if any is wrong after re-measuring."""
+def surviving(problem: Problem, record_graph: bool, settings: Settings, batch: Sequence[Suspects]) -> Survivor | None:
+    """The worst of some suspected entries, if any is wrong after re-measuring.
+
+    batch: of input elements that share no output, the worst first; they are moved together.
+    """
+    rows = [suspects.outputs.reshape(-1) for suspects in batch]
+    columns = [
+        refine(problem, coordinates, rows, record_graph, settings.eps, settings.atol, settings.rtol)
+        for coordinates in zip(*(suspects.inputs for suspects in batch), strict=True)
+    ]
+    first = 0
+    for suspects, own in zip(batch, rows, strict=True):
+        mine = slice(first, first + own.numel())
+        survivor = _worst([column.of_rows(mine) for column in columns], suspects, settings)
+        if survivor is not None:
+            return survivor
+        first = mine.stop
+    return None
+
+
+def _worst(columns: list[Refinement], suspects: Suspects, settings: Settings) -> Survivor | None:
+    """The worst entry of one input element that is wrong, given its one or two columns."""
     atol, rtol = settings.atol, settings.rtol
     shape = suspects.outputs.shape
-    columns = [
-        refine_column(problem, coordinate, suspects.outputs.reshape(-1), record_graph, settings.eps, atol, rtol)
-        for coordinate in suspects.inputs
-    ]
     values, errors = (
         _entries([getattr(column, name).reshape(shape) for column in columns]) for name in ("values", "errors")
     )

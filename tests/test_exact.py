@@ -55,7 +55,7 @@ STRUCTURES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int, int]] =
     "softmax": (lambda x: x.softmax(-1), (normal(200, 16),), 16, 16),
     "transpose": (lambda x: x.t().exp(), (normal(60, 70),), 1, 1),
     "gather": (lambda x: x[torch.arange(1999, -1, -1)], (normal(2000),), 1, 1),
-    "sort": (lambda x: x.sort().values, (normal(1000),), 1, 1),
+    "sort": (lambda x: x.sort().values, (torch.arange(1000.0, dtype=torch.float64).flip(0).requires_grad_(),), 1, 1),
     "bmm": (torch.bmm, (normal(40, 4, 5), normal(40, 5, 3)), 10, 5),
     "convolution": (torch.nn.functional.conv1d, (normal(2, 3, 100), normal(4, 3, 3)), 20, 200),
     "max pool": (lambda x: torch.nn.functional.max_pool1d(x, 3), (normal(4, 300),), 1, 1),
@@ -246,7 +246,8 @@ def test_misleading_functions(name: str, engine: str) -> None:
     right = make()
     assert fastgrad.gradcheck(right, (x,), **keywords)
     report = check(right, (x,), Settings(**keywords))
-    assert report.evaluations + report.vjps <= 4 * (2 * 160 + 160)
+    # Without column groups, entries are re-measured column by column.
+    assert report.evaluations + report.vjps <= (10 if engine == "dense" else 4) * (2 * 160 + 160)
 
     class Wrong(torch.autograd.Function):
         @staticmethod

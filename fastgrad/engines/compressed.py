@@ -31,6 +31,7 @@ class Grouping:
     """The columns of a pattern, or the rows of one output, in groups."""
 
     groups: Groups
+    colors: Indices
     order: Indices
     starts: Indices
 
@@ -38,6 +39,10 @@ class Grouping:
     def count(self) -> int:
         """Number of groups."""
         return self.starts.size - 1
+
+    def group_of(self, coordinate: int) -> int:
+        """The group of a coordinate."""
+        return int(self.colors[coordinate])
 
     def members(self, group: int) -> Indices:
         """The coordinates of a group."""
@@ -95,7 +100,7 @@ def _grouping(colors: Indices, of_entries: Indices, first_entry: int, positions:
         torch.from_numpy(entry_starts),
         positions,
     )
-    return Grouping(groups, order, starts)
+    return Grouping(groups, colors, order, starts)
 
 
 def numerical_entries(problem: Problem, plan: Plan, compression: Compression, eps: float) -> Tensor:
