@@ -17,7 +17,7 @@ from torch import Tensor
 from fastgrad import sparsity
 from fastgrad._native import ops
 from fastgrad._torch import phase
-from fastgrad.certify import LinearityProof, groups_failure
+from fastgrad.certify import LinearityProof, groups_failure, one_hot_failure, separate_failure
 from fastgrad.coloring import Indices
 from fastgrad.compare import PairComparison
 from fastgrad.confirm import entry_in_row, located_failure, mismatch_failure, row_entry
@@ -27,7 +27,7 @@ from fastgrad.engines import EXPANDED, GAPPED, HALVED, compressed, row_parts
 from fastgrad.engines.compressed import Compression
 from fastgrad.engines.sketch import directional_differences
 from fastgrad.locate import locate
-from fastgrad.plan import FirstLook, most_entries, pays_to_compress, probing_budget
+from fastgrad.plan import FirstLook, most_entries, pays_to_compress, prefers_columns, probing_budget
 from fastgrad.problem import Problem
 from fastgrad.report import Failure, Part, Plan, Settings
 from fastgrad.sparsity import Mask, Pattern
@@ -78,18 +78,19 @@ def check_by_structure(problem: Problem, settings: Settings, look: FirstLook, no
         compression = compressed.compress(problem, pattern)
         column_groups = compression.column_groups.count
         row_groups = sum(grouping.count for grouping in compression.row_groups)
-        if not pays_to_compress(problem, settings, column_groups, row_groups):
+        by_columns = prefers_columns(column_groups, row_groups)
+        if not pays_to_compress(problem, settings, column_groups, None if by_columns else row_groups):
             return None
-        plan = Plan(
-            "compressed",
-            0,
-            0,
-            look.record_graph,
-            pattern.origin,
-            column_groups=column_groups,
-            row_groups=row_groups,
-        )
-        found = _Verdict(problem, settings, plan, compression, look, notes).run()
+        plan = Plan("compressed", 0, 0, look.record_graph, pattern.origin, column_groups=column_groups)
+        verdict = _Verdict(problem, settings, plan, compression, look, notes)
+        found: Failure | _Learnt | None = None
+        if by_columns:
+            by_columns, found = verdict.by_columns()
+        if not by_columns:
+            if not pays_to_compress(problem, settings, column_groups, row_groups):
+                return None
+            plan = replace(plan, row_groups=row_groups)
+            found = verdict.by_rows()
         if found is None or isinstance(found, Failure):
             return Outcome(plan, found)
         if found.refuted:
@@ -158,12 +159,35 @@ class _Verdict:
         self._compression = compression
         self._look = look
         self._notes = notes
+        self._numerical = compressed.numerical_entries(problem, plan, compression, settings.eps)
+        self._numerical_leads = self._certify_numerical()
 
-    def run(self) -> Failure | _Learnt | None:
+    def by_columns(self) -> tuple[bool, Failure | _Learnt | None]:
+        """Whether the backward, differentiated, gives proven columns; then as `by_rows`."""
+        problem = self._problem
+        problem.graph()  # what func raises is not about its backward
+        try:
+            self._analytical = compressed.linear_entries(problem, self._compression)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception:  # it cannot be differentiated
+            return False, None
+        proofs = [self._proof(kind) for kind in (GAPPED, HALVED, EXPANDED)]
+        try:
+            if any(proof.leads() for proof in proofs):
+                return False, None
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception:  # for some layout
+            return False, None
+        failure = one_hot_failure(problem, self._settings)
+        if failure is None:
+            failure = separate_failure(problem, self._settings, proofs[0].cotangent(0), proofs[0].gradients()[0])
+        return True, failure or self._judged(None)
+
+    def by_rows(self) -> Failure | _Learnt | None:
         """A failure, or what the pattern lacks, or nothing."""
         problem, compression = self._problem, self._compression
-        self._numerical = compressed.numerical_entries(problem, self._plan, compression, self._settings.eps)
-        numerical_leads = self._numerical_leads()
         problem.graph()  # what func raises is not about its backward
         try:
             self._analytical, matches = compressed.analytical_entries(problem, compression)
@@ -190,23 +214,26 @@ class _Verdict:
                     repeat = self._first_row_failure(output.first + int(groups[0][0])) or repeat
         if repeat is not None and repeat.kind == "nondeterministic":
             return repeat
+        return self._judged(repeat)
+
+    def _judged(self, repeat: Failure | None) -> Failure | _Learnt | None:
+        """The comparison of all entries, then a failure of repeated groups, then the certificates."""
         differs = self._differs()
         failure = self._mismatch() if differs and not self._only_mixed() else None
         failure = failure or repeat
         if failure is not None:
             return failure
-        return self._certified(numerical_leads) or (self._mismatch() if differs else None)
+        return self._certified() or (self._mismatch() if differs else None)
 
-    def _certified(self, numerical_leads: list[int]) -> Failure | _Learnt | None:
+    def _certified(self) -> Failure | _Learnt | None:
         """That nothing lies outside of the pattern, and that the backward is linear."""
-        found = self._follow_rows(numerical_leads)
+        found = self._follow_rows(self._numerical_leads)
         if isinstance(found, Failure):
             return found
         learnt = [found]
         for kind in self._kinds:
             # One at a time: vectors as large as the problem are dear.
-            proof = LinearityProof(self._problem, self._settings, self._repeats_all, self._moving_group, [kind])
-            proof.add_entries(self._compression.rows, self._compression.columns, self._analytical)
+            proof = self._proof(kind)
             try:
                 leads = proof.leads()
             except (MemoryError, torch.OutOfMemoryError):
@@ -233,6 +260,11 @@ class _Verdict:
             for output, grouping in zip(self._problem.outputs, self._compression.row_groups, strict=True)
         )
         return [GAPPED, HALVED] if whole else [GAPPED, HALVED, EXPANDED]
+
+    def _proof(self, kind: int) -> LinearityProof:
+        proof = LinearityProof(self._problem, self._settings, self._repeats_all, self._moving_group, [kind])
+        proof.add_entries(self._compression.rows, self._compression.columns, self._analytical)
+        return proof
 
     @property
     def _repeats_all(self) -> bool:
@@ -330,7 +362,7 @@ class _Verdict:
         pair.add_entries(analytical, numerical, row_elements, columns[chosen][::width] // width)
         return pair
 
-    def _numerical_leads(self) -> list[int]:
+    def _certify_numerical(self) -> list[int]:
         """Outputs whose derivatives along random directions are not what the entries add up to, worst first."""
         settings = self._settings
         excess = self._excess(settings.eps, 0)

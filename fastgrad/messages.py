@@ -61,9 +61,10 @@ def engine_line(report: Report) -> str:
     """Which engine ran, and what it cost."""
     name = report.plan.engine if report.plan else "none"
     groups = ""
-    if report.plan and report.plan.column_groups is not None and report.plan.row_groups is not None:
-        columns, rows = report.plan.column_groups, report.plan.row_groups
-        groups = f"{_count(columns, 'column group')}, {_count(rows, 'row group')}, "
+    if report.plan and report.plan.column_groups is not None:
+        groups = f"{_count(report.plan.column_groups, 'column group')}, "
+        if report.plan.row_groups is not None:
+            groups += f"{_count(report.plan.row_groups, 'row group')}, "
     return (
         f"{name}: {groups}{_count(report.n, 'input coordinate')}, {_count(report.m, 'output coordinate')}, "
         f"{_count(report.evaluations, 'evaluation')}, {_count(report.vjps, 'VJP')}, "

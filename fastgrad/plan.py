@@ -36,6 +36,12 @@ CALLS_WORTH_STRUCTURE = 72
 VJP_COST = 1.5
 """Of one VJP, in evaluations."""
 
+LINEAR_COST = 2.0
+"""Of one column by differentiating the backward, in evaluations."""
+
+LINEAR_START = 16
+"""Of what else that takes, its proof and making its graph, in evaluations."""
+
 CERTIFICATE_COST = 14
 """Of all certificates, in evaluations."""
 
@@ -161,11 +167,17 @@ def most_entries(settings: Settings) -> int:
     return _memory_limit(settings, None) // ENTRY_BYTES
 
 
-def pays_to_compress(problem: Problem, settings: Settings, columns: int, rows: int) -> bool:
-    """Whether so many column groups and row groups, and certificates, cost less than the dense engine."""
+def prefers_columns(columns: int, rows: int) -> bool:
+    """Whether analytical columns, from differentiating the backward once more, cost less than rows."""
+    return LINEAR_COST * columns + LINEAR_START < VJP_COST * rows
+
+
+def pays_to_compress(problem: Problem, settings: Settings, columns: int, rows: int | None) -> bool:
+    """Whether so many column groups and row groups (None: no need of any) cost less than the dense engine."""
     if settings.engine == "compressed":
         return True
-    return 2 * columns + VJP_COST * rows + CERTIFICATE_COST < 0.8 * (2 * problem.n + VJP_COST * problem.m)
+    analytical = LINEAR_COST * columns + LINEAR_START if rows is None else VJP_COST * rows
+    return 2 * columns + analytical + CERTIFICATE_COST < 0.8 * (2 * problem.n + VJP_COST * problem.m)
 
 
 def make_plan(problem: Problem, settings: Settings, look: FirstLook | None) -> Plan:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from fastgrad import _native, _torch
 from fastgrad._torch import phase
 from fastgrad.coordinates import Block, block_with, blocks_of, memory_of, overlap, overlaps_itself, own_values, pieces
+from fastgrad.directions import GRAPH_STREAM, uniform_like
 from fastgrad.errors import warn
 from fastgrad.report import modulus
 from fastgrad.tolerances import relative_step, spacing
@@ -469,6 +470,49 @@ class Problem:
         """
         self.vjps += 1
         return _native.vjp_of_zeros(outputs, self._input_tensors)
+
+    @phase("analytical columns")
+    def columns_of_backward(self, groups: Iterable[Tensor]) -> Iterator[Tensor]:
+        """J u by the backward alone, differentiated once more: v -> v^T J is linear, and u its grad_output.
+
+        Parameters
+        ----------
+        groups
+            For each u, the coordinates at which it is 1, the others being 0: int64, shape (count,).
+
+        Returns
+        -------
+        Iterator
+            J u, one a group: float64, shape (m,), the same memory every time. One VJP each, and one more.
+
+        Raises
+        ------
+        RuntimeError
+            The backward cannot be differentiated; whatever else it raises.
+        """
+        outputs = self.graph()
+        cotangents = [
+            uniform_like(block.tensor, 0, GRAPH_STREAM, block.first).requires_grad_() for block in self.outputs
+        ]
+        found = torch.autograd.grad(outputs, self._input_tensors, cotangents, create_graph=True, allow_unused=True)
+        self.vjps += 1
+        of_inputs = [(block, g) for block, g in zip(self.inputs, found, strict=True) if g is not None]
+        of_inputs = [(block, gradient) for block, gradient in of_inputs if gradient.requires_grad]
+        u = torch.zeros(self.n, dtype=torch.float64, device=self.device)
+        product = torch.zeros(self.m, dtype=torch.float64, device=self.device)
+        for group in groups:
+            u.zero_()[group] = 1.0
+            grad_outputs = []
+            for block, gradient in of_inputs:
+                grad_outputs.append(torch.empty_like(gradient, memory_format=torch.contiguous_format).detach())
+                _native.ops.unflatten_(grad_outputs[-1], u[block.first : block.first + block.size])
+            gradients = [gradient for _, gradient in of_inputs]
+            tangents = _native.vjp(gradients, cotangents, grad_outputs, False)
+            self.vjps += 1
+            for output, tangent in zip(self.outputs, tangents, strict=True):
+                within = product[output.first : output.first + output.size]
+                within.zero_() if tangent is None else _native.flatten_(within, tangent)
+            yield product
 
     @phase("analytical columns")
     def tangent_columns(self, first: int, count: int) -> tuple[Tensor, bool]:

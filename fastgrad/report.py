@@ -69,7 +69,8 @@ class Plan:
     columns_per_pass: numerical columns held at a time; every pass repeats the VJPs.
     rows_per_block: analytical rows computed, and compared, at a time.
     record_graph: whether func must record gradients while it is evaluated for differences.
-    column_groups, row_groups: of a compressed Jacobian; one difference, or one VJP, serves a group.
+    column_groups, row_groups: of a compressed Jacobian; one difference, or one VJP, serves a group. Without
+    row groups, analytical columns come from differentiating the backward once more.
     detection_limit: fast mode finds errors that cancel each other in a row or a column from this size on,
     with probability `Settings.confidence`; single ones from their tolerance on.
     """

@@ -25,7 +25,7 @@ FLOOR = {module: floor for floor, modules in FLOORS.items() for module in module
 NEIGHBORS = {
     "_native": {"_build"},
     "errors": {"report"},
-    "problem": {"coordinates", "tolerances"},
+    "problem": {"coordinates", "directions", "tolerances"},
     "certify": {"compare", "engines"},
     "compare": {"refine"},
     "engines.compressed": {"engines"},

@@ -48,16 +48,17 @@ def function(forward: Callable[..., Any], backward: Callable[..., Any]) -> Calla
 
 
 COMPLEX = torch.complex128
-STRUCTURES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int, int]] = {
-    # function, inputs, column groups, row groups
+STRUCTURES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int, int | None]] = {
+    # function, inputs, column groups, row groups (None: analytical columns)
     "sin": (torch.sin, (normal(4000),), 1, 1),
-    "mul, broadcast": (torch.mul, (normal(30, 40), normal(40)), 2, 30),
+    "mul, broadcast": (torch.mul, (normal(30, 40), normal(40)), 2, None),
     "softmax": (lambda x: x.softmax(-1), (normal(200, 16),), 16, 16),
     "transpose": (lambda x: x.t().exp(), (normal(60, 70),), 1, 1),
     "gather": (lambda x: x[torch.arange(1999, -1, -1)], (normal(2000),), 1, 1),
     "sort": (lambda x: x.sort().values, (torch.arange(1000.0, dtype=torch.float64).flip(0).requires_grad_(),), 1, 1),
     "bmm": (torch.bmm, (normal(40, 4, 5), normal(40, 5, 3)), 10, 5),
-    "convolution": (torch.nn.functional.conv1d, (normal(2, 3, 100), normal(4, 3, 3)), 20, 200),
+    "convolution": (torch.nn.functional.conv1d, (normal(2, 3, 100), normal(4, 3, 3)), 20, None),
+    "scaled by one number": (torch.mul, (normal(400), normal(1)), 2, None),
     "max pool": (lambda x: torch.nn.functional.max_pool1d(x, 3), (normal(4, 300),), 1, 1),
     "diff": (torch.diff, (normal(1000),), 2, 2),
     "complex exp": (torch.exp, (normal(500, dtype=COMPLEX),), 2, 2),
@@ -78,12 +79,15 @@ def test_what_a_structure_costs(name: str) -> None:
     plan = report.plan
     assert plan is not None
     assert plan.column_groups is not None
-    assert plan.row_groups is not None
     assert plan.column_groups <= columns
-    assert plan.row_groups <= rows
-    probing = 6 * max(columns, rows).bit_length() * max(report.n, report.m).bit_length() + 20
+    assert (plan.row_groups is None) == (rows is None)
+    if rows is not None:
+        assert plan.row_groups is not None
+        assert plan.row_groups <= rows
+    analytical = columns + 10 if rows is None else rows
+    probing = 6 * max(columns, analytical).bit_length() * max(report.n, report.m).bit_length() + 20
     assert report.evaluations <= 20 + 2 * columns + probing
-    assert report.vjps <= 12 + rows + probing
+    assert report.vjps <= 12 + analytical + probing
 
 
 def test_a_guess_costs_sixteen_evaluations_and_six_vjps() -> None:
@@ -156,6 +160,39 @@ def test_wrong_gradients_fail(name: str, blind: bool, monkeypatch: pytest.Monkey
         assert worst is not None
         assert (worst.output_index, worst.input_index) == ((entry[0],), (entry[1],))
     assert report.evaluations + report.vjps <= 300
+
+
+class Scale(torch.autograd.Function):
+    """x times a number; its backward's own derivative may be wrong, or missing."""
+
+    how = "right"
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, factor: Tensor) -> Tensor:
+        ctx.save_for_backward(x, factor)
+        return x * factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, factor = ctx.saved_tensors
+        wrong = 1.5 if Scale.how == "wrong" else 1.0
+        if Scale.how == "not differentiable":
+            with torch.no_grad():
+                return grad * factor, (grad * x).sum().reshape(1)
+        if Scale.how == "other derivative":
+            # The same values, and another derivative with respect to grad.
+            return grad * factor + (grad - grad.detach()), (grad * x).sum().reshape(1)
+        return grad * factor * wrong, (grad * x).sum().reshape(1)
+
+
+@pytest.mark.parametrize("how", ["right", "wrong", "not differentiable", "other derivative"])
+def test_analytical_columns_need_their_proof(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two groups of columns and 400 of rows; where the derivative of the backward proves nothing, rows are taken."""
+    monkeypatch.setattr(Scale, "how", how)
+    report = compressed(Scale.apply, normal(400), normal(1))
+    assert report.passed == (how != "wrong")
+    assert report.plan is not None
+    assert (report.plan.row_groups is None) == (how in ("right", "wrong"))
 
 
 def test_a_dependence_that_the_backward_ignores() -> None:

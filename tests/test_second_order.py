@@ -110,3 +110,51 @@ def test_no_output_with_a_gradient_is_an_error() -> None:
         fastgrad.gradgradcheck(lambda x: x.detach(), (leaf(2),))
     with torch.no_grad(), pytest.raises(ValueError, match="gradients are disabled here"):
         fastgrad.gradgradcheck(torch.exp, (leaf(2),))
+
+
+def test_the_forward_pass_is_not_run_again_where_only_grad_outputs_move() -> None:
+    x = torch.linspace(0.1, 1, 5, dtype=torch.float64).requires_grad_()
+    calls = 0
+
+    def func(v: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return v.repeat(40).sin()
+
+    assert fastgrad.gradgradcheck(func, (x,), engine="dense")
+    # Of some 410 evaluations, those that move x, two at most for each, and a few that record.
+    assert calls <= 2 * 5 + 12
+
+
+@pytest.mark.parametrize("engine", ["dense", "compressed"])
+def test_a_backward_that_reads_what_the_last_forward_left(engine: str) -> None:
+    """The graph of an earlier forward pass would give another gradient: it is only used while it is the last."""
+    x = torch.linspace(0.1, 1, 6, dtype=torch.float64).requires_grad_()
+    left: list[Tensor] = []
+
+    class Sine(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, v: Tensor) -> Tensor:
+            ctx.save_for_backward(v)
+            left[:] = [v.detach().clone()]
+            return v.sin()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            (v,) = ctx.saved_tensors
+            return grad * (v.cos() + 0 * left[0] + (v - v.detach()) * 0)
+
+    assert fastgrad.gradgradcheck(Sine.apply, (x,), engine=engine)
+
+
+def test_a_forward_that_differs_from_call_to_call_runs_every_time() -> None:
+    x = torch.linspace(0.1, 1, 5, dtype=torch.float64).requires_grad_()
+    calls = 0
+
+    def func(v: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return v.repeat(4).sin() * (1 + 2.0**-50 * (calls % 2))
+
+    assert fastgrad.gradgradcheck(func, (x,), engine="dense")
+    assert calls > 2 * 25

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastgrad import coloring
-from fastgrad._native import GradientsMatch, Groups
+from fastgrad._native import GradientsMatch, Groups, ops
 from fastgrad.coloring import Indices
 from fastgrad.coordinates import Block
 from fastgrad.engines import REPEAT_SCALE
@@ -31,6 +31,7 @@ class Grouping:
     """The columns of a pattern, or the rows of one output, in groups."""
 
     groups: Groups
+    entries: tuple[Tensor, ...]
     colors: Indices
     order: Indices
     starts: Indices
@@ -93,20 +94,31 @@ def compress(problem: Problem, pattern: Pattern) -> Compression:
 def _grouping(colors: Indices, of_entries: Indices, first_entry: int, positions: Tensor) -> Grouping:
     order, starts = coloring.groups(colors)
     entries, entry_starts = coloring.bucket(of_entries, starts.size - 1)
+    sorted_entries = torch.from_numpy(entries + first_entry).to(positions.device)
     groups = Groups(
-        torch.from_numpy(order),
-        torch.from_numpy(starts),
-        torch.from_numpy(entries + first_entry).to(positions.device),
-        torch.from_numpy(entry_starts),
-        positions,
+        torch.from_numpy(order), torch.from_numpy(starts), sorted_entries, torch.from_numpy(entry_starts), positions
     )
-    return Grouping(groups, colors, order, starts)
+    return Grouping(groups, torch.split(sorted_entries, np.diff(entry_starts).tolist()), colors, order, starts)
 
 
 def numerical_entries(problem: Problem, plan: Plan, compression: Compression, eps: float) -> Tensor:
     """Entries by central differences: float64, shape (nnz,). Two evaluations a column group."""
     groups = compression.column_groups.groups
     return problem.difference_groups(groups, compression.rows, compression.columns, eps, plan.record_graph)
+
+
+def linear_entries(problem: Problem, compression: Compression) -> Tensor:
+    """Entries by differentiating the backward, which is to be linear: float64, shape (nnz,).
+
+    One evaluation, one VJP a column group, and one more; raises where the backward cannot be
+    differentiated. Nothing says yet that its derivative is right, too.
+    """
+    values = torch.zeros(compression.pattern.nnz, dtype=torch.float64, device=problem.device)
+    grouping = compression.column_groups
+    groups = (torch.from_numpy(grouping.members(g)).to(problem.device) for g in range(grouping.count))
+    for product, entries in zip(problem.columns_of_backward(groups), grouping.entries, strict=True):
+        ops.decompress_(values, product, None, compression.rows, entries)
+    return values
 
 
 def analytical_entries(
