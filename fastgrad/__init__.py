@@ -3,6 +3,15 @@
 from fastgrad._version import __version__
 from fastgrad.api import gradcheck, gradgradcheck
 from fastgrad.errors import GradcheckError
+from fastgrad.jacobians import analytical_jacobian, numerical_jacobian
 from fastgrad.report import Report
 
-__all__ = ["GradcheckError", "Report", "__version__", "gradcheck", "gradgradcheck"]
+__all__ = [
+    "GradcheckError",
+    "Report",
+    "__version__",
+    "analytical_jacobian",
+    "gradcheck",
+    "gradgradcheck",
+    "numerical_jacobian",
+]

@@ -8,6 +8,7 @@ wrong by itself, or in a larger pattern.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -102,6 +103,38 @@ def check_by_structure(problem: Problem, settings: Settings, look: FirstLook, no
     return None
 
 
+def numerical_entries(problem: Problem, settings: Settings, look: FirstLook) -> tuple[Compression, Tensor] | None:
+    """The numerical Jacobian, compressed and certified: its pattern with groups, and the entries; None: not found."""
+    for compression, verdict in _compressions(problem, settings, look):
+        if not verdict.numerical_leads:
+            return compression, verdict.numerical
+    return None
+
+
+def analytical_entries(problem: Problem, settings: Settings, look: FirstLook) -> tuple[Compression, Tensor] | None:
+    """The analytical Jacobian in reverse mode, as `numerical_entries`."""
+    for compression, verdict in _compressions(problem, settings, look):
+        values, _ = compressed.analytical_entries(problem, compression, repeat=False)
+        if verdict.is_certified(values):
+            return compression, values
+    return None
+
+
+def _compressions(problem: Problem, settings: Settings, look: FirstLook) -> Iterator[tuple[Compression, _Verdict]]:
+    """What a guess and what probing lead to, as far as there is something and it repays."""
+    if look.reacted is None or not bool(look.base.isfinite().all()):
+        return
+    for find in (_guess, _probe):
+        pattern = find(problem, settings, look)
+        if pattern is None:
+            continue
+        compression = compressed.compress(problem, pattern)
+        columns, rows = compression.column_groups.count, sum(grouping.count for grouping in compression.row_groups)
+        if pays_to_compress(problem, settings, columns, rows):
+            plan = Plan("compressed", 0, 0, look.record_graph, pattern.origin)
+            yield compression, _Verdict(problem, settings, plan, compression, look, [])
+
+
 def _guess(problem: Problem, settings: Settings, look: FirstLook) -> Pattern | None:
     pattern = sparsity.guess(problem.inputs, problem.outputs)
     if pattern is None or pattern.nnz > most_entries(settings):
@@ -159,8 +192,8 @@ class _Verdict:
         self._compression = compression
         self._look = look
         self._notes = notes
-        self._numerical = compressed.numerical_entries(problem, plan, compression, settings.eps)
-        self._numerical_leads = self._certify_numerical()
+        self.numerical = compressed.numerical_entries(problem, plan, compression, settings.eps)
+        self.numerical_leads = self._certify_numerical()
 
     def by_columns(self) -> tuple[bool, Failure | _Learnt | None]:
         """Whether the backward, differentiated, gives proven columns; then as `by_rows`."""
@@ -172,7 +205,7 @@ class _Verdict:
             raise
         except Exception:  # it cannot be differentiated
             return False, None
-        proofs = [self._proof(kind) for kind in (GAPPED, HALVED, EXPANDED)]
+        proofs = [self._proof(kind, self._analytical) for kind in (GAPPED, HALVED, EXPANDED)]
         try:
             if any(proof.leads() for proof in proofs):
                 return False, None
@@ -227,13 +260,13 @@ class _Verdict:
 
     def _certified(self) -> Failure | _Learnt | None:
         """That nothing lies outside of the pattern, and that the backward is linear."""
-        found = self._follow_rows(self._numerical_leads)
+        found = self._follow_rows(self.numerical_leads)
         if isinstance(found, Failure):
             return found
         learnt = [found]
         for kind in self._kinds:
             # One at a time: vectors as large as the problem are dear.
-            proof = self._proof(kind)
+            proof = self._proof(kind, self._analytical)
             try:
                 leads = proof.leads()
             except (MemoryError, torch.OutOfMemoryError):
@@ -261,9 +294,13 @@ class _Verdict:
         )
         return [GAPPED, HALVED] if whole else [GAPPED, HALVED, EXPANDED]
 
-    def _proof(self, kind: int) -> LinearityProof:
+    def is_certified(self, analytical: Tensor) -> bool:
+        """Whether VJPs are what analytical entries add up to."""
+        return not any(self._proof(kind, analytical).leads() for kind in (GAPPED, HALVED))
+
+    def _proof(self, kind: int, analytical: Tensor) -> LinearityProof:
         proof = LinearityProof(self._problem, self._settings, self._repeats_all, self._moving_group, [kind])
-        proof.add_entries(self._compression.rows, self._compression.columns, self._analytical)
+        proof.add_entries(self._compression.rows, self._compression.columns, analytical)
         return proof
 
     @property
@@ -283,7 +320,7 @@ class _Verdict:
     def _differs(self) -> bool:
         """Whether any entry of the pattern may differ by the allclose rule."""
         settings = self._settings
-        entries = self._analytical.unsqueeze(0), self._numerical.unsqueeze(0)
+        entries = self._analytical.unsqueeze(0), self.numerical.unsqueeze(0)
         domains = {block.is_complex for block in self._problem.inputs}
         # Where some entries are complex and some real, coordinate by coordinate: both within 2^-1/2 suffices.
         share = 1.0 if len(domains) == 1 else 2**-0.5
@@ -310,14 +347,14 @@ class _Verdict:
                     measured.add(column)
                     within = columns == column
                     difference = self._single_difference(column)
-                    self._numerical[within] = difference[rows[within]]
+                    self.numerical[within] = difference[rows[within]]
             if bool((~(self._excesses(mine) <= 1)).any()):
                 return False
         return True
 
     def _excesses(self, entries: Tensor | slice) -> Tensor:
         """|analytical - numerical| over what is allowed, coordinate by coordinate."""
-        numerical = self._numerical[entries]
+        numerical = self.numerical[entries]
         allowed = self._settings.atol + self._settings.rtol * numerical.abs()
         return (self._analytical[entries] - numerical).abs() / allowed
 
@@ -329,7 +366,7 @@ class _Verdict:
         gradient = self._one_hot_gradient(row)
         within = self._compression.rows == row
         expected = torch.zeros_like(gradient)
-        expected[self._compression.columns[within]] = self._numerical[within]
+        expected[self._compression.columns[within]] = self.numerical[within]
         error = (gradient - expected).abs() / (self._settings.atol + self._settings.rtol * expected.abs())
         column = int(error.nan_to_num(torch.inf).argmax())
         if error[column] <= 1:
@@ -356,7 +393,7 @@ class _Verdict:
         chosen = (columns >= 0) & (columns < block.size)
         if part != "all":
             chosen &= rows % 2 == (1 if part == "imaginary" else 0)
-        analytical, numerical = self._analytical[within][chosen], self._numerical[within][chosen]
+        analytical, numerical = self._analytical[within][chosen], self.numerical[within][chosen]
         width = 2 if block.is_complex else 1
         row_elements = rows[chosen][::width] // (2 if output.is_complex else 1)
         pair.add_entries(analytical, numerical, row_elements, columns[chosen][::width] // width)
@@ -387,7 +424,7 @@ class _Verdict:
             allowed = settings.atol + rounding * base[some].abs() + 4 * differences.noise[some]
             for u, derivatives in zip(differences.directions, differences.derivatives, strict=True):
                 total = torch.zeros_like(allowed)
-                total.index_add_(0, rows[entries] - some.start, u[columns[entries]].mul_(self._numerical[entries]))
+                total.index_add_(0, rows[entries] - some.start, u[columns[entries]].mul_(self.numerical[entries]))
                 error = ((derivatives[some] - total).abs_() / allowed).nan_to_num_(torch.inf)
                 torch.maximum(worst[some], error, out=worst[some])
         if not bool(torch.linalg.vector_norm(worst, torch.inf) > 1):

@@ -15,7 +15,7 @@ FLOORS = {
     1: ["coloring", "coordinates", "directions", "graphs", "problem", "sparsity", "tolerances"],
     2: ["attributes", "certify", "compare", "engines", "engines.compressed", "engines.dense", "engines.sketch"],
     3: ["check", "exact", "fast", "second_order"],
-    4: ["api", "diagnose", "messages"],
+    4: ["api", "diagnose", "jacobians", "messages"],
     5: ["__init__", "__main__", "cli", "demo", "functional", "pytest_plugin", "render"],
 }
 FLOORS[2] += ["confirm", "locate", "plan", "refine"]
