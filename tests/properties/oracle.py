@@ -496,7 +496,7 @@ _ROWS: dict[str, Callable[[Program, Verdict, Verdict, frozenset[str]], bool]] = 
         torchs.word == "pass"
         and own.message.startswith("jvp is not linear")
         and ("tangent one-hot" not in wrong or program.error == "last")
-        and _others_wrong(wrong, "tangent ")
+        and (_others_wrong(wrong, "tangent ") or program.error == "clamp")
     ),
     "undefined tangents are zero": lambda program, torchs, own, wrong: (
         torchs.word == "pass" and own.kind == "undefined tangent" and "tangent zero" in wrong
