@@ -576,8 +576,10 @@ GradientsMatch vjp_coordinates(
           unflatten_(value, cotangent.narrow(0, offset, coordinates_per_element(output)));
           grad_outputs.push_back(value.expand(output.sizes()));
         } else {
+          // Torch takes an empty tensor for contiguous, whatever its strides: backwards then trip over them.
           grad_outputs.push_back(
-              k < gapped ? gapped_and_transposed(output) : at::empty_like(output, {}, at::MemoryFormat::Contiguous));
+              k < gapped && size > 0 ? gapped_and_transposed(output)
+                                     : at::empty_like(output, {}, at::MemoryFormat::Contiguous));
           unflatten_(grad_outputs.back(), outputs.size() == 1 ? cotangent : cotangent.narrow(0, offset, size));
         }
         offset += size;

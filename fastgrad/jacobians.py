@@ -142,7 +142,7 @@ def _dense(problem: Problem, matrix: Tensor, layout: torch.layout) -> Jacobians:
         own = matrix[output.first : output.first + output.size, block.first : block.first + block.size]
         if layout is torch.strided:
             return own.reshape(*_shape(output), *_shape(block))
-        return own.to_sparse_coo() if layout is torch.sparse_coo else own.to_sparse_csr()
+        return own.to_sparse(layout=layout)
 
     return tuple(tuple(part(output, block) for block in problem.inputs) for output in problem.outputs)
 

@@ -514,6 +514,39 @@ def test_messages_name_op_argument_and_value(call_op: Any, message: str) -> None
         call_op()
 
 
+LARGEST = 2**63 - 1
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("offsets", [(LARGEST, 1, 0), (1, LARGEST, 0), (0, 1, LARGEST), (0, LARGEST, LARGEST)])
+def test_offsets_that_overflow_are_refused(kernel: str, offsets: tuple[int, int, int]) -> None:
+    blocks = [torch.zeros(2, 4).double(), torch.zeros(2, 4).double(), torch.zeros(2, 6).double()]
+    with pytest.raises(RuntimeError, match="must lie within 6 rows and 4 columns"):
+        call(kernel, ops.project_rows_, *blocks, torch.ones(3, 2).double(), *offsets)
+    assert not any(block.any() for block in blocks)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_one_row_takes_any_step(kernel: str) -> None:
+    sums, squares = torch.zeros(2, 2, 3, dtype=torch.float64)
+    rows, cotangents = tensor(torch.float64, 1, 3), tensor(torch.float64, 2, 4)
+    call(kernel, ops.project_rows_, sums, squares, cotangents, rows, 3, LARGEST, 0)
+    torch.testing.assert_close(sums, cotangents[:, 3:] @ rows)
+    call(kernel, ops.project_rows_, sums, squares, cotangents, rows[:0], 3, LARGEST, 0)
+    torch.testing.assert_close(sums, cotangents[:, 3:] @ rows)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_components_that_have_no_number_are_refused(kernel: str) -> None:
+    out = torch.zeros(5, dtype=torch.float64)
+    for first in (-1, LARGEST - 7, LARGEST):
+        with pytest.raises(RuntimeError, match="direction_: first must be in"):
+            call(kernel, ops.direction_, out, 0, 0, first, False)
+    assert not out.any()
+    call(kernel, ops.direction_, out, 0, 0, LARGEST - 8, False)
+    assert bool((out != 0).all())
+
+
 def test_large_blocks_use_all_threads_and_agree() -> None:
     analytical = tensor(torch.float64, 300, 400)
     numerical = analytical.clone()

@@ -558,6 +558,15 @@ def test_lists_scalars_empty_tensors_and_other_arguments() -> None:
     assert both(lambda v: v[:0] * 2, (leaf(2),))
 
 
+@pytest.mark.parametrize("mode", [{}, {"fast_mode": True, "engine": "sketch"}])
+def test_empty_outputs_beside_others(mode: dict[str, Any]) -> None:
+    """The backward of view_as_real wants strides of 1, of empty tensors, too."""
+    x, z = leaf(3), torch.zeros(0, dtype=torch.complex128).requires_grad_()
+    func = lambda x, z: (torch.view_as_real(z), x.sin(), x.cos())  # noqa: E731
+    assert torch.autograd.gradcheck(func, (x, z))
+    assert fastgrad.gradcheck(func, (x, z), **mode)
+
+
 def test_results_without_gradients_are_ignored_wherever_they_stand() -> None:
     x = leaf(4)
     for func in (

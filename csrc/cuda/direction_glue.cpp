@@ -1,5 +1,5 @@
 // Registers the CUDA launcher of fastgrad::direction_: checks, device guard, the caller's stream.
-#include "../ops/common.h"
+#include "../ops/direction.h"
 #include "direction.h"
 
 #include <c10/cuda/CUDAException.h>
@@ -11,7 +11,7 @@ namespace fastgrad {
 namespace {
 
 void direction_cuda(const at::Tensor& out, int64_t seed, int64_t stream, int64_t first, bool halved) {
-  check_float64("direction_", "out", out, 1);
+  check_direction(out, first);
   const c10::cuda::CUDAGuard guard(out.device());
   C10_CUDA_CHECK(
       cuda::launch_direction(

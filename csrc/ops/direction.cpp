@@ -10,12 +10,13 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <limits>
 
 namespace fastgrad {
 namespace {
 
 void direction_cpu(const at::Tensor& out, int64_t seed, int64_t stream, int64_t first, bool halved) {
-  check_float64("direction_", "out", out, 1);
+  check_direction(out, first);
   auto* values = out.mutable_data_ptr<double>();
   const int64_t stride = out.stride(0);
   at::parallel_for(0, out.numel(), grain_size, [&](int64_t begin, int64_t end) {
@@ -31,7 +32,7 @@ void direction_cpu(const at::Tensor& out, int64_t seed, int64_t stream, int64_t 
 }
 
 void direction_composite(const at::Tensor& out, int64_t seed, int64_t stream, int64_t first, bool halved) {
-  check_float64("direction_", "out", out, 1);
+  check_direction(out, first);
   const at::Tensor values = at::empty({out.numel()}, out.options().device(at::kCPU));
   direction_cpu(values, seed, stream, first, halved);
   out.copy_(values);
@@ -40,6 +41,13 @@ void direction_composite(const at::Tensor& out, int64_t seed, int64_t stream, in
 void direction_meta(const at::Tensor&, int64_t, int64_t, int64_t, bool) {}  // sizes may be symbolic here
 
 }  // namespace
+
+void check_direction(const at::Tensor& out, int64_t first) {
+  check_float64("direction_", "out", out, 1);
+  TORCH_CHECK(
+      first >= 0 && first <= std::numeric_limits<int64_t>::max() - out.numel() - 3,
+      "direction_: first must be in [0, 2^63 - elements - 3), got ", first);
+}
 
 void direction_(const at::Tensor& out, int64_t seed, int64_t stream, int64_t first, bool halved) {
   static const auto op =

@@ -7,7 +7,10 @@ namespace fastgrad {
 
 // out[j] = component first + j of direction (seed, stream): +-[0.5, 1.5) or, with halved, zero for a
 // random half of them; the same bits on every device (kernels/direction.h).
-// out: float64, one-dimensional, any stride, mutated in place.
+// out: float64, one-dimensional, any stride, mutated in place. first: not negative.
 void direction_(const at::Tensor& out, int64_t seed, int64_t stream, int64_t first, bool halved);
+
+// What every kernel of it demands: that the numbers of the components, rounded up to groups of four, exist.
+void check_direction(const at::Tensor& out, int64_t first);
 
 }  // namespace fastgrad

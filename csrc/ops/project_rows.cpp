@@ -25,10 +25,12 @@ void check_arguments(
       sums.size(0) == cotangents.size(0) && squares.sizes() == sums.sizes(),
       "project_rows_: sums and squares must have shape (k, columns) for cotangents of shape (k, rows), got ",
       sums.sizes(), ", ", squares.sizes(), " and ", cotangents.sizes());
+  // No sums and products of what was given: they may overflow.
+  const bool rows_within =
+      rows.size(0) == 0 || (first_row < cotangents.size(1) &&
+                            rows.size(0) - 1 <= (cotangents.size(1) - 1 - first_row) / std::max<int64_t>(row_step, 1));
   TORCH_CHECK(
-      first_row >= 0 && row_step > 0 && first_column >= 0 &&
-          (rows.size(0) == 0 || first_row + (rows.size(0) - 1) * row_step < cotangents.size(1)) &&
-          first_column + rows.size(1) <= sums.size(1),
+      first_row >= 0 && row_step > 0 && first_column >= 0 && rows_within && first_column <= sums.size(1) - rows.size(1),
       "project_rows_: rows of shape ", rows.sizes(), " at row ", first_row, " (step ", row_step, ") and column ",
       first_column, " must lie within ", cotangents.size(1), " rows and ", sums.size(1), " columns");
 }
@@ -65,7 +67,10 @@ void project_rows_composite(
     int64_t first_row, int64_t row_step, int64_t first_column) {
   check_arguments(sums, squares, cotangents, rows, first_row, row_step, first_column);
   const int64_t count = rows.size(0);
-  const at::Tensor weights = cotangents.slice(1, first_row, first_row + count * row_step, row_step).narrow(1, 0, count);
+  if (count == 0) {
+    return;
+  }
+  const at::Tensor weights = cotangents.slice(1, first_row, first_row + (count - 1) * row_step + 1, row_step);
   sums.narrow(1, first_column, rows.size(1)).add_(at::matmul(weights, rows));
   squares.narrow(1, first_column, rows.size(1)).add_(at::matmul(weights * weights, rows * rows));
 }

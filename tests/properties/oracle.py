@@ -16,7 +16,7 @@ from torch.autograd.gradcheck import GradcheckError
 import fastgrad
 from fastgrad.second_order import random_grad_outputs
 from tests.properties.operators import SPARSE, UNFIT, Input
-from tests.properties.planted import UNDEFINED
+from tests.properties.planted import LINEAR, UNDEFINED
 from tests.properties.programs import IGNORED, KINDS, Program
 
 
@@ -366,12 +366,14 @@ class Comparison:
 
         That a backward moves is seen by chance, a tiny tangent for zero tangents is only looked for in comparison
         with undefined ones, rounding to low precision drowns small steps, not large ones, and what a backward clamps
-        is large for some vectors only.
+        is large for some vectors only. Errors of single entries below the tolerance may add up in sums of them.
         """
         if self.flaws is None:
             return False
         if self.own.word == "pass":
-            return bool(self.flaws - {"moves", "results move", "tangent zero"})
+            linear = self.program.error in (None, "right", *LINEAR)
+            sums = {"dense", "halved", "gapped", "expanded"} if linear else set()
+            return bool(self.flaws - {"moves", "results move", "tangent zero"} - sums)
         return (
             self.own.kind in ABOUT_DERIVATIVES
             and not self.flaws
@@ -494,7 +496,7 @@ _ROWS: dict[str, Callable[[Program, Verdict, Verdict, frozenset[str]], bool]] = 
         torchs.word == "pass"
         and own.message.startswith("jvp is not linear")
         and ("tangent one-hot" not in wrong or program.error == "last")
-        and _others_wrong(wrong, "tangent ")
+        and (_others_wrong(wrong, "tangent ") or program.error == "clamp")
     ),
     "undefined tangents are zero": lambda program, torchs, own, wrong: (
         torchs.word == "pass" and own.kind == "undefined tangent" and "tangent zero" in wrong

@@ -272,6 +272,12 @@ SPARSE_ERRORS = (
 
 ERRORS |= OF_SPARSE
 
+LINEAR = {
+    *("sign", "zero", "factor", "percent", "element", "rolled", "transposed", "mean"),
+    *("wrong value", "outside the specified", "shifted pattern", "restricted to the specified"),
+}
+"""Errors of backwards that stay linear: if large enough, one-hot grad_outputs show them."""
+
 COMPLEX = {"conjugate", "forgets conj", "real part"}
 """Errors without an effect on real numbers."""
 
