@@ -647,7 +647,9 @@ GradientsMatch vjp_groups(
       } else {
         const at::Tensor ones = at::full({rows.numel()}, scale, values.options());
         cotangent = at::zeros_like(output.detach(), {}, at::MemoryFormat::Contiguous);
-        unflatten_(cotangent, at::zeros({coordinate_count(output)}, values.options()).index_copy_(0, rows.to(values.device()), ones));
+        unflatten_(
+            cotangent,
+            at::zeros({coordinate_count(output)}, values.options()).index_copy_(0, rows.to(values.device()), ones));
       }
     }
     const std::vector<at::Tensor> gradients = vjp({output}, arguments, {cotangent}, /*create_graph=*/false);
