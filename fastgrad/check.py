@@ -106,7 +106,7 @@ def _attribute_failure(problem: Problem, settings: Settings) -> Failure | None:
 def _exact(problem: Problem, settings: Settings, notes: list[str]) -> tuple[Plan, Failure | None]:
     """Every entry of every Jacobian: on a pattern, if there is one that repays, or all of them."""
     look = first_look(problem, settings) if looks_first(problem) else None
-    if look is not None and tries_structure(problem, settings):
+    if look is not None and tries_structure(problem, settings, look):
         from fastgrad.exact import check_by_structure  # only here: importing fastgrad is to cost little
 
         outcome = check_by_structure(problem, settings, look, notes)

@@ -144,7 +144,7 @@ def _guess(problem: Problem, settings: Settings, look: FirstLook) -> Pattern | N
 
 
 def _probe(problem: Problem, settings: Settings, look: FirstLook) -> Pattern | None:
-    budget = probing_budget(problem, settings)
+    budget = probing_budget(problem, settings, look)
     if not budget:
         return None
     base = look.base.view(torch.int64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,8 +31,11 @@ AFFORDABLE_CALLS = 20_000
 PAIR_RATIO = 4000.0
 """Errors that cancel in a row or a column are found from this many times the threshold on."""
 
-CALLS_WORTH_STRUCTURE = 72
-"""Evaluations and VJPs of the dense engine from which looking for structure may repay."""
+GUESS_SECONDS = 2.5e-3
+"""What a guessed pattern takes, beside the calls of func and backward."""
+
+PROBE_SECONDS = 25e-3
+"""What probing takes."""
 
 VJP_COST = 1.5
 """Of one VJP, in evaluations."""
@@ -75,12 +79,15 @@ class FirstLook:
         The coordinates, a random half, that differ between the two points: shape (n,).
     reacted
         The outputs that do: shape (m,). None where func raises there.
+    seconds
+        What one evaluation takes.
     """
 
     record_graph: bool
     base: Tensor
     moved: NDArray[np.bool_]
     reacted: NDArray[np.bool_] | None
+    seconds: float
 
 
 def first_look(problem: Problem, settings: Settings) -> FirstLook:
@@ -92,8 +99,9 @@ def first_look(problem: Problem, settings: Settings) -> FirstLook:
     displacement = problem.displacement(half.to(problem.device), settings.eps)
     base = torch.empty(1, problem.m, dtype=torch.float64, device=problem.device)
     next_to_x, plain = torch.empty_like(base), torch.empty_like(base)
+    start = time.perf_counter()
     problem.values_along(displacement, (0.0,), base)
-    look = FirstLook(True, base[0], half.numpy() != 0, None)
+    look = FirstLook(True, base[0], half.numpy() != 0, None, time.perf_counter() - start)
     try:
         problem.values_along(displacement, (1.0,), next_to_x)
     except (MemoryError, torch.OutOfMemoryError):
@@ -101,6 +109,7 @@ def first_look(problem: Problem, settings: Settings) -> FirstLook:
     except Exception:  # it takes single steps only
         return look
     record_graph = True
+    start = time.perf_counter()
     if torch.is_grad_enabled():
         try:
             record_graph = False
@@ -110,7 +119,8 @@ def first_look(problem: Problem, settings: Settings) -> FirstLook:
         except Exception:  # it differentiates inside, say
             record_graph = True
     reacted = (next_to_x[0].view(torch.int64) != base[0].view(torch.int64)).cpu().numpy()
-    return replace(look, record_graph=record_graph, reacted=reacted)
+    seconds = look.seconds if record_graph else (time.perf_counter() - start) / 2
+    return replace(look, record_graph=record_graph, reacted=reacted, seconds=seconds)
 
 
 def sketch_size(confidence: float) -> int:
@@ -145,21 +155,28 @@ def looks_first(problem: Problem) -> bool:
     return problem.n >= COLUMNS_WORTH_A_LOOK and problem.m > 0
 
 
-def tries_structure(problem: Problem, settings: Settings) -> bool:
+def tries_structure(problem: Problem, settings: Settings, look: FirstLook) -> bool:
     """Whether a compressed Jacobian may be cheaper than a dense one."""
     if not problem.has_graph or settings.check_forward_ad or not settings.check_backward_ad:
         return False
     if any(block.tensor.layout is not torch.strided for block in problem.inputs):
         return False
     return settings.engine == "compressed" or (
-        settings.engine == "auto" and 2 * problem.n + problem.m >= CALLS_WORTH_STRUCTURE
+        settings.engine == "auto" and _dense_seconds(problem, look) >= GUESS_SECONDS
     )
 
 
-def probing_budget(problem: Problem, settings: Settings) -> int:
+def _dense_seconds(problem: Problem, look: FirstLook) -> float:
+    """What the dense engine would take."""
+    return look.seconds * (2 * problem.n + VJP_COST * problem.m)
+
+
+def probing_budget(problem: Problem, settings: Settings, look: FirstLook) -> int:
     """How many evaluations and VJPs may be spent on finding a pattern."""
     calls = 2 * problem.n + problem.m
-    return max(64, calls) if settings.engine == "compressed" else calls // 4
+    if settings.engine == "compressed":
+        return max(64, calls)
+    return calls // 4 if _dense_seconds(problem, look) >= PROBE_SECONDS else 0
 
 
 def most_entries(settings: Settings) -> int:
