@@ -38,7 +38,6 @@ PYBIND11_MODULE(_C, module) {
       .def(py::init<py::object, py::tuple, std::vector<InputBlock>>())
       .def("coordinates", torch::wrap_pybind_function(&Evaluator::coordinates))
       .def("evaluate", torch::wrap_pybind_function(&Evaluator::evaluate))
-      .def("evaluate_displaced", torch::wrap_pybind_function(&Evaluator::evaluate_displaced))
       .def("realize", torch::wrap_pybind_function(&Evaluator::realize))
       .def("values_along", torch::wrap_pybind_function(&Evaluator::values_along))
       .def("difference_columns", torch::wrap_pybind_function(&Evaluator::difference_columns))

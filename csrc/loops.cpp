@@ -278,12 +278,6 @@ void Evaluator::displace(const at::Tensor& displacement, double scale) {
   }
 }
 
-py::object Evaluator::evaluate_displaced(const at::Tensor& displacement, double scale, bool record_graph) {
-  const OnExit restoring([this] { restore(); });
-  displace(displacement, scale);
-  return call(record_graph, perturbed_arguments());
-}
-
 void Evaluator::realize(const at::Tensor& displacement, const at::Tensor& realized, double eps, double relative) const {
   const BelowAutograd guard;
   for (const InputBlock& block : blocks_) {

@@ -67,16 +67,13 @@ class Evaluator {
   // func at x; gradients are recorded where record_graph and the caller's grad mode say so.
   pybind11::object evaluate(bool record_graph);
 
-  // func at x + scale * displacement (float64, shape (coordinates of all inputs,)): fastgrad::displace_.
-  pybind11::object evaluate_displaced(const at::Tensor& displacement, double scale, bool record_graph);
-
   // Both for a direction in R^n (float64, shape (coordinates of all inputs,)), in place, by realize_:
   // displacement holds it on entry and h u on return, realized what rounding leaves of it. The inputs'
   // relative steps count times `relative`.
   void realize(const at::Tensor& displacement, const at::Tensor& realized, double eps, double relative) const;
 
-  // func at x + scale * displacement for several scales: row s of `values` (float64, shape (scales, m))
-  // becomes the outputs end to end. Returns as difference_columns does, the place among the scales
+  // func at x + scale * displacement (float64, shape (coordinates of all inputs,); fastgrad::displace_) for
+  // several scales: row s of `values` (float64, shape (scales, m)) becomes the outputs end to end. Returns as difference_columns does, the place among the scales
   // instead of a coordinate.
   std::optional<std::tuple<int64_t, int64_t, pybind11::object>> values_along(
       const at::Tensor& displacement, const std::vector<double>& scales, const at::Tensor& values,

@@ -28,7 +28,7 @@ from fastgrad.engines import EXPANDED, GAPPED, HALVED, compressed, row_parts
 from fastgrad.engines.compressed import Compression
 from fastgrad.engines.sketch import directional_differences
 from fastgrad.locate import locate
-from fastgrad.plan import FirstLook, most_entries, pays_to_compress, prefers_columns, probing_budget
+from fastgrad.plan import FirstLook, dense_is_small, most_entries, pays_to_compress, prefers_columns, probing_budget
 from fastgrad.problem import Problem
 from fastgrad.report import Failure, Part, Plan, Settings
 from fastgrad.sparsity import Mask, Pattern
@@ -84,6 +84,11 @@ def check_by_structure(problem: Problem, settings: Settings, look: FirstLook, no
             return None
         plan = Plan("compressed", 0, 0, look.record_graph, pattern.origin, column_groups=column_groups)
         verdict = _Verdict(problem, settings, plan, compression, look, notes)
+        if verdict.numerical_leads and dense_is_small(problem, settings):
+            return None
+        if len(verdict.numerical_leads) > MOST_LEADS and not probed:
+            pattern = None  # a wrong guess
+            continue
         found: Failure | _Learnt | None = None
         if by_columns:
             by_columns, found = verdict.by_columns()
@@ -94,6 +99,8 @@ def check_by_structure(problem: Problem, settings: Settings, look: FirstLook, no
             found = verdict.by_rows()
         if found is None or isinstance(found, Failure):
             return Outcome(plan, found)
+        if dense_is_small(problem, settings):
+            return None
         if found.refuted:
             if probed:
                 return None
@@ -457,6 +464,8 @@ class _Verdict:
     def _follow_columns(self, proof: LinearityProof, leads: list[int]) -> Failure | _Learnt:
         """Down to the entry of each column that is wrong; or what the pattern lacks in it."""
         learnt = []
+        if leads and dense_is_small(self._problem, self._settings):
+            return replace(_joined(learnt), refuted=True)
         for column in leads[:MOST_LEADS]:
             row, gradient = self._locate_row(proof, column)
             if (gradient[column] - self._entry(row, column)).abs().item() == 0:

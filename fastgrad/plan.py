@@ -37,6 +37,9 @@ GUESS_SECONDS = 2.5e-3
 PROBE_SECONDS = 25e-3
 """What probing takes."""
 
+SMALL_CALLS = 1000
+"""Evaluations and VJPs of the dense engine up to which it follows up leads: an entry re-measured takes fifty."""
+
 VJP_COST = 1.5
 """Of one VJP, in evaluations."""
 
@@ -169,6 +172,11 @@ def tries_structure(problem: Problem, settings: Settings, look: FirstLook) -> bo
 def _dense_seconds(problem: Problem, look: FirstLook) -> float:
     """What the dense engine would take."""
     return look.seconds * (2 * problem.n + VJP_COST * problem.m)
+
+
+def dense_is_small(problem: Problem, settings: Settings) -> bool:
+    """Whether the dense engine costs less than following up what a certificate found."""
+    return settings.engine != "compressed" and 2 * problem.n + problem.m <= SMALL_CALLS
 
 
 def probing_budget(problem: Problem, settings: Settings, look: FirstLook) -> int:

@@ -294,10 +294,12 @@ class Problem:
             float64, shape (m,): a copy, so that func may reuse its buffers.
         """
         self._graph = None
-        if displacement is None:
-            result = self._evaluator.evaluate(record_graph)
-        else:
-            result = self._evaluator.evaluate_displaced(displacement, scale, record_graph)
+        if displacement is not None:
+            # Copied before the inputs are restored: outputs may be views of them.
+            values = torch.empty(1, self.m, dtype=torch.float64, device=self.device)
+            self.values_along(displacement, (scale,), values, record_graph)
+            return values[0]
+        result = self._evaluator.evaluate(record_graph)
         flat = torch.empty(self.m, dtype=torch.float64, device=self.device)
         for block, output in zip(self.outputs, self._selected(result), strict=True):
             _native.flatten_(flat[block.first : block.first + block.size], output.detach())

@@ -60,6 +60,7 @@ STRUCTURES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int, int | N
     "convolution": (torch.nn.functional.conv1d, (normal(2, 3, 100), normal(4, 3, 3)), 20, None),
     "scaled by one number": (torch.mul, (normal(400), normal(1)), 2, None),
     "max pool": (lambda x: torch.nn.functional.max_pool1d(x, 3), (normal(4, 300),), 1, 1),
+    "views of the input": (lambda x: x.view(20, 10, 20)[:, :, 3:], (normal(40, 100),), 1, 1),
     "diff": (torch.diff, (normal(1000),), 2, 2),
     "complex exp": (torch.exp, (normal(500, dtype=COMPLEX),), 2, 2),
     "complex to real": (torch.abs, (normal(500, dtype=COMPLEX),), 2, 1),

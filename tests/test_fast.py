@@ -261,3 +261,25 @@ def test_miss_rate_is_within_the_bound(rank: str) -> None:
         assert misses == 0
     bound = 2 * (1 / ratio) ** count
     assert misses / trials <= bound + 3 * (bound / trials) ** 0.5
+
+
+def test_results_that_are_views_of_the_input() -> None:
+    """What func returned for a perturbed input is read before the input is restored."""
+    x = normal(2000)
+    assert fast(lambda v: v.view(40, 50), x).passed
+
+    class Shape(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, v: Tensor) -> Tensor:
+            return v.view(40, 50)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+            return with_entry(grad.reshape(-1), grad, 777, 0.1)
+
+    report = fast(Shape.apply, x)
+    assert report.failure is not None
+    assert report.failure.comparison is not None
+    worst = report.failure.comparison.worst
+    assert worst is not None
+    assert (worst.output_index, worst.input_index) == ((39, 49), (777,))
