@@ -463,7 +463,7 @@ class _Verdict:
 
     def _follow_columns(self, proof: LinearityProof, leads: list[int]) -> Failure | _Learnt:
         """Down to the entry of each column that is wrong; or what the pattern lacks in it."""
-        learnt = []
+        learnt: list[tuple[Indices, Indices]] = []
         if leads and dense_is_small(self._problem, self._settings):
             return replace(_joined(learnt), refuted=True)
         for column in leads[:MOST_LEADS]:

@@ -34,7 +34,7 @@ PAIR_RATIO = 4000.0
 GUESS_SECONDS = 2.5e-3
 """What a guessed pattern takes, beside the calls of func and backward."""
 
-PROBE_SECONDS = 25e-3
+PROBE_SECONDS = 60e-3
 """What probing takes."""
 
 SMALL_CALLS = 1000
