@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import math
+import os
 import platform
 import resource
 import statistics
@@ -55,6 +58,36 @@ def time_pair(baseline: Callable[[], Any], candidate: Callable[[], Any], rounds:
         (min(right), max(right)),
         len(left),
     )
+
+
+def time_alone(call: Callable[[], Any], rounds: int, budget: float) -> list[float]:
+    """Seconds of each of up to `rounds` calls, as many as `budget` seconds admit, one at least."""
+    seconds: list[float] = []
+    while not seconds or (len(seconds) < rounds and sum(seconds) + seconds[-1] < budget):
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+class PeakMemory:
+    """A context: the most that this process had resident within it, above what it had before (Linux, glibc)."""
+
+    mib = 0.0
+
+    def __enter__(self) -> PeakMemory:
+        """Forgets the peak so far."""
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what is free within the heap would hide growth
+        self._before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        Path("/proc/self/clear_refs").write_text("5")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Reads the peak."""
+        lines = Path("/proc/self/status").read_text().splitlines()
+        peak = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+        self.mib = (peak - self._before) / 2**20
 
 
 def geometric_mean(values: Iterable[float]) -> float:
