@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastgrad._native import ops
 from fastgrad._torch import phase
-from fastgrad.coordinates import Block
+from fastgrad.coordinates import PIECE, Block, pieces
 from fastgrad.refine import Suspects
 from fastgrad.report import Comparison, Entry, Mode, Part, modulus
 
@@ -21,6 +21,11 @@ SMALL = 256
 
 def differ(left: Tensor, right: Tensor, tolerance: float, complex_entries: bool) -> bool:
     """Whether any entry of two blocks differs by more than an absolute tolerance; two NaNs do not."""
+    if left.numel() > 2 * PIECE and not complex_entries and left.is_contiguous() and right.is_contiguous():
+        # Most of what is compared so is equal but for rounding; a NaN is looked at below.
+        pair = left.view(-1), right.view(-1)
+        if all(bool((pair[0][some] - pair[1][some]).abs_().max() <= tolerance) for some in pieces(0, left.numel())):
+            return False
     return bool(ops.compare(left, right, tolerance, 0.0, complex_entries, True).tolist()[0])
 
 

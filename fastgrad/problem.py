@@ -380,9 +380,10 @@ class Problem:
         for block in self.inputs:
             for some in pieces(block.first, block.first + block.size):
                 x, dtype = self.coordinates()[some], block.tensor.dtype
-                width = _realized_width(x, torch.full_like(x, eps), dtype)
-                relative = _realized_width(x, x.abs() * relative_step(dtype), dtype)
-                widths[some] = torch.where(width == 0, relative, width)
+                width = widths[some] = _realized_width(x, torch.full_like(x, eps), dtype)
+                if not bool(width.all()):
+                    relative = _realized_width(x, x.abs() * relative_step(dtype), dtype)
+                    widths[some] = torch.where(width == 0, relative, width)
         return widths
 
     @phase("analytical rows")

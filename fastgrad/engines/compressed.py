@@ -86,7 +86,11 @@ def compress(problem: Problem, pattern: Pattern) -> Compression:
     for output in problem.outputs:
         starts = pattern.starts[output.first : output.first + output.size + 1]
         first, last = starts[0], starts[-1]
-        colors = coloring.color(starts - first, pattern.columns[first:last], pattern.n)
+        columns_within = pattern.columns[first:last]
+        if np.bincount(columns_within, minlength=1).max() <= 1:
+            colors = np.zeros(output.size, dtype=np.int64)
+        else:
+            colors = coloring.color(starts - first, columns_within, pattern.n)
         row_groups.append(_grouping(colors, np.repeat(colors, np.diff(starts)), first, columns))
     return Compression(pattern, rows, columns, column_groups, tuple(row_groups))
 
