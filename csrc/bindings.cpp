@@ -33,7 +33,12 @@ PYBIND11_MODULE(_C, module) {
                       const at::Tensor& entry_starts, const at::Tensor& positions) {
             return Groups{coordinates, starts, entries, entry_starts, positions};
           }),
-          py::arg("coordinates"), py::arg("starts"), py::arg("entries"), py::arg("entry_starts"), py::arg("positions"));
+          py::arg("coordinates"), py::arg("starts"), py::arg("entries"), py::arg("entry_starts"), py::arg("positions"))
+      .def_readonly("coordinates", &Groups::coordinates)
+      .def_readonly("starts", &Groups::starts)
+      .def_readonly("entries", &Groups::entries)
+      .def_readonly("entry_starts", &Groups::entry_starts)
+      .def_readonly("positions", &Groups::positions);
   py::class_<Evaluator>(module, "Evaluator")
       .def(py::init<py::object, py::tuple, std::vector<InputBlock>>())
       .def("coordinates", torch::wrap_pybind_function(&Evaluator::coordinates))

@@ -104,7 +104,8 @@ def gradcheck(
         Of fast mode: the probability to find two errors that cancel in a row or a column, from 1000 atol
         on; 1 - 1e-9 by default. Single errors above the tolerance are always found.
     progress
-        Not there yet: NotImplementedError unless None or False.
+        Show a bar of the calls of func and backward, by tqdm; by default where a check will take long, on a
+        terminal, and tqdm is there.
     memory_limit
         Bytes for the block of numerical columns that is held at a time; by default a quarter of what
         is free. A smaller limit repeats more VJPs.
@@ -121,7 +122,9 @@ def gradcheck(
     ValueError, RuntimeError, TypeError, AssertionError
         An argument cannot be checked, or func changed its results under perturbation.
     NotImplementedError
-        A keyword asks for what is not there yet.
+        An input is of a kind that is not there yet: nested, or sparse in forward mode.
+    ImportError
+        progress=True without tqdm.
 
     Notes
     -----
@@ -137,7 +140,8 @@ def gradcheck(
         raise AssertionError("Setting check_batched_grad=True requires check_backward_ad to be True")
     if check_batched_forward_grad and not check_forward_ad:
         raise AssertionError("Setting check_batched_forward_grad=True requires check_forward_ad to be True")
-    _refuse_later_keywords(progress=bool(progress))
+    if progress is not None and not isinstance(progress, bool):
+        raise TypeError(f"progress must be None, True or False, got {progress!r}.")
     if engine not in ("auto", "dense", "compressed", "sketch"):
         raise ValueError(f"engine must be 'auto', 'dense', 'compressed' or 'sketch', got {engine!r}.")
     if engine == "sketch" and not fast_mode:
@@ -165,6 +169,7 @@ def gradcheck(
         seed=0 if seed is None else seed,
         confidence=1 - 1e-9 if confidence is None else float(confidence),
         memory_limit=memory_limit,
+        progress=progress,
         grad_outputs=func.made if isinstance(func, Backward) else None,
     )
     return _raise_or_return(func, inputs, settings, raise_exception)
@@ -260,12 +265,6 @@ def gradgradcheck(
         memory_limit=memory_limit,
         progress=progress,
     )
-
-
-def _refuse_later_keywords(**asked: bool) -> None:
-    for name, wanted in asked.items():
-        if wanted:
-            raise NotImplementedError(f"fastgrad does not implement the keyword {name} yet.")
 
 
 def _refuse_positional(positional: tuple[Any, ...]) -> None:

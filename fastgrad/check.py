@@ -23,6 +23,7 @@ from fastgrad.confirm import mismatch_failure
 from fastgrad.coordinates import block_with
 from fastgrad.engines import REPEATED_ROWS, JacobianBlock, dense
 from fastgrad.plan import (
+    dense_seconds,
     first_look,
     is_affordable,
     looks_first,
@@ -32,6 +33,7 @@ from fastgrad.plan import (
     tries_structure,
 )
 from fastgrad.problem import Problem, as_tuple, disabled_gradients
+from fastgrad.progress import Progress
 from fastgrad.report import Failure, Part, Plan, Report, Settings
 
 
@@ -54,7 +56,10 @@ def check(func: Callable[..., Any], inputs: Any, settings: Settings) -> Report:
     """
     start = time.perf_counter()
     notes: list[str] = []
-    with Problem(func, as_tuple(inputs), settings.masked) as problem:
+    with (
+        Progress(settings.progress) as progress,
+        Problem(func, as_tuple(inputs), settings.masked, progress) as problem,
+    ):
         plan, failure = _first_failure(problem, settings, notes)
     disabled = disabled_gradients()
     if disabled:
@@ -113,6 +118,8 @@ def _exact(problem: Problem, settings: Settings, notes: list[str]) -> tuple[Plan
         if outcome is not None:
             return outcome.plan, outcome.failure
     plan = make_plan(problem, settings, look)
+    calls = 2 * problem.n + problem.m
+    problem.progress.start(calls, dense_seconds(problem, look) if look else 0.0, f"{calls} calls")
     judge = _jacobian_failure if problem.has_graph else _nonzero_numerical
     return plan, judge(problem, plan, settings, notes)
 

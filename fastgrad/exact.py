@@ -83,6 +83,8 @@ def check_by_structure(problem: Problem, settings: Settings, look: FirstLook, no
         if not pays_to_compress(problem, settings, column_groups, None if by_columns else row_groups):
             return None
         plan = Plan("compressed", 0, 0, look.record_graph, pattern.origin, column_groups=column_groups)
+        calls = 2 * column_groups + (column_groups if by_columns else row_groups)
+        problem.progress.start(calls, look.seconds * calls, f"{column_groups} column groups")
         verdict = _Verdict(problem, settings, plan, compression, look, notes)
         if verdict.numerical_leads and dense_is_small(problem, settings):
             return None

@@ -165,11 +165,11 @@ def tries_structure(problem: Problem, settings: Settings, look: FirstLook) -> bo
     if any(block.tensor.layout is not torch.strided for block in problem.inputs):
         return False
     return settings.engine == "compressed" or (
-        settings.engine == "auto" and _dense_seconds(problem, look) >= GUESS_SECONDS
+        settings.engine == "auto" and dense_seconds(problem, look) >= GUESS_SECONDS
     )
 
 
-def _dense_seconds(problem: Problem, look: FirstLook) -> float:
+def dense_seconds(problem: Problem, look: FirstLook) -> float:
     """What the dense engine would take."""
     return look.seconds * (2 * problem.n + VJP_COST * problem.m)
 
@@ -184,7 +184,7 @@ def probing_budget(problem: Problem, settings: Settings, look: FirstLook) -> int
     calls = 2 * problem.n + problem.m
     if settings.engine == "compressed":
         return max(64, calls)
-    return calls // 4 if _dense_seconds(problem, look) >= PROBE_SECONDS else 0
+    return calls // 4 if dense_seconds(problem, look) >= PROBE_SECONDS else 0
 
 
 def most_entries(settings: Settings) -> int:

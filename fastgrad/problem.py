@@ -15,6 +15,7 @@ from fastgrad._torch import phase
 from fastgrad.coordinates import Block, block_with, blocks_of, memory_of, overlap, overlaps_itself, own_values, pieces
 from fastgrad.directions import GRAPH_STREAM, uniform_like
 from fastgrad.errors import warn
+from fastgrad.progress import STEP, Progress
 from fastgrad.report import modulus
 from fastgrad.tolerances import relative_step, spacing
 
@@ -131,13 +132,21 @@ class Problem:
         Real coordinates of inputs and outputs.
     device
         Where Jacobian blocks live: with the outputs.
+    progress
+        The bar that shows how far the check is.
     unspecified
         The largest entry that `vjp` met at an element that a sparse input does not specify.
     evaluations, vjps, jvps
         Calls of func and of backward so far; a JVP is one of the evaluations.
     """
 
-    def __init__(self, func: Callable[..., Any], arguments: tuple[Any, ...], masked: bool = False) -> None:
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        masked: bool = False,
+        progress: Progress | None = None,
+    ) -> None:
         positions = _differentiable_inputs(arguments)
         memories = {position: memory_of(arguments[position], masked) for position in positions}
         self._memories = memories
@@ -148,6 +157,7 @@ class Problem:
         self.device = self.inputs[0].tensor.device
         self.has_graph = False
         self.unspecified = 0.0
+        self.progress = progress or Progress(False)
         self.vjps = 0
         self.jvps = 0
         self._arguments = arguments
@@ -341,9 +351,13 @@ class Problem:
         """
         self._graph = None
         columns = torch.empty(count, self.m, dtype=torch.float64, device=self.device)
-        changed = self._evaluator.difference_columns(first, columns, self._specs, eps, record_graph)
-        if changed is not None:
-            self._raise_changed(*changed, eps)
+        step = STEP if self.progress.is_shown else max(1, count)
+        for begin in range(0, count, step):
+            some = columns[begin : begin + step]
+            changed = self._evaluator.difference_columns(first + begin, some, self._specs, eps, record_graph)
+            if changed is not None:
+                self._raise_changed(*changed, eps)
+            self.progress.step(2 * some.shape[0])
         return columns
 
     @phase("numerical columns")
@@ -366,9 +380,20 @@ class Problem:
         """
         self._graph = None
         values = torch.zeros(rows.numel(), dtype=torch.float64, device=self.device)
-        changed = self._evaluator.difference_groups(groups, values, self.m, self._specs, eps, record_graph)
-        if changed is not None:
-            self._raise_changed(*changed, eps)
+        count = groups.starts.numel() - 1
+        step = STEP if self.progress.is_shown else max(1, count)
+        for begin in range(0, count, step):
+            part = _native.Groups(
+                groups.coordinates,
+                groups.starts[begin : begin + step + 1],
+                groups.entries,
+                groups.entry_starts[begin : begin + step + 1],
+                groups.positions,
+            )
+            changed = self._evaluator.difference_groups(part, values, self.m, self._specs, eps, record_graph)
+            if changed is not None:
+                self._raise_changed(*changed, eps)
+            self.progress.step(2 * min(step, count - begin))
         widths = self._coordinate_widths(eps)
         for some in pieces(0, values.numel()):
             values[some].div_(widths[columns[some]])
@@ -397,6 +422,7 @@ class Problem:
         """
         match = _native.vjp_groups(self.graph()[output.index], self._natives, groups, values, self.n, repeated, scale)
         self.vjps += count + repeated
+        self.progress.step(count + repeated)
         return match
 
     @phase("analytical rows")
@@ -430,6 +456,7 @@ class Problem:
         again = torch.empty(repeated, size, dtype=torch.float64, device=self.device)
         match = _native.vjp_rows(self.graph()[output.index], natives, first, imaginary, rows, again, scale)
         self.vjps += count + repeated
+        self.progress.step(count + repeated)
         return rows, again, match
 
     def vjp(self, cotangents: Tensor, gapped: int = 0, expanded: int = 0, only: Block | None = None) -> Tensor:

@@ -59,6 +59,7 @@ class Settings:
     seed: int = 0
     confidence: float = 1 - 1e-9
     memory_limit: int | None = None
+    progress: bool | None = False
     grad_outputs: GradOutputs | None = None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import pickle
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -30,17 +31,23 @@ def test_signatures_are_torchs_and_our_five(name: str) -> None:
         assert own[parameter.name].kind == parameter.kind
 
 
-@pytest.mark.parametrize(
-    ("check", "keywords"),
-    [
-        (fastgrad.gradcheck, {"progress": True}),
-        (fastgrad.gradgradcheck, {"progress": True}),
-    ],
-)
-def test_keywords_that_come_later_are_refused_by_name(check: Any, keywords: dict[str, Any]) -> None:
-    with pytest.raises(NotImplementedError) as raised:
-        check(torch.sin, (x(),), **keywords)
-    assert any(name in str(raised.value) for name in keywords)
+@pytest.mark.parametrize("check", [fastgrad.gradcheck, fastgrad.gradgradcheck])
+def test_progress(check: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for engine in ("dense", "compressed"):
+        values = torch.linspace(0, 1, 200, dtype=torch.float64).requires_grad_()
+        assert check(torch.sin, (values,), progress=True, engine=engine)
+        shown = capsys.readouterr().err
+        assert "about" in shown
+        assert "100%" in shown
+    for silent in (None, False):
+        assert check(torch.sin, (values,), progress=silent)
+        assert capsys.readouterr().err == ""
+    with pytest.raises(TypeError, match="progress must be None, True or False, got 1"):
+        check(torch.sin, (values,), progress=1)
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    with pytest.raises(ImportError, match="progress=True needs tqdm: pip install tqdm"):
+        check(torch.sin, (values,), progress=True)
+    assert check(torch.sin, (values,), progress=None)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,71 @@
+"""How far a long check is: a bar of evaluations and backward passes, with how long it will take."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import TracebackType
+from typing import Any
+
+LONG = 20.0
+"""Seconds from which a check shows a bar by itself, on a terminal."""
+
+STEP = 64
+"""Evaluations, or column groups, between two looks at the clock."""
+
+
+class Progress:
+    """A bar, where one is wanted; `wanted` is the keyword: None is for checks that take long, on a terminal.
+
+    A context manager: the bar is closed on leaving it.
+    """
+
+    def __init__(self, wanted: bool | None) -> None:
+        self._wanted = wanted
+        self._bar: Any = None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def start(self, calls: int, seconds: float, what: str) -> None:
+        """Shows a bar of so many calls of func and backward, expected to take so many seconds.
+
+        Raises
+        ------
+        ImportError
+            progress=True was asked for, and tqdm is missing.
+        """
+        if self._wanted is False or (self._wanted is None and not (seconds >= LONG and sys.stderr.isatty())):
+            return
+        try:
+            tqdm = import_module("tqdm").tqdm
+        except ImportError:
+            if self._wanted is None:
+                return
+            raise ImportError("progress=True needs tqdm: pip install tqdm, or fastgrad[progress].") from None
+        if self._bar is not None:
+            self._bar.close()
+        hint = "; fast_mode=True takes a moment" if seconds >= LONG else ""
+        self._bar = tqdm(total=calls, desc=f"{what}, about {_duration(seconds)}{hint}", unit=" calls", file=sys.stderr)
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether anybody looks."""
+        return self._bar is not None
+
+    def step(self, calls: int) -> None:
+        """So many calls are done."""
+        if self._bar is not None:
+            self._bar.update(min(calls, self._bar.total - self._bar.n))  # some are repeated
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.2g} s" if seconds < 9.5 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
