@@ -13,6 +13,8 @@ COTANGENT_STREAM = 1
 GRAD_OUTPUT_STREAM = 2
 TANGENT_STREAM = 3
 BATCH_STREAM = 4
+PROBE_DIRECTION = 7
+PROBE_COTANGENT = 8
 # Of these two, there are as many as a check asks for: they add multiples of 16.
 SKETCH_DIRECTIONS = 5
 SKETCH_COTANGENTS = 6

@@ -23,7 +23,7 @@ from fastgrad.coloring import Indices
 from fastgrad.compare import PairComparison
 from fastgrad.confirm import entry_in_row, located_failure, mismatch_failure, row_entry
 from fastgrad.coordinates import Block, block_with, pieces
-from fastgrad.directions import SKETCH_DIRECTIONS, direction
+from fastgrad.directions import PROBE_COTANGENT, PROBE_DIRECTION, direction
 from fastgrad.engines import EXPANDED, GAPPED, HALVED, compressed, row_parts
 from fastgrad.engines.compressed import Compression
 from fastgrad.engines.sketch import directional_differences
@@ -85,7 +85,12 @@ def check_by_structure(problem: Problem, settings: Settings, look: FirstLook, no
         plan = Plan("compressed", 0, 0, look.record_graph, pattern.origin, column_groups=column_groups)
         calls = 2 * column_groups + (column_groups if by_columns else row_groups)
         problem.progress.start(calls, look.seconds * calls, f"{column_groups} column groups")
-        verdict = _Verdict(problem, settings, plan, compression, look, notes)
+        try:
+            verdict = _Verdict(problem, settings, plan, compression, look)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception:  # of func, which may take single steps only
+            return None
         if verdict.numerical_leads and dense_is_small(problem, settings):
             return None
         if len(verdict.numerical_leads) > MOST_LEADS and not probed:
@@ -100,6 +105,7 @@ def check_by_structure(problem: Problem, settings: Settings, look: FirstLook, no
             plan = replace(plan, row_groups=row_groups)
             found = verdict.by_rows()
         if found is None or isinstance(found, Failure):
+            notes.extend(verdict.notes)
             return Outcome(plan, found)
         if dense_is_small(problem, settings):
             return None
@@ -141,7 +147,7 @@ def _compressions(problem: Problem, settings: Settings, look: FirstLook) -> Iter
         columns, rows = compression.column_groups.count, sum(grouping.count for grouping in compression.row_groups)
         if pays_to_compress(problem, settings, columns, rows):
             plan = Plan("compressed", 0, 0, look.record_graph, pattern.origin)
-            yield compression, _Verdict(problem, settings, plan, compression, look, [])
+            yield compression, _Verdict(problem, settings, plan, compression, look)
 
 
 def _guess(problem: Problem, settings: Settings, look: FirstLook) -> Pattern | None:
@@ -159,10 +165,9 @@ def _probe(problem: Problem, settings: Settings, look: FirstLook) -> Pattern | N
     base = look.base.view(torch.int64)
     if not torch.equal(problem.evaluate(look.record_graph).view(torch.int64), base):
         return None  # evaluations that move by themselves tell nothing
-    steps = problem.displacement(
-        direction(problem.n, settings.seed, SKETCH_DIRECTIONS).to(problem.device), settings.eps
-    )
-    cotangent = direction(problem.m, settings.seed, SKETCH_DIRECTIONS + 1).to(problem.device)
+    u = direction(problem.n, settings.seed, PROBE_DIRECTION).to(problem.device)
+    steps = problem.displacement(u, settings.eps)
+    cotangent = direction(problem.m, settings.seed, PROBE_COTANGENT).to(problem.device)
 
     def reacting_outputs(moved: Mask) -> Indices:
         displacement = torch.where(torch.from_numpy(moved).to(problem.device), steps, 0.0)
@@ -187,20 +192,14 @@ class _Verdict:
     """The verdict that one pattern leads to."""
 
     def __init__(
-        self,
-        problem: Problem,
-        settings: Settings,
-        plan: Plan,
-        compression: Compression,
-        look: FirstLook,
-        notes: list[str],
+        self, problem: Problem, settings: Settings, plan: Plan, compression: Compression, look: FirstLook
     ) -> None:
         self._problem = problem
         self._settings = settings
         self._plan = plan
         self._compression = compression
         self._look = look
-        self._notes = notes
+        self.notes: list[str] = []
         self.numerical = compressed.numerical_entries(problem, plan, compression, settings.eps)
         self.numerical_leads = self._certify_numerical()
 
@@ -236,8 +235,12 @@ class _Verdict:
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            # Which raises again unless it was the second run of a group.
-            self._analytical, _ = compressed.analytical_entries(problem, compression, repeat=False)
+            try:
+                self._analytical, _ = compressed.analytical_entries(problem, compression, repeat=False)
+            except (MemoryError, torch.OutOfMemoryError):
+                raise
+            except Exception:  # one-hot grad_outputs may not raise
+                return replace(_joined([]), refuted=True)
             detail = f"it raised {type(error).__name__} for a constant grad_output, or for a larger one"
             return Failure("nonlinear", detail=detail, cause=error)
         repeat: Failure | None = None
@@ -390,7 +393,7 @@ class _Verdict:
             for block in problem.inputs:
                 pair = self._pair(output, part, block)
                 group_of = self._compression.column_groups.group_of
-                failure = mismatch_failure(problem, self._plan, pair, part, self._settings, self._notes, group_of)
+                failure = mismatch_failure(problem, self._plan, pair, part, self._settings, self.notes, group_of)
                 if failure is not None:
                     return failure
         return None

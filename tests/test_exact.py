@@ -196,6 +196,19 @@ def test_analytical_columns_need_their_proof(how: str, monkeypatch: pytest.Monke
     assert (report.plan.row_groups is None) == (how in ("right", "wrong"))
 
 
+@pytest.mark.parametrize("engine", ["dense", "compressed"])
+def test_a_backward_that_raises_for_all_but_one_hot_grad_outputs(engine: str) -> None:
+    def backward(x: Tensor, grad: Tensor) -> Tensor:
+        if int(grad.count_nonzero()) > 1:
+            raise ValueError("too many")
+        return grad * x.cos()
+
+    report = check(function(torch.sin, backward), (normal(60),), Settings(engine=engine))
+    assert report.failure is not None
+    assert report.failure.kind == "nonlinear"
+    assert "raised ValueError" in report.failure.detail
+
+
 def test_a_dependence_that_the_backward_ignores() -> None:
     func = function(lambda x: _changed(x.sin(), 20, 0.01 * x[777]), lambda x, g: g * x.cos())
     report = compressed(func, normal(2000))
@@ -251,6 +264,13 @@ class _Fragile:
         return x.sin()
 
 
+class _FragileToMoreThanOne(_Fragile):
+    def __call__(self, x: Tensor) -> Tensor:
+        if int((x.detach() != self.x).sum()) > 1:
+            raise RuntimeError("some of it moved")
+        return x.sin()
+
+
 class _Closure:
     def __init__(self, x: Tensor) -> None:
         self.x = x
@@ -270,6 +290,7 @@ MISLEADING: dict[str, tuple[Callable[[], Callable[..., Any]], Tensor]] = {
     "state between calls": (_Stateful, X),
     "a closure over the input": (lambda: _Closure(X), X),
     "raises when probed": (lambda: _Fragile(X), X),
+    "takes single steps only": (lambda: _FragileToMoreThanOne(X), X),
     "another path under no_grad": (lambda: _two_paths, X),
     "all magnitudes": (lambda: lambda x: 3 * x, WIDE),
     "all magnitudes, squared": (lambda: lambda x: (x * x).sqrt(), WIDE),
