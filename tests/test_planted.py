@@ -38,6 +38,16 @@ def test_right_passes(row: Row) -> None:
 
 
 @ROWS
+def test_the_compressed_engine_finds_the_same(row: Row) -> None:
+    own, _ = checkers(row)
+    compressed = {**row.keywords, "engine": "compressed"}
+    assert own(row.right, row.inputs(), **compressed)
+    with pytest.raises(fastgrad.GradcheckError) as raised:
+        own(row.wrong, row.inputs(), **compressed)
+    assert row.phrase in str(raised.value)
+
+
+@ROWS
 def test_fast_mode_finds_the_same(row: Row) -> None:
     own, _ = checkers(row)
     fast = {**row.keywords, "fast_mode": True, "engine": "sketch", "raise_exception": False}

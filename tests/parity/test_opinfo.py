@@ -8,13 +8,13 @@ import torch
 from benchmarks.cases import operators
 from tests.parity.sweep import CHECKS, DTYPES, compare_operator
 
-EVERY = {"auto": 13, "sketch": 29}  # of the operators; `make parity` runs them all
+EVERY = {"auto": 13, "compressed": 31, "sketch": 29}  # of the operators; `make parity` runs them all
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("engine", ["auto", "sketch"])
+@pytest.mark.parametrize("engine", EVERY)
 def test_verdicts_are_torchs(engine: str, check: str, dtype: str) -> None:
     threads = torch.get_num_threads()
     rows = []
