@@ -627,7 +627,7 @@ GradientsMatch vjp_rows(
 
 GradientsMatch vjp_groups(
     const at::Tensor& output, const std::vector<InputBlock>& inputs, const Groups& groups, const at::Tensor& values,
-    int64_t n, int64_t repeated, double repeat_scale) {
+    int64_t n, int64_t repeated, double repeat_scale, bool expand) {
   GradientsMatch match;
   const std::vector<at::Tensor> arguments = arguments_of(inputs);
   const at::Tensor gradient = at::empty({1, n}, values.options());
@@ -636,7 +636,7 @@ GradientsMatch vjp_groups(
     at::Tensor cotangent;
     {
       const BelowAutograd guard;
-      if (scale != 1.0 && !output.is_complex() && rows.numel() == output.numel()) {
+      if (expand && scale != 1.0 && !output.is_complex() && rows.numel() == output.numel()) {
         cotangent = at::full({}, scale, output.options()).expand(output.sizes());
       } else {
         const at::Tensor ones = at::full({rows.numel()}, scale, values.options());

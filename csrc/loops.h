@@ -188,11 +188,11 @@ GradientsMatch vjp_rows(
 // Analytical entries of the rows of one output in a sparse Jacobian: entry e becomes the gradient at
 // its column, the cotangent being 1 (at imaginary coordinates: 1j) on all rows of its group. Each of
 // the first `repeated` groups is run again with `repeat_scale`, a power of two, times its cotangent,
-// handed over expanded with stride 0 where the group is the whole of a real output; `repeats` of what
-// is returned says whether all gave equal gradients.
+// with `expand` handed over expanded with stride 0 where the group is the whole of a real output;
+// `repeats` of what is returned says whether all gave equal gradients.
 // values: float64, shape (entries of the Jacobian,), mutated in place; n: coordinates of all inputs.
 GradientsMatch vjp_groups(
     const at::Tensor& output, const std::vector<InputBlock>& inputs, const Groups& groups, const at::Tensor& values,
-    int64_t n, int64_t repeated, double repeat_scale);
+    int64_t n, int64_t repeated, double repeat_scale, bool expand);
 
 }  // namespace fastgrad

@@ -129,6 +129,7 @@ def vjp_groups(
     n: int,
     repeated: int,
     repeat_scale: float,
+    expand: bool,
 ) -> GradientsMatch: ...
 def vjp_rows(
     output: Tensor,

@@ -80,7 +80,8 @@ def groups_failure(
     gradients, again = (problem.vjp(cotangents, only=output) for _ in range(2))
     if differ(gradients, again, settings.nondet_tol, False):
         return Failure("nondeterministic", *places)
-    whole = next((k for k, group in enumerate(groups) if group.size == output.size and not output.is_complex), None)
+    expands = len(problem.outputs) == 1 and not output.is_complex
+    whole = next((k for k, group in enumerate(groups) if expands and group.size == output.size), None)
     for expanded in (0, 1):
         if expanded and whole is None:
             continue

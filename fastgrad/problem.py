@@ -420,7 +420,9 @@ class Problem:
         `count` groups of rows that share no column have one VJP each; each of the first `repeated` is
         run again, `scale` (a power of two) times as large.
         """
-        match = _native.vjp_groups(self.graph()[output.index], self._natives, groups, values, self.n, repeated, scale)
+        # With other outputs, what reaches backward may be a sum of grad_outputs, and not expanded in use.
+        expand, graph = len(self.outputs) == 1, self.graph()[output.index]
+        match = _native.vjp_groups(graph, self._natives, groups, values, self.n, repeated, scale, expand)
         self.vjps += count + repeated
         self.progress.step(count + repeated)
         return match
