@@ -74,9 +74,13 @@ class Pattern:
 
 def _from_entries(rows: Indices, columns: Indices, m: int, n: int, origin: str) -> Pattern:
     """The pattern of some entries, in any order and some of them several times."""
-    for _ in range(2):  # a stable sort by columns, then by rows
-        order, starts = coloring.bucket(columns, n)
-        rows, columns, m, n = columns[order], rows[order], n, m
+    in_order = (rows[1:] > rows[:-1]) | ((rows[1:] == rows[:-1]) & (columns[1:] >= columns[:-1]))
+    if in_order.all():
+        starts = _starts(np.bincount(rows, minlength=m))
+    else:
+        for _ in range(2):  # a stable sort by columns, then by rows
+            order, starts = coloring.bucket(columns, n)
+            rows, columns, m, n = columns[order], rows[order], n, m
     again = np.zeros(rows.size, dtype=np.bool_)
     again[1:] = (rows[1:] == rows[:-1]) & (columns[1:] == columns[:-1])
     if again.any():
@@ -340,14 +344,15 @@ def refined(
         return None
     sources, targets = best.pairs()
     i, j = (targets, sources) if best is columns else (sources, targets)
-    i, row_width = _elements(i, outputs)
-    j, column_width = _elements(j, inputs)
-    entries = []
-    for di in range(1 + any(block.is_complex for block in outputs)):
-        for dj in range(1 + any(block.is_complex for block in inputs)):
-            within = (di < row_width) & (dj < column_width)
-            entries.append(((i + di)[within], (j + dj)[within]))
-    i, j = (np.concatenate(side) for side in zip(*entries, strict=True)) if len(entries) > 1 else (i, j)
+    if any(block.is_complex for block in (*inputs, *outputs)):
+        i, row_width = _elements(i, outputs)
+        j, column_width = _elements(j, inputs)
+        entries = []
+        for di in range(2):
+            for dj in range(2):
+                within = (di < row_width) & (dj < column_width)
+                entries.append(((i + di)[within], (j + dj)[within]))
+        i, j = (np.concatenate(side) for side in zip(*entries, strict=True))
     return _from_entries(i, j, m, n, f"probed by {columns.probes} evaluations and {rows.probes} VJPs")
 
 
