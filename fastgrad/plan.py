@@ -34,7 +34,7 @@ PAIR_RATIO = 4000.0
 GUESS_SECONDS = 2.5e-3
 """What a guessed pattern takes, beside the calls of func and backward."""
 
-PROBE_SECONDS = 60e-3
+PROBE_SECONDS = 30e-3
 """What probing takes."""
 
 SMALL_CALLS = 1000
@@ -102,28 +102,32 @@ def first_look(problem: Problem, settings: Settings) -> FirstLook:
     displacement = problem.displacement(half.to(problem.device), settings.eps)
     base = torch.empty(1, problem.m, dtype=torch.float64, device=problem.device)
     next_to_x, plain = torch.empty_like(base), torch.empty_like(base)
-    start = time.perf_counter()
-    problem.values_along(displacement, (0.0,), base)
-    look = FirstLook(True, base[0], half.numpy() != 0, None, time.perf_counter() - start)
+    seconds: dict[bool, float] = {}
+
+    def evaluate(scale: float, values: Tensor, record: bool) -> None:
+        start = time.perf_counter()
+        problem.values_along(displacement, (scale,), values, record)
+        seconds[record] = min(time.perf_counter() - start, seconds.get(record, math.inf))
+
+    evaluate(0.0, base, True)
+    look = FirstLook(True, base[0], half.numpy() != 0, None, seconds[True])
     try:
-        problem.values_along(displacement, (1.0,), next_to_x)
+        evaluate(1.0, next_to_x, True)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception:  # it takes single steps only
         return look
     record_graph = True
-    start = time.perf_counter()
     if torch.is_grad_enabled():
         try:
             record_graph = False
             for scale, recorded in ((0.0, base), (1.0, next_to_x)):
-                problem.values_along(displacement, (scale,), plain, record_graph=False)
+                evaluate(scale, plain, False)
                 record_graph |= not torch.equal(recorded, plain)
         except Exception:  # it differentiates inside, say
             record_graph = True
     reacted = (next_to_x[0].view(torch.int64) != base[0].view(torch.int64)).cpu().numpy()
-    seconds = look.seconds if record_graph else (time.perf_counter() - start) / 2
-    return replace(look, record_graph=record_graph, reacted=reacted, seconds=seconds)
+    return replace(look, record_graph=record_graph, reacted=reacted, seconds=seconds[record_graph])
 
 
 def sketch_size(confidence: float) -> int:
