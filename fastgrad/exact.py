@@ -26,7 +26,7 @@ from fastgrad.coordinates import Block, block_with, pieces
 from fastgrad.directions import PROBE_COTANGENT, PROBE_DIRECTION, direction
 from fastgrad.engines import EXPANDED, GAPPED, HALVED, compressed, row_parts
 from fastgrad.engines.compressed import Compression
-from fastgrad.engines.sketch import directional_differences
+from fastgrad.engines.sketch import Differences, directional_differences
 from fastgrad.locate import locate
 from fastgrad.plan import FirstLook, dense_is_small, most_entries, pays_to_compress, prefers_columns, probing_budget
 from fastgrad.problem import Problem
@@ -34,8 +34,8 @@ from fastgrad.report import Failure, Part, Plan, Settings
 from fastgrad.sparsity import Mask, Pattern
 from fastgrad.tolerances import ROUNDING
 
-ATTEMPTS = 3
-"""Patterns to try: a guess, what probing finds, and what certificates add to it."""
+ATTEMPTS = 4
+"""Patterns to try: a guess, what probing finds, from both sides or from one, and what certificates add to it."""
 
 MOST_LEADS = 8
 """Rows, and columns, of a failed certificate to follow up."""
@@ -69,13 +69,15 @@ def check_by_structure(problem: Problem, settings: Settings, look: FirstLook, no
     """The verdict on all Jacobians in reverse mode; None where no structure makes it cheaper than the dense engine."""
     if look.reacted is None or not bool(look.base.isfinite().all()):
         return None
-    pattern = _guess(problem, settings, look)
-    probed = False
+    finders = iter((_guess, _probe))
+    pattern: Pattern | None = None
     for _ in range(ATTEMPTS):
-        if pattern is None and not probed:
-            pattern, probed = _probe(problem, settings, look), True
-        if pattern is None:
-            return None
+        while pattern is None:
+            find = next(finders, None)
+            if find is None:
+                return None
+            pattern = find(problem, settings, look)
+        guessed = find is _guess
         compression = compressed.compress(problem, pattern)
         column_groups = compression.column_groups.count
         row_groups = sum(grouping.count for grouping in compression.row_groups)
@@ -93,7 +95,10 @@ def check_by_structure(problem: Problem, settings: Settings, look: FirstLook, no
             return None
         if verdict.numerical_leads and dense_is_small(problem, settings):
             return None
-        if len(verdict.numerical_leads) > MOST_LEADS and not probed:
+        if verdict.numerical_leads is None:
+            pattern, finders = None, iter((_probe_columns,))
+            continue
+        if guessed and len(verdict.numerical_leads) > MOST_LEADS:
             pattern = None  # a wrong guess
             continue
         found: Failure | _Learnt | None = None
@@ -109,19 +114,14 @@ def check_by_structure(problem: Problem, settings: Settings, look: FirstLook, no
             return Outcome(plan, found)
         if dense_is_small(problem, settings):
             return None
-        if found.refuted:
-            if probed:
-                return None
-            pattern = None
-        else:
-            pattern = pattern.with_entries(found.rows, found.columns)
+        pattern = None if found.refuted else pattern.with_entries(found.rows, found.columns)
     return None
 
 
 def numerical_entries(problem: Problem, settings: Settings, look: FirstLook) -> tuple[Compression, Tensor] | None:
     """The numerical Jacobian, compressed and certified: its pattern with groups, and the entries; None: not found."""
     for compression, verdict in _compressions(problem, settings, look):
-        if not verdict.numerical_leads:
+        if verdict.numerical_leads == []:
             return compression, verdict.numerical
     return None
 
@@ -139,7 +139,7 @@ def _compressions(problem: Problem, settings: Settings, look: FirstLook) -> Iter
     """What a guess and what probing lead to, as far as there is something and it repays."""
     if look.reacted is None or not bool(look.base.isfinite().all()):
         return
-    for find in (_guess, _probe):
+    for find in (_guess, _probe, _probe_columns):
         pattern = find(problem, settings, look)
         if pattern is None:
             continue
@@ -158,7 +158,8 @@ def _guess(problem: Problem, settings: Settings, look: FirstLook) -> Pattern | N
     return pattern if seen else None
 
 
-def _probe(problem: Problem, settings: Settings, look: FirstLook) -> Pattern | None:
+def _probe(problem: Problem, settings: Settings, look: FirstLook, watch_gradients: bool = True) -> Pattern | None:
+    """The pattern that outputs and, with watch_gradients, gradients show when blocks are moved."""
     budget = probing_budget(problem, settings, look)
     if not budget:
         return None
@@ -180,12 +181,44 @@ def _probe(problem: Problem, settings: Settings, look: FirstLook) -> Pattern | N
 
     try:
         columns = sparsity.Refinement(reacting_outputs, problem.inputs, problem.m)
-        rows = sparsity.Refinement(reacting_inputs, problem.outputs, problem.n)
+        rows = sparsity.Refinement(reacting_inputs, problem.outputs, problem.n) if watch_gradients else None
         return sparsity.refined(columns, rows, problem.inputs, problem.outputs, budget, most_entries(settings))
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception:
         return None  # one-hot cotangents, or single steps, may not raise
+
+
+def _probe_columns(problem: Problem, settings: Settings, look: FirstLook) -> Pattern | None:
+    return _probe(problem, settings, look, watch_gradients=False)
+
+
+@dataclass(frozen=True)
+class _Discrepancies:
+    """Directional derivatives of each output against what the entries of a pattern add up to: float64, shape (m,).
+
+    Attributes
+    ----------
+    error, allowed
+        The largest difference, and what rounding and noise explain of it, with atol.
+    blur
+        What these explain, over the tolerance.
+    """
+
+    differences: Differences
+    error: Tensor
+    allowed: Tensor
+    blur: Tensor
+
+    @property
+    def wrong(self) -> Tensor:
+        """Where more differs than is allowed; a NaN does."""
+        return ~(self.error <= self.allowed)
+
+    @property
+    def loud(self) -> Tensor:
+        """Where nothing can be certified to within the tolerance."""
+        return ~(self.blur <= 1)
 
 
 class _Verdict:
@@ -272,7 +305,7 @@ class _Verdict:
 
     def _certified(self) -> Failure | _Learnt | None:
         """That nothing lies outside of the pattern, and that the backward is linear."""
-        found = self._follow_rows(self.numerical_leads)
+        found = self._follow_rows(self.numerical_leads or [])
         if isinstance(found, Failure):
             return found
         learnt = [found]
@@ -294,8 +327,10 @@ class _Verdict:
                 if failure is not None:
                     return failure
         rows, columns = (np.concatenate([getattr(some, name) for some in learnt]) for name in ("rows", "columns"))
-        refuted = any(some.refuted for some in learnt)
-        return _Learnt(rows, columns, refuted) if refuted or rows.size else None
+        if any(some.refuted for some in learnt):
+            return _Learnt(rows, columns, refuted=True)
+        pattern = self._compression.pattern
+        return _Learnt(rows, columns) if rows.size and pattern.with_entries(rows, columns).nnz > pattern.nnz else None
 
     @property
     def _kinds(self) -> list[int]:
@@ -409,38 +444,47 @@ class _Verdict:
         pair.add_entries(analytical, numerical, row_elements, columns[chosen][::width] // width)
         return pair
 
-    def _certify_numerical(self) -> list[int]:
-        """Outputs whose derivatives along random directions are not what the entries add up to, worst first."""
-        settings = self._settings
-        excess = self._excess(settings.eps, 0)
-        if excess is not None:
-            # Where joint steps cross kinks, smaller ones do not.
-            smaller = self._excess(settings.eps * SMALLER, 1)
-            excess = None if smaller is None else torch.where(excess > 1, smaller, 0.0)
-        if excess is None:
-            return []
-        rows = (excess > 1).nonzero().reshape(-1)
-        return rows[excess[rows].argsort(descending=True)].tolist()
+    def _certify_numerical(self) -> list[int] | None:
+        """Outputs whose derivatives along random directions are not what the entries add up to, worst first.
 
-    def _excess(self, eps: float, attempt: int) -> Tensor | None:
-        """How far derivatives are from what the entries add up to, over what is allowed; None: nowhere beyond."""
+        None where some are too loud for that, and the pattern does not come from watching them.
+        """
+        settings, numerical = self._settings, self._compression.pattern.is_numerical
+        found = self._discrepancies(settings.eps, 0)
+        unclear = found.wrong if numerical else found.wrong | found.loud
+        if not bool(unclear.any()):
+            return []
+        # Where joint steps cross kinks, smaller ones do not; but they say less where values are large.
+        smaller = self._discrepancies(settings.eps * SMALLER, 1)
+        if not numerical and bool((found.loud & smaller.loud).any()):
+            return None
+        wrong = found.wrong & (smaller.wrong | (smaller.allowed > found.error / 2))
+        rows = wrong.nonzero().reshape(-1)
+        if not rows.numel():
+            return []
+        self._differences = smaller.differences if bool(smaller.wrong[rows].any()) else found.differences
+        return rows[(found.error / found.allowed)[rows].nan_to_num(torch.inf).argsort(descending=True)].tolist()
+
+    def _discrepancies(self, eps: float, attempt: int) -> _Discrepancies:
+        """Derivatives along random directions against what the entries add up to."""
         problem, settings, base = self._problem, self._settings, self._look.base
         differences = directional_differences(problem, settings, base, eps, CERTIFICATES, attempt)
         rounding = ROUNDING * 2 * problem.unit_roundoff / eps
         starts, rows, columns = self._compression.pattern.starts, self._compression.rows, self._compression.columns
-        worst = torch.zeros_like(base)
+        found = _Discrepancies(differences, torch.zeros_like(base), torch.empty_like(base), torch.empty_like(base))
         for some in pieces(0, problem.m):
             entries = slice(int(starts[some.start]), int(starts[some.stop]))
-            allowed = settings.atol + rounding * base[some].abs() + 4 * differences.noise[some]
+            blur = rounding * base[some].abs() + 4 * differences.noise[some]
+            found.allowed[some] = settings.atol + blur
+            size = torch.zeros_like(blur)
             for u, derivatives in zip(differences.directions, differences.derivatives, strict=True):
-                total = torch.zeros_like(allowed)
+                total = torch.zeros_like(blur)
                 total.index_add_(0, rows[entries] - some.start, u[columns[entries]].mul_(self.numerical[entries]))
-                error = ((derivatives[some] - total).abs_() / allowed).nan_to_num_(torch.inf)
-                torch.maximum(worst[some], error, out=worst[some])
-        if not bool(torch.linalg.vector_norm(worst, torch.inf) > 1):
-            return None
-        self._differences = differences
-        return worst
+                error = (derivatives[some] - total).abs_().nan_to_num_(torch.inf)
+                found.error[some] = torch.maximum(found.error[some], error)
+                size = torch.maximum(size, derivatives[some].abs())
+            found.blur[some] = blur / (settings.atol + settings.rtol * size)
+        return found
 
     def _one_hot_gradient(self, row: int) -> Tensor:
         """A row of the backward, the grad_outputs of other outputs being undefined as in torch's checker."""

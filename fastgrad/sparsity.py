@@ -9,7 +9,7 @@ Source: Griewank & Mitev, Detecting Jacobian sparsity patterns by Bayesian probi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -45,12 +45,15 @@ class Pattern:
         Number of columns.
     origin
         How it was found, in words.
+    is_numerical
+        Whether outputs were watched, bit by bit, all inputs being moved: no entry of the function is missing.
     """
 
     starts: Indices
     columns: Indices
     n: int
     origin: str
+    is_numerical: bool = False
 
     @property
     def m(self) -> int:
@@ -69,7 +72,7 @@ class Pattern:
     def with_entries(self, rows: Indices, columns: Indices) -> Pattern:
         """These and more entries: rows and columns of one shape."""
         rows, columns = np.concatenate([self.rows(), rows]), np.concatenate([self.columns, columns])
-        return _from_entries(rows, columns, self.m, self.n, self.origin)
+        return replace(_from_entries(rows, columns, self.m, self.n, self.origin), is_numerical=self.is_numerical)
 
 
 def _from_entries(rows: Indices, columns: Indices, m: int, n: int, origin: str) -> Pattern:
@@ -311,7 +314,7 @@ def _select(starts: Indices, members: Indices, chosen: Indices) -> tuple[Indices
 
 def refined(
     columns: Refinement,
-    rows: Refinement,
+    rows: Refinement | None,
     inputs: Sequence[Block],
     outputs: Sequence[Block],
     most_probes: int,
@@ -321,23 +324,24 @@ def refined(
 
     The two sides take turns, each until it has taken twice as many probes as the other: a Jacobian may
     be hopeless from one side and trivial from the other, and VJPs after evaluations need a new graph. A
-    side that gives up, with most entries possible, ends nothing.
+    side that gives up, with most entries possible, ends nothing. Without rows, columns go alone.
     """
 
     def spent(side: Refinement) -> int:
         return side.probes + side.next_cost
 
-    side = min((columns, rows), key=spent)
+    sides = [columns] if rows is None else [columns, rows]
+    side = min(sides, key=spent)
     n, m = sum(block.size for block in inputs), sum(block.size for block in outputs)
     while True:
-        settled = [side for side in (columns, rows) if side.is_done]
+        settled = [side for side in sides if side.is_done]
         best = min(settled, key=lambda side: side.entries, default=None)
-        if best is not None and (len(settled) == 2 or best.entries <= n * m / 2):
+        if best is not None and (len(settled) == len(sides) or best.entries <= n * m / 2):
             break
-        other = rows if side is columns else columns
+        other = sides[sides.index(side) - 1]
         if side.is_done or (not other.is_done and spent(side) > 2 * spent(other)):
             side = other
-        if columns.probes + rows.probes + side.next_cost > most_probes:
+        if sum(each.probes for each in sides) + side.next_cost > most_probes:
             return None
         side.refine()
     if best.entries > most_entries:
@@ -353,7 +357,8 @@ def refined(
                 within = (di < row_width) & (dj < column_width)
                 entries.append(((i + di)[within], (j + dj)[within]))
         i, j = (np.concatenate(side) for side in zip(*entries, strict=True))
-    return _from_entries(i, j, m, n, f"probed by {columns.probes} evaluations and {rows.probes} VJPs")
+    origin = f"probed by {columns.probes} evaluations and {rows.probes if rows else 0} VJPs"
+    return replace(_from_entries(i, j, m, n, origin), is_numerical=best is columns)
 
 
 def _elements(coordinates: Indices, blocks: Sequence[Block]) -> tuple[Indices, Indices]:
