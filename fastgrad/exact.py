@@ -319,7 +319,7 @@ class _Verdict:
             except Exception:
                 return proof.failure()  # says for which grad_output it raised, or raises again
             found = self._follow_columns(proof, [column for _, column in leads])
-            if isinstance(found, Failure):
+            if isinstance(found, Failure) or found.refuted:
                 return found
             learnt.append(found)
             if not any(some.rows.size for some in learnt):
