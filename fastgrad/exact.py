@@ -195,20 +195,39 @@ def _probe_columns(problem: Problem, settings: Settings, look: FirstLook) -> Pat
 
 @dataclass(frozen=True)
 class _Discrepancies:
-    """Directional derivatives of each output against what the entries of a pattern add up to: float64, shape (m,).
+    """Directional derivatives of each output against what the entries of a pattern add up to.
 
     Attributes
     ----------
-    error, allowed
-        The largest difference, and what rounding and noise explain of it, with atol.
-    blur
-        What these explain, over the tolerance.
+    error
+        The largest difference: float64, shape (m,).
+    base, rounding
+        The outputs, and what rounding may do to a derivative, relative to them.
     """
 
     differences: Differences
     error: Tensor
-    allowed: Tensor
-    blur: Tensor
+    base: Tensor
+    rounding: float
+    settings: Settings
+
+    def is_clear(self, atol: float) -> bool:
+        """Whether nothing is wrong and nothing loud, by the largest of all outputs: told without more vectors."""
+        error, noise, size = (
+            float(torch.linalg.vector_norm(values, torch.inf))
+            for values in (self.error, self.differences.noise, self.base)
+        )
+        return error <= atol and 4 * noise + self.rounding * size <= atol
+
+    @property
+    def blur(self) -> Tensor:
+        """What rounding and noise explain of an error."""
+        return self.rounding * self.base.abs() + 4 * self.differences.noise
+
+    @property
+    def allowed(self) -> Tensor:
+        """Errors up to here are none."""
+        return self.settings.atol + self.blur
 
     @property
     def wrong(self) -> Tensor:
@@ -218,7 +237,7 @@ class _Discrepancies:
     @property
     def loud(self) -> Tensor:
         """Where nothing can be certified to within the tolerance."""
-        return ~(self.blur <= 1)
+        return ~(self.blur <= self.settings.atol + self.settings.rtol * self.differences.size())
 
 
 class _Verdict:
@@ -451,6 +470,8 @@ class _Verdict:
         """
         settings, numerical = self._settings, self._compression.pattern.is_numerical
         found = self._discrepancies(settings.eps, 0)
+        if found.is_clear(settings.atol):
+            return []
         unclear = found.wrong if numerical else found.wrong | found.loud
         if not bool(unclear.any()):
             return []
@@ -469,22 +490,18 @@ class _Verdict:
         """Derivatives along random directions against what the entries add up to."""
         problem, settings, base = self._problem, self._settings, self._look.base
         differences = directional_differences(problem, settings, base, eps, CERTIFICATES, attempt)
-        rounding = ROUNDING * 2 * problem.unit_roundoff / eps
         starts, rows, columns = self._compression.pattern.starts, self._compression.rows, self._compression.columns
-        found = _Discrepancies(differences, torch.zeros_like(base), torch.empty_like(base), torch.empty_like(base))
+        largest = torch.empty_like(base)
         for some in pieces(0, problem.m):
             entries = slice(int(starts[some.start]), int(starts[some.stop]))
-            blur = rounding * base[some].abs() + 4 * differences.noise[some]
-            found.allowed[some] = settings.atol + blur
-            size = torch.zeros_like(blur)
+            errors = []
             for u, derivatives in zip(differences.directions, differences.derivatives, strict=True):
-                total = torch.zeros_like(blur)
+                total = torch.zeros_like(base[some])
                 total.index_add_(0, rows[entries] - some.start, u[columns[entries]].mul_(self.numerical[entries]))
-                error = (derivatives[some] - total).abs_().nan_to_num_(torch.inf)
-                found.error[some] = torch.maximum(found.error[some], error)
-                size = torch.maximum(size, derivatives[some].abs())
-            found.blur[some] = blur / (settings.atol + settings.rtol * size)
-        return found
+                errors.append(derivatives[some] - total)
+            largest[some] = torch.stack(errors).abs_().amax(0)
+        rounding = ROUNDING * 2 * problem.unit_roundoff / eps
+        return _Discrepancies(differences, largest, base, rounding, settings)
 
     def _one_hot_gradient(self, row: int) -> Tensor:
         """A row of the backward, the grad_outputs of other outputs being undefined as in torch's checker."""
