@@ -128,6 +128,9 @@ at::Tensor color(const at::Tensor& starts, const at::Tensor& members, int64_t ta
   for (const int64_t count : vertices_at_targets(pattern)) {
     bound = std::max(bound, count);
   }
+  if (bound <= 1) {
+    return at::zeros({pattern.vertices}, at::kLong);  // no two share a target
+  }
   if (bound == pattern.vertices) {
     return at::arange(pattern.vertices, at::kLong);  // one target has them all
   }

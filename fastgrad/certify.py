@@ -41,7 +41,7 @@ def repeat_failure(problem: Problem, block: JacobianBlock, settings: Settings) -
     count = block.repeated.shape[0]
     if _rows_move(problem, block.output, block.part, block.first_row, count, settings.nondet_tol):
         return Failure("nondeterministic", block.output.index, None, block.output.position, None, block.part)
-    width = 2 if block.input.is_complex else 1
+    width = block.input.width
     analytical = block.analytical[:count]
     fields = ops.compare(block.repeated, analytical, settings.atol, settings.rtol, width == 2, False).tolist()
     if not fields[0]:
@@ -186,7 +186,7 @@ class LinearityProof:
 
     def add(self, block: JacobianBlock) -> None:
         """Takes a block of analytical rows into v^T J."""
-        width = 2 if block.output.is_complex else 1
+        width = block.output.width
         first_row = block.output.first + block.first_row * width + (1 if block.part == "imaginary" else 0)
         first_column = block.input.first + block.first_column
         ops.project_rows_(self._sums, self._squares, self._cotangents, block.analytical, first_row, width, first_column)
@@ -317,7 +317,7 @@ class TangentProof:
 
     def add(self, block: TangentBlock) -> None:
         """Takes a block of analytical columns into J u."""
-        width = 2 if block.input.is_complex else 1
+        width = block.input.width
         first = block.input.first + block.first_element * width + (1 if block.part == "imaginary" else 0)
         ops.project_rows_(
             self._sums, self._squares, self._directions, block.analytical, first, width, block.output.first

@@ -142,7 +142,7 @@ class PairComparison:
         inputs, outputs = (rows, columns) if forward else (columns, rows)
         excess = ((analytical - numerical).abs() / (self.atol + self.rtol * numerical.abs())).nan_to_num(torch.inf)
         worst_first = excess.argsort(descending=True)
-        along_input, along_output = (2 if block.is_complex else 1 for block in (self.input, self.output))
+        along_input, along_output = (block.width for block in (self.input, self.output))
         imaginary = 1 if part == "imaginary" else 0
         for element in dict.fromkeys(inputs[worst_first].tolist()):
             mine = inputs == element

@@ -116,7 +116,7 @@ def _confirm(
 
 def _element_coordinates(block: Block, coordinate: int) -> tuple[int, ...]:
     """The coordinates of the element that one of them belongs to."""
-    width = 2 if block.is_complex else 1
+    width = block.width
     first = coordinate - (coordinate - block.first) % width
     return tuple(range(first, first + width))
 
@@ -127,7 +127,7 @@ def located_failure(found: list[Found]) -> Failure:
     same = [entry for entry in found if (entry.output, entry.input, entry.part) == (head.output, head.input, head.part)]
     survivors = [entry.survivor for entry in same if entry.survivor is not None]
     worst = max(survivors, key=_excess)
-    width = 2 if head.input.is_complex else 1
+    width = head.input.width
     entries = head.output.tensor.numel() * (head.input.size // width)
     pairs = [(survivor.entry.analytical, survivor.entry.numerical) for survivor in survivors]
     product = sum((complex(a) * complex(n).conjugate() for a, n in pairs), 0j)

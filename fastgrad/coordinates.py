@@ -49,13 +49,18 @@ class Block:
         """Whether an element is two coordinates."""
         return self.tensor.is_complex()
 
+    @property
+    def width(self) -> int:
+        """Real coordinates of an element."""
+        return 2 if self.is_complex else 1
+
     def element_index(self, element: int) -> tuple[int, ...]:
         """The multi-index of an element, given its number among those that have coordinates."""
         return self.logical_index(element if self.elements is None else int(self.elements[element]))
 
     def index_at(self, coordinate: int) -> tuple[int, ...]:
         """The multi-index of the element that one of the block's coordinates, in [first, first + size), belongs to."""
-        return self.element_index((coordinate - self.first) // (2 if self.is_complex else 1))
+        return self.element_index((coordinate - self.first) // self.width)
 
     def logical_index(self, element: int) -> tuple[int, ...]:
         """The multi-index of the element with a flat (C order) number."""

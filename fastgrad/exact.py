@@ -8,7 +8,7 @@ wrong by itself, or in a larger pattern.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -211,13 +211,13 @@ class _Discrepancies:
     rounding: float
     settings: Settings
 
-    def is_clear(self, atol: float) -> bool:
+    def is_clear(self) -> bool:
         """Whether nothing is wrong and nothing loud, by the largest of all outputs: told without more vectors."""
         error, noise, size = (
             float(torch.linalg.vector_norm(values, torch.inf))
             for values in (self.error, self.differences.noise, self.base)
         )
-        return error <= atol and 4 * noise + self.rounding * size <= atol
+        return max(error, 4 * noise + self.rounding * size) <= self.settings.atol
 
     @property
     def blur(self) -> Tensor:
@@ -252,6 +252,7 @@ class _Verdict:
         self._compression = compression
         self._look = look
         self.notes: list[str] = []
+        self._proofs: Iterable[LinearityProof] | None = None
         self.numerical = compressed.numerical_entries(problem, plan, compression, settings.eps)
         self.numerical_leads = self._certify_numerical()
 
@@ -265,7 +266,7 @@ class _Verdict:
             raise
         except Exception:  # it cannot be differentiated
             return False, None
-        proofs = [self._proof(kind, self._analytical) for kind in (GAPPED, HALVED, EXPANDED)]
+        proofs = self._proofs = [self._proof(kind, self._analytical) for kind in (GAPPED, HALVED, EXPANDED)]
         try:
             if any(proof.leads() for proof in proofs):
                 return False, None
@@ -282,6 +283,7 @@ class _Verdict:
         """A failure, or what the pattern lacks, or nothing."""
         problem, compression = self._problem, self._compression
         problem.graph()  # what func raises is not about its backward
+        self._proofs = None
         try:
             self._analytical, matches = compressed.analytical_entries(problem, compression)
         except (MemoryError, torch.OutOfMemoryError):
@@ -328,9 +330,8 @@ class _Verdict:
         if isinstance(found, Failure):
             return found
         learnt = [found]
-        for kind in self._kinds:
-            # One at a time: vectors as large as the problem are dear.
-            proof = self._proof(kind, self._analytical)
+        # One at a time: vectors as large as the problem are dear.
+        for proof in self._proofs or (self._proof(kind, self._analytical) for kind in self._kinds):
             try:
                 leads = proof.leads()
             except (MemoryError, torch.OutOfMemoryError):
@@ -458,8 +459,8 @@ class _Verdict:
         if part != "all":
             chosen &= rows % 2 == (1 if part == "imaginary" else 0)
         analytical, numerical = self._analytical[within][chosen], self.numerical[within][chosen]
-        width = 2 if block.is_complex else 1
-        row_elements = rows[chosen][::width] // (2 if output.is_complex else 1)
+        width = block.width
+        row_elements = rows[chosen][::width] // output.width
         pair.add_entries(analytical, numerical, row_elements, columns[chosen][::width] // width)
         return pair
 
@@ -470,7 +471,7 @@ class _Verdict:
         """
         settings, numerical = self._settings, self._compression.pattern.is_numerical
         found = self._discrepancies(settings.eps, 0)
-        if found.is_clear(settings.atol):
+        if found.is_clear():
             return []
         unclear = found.wrong if numerical else found.wrong | found.loud
         if not bool(unclear.any()):

@@ -109,7 +109,7 @@ def analytical_jacobian(
                 return _sparse(problem, found[0].rows, found[0].columns, found[1], layout)
         rows = torch.zeros(problem.m, problem.n, dtype=torch.float64, device=problem.device)
         for output in problem.outputs:
-            width = 2 if output.is_complex else 1
+            width = output.width
             for part in range(width):
                 elements = output.tensor.numel()
                 found_rows, _, _ = problem.analytical_rows(output, part == 1, 0, elements, problem.inputs, 0, 1.0)

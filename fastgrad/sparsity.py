@@ -98,10 +98,6 @@ def _starts(counts: Indices) -> Indices:
     return starts
 
 
-def _width(block: Block) -> int:
-    return 2 if block.is_complex else 1
-
-
 def guess(inputs: Sequence[Block], outputs: Sequence[Block]) -> Pattern | None:
     """The pattern of a pointwise function of inputs that broadcast to each output, if they all do.
 
@@ -117,9 +113,9 @@ def guess(inputs: Sequence[Block], outputs: Sequence[Block]) -> Pattern | None:
                 elements = np.broadcast_to(np.arange(block.tensor.numel()).reshape(own), shape)
             except ValueError:
                 return None
-            first = block.first + elements.reshape(-1, 1) * _width(block)
-            reached.append(first + np.arange(_width(block)))
-        lists.append(np.repeat(np.concatenate(reached, 1), _width(output), axis=0))
+            first = block.first + elements.reshape(-1, 1) * block.width
+            reached.append(first + np.arange(block.width))
+        lists.append(np.repeat(np.concatenate(reached, 1), output.width, axis=0))
     per_row = lists[0].shape[1]
     rows = sum(columns.shape[0] for columns in lists)
     n = sum(block.size for block in inputs)
@@ -174,7 +170,7 @@ class Refinement:
 
     def _arrange(self, block: Block) -> Indices:
         """Puts the telling dimensions of a tensor first, and says which targets the whole of it reaches."""
-        shape, width = list(block.tensor.shape), _width(block)
+        shape, width = list(block.tensor.shape), block.width
         wide = [dim for dim, size in enumerate(shape) if size > 1]
         reached = np.arange(self._targets)
         order = list(range(len(shape)))
@@ -210,11 +206,7 @@ class Refinement:
         settled = (self._idle >= PATIENCE) & (blocks[self._tensor] >= BLOCKS_BEFORE_GIVING_UP)
         divisible = self._last - self._first > smallest[self._tensor]
         self._active = np.flatnonzero(divisible & ~settled & (np.diff(self._starts) > 0))
-        starts, members = _select(self._starts, self._members, self._active)
-        if members.size <= self._targets and np.bincount(members, minlength=1).max() <= 1:
-            self._colors = np.zeros(self._active.size, dtype=np.int64)  # no two share a target
-        else:
-            self._colors = coloring.color(starts, members, self._targets)
+        self._colors = coloring.color(*_select(self._starts, self._members, self._active), self._targets)
 
     @property
     def is_done(self) -> bool:
@@ -364,6 +356,6 @@ def refined(
 def _elements(coordinates: Indices, blocks: Sequence[Block]) -> tuple[Indices, Indices]:
     """The first coordinate of the element that each coordinate belongs to, and how many that element has."""
     firsts = np.array([block.first for block in blocks])
-    widths = np.array([_width(block) for block in blocks])
+    widths = np.array([block.width for block in blocks])
     which = np.searchsorted(firsts, coordinates, side="right") - 1
     return coordinates - (coordinates - firsts[which]) % widths[which], widths[which]

@@ -77,7 +77,7 @@ def compress(problem: Problem, pattern: Pattern) -> Compression:
     """Colors columns and rows."""
     rows, columns = (torch.from_numpy(values).to(problem.device) for values in (pattern.rows(), pattern.columns))
     if np.diff(pattern.starts).max(initial=0) <= 1:
-        colors = np.zeros(pattern.n, dtype=np.int64)  # no two columns share a row
+        colors = np.zeros(pattern.n, dtype=np.int64)  # no two columns share a row: no need to transpose
     else:
         starts, members, _ = coloring.transpose(pattern.starts, pattern.columns, pattern.n)
         colors = coloring.color(starts, members, pattern.m)
@@ -86,11 +86,7 @@ def compress(problem: Problem, pattern: Pattern) -> Compression:
     for output in problem.outputs:
         starts = pattern.starts[output.first : output.first + output.size + 1]
         first, last = starts[0], starts[-1]
-        columns_within = pattern.columns[first:last]
-        if np.bincount(columns_within, minlength=1).max() <= 1:
-            colors = np.zeros(output.size, dtype=np.int64)
-        else:
-            colors = coloring.color(starts - first, columns_within, pattern.n)
+        colors = coloring.color(starts - first, pattern.columns[first:last], pattern.n)
         row_groups.append(_grouping(colors, np.repeat(colors, np.diff(starts)), first, columns))
     return Compression(pattern, rows, columns, column_groups, tuple(row_groups))
 

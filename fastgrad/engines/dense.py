@@ -72,7 +72,7 @@ def _row_blocks(
     problem: Problem, plan: Plan, output: Block, part: Part, inputs: list[Block], first: int, columns: Tensor
 ) -> Iterator[JacobianBlock]:
     imaginary = part == "imaginary"
-    width = 2 if output.is_complex else 1
+    width = output.width
     offset = output.first + (1 if imaginary else 0)
     numerical = columns.t()
     last = first + columns.shape[0]
