@@ -36,6 +36,67 @@ FailureKind = Literal[
 ]
 
 
+CauseName = Literal[
+    "constant factor",
+    "sign",
+    "transposed",
+    "rolled",
+    "permuted",
+    "missing reduction",
+    "zero gradient",
+    "missing conjugate",
+    "complex factor",
+    "region",
+    "slice",
+    "boundary",
+    "last tile",
+    "saved tensor",
+    "race",
+    "nonlinear backward",
+    "layout of grad_output",
+    "sparse grad_output",
+    "truncation",
+    "rounding",
+    "kink",
+    "low precision",
+    "modes disagree",
+    "both modes wrong",
+]
+"""What may be behind a failure; `fastgrad.diagnose` says which, from evidence."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What is probably behind a failure.
+
+    text: a sentence for people, without its period. measure: what it rests on, a residual or a count, say.
+    confidence: from 0 to 1.
+    """
+
+    name: CauseName
+    text: str
+    measure: str
+    confidence: float
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Entries of the failing Jacobian of one output with respect to one input, right and wrong ones.
+
+    outputs, inputs: the elements of the two tensors that each entry is about (int64, shape (entries,)).
+    analytical, numerical: the values (float64 or complex128, shape (entries,)).
+    failing: which differ by more than their tolerance (bool, shape (entries,)).
+    """
+
+    output_shape: tuple[int, ...]
+    input_shape: tuple[int, ...]
+    outputs: Tensor
+    inputs: Tensor
+    analytical: Tensor
+    numerical: Tensor
+    failing: Tensor
+
+
 @dataclass(frozen=True)
 class Settings:
     """The keywords of one check; see :func:`fastgrad.gradcheck`.
@@ -163,7 +224,7 @@ class Report:
 
     n and m count the real coordinates of the differentiable inputs and outputs; evaluations and
     vjps are the calls of func and of autograd's backward; jvps counts the evaluations that carried
-    tangents; seconds is wall time.
+    tangents; seconds is wall time. sample: entries of the pair that failed. causes: the most probable first.
     """
 
     failure: Failure | None
@@ -176,6 +237,8 @@ class Report:
     seconds: float
     jvps: int = 0
     notes: tuple[str, ...] = ()
+    sample: Sample | None = None
+    causes: tuple[Cause, ...] = ()
 
     @property
     def passed(self) -> bool:
