@@ -11,7 +11,7 @@ demo: $(VENV)/.built
 	$(RUN) -m fastgrad demo
 
 test: $(VENV)/.tools
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n $(MAX_JOBS)
 
 # A copy of the tree for other builds, so that the ordinary one stays as it is.
 define copy_to
