@@ -62,6 +62,7 @@ PYBIND11_MODULE(_C, module) {
       .def_readonly("dtypes", &fastgrad::GradientsMatch::dtypes)
       .def_readonly("sizes", &fastgrad::GradientsMatch::sizes)
       .def_readonly("repeats", &fastgrad::GradientsMatch::repeats);
+  module.def("bucket", torch::wrap_pybind_function_no_gil(&fastgrad::bucket), py::arg("keys"), py::arg("count"));
   module.def(
       "color", torch::wrap_pybind_function_no_gil(&fastgrad::color), py::arg("starts"), py::arg("members"),
       py::arg("targets"));

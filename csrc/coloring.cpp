@@ -1,4 +1,4 @@
-// Distance-2 coloring of one side of a bipartite pattern, and the transpose of one.
+// Distance-2 coloring of one side of a bipartite pattern, the transpose of one, and sorting by color.
 #include "coloring.h"
 
 #include "ops/common.h"
@@ -16,6 +16,19 @@
 namespace fastgrad {
 namespace {
 
+void check_range(const char* name, const char* argument, const at::Tensor& indices, int64_t size) {
+  TORCH_CHECK(size >= 0, name, ": the bound of ", argument, " must be >= 0, got ", size);
+  const auto* index = indices.const_data_ptr<int64_t>();
+  int64_t least = 0;
+  int64_t most = -1;
+  for (int64_t k = 0; k < indices.numel(); ++k) {
+    least = std::min(least, index[k]);
+    most = std::max(most, index[k]);
+  }
+  TORCH_CHECK(
+      least >= 0 && most < size, name, ": ", argument, " must be in [0, ", size, "), got ", least < 0 ? least : most);
+}
+
 // A pattern whose indices were checked.
 struct Pattern {
   Pattern(const char* name, const at::Tensor& starts, const at::Tensor& members, int64_t targets) : targets(targets) {
@@ -24,7 +37,6 @@ struct Pattern {
     TORCH_CHECK(
         starts.is_cpu() && members.is_cpu(), name, ": starts and members must be on the CPU, got ", starts.device(),
         " and ", members.device());
-    TORCH_CHECK(targets >= 0, name, ": targets must be >= 0, got ", targets);
     TORCH_CHECK(starts.numel() > 0, name, ": starts must have an element more than there are vertices, got none");
     vertices = starts.numel() - 1;
     nonzeros = members.numel();
@@ -33,14 +45,7 @@ struct Pattern {
     TORCH_CHECK(
         start[0] == 0 && start[vertices] == nonzeros && std::is_sorted(start, start + vertices + 1), name,
         ": starts must rise from 0 to the number of members, ", nonzeros, ", got ", start[0], " to ", start[vertices]);
-    int64_t least = 0;
-    int64_t most = -1;
-    for (int64_t k = 0; k < nonzeros; ++k) {
-      least = std::min(least, member[k]);
-      most = std::max(most, member[k]);
-    }
-    TORCH_CHECK(
-        least >= 0 && most < targets, name, ": members must be in [0, ", targets, "), got ", least < 0 ? least : most);
+    check_range(name, "members", members, targets);
   }
 
   int64_t size(int64_t vertex) const { return start[vertex + 1] - start[vertex]; }
@@ -50,13 +55,21 @@ struct Pattern {
   const int64_t* member;
 };
 
-// How many vertices each target has.
-std::vector<int64_t> vertices_at_targets(const Pattern& pattern) {
-  std::vector<int64_t> count(pattern.targets);
-  for (int64_t k = 0; k < pattern.nonzeros; ++k) {
-    ++count[pattern.member[k]];
+// How often each key in [0, size) occurs.
+std::vector<int64_t> counts_of(const int64_t* keys, int64_t length, int64_t size) {
+  std::vector<int64_t> count(size);
+  for (int64_t k = 0; k < length; ++k) {
+    ++count[keys[k]];
   }
   return count;
+}
+
+// Where each key begins in sorted order, and at the end their number: int64, shape (size + 1,).
+at::Tensor starts_of(const int64_t* keys, int64_t length, int64_t size) {
+  const std::vector<int64_t> counts = counts_of(keys, length, size);
+  at::Tensor starts = at::zeros({size + 1}, at::kLong);
+  std::partial_sum(counts.begin(), counts.end(), starts.mutable_data_ptr<int64_t>() + 1);
+  return starts;
 }
 
 // The vertices by falling number of targets; the order of equals stays.
@@ -125,7 +138,7 @@ int64_t first_fit(const Pattern& pattern, std::vector<int64_t> waiting, int64_t*
 at::Tensor color(const at::Tensor& starts, const at::Tensor& members, int64_t targets) {
   const Pattern pattern("color", starts, members, targets);
   int64_t bound = 0;
-  for (const int64_t count : vertices_at_targets(pattern)) {
+  for (const int64_t count : counts_of(pattern.member, pattern.nonzeros, pattern.targets)) {
     bound = std::max(bound, count);
   }
   if (bound <= 1) {
@@ -149,26 +162,35 @@ at::Tensor color(const at::Tensor& starts, const at::Tensor& members, int64_t ta
   return first_fit(pattern, std::move(order), other.mutable_data_ptr<int64_t>()) < count ? other : natural;
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> transpose(
-    const at::Tensor& starts, const at::Tensor& members, int64_t targets) {
+std::tuple<at::Tensor, at::Tensor> transpose(const at::Tensor& starts, const at::Tensor& members, int64_t targets) {
   const Pattern pattern("transpose", starts, members, targets);
-  at::Tensor starts_of_targets = at::zeros({targets + 1}, at::kLong);
+  at::Tensor starts_of_targets = starts_of(pattern.member, pattern.nonzeros, targets);
   at::Tensor vertices = at::empty({pattern.nonzeros}, at::kLong);
-  at::Tensor order = at::empty({pattern.nonzeros}, at::kLong);
-  const std::vector<int64_t> counts = vertices_at_targets(pattern);
-  auto* start = starts_of_targets.mutable_data_ptr<int64_t>();
-  std::partial_sum(counts.begin(), counts.end(), start + 1);
+  const auto* start = starts_of_targets.const_data_ptr<int64_t>();
   std::vector<int64_t> place(start, start + targets);  // of the next vertex of each target
   auto* vertex_at = vertices.mutable_data_ptr<int64_t>();
-  auto* entry_at = order.mutable_data_ptr<int64_t>();
   for (int64_t vertex = 0; vertex < pattern.vertices; ++vertex) {
     for (int64_t k = pattern.start[vertex]; k < pattern.start[vertex + 1]; ++k) {
-      const int64_t to = place[pattern.member[k]]++;
-      vertex_at[to] = vertex;
-      entry_at[to] = k;
+      vertex_at[place[pattern.member[k]]++] = vertex;
     }
   }
-  return {starts_of_targets, vertices, order};
+  return {starts_of_targets, vertices};
+}
+
+std::tuple<at::Tensor, at::Tensor> bucket(const at::Tensor& keys, int64_t count) {
+  check_indices("bucket", "keys", keys);
+  TORCH_CHECK(keys.is_cpu(), "bucket: keys must be on the CPU, got ", keys.device());
+  check_range("bucket", "keys", keys, count);
+  const auto* key = keys.const_data_ptr<int64_t>();
+  at::Tensor starts = starts_of(key, keys.numel(), count);
+  at::Tensor order = at::empty({keys.numel()}, at::kLong);
+  const auto* start = starts.const_data_ptr<int64_t>();
+  std::vector<int64_t> place(start, start + count);  // of the next occurrence of each key
+  auto* place_at = order.mutable_data_ptr<int64_t>();
+  for (int64_t k = 0; k < keys.numel(); ++k) {
+    place_at[place[key[k]]++] = k;
+  }
+  return {order, starts};
 }
 
 }  // namespace fastgrad

@@ -1,4 +1,4 @@
-// Sparsity patterns: their transpose, and distance-2 coloring of one side.
+// Sparsity patterns: their transpose, distance-2 coloring of one side, and sorting by color.
 //
 // A pattern joins vertices to targets, in CSR form: starts, int64 of shape (vertices + 1,), and
 // members, int64 of shape (nonzeros,). Vertex k has the targets members[starts[k]:starts[k + 1]],
@@ -20,9 +20,11 @@ namespace fastgrad {
 // Time: about nonzeros * count / 64 at worst, near the nonzeros where blocks overlap little.
 at::Tensor color(const at::Tensor& starts, const at::Tensor& members, int64_t targets);
 
-// (starts, members, order) of the transposed pattern, in which targets have vertices, sorted; entry k
-// of the transpose is entry order[k] of the pattern.
-std::tuple<at::Tensor, at::Tensor, at::Tensor> transpose(
-    const at::Tensor& starts, const at::Tensor& members, int64_t targets);
+// (starts, members) of the transposed pattern, in which targets have vertices, rising.
+std::tuple<at::Tensor, at::Tensor> transpose(const at::Tensor& starts, const at::Tensor& members, int64_t targets);
+
+// (order, starts) of a stable counting sort of keys, int64 of one dimension, in [0, count): key c stands
+// at the places order[starts[c]:starts[c + 1]].
+std::tuple<at::Tensor, at::Tensor> bucket(const at::Tensor& keys, int64_t count);
 
 }  // namespace fastgrad

@@ -7,6 +7,8 @@ Index arrays are of NumPy: no default device or dispatch mode of torch touches t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -42,24 +44,24 @@ def color(starts: Indices, members: Indices, targets: int) -> Indices:
     return _native.color(torch.from_numpy(starts), torch.from_numpy(members), targets).numpy()
 
 
-def groups(colors: Indices) -> tuple[Indices, Indices]:
+def groups(colors: Indices, arange: Callable[[int], Indices] = np.arange) -> tuple[Indices, Indices]:
     """The vertices of each color, what is perturbed together, as `bucket` returns them."""
-    return bucket(colors, int(colors.max()) + 1 if colors.size else 0)
+    return bucket(colors, int(colors.max()) + 1 if colors.size else 0, arange)
 
 
-def bucket(keys: Indices, count: int) -> tuple[Indices, Indices]:
+def bucket(keys: Indices, count: int, arange: Callable[[int], Indices] = np.arange) -> tuple[Indices, Indices]:
     """Places of each key in [0, count), by a counting sort.
 
     Returns (order, starts), shapes (keys,) and (count + 1,): key c stands at the places
-    order[starts[c]:starts[c + 1]], rising.
+    order[starts[c]:starts[c + 1]], rising. arange makes the order where there is one key only.
     """
     if count == 1:
-        return np.arange(keys.size), np.array([0, keys.size])
-    starts, order, _ = transpose(np.arange(keys.size + 1), keys, count)
-    return order, starts
+        return arange(keys.size), np.array([0, keys.size])
+    order, starts = _native.bucket(torch.from_numpy(keys), count)
+    return order.numpy(), starts.numpy()
 
 
-def transpose(starts: Indices, members: Indices, targets: int) -> tuple[Indices, Indices, Indices]:
+def transpose(starts: Indices, members: Indices, targets: int) -> tuple[Indices, Indices]:
     """The pattern seen from its targets, by a counting sort.
 
     Parameters are those of `color`.
@@ -67,9 +69,8 @@ def transpose(starts: Indices, members: Indices, targets: int) -> tuple[Indices,
     Returns
     -------
     tuple
-        (starts, members, order), shapes (targets + 1,), (nonzeros,) and (nonzeros,): target t has the
-        vertices members[starts[t]:starts[t + 1]], rising, and entry k of the transpose is entry
-        order[k] of the pattern.
+        (starts, members), shapes (targets + 1,) and (nonzeros,): target t has the vertices
+        members[starts[t]:starts[t + 1]], rising.
     """
     found = _native.transpose(torch.from_numpy(starts), torch.from_numpy(members), targets)
-    return found[0].numpy(), found[1].numpy(), found[2].numpy()
+    return found[0].numpy(), found[1].numpy()

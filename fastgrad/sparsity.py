@@ -65,9 +65,10 @@ class Pattern:
         """Number of entries."""
         return self.columns.size
 
-    def rows(self) -> Indices:
-        """The row of each entry, shape (nnz,)."""
-        return np.repeat(np.arange(self.m), np.diff(self.starts))
+    def rows(self, arange: Callable[[int], Indices] = np.arange) -> Indices:
+        """The row of each entry, shape (nnz,); arange makes the numbers of the rows."""
+        sizes = np.diff(self.starts)
+        return arange(self.m) if bool((sizes == 1).all()) else np.repeat(arange(self.m), sizes)
 
     def with_entries(self, rows: Indices, columns: Indices) -> Pattern:
         """These and more entries: rows and columns of one shape."""
@@ -286,19 +287,21 @@ class Refinement:
         self._members = np.concatenate([rest_members, found[pairs]])
         self._starts = np.concatenate([rest_starts, starts[1:] + rest_members.size])
 
-    def pairs(self) -> tuple[Indices, Indices]:
-        """Sources and targets of the entries, shape (entries,) each: every source of a block with all its targets."""
-        size, counts = self._last - self._first, np.diff(self._starts)
-        block = np.repeat(np.arange(size.size), size * counts)
-        within = np.arange(block.size) - np.repeat(np.cumsum(size * counts) - size * counts, size * counts)
-        source, target = np.divmod(within, counts[block])
-        return self._order[self._first[block] + source], self._members[self._starts[block] + target]
+    def targets(self) -> tuple[Indices, Indices]:
+        """The targets of each source, which are those of its block: CSR over the sources, each list rising."""
+        in_order = np.argsort(self._first)
+        block = np.empty(self._sources, dtype=np.int64)
+        block[self._order] = np.repeat(in_order, (self._last - self._first)[in_order])
+        return _lists(self._starts, self._members, block)
 
 
 def _select(starts: Indices, members: Indices, chosen: Indices) -> tuple[Indices, Indices]:
     """CSR of the chosen lists; all of them means in their order."""
-    if chosen.size == starts.size - 1:
-        return starts, members
+    return (starts, members) if chosen.size == starts.size - 1 else _lists(starts, members, chosen)
+
+
+def _lists(starts: Indices, members: Indices, chosen: Indices) -> tuple[Indices, Indices]:
+    """CSR of the lists with these numbers."""
     counts = np.diff(starts)[chosen]
     selected = _starts(counts)
     return selected, members[np.repeat(starts[chosen] - selected[:-1], counts) + np.arange(selected[-1])]
@@ -338,9 +341,14 @@ def refined(
         side.refine()
     if best.entries > most_entries:
         return None
-    sources, targets = best.pairs()
-    i, j = (targets, sources) if best is columns else (sources, targets)
+    starts, members = best.targets()
+    if best is columns:
+        starts, members = coloring.transpose(starts, members, m)
+    pattern = Pattern(
+        starts, members, n, f"probed by {columns.probes} evaluations and {rows.probes if rows else 0} VJPs"
+    )
     if any(block.is_complex for block in (*inputs, *outputs)):
+        i, j = pattern.rows(), pattern.columns
         i, row_width = _elements(i, outputs)
         j, column_width = _elements(j, inputs)
         entries = []
@@ -349,8 +357,8 @@ def refined(
                 within = (di < row_width) & (dj < column_width)
                 entries.append(((i + di)[within], (j + dj)[within]))
         i, j = (np.concatenate(side) for side in zip(*entries, strict=True))
-    origin = f"probed by {columns.probes} evaluations and {rows.probes if rows else 0} VJPs"
-    return replace(_from_entries(i, j, m, n, origin), is_numerical=best is columns)
+        pattern = _from_entries(i, j, m, n, pattern.origin)
+    return replace(pattern, is_numerical=best is columns)
 
 
 def _elements(coordinates: Indices, blocks: Sequence[Block]) -> tuple[Indices, Indices]:

@@ -7,7 +7,9 @@ the pattern is not seen here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -75,26 +77,30 @@ class Compression:
 
 def compress(problem: Problem, pattern: Pattern) -> Compression:
     """Colors columns and rows."""
-    rows, columns = (torch.from_numpy(values).to(problem.device) for values in (pattern.rows(), pattern.columns))
+    # One group, and one entry a row, make many of these; none is written to.
+    arange = lru_cache(np.arange)
+    rows, columns = (torch.from_numpy(values).to(problem.device) for values in (pattern.rows(arange), pattern.columns))
     if np.diff(pattern.starts).max(initial=0) <= 1:
         colors = np.zeros(pattern.n, dtype=np.int64)  # no two columns share a row: no need to transpose
     else:
-        starts, members, _ = coloring.transpose(pattern.starts, pattern.columns, pattern.n)
+        starts, members = coloring.transpose(pattern.starts, pattern.columns, pattern.n)
         colors = coloring.color(starts, members, pattern.m)
-    column_groups = _grouping(colors, colors[pattern.columns], 0, rows)
+    column_groups = _grouping(colors, colors[pattern.columns], 0, rows, arange)
     row_groups = []
     for output in problem.outputs:
         starts = pattern.starts[output.first : output.first + output.size + 1]
         first, last = starts[0], starts[-1]
         colors = coloring.color(starts - first, pattern.columns[first:last], pattern.n)
-        row_groups.append(_grouping(colors, np.repeat(colors, np.diff(starts)), first, columns))
+        row_groups.append(_grouping(colors, np.repeat(colors, np.diff(starts)), first, columns, arange))
     return Compression(pattern, rows, columns, column_groups, tuple(row_groups))
 
 
-def _grouping(colors: Indices, of_entries: Indices, first_entry: int, positions: Tensor) -> Grouping:
-    order, starts = coloring.groups(colors)
-    entries, entry_starts = coloring.bucket(of_entries, starts.size - 1)
-    sorted_entries = torch.from_numpy(entries + first_entry).to(positions.device)
+def _grouping(
+    colors: Indices, of_entries: Indices, first_entry: int, positions: Tensor, arange: Callable[[int], Indices]
+) -> Grouping:
+    order, starts = coloring.groups(colors, arange)
+    entries, entry_starts = coloring.bucket(of_entries, starts.size - 1, arange)
+    sorted_entries = torch.from_numpy(entries + first_entry if first_entry else entries).to(positions.device)
     groups = Groups(
         torch.from_numpy(order), torch.from_numpy(starts), sorted_entries, torch.from_numpy(entry_starts), positions
     )
