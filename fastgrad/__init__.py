@@ -1,7 +1,7 @@
 """Gradient checks for PyTorch operators of real size: right, fast and helpful."""
 
 from fastgrad._version import __version__
-from fastgrad.api import gradcheck, gradgradcheck
+from fastgrad.api import check, gradcheck, gradgradcheck
 from fastgrad.errors import GradcheckError
 from fastgrad.jacobians import analytical_jacobian, numerical_jacobian
 from fastgrad.report import Report
@@ -11,6 +11,7 @@ __all__ = [
     "Report",
     "__version__",
     "analytical_jacobian",
+    "check",
     "gradcheck",
     "gradgradcheck",
     "numerical_jacobian",

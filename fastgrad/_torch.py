@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._C._autograd import _profiler_enabled
 from torch._vmap_internals import _vmap
 from torch.autograd import forward_ad
+from torch.utils import _pytree
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -75,3 +76,31 @@ def phase(name: str) -> Callable[[Callable[Parameters, Result]], Callable[Parame
         return ranged
 
     return decorate
+
+
+def children_of(value: Any) -> tuple[list[tuple[str, Any]], Callable[[list[Any]], Any]] | None:
+    """What a container of torch's pytree holds, each with the way to it, and what makes the container anew.
+
+    Lists, tuples, named tuples, dicts, and what the user has registered. None for anything else.
+    """
+    if _pytree.tree_is_leaf(value):
+        return None
+
+    def is_child(other: Any) -> bool:
+        return other is not value
+
+    try:
+        found, spec = _pytree.tree_flatten_with_path(value, is_child)
+    except ValueError:  # registered without names for what it holds
+        leaves, spec = _pytree.tree_flatten(value, is_child)
+        children = [(f"[{i}]", leaf) for i, leaf in enumerate(leaves)]
+    else:
+        children = [("".join(_step(key) for key in path), child) for path, child in found]
+    return children, lambda made: _pytree.tree_unflatten(made, spec)
+
+
+def _step(key: Any) -> str:
+    """One step of a path as Python spells it: [0], ["weight"], .field."""
+    text = str(key)
+    plain = isinstance(key, _pytree.MappingKey) and isinstance(key.key, str) and text == f"['{key.key}']"
+    return f'["{key.key}"]' if plain else text

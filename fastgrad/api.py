@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from numbers import Real
-from typing import Any
+from typing import Any, Literal, NoReturn
 
-import torch
 from torch import Tensor
+from torch.nn import Module
 
 from fastgrad._torch import hidden_from_dynamo
-from fastgrad.check import check
+from fastgrad.arguments import Call, Wrt, flatten
+from fastgrad.check import check as run
 from fastgrad.errors import GradcheckError, warn
 from fastgrad.messages import failure_message
 from fastgrad.problem import as_tuple
-from fastgrad.report import GradOutputs, Settings
-from fastgrad.second_order import Backward, differentiable_outputs, random_grad_outputs
+from fastgrad.report import GradOutputs, Report, Settings, Tolerances
+from fastgrad.second_order import Backward, grad_outputs_for, made_by
 
 TensorOrTensors = Tensor | Sequence[Any]
+
+OneOrEach = float | Sequence[float] | Mapping[str, float]
+"""One number for all inputs, one for each, or by the names of the inputs."""
 
 
 @hidden_from_dynamo
@@ -132,47 +137,12 @@ def gradcheck(
     ends; no other thread may use them meanwhile. The definition is that of
     `torch.autograd.gradcheck`; docs/differences.md lists where the verdicts differ.
     """
-    _refuse_positional(positional)
-    masked = _masked(masked, check_sparse_nnz)
-    if not (check_forward_ad or check_backward_ad):
-        raise AssertionError("Expected at least one of check_forward_ad or check_backward_ad to be True")
-    if check_batched_grad and not check_backward_ad:
-        raise AssertionError("Setting check_batched_grad=True requires check_backward_ad to be True")
-    if check_batched_forward_grad and not check_forward_ad:
-        raise AssertionError("Setting check_batched_forward_grad=True requires check_forward_ad to be True")
-    if progress is not None and not isinstance(progress, bool):
-        raise TypeError(f"progress must be None, True or False, got {progress!r}.")
-    if engine not in ("auto", "dense", "compressed", "sketch"):
-        raise ValueError(f"engine must be 'auto', 'dense', 'compressed' or 'sketch', got {engine!r}.")
-    if engine == "sketch" and not fast_mode:
-        raise ValueError("engine='sketch' compares sums of entries, not every entry: it needs fast_mode=True.")
-    if confidence is not None and not 0 < _number("confidence", confidence) < 1:
-        raise ValueError(f"confidence must be None or between 0 and 1, got {confidence!r}.")
-    if seed is not None and not (_is_integer(seed) and -(2**63) <= seed < 2**63):
-        raise ValueError(f"seed must be None or an integer of 64 bits, got {seed!r}.")
-    if memory_limit is not None and not (_is_integer(memory_limit) and memory_limit > 0):
-        raise ValueError(f"memory_limit must be None or a positive number of bytes, got {memory_limit!r}.")
-    settings = Settings(
-        eps=_number("eps", eps, zero=False),
-        atol=_number("atol", atol),
-        rtol=_number("rtol", rtol),
-        nondet_tol=_number("nondet_tol", nondet_tol),
-        check_undefined_grad=check_undefined_grad,
-        check_grad_dtypes=check_grad_dtypes,
-        check_batched_grad=check_batched_grad,
-        check_batched_forward_grad=check_batched_forward_grad,
-        check_forward_ad=check_forward_ad,
-        check_backward_ad=check_backward_ad,
-        fast_mode=fast_mode,
-        masked=bool(masked),
-        engine=engine,
-        seed=0 if seed is None else seed,
-        confidence=1 - 1e-9 if confidence is None else float(confidence),
-        memory_limit=memory_limit,
-        progress=progress,
-        grad_outputs=func.made if isinstance(func, Backward) else None,
-    )
-    return _raise_or_return(func, inputs, settings, raise_exception)
+    keywords = locals()
+    if positional:
+        _refuse_positional(positional)
+    if check_sparse_nnz is not None:
+        keywords["masked"] = _masked(masked, check_sparse_nnz)
+    return _raise_or_return(func, inputs, _settings(keywords), raise_exception)
 
 
 @hidden_from_dynamo
@@ -219,67 +189,282 @@ def gradgradcheck(
 
     The other parameters, what is returned and what is raised are those of `gradcheck`.
     """
-    _refuse_positional(positional)
-    masked = _masked(masked, check_sparse_nnz)
-    if not (check_fwd_over_rev or check_rev_over_rev):
-        raise AssertionError("Expected at least one of check_fwd_over_rev or check_rev_over_rev to be True")
-    if check_undefined_grad and not check_rev_over_rev:
-        raise AssertionError("Setting check_undefined_grad=True requires check_rev_over_rev to be True")
-    if check_batched_grad and not check_rev_over_rev:
-        raise AssertionError("Setting check_batched_grad=True requires check_rev_over_rev to be True")
-    inputs = as_tuple(inputs)
-    made: GradOutputs = "given"
-    if grad_outputs is None or isinstance(grad_outputs, str):
-        outputs = differentiable_outputs(func(*inputs))
-        if grad_outputs is None:
-            grads = random_grad_outputs(outputs, 0 if seed is None else seed, gen_non_contig_grad_outputs)
-            made = "non-contiguous" if gen_non_contig_grad_outputs else "random"
-        elif grad_outputs == "ones":
-            grads = tuple(torch.ones_like(output, requires_grad=False) for output in outputs)
-            made = "ones"
-        else:
-            raise ValueError(f'grad_outputs must be tensors, None or "ones", got {grad_outputs!r}.')
+    keywords = locals()
+    if positional:
+        _refuse_positional(positional)
+    if check_sparse_nnz is not None:
+        keywords["masked"] = _masked(masked, check_sparse_nnz)
+    settings = _settings(keywords, made_by(grad_outputs, gen_non_contig_grad_outputs))
+    backward, arguments = _second_order(func, as_tuple(inputs), grad_outputs, settings)
+    return _raise_or_return(backward, arguments, settings, raise_exception)
+
+
+@hidden_from_dynamo
+def check(
+    func: Callable[..., Any],
+    inputs: Any,
+    *,
+    order: Literal[1, 2] = 1,
+    kwargs: Mapping[str, Any] | None = None,
+    wrt: Wrt = "both",
+    eps: OneOrEach = 1e-6,
+    atol: OneOrEach = 1e-5,
+    rtol: OneOrEach = 1e-3,
+    nondet_tol: float = 0.0,
+    check_undefined_grad: bool = True,
+    check_grad_dtypes: bool = False,
+    check_batched_grad: bool = False,
+    check_batched_forward_grad: bool = False,
+    check_forward_ad: bool = False,
+    check_backward_ad: bool = True,
+    grad_outputs: Any = None,
+    gen_non_contig_grad_outputs: bool = False,
+    check_fwd_over_rev: bool = False,
+    check_rev_over_rev: bool = True,
+    fast_mode: bool = False,
+    masked: bool | None = None,
+    engine: str = "auto",
+    seed: int | None = None,
+    confidence: float | None = None,
+    memory_limit: int | None = None,
+    progress: bool | None = None,
+) -> Report:
+    """Checks first or second derivatives of a function or a module, in whatever its tensors are wrapped.
+
+    What is compared, and when it fails, is as in `gradcheck` and `gradgradcheck`.
+
+    Parameters
+    ----------
+    func
+        Takes the inputs and keyword arguments, returns a tensor or a container of tensors. A module is
+        checked in the mode that it is in; its buffers, batch norm's running statistics say, are put back
+        before every call and at the end.
+    inputs
+        A tuple or list of arguments, or the only one. Tensors with requires_grad=True are checked, also inside
+        of lists, tuples, dicts, dataclasses and whatever else torch's pytree knows, nested or not; everything
+        else is passed through. Every call gets containers of its own around the caller's tensors.
+    order
+        1: the gradients of func, as `gradcheck` does; 2: those of its backward, as `gradgradcheck` does.
+    kwargs
+        Keyword arguments of func; tensors in them are checked as in inputs.
+    wrt
+        What derivatives are taken with respect to. "inputs": tensors in inputs and kwargs; "parameters":
+        those of a module that require grad, a shared one once; "both", which of a function are its inputs.
+    eps, atol, rtol
+        As in `gradcheck`; one number for all, one for each checked tensor, in the order of
+        `Report.input_names`, or a mapping from names to numbers, where a name also stands for all below it
+        ("module", say) and what is not named has the default. Inputs that take different steps never share
+        a column group, and in sums over inputs, of the certificates and of fast mode, they are perturbed one
+        after the other: four evaluations a direction for each of the steps. There, errors count in the unit
+        of their own input's atol; what mixes all inputs, linearity of a jvp, has the largest tolerances.
+    check_forward_ad, check_backward_ad, check_batched_forward_grad
+        With order=1, as in `gradcheck`.
+    grad_outputs, gen_non_contig_grad_outputs, check_fwd_over_rev, check_rev_over_rev
+        With order=2, as in `gradgradcheck`. grad_outputs may be nested as func's result is.
+
+    Returns
+    -------
+    Report
+        `passed` says whether the check passed; otherwise `failure` says what is wrong, and
+        `GradcheckError` is not raised. `input_names` and `output_names` say what was checked, by path:
+        inputs[0]["weight"], kwargs["scale"], module.conv.weight, result["loss"]; with order=2 also
+        grad_outputs["loss"], and grad(module.conv.weight) as a result.
+
+    Raises
+    ------
+    ValueError, RuntimeError, TypeError, AssertionError, NotImplementedError, ImportError
+        As `gradcheck`; and what func raises.
+
+    Notes
+    -----
+    The other parameters are those of `gradcheck`. What a module keeps elsewhere than in buffers stays as the
+    last call left it; dropout draws anew in every call: check such a module after eval(). A tensor in a container
+    that torch's pytree does not know is not seen.
+    """
+    keywords = locals()
+    if order not in (1, 2) or isinstance(order, bool):
+        raise ValueError(f"order must be 1 or 2, got {order!r}.")
+    for keyword, default in _OF_ONE_ORDER[3 - order].items():
+        if keywords[keyword] is not default:
+            raise ValueError(f"{keyword} is a keyword of order={3 - order}, and order is {order}.")
+    if wrt not in ("inputs", "parameters", "both"):
+        raise ValueError(f"wrt must be 'inputs', 'parameters' or 'both', got {wrt!r}.")
+    if wrt == "parameters" and not isinstance(func, Module):
+        raise TypeError(f"wrt='parameters' needs a torch.nn.Module as func, got {type(func).__name__}.")
+    if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(key, str) for key in kwargs)):
+        raise TypeError(f"kwargs must be a mapping from names to func's keyword arguments, got {kwargs!r}.")
+    own = _take_out_own(keywords)
+    settings = _settings(keywords, made_by(grad_outputs, gen_non_contig_grad_outputs) if order == 2 else None)
+    with Call(func, as_tuple(inputs), kwargs or {}, wrt) as call:
+        if not call.tensors:
+            raise ValueError(_NOTHING[wrt if isinstance(func, Module) else "inputs"])
+        if order == 1:
+            report = run(call, call.tensors, _with_own(settings, own, call.names), call.names)
+            return replace(report, output_names=call.output_names)
+        backward, arguments, names = _second_order_of_call(call, grad_outputs, settings)
+        checked = [name for name, value in zip(names, arguments, strict=True) if value.requires_grad]
+        report = run(backward, arguments, _with_own(settings, own, checked), names)
+        gradients = zip(call.names, backward.exist, strict=True)
+        return replace(report, output_names=tuple(f"grad({name})" for name, exists in gradients if exists))
+
+
+def _second_order_of_call(
+    call: Call, grad_outputs: Any, settings: Settings
+) -> tuple[Backward, tuple[Tensor, ...], tuple[str, ...]]:
+    """As `_second_order`, and the names of the arguments; given grad_outputs may be nested."""
+    if settings.grad_outputs == "given":
+        found: list[tuple[str, Any]] = []
+        flatten(as_tuple(grad_outputs), "grad_outputs", lambda tensor: True, found)
+        if not found:
+            raise TypeError(f"grad_outputs must be tensors, got {type(grad_outputs).__name__}.")
+        grad_outputs = tuple(tensor for _, tensor in found)
+        names = tuple(name for name, _ in found)
+    backward, arguments = _second_order(call, call.tensors, grad_outputs, settings)
+    if settings.grad_outputs != "given":
+        outputs = zip(call.output_names, call.differentiable, strict=True)
+        names = tuple(f"grad_outputs{name.removeprefix('result')}" for name, exists in outputs if exists)
+    return backward, arguments, call.names + names
+
+
+def _refuse_positional(positional: tuple[Any, ...]) -> NoReturn:
+    """Names the keyword: torch 1.8 and Lucid took eps, atol, rtol, ... by position."""
+    raise TypeError(
+        f"eps and all that follows it must be given by keyword, eps={positional[0]!r}, say; got "
+        f"{len(positional)} more positional argument{'s' if len(positional) > 1 else ''} than there are."
+    )
+
+
+_FIRST_ORDER = {field.name: field.name for field in fields(Settings) if field.name not in ("grad_outputs", "inputs")}
+"""The fields of Settings that are keywords, and what gradcheck calls them."""
+
+_SECOND_ORDER = {
+    **{name: keyword for name, keyword in _FIRST_ORDER.items() if name != "check_batched_forward_grad"},
+    "check_forward_ad": "check_fwd_over_rev",
+    "check_backward_ad": "check_rev_over_rev",
+}
+"""What gradgradcheck calls them."""
+
+_OF_ONE_ORDER: dict[int, dict[str, Any]] = {
+    1: {"check_forward_ad": False, "check_backward_ad": True, "check_batched_forward_grad": False},
+    2: {
+        "check_fwd_over_rev": False,
+        "check_rev_over_rev": True,
+        "grad_outputs": None,
+        "gen_non_contig_grad_outputs": False,
+    },
+}
+"""Keywords of `check` that say nothing about the other order, and their defaults."""
+
+_NOTHING = {
+    "inputs": "check needs a tensor with requires_grad=True in inputs or kwargs, and there is none.",
+    "parameters": "check needs a parameter with requires_grad=True in the module, and there is none.",
+    "both": "check needs a tensor with requires_grad=True in inputs, kwargs or the module, and there is none.",
+}
+"""What to say where nothing is to be checked, by wrt."""
+
+
+def _settings(keywords: Mapping[str, Any], made: GradOutputs | None = None) -> Settings:
+    """The settings that all keywords of a check, by name, come to; refuses what cannot be.
+
+    made: how grad_outputs come about, for second derivatives.
+    """
+    table = _FIRST_ORDER if made is None else _SECOND_ORDER
+    forward, reverse = table["check_forward_ad"], table["check_backward_ad"]
+    if not (keywords[forward] or keywords[reverse]):
+        raise AssertionError(f"Expected at least one of {forward} or {reverse} to be True")
+    if made is not None and keywords["check_undefined_grad"] and not keywords[reverse]:
+        raise AssertionError(f"Setting check_undefined_grad=True requires {reverse} to be True")
+    if keywords["check_batched_grad"] and not keywords[reverse]:
+        raise AssertionError(f"Setting check_batched_grad=True requires {reverse} to be True")
+    if made is None and keywords["check_batched_forward_grad"] and not keywords[forward]:
+        raise AssertionError(f"Setting check_batched_forward_grad=True requires {forward} to be True")
+    progress, engine, confidence, seed, memory_limit = (
+        keywords["progress"],
+        keywords["engine"],
+        keywords["confidence"],
+        keywords["seed"],
+        keywords["memory_limit"],
+    )
+    if progress is not None and not isinstance(progress, bool):
+        raise TypeError(f"progress must be None, True or False, got {progress!r}.")
+    if engine not in ("auto", "dense", "compressed", "sketch"):
+        raise ValueError(f"engine must be 'auto', 'dense', 'compressed' or 'sketch', got {engine!r}.")
+    if engine == "sketch" and not keywords["fast_mode"]:
+        raise ValueError("engine='sketch' compares sums of entries, not every entry: it needs fast_mode=True.")
+    if confidence is not None and not 0 < _number("confidence", confidence) < 1:
+        raise ValueError(f"confidence must be None or between 0 and 1, got {confidence!r}.")
+    if seed is not None and not (_is_integer(seed) and -(2**63) <= seed < 2**63):
+        raise ValueError(f"seed must be None or an integer of 64 bits, got {seed!r}.")
+    if memory_limit is not None and not (_is_integer(memory_limit) and memory_limit > 0):
+        raise ValueError(f"memory_limit must be None or a positive number of bytes, got {memory_limit!r}.")
+    values = {name: keywords[keyword] for name, keyword in table.items()}
+    values["eps"] = _number("eps", keywords["eps"], zero=False)
+    for name in ("atol", "rtol", "nondet_tol"):
+        values[name] = _number(name, keywords[name])
+    values["masked"] = bool(keywords["masked"])
+    values["seed"] = 0 if seed is None else seed
+    values["confidence"] = Settings.confidence if confidence is None else float(confidence)
+    return Settings(**values, grad_outputs=made)
+
+
+def _second_order(
+    func: Callable[..., Any], inputs: tuple[Any, ...], grad_outputs: Any, settings: Settings
+) -> tuple[Backward, tuple[Any, ...]]:
+    """The function that a check of second derivatives is about, and its arguments; calls func where it makes some."""
+    made = settings.grad_outputs or "given"
+    if made != "given":
+        grads = grad_outputs_for(func, inputs, made, settings.seed)
     else:
         grads = as_tuple(grad_outputs)
         for i, grad in enumerate(grads):
             if not isinstance(grad, Tensor):
                 raise TypeError(f"grad_outputs must be tensors, got {type(grad).__name__} as number {i}.")
-    return gradcheck(
-        Backward(func, inputs, grads, made),
-        inputs + grads,
-        eps=eps,
-        atol=atol,
-        rtol=rtol,
-        raise_exception=raise_exception,
-        nondet_tol=nondet_tol,
-        check_undefined_grad=check_undefined_grad,
-        check_grad_dtypes=check_grad_dtypes,
-        check_batched_grad=check_batched_grad,
-        check_forward_ad=check_fwd_over_rev,
-        check_backward_ad=check_rev_over_rev,
-        fast_mode=fast_mode,
-        masked=masked,
-        engine=engine,
-        seed=seed,
-        confidence=confidence,
-        memory_limit=memory_limit,
-        progress=progress,
-    )
+    return Backward(func, inputs, grads, made), inputs + grads
 
 
-def _refuse_positional(positional: tuple[Any, ...]) -> None:
-    """Names the keyword: torch 1.8 and Lucid took eps, atol, rtol, ... by position."""
-    if positional:
-        raise TypeError(
-            f"eps and all that follows it must be given by keyword, eps={positional[0]!r}, say; got "
-            f"{len(positional)} more positional argument{'s' if len(positional) > 1 else ''} than there are."
-        )
+def _take_out_own(keywords: dict[str, Any]) -> dict[str, Any]:
+    """Those of eps, atol and rtol that are given input by input; the default takes their places."""
+    own = {}
+    for name in ("eps", "atol", "rtol"):
+        if isinstance(keywords[name], (Mapping, Sequence)) and not isinstance(keywords[name], str):
+            own[name], keywords[name] = keywords[name], getattr(Tolerances, name)
+    return own
 
 
-def _masked(masked: bool | None, check_sparse_nnz: bool | None) -> bool | None:
-    """The value of masked, given under its present or its old name."""
-    if check_sparse_nnz is None:
-        return masked
+def _with_own(settings: Settings, own: Mapping[str, Any], names: Sequence[str]) -> Settings:
+    """Settings with the numbers that are given input by input: one for each name, or by name."""
+    if not own:
+        return settings
+    columns = [_one_each(name, own.get(name, getattr(settings, name)), names) for name in ("eps", "atol", "rtol")]
+    inputs = tuple(Tolerances(*row) for row in zip(*columns, strict=True))
+    smallest = Tolerances(*(min(column) for column in columns))
+    return replace(settings, **vars(smallest), inputs=inputs if set(inputs) != {smallest} else ())
+
+
+def _one_each(name: str, given: Any, names: Sequence[str]) -> list[float]:
+    """A keyword's number for each input; a mapping's keys name an input, or all below a part of its path."""
+    if isinstance(given, Mapping):
+        found = [getattr(Tolerances, name)] * len(names)
+        # Of two that fit, the longer one says more.
+        for key in sorted(given, key=lambda key: len(str(key))):
+            path = str(key).replace("'", '"')
+            within = [i for i, known in enumerate(names) if known == path or known.startswith((path + ".", path + "["))]
+            if not within:
+                raise ValueError(f"{name} has the key {key!r}, and the checked inputs are {', '.join(names)}.")
+            for i in within:
+                found[i] = given[key]
+    else:
+        found = list(given) if isinstance(given, Sequence) else [given] * len(names)
+        if len(found) != len(names):
+            raise ValueError(
+                f"{name} needs one number for each of the {len(names)} checked inputs ({', '.join(names)}), got "
+                f"{len(found)}."
+            )
+    return [_number(f"{name} of {known}", value, zero=name != "eps") for known, value in zip(names, found, strict=True)]
+
+
+def _masked(masked: bool | None, check_sparse_nnz: bool) -> bool:
+    """The value of masked, given under its old name."""
     warn("check_sparse_nnz is the old name of masked: use masked.", FutureWarning)
     if masked is not None and masked != check_sparse_nnz:
         raise ValueError(f"masked={masked} and check_sparse_nnz={check_sparse_nnz} contradict each other: give masked.")
@@ -307,12 +492,14 @@ def _number(name: str, value: Any, zero: bool = True) -> float:
 def _raise_or_return(
     func: Callable[..., Any], inputs: TensorOrTensors, settings: Settings, raise_exception: bool
 ) -> bool:
-    report = check(func, inputs, settings)
-    if report.failure is not None and report.failure.kind.startswith("undefined grad"):
+    report = run(func, inputs, settings)
+    if report.failure is None:
+        return True
+    if report.failure.kind.startswith("undefined grad"):
         warn(
             "Backwards compatibility: undefined grad_outputs are checked by default; "
             "check_undefined_grad=False leaves them out."
         )
-    if report.failure is not None and raise_exception:
+    if raise_exception:
         raise GradcheckError(failure_message(report), report) from report.failure.cause
-    return report.passed
+    return False

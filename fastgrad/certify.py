@@ -8,7 +8,7 @@ the VJP of v.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fastgrad._native import ops
 from fastgrad._torch import phase
-from fastgrad.compare import differ
+from fastgrad.compare import differ, tolerances
 from fastgrad.coordinates import Block, block_with, pieces
 from fastgrad.directions import COTANGENT_STREAM, TANGENT_STREAM
 from fastgrad.engines import (
@@ -32,7 +32,7 @@ from fastgrad.engines import (
     TangentBlock,
 )
 from fastgrad.problem import Problem
-from fastgrad.report import Failure, Part, Settings
+from fastgrad.report import Failure, Part, Settings, Tolerances
 from fastgrad.tolerances import ROUNDING
 
 
@@ -42,8 +42,8 @@ def repeat_failure(problem: Problem, block: JacobianBlock, settings: Settings) -
     if _rows_move(problem, block.output, block.part, block.first_row, count, settings.nondet_tol):
         return Failure("nondeterministic", block.output.index, None, block.output.position, None, block.part)
     width = block.input.width
-    analytical = block.analytical[:count]
-    fields = ops.compare(block.repeated, analytical, settings.atol, settings.rtol, width == 2, False).tolist()
+    analytical, own = block.analytical[:count], settings.of(block.input.index)
+    fields = ops.compare(block.repeated, analytical, own.atol, own.rtol, width == 2, False).tolist()
     if not fields[0]:
         return None
     row, entry = int(fields[2]), int(fields[3])
@@ -88,7 +88,10 @@ def groups_failure(
         rows = cotangents if not expanded else cotangents[whole : whole + 1]  # type: ignore[operator]
         expected = gradients if not expanded else gradients[whole : whole + 1]  # type: ignore[operator]
         products = problem.vjp(rows * REPEAT_SCALE, expanded=expanded, only=output) / REPEAT_SCALE
-        if ops.compare(products, expected, settings.atol, settings.rtol, False, False)[0].item():
+        if any(
+            ops.compare(left, right, own.atol, own.rtol, False, False)[0].item()
+            for own, left, right in _by_inputs(problem, settings, products, expected)
+        ):
             kind = " and expanded with stride 0" if expanded else ""
             detail = (
                 f"a grad_output that is 1 at some elements of output {output.index}, and one {REPEAT_SCALE:g} times as "
@@ -96,6 +99,15 @@ def groups_failure(
             )
             return Failure("nonlinear", *places, detail=detail)
     return None
+
+
+def _by_inputs(
+    problem: Problem, settings: Settings, left: Tensor, right: Tensor
+) -> Iterator[tuple[Tolerances, Tensor, Tensor]]:
+    """Two lots of gradients, shape (count, n), input by input."""
+    for block in problem.inputs:
+        within = 1, block.first, block.size
+        yield settings.of(block.index), left.narrow(*within), right.narrow(*within)
 
 
 def moving_row(problem: Problem, settings: Settings, rows_per_block: int) -> Failure | None:
@@ -126,20 +138,25 @@ def _rows_move(problem: Problem, output: Block, part: Part, first: int, count: i
 
 
 def _disagreement(
-    vectors: Tensor, products: Tensor, sums: Tensor, squares: Tensor, settings: Settings
+    vectors: Tensor,
+    products: Tensor,
+    sums: Tensor,
+    squares: Tensor,
+    settings: Settings,
+    atol: float | Tensor,
+    rtol: float | Tensor,
 ) -> tuple[int, int, Tensor] | None:
     """Where products of a map with `vectors` are not what its entries add up to: vector, component, allowed.
 
     A component passes within atol max|v| + rtol times the root of the sum of squares of its terms: the
-    check's own tolerance for the entries, were their errors independent.
+    check's own tolerance for the entries, were their errors independent. atol, rtol: one for all components,
+    or one for each.
     """
     if not differ(products, sums, settings.atol, False):
         return None  # closer than any tolerance below
     size = vectors.abs()
     allowed = (
-        settings.atol * size.amax(1, keepdim=True)
-        + settings.nondet_tol * size.sum(1, keepdim=True)
-        + settings.rtol * squares.sqrt()
+        atol * size.amax(1, keepdim=True) + settings.nondet_tol * size.sum(1, keepdim=True) + rtol * squares.sqrt()
     )
     # Not "error > allowed": a NaN must count. An infinite sum was compared entry by entry already.
     wrong = ~((products - sums).abs() <= allowed) & sums.isfinite()
@@ -238,7 +255,8 @@ class LinearityProof:
         return self._cotangents[which]
 
     def _nonlinear(self, gradients: Tensor) -> Failure | None:
-        found = _disagreement(self._cotangents, gradients, self._sums, self._squares, self._settings)
+        own = tolerances(self._problem, self._settings)
+        found = _disagreement(self._cotangents, gradients, self._sums, self._squares, self._settings, *own)
         return self._diagnosed(*found[:2], gradients, found[2]) if found else None
 
     def _vjp(self, which: int) -> Tensor:
@@ -335,7 +353,8 @@ class TangentProof:
             except Exception as error:  # one-hot tangents did not raise
                 detail = f"it raised {type(error).__name__} for a random tangent"
                 return Failure("nonlinear", mode="forward", detail=detail, cause=error)
-        wrong = _disagreement(self._directions, products, self._sums, self._squares, self._settings)
+        own = self._settings.loosest()
+        wrong = _disagreement(self._directions, products, self._sums, self._squares, self._settings, own.atol, own.rtol)
         if wrong is None:
             return None
         which, component, allowed = wrong
@@ -370,7 +389,9 @@ def one_hot_failure(problem: Problem, settings: Settings) -> Failure | None:
                 continue
             if _rows_move(problem, output, part, element, 1, settings.nondet_tol):
                 return Failure("nondeterministic", *places)
-            if differ(rows, again, settings.atol, False):
+            if any(
+                differ(left, right, own.atol, False) for own, left, right in _by_inputs(problem, settings, rows, again)
+            ):
                 detail = (
                     f"grad_outputs of 1 and of {REPEAT_SCALE:g} at element {list(output.element_index(element))} of "
                     f"output {output.index} give gradients that are not multiples of each other"
@@ -417,7 +438,8 @@ def _sum_failure(
 ) -> Failure | None:
     """Whether a gradient, shape (n,), is not the sum of parts, shape (count, n), within the check's tolerance."""
     total = parts.sum(0)
-    allowed = settings.atol + settings.rtol * parts.abs().sum(0)
+    atol, rtol = tolerances(problem, settings)
+    allowed = atol + rtol * parts.abs().sum(0)
     wrong = ~((gradient - total).abs() <= allowed) & total.isfinite()
     if not bool(wrong.any()):
         return None

@@ -37,7 +37,7 @@ from fastgrad.progress import Progress
 from fastgrad.report import Failure, Part, Plan, Report, Settings
 
 
-def check(func: Callable[..., Any], inputs: Any, settings: Settings) -> Report:
+def check(func: Callable[..., Any], inputs: Any, settings: Settings, names: tuple[str, ...] = ()) -> Report:
     """Checks the derivatives that autograd computes for func at inputs against differences of func.
 
     Parameters
@@ -48,6 +48,8 @@ def check(func: Callable[..., Any], inputs: Any, settings: Settings) -> Report:
         A tensor, or a tuple or list; tensors that require grad are checked, anything else is passed through.
     settings
         Step, tolerances and what to check.
+    names
+        What messages call the inputs, if they do not count them.
 
     Returns
     -------
@@ -58,7 +60,9 @@ def check(func: Callable[..., Any], inputs: Any, settings: Settings) -> Report:
     notes: list[str] = []
     with (
         Progress(settings.progress) as progress,
-        Problem(func, as_tuple(inputs), settings.masked, progress) as problem,
+        Problem(
+            func, as_tuple(inputs), settings.masked, progress, names, _scales(settings) if settings.inputs else ()
+        ) as problem,
     ):
         plan, failure = _first_failure(problem, settings, notes)
     disabled = disabled_gradients()
@@ -77,7 +81,16 @@ def check(func: Callable[..., Any], inputs: Any, settings: Settings) -> Report:
         jvps=problem.jvps,
         seconds=time.perf_counter() - start,
         notes=tuple(notes),
+        input_names=names,
     )
+
+
+def _scales(settings: Settings) -> list[tuple[float, float]]:
+    """The step of each input, relative to eps, and what its errors count in sums: as much as its atol is tighter."""
+    return [
+        (own.eps / settings.eps, settings.atol / own.atol if 0 < settings.atol < own.atol else 1.0)
+        for own in settings.inputs
+    ]
 
 
 def _first_failure(problem: Problem, settings: Settings, notes: list[str]) -> tuple[Plan, Failure | None]:
@@ -225,8 +238,8 @@ class ForwardComparison:
             # In torch's order of judging: imaginary parts come, with the real inputs, before real parts.
             key = block.part == "real", block.output.index, block.input.index
             if key not in self._pairs:
-                settings = self._settings
-                pair = PairComparison(block.output, block.input, settings.atol, settings.rtol, "forward")
+                own = self._settings.of(block.input.index)
+                pair = PairComparison(block.output, block.input, own.atol, own.rtol, "forward")
                 self._pairs[key] = block.part, pair
             self._pairs[key][1].add(block.analytical, block.numerical, block.first_element, 0)
             self._proof.add(block)
@@ -262,7 +275,8 @@ def _judge(
             repeat = repeat_failure(problem, block, settings)
         pair = pairs.get(block.input.index)
         if pair is None:
-            pair = pairs[block.input.index] = PairComparison(block.output, block.input, settings.atol, settings.rtol)
+            own = settings.of(block.input.index) if settings.inputs else settings
+            pair = pairs[block.input.index] = PairComparison(block.output, block.input, own.atol, own.rtol)
         pair.add(block.analytical, block.numerical, block.first_row, block.first_column)
         if block.unspecified is not None:
             entry = block.unspecified

@@ -12,8 +12,9 @@ from torch import Tensor
 from fastgrad._native import ops
 from fastgrad._torch import phase
 from fastgrad.coordinates import PIECE, Block, pieces
+from fastgrad.problem import Problem
 from fastgrad.refine import Suspects
-from fastgrad.report import Comparison, Entry, Mode, Part, modulus
+from fastgrad.report import Comparison, Entry, Mode, Part, Settings, modulus
 
 SMALL = 256
 """Jacobians of at most this many entries are kept whole for the message."""
@@ -27,6 +28,21 @@ def differ(left: Tensor, right: Tensor, tolerance: float, complex_entries: bool)
         if all(bool((pair[0][some] - pair[1][some]).abs_().max() <= tolerance) for some in pieces(0, left.numel())):
             return False
     return bool(ops.compare(left, right, tolerance, 0.0, complex_entries, True).tolist()[0])
+
+
+def tolerances(
+    problem: Problem, settings: Settings, columns: Tensor | slice = slice(None)
+) -> tuple[float | Tensor, float | Tensor]:
+    """The atol and rtol of coordinates of the inputs: float64, shape (columns,), or numbers where all are the same."""
+    if not settings.inputs:
+        return settings.atol, settings.rtol
+    sizes = torch.tensor([block.size for block in problem.inputs])
+    own = [settings.of(block.index) for block in problem.inputs]
+
+    def of_coordinates(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64).repeat_interleave(sizes).to(problem.device)[columns]
+
+    return of_coordinates([one.atol for one in own]), of_coordinates([one.rtol for one in own])
 
 
 @dataclass

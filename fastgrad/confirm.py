@@ -53,16 +53,26 @@ def entry_in_row(
     """
 
     def residual(vector: Tensor) -> float:
-        width = problem.realized_width(vector * eps, 1.0) / (2 * eps)
-        return difference_along(problem, vector, eps, row) - (width @ gradient).item() - explained(vector)
+        analytical = 0.0
+        for part, step, weight in problem.parts_of(vector):
+            width = problem.realized_width(part * (eps * step / weight), 1.0) / (2 * eps * step / weight)
+            analytical += (width @ gradient).item()
+        return difference_along(problem, vector, eps, row) - analytical - explained(vector)
 
     return row_entry(problem, settings, row, gradient, locate(residual, u, value))
 
 
 def difference_along(problem: Problem, vector: Tensor, eps: float, row: int) -> float:
-    """One output's derivative along a vector (float64, shape (n,)), by one central difference."""
-    plus, minus = (problem.evaluate(True, vector * eps, sign)[row].item() for sign in (1.0, -1.0))
-    return (plus - minus) / (2 * eps)
+    """One output's derivative along a vector (float64, shape (n,)), by a central difference.
+
+    Where inputs take different steps, by one for each of these.
+    """
+    derivative = 0.0
+    for part, step, weight in problem.parts_of(vector):
+        h = eps * step / weight
+        plus, minus = (problem.evaluate(True, part * h, sign)[row].item() for sign in (1.0, -1.0))
+        derivative += (plus - minus) / (2 * h)
+    return derivative
 
 
 def row_entry(problem: Problem, settings: Settings, row: int, gradient: Tensor, column: int) -> Found:
@@ -107,8 +117,8 @@ def _confirm(
     place, element = output.index_at(rows[0]), block.index_at(columns[0])
     found, expected = (torch.tensor([value], dtype=torch.complex128, device=problem.device) for value in (got, wanted))
     suspects = Suspects(columns, torch.tensor([rows], device=problem.device), found, expected, element, [place])
-    survivor = None
-    if not modulus(got - wanted) <= settings.atol + settings.rtol * modulus(wanted):
+    survivor, own = None, settings.of(block.index)
+    if not modulus(got - wanted) <= own.atol + own.rtol * modulus(wanted):
         survivor = surviving(problem, True, settings, [suspects])
     errors = [number - value for number, value in zip(numerical, analytical, strict=True)]
     return Found(output, block, part, mode, rows[0], columns, errors, survivor)
@@ -194,7 +204,8 @@ def mismatch_failure(
         else:
             notes.append(
                 f"{pair.mismatches} of {pair.entries} entries of output {pair.output.index} with respect to input "
-                f"{pair.input.index} differ at eps={settings.eps:g} and agree once re-measured over other steps"
+                f"{pair.input.index} differ at eps={settings.of(pair.input.index).eps:g} and agree once re-measured "
+                "over other steps"
             )
             return None
     return Failure(

@@ -34,7 +34,8 @@ class Block:
     index counts the differentiable tensors of its side (an input given twice has the index of its
     first place); position is its place among func's arguments or results; coordinates run from
     first to first + size. elements holds the flat (C order) number of each element that has
-    coordinates, where not all have: int64, shape (elements,).
+    coordinates, where not all have: int64, shape (elements,). step is that of an input, relative to the
+    check's eps; weight is what an error in it counts in sums over inputs whose tolerances differ.
     """
 
     index: int
@@ -43,6 +44,8 @@ class Block:
     first: int
     size: int
     elements: Tensor | None = None
+    step: float = 1.0
+    weight: float = 1.0
 
     @property
     def is_complex(self) -> bool:
@@ -191,10 +194,11 @@ def blocks_of(
     selected: Sequence[int],
     once: bool,
     memories: Mapping[int, Memory | None] | None = None,
+    scales: Sequence[tuple[float, float]] = (),
 ) -> tuple[Block, ...]:
     """The blocks of the tensors at the selected positions; with `once`, the same tensor again adds none.
 
-    memories: of those that are not strided, by position.
+    memories: of those that are not strided, by position. scales: the step and weight of each, where not all are 1.
     """
     blocks: list[Block] = []
     seen: set[int] = set()
@@ -207,7 +211,7 @@ def blocks_of(
         memory = memories.get(position) if memories else None
         elements = None if memory is None else memory.elements
         size = (tensor.numel() if elements is None else elements.numel()) * (2 if tensor.is_complex() else 1)
-        blocks.append(Block(index, position, tensor, first, size, elements))
+        blocks.append(Block(index, position, tensor, first, size, elements, *(scales[index] if scales else ())))
         first += size
     return tuple(blocks)
 

@@ -20,7 +20,7 @@ from fastgrad._native import ops
 from fastgrad._torch import phase
 from fastgrad.certify import LinearityProof, groups_failure, one_hot_failure, separate_failure
 from fastgrad.coloring import Indices
-from fastgrad.compare import PairComparison
+from fastgrad.compare import PairComparison, tolerances
 from fastgrad.confirm import entry_in_row, located_failure, mismatch_failure, row_entry
 from fastgrad.coordinates import Block, block_with, pieces
 from fastgrad.directions import PROBE_COTANGENT, PROBE_DIRECTION, direction
@@ -420,8 +420,8 @@ class _Verdict:
     def _excesses(self, entries: Tensor | slice) -> Tensor:
         """|analytical - numerical| over what is allowed, coordinate by coordinate."""
         numerical = self.numerical[entries]
-        allowed = self._settings.atol + self._settings.rtol * numerical.abs()
-        return (self._analytical[entries] - numerical).abs() / allowed
+        atol, rtol = tolerances(self._problem, self._settings, self._compression.columns[entries])
+        return (self._analytical[entries] - numerical).abs() / (atol + rtol * numerical.abs())
 
     def _single_difference(self, column: int) -> Tensor:
         return self._problem.difference_columns(column, 1, self._settings.eps, self._plan.record_graph)[0]
@@ -432,7 +432,8 @@ class _Verdict:
         within = self._compression.rows == row
         expected = torch.zeros_like(gradient)
         expected[self._compression.columns[within]] = self.numerical[within]
-        error = (gradient - expected).abs() / (self._settings.atol + self._settings.rtol * expected.abs())
+        atol, rtol = tolerances(self._problem, self._settings)
+        error = (gradient - expected).abs() / (atol + rtol * expected.abs())
         column = int(error.nan_to_num(torch.inf).argmax())
         if error[column] <= 1:
             return None
@@ -453,7 +454,8 @@ class _Verdict:
 
     def _pair(self, output: Block, part: Part, block: Block) -> PairComparison:
         within = self._compression.entries_of(output)
-        pair = PairComparison(output, block, self._settings.atol, self._settings.rtol)
+        own = self._settings.of(block.index)
+        pair = PairComparison(output, block, own.atol, own.rtol)
         rows, columns = self._compression.rows[within] - output.first, self._compression.columns[within] - block.first
         chosen = (columns >= 0) & (columns < block.size)
         if part != "all":
@@ -501,8 +503,7 @@ class _Verdict:
                 total.index_add_(0, rows[entries] - some.start, u[columns[entries]].mul_(self.numerical[entries]))
                 errors.append(derivatives[some] - total)
             largest[some] = torch.stack(errors).abs_().amax(0)
-        rounding = ROUNDING * 2 * problem.unit_roundoff / eps
-        return _Discrepancies(differences, largest, base, rounding, settings)
+        return _Discrepancies(differences, largest, base, ROUNDING * differences.rounding, settings)
 
     def _one_hot_gradient(self, row: int) -> Tensor:
         """A row of the backward, the grad_outputs of other outputs being undefined as in torch's checker."""

@@ -106,7 +106,7 @@ def screen(problem: Problem, settings: Settings) -> Screening:
 
 def _next_step(problem: Problem, settings: Settings, differences: Differences, base: Tensor, pending: Tensor) -> float:
     """A smaller step where most pending outputs are noisier than rounding makes them; otherwise a larger one."""
-    rounding = problem.unit_roundoff * 2 * base.abs() / differences.eps
+    rounding = differences.rounding * base.abs()
     rough = ~(differences.noise <= 2 * rounding)[pending]
     if bool(rough.any()) and differences.eps <= settings.eps:
         return differences.eps * SMALLER
@@ -308,7 +308,8 @@ def _jvp_not_linear(problem: Problem, settings: Settings, u: Tensor, tangent: Te
     some = torch.where(half == 0, 0.0, u)
     parts = problem.jvp_coordinates(some * REPEAT_SCALE) / REPEAT_SCALE, problem.jvp_coordinates(u - some)
     total = parts[0] + parts[1]
-    allowed = settings.atol + settings.rtol * (parts[0].abs() + parts[1].abs())
+    own = settings.loosest()
+    allowed = own.atol + own.rtol * (parts[0].abs() + parts[1].abs())
     wrong = ~((tangent - total).abs() <= allowed) & total.isfinite()
     if not bool(wrong.any()):
         return None
@@ -334,10 +335,12 @@ def screen_constant(problem: Problem, settings: Settings) -> Screening:
                 continue
             row = int(moved.nonzero()[0])
             vector = displacement / eps
+            for block in problem.inputs:
+                vector[block.first : block.first + block.size] *= block.weight / block.step
             column = locate(
                 lambda part, row=row, eps=eps: difference_along(problem, part, eps, row),  # type: ignore[misc]
                 vector,
-                (plus[row] - minus[row]).item() / (2 * eps),
+                difference_along(problem, vector, eps, row),
             )
             value = problem.difference_columns(column, 1, settings.eps, False)[0, row].item()
             if value:

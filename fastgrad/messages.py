@@ -25,19 +25,20 @@ def failure_message(report: Report) -> str:
         raise ValueError("failure_message needs a report with a failure, and this one passed.")
     lines = [_headline(failure, report)]
     if failure.comparison is not None:
+        own = report.settings.of(failure.input or 0)
         lines += _matrices(failure.comparison) + _details(
-            failure, failure.comparison, report.settings.atol, report.settings.rtol
+            failure, failure.comparison, own.atol, own.rtol, *names_of(report)
         )
-    lines += _positions(failure)
+    lines += _positions(report, failure)
     lines.append(f"  engine     {engine_line(report)}")
     lines += [f"  note       {note}" for note in report.notes]
     if failure.comparison is not None:
-        lines.append(f"  reproduce  {_call(report.settings)}")
+        lines.append(f"  reproduce  {_call(report.settings, bool(report.input_names))}")
     return "\n".join(lines)
 
 
-def _call(settings: Settings) -> str:
-    """The call that measures the same entries again, all but func and tensors."""
+def _call(settings: Settings, named: bool) -> str:
+    """The call that measures the same entries again, all but func and tensors; named: by check, which names them."""
     second_order = settings.grad_outputs is not None
     name, forward, reverse = "gradcheck", "check_forward_ad", "check_backward_ad"
     if second_order:
@@ -47,7 +48,9 @@ def _call(settings: Settings) -> str:
         "ones": ['grad_outputs="ones"'],
         "non-contiguous": ["gen_non_contig_grad_outputs=True"],
     }.get(settings.grad_outputs or "", [])
-    keywords += [f"eps={settings.eps:g}", f"atol={settings.atol:g}", f"rtol={settings.rtol:g}"]
+    if named:
+        name, keywords = "check", ["order=2"] * second_order + keywords
+    keywords += [f"{number}={_numbers(settings, number)}" for number in ("eps", "atol", "rtol")]
     keywords += [f"{forward}=True"] * settings.check_forward_ad
     # Without reverse mode gradgradcheck demands that its other keyword is off, too.
     keywords += [f"{reverse}=False"] * (not settings.check_backward_ad)
@@ -55,6 +58,12 @@ def _call(settings: Settings) -> str:
     keywords += ["fast_mode=True"] * settings.fast_mode + ["masked=True"] * settings.masked
     keywords += [f"engine={settings.engine!r}"] * (settings.engine != "auto")
     return f"fastgrad.{name}(..., {', '.join(keywords)}, seed={settings.seed})"
+
+
+def _numbers(settings: Settings, name: str) -> str:
+    """One of the numbers that inputs may have of their own."""
+    own = [f"{getattr(tolerances, name):g}" for tolerances in settings.inputs or (settings,)]
+    return own[0] if len(set(own)) == 1 else f"({', '.join(own)})"
 
 
 def engine_line(report: Report) -> str:
@@ -149,11 +158,22 @@ def _matrices(comparison: Comparison) -> list[str]:
     return [f"numerical:{comparison.numerical}", f"analytical:{comparison.analytical}"]
 
 
-def _details(failure: Failure, comparison: Comparison, atol: float, rtol: float) -> list[str]:
+def names_of(report: Report) -> tuple[str, str]:
+    """What to call the output and the input that a failure is about: by path where there are paths."""
+    failure = report.failure
+    output, input_ = ("", "") if failure is None else (f"out{failure.output}", f"in{failure.input}")
+    if failure is not None and failure.output_position is not None and report.output_names:
+        output = report.output_names[failure.output_position]
+    if failure is not None and failure.input_position is not None and report.input_names:
+        input_ = report.input_names[failure.input_position]
+    return output, input_
+
+
+def _details(failure: Failure, comparison: Comparison, atol: float, rtol: float, output: str, input_: str) -> list[str]:
     lines = []
     worst = comparison.worst
     if worst is not None:
-        entry = f"d out{failure.output}{_index(worst.output_index)} / d in{failure.input}{_index(worst.input_index)}"
+        entry = f"d {output}{_index(worst.output_index)} / d {input_}{_index(worst.input_index)}"
         lines += [
             f"  worst      {entry}   analytical {worst.analytical:.6g}   numerical {worst.numerical:.6g}"
             f"{'' if worst.error is None else f' +- {worst.error:.0e}'}",
@@ -178,9 +198,14 @@ def _details(failure: Failure, comparison: Comparison, atol: float, rtol: float)
     return lines
 
 
-def _positions(failure: Failure) -> list[str]:
-    """Where torch's numbers, which count differentiable tensors only, are not the positions in the call."""
+def _positions(report: Report, failure: Failure) -> list[str]:
+    """Where torch's numbers, which count differentiable tensors only, are not the positions in the call; or names."""
     places = []
+    if report.input_names:
+        output, input_ = names_of(report)
+        places += [f"output {failure.output} is {output}"] * (failure.output is not None)
+        places += [f"input {failure.input} is {input_}"] * (failure.input is not None)
+        return [f"  where      {'; '.join(places)}"] if places else []
     if failure.output is not None and failure.output != failure.output_position:
         places.append(f"output {failure.output} is element {failure.output_position} of func's result")
     if failure.input is not None and failure.input != failure.input_position:

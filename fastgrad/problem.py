@@ -19,6 +19,9 @@ from fastgrad.progress import STEP, Progress
 from fastgrad.report import modulus
 from fastgrad.tolerances import relative_step, spacing
 
+_ALIKE = ((1.0, 1.0),)
+"""The scales of inputs that all have the same."""
+
 _SPARSE_LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
@@ -41,8 +44,12 @@ def is_differentiable(value: Any) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
-def _differentiable_inputs(inputs: tuple[Any, ...]) -> list[int]:
+def _differentiable_inputs(inputs: tuple[Any, ...], names: tuple[str, ...]) -> list[int]:
     """Positions of the inputs to check; raises or warns about those that cannot be checked well."""
+
+    def called(i: int, otherwise: str) -> str:
+        return names[i] if names else otherwise
+
     positions = [i for i, value in enumerate(inputs) if isinstance(value, Tensor) and value.requires_grad]
     for i, value in enumerate(inputs):
         if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) and v.requires_grad for v in value):
@@ -53,29 +60,32 @@ def _differentiable_inputs(inputs: tuple[Any, ...]) -> list[int]:
         value = inputs[i]
         if value.dtype not in (torch.float64, torch.complex128):
             warn(
-                f"Input #{i} requires gradient and is not a double precision floating point or complex tensor, but "
-                f"{value.dtype}: differences with a small eps drown in its rounding, and the check will likely fail."
+                f"{called(i, f'Input #{i}')} requires gradient and is not a double precision floating point or complex "
+                f"tensor, but {value.dtype}: differences with a small eps drown in its rounding, and the check will "
+                "likely fail."
             )
         if value.is_nested:
-            raise NotImplementedError(f"fastgrad checks no nested tensors; input {i} is one.")
+            raise NotImplementedError(f"fastgrad checks no nested tensors; {called(i, f'input {i}')} is one.")
         if value.is_inference() and not torch.is_inference_mode_enabled():
             raise RuntimeError(
-                f"The {i}th input was made under torch.inference_mode, and autograd records nothing that is done with "
-                "it: pass a copy, input.detach().clone().requires_grad_()."
+                f"{called(i, f'The {i}th input')} was made under torch.inference_mode, and autograd records nothing "
+                "that is done with it: pass a copy, input.detach().clone().requires_grad_()."
             )
         if value.is_meta:
-            raise ValueError(f"Input {i} is on the meta device: a gradient check needs values.")
+            raise ValueError(f"{called(i, f'Input {i}')} is on the meta device: a gradient check needs values.")
         values = own_values(value)
         if values is None or (values.is_contiguous() and values.numel()):
             continue  # out of reach; or free of overlap
         if any(stride == 0 and size > 1 for size, stride in zip(values.shape, values.stride(), strict=True)):
             raise RuntimeError(
-                f"The {i}th input has a dimension with stride 0. Several of its elements share one place in memory and "
-                "cannot be perturbed one by one: pass a copy, input.detach().clone().requires_grad_()."
+                f"{called(i, f'The {i}th input')} has a dimension with stride 0. Several of its elements share one "
+                "place in memory and cannot be perturbed one by one: pass a copy, "
+                "input.detach().clone().requires_grad_()."
             )
         if overlaps_itself(values):
             raise RuntimeError(
-                f"The {i}th input overlaps itself in memory (shape {tuple(values.shape)}, stride {values.stride()}): "
+                f"{called(i, f'The {i}th input')} overlaps itself in memory (shape {tuple(values.shape)}, stride "
+                f"{values.stride()}): "
                 "its elements cannot be perturbed one by one; pass a copy, input.detach().clone().requires_grad_()."
             )
     if not positions:
@@ -90,8 +100,9 @@ def _differentiable_inputs(inputs: tuple[Any, ...]) -> list[int]:
             values, others = own_values(inputs[i]), own_values(inputs[j])
             if values is not None and others is not None and overlap(values, others):
                 raise RuntimeError(
-                    f"Inputs {j} and {i} are different tensors that overlap in memory: perturbing one would change the "
-                    "other behind autograd's back; pass the same tensor twice, or copies."
+                    f"{called(j, f'Inputs {j}')} and {called(i, f'{i}')} are different tensors that overlap in memory: "
+                    "perturbing one would change the other behind autograd's back; pass the same tensor twice, or "
+                    "copies."
                 )
     return positions
 
@@ -134,6 +145,10 @@ class Problem:
         Where Jacobian blocks live: with the outputs.
     progress
         The bar that shows how far the check is.
+    scales
+        The different pairs of step and weight that its inputs have.
+    mixes_inputs
+        Whether there is more than one.
     unspecified
         The largest entry that `vjp` met at an element that a sparse input does not specify.
     evaluations, vjps, jvps
@@ -146,11 +161,17 @@ class Problem:
         arguments: tuple[Any, ...],
         masked: bool = False,
         progress: Progress | None = None,
+        names: tuple[str, ...] = (),
+        scales: Sequence[tuple[float, float]] = (),
     ) -> None:
-        positions = _differentiable_inputs(arguments)
+        """With what messages call the arguments, if they do, and the step and weight of each checked one."""
+        positions = _differentiable_inputs(arguments, names)
         memories = {position: memory_of(arguments[position], masked) for position in positions}
         self._memories = memories
-        self.inputs = blocks_of(arguments, positions, once=True, memories=memories)
+        self.inputs = blocks_of(arguments, positions, once=True, memories=memories, scales=scales)
+        self.scales = tuple(dict.fromkeys((block.step, block.weight) for block in self.inputs)) if scales else _ALIKE
+        self.mixes_inputs = self.scales is not _ALIKE and len(self.scales) > 1
+        self._names = names
         self.n = self.inputs[-1].first + self.inputs[-1].size
         self.outputs: tuple[Block, ...] = ()
         self.m = 0
@@ -226,6 +247,10 @@ class Problem:
         """Half an ulp of the coarsest dtype among inputs and outputs."""
         return max(spacing(block.tensor.dtype) for block in (*self.inputs, *self.outputs)) / 2
 
+    def name_of(self, block: Block) -> str:
+        """What messages call an input."""
+        return self._names[block.position] if self._names else f"input {block.position}"
+
     def graph(self) -> tuple[Tensor, ...]:
         """The outputs of an evaluation at x, recorded by autograd; made anew after any other evaluation."""
         if self._graph is None:
@@ -249,12 +274,31 @@ class Problem:
         Returns
         -------
         Tensor
-            float64, shape (n,): max(eps, r |x_j|) u_j, r the `relative_step` of the input's dtype.
+            float64, shape (n,): max(eps, r |x_j|) u_j, r the `relative_step` of the input's dtype, eps that
+            of the input.
         """
         steps = self.coordinates().abs()
         for block in self.inputs:
-            steps[block.first : block.first + block.size] *= relative_step(block.tensor.dtype)
-        return steps.clamp_(min=eps).mul_(direction)
+            within = steps[block.first : block.first + block.size]
+            within.mul_(relative_step(block.tensor.dtype)).clamp_(min=eps * block.step)
+        return steps.mul_(direction)
+
+    def parts_of(self, vector: Tensor) -> Iterator[tuple[Tensor, float, float]]:
+        """A vector in R^n, part by part: what lies in the inputs of one step and one weight, and these two.
+
+        The vector itself where all inputs have the same; a part that is zero, or weighs nothing, is left out.
+        """
+        if not self.mixes_inputs:
+            yield vector, *self.scales[0]
+            return
+        for step, weight in self.scales:
+            part = torch.zeros_like(vector)
+            for block in self.inputs:
+                if (block.step, block.weight) == (step, weight):
+                    within = slice(block.first, block.first + block.size)
+                    part[within] = vector[within]
+            if weight and bool(part.any()):
+                yield part, step, weight
 
     def realize(self, displacement: Tensor, realized: Tensor, eps: float, relative: float = 1.0) -> None:
         """From a direction, its `displacement` and what `values_along` it, extrapolated, really measure.
@@ -352,12 +396,17 @@ class Problem:
         self._graph = None
         columns = torch.empty(count, self.m, dtype=torch.float64, device=self.device)
         step = STEP if self.progress.is_shown else max(1, count)
-        for begin in range(0, count, step):
-            some = columns[begin : begin + step]
-            changed = self._evaluator.difference_columns(first + begin, some, self._specs, eps, record_graph)
+        begin = 0
+        while begin < count:
+            some, own_eps = columns[begin : begin + step], eps
+            if self.mixes_inputs:
+                block = block_with(self.inputs, first + begin)
+                some, own_eps = some[: block.first + block.size - first - begin], eps * block.step
+            changed = self._evaluator.difference_columns(first + begin, some, self._specs, own_eps, record_graph)
             if changed is not None:
-                self._raise_changed(*changed, eps)
+                self._raise_changed(*changed, own_eps)
             self.progress.step(2 * some.shape[0])
+            begin += some.shape[0]
         return columns
 
     @phase("numerical columns")
@@ -366,7 +415,7 @@ class Problem:
     ) -> Tensor:
         """Entries of the numerical Jacobian, groups of columns that share no row perturbed together.
 
-        The numbers are those of `difference_columns`; two evaluations a group.
+        The numbers are those of `difference_columns`; two evaluations a group, whose columns take one step.
 
         Parameters
         ----------
@@ -381,7 +430,7 @@ class Problem:
         self._graph = None
         values = torch.zeros(rows.numel(), dtype=torch.float64, device=self.device)
         count = groups.starts.numel() - 1
-        step = STEP if self.progress.is_shown else max(1, count)
+        step = 1 if self.mixes_inputs else STEP if self.progress.is_shown else max(1, count)
         for begin in range(0, count, step):
             part = _native.Groups(
                 groups.coordinates,
@@ -390,9 +439,12 @@ class Problem:
                 groups.entry_starts[begin : begin + step + 1],
                 groups.positions,
             )
-            changed = self._evaluator.difference_groups(part, values, self.m, self._specs, eps, record_graph)
+            own_eps = eps
+            if self.mixes_inputs:
+                own_eps *= block_with(self.inputs, int(groups.coordinates[int(groups.starts[begin])])).step
+            changed = self._evaluator.difference_groups(part, values, self.m, self._specs, own_eps, record_graph)
             if changed is not None:
-                self._raise_changed(*changed, eps)
+                self._raise_changed(*changed, own_eps)
             self.progress.step(2 * min(step, count - begin))
         widths = self._coordinate_widths(eps)
         for some in pieces(0, values.numel()):
@@ -405,7 +457,7 @@ class Problem:
         for block in self.inputs:
             for some in pieces(block.first, block.first + block.size):
                 x, dtype = self.coordinates()[some], block.tensor.dtype
-                width = widths[some] = _realized_width(x, torch.full_like(x, eps), dtype)
+                width = widths[some] = _realized_width(x, torch.full_like(x, eps * block.step), dtype)
                 if not bool(width.all()):
                     relative = _realized_width(x, x.abs() * relative_step(dtype), dtype)
                     widths[some] = torch.where(width == 0, relative, width)
@@ -597,7 +649,7 @@ class Problem:
                 raise ValueError("MKLDNN inputs are not support for forward AD gradcheck.")
             if layout is not torch.strided:
                 raise NotImplementedError(
-                    f"torch has no forward-mode AD for sparse inputs, and input {block.position} has layout {layout}: "
+                    f"torch has no forward-mode AD for sparse inputs, and {self.name_of(block)} has layout {layout}: "
                     "leave check_forward_ad out."
                 )
 
@@ -618,7 +670,7 @@ class Problem:
     def _raise_changed(self, coordinate: int, output: int, found: Any, eps: float) -> None:
         block = block_with(self.inputs, coordinate)
         index = block.index_at(coordinate)
-        when = f"perturbed on index {index} of input {block.position} by {eps}"
+        when = f"perturbed on index {index} of {self.name_of(block)} by {eps}"
         raise AssertionError(_changed(self.outputs[output], found, when))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastgrad.coordinates import block_with
 from fastgrad.problem import Problem
-from fastgrad.report import Entry, Settings, modulus
+from fastgrad.report import Entry, Settings, Tolerances, modulus
 from fastgrad.tolerances import spacing
 
 LARGEST_STEP = 1e-2
@@ -84,7 +84,7 @@ def refine(
     Parameters
     ----------
     coordinates
-        In [0, n). They are moved together: no output may depend on two of them.
+        In [0, n), of inputs that take one step. They are moved together: no output may depend on two of them.
     rows
         Coordinates of outputs, for each of these: int64, shape (rows,); end to end in the result.
     """
@@ -127,7 +127,7 @@ def refine(
     # Not "errors > allowed": a NaN has not converged.
     converged = errors <= atol + rtol * values.abs()
     doubtful = torch.zeros_like(converged)
-    wider = (torch.stack(steps) >= RATIO * eps).sum(0) - 1
+    wider = (torch.stack(steps) >= RATIO * eps * block_with(problem.inputs, coordinates[0]).step).sum(0) - 1
     if bool((wider >= 0).all()):
         # Next to a kink the two sides differ; under curvature, they or the wider step do.
         middle = (left + right) / 2
@@ -245,26 +245,27 @@ class Survivor:
 def surviving(problem: Problem, record_graph: bool, settings: Settings, batch: Sequence[Suspects]) -> Survivor | None:
     """The worst of some suspected entries, if any is wrong after re-measuring.
 
-    batch: of input elements that share no output, the worst first; they are moved together.
+    batch: of elements of one input that share no output, the worst first; they are moved together.
     """
     rows = [suspects.outputs.reshape(-1) for suspects in batch]
+    own = settings.of(block_with(problem.inputs, batch[0].inputs[0]).index)
     columns = [
-        refine(problem, coordinates, rows, record_graph, settings.eps, settings.atol, settings.rtol)
+        refine(problem, coordinates, rows, record_graph, settings.eps, own.atol, own.rtol)
         for coordinates in zip(*(suspects.inputs for suspects in batch), strict=True)
     ]
     first = 0
-    for suspects, own in zip(batch, rows, strict=True):
-        mine = slice(first, first + own.numel())
-        survivor = _worst([column.of_rows(mine) for column in columns], suspects, settings)
+    for suspects, outputs in zip(batch, rows, strict=True):
+        mine = slice(first, first + outputs.numel())
+        survivor = _worst([column.of_rows(mine) for column in columns], suspects, own)
         if survivor is not None:
             return survivor
         first = mine.stop
     return None
 
 
-def _worst(columns: list[Refinement], suspects: Suspects, settings: Settings) -> Survivor | None:
+def _worst(columns: list[Refinement], suspects: Suspects, own: Tolerances) -> Survivor | None:
     """The worst entry of one input element that is wrong, given its one or two columns."""
-    atol, rtol = settings.atol, settings.rtol
+    atol, rtol = own.atol, own.rtol
     shape = suspects.outputs.shape
     values, errors = (
         _entries([getattr(column, name).reshape(shape) for column in columns]) for name in ("values", "errors")
@@ -293,7 +294,7 @@ def _worst(columns: list[Refinement], suspects: Suspects, settings: Settings) ->
         atol + rtol * modulus(numerical),
         float(errors[worst].abs()) if sure else None,
     )
-    return Survivor(entry, _cause(columns, suspects, worst, sure, settings))
+    return Survivor(entry, _cause(columns, suspects, worst, sure, own))
 
 
 def _entries(columns: list[Tensor]) -> Tensor:
@@ -304,17 +305,17 @@ def _entries(columns: list[Tensor]) -> Tensor:
     return torch.complex(column[:, 0], column[:, 1] if column.shape[1] == 2 else torch.zeros_like(column[:, 0]))
 
 
-def _cause(columns: list[Refinement], suspects: Suspects, worst: int, sure: bool, settings: Settings) -> str:
+def _cause(columns: list[Refinement], suspects: Suspects, worst: int, sure: bool, own: Tolerances) -> str:
     width = suspects.outputs.shape[1]
     for column in columns:
         for row in range(worst * width, (worst + 1) * width):
-            if column.is_kink(row, settings.atol, settings.rtol) and not _is_steep(column, row):
+            if column.is_kink(row, own.atol, own.rtol) and not _is_steep(column, row):
                 return (
                     f"a kink: the one-sided derivatives are {column.left[row].item():.6g} (left) and "
                     f"{column.right[row].item():.6g} (right)"
                 )
     at_eps = suspects.numerical[worst].abs().item()
-    if columns[0].values[worst * width].item() == 0 and at_eps > settings.atol:
+    if columns[0].values[worst * width].item() == 0 and at_eps > own.atol:
         return (
             f"func does not move at all for steps much below eps, and by {at_eps:.3g} x eps at eps: "
             "is something inside computed in a lower precision?"

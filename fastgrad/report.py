@@ -98,15 +98,22 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The keywords of one check; see :func:`fastgrad.gradcheck`.
-
-    grad_outputs: how gradgradcheck came by them; None in gradcheck.
-    """
+class Tolerances:
+    """The step of the differences with respect to an input, and how far its entries may be off."""
 
     eps: float = 1e-6
     atol: float = 1e-5
     rtol: float = 1e-3
+
+
+@dataclass(frozen=True)
+class Settings(Tolerances):
+    """The keywords of one check; see :func:`fastgrad.gradcheck`.
+
+    grad_outputs: how gradgradcheck came by them; None in gradcheck. inputs: the tolerances of each checked
+    input, where not all have the same; eps, atol and rtol are the smallest of them.
+    """
+
     nondet_tol: float = 0.0
     check_undefined_grad: bool = True
     check_grad_dtypes: bool = False
@@ -122,6 +129,16 @@ class Settings:
     memory_limit: int | None = None
     progress: bool | None = False
     grad_outputs: GradOutputs | None = None
+    inputs: tuple[Tolerances, ...] = ()
+
+    def of(self, index: int) -> Tolerances:
+        """The tolerances of an input, by the index of its block."""
+        return self.inputs[index] if self.inputs else self
+
+    def loosest(self) -> Tolerances:
+        """The largest of each: for sums over inputs, which fail a check only where no input excuses them."""
+        largest = (max(getattr(own, name) for own in self.inputs) for name in ("eps", "atol", "rtol"))
+        return Tolerances(*largest) if self.inputs else self
 
 
 @dataclass(frozen=True)
@@ -225,6 +242,8 @@ class Report:
     n and m count the real coordinates of the differentiable inputs and outputs; evaluations and
     vjps are the calls of func and of autograd's backward; jvps counts the evaluations that carried
     tangents; seconds is wall time. sample: entries of the pair that failed. causes: the most probable first.
+    input_names and output_names: what :func:`fastgrad.check` calls the tensors that `Failure.input_position`
+    and `Failure.output_position` count; gradcheck, whose messages count, has none.
     """
 
     failure: Failure | None
@@ -239,6 +258,8 @@ class Report:
     notes: tuple[str, ...] = ()
     sample: Sample | None = None
     causes: tuple[Cause, ...] = ()
+    input_names: tuple[str, ...] = ()
+    output_names: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:

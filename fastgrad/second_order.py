@@ -36,6 +36,27 @@ def random_grad_outputs(outputs: tuple[Tensor, ...], seed: int, noncontiguous: b
     return tuple(grads)
 
 
+def made_by(grad_outputs: Any, noncontiguous: bool) -> GradOutputs:
+    """How grad_outputs come about, by the keywords of gradgradcheck."""
+    if grad_outputs is None:
+        return "non-contiguous" if noncontiguous else "random"
+    if not isinstance(grad_outputs, str):
+        return "given"
+    if grad_outputs != "ones":
+        raise ValueError(f'grad_outputs must be tensors, None or "ones", got {grad_outputs!r}.')
+    return "ones"
+
+
+def grad_outputs_for(
+    func: Callable[..., Any], inputs: tuple[Any, ...], made: GradOutputs, seed: int
+) -> tuple[Tensor, ...]:
+    """Grad_outputs that are not given: one for each output that requires grad. Calls func."""
+    outputs = differentiable_outputs(func(*inputs))
+    if made == "ones":
+        return tuple(torch.ones_like(output, requires_grad=False) for output in outputs)
+    return random_grad_outputs(outputs, seed, made == "non-contiguous")
+
+
 class Backward:
     """Callable (*inputs, *grad_outputs) -> the gradients of func that exist.
 
@@ -46,7 +67,7 @@ class Backward:
     Where only grad_outputs have moved since the last forward pass, it is not run again: its graph serves
     as long as nothing is recorded. That this gives the same gradients is tried once, the first time.
 
-    made: how the grad_outputs came about, for messages.
+    made: how the grad_outputs came about, for messages. exist: which inputs had a gradient in the last call.
     """
 
     def __init__(
@@ -64,6 +85,7 @@ class Backward:
         self._record_forward = torch.is_grad_enabled()
         self._kept: _Forward | None = None
         self._reuses: bool | None = None  # not tried yet
+        self.exist: list[bool] = []
 
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
         """The gradients with respect to the inputs that require grad, those left out that do not matter."""
@@ -110,11 +132,13 @@ class Backward:
     def _gradients(
         self, outputs: tuple[Tensor, ...], inputs: list[Tensor], grad_outputs: tuple[Any, ...], record: bool = False
     ) -> list[Tensor | None]:
-        return _native.vjp(outputs, inputs, grad_outputs, record)
+        found = _native.vjp(outputs, inputs, grad_outputs, record)
+        self.exist = [gradient is not None for gradient in found]
+        return found
 
 
 def _present(gradients: list[Tensor | None]) -> tuple[Tensor, ...]:
-    return tuple(gradient for gradient in gradients if gradient is not None)
+    return tuple([gradient for gradient in gradients if gradient is not None])
 
 
 def _equal(left: list[Tensor | None], right: list[Tensor | None]) -> bool:

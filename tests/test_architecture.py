@@ -12,7 +12,17 @@ PACKAGE = Path(__file__).parents[1] / "fastgrad"
 # The module map, also of rooms that are not built yet.
 FLOORS = {
     0: ["_build", "_native", "_torch", "_version", "errors", "report"],
-    1: ["coloring", "coordinates", "directions", "graphs", "problem", "progress", "sparsity", "tolerances"],
+    1: [
+        "arguments",
+        "coloring",
+        "coordinates",
+        "directions",
+        "graphs",
+        "problem",
+        "progress",
+        "sparsity",
+        "tolerances",
+    ],
     2: ["attributes", "certify", "compare", "engines", "engines.compressed", "engines.dense", "engines.sketch"],
     3: ["check", "exact", "fast", "second_order"],
     4: ["api", "diagnose", "jacobians", "messages"],

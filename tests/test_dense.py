@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-import fastgrad.check as checking
+from fastgrad.check import check
 from fastgrad.engines import dense
 from fastgrad.plan import make_plan
 from fastgrad.problem import Problem
@@ -37,7 +37,7 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     ],
 )
 def test_cost(func: object, inputs: tuple[torch.Tensor, ...], evaluations: int, vjps: int) -> None:
-    report = checking.check(func, inputs, Settings(engine="dense"))  # type: ignore[arg-type]
+    report = check(func, inputs, Settings(engine="dense"))  # type: ignore[arg-type]
     assert report.passed
     assert report.evaluations <= evaluations
     assert report.vjps <= vjps
@@ -83,8 +83,8 @@ def test_a_memory_limit_changes_no_verdict(limit: int) -> None:
         return func(x, torch.cat([z[:2], z[2:].detach()]))
 
     settings = Settings(memory_limit=limit)
-    assert checking.check(func, (x, z), settings).passed
-    failure = checking.check(wrong, (x, z), settings).failure
+    assert check(func, (x, z), settings).passed
+    failure = check(wrong, (x, z), settings).failure
     assert failure is not None
     assert (failure.kind, failure.output, failure.input, failure.part) == ("mismatch", 0, 1, "imaginary")
     assert failure.comparison is not None
@@ -107,6 +107,6 @@ def test_imaginary_parts_are_judged_first() -> None:
         # Real and imaginary part are wrong, in different entries.
         return torch.complex(z.real * torch.tensor([1.0, 2.0]) - z.real.detach(), z.imag.detach() * z.imag)
 
-    failure = checking.check(func, (z,), Settings()).failure
+    failure = check(func, (z,), Settings()).failure
     assert failure is not None
     assert failure.part == "imaginary"

@@ -85,6 +85,8 @@ def compress(problem: Problem, pattern: Pattern) -> Compression:
     else:
         starts, members = coloring.transpose(pattern.starts, pattern.columns, pattern.n)
         colors = coloring.color(starts, members, pattern.m)
+    if problem.mixes_inputs:
+        colors = _by_step(problem, colors)
     column_groups = _grouping(colors, colors[pattern.columns], 0, rows, arange)
     row_groups = []
     for output in problem.outputs:
@@ -93,6 +95,14 @@ def compress(problem: Problem, pattern: Pattern) -> Compression:
         colors = coloring.color(starts - first, pattern.columns[first:last], pattern.n)
         row_groups.append(_grouping(colors, np.repeat(colors, np.diff(starts)), first, columns, arange))
     return Compression(pattern, rows, columns, column_groups, tuple(row_groups))
+
+
+def _by_step(problem: Problem, colors: Indices) -> Indices:
+    """Colors such that columns of inputs that take different steps have different ones."""
+    steps = np.repeat([block.step for block in problem.inputs], [block.size for block in problem.inputs])
+    _, kinds = np.unique(steps, return_inverse=True)
+    pairs = colors.astype(np.int64) * (1 + kinds.max(initial=0)) + kinds
+    return np.unique(pairs, return_inverse=True)[1].astype(np.int64)
 
 
 def _grouping(

@@ -36,17 +36,20 @@ class Differences:
     eps
         The nominal step.
     directions
-        As rounding realized them: float64, shape (count, n).
+        As rounding realized them, times the weights of the inputs: float64, shape (count, n).
     derivatives
         J u, Richardson-extrapolated: float64, shape (count, m).
     noise
         What they may be off: float64, shape (m,), the largest over the directions.
+    rounding
+        How far two units of rounding of an output take a derivative, relative to the output.
     """
 
     eps: float
     directions: Tensor
     derivatives: Tensor
     noise: Tensor
+    rounding: float
 
     def size(self) -> Tensor:
         """The largest |J u| of each output: float64, shape (m,)."""
@@ -57,29 +60,44 @@ class Differences:
 def directional_differences(
     problem: Problem, settings: Settings, base: Tensor, eps: float, count: int, attempt: int
 ) -> Differences:
-    """Four evaluations a direction; `attempt` numbers the sets of directions of one check."""
+    """Four evaluations a direction; `attempt` numbers the sets of directions of one check.
+
+    Inputs that take different steps move one after the other, and what they give adds up; so do inputs of
+    different weights, each of which counts in the unit of its own tolerance.
+    """
     found = Differences(
         eps,
         torch.empty(count, problem.n, dtype=torch.float64, device=problem.device),
         torch.empty(count, problem.m, dtype=torch.float64, device=problem.device),
         torch.zeros(problem.m, dtype=torch.float64, device=problem.device),
+        2 * problem.unit_roundoff / eps * sum(weight / step for step, weight in problem.scales),
     )
-    displacement = torch.empty(problem.n, dtype=torch.float64, device=problem.device)
+    drawn = torch.empty(problem.n, dtype=torch.float64, device=problem.device)
     values = torch.empty(len(SCALES), problem.m, dtype=torch.float64, device=problem.device)
-    for k in range(count):
-        ops.direction_(displacement, settings.seed, SKETCH_DIRECTIONS + 16 * (attempt * count + k), 0, False)
-        problem.realize(displacement, found.directions[k], eps, min(1.0, eps / settings.eps))
+    relative = min(1.0, eps / settings.eps)
+
+    def difference(displacement: Tensor, step: float, u: Tensor, derivative: Tensor, noise: Tensor) -> None:
+        problem.realize(displacement, u, step, relative)
         problem.values_along(displacement, SCALES, values)
         for output in problem.outputs:
             within = slice(output.first, output.first + output.size)
-            ops.richardson_(
-                found.derivatives[k, within],
-                found.noise[within],
-                base[within],
-                *(value[within] for value in values),
-                eps,
-                spacing(output.tensor.dtype),
-            )
+            own = derivative[within], noise[within], base[within], *(value[within] for value in values)
+            ops.richardson_(*own, step, spacing(output.tensor.dtype))
+
+    for k in range(count):
+        ops.direction_(drawn, settings.seed, SKETCH_DIRECTIONS + 16 * (attempt * count + k), 0, False)
+        if not problem.mixes_inputs:
+            difference(drawn, eps, found.directions[k], found.derivatives[k], found.noise)
+            continue
+        total_noise = torch.zeros_like(found.noise)
+        found.directions[k], found.derivatives[k] = 0.0, 0.0
+        for part, step, weight in problem.parts_of(drawn):
+            u, derivative, noise = torch.zeros_like(part), torch.zeros_like(base), torch.zeros_like(base)
+            difference(part, eps * step, u, derivative, noise)
+            found.directions[k] += weight * u
+            found.derivatives[k] += weight * derivative
+            total_noise += weight * noise
+        torch.maximum(found.noise, total_noise, out=found.noise)
     return found
 
 
