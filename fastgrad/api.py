@@ -314,7 +314,7 @@ def _second_order_of_call(
     """As `_second_order`, and the names of the arguments; given grad_outputs may be nested."""
     if settings.grad_outputs == "given":
         found: list[tuple[str, Any]] = []
-        flatten(as_tuple(grad_outputs), "grad_outputs", lambda tensor: True, found)
+        flatten(grad_outputs, "grad_outputs", lambda tensor: True, found)
         if not found:
             raise TypeError(f"grad_outputs must be tensors, got {type(grad_outputs).__name__}.")
         grad_outputs = tuple(tensor for _, tensor in found)

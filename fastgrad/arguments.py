@@ -93,7 +93,7 @@ class Call:
     def __init__(self, func: Callable[..., Any], inputs: tuple[Any, ...], kwargs: Mapping[str, Any], wrt: Wrt) -> None:
         self._func = func
         self._inputs, self._kwargs = inputs, dict(kwargs)
-        self._parameters: list[tuple[str, Tensor]] = []
+        self._parameters: list[_Parameter] = []
         self._buffers: Buffers | None = None
         self._rebuilds: list[Rebuild | None] = [None, None]
         found: list[tuple[str, Tensor]] = []
@@ -103,7 +103,7 @@ class Call:
         if isinstance(func, torch.nn.Module):
             self._buffers = Buffers(func)
             self._parameters = _checked_parameters(func) if wrt != "inputs" else []
-        found += [(f"module.{name}", parameter) for name, parameter in self._parameters]
+        found += [(f"module.{parameter.name}", parameter.tensor) for parameter in self._parameters]
         self.tensors = tuple(tensor for _, tensor in found)
         self.names = tuple(name for name, _ in found)
         self.output_names: tuple[str, ...] = ()
@@ -128,11 +128,14 @@ class Call:
         inputs = self._inputs if of_inputs is None else of_inputs(own)
         kwargs = self._kwargs if of_kwargs is None else of_kwargs(own)
         pairs = zip(self._parameters, tensors[count:], strict=True)
-        replaced = {name: tensor for (name, parameter), tensor in pairs if tensor is not parameter}
-        if replaced:
-            result = torch.func.functional_call(self._func, replaced, inputs, kwargs)  # type: ignore[arg-type]
-        else:
+        replaced = [(parameter, tensor) for parameter, tensor in pairs if tensor is not parameter.tensor]
+        try:
+            for parameter, tensor in replaced:
+                parameter.put(tensor)
             result = self._func(*inputs, **kwargs)
+        finally:
+            for parameter, _ in replaced:
+                parameter.put(parameter.tensor)
         if self.output_names and isinstance(result, Tensor):
             return (result,)
         found: list[tuple[str, Tensor]] = []
@@ -145,14 +148,35 @@ class Call:
         return tuple(tensor for _, tensor in found)
 
 
-def _checked_parameters(module: torch.nn.Module) -> list[tuple[str, Tensor]]:
-    """Those that require grad, a shared one once, by name."""
+@dataclasses.dataclass
+class _Parameter:
+    """A parameter of a module: its first name, and the modules that hold it, each with its name there."""
+
+    name: str
+    tensor: Tensor
+    places: list[tuple[torch.nn.Module, str]]
+
+    def put(self, tensor: Tensor) -> None:
+        """Has the module use a tensor; torch.func.functional_call does not put back what aliased modules hold."""
+        for owner, name in self.places:
+            owner._parameters[name] = tensor  # type: ignore[assignment]  # dual tensors are no Parameters
+
+
+def _checked_parameters(module: torch.nn.Module) -> list[_Parameter]:
+    """Those that require grad, a shared one once."""
+    places: dict[int, list[tuple[torch.nn.Module, str]]] = {}
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            places.setdefault(id(parameter), []).append((owner, name))
+    found = []
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):
             raise ValueError(
                 f"Parameter {name} of the module has no values yet: call the module once before the check."
             )
-    return [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+        if parameter.requires_grad:
+            found.append(_Parameter(name, parameter, places[id(parameter)]))
+    return found
 
 
 class Buffers:

@@ -12,22 +12,13 @@ PACKAGE = Path(__file__).parents[1] / "fastgrad"
 # The module map, also of rooms that are not built yet.
 FLOORS = {
     0: ["_build", "_native", "_torch", "_version", "errors", "report"],
-    1: [
-        "arguments",
-        "coloring",
-        "coordinates",
-        "directions",
-        "graphs",
-        "problem",
-        "progress",
-        "sparsity",
-        "tolerances",
-    ],
+    1: ["coloring", "coordinates", "directions", "graphs", "problem", "progress", "sparsity", "tolerances"],
     2: ["attributes", "certify", "compare", "engines", "engines.compressed", "engines.dense", "engines.sketch"],
     3: ["check", "exact", "fast", "second_order"],
     4: ["api", "diagnose", "jacobians", "messages"],
     5: ["__init__", "__main__", "cli", "demo", "functional", "pytest_plugin", "render"],
 }
+FLOORS[1] += ["arguments"]
 FLOORS[2] += ["confirm", "locate", "plan", "refine"]
 FLOOR = {module: floor for floor, modules in FLOORS.items() for module in modules}
 

@@ -1,0 +1,816 @@
+"""fastgrad.check: nested inputs, keyword arguments, modules; names, steps and tolerances of each input."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import random
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+import fastgrad
+from fastgrad.messages import failure_message
+from fastgrad.report import Report, Settings
+
+ENGINES = [
+    {"engine": "dense"},
+    {"engine": "compressed"},
+    {"engine": "sketch", "fast_mode": True},
+]
+each_engine = pytest.mark.parametrize("engine", ENGINES, ids=lambda keywords: keywords["engine"])
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, dtype=dtype, generator=generator).requires_grad_()
+
+
+class Off(torch.autograd.Function):
+    """The identity, with a gradient of grad_output * factor + constant."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float, constant: float) -> Tensor:
+        ctx.factor, ctx.constant = factor, constant
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+        return OffBackward.apply(grad_output, ctx.factor, ctx.constant), None, None
+
+
+class OffBackward(torch.autograd.Function):
+    """The linear map grad_output -> grad_output * (factor + constant)."""
+
+    @staticmethod
+    def forward(ctx: Any, grad_output: Tensor, factor: float, constant: float) -> Tensor:
+        ctx.scale = factor + constant
+        return grad_output * ctx.scale
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+        return grad_output * ctx.scale, None, None
+
+
+def off(x: Tensor, factor: float = 1.0, constant: float = 0.0) -> Tensor:
+    return Off.apply(x, factor, constant)
+
+
+def failing_names(report: Report) -> tuple[str, str]:
+    """The output and the input of the failure; the message has them in its worst line and where it says where."""
+    failure = report.failure
+    assert failure is not None
+    assert failure.output_position is not None
+    assert failure.input_position is not None
+    output, input_ = report.output_names[failure.output_position], report.input_names[failure.input_position]
+    text = failure_message(report)
+    assert text.startswith(f"Jacobian mismatch for output {failure.output} with respect to input {failure.input},")
+    assert f"  where      output {failure.output} is {output}; input {failure.input} is {input_}\n" in text
+    assert f"  worst      d {output}" in text
+    assert f" / d {input_}" in text
+    assert "  reproduce  fastgrad.check(..., " in text
+    return output, input_
+
+
+@dataclass(frozen=True)
+class Batch:
+    x: Tensor
+    others: list[Any]
+    scale: float = 3.0
+    late: Any = field(default=None, init=False)
+
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@pytest.mark.parametrize(
+    ("wrap", "unwrap", "name"),
+    [
+        (lambda x: [x], lambda v: v[0], "inputs[1][0]"),
+        (lambda x: {"weight": x, "n": 3}, lambda v: v["weight"], 'inputs[1]["weight"]'),
+        (lambda x: {7: (None, x)}, lambda v: v[7][1], "inputs[1][7][1]"),
+        (lambda x: OrderedDict({"it's": [[x]]}), lambda v: v["it's"][0][0], """inputs[1]["it's"][0][0]"""),
+        (lambda x: Pair(1, x), lambda v: v.right, "inputs[1].right"),
+        (lambda x: Batch(x, []), lambda v: v.x, "inputs[1].x"),
+        (lambda x: [Batch(torch.ones(2), [{"y": x}])], lambda v: v[0].others[0]["y"], 'inputs[1][0].others[0]["y"]'),
+    ],
+)
+def test_nested_inputs_are_checked_and_named(wrap: Any, unwrap: Any, name: str) -> None:
+    a, x = leaf(2), leaf(2, 3, seed=1)
+    value = wrap(x)
+
+    def func(a: Tensor, nested: Any) -> Tensor:
+        assert type(nested) is type(value)
+        return unwrap(nested).sin() * a.unsqueeze(1)
+
+    report = fastgrad.check(func, (a, value))
+    assert report.passed
+    assert report.input_names == ("inputs[0]", name)
+    assert (report.n, report.output_names) == (8, ("result",))
+    wrong = fastgrad.check(lambda a, nested: off(unwrap(nested), 1.5).sin() * a.unsqueeze(1), (a, value))
+    assert failing_names(wrong) == ("result", name)
+
+
+def test_nested_results_are_checked_and_named() -> None:
+    x = leaf(3)
+
+    def func(x: Tensor, wrong: bool) -> Any:
+        y = off(x, 2.0 if wrong else 1.0)
+        return {"loss": x.sum(), "n": 3, "parts": [Batch(x * 2, [y.cos(), "text"]), None], "counts": torch.ones(2)}
+
+    assert fastgrad.check(func, (x, False)).passed
+    report = fastgrad.check(func, (x, True))
+    assert report.output_names == (
+        'result["loss"]',
+        'result["parts"][0].x',
+        'result["parts"][0].others[0]',
+        'result["counts"]',
+    )
+    assert failing_names(report) == ('result["parts"][0].others[0]', "inputs[0]")
+
+
+def test_keyword_arguments_are_checked_and_named() -> None:
+    x, scale, shift = leaf(4), leaf(1, seed=1), leaf(4, seed=2)
+
+    def func(x: Tensor, *, scale: Tensor, extra: dict[str, Any], power: int, wrong: bool = False) -> Tensor:
+        return (x * off(scale, -1.0 if wrong else 1.0)) ** power + extra["shift"][0]
+
+    kwargs = {"scale": scale, "extra": {"shift": (shift,)}, "power": 2}
+    report = fastgrad.check(func, x, kwargs=kwargs)
+    assert report.passed
+    assert report.input_names == ("inputs[0]", 'kwargs["scale"]', 'kwargs["extra"]["shift"][0]')
+    report = fastgrad.check(func, x, kwargs={**kwargs, "wrong": True})
+    assert failing_names(report) == ("result", 'kwargs["scale"]')
+    # Where nothing else requires grad, keyword arguments do.
+    assert fastgrad.check(func, x.detach(), kwargs=kwargs).input_names == report.input_names[1:]
+
+
+def test_dataclasses_stay_unregistered() -> None:
+    known = set(_pytree.SUPPORTED_NODES)
+    assert fastgrad.check(lambda batch: Batch(batch.x * 2, []), (Batch(leaf(2), []),)).passed
+    assert set(_pytree.SUPPORTED_NODES) == known
+
+
+def test_containers_that_the_user_registered() -> None:
+    class Box:
+        def __init__(self, held: Any) -> None:
+            self.held = held
+
+    _pytree.register_pytree_node(Box, lambda box: ([box.held], None), lambda held, _: Box(*held))
+    try:
+        report = fastgrad.check(lambda box: Box([off(box.held, 2.0)]), (Box(leaf(2)),))
+    finally:
+        del _pytree.SUPPORTED_NODES[Box]
+    assert failing_names(report) == ("result[0][0]", "inputs[0][0]")
+
+
+def test_func_gets_the_callers_tensors_in_containers_of_its_own() -> None:
+    x, config = leaf(3), {"depth": [1]}
+    inputs = [{"x": x}, config]
+
+    def func(values: dict[str, Tensor], config: Any) -> Tensor:
+        assert config is inputs[1]  # nothing to check in it
+        assert values is not inputs[0]
+        taken = values.pop("x")
+        assert taken is x
+        values["y"] = taken
+        return taken.exp()
+
+    assert fastgrad.check(func, inputs).passed
+    assert inputs[0] == {"x": x}
+
+
+def test_the_same_tensor_at_two_places_is_perturbed_once() -> None:
+    x = leaf(4)
+    report = fastgrad.check(lambda pair, *, factor: pair[0] * factor, ((x,),), kwargs={"factor": x})
+    assert report.passed
+    assert (report.n, report.input_names) == (4, ("inputs[0][0]", 'kwargs["factor"]'))
+
+
+class Layer(nn.Module):
+    """A linear layer, batch norm, and a factor that is shared with a submodule; `wrong` parameters are off."""
+
+    def __init__(self, wrong: str = "") -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.weight = nn.Parameter(torch.randn(3, 2, dtype=torch.float64, generator=generator))
+        self.frozen = nn.Parameter(torch.ones(2, dtype=torch.float64), requires_grad=False)
+        self.norm = nn.BatchNorm1d(2, dtype=torch.float64)
+        self.inner = nn.Module()
+        self.inner.factor = nn.Parameter(torch.tensor([0.5, 1.5], dtype=torch.float64))
+        self.alias = self.inner
+        self.wrong = wrong
+
+    def forward(self, batch: dict[str, Tensor], shift: Tensor | float = 0.0) -> dict[str, Tensor]:
+        weight, factor, scale, x = self.weight, self.alias.factor, self.norm.weight, batch["x"]
+        if self.wrong:
+            # The value stays; the gradient is doubled.
+            one = {"weight": weight, "inner.factor": factor, "norm.weight": scale, "x": x}[self.wrong]
+            x = x + (off(one, 2.0) - one).sum()
+        normal = self.norm(x @ weight + shift) * factor * self.frozen
+        return {"loss": normal.square().sum(), "rows": normal.sum(1)}
+
+
+def layer(wrong: str = "", train: bool = True) -> tuple[Layer, dict[str, Tensor]]:
+    return Layer(wrong).train(train), {"x": leaf(4, 3)}
+
+
+NAMES = ('inputs[0]["x"]', "module.weight", "module.norm.weight", "module.norm.bias", "module.inner.factor")
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("engine", [{}, {"engine": "compressed"}], ids=["auto", "compressed"])
+def test_modules_with_their_parameters(train: bool, engine: dict[str, Any]) -> None:
+    module, batch = layer(train=train)
+    report = fastgrad.check(module, batch, **engine)
+    assert report.passed, failure_message(report)
+    # A shared parameter counts once, and one that does not require grad not at all.
+    assert report.input_names == NAMES
+    assert report.output_names == ('result["loss"]', 'result["rows"]')
+    assert report.n == 12 + 6 + 2 + 2 + 2
+    assert fastgrad.check(module, batch, wrt="parameters", **engine).input_names == NAMES[1:]
+    assert fastgrad.check(module, batch, wrt="inputs", **engine).input_names == NAMES[:1]
+    plain = {"x": batch["x"].detach()}
+    assert fastgrad.check(module, plain, kwargs={"shift": leaf(1)}, **engine).input_names == (
+        'kwargs["shift"]',
+        *NAMES[1:],
+    )
+
+
+@pytest.mark.parametrize("wrong", ["weight", "inner.factor", "norm.weight"])
+@pytest.mark.parametrize("wrt", ["parameters", "both"])
+def test_planted_errors_in_parameters_are_named(wrong: str, wrt: Any) -> None:
+    module, batch = layer(wrong, train=False)
+    assert failing_names(fastgrad.check(module, batch, wrt=wrt)) == ('result["loss"]', f"module.{wrong}")
+    assert fastgrad.check(module, batch, wrt="inputs").passed
+
+
+def test_planted_errors_in_the_inputs_of_a_module_are_none_of_its_parameters() -> None:
+    module, batch = layer("x", train=False)
+    assert failing_names(fastgrad.check(module, batch)) == ('result["loss"]', NAMES[0])
+    assert fastgrad.check(module, batch, wrt="parameters").passed
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_batch_norm_in_training_mode_with_a_planted_error(seen: bool) -> None:
+    """Its running statistics move past their version counters, and its backward wants them as the forward left them."""
+    module = nn.Sequential(OrderedDict(norm=nn.BatchNorm1d(3, dtype=torch.float64), last=Scaled(1.5 if seen else 1.0)))
+    before = [buffer.clone() for buffer in module.buffers()]
+    report = fastgrad.check(module, leaf(5, 3))
+    assert report.passed is not seen
+    if seen:
+        assert failing_names(report) == ("result", "module.last.factor")
+    assert all(torch.equal(buffer, old) for buffer, old in zip(module.buffers(), before, strict=True))
+
+
+class Scaled(nn.Module):
+    """x * factor, the gradient of factor being `wrong` times what it is."""
+
+    def __init__(self, wrong: float = 1.0) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64))
+        self.wrong = wrong
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * off(self.factor, self.wrong)
+
+
+class Stateful(nn.Module):
+    """A module whose result depends on what the last call left in its buffers, in four ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("mean", torch.ones(3, dtype=torch.float64))
+        self.register_buffer("cache", None)
+        self.register_buffer("silent", torch.ones((), dtype=torch.float64), persistent=False)
+        self.weight = nn.Parameter(torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64))
+        self.seen: list[tuple[float, ...]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.cache is None
+        self.seen.append((self.count.item(), self.mean.sum().item(), self.silent.item()))
+        result = x * self.weight * self.silent.item() * (1 + self.count) * self.mean.detach()
+        self.count += 1
+        self.mean = 0.9 * self.mean + 0.1 * result.sum()  # another tensor, with a graph
+        self.cache = x.detach().clone()
+        self.silent.data.mul_(1.01)  # no version counter tells
+        return result
+
+
+@pytest.mark.parametrize("keywords", [{}, {"order": 2}, {"check_forward_ad": True}, *ENGINES[1:]])
+def test_every_call_starts_from_the_same_buffers(keywords: dict[str, Any]) -> None:
+    module = Stateful()
+    count, mean, silent = module.count, module.mean, module.silent
+    x = leaf(6, 3)
+    report = fastgrad.check(module, x, **keywords)
+    assert report.passed, failure_message(report)
+    assert set(module.seen) == {(0.0, 3.0, 1.0)}
+    assert len(module.seen) >= 15
+    assert module.count is count
+    assert module.mean is mean
+    assert module.silent is silent
+    assert module.cache is None
+    assert (count.item(), mean.tolist(), silent.item()) == (0.0, [1.0] * 3, 1.0)
+    assert not mean.requires_grad
+
+
+def test_buffers_that_gradients_flow_into() -> None:
+    class Averaging(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.mean.mul_(0.9).add_(0.1 * x.mean(0))
+            return x - self.mean
+
+    module = Averaging()
+    assert fastgrad.check(module, leaf(4, 3)).passed
+    assert not module.mean.requires_grad
+    assert module.mean.tolist() == [0.0] * 3
+
+
+def test_only_buffers_that_change_are_written() -> None:
+    class Watched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.arange(4.0, dtype=torch.float64).expand(3, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.table
+
+    module = Watched()  # one element of its storage stands for three: nothing can be copied into it
+    with pytest.raises(RuntimeError, match="single memory location"):
+        module.table.data.copy_(module.table.clone())
+    assert fastgrad.check(module, leaf(3, 4)).passed
+
+
+def test_second_derivatives_of_a_module() -> None:
+    module, batch = layer(train=False)
+    report = fastgrad.check(module, batch, order=2)
+    assert report.passed, failure_message(report)
+    assert report.input_names == (*NAMES, 'grad_outputs["loss"]', 'grad_outputs["rows"]')
+    assert report.output_names == tuple(f"grad({name})" for name in NAMES)
+    assert report.settings.grad_outputs == "random"
+
+    class Cubed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor([0.5, 1.5], dtype=torch.float64))
+            self.unused = nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"y": Cube.apply(x * self.weight)}
+
+    wrong = fastgrad.check(Cubed(), leaf(3, 2), order=2)
+    # The gradient of what func does not use does not exist.
+    assert wrong.output_names == ("grad(inputs[0])", "grad(module.weight)")
+    assert failing_names(wrong) == ("grad(inputs[0])", "inputs[0]")
+    assert "fastgrad.check(..., order=2, eps=1e-06, " in failure_message(wrong)
+    assert fastgrad.check(Cubed(), leaf(3, 2)).passed
+
+
+class Cube(torch.autograd.Function):
+    """x^3, with a right first derivative and a wrong second one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * x * x.detach() * grad_output
+
+
+def test_given_grad_outputs_may_be_nested() -> None:
+    module, batch = layer(train=False)
+    grads = {"loss": leaf(seed=7), "rows": leaf(4, seed=8).detach()}
+    report = fastgrad.check(module, batch, order=2, grad_outputs=grads)
+    assert report.passed
+    assert report.input_names == (*NAMES, 'grad_outputs["loss"]', 'grad_outputs["rows"]')
+    assert report.n == 24 + 1  # the rows' does not require grad
+    flat = fastgrad.check(module, batch, order=2, grad_outputs=list(grads.values()), eps=[1e-6] * 5 + [1e-5])
+    assert flat.input_names[-2:] == ("grad_outputs[0]", "grad_outputs[1]")
+    assert flat.settings.inputs[-1].eps == 1e-5
+    ones = fastgrad.check(module, batch, order=2, grad_outputs="ones", check_fwd_over_rev=True)
+    assert ones.passed
+    assert (ones.n, ones.settings.grad_outputs, ones.jvps > 0) == (24, "ones", True)
+    gapped = fastgrad.check(module, batch, order=2, gen_non_contig_grad_outputs=True)
+    assert gapped.settings.grad_outputs == "non-contiguous"
+
+
+def test_forward_mode_reaches_parameters() -> None:
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+            pass
+
+        @staticmethod
+        def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+            return grad_output * 2
+
+        @staticmethod
+        def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+            return tangent * 3
+
+    class Doubling(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(x, Wrong.apply(self.weight), self.bias)
+
+    module = Doubling(3, 2, dtype=torch.float64)
+    assert fastgrad.check(module, leaf(4, 3)).passed
+    report = fastgrad.check(module, leaf(4, 3), check_forward_ad=True, check_backward_ad=False)
+    assert report.failure is not None
+    assert report.failure.mode == "forward"
+    assert report.input_names[report.failure.input_position or 0] == "module.weight"
+    keywords = {"check_forward_ad": True, "check_batched_forward_grad": True, "check_batched_grad": True}
+    assert fastgrad.check(nn.Linear(3, 2, dtype=torch.float64), leaf(4, 3), **keywords).passed
+
+
+def test_parameters_in_single_precision_warn_by_name() -> None:
+    with pytest.warns(
+        UserWarning, match=r"module\.0\.weight requires gradient and is not a double precision"
+    ) as caught:
+        fastgrad.check(nn.Sequential(nn.Linear(2, 1)), leaf(2, 2).detach().float(), eps=1e-2, atol=1e-2)
+    assert caught[0].filename == __file__
+
+
+# Steps and tolerances of each input.
+
+
+@each_engine
+@pytest.mark.parametrize("order", [1, 2])
+def test_every_input_takes_its_own_step(engine: dict[str, Any], order: Any) -> None:
+    a, b = leaf(5, 4), leaf(5, 4, seed=1)
+    at = [value.detach().clone() for value in (a, b)]
+    largest = [0.0, 0.0]
+
+    def func(a: Tensor, b: Tensor) -> Tensor:
+        for i, value in enumerate((a, b)):
+            largest[i] = max(largest[i], (value.detach() - at[i]).abs().max().item())
+        return a.sin() * b**3
+
+    eps = {"inputs[0]": 1e-4, "inputs[1]": 1e-6}
+    report = fastgrad.check(func, (a, b), order=order, eps=eps, **engine)
+    assert report.passed, failure_message(report)
+    assert report.notes == ()
+    assert report.plan is not None
+    assert report.plan.engine == engine["engine"]
+    # Joint steps are up to 1.5 times as large.
+    for moved, step in zip(largest, eps.values(), strict=True):
+        assert 0.99 * step <= moved <= 1.51 * step
+    settings = report.settings
+    assert [own.eps for own in settings.inputs][:2] == [1e-4, 1e-6]
+
+
+@each_engine
+def test_planted_errors_are_found_at_any_step(engine: dict[str, Any]) -> None:
+    for which in range(2):
+        for eps in ((1e-4, 1e-7), (1e-7, 1e-4)):
+
+            def func(a: Tensor, b: Tensor, which: int = which) -> Tensor:
+                factors = [1.0, 1.0]
+                factors[which] = 1.02
+                return off(a, factors[0]).sin() * off(b, factors[1]).exp()
+
+            report = fastgrad.check(func, (leaf(5, 4), leaf(5, 4, seed=1)), eps=eps, **engine)
+            assert failing_names(report) == ("result", f"inputs[{which}]")
+            assert report.failure is not None
+            assert report.failure.comparison is not None
+            worst = report.failure.comparison.worst
+            assert worst is not None
+            assert worst.analytical == pytest.approx(1.02 * worst.numerical, rel=1e-4)
+            assert f"eps=({eps[0]:g}, {eps[1]:g}), atol=1e-05, rtol=0.001" in failure_message(report)
+
+
+def test_a_step_may_decide() -> None:
+    """One input needs a large step, as func rounds it; the other a small one, as func ends next to it."""
+    a = (torch.arange(4, dtype=torch.float64) / 8).requires_grad_()
+    b = torch.full((4,), 2.0**-10, dtype=torch.float64, requires_grad=True)
+
+    def func(a: Tensor, b: Tensor) -> Tensor:
+        if bool((b <= 0).any()):
+            raise ValueError("b must be positive")
+        rounded = a + ((8 * a).round() / 8 - a).detach()
+        return rounded + b.sqrt()
+
+    assert fastgrad.check(func, (a, b), eps=(0.125, 1e-6)).passed
+    assert failing_names(fastgrad.check(func, (a, b))) == ("result", "inputs[0]")
+    with pytest.raises(ValueError, match="b must be positive"):
+        fastgrad.check(func, (a, b), eps=0.125)
+
+
+@each_engine
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize(
+    ("tolerance", "factor", "constant", "loose"),
+    [("atol", 1.0, 2e-3, 1e-2), ("rtol", 1.02, 0.0, 1e-1)],
+)
+def test_every_input_has_its_own_tolerance(
+    engine: dict[str, Any], which: int, tolerance: str, factor: float, constant: float, loose: float
+) -> None:
+    inputs = leaf(5, 4), leaf(5, 4, seed=1)
+
+    def func(a: Tensor, b: Tensor) -> Tensor:
+        wrong = (factor, constant), (1.0, 0.0)
+        a, b = (off(value, *wrong[which != i]) for i, value in enumerate((a, b)))
+        return a / 8 + b.sin() / 8
+
+    def verdict(numbers: Any) -> Report:
+        return fastgrad.check(func, inputs, **{"rtol": 1e-4, tolerance: numbers}, **engine)
+
+    tight = 1e-5 if tolerance == "atol" else 1e-4
+    own, other = [tight, tight], [tight, tight]
+    own[which] = other[1 - which] = loose
+    assert failing_names(verdict(tight)) == failing_names(verdict(other)) == ("result", f"inputs[{which}]")
+    report = verdict(own)
+    assert report.passed, failure_message(report)
+    assert report.plan is not None
+    assert report.plan.engine == engine["engine"]
+    assert verdict({f"inputs[{which}]": loose, f"inputs[{1 - which}]": tight}).passed
+    allowed = verdict(other).failure.comparison.worst.allowed  # type: ignore[union-attr]
+    assert allowed < 1e-3  # of the input that is wrong
+    assert f"= atol {other[which]:g} +" in failure_message(verdict(other)) or tolerance == "rtol"
+
+
+def test_names_stand_for_all_below_them_and_longer_ones_say_more() -> None:
+    module, batch = layer(train=False)
+    eps = {"module": 1e-4, "module.norm": 1e-5, "module.norm.bias": 3e-5, "inputs[0]['x']": 1e-7}
+    report = fastgrad.check(module, batch, eps=eps)
+    assert report.passed
+    assert [own.eps for own in report.settings.inputs] == [1e-7, 1e-4, 1e-5, 3e-5, 1e-4]
+    assert report.settings.eps == 1e-7
+    # What is not named has the default; and where all have the same, it is one number.
+    assert [own.atol for own in fastgrad.check(module, batch, atol={"module.weight": 1e-3}).settings.inputs] == [
+        1e-5,
+        1e-3,
+        *[1e-5] * 3,
+    ]
+    uniform = fastgrad.check(module, batch, rtol=[1e-2] * 5)
+    assert (uniform.settings.inputs, uniform.settings.rtol) == ((), 1e-2)
+
+
+def test_forward_mode_with_tolerances_of_their_own() -> None:
+    class Jvp(torch.autograd.Function):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+            pass
+
+        @staticmethod
+        def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+            return tangent * 1.002
+
+    inputs = leaf(5, 4), leaf(5, 4, seed=1)
+    forward = {"check_forward_ad": True, "check_backward_ad": False, "rtol": 0.0}
+    for fast in ({}, {"fast_mode": True, "engine": "sketch"}):
+        verdicts = [
+            fastgrad.check(lambda a, b: Jvp.apply(a) + b.sin(), inputs, atol=atol, **forward, **fast).passed
+            for atol in (1e-5, (1e-2, 1e-5), (1e-5, 1e-2))
+        ]
+        assert verdicts == [False, True, False]
+
+
+# Keywords.
+
+
+def test_check_takes_every_keyword_of_gradcheck_and_gradgradcheck() -> None:
+    own = inspect.signature(fastgrad.check).parameters
+    for other in (fastgrad.gradcheck, fastgrad.gradgradcheck):
+        for parameter in inspect.signature(other).parameters.values():
+            if parameter.name in ("raise_exception", "check_sparse_nnz", "positional"):
+                continue  # it raises no verdict, and is too young for old spellings
+            assert own[parameter.name].default == parameter.default
+    assert set(own) - set(inspect.signature(fastgrad.gradcheck).parameters) - set(
+        inspect.signature(fastgrad.gradgradcheck).parameters
+    ) == {"order", "kwargs", "wrt"}
+
+
+CHANGED: dict[str, Any] = {
+    "nondet_tol": 1e-9,
+    "check_undefined_grad": False,
+    "check_grad_dtypes": True,
+    "check_batched_grad": True,
+    "check_batched_forward_grad": True,
+    "check_forward_ad": True,
+    "check_fwd_over_rev": True,
+    "fast_mode": True,
+    "masked": True,
+    "engine": "dense",
+    "seed": 3,
+    "confidence": 0.999,
+    "memory_limit": 1 << 20,
+    "progress": False,
+    "eps": 1e-5,
+    "atol": 1e-4,
+    "rtol": 1e-2,
+}
+
+
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("name", CHANGED)
+def test_every_keyword_arrives(order: Any, name: str) -> None:
+    spelled = {"check_fwd_over_rev": "check_forward_ad"}.get(name, name)
+    keywords = {name: CHANGED[name]}
+    if name == "check_batched_forward_grad":
+        keywords["check_forward_ad"] = True
+    if name == "check_fwd_over_rev" if order == 1 else "forward" in name:
+        with pytest.raises(ValueError, match=f"is a keyword of order={3 - order}, and order is {order}"):
+            fastgrad.check(torch.sin, leaf(2), order=order, **keywords)
+        return
+    report = fastgrad.check(torch.sin, leaf(2), order=order, **keywords)
+    assert report.passed
+    assert getattr(report.settings, spelled) == CHANGED[name] != getattr(Settings(progress=None), spelled)
+
+
+def test_check_and_the_others_do_the_same() -> None:
+    x = leaf(3, 4)
+    wrong: Callable[..., Any] = lambda x: off(x, 1.1).exp()  # noqa: E731
+    for order, other in ((1, fastgrad.gradcheck), (2, fastgrad.gradgradcheck)):
+        with pytest.raises(fastgrad.GradcheckError) as raised:
+            other(wrong, (x,), seed=2)
+        mine, theirs = fastgrad.check(wrong, (x,), order=order, seed=2), raised.value.report
+        assert mine.settings == theirs.settings
+        assert (mine.n, mine.m, mine.vjps) == (theirs.n, theirs.m, theirs.vjps)
+        assert theirs.input_names == theirs.output_names == ()
+        assert failure_message(mine).splitlines()[0] == str(raised.value).splitlines()[0]
+
+
+def test_the_function_and_the_module_of_that_name() -> None:
+    """As torch.autograd.gradcheck is a module and a function: the function is what the package shows."""
+    module = importlib.import_module("fastgrad.check")
+    assert fastgrad.check is not module
+    assert fastgrad.check.__module__ == "fastgrad.api"
+    from fastgrad.check import check  # the module's own
+
+    assert check is module.check
+    assert fastgrad.check(torch.sin, leaf(2)).passed
+
+
+@pytest.mark.parametrize(
+    ("func", "inputs", "keywords", "error", "message"),
+    [
+        (torch.sin, leaf(2), {"order": 3}, ValueError, "order must be 1 or 2, got 3."),
+        (torch.sin, leaf(2), {"order": True}, ValueError, "order must be 1 or 2, got True."),
+        (torch.sin, leaf(2), {"wrt": "weights"}, ValueError, "wrt must be 'inputs', 'parameters' or 'both', got"),
+        (torch.sin, leaf(2), {"wrt": "parameters"}, TypeError, "wrt='parameters' needs a torch.nn.Module as func, got"),
+        (torch.sin, leaf(2), {"kwargs": [1]}, TypeError, "kwargs must be a mapping from names to func's keyword"),
+        (torch.sin, leaf(2), {"kwargs": {1: 2}}, TypeError, "kwargs must be a mapping from names to func's keyword"),
+        (
+            torch.sin,
+            leaf(2).detach(),
+            {},
+            ValueError,
+            "check needs a tensor with requires_grad=True in inputs or kwargs",
+        ),
+        (nn.ReLU(), leaf(2).detach(), {}, ValueError, "in inputs, kwargs or the module, and there is none."),
+        (nn.ReLU(), leaf(2), {"wrt": "parameters"}, ValueError, "check needs a parameter with requires_grad=True"),
+        (nn.LazyLinear(2), leaf(2, 2), {}, ValueError, "Parameter weight of the module has no values yet: call"),
+        (
+            torch.sin,
+            leaf(2),
+            {"eps": [1e-6, 1e-6]},
+            ValueError,
+            "eps needs one number for each of the 1 checked inputs",
+        ),
+        (
+            torch.sin,
+            leaf(2),
+            {"atol": {"x": 1.0}},
+            ValueError,
+            "atol has the key 'x', and the checked inputs are inputs[0]",
+        ),
+        (
+            torch.sin,
+            leaf(2),
+            {"rtol": {"inputs": -1.0}},
+            ValueError,
+            "rtol of inputs[0] must be at least zero, got -1.0.",
+        ),
+        (torch.sin, leaf(2), {"eps": ["1"]}, TypeError, "eps of inputs[0] must be a number, got '1'."),
+        (torch.sin, leaf(2), {"eps": "1"}, TypeError, "eps must be a number, got '1'."),
+        (torch.sin, leaf(2), {"seed": 0.5}, ValueError, "seed must be None or an integer of 64 bits, got 0.5."),
+        (lambda x: {"n": 1}, leaf(2), {}, TypeError, "func must return a tensor, or a container of tensors, got dict."),
+        (
+            lambda d: d["w"],
+            {"w": leaf(2).expand(3, 2).detach().requires_grad_()},
+            {},
+            RuntimeError,
+            'inputs[0]["w"] has a dimension with stride 0.',
+        ),
+        (
+            lambda d: d["w"],
+            [{"w": torch.ones(2, device="meta", requires_grad=True)}],
+            {},
+            ValueError,
+            'inputs[0]["w"] is on the meta device: a gradient check needs values.',
+        ),
+        (torch.sin, leaf(2), {"order": 2, "grad_outputs": 1.0}, TypeError, "grad_outputs must be tensors, got float."),
+        (torch.sin, leaf(2), {"order": 2, "grad_outputs": "twos"}, ValueError, "grad_outputs must be tensors, None or"),
+        (
+            torch.sin,
+            leaf(2),
+            {"check_backward_ad": False},
+            AssertionError,
+            "check_forward_ad or check_backward_ad to be",
+        ),
+    ],
+)
+def test_bad_arguments_are_one_clear_sentence(
+    func: Any, inputs: Any, keywords: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error) as raised:
+        fastgrad.check(func, inputs, **keywords)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_overlapping_tensors_are_named() -> None:
+    base = torch.ones(4, dtype=torch.float64)
+    left, right = (base[i : i + 3].requires_grad_() for i in range(2))
+    with pytest.raises(
+        RuntimeError, match=r'inputs\[0\] and kwargs\["y"\] are different tensors that overlap in memory'
+    ):
+        fastgrad.check(lambda x, y: x + y, left, kwargs={"y": right})
+
+
+# State.
+
+
+@pytest.fixture
+def states() -> Iterator[Callable[[Layer, Tensor], list[Any]]]:
+    def snapshot(module: Layer, x: Tensor) -> list[Any]:
+        tensors = [*module.parameters(), *module.buffers(), x]
+        return [
+            [id(tensor) for tensor in tensors],
+            [tensor.detach().clone() for tensor in tensors],
+            [None if tensor.grad is None else tensor.grad.clone() for tensor in tensors],
+            [tensor.requires_grad for tensor in tensors],
+            [submodule.training for submodule in module.modules()],
+            torch.get_rng_state(),
+            random.getstate(),
+            torch.is_grad_enabled(),
+        ]
+
+    return snapshot
+
+
+def equal(left: Any, right: Any) -> bool:
+    if isinstance(left, list):
+        return len(left) == len(right) and all(equal(a, b) for a, b in zip(left, right, strict=True))
+    return torch.equal(left, right) if isinstance(left, Tensor) else bool(left == right)
+
+
+class Interrupted(Layer):
+    """Raises in one of its calls, with its input, parameters and buffers changed."""
+
+    def __init__(self, call: int, error: BaseException) -> None:
+        super().__init__()
+        self.calls, self.call, self.error = 0, call, error
+
+    def forward(self, batch: dict[str, Tensor], shift: Tensor | float = 0.0) -> dict[str, Tensor]:
+        result = super().forward(batch, shift)
+        self.calls += 1
+        if self.calls == self.call:
+            raise self.error
+        return result
+
+
+@pytest.mark.parametrize("keywords", [{}, {"order": 2}, {"check_forward_ad": True}, {"fast_mode": True}])
+@pytest.mark.parametrize("wrong", ["", "weight"])
+def test_state_is_as_before(states: Any, keywords: dict[str, Any], wrong: str) -> None:
+    module, batch = layer(wrong)
+    module.norm.eval()  # one submodule in another mode than the others
+    module.weight.grad = torch.full_like(module.weight, 7.0)
+    before = states(module, batch["x"])
+    assert fastgrad.check(module, batch, **keywords).passed == (not wrong)
+    assert equal(states(module, batch["x"]), before)
+
+
+@pytest.mark.parametrize("call", [1, 2, 10, 31])
+@pytest.mark.parametrize("error", [KeyError("planted"), KeyboardInterrupt()], ids=["error", "interrupt"])
+@pytest.mark.parametrize("order", [1, 2])
+def test_state_is_as_before_where_a_module_raises(states: Any, call: int, error: BaseException, order: Any) -> None:
+    module, batch = Interrupted(call, error), {"x": leaf(4, 3)}
+    module.weight.grad = torch.full_like(module.weight, 7.0)
+    before = states(module, batch["x"])
+    with pytest.raises(type(error)):
+        fastgrad.check(module, batch, order=order, engine="dense")
+    assert module.calls == call
+    assert equal(states(module, batch["x"]), before)
