@@ -224,6 +224,6 @@ class _Kept:
         if self._moves or self._now() != self._version:
             if self._is_leaf and not tensor.is_leaf:
                 tensor.detach_()  # it was updated by what gradients flow through
-            # Its version counter stays: backward may have saved it.
+            # Past its version counter, which counts what the module does.
             tensor.data.copy_(self._values)
             self._version = self._now()

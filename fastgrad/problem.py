@@ -54,7 +54,8 @@ def _differentiable_inputs(inputs: tuple[Any, ...], names: tuple[str, ...]) -> l
     for i, value in enumerate(inputs):
         if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) and v.requires_grad for v in value):
             raise TypeError(
-                f"Input {i} is a {type(value).__name__} of tensors that require grad: pass them one by one."
+                f"Input {i} is a {type(value).__name__} of tensors that require grad: pass them one by one, or use "
+                "fastgrad.check."
             )
     for i in positions:
         value = inputs[i]
@@ -130,7 +131,7 @@ class Problem:
     """f: R^n -> R^m, seen through func, its inputs and autograd.
 
     A context manager: on leaving it, exceptions and Ctrl-C included, the inputs hold the bits they
-    had on entering.
+    had on entering. The eps that its methods take is the check's; an input's own is `Block.step` times as large.
 
     Attributes
     ----------

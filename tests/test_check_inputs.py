@@ -453,18 +453,24 @@ def test_parameters_in_single_precision_warn_by_name() -> None:
 
 @each_engine
 @pytest.mark.parametrize("order", [1, 2])
-def test_every_input_takes_its_own_step(engine: dict[str, Any], order: Any) -> None:
+@pytest.mark.parametrize(
+    "func",
+    # In the second, columns of the two inputs share no row, and one group would do for all.
+    [lambda a, b: a.sin() * b**3, lambda a, b: (a.sin(), b**3)],
+    ids=["product", "apart"],
+)
+def test_every_input_takes_its_own_step(engine: dict[str, Any], order: Any, func: Any) -> None:
     a, b = leaf(5, 4), leaf(5, 4, seed=1)
     at = [value.detach().clone() for value in (a, b)]
     largest = [0.0, 0.0]
 
-    def func(a: Tensor, b: Tensor) -> Tensor:
-        for i, value in enumerate((a, b)):
+    def watched(*inputs: Tensor) -> Any:
+        for i, value in enumerate(inputs):
             largest[i] = max(largest[i], (value.detach() - at[i]).abs().max().item())
-        return a.sin() * b**3
+        return func(*inputs)
 
     eps = {"inputs[0]": 1e-4, "inputs[1]": 1e-6}
-    report = fastgrad.check(func, (a, b), order=order, eps=eps, **engine)
+    report = fastgrad.check(watched, (a, b), order=order, eps=eps, **engine)
     assert report.passed, failure_message(report)
     assert report.notes == ()
     assert report.plan is not None
@@ -472,8 +478,7 @@ def test_every_input_takes_its_own_step(engine: dict[str, Any], order: Any) -> N
     # Joint steps are up to 1.5 times as large.
     for moved, step in zip(largest, eps.values(), strict=True):
         assert 0.99 * step <= moved <= 1.51 * step
-    settings = report.settings
-    assert [own.eps for own in settings.inputs][:2] == [1e-4, 1e-6]
+    assert [own.eps for own in report.settings.inputs][:2] == [1e-4, 1e-6]
 
 
 @each_engine
@@ -563,28 +568,42 @@ def test_names_stand_for_all_below_them_and_longer_ones_say_more() -> None:
     assert (uniform.settings.inputs, uniform.settings.rtol) == ((), 1e-2)
 
 
-def test_forward_mode_with_tolerances_of_their_own() -> None:
-    class Jvp(torch.autograd.Function):
-        @staticmethod
-        def forward(x: Tensor) -> Tensor:
-            return x.clone()
+class Bent(torch.autograd.Function):
+    """The identity, its derivatives in both modes times 1.002, or not linear by as much."""
 
-        @staticmethod
-        def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-            pass
+    @staticmethod
+    def forward(x: Tensor, linear: bool) -> Tensor:
+        return x.clone()
 
-        @staticmethod
-        def jvp(ctx: Any, tangent: Tensor) -> Tensor:
-            return tangent * 1.002
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.linear = inputs[1]
 
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad + 0.002 * (grad if ctx.linear else grad.abs()), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        return tangent + 0.002 * (tangent if ctx.linear else tangent.abs())
+
+
+@pytest.mark.parametrize("linear", [True, False])
+@pytest.mark.parametrize(
+    "mode", [{}, {"check_forward_ad": True, "check_backward_ad": False}], ids=["reverse", "forward"]
+)
+@pytest.mark.parametrize("engine", [*ENGINES, {}], ids=["dense", "compressed", "sketch", "auto"])
+def test_an_inputs_own_tolerance_excuses_it_alone(engine: dict[str, Any], mode: dict[str, Any], linear: bool) -> None:
     inputs = leaf(5, 4), leaf(5, 4, seed=1)
-    forward = {"check_forward_ad": True, "check_backward_ad": False, "rtol": 0.0}
-    for fast in ({}, {"fast_mode": True, "engine": "sketch"}):
-        verdicts = [
-            fastgrad.check(lambda a, b: Jvp.apply(a) + b.sin(), inputs, atol=atol, **forward, **fast).passed
-            for atol in (1e-5, (1e-2, 1e-5), (1e-5, 1e-2))
-        ]
-        assert verdicts == [False, True, False]
+    verdicts = [
+        fastgrad.check(
+            lambda a, b: Bent.apply(a, linear) + b.sin(), inputs, atol=atol, rtol=0.0, **mode, **engine
+        ).passed
+        for atol in (1e-5, (2e-2, 1e-5), (1e-5, 2e-2))
+    ]
+    assert verdicts[:2] == [False, True]
+    # A sum over all inputs that is not linear in forward mode is excused by any of them; its entries are not.
+    assert not verdicts[2]
 
 
 # Keywords.

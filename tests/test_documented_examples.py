@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -642,3 +645,26 @@ def test_the_same_as_keywords(check: Any) -> None:
     keywords = {"eps": 1e-6, "atol": 1e-5, "rtol": 1e-3, "raise_exception": True, "nondet_tol": 0.0}
     assert check(func=torch.exp, inputs=leaf(3), **keywords) is True
     assert fastgrad.gradgradcheck(torch.exp, leaf(3), leaf(3), **keywords) is True
+
+
+# The project's own pages
+
+
+def test_the_examples_of_the_readme() -> None:
+    """They run; where a comment is a value, the line has that value."""
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    names: dict[str, Any] = {}
+    values = 0
+    torch.manual_seed(0)
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        for statement in ast.parse(block).body:
+            source = ast.get_source_segment(block, statement) or ""
+            comment = block.splitlines()[statement.end_lineno - 1].partition("  # ")[2]  # type: ignore[operator]
+            exec(source, names)
+            try:
+                expected = ast.literal_eval(comment)
+            except (SyntaxError, ValueError):
+                continue
+            values += 1
+            assert eval(source, names) == expected, source
+    assert values == 4
