@@ -117,6 +117,8 @@ class Call:
     ) -> None:
         if self._buffers is not None:
             self._buffers.restore(thoroughly=True)
+        for parameter in self._parameters:
+            parameter.assign()
 
     def __call__(self, *tensors: Any) -> tuple[Tensor, ...]:
         """The tensors in what func returns."""
@@ -155,11 +157,18 @@ class _Parameter:
     name: str
     tensor: Tensor
     places: list[tuple[torch.nn.Module, str]]
+    was_replaced: bool = False
 
     def put(self, tensor: Tensor) -> None:
         """Has the module use a tensor; torch.func.functional_call does not put back what aliased modules hold."""
+        self.was_replaced = True
         for owner, name in self.places:
-            owner._parameters[name] = tensor  # type: ignore[assignment]  # dual tensors are no Parameters
+            owner._parameters[name] = tensor  # type: ignore[assignment]  # a dual tensor is no Parameter
+
+    def assign(self) -> None:
+        """Assigns it anew, if it was replaced: recurrent modules hold a list beside their dict, and watch for this."""
+        for owner, name in self.places if self.was_replaced else []:
+            setattr(owner, name, self.tensor)
 
 
 def _checked_parameters(module: torch.nn.Module) -> list[_Parameter]:

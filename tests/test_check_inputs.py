@@ -440,6 +440,16 @@ def test_forward_mode_reaches_parameters() -> None:
     assert fastgrad.check(nn.Linear(3, 2, dtype=torch.float64), leaf(4, 3), **keywords).passed
 
 
+def test_recurrent_modules_hold_their_own_parameters_again() -> None:
+    module = nn.RNN(2, 2, dtype=torch.float64)
+    report = fastgrad.check(module, leaf(2, 2), check_forward_ad=True)
+    assert report.passed
+    assert report.input_names[1] == "module.weight_ih_l0"
+    assert report.output_names == ("result[0]", "result[1]")
+    # They list them beside the dictionary that every module has.
+    assert [id(own) for own in module._flat_weights] == [id(parameter) for parameter in module.parameters()]
+
+
 def test_parameters_in_single_precision_warn_by_name() -> None:
     with pytest.warns(
         UserWarning, match=r"module\.0\.weight requires gradient and is not a double precision"
