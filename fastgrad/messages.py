@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from fastgrad.diagnose import constant_factor, is_zero
-from fastgrad.report import Comparison, Failure, Report, Settings
+from fastgrad.report import Comparison, Entry, Extent, Failure, Mode, Pair, Part, Report, Settings, Span
 
 _UNDEFINED_NOTE = (
     "An undefined grad_output reaches backward as None, or as zeros where ctx.set_materialize_grads(True) is in force, "
@@ -16,6 +16,89 @@ _NONDET_NOTE = (
     "If the operator is nondeterministic by design (atomic additions, say), pass nondet_tol; otherwise look for state "
     "or uninitialized memory in backward."
 )
+
+MOST_PAIRS = 8
+"""Pairs that a summary lists."""
+
+
+def summary(report: Report) -> str:
+    """What a person reads of a check: of a failure the error's message, otherwise what the verdict rests on."""
+    if report.failure is not None:
+        return failure_message(report)
+    lines = [verdict_line(report)]
+    lines += [f"  compared   {pair_line(pair)}" for pair in report.pairs[:MOST_PAIRS]]
+    if len(report.pairs) > MOST_PAIRS:
+        rest = report.pairs[MOST_PAIRS:]
+        lines.append(
+            f"             and {_count(len(rest), 'pair')} more, largest absolute error "
+            f"{max(pair.comparison.largest_absolute for pair in rest):.2g}"
+        )
+    lines += [
+        f"  certified  {certificate.claim}: {certificate.method}; errors show from {certificate.bound:.2g} on"
+        for certificate in report.certificates
+    ]
+    lines.append(f"  engine     {engine_line(report)}")
+    return "\n".join([*lines, *_notes(report)])
+
+
+def verdict_line(report: Report) -> str:
+    """The verdict in a sentence, for a headline."""
+    name = "gradcheck" if report.settings.grad_outputs is None else "gradgradcheck"
+    if report.verdict == "undecided":
+        return f"{name} undecided: nothing wrong was found, and errors up to {report.undecided:.2g} may be hidden"
+    if report.verdict == "not converged":
+        return f"{name} not converged: the numerical derivative does not settle where the analytical one differs"
+    if report.failure is not None:
+        return f"{name} failed: {report.failure.kind}"
+    entries = sum(pair.comparison.entries for pair in report.pairs)
+    return f"{name} passed" + (
+        f": {_count(entries, 'entry')} of {_count(len(report.pairs), 'pair')}" if entries else ""
+    )
+
+
+def pair_line(pair: Pair) -> str:
+    """What was compared of a pair, and how it came out."""
+    comparison = pair.comparison
+    differing = (
+        f", {comparison.mismatches} of them only once re-measured" if comparison.mismatches and pair.agrees else ""
+    )
+    return (
+        f"{pair_name(pair)}: {_entries(comparison)}{differing}, largest absolute error "
+        f"{comparison.largest_absolute:.2g}, largest relative error {comparison.largest_relative:.2g}"
+    )
+
+
+def pair_name(pair: Pair) -> str:
+    """The Jacobian of a pair: d out0 / d in1, and which part of a complex tensor, in which mode."""
+    return _jacobian_name(pair.output, pair.input, pair.part, pair.mode)
+
+
+def _jacobian_name(output: int | None, input_: int | None, part: Part, mode: Mode) -> str:
+    inputs = "all inputs" if input_ is None else f"in{input_}"
+    which = {"all": "", "real": ", real part", "imaginary": ", imaginary part"}[part]
+    return f"d out{output} / d {inputs}{which}{', forward mode' if mode == 'forward' else ''}"
+
+
+def extent_text(extent: Extent, output: int | None, input_: int | None) -> str:
+    """The part of each tensor that entries lie in: all in in1[5, :], say; empty where they are all over."""
+    parts = []
+    for name, spans in ((f"out{output}", extent.output), (f"in{input_}", extent.input)):
+        if any(span.count < span.size for span in spans):
+            parts.append(f"{name}[{', '.join(_span(span) for span in spans)}]")
+    return f"all in {' and '.join(parts)}" if parts else ""
+
+
+def _span(span: Span) -> str:
+    """The places along a dimension, in the language of indices."""
+    if span.count == span.size:
+        return ":"
+    if span.count == 1:
+        return str(span.first)
+    if span.step is not None and span.count > 2:
+        return f"{span.first}:{span.last + 1}" + (f":{span.step}" if span.step > 1 else "")
+    if span.places:
+        return f"{{{', '.join(str(place) for place in span.places)}}}"
+    return f"{span.count} places in {span.first}:{span.last + 1}"
 
 
 def failure_message(report: Report) -> str:
@@ -30,13 +113,17 @@ def failure_message(report: Report) -> str:
         )
     lines += _positions(failure)
     lines.append(f"  engine     {engine_line(report)}")
-    lines += [f"  note       {note}" for note in report.notes]
+    lines += _notes(report)
     if failure.comparison is not None:
-        lines.append(f"  reproduce  {_call(report.settings)}")
+        lines.append(f"  reproduce  {call(report.settings)}")
     return "\n".join(lines)
 
 
-def _call(settings: Settings) -> str:
+def _notes(report: Report) -> list[str]:
+    return [f"  note       {note}" for note in report.notes]
+
+
+def call(settings: Settings) -> str:
     """The call that measures the same entries again, all but func and tensors."""
     second_order = settings.grad_outputs is not None
     name, forward, reverse = "gradcheck", "check_forward_ad", "check_backward_ad"
@@ -68,7 +155,7 @@ def engine_line(report: Report) -> str:
     return (
         f"{name}: {groups}{_count(report.n, 'input coordinate')}, {_count(report.m, 'output coordinate')}, "
         f"{_count(report.evaluations, 'evaluation')}, {_count(report.vjps, 'VJP')}, "
-        f"{_count(report.jvps, 'JVP') + ', ' if report.jvps else ''}{_seconds(report.seconds)}"
+        f"{_count(report.jvps, 'JVP') + ', ' if report.jvps else ''}{seconds_text(report.seconds)}"
     )
 
 
@@ -153,18 +240,17 @@ def _details(failure: Failure, comparison: Comparison, atol: float, rtol: float)
     lines = []
     worst = comparison.worst
     if worst is not None:
-        entry = f"d out{failure.output}{_index(worst.output_index)} / d in{failure.input}{_index(worst.input_index)}"
         lines += [
-            f"  worst      {entry}   analytical {worst.analytical:.6g}   numerical {worst.numerical:.6g}"
-            f"{'' if worst.error is None else f' +- {worst.error:.0e}'}",
+            f"  worst      {entry_name(failure, worst)}   analytical {worst.analytical:.6g}   "
+            f"numerical {numerical_text(worst)}",
             f"             |difference| {worst.difference:.3g}, allowed {worst.allowed:.2g} "
             f"= atol {atol:g} + rtol {rtol:g} * |numerical|",
         ]
-    lines.append(
-        f"  extent     {'' if comparison.exhaustive else 'at least '}{comparison.mismatches} of {comparison.entries} "
-        f"entries, largest absolute error {comparison.largest_absolute:.3g}, largest relative error "
-        f"{comparison.largest_relative:.3g}"
-    )
+    lines += [
+        f"  extent     {extent_line(failure, comparison)}",
+        f"             largest absolute error {comparison.largest_absolute:.3g}, largest relative error "
+        f"{comparison.largest_relative:.3g}",
+    ]
     if failure.detail:
         lines.append(f"  because    {failure.detail}")
     factor = constant_factor(comparison)
@@ -176,6 +262,34 @@ def _details(failure: Failure, comparison: Comparison, atol: float, rtol: float)
             f"(residual {factor[1]:.0e}): a missing factor {1 / factor[0]:.4g}"
         )
     return lines
+
+
+def entry_name(failure: Failure, entry: Entry) -> str:
+    """An entry as a derivative: d out0[3, 17] / d in1[5, 2], say."""
+    return f"d out{failure.output}{_index(entry.output_index)} / d in{failure.input}{_index(entry.input_index)}"
+
+
+def numerical_text(entry: Entry) -> str:
+    """An entry's numerical value and how far it may be off, where that is known."""
+    return f"{entry.numerical:.6g}{'' if entry.error is None else f' +- {entry.error:.0e}'}"
+
+
+def failure_name(failure: Failure) -> str:
+    """Which Jacobian a failure is about: d out0 / d in1, say."""
+    return _jacobian_name(failure.output, failure.input, failure.part, failure.mode)
+
+
+def extent_line(failure: Failure, comparison: Comparison) -> str:
+    """How many entries differ, and where they lie."""
+    where = extent_text(comparison.extent, failure.output, failure.input) if comparison.extent else ""
+    return (
+        f"{'' if comparison.exhaustive else 'at least '}{comparison.mismatches} of "
+        f"{_entries(comparison)}{', ' + where if where else ''}"
+    )
+
+
+def _entries(comparison: Comparison) -> str:
+    return _count(comparison.entries, "nonzero entry" if comparison.on_pattern else "entry")
 
 
 def _positions(failure: Failure) -> list[str]:
@@ -193,10 +307,22 @@ def _index(index: Sequence[int]) -> str:
 
 
 def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    plural = noun[:-1] + "ies" if noun.endswith("y") else noun + "s"
+    return f"{number} {noun if number == 1 else plural}"
 
 
-def _seconds(seconds: float) -> str:
+def seconds_text(seconds: float) -> str:
+    """A time, in seconds or milliseconds."""
     if not math.isfinite(seconds) or seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{seconds * 1e3:.1f} ms"
+
+
+def size_text(size: int) -> str:
+    """Bytes, in a unit that leaves one to four digits."""
+    number, unit = float(size), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if number < 1024:
+            break
+        number, unit = number / 1024, larger
+    return f"{number:.3g} {unit}" if number < 1000 else f"{number:.0f} {unit}"
