@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from fastgrad.diagnose import constant_factor, is_zero
-from fastgrad.report import Comparison, Entry, Extent, Failure, Mode, Pair, Part, Report, Settings, Span
+from fastgrad.report import Certificate, Comparison, Entry, Extent, Failure, Mode, Pair, Part, Report, Settings, Span
 
 _UNDEFINED_NOTE = (
     "An undefined grad_output reaches backward as None, or as zeros where ctx.set_materialize_grads(True) is in force, "
@@ -31,14 +31,26 @@ def summary(report: Report) -> str:
         rest = report.pairs[MOST_PAIRS:]
         lines.append(
             f"             and {_count(len(rest), 'pair')} more, largest absolute error "
-            f"{max(pair.comparison.largest_absolute for pair in rest):.2g}"
+            f"{max(pair.largest_absolute for pair in rest):.2g}"
         )
-    lines += [
-        f"  certified  {certificate.claim}: {certificate.method}; errors show from {certificate.bound:.2g} on"
-        for certificate in report.certificates
-    ]
+    lines += [f"  certified  {certificate.claim}: {bound_text(certificate)}" for certificate in report.certificates]
     lines.append(f"  engine     {engine_line(report)}")
+    lines.append(f"  settings   {settings_line(report)}")
     return "\n".join([*lines, *_notes(report)])
+
+
+def bound_text(certificate: Certificate) -> str:
+    """From which size on errors show."""
+    return f"errors show from {certificate.bound:.2g} on" if certificate.bound else "any error shows"
+
+
+def settings_line(report: Report) -> str:
+    """What another run needs to come to the same numbers."""
+    settings, environment = report.settings, report.environment
+    numbers = f"eps {settings.eps:g}, atol {settings.atol:g}, rtol {settings.rtol:g}, seed {settings.seed}"
+    if environment is None:
+        return numbers
+    return f"{numbers}; fastgrad {environment.fastgrad}, torch {environment.torch}, {environment.device}"
 
 
 def verdict_line(report: Report) -> str:
@@ -50,7 +62,7 @@ def verdict_line(report: Report) -> str:
         return f"{name} not converged: the numerical derivative does not settle where the analytical one differs"
     if report.failure is not None:
         return f"{name} failed: {report.failure.kind}"
-    entries = sum(pair.comparison.entries for pair in report.pairs)
+    entries = sum(pair.entries for pair in report.pairs)
     return f"{name} passed" + (
         f": {_count(entries, 'entry')} of {_count(len(report.pairs), 'pair')}" if entries else ""
     )
@@ -58,13 +70,11 @@ def verdict_line(report: Report) -> str:
 
 def pair_line(pair: Pair) -> str:
     """What was compared of a pair, and how it came out."""
-    comparison = pair.comparison
-    differing = (
-        f", {comparison.mismatches} of them only once re-measured" if comparison.mismatches and pair.agrees else ""
-    )
+    excused = pair.mismatches if pair.agrees else 0
+    differing = f", {excused} of them right only once re-measured" if excused else ""
     return (
-        f"{pair_name(pair)}: {_entries(comparison)}{differing}, largest absolute error "
-        f"{comparison.largest_absolute:.2g}, largest relative error {comparison.largest_relative:.2g}"
+        f"{pair_name(pair)}: {_entries(pair)}{differing}, largest absolute error {pair.largest_absolute:.2g}, "
+        f"largest relative error {pair.largest_relative:.2g}"
     )
 
 
@@ -74,9 +84,8 @@ def pair_name(pair: Pair) -> str:
 
 
 def _jacobian_name(output: int | None, input_: int | None, part: Part, mode: Mode) -> str:
-    inputs = "all inputs" if input_ is None else f"in{input_}"
     which = {"all": "", "real": ", real part", "imaginary": ", imaginary part"}[part]
-    return f"d out{output} / d {inputs}{which}{', forward mode' if mode == 'forward' else ''}"
+    return f"d out{output} / d in{input_}{which}{', forward mode' if mode == 'forward' else ''}"
 
 
 def extent_text(extent: Extent, output: int | None, input_: int | None) -> str:
@@ -288,7 +297,7 @@ def extent_line(failure: Failure, comparison: Comparison) -> str:
     )
 
 
-def _entries(comparison: Comparison) -> str:
+def _entries(comparison: Comparison | Pair) -> str:
     return _count(comparison.entries, "nonzero entry" if comparison.on_pattern else "entry")
 
 

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastgrad import messages
-from fastgrad.report import Certificate, Comparison, Entry, Failure, Pair, Report, Settings
+from fastgrad.coordinates import element_number
+from fastgrad.report import Certificate, Entry, Failure, Pair, Report, Settings
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -83,8 +84,8 @@ def _entries(report: Report) -> _Entries | None:
             analytical, numerical = (
                 np.array([getattr(entry, name) for entry in worst]) for name in ("analytical", "numerical")
             )
-            outputs = np.array([_number(entry.output_index, shapes[0]) for entry in worst])
-            inputs = np.array([_number(entry.input_index, shapes[1]) for entry in worst])
+            outputs = np.array([element_number(entry.output_index, shapes[0]) for entry in worst])
+            inputs = np.array([element_number(entry.input_index, shapes[1]) for entry in worst])
         failing = None
     else:
         return None
@@ -92,14 +93,6 @@ def _entries(report: Report) -> _Entries | None:
     if failing is None:
         failing = ~(error <= allowed)
     return _Entries(*shapes, outputs, inputs, error, allowed, failing)
-
-
-def _number(index: Sequence[int], shape: Sequence[int]) -> int:
-    """The number, in C order, of the element at an index."""
-    number = 0
-    for place, size in zip(index, shape, strict=True):
-        number = number * size + place
-    return number
 
 
 def _index(number: int, shape: Sequence[int]) -> str:
@@ -295,7 +288,7 @@ def _draw_convergence(axes: Axes, ink: str, failure: Failure, worst: Entry, sett
     estimates = np.array([complex(difference.estimate) for difference in failure.convergence])
     analytical, numerical = complex(worst.analytical), complex(worst.numerical)
     axes.set_xscale("log")
-    if failure.converged and math.isfinite(worst.difference) and worst.difference > 0:
+    if failure.trouble != "not converged" and math.isfinite(worst.difference) and worst.difference > 0:
         distance = np.abs(estimates - numerical)
         floor = max(1e-18 * worst.difference, 1e-3 * min([worst.allowed, *distance[distance > 0]]))
         axes.plot(steps, np.maximum(distance, floor), "o-", color=RIGHT, markersize=4, label="difference at one step")
@@ -493,21 +486,20 @@ def _compared_section(pairs: Sequence[Pair], certificates: Sequence[Certificate]
         head = ("Jacobian", "entries", "differ at eps", "largest absolute error", "largest relative error", "verdict")
         parts.append(_table(head, rows, (1, 2, 3, 4)))
     if certificates:
-        rows = [(one.claim, one.method, f"{one.bound:.2g}") for one in certificates]
+        rows = [(one.claim, one.method, f"{one.bound:.2g}" if one.bound else "any size") for one in certificates]
         parts.append("<p>Certified by random vectors:</p>")
         parts.append(_table(("claim", "how", "errors show from"), rows, (2,)))
     return _section("What was compared", *parts) if parts else ""
 
 
 def _pair_row(pair: Pair) -> tuple[str, ...]:
-    comparison: Comparison = pair.comparison
-    verdict = "wrong" if not pair.agrees else "agrees once re-measured" if comparison.mismatches else "agrees"
+    verdict = "wrong" if not pair.agrees else "agrees once re-measured" if pair.mismatches else "agrees"
     return (
         messages.pair_name(pair),
-        f"{comparison.entries:,}" + ("" if comparison.exhaustive else " (searched)"),
-        f"{comparison.mismatches:,}",
-        f"{comparison.largest_absolute:.3g}",
-        f"{comparison.largest_relative:.3g}",
+        f"{pair.entries:,}",
+        f"{pair.mismatches:,}",
+        f"{pair.largest_absolute:.3g}",
+        f"{pair.largest_relative:.3g}",
         verdict,
     )
 

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -110,6 +110,10 @@ class Sample:
     analytical: Tensor
     numerical: Tensor
     failing: Tensor
+
+
+Trouble = Literal["kink", "low precision", "not converged"]
+"""What re-measuring over many steps found beside, or in place of, a derivative."""
 
 
 @dataclass(frozen=True)
@@ -256,22 +260,26 @@ class Comparison:
     on_pattern: bool = False
 
 
-@dataclass(frozen=True)
-class Pair:
-    """An output and an input whose Jacobian was compared; places as in Failure.
+class Pair(NamedTuple):
+    """An output and an input whose Jacobian was compared; places, part and mode as in Failure.
 
-    input is None where the numbers are about all inputs together. agrees: no entry is wrong; where some
-    mismatched at eps, they agreed once re-measured.
+    mismatches: entries that differ at eps; agrees: none of them after re-measuring. The largest errors are those
+    at eps. on_pattern: as in Comparison.
     """
 
+    # Not a dataclass: every check that passes makes one, and a frozen one of as many fields takes ten times as long.
     output: int
-    input: int | None
+    input: int
     output_position: int
-    input_position: int | None
+    input_position: int
     part: Part
     mode: Mode
-    comparison: Comparison
-    agrees: bool = True
+    entries: int
+    mismatches: int
+    agrees: bool
+    largest_absolute: float
+    largest_relative: float
+    on_pattern: bool
 
 
 @dataclass(frozen=True)
@@ -304,8 +312,8 @@ class Failure:
     output and input count the differentiable outputs and inputs, as torch's messages do;
     output_position and input_position are their places among func's results and arguments.
     detail is a clause for the message; cause is the exception behind the failure, if there was one.
-    converged: a mismatch is about a numerical derivative that steps agree on. convergence: the
-    differences behind the worst entry, large steps first, where it was re-measured.
+    trouble is what detail says of the worst entry's derivative. convergence: the differences behind the worst entry,
+    large steps first, where it was re-measured.
     """
 
     kind: FailureKind
@@ -318,7 +326,7 @@ class Failure:
     comparison: Comparison | None = None
     detail: str = ""
     cause: Exception | None = None
-    converged: bool = True
+    trouble: Trouble | None = None
     convergence: tuple[Difference, ...] = ()
 
 
@@ -360,7 +368,7 @@ class Report:
     def verdict(self) -> Verdict:
         """The outcome in a word or two."""
         if self.failure is not None:
-            return "failed" if self.failure.converged else "not converged"
+            return "not converged" if self.failure.trouble == "not converged" else "failed"
         return "passed" if self.undecided is None else "undecided"
 
     def to_dict(self) -> dict[str, Any]:
@@ -427,6 +435,8 @@ def _plain(value: Any) -> Any:
         return f"{type(value).__name__}: {value}"
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Pair):
+        return {name: _plain(item) for name, item in value._asdict().items()}
     if isinstance(value, (tuple, list)):
         return [_plain(item) for item in value]
     if is_dataclass(value):
