@@ -20,6 +20,9 @@ _NONDET_NOTE = (
 MOST_PAIRS = 8
 """Pairs that a summary lists."""
 
+FEW = 4
+"""Places along a dimension that an extent lists one by one."""
+
 
 def summary(report: Report) -> str:
     """What a person reads of a check: of a failure the error's message, otherwise what the verdict rests on."""
@@ -60,8 +63,15 @@ def verdict_line(report: Report) -> str:
         return f"{name} undecided: nothing wrong was found, and errors up to {report.undecided:.2g} may be hidden"
     if report.verdict == "not converged":
         return f"{name} not converged: the numerical derivative does not settle where the analytical one differs"
-    if report.failure is not None:
-        return f"{name} failed: {report.failure.kind}"
+    failure = report.failure
+    if failure is not None and failure.comparison is not None:
+        wrong = failure.comparison.mismatches
+        return (
+            f"{name} failed: {'' if failure.comparison.exhaustive else 'at least '}{wrong} of "
+            f"{_entries(failure.comparison)} of {failure_name(failure)} {'is' if wrong == 1 else 'are'} wrong"
+        )
+    if failure is not None:
+        return f"{name} failed: {failure.kind}"
     entries = sum(pair.entries for pair in report.pairs)
     return f"{name} passed" + (
         f": {_count(entries, 'entry')} of {_count(len(report.pairs), 'pair')}" if entries else ""
@@ -88,26 +98,40 @@ def _jacobian_name(output: int | None, input_: int | None, part: Part, mode: Mod
     return f"d out{output} / d in{input_}{which}{', forward mode' if mode == 'forward' else ''}"
 
 
-def extent_text(extent: Extent, output: int | None, input_: int | None) -> str:
-    """The part of each tensor that entries lie in: all in in1[5, :], say; empty where they are all over."""
+def extent_text(extent: Extent, output: int | None, input_: int | None, entries: int) -> str:
+    """The part of each tensor that some entries lie in: all in in1[5, :], say; empty where they are all over."""
+    if entries < 2:
+        return ""  # the index of a single one says it already
     parts = []
     for name, spans in ((f"out{output}", extent.output), (f"in{input_}", extent.input)):
-        if any(span.count < span.size for span in spans):
-            parts.append(f"{name}[{', '.join(_span(span) for span in spans)}]")
+        places = [_index_of(span, entries) for span in spans]
+        if any(place != ":" for place in places):
+            parts.append(f"{name}[{', '.join(places)}]")
     return f"all in {' and '.join(parts)}" if parts else ""
 
 
-def _span(span: Span) -> str:
-    """The places along a dimension, in the language of indices."""
+def _index_of(span: Span, entries: int) -> str:
+    """The places along a dimension, in the language of indices; ":" also where they say nothing."""
+    if span.count == 1 and span.size > 1:
+        return str(span.first)
+    # Three places in a row, or two that recur, are hardly chance; more than that may be.
+    is_slice = span.step is not None and (span.count > 2 if span.step == 1 else span.count > 3)
+    if span.count < span.size and (is_slice or (span.count <= FEW and 2 * span.count <= entries)):
+        return places_text(span)
+    return ":"
+
+
+def places_text(span: Span) -> str:
+    """The places along a dimension: 5, 2:7, 0:12:3, {1, 4, 7}, or from where to where."""
     if span.count == span.size:
-        return ":"
+        return "all"
     if span.count == 1:
         return str(span.first)
-    if span.step is not None and span.count > 2:
+    if span.step is not None and (span.count > 2 or span.step == 1):
         return f"{span.first}:{span.last + 1}" + (f":{span.step}" if span.step > 1 else "")
     if span.places:
         return f"{{{', '.join(str(place) for place in span.places)}}}"
-    return f"{span.count} places in {span.first}:{span.last + 1}"
+    return f"within {span.first}:{span.last + 1}"
 
 
 def failure_message(report: Report) -> str:
@@ -290,7 +314,9 @@ def failure_name(failure: Failure) -> str:
 
 def extent_line(failure: Failure, comparison: Comparison) -> str:
     """How many entries differ, and where they lie."""
-    where = extent_text(comparison.extent, failure.output, failure.input) if comparison.extent else ""
+    where = ""
+    if comparison.extent is not None:
+        where = extent_text(comparison.extent, failure.output, failure.input, comparison.mismatches)
     return (
         f"{'' if comparison.exhaustive else 'at least '}{comparison.mismatches} of "
         f"{_entries(comparison)}{', ' + where if where else ''}"

@@ -106,6 +106,7 @@ class _Panel:
 
     title: str
     caption: str
+    size: tuple[float, float]
     draw: Callable[[Axes, str], None]
 
 
@@ -119,6 +120,7 @@ def _panels(report: Report) -> list[_Panel]:
                 "Where the errors are",
                 f"Entries of the Jacobian by the elements that they are about, both in C order: each cell shows the "
                 f"largest error in it over its tolerance. {_sampled(report, entries)}",
+                (6.4, 5.9),
                 lambda axes, ink: _draw_map(axes, ink, entries, failure),
             )
         )
@@ -127,6 +129,7 @@ def _panels(report: Report) -> list[_Panel]:
                 "How large they are",
                 "Each entry's error against what is allowed for it, atol + rtol |numerical|: entries above the line "
                 "fail. Errors of zero lie on the lower edge.",
+                (5.6, 3.6),
                 lambda axes, ink: _draw_errors(axes, ink, entries),
             )
         )
@@ -137,6 +140,7 @@ def _panels(report: Report) -> list[_Panel]:
                 "The worst entry over the steps",
                 "Central differences of the worst entry, from large steps to small: where they settle, they are the "
                 "derivative; the analytical value is the dashed line.",
+                (5.6, 3.6),
                 lambda axes, ink: _draw_convergence(axes, ink, failure, worst, report.settings),
             )
         )
@@ -183,7 +187,7 @@ def _svg(panel: _Panel) -> str:
     figures = _matplotlib_figures()
     settings: Any = {"svg.fonttype": "none", "svg.hashsalt": "fastgrad", "font.family": "sans-serif", "font.size": 11}
     with matplotlib.rc_context(settings):
-        drawn = figures.Figure(figsize=(6.4, 4.6), layout="constrained", facecolor="none")
+        drawn = figures.Figure(figsize=panel.size, layout="constrained", facecolor="none")
         panel.draw(drawn.subplots(), _SENTINEL)
         text = io.StringIO()
         drawn.savefig(text, format="svg", facecolor="none", metadata={"Date": None, "Creator": None})
@@ -352,9 +356,17 @@ _STYLE = """
   white-space: pre-wrap; overflow-wrap: anywhere; }
 .fastgrad ol.causes { list-style: none; margin: 0; padding: 0; }
 .fastgrad ol.causes li { border-left: 4px solid var(--failed); padding: .1rem 0 .1rem .9rem; margin: .7rem 0; }
-.fastgrad meter { width: 6rem; height: .7rem; vertical-align: middle; }
-.fastgrad .figures, .fastgrad .columns { display: grid; gap: 1.2rem 2.5rem;
-  grid-template-columns: repeat(auto-fit, minmax(min(24rem, 100%), 1fr)); }
+.fastgrad .gauge { display: inline-block; width: 6rem; height: .5rem; border-radius: 4px; overflow: hidden;
+  background: var(--line); margin: 0 .4rem; }
+.fastgrad .gauge i { display: block; height: 100%; background: var(--failed); }
+.fastgrad summary { cursor: pointer; font-weight: 600; margin: 1.6rem 0 .4rem; }
+.fastgrad td:first-child { white-space: nowrap; }
+.fastgrad .columns { display: grid; gap: 1.2rem 2.5rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(22rem, 100%), 1fr)); }
+.fastgrad .figures { display: grid; gap: 1.2rem 2.5rem; }
+@media (min-width: 50rem) { .fastgrad .figures { grid-template-columns: 1.2fr 1fr; }
+  .fastgrad figure:first-child { grid-row: span 2; } }
+.fastgrad h3 { font-size: .95rem; margin: 0 0 .3rem; color: var(--ink); }
 .fastgrad figure { margin: 0; }
 .fastgrad figure svg { width: 100%; height: auto; color: var(--ink); display: block; }
 .fastgrad figcaption { color: var(--soft); font-size: .88em; margin-top: .3rem; }
@@ -408,13 +420,12 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence
     return f'<div class="wide"><table>{top}<tbody>{body}</tbody></table></div>\n'
 
 
+def _sentence(clause: str) -> str:
+    return f"{clause[:1].upper()}{clause[1:]}."
+
+
 def _banner(report: Report) -> str:
-    failure = report.failure
-    lines = []
-    if failure is not None and failure.comparison is not None:
-        lines.append(f"{messages.extent_line(failure, failure.comparison)} ({messages.failure_name(failure)})")
-    if report.causes:
-        lines.append(f"Looks like {report.causes[0].text}.")
+    lines = [f"Looks like {report.causes[0].text}."] if report.causes else []
     return (
         f'<header class="{report.verdict.replace(" ", "-")}"><h1>{escape(messages.verdict_line(report))}</h1>'
         f"{''.join(f'<p>{escape(line)}</p>' for line in lines)}</header>"
@@ -422,9 +433,26 @@ def _banner(report: Report) -> str:
 
 
 def _failure_section(report: Report) -> str:
-    if report.failure is None:
+    failure = report.failure
+    if failure is None:
         return ""
-    return _section("What failed", f"<pre>{escape(messages.failure_message(report))}</pre>")
+    message = messages.failure_message(report)
+    if failure.comparison is None:
+        return _section("What failed", f"<pre>{escape(message)}</pre>")
+    comparison = failure.comparison
+    lines = [f"{message.partition(chr(10))[0].rstrip(',')}: {messages.extent_line(failure, comparison)}."]
+    if failure.detail:
+        lines.append(_sentence(failure.detail))
+    rows = []
+    if comparison.extent is not None:
+        sides = (f"out{failure.output}", comparison.extent.output), (f"in{failure.input}", comparison.extent.input)
+        rows = [
+            (f"{name}, dimension {dimension}", f"{span.count:,} of {span.size:,}", messages.places_text(span))
+            for name, spans in sides
+            for dimension, span in enumerate(spans)
+        ]
+    extent = _table(("wrong entries along", "places", "which"), rows, (1,)) if rows else ""
+    return _section("What failed", "".join(f"<p>{escape(line)}</p>" for line in lines), extent)
 
 
 def _worst_section(report: Report) -> str:
@@ -455,8 +483,8 @@ def _causes_section(report: Report) -> str:
         return ""
     items = "".join(
         f"<li><strong>{escape(cause.name)}</strong> "
-        f'<meter min="0" max="1" value="{cause.confidence:.3f}"></meter> '
-        f'<span class="soft">{cause.confidence:.0%} confident</span><br>{escape(cause.text)}.'
+        f'<span class="gauge"><i style="width: {cause.confidence:.0%}"></i></span>'
+        f'<span class="soft">{cause.confidence:.0%}</span><br>{escape(_sentence(cause.text))}'
         f'<br><span class="soft">{escape(cause.measure)}</span></li>'
         for cause in report.causes
     )
@@ -470,13 +498,13 @@ def _figures_section(report: Report) -> str:
     try:
         drawn = [(panel, _svg(panel)) for panel in panels]
     except ImportError:
-        return _section("Figures", f'<p class="soft">There are none here: {escape(NO_FIGURES)}.</p>')
+        return _section("In pictures", f'<p class="soft">There are none here: {escape(NO_FIGURES)}.</p>')
     figures = "".join(
         f'<figure role="img" aria-label="{escape(panel.title)}"><h3>{escape(panel.title)}</h3>{svg}'
         f"<figcaption>{escape(panel.caption)}</figcaption></figure>"
         for panel, svg in drawn
     )
-    return _section("Figures", f'<div class="figures">{figures}</div>')
+    return _section("In pictures", f'<div class="figures">{figures}</div>')
 
 
 def _compared_section(pairs: Sequence[Pair], certificates: Sequence[Certificate]) -> str:
@@ -537,4 +565,5 @@ def _reproduction_section(report: Report) -> str:
         (_section("Notes", notes) if notes else "")
         + _section("How to reproduce", f"<pre>{escape(messages.call(report.settings))}</pre>", where)
         + f"<details><summary>All settings</summary>{_table((), rows)}</details>\n"
+        + f"<details><summary>As text</summary><pre>{escape(messages.summary(report))}</pre></details>\n"
     )
