@@ -28,7 +28,15 @@ from fastgrad.engines import EXPANDED, GAPPED, HALVED, compressed, row_parts
 from fastgrad.engines.compressed import Compression
 from fastgrad.engines.sketch import Differences, directional_differences
 from fastgrad.locate import locate
-from fastgrad.plan import FirstLook, dense_is_small, most_entries, pays_to_compress, prefers_columns, probing_budget
+from fastgrad.plan import (
+    ENTRY_BYTES,
+    FirstLook,
+    dense_is_small,
+    most_entries,
+    pays_to_compress,
+    prefers_columns,
+    probing_budget,
+)
 from fastgrad.problem import Problem
 from fastgrad.report import Certificate, Failure, Part, Plan, Settings
 from fastgrad.sparsity import Mask, Pattern
@@ -84,7 +92,8 @@ def check_by_structure(problem: Problem, settings: Settings, look: FirstLook, fi
         by_columns = prefers_columns(column_groups, row_groups)
         if not pays_to_compress(problem, settings, column_groups, None if by_columns else row_groups):
             return None
-        plan = Plan("compressed", 0, 0, look.record_graph, pattern.origin, column_groups=column_groups)
+        memory = pattern.nnz * ENTRY_BYTES
+        plan = Plan("compressed", 0, 0, look.record_graph, pattern.origin, column_groups=column_groups, memory=memory)
         calls = 2 * column_groups + (column_groups if by_columns else row_groups)
         problem.progress.start(calls, look.seconds * calls, f"{column_groups} column groups")
         try:

@@ -73,9 +73,7 @@ def verdict_line(report: Report) -> str:
     if failure is not None:
         return f"{name} failed: {failure.kind}"
     entries = sum(pair.entries for pair in report.pairs)
-    return f"{name} passed" + (
-        f": {_count(entries, 'entry')} of {_count(len(report.pairs), 'pair')}" if entries else ""
-    )
+    return f"{name} passed" + (f": {_count(entries, 'entry')} compared" if entries else "")
 
 
 def pair_line(pair: Pair) -> str:
@@ -94,8 +92,8 @@ def pair_name(pair: Pair) -> str:
 
 
 def _jacobian_name(output: int | None, input_: int | None, part: Part, mode: Mode) -> str:
-    which = {"all": "", "real": ", real part", "imaginary": ", imaginary part"}[part]
-    return f"d out{output} / d in{input_}{which}{', forward mode' if mode == 'forward' else ''}"
+    which = [f"{part} part"] * (part != "all") + ["forward mode"] * (mode == "forward")
+    return f"d out{output} / d in{input_}" + (f" ({', '.join(which)})" if which else "")
 
 
 def extent_text(extent: Extent, output: int | None, input_: int | None, entries: int) -> str:

@@ -19,6 +19,7 @@ from fastgrad.report import Certificate, Entry, Failure, Pair, Report, Settings
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 NO_FIGURES = "plots need matplotlib: pip install matplotlib, or fastgrad[plot]"
@@ -279,6 +280,8 @@ def _draw_errors(axes: Axes, ink: str, entries: _Entries) -> None:
         axes.plot(ends, ends, color=ink, linewidth=1.2, label="error = tolerance")
         axes.set_xlim(*ends)
     axes.set_ylim(floor, high * 3)
+    for axis in (axes.xaxis, axes.yaxis):
+        _plain_ticks(axis)
     axes.set_xlabel("tolerance, atol + rtol |numerical|")
     axes.set_ylabel("error, |analytical - numerical|")
     if not finite.all():
@@ -299,7 +302,7 @@ def _draw_convergence(axes: Axes, ink: str, failure: Failure, worst: Entry, sett
         axes.axhline(worst.difference, color=WRONG, linestyle="--", label="analytical value")
         axes.axhline(worst.allowed, color=ink, linewidth=1.2, label="tolerance")
         axes.set_yscale("log")
-        axes.set_ylabel("distance from the numerical derivative")
+        axes.set_ylabel("distance from the derivative")
     else:
         complex_valued = bool(np.any(estimates.imag)) or analytical.imag != 0
         size = np.abs if complex_valued else np.real
@@ -310,16 +313,30 @@ def _draw_convergence(axes: Axes, ink: str, failure: Failure, worst: Entry, sett
         axes.set_yscale("symlog", linthresh=max(settings.atol, 1e-12))
     axes.axvline(settings.eps, color=ink, linestyle=":", linewidth=1.2, label=f"eps = {settings.eps:g}")
     axes.set_xlabel("step")
+    axes.set_xlim(min(*steps, settings.eps) / 3, max(*steps, settings.eps) * 3)
+    for axis in (axes.xaxis, axes.yaxis):
+        _plain_ticks(axis)
     _legend(axes, ink)
     _ink(axes, ink)
 
 
+def _plain_ticks(axis: Axis) -> None:
+    """Labels like 1e-06, as in messages; of a span of less than two decades also those in between."""
+    low, high = axis.get_view_interval()
+    narrow = 0 < low < high < 100 * low
+    axis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.set_minor_formatter(lambda value, _: f"{value:g}" if narrow and f"{value:e}"[0] in "25" else "")
+
+
 def _legend(axes: Axes, ink: str) -> None:
     """Above the data, never on them."""
+    lines = axes.get_legend_handles_labels()[0]
+    if not lines:
+        return
     axes.legend(
         loc="lower center",
         bbox_to_anchor=(0.5, 1.0),
-        ncols=4,
+        ncols=2 if len(lines) == 4 else 3,
         frameon=False,
         labelcolor=ink,
         fontsize="small",
@@ -425,11 +442,12 @@ def _sentence(clause: str) -> str:
 
 
 def _banner(report: Report) -> str:
-    lines = [f"Looks like {report.causes[0].text}."] if report.causes else []
-    return (
-        f'<header class="{report.verdict.replace(" ", "-")}"><h1>{escape(messages.verdict_line(report))}</h1>'
-        f"{''.join(f'<p>{escape(line)}</p>' for line in lines)}</header>"
-    )
+    cause = ""
+    if report.causes:
+        first = report.causes[0]
+        cause = f"<p>Probable cause: {escape(first.name)}. {escape(_sentence(first.text))}</p>"
+    kind = report.verdict.replace(" ", "-")
+    return f'<header class="{kind}"><h1>{escape(messages.verdict_line(report))}</h1>{cause}</header>'
 
 
 def _failure_section(report: Report) -> str:
@@ -469,13 +487,14 @@ def _worst_section(report: Report) -> str:
                 messages.numerical_text(entry),
                 f"{entry.difference:.3g}",
                 f"{entry.allowed:.2g}",
+                f"{entry.difference / entry.allowed:.3g}" if entry.allowed else "inf",
             )
         )
-    head = ("entry", "analytical", "numerical", "|difference|", "allowed")
+    head = ("entry", "analytical", "numerical", "|difference|", "allowed", "times allowed")
     note = ""
     if any(entry.error is None for entry in comparison.worst_entries):
         note = '<p class="soft">Values without an error estimate are those at eps: they were not measured again.</p>'
-    return _section("The worst entries", _table(head, rows, (1, 2, 3, 4)), note)
+    return _section("The worst entries", _table(head, rows, (1, 2, 3, 4, 5)), note)
 
 
 def _causes_section(report: Report) -> str:
@@ -533,7 +552,7 @@ def _pair_row(pair: Pair) -> tuple[str, ...]:
 
 
 def _cost_section(report: Report) -> str:
-    rows = [("seconds", f"{report.seconds:.3g}"), ("evaluations of func", f"{report.evaluations:,}")]
+    rows = [("time", messages.seconds_text(report.seconds)), ("evaluations of func", f"{report.evaluations:,}")]
     rows += [("VJPs", f"{report.vjps:,}")] + [("JVPs", f"{report.jvps:,}")] * bool(report.jvps)
     rows += [("input coordinates", f"{report.n:,}"), ("output coordinates", f"{report.m:,}")]
     plan = report.plan

@@ -152,7 +152,7 @@ class Plan:
     record_graph: whether func must record gradients while it is evaluated for differences.
     column_groups, row_groups: of a compressed Jacobian; one difference, or one VJP, serves a group. Without
     row groups, analytical columns come from differentiating the backward once more.
-    memory: bytes that Jacobians and vectors take at a time, estimated.
+    memory: bytes that Jacobians take at a time, estimated; None in fast mode, which holds vectors alone.
     detection_limit: fast mode finds errors that cancel each other in a row or a column from this size on,
     with probability `Settings.confidence`; single ones from their tolerance on.
     """
@@ -224,7 +224,8 @@ class Difference:
     """One central difference of an entry.
 
     step: by which the input was moved to either side. change: by how much func moved in between.
-    estimate: the derivative that follows, change over the realized distance.
+    estimate: the derivative that follows, change over the realized distance. Of a complex entry, change and
+    estimate are made of those of its two coordinates, and step is that of the first.
     """
 
     step: float
