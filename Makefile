@@ -5,10 +5,13 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 export MAX_JOBS ?= 2
 
-.PHONY: demo test test-oldest sanitize develop lint cpp-test cuda-gate parity bench soak dist clean
+.PHONY: demo gallery test test-oldest sanitize develop lint cpp-test cuda-gate parity bench soak dist clean
 
 demo: $(VENV)/.built
 	$(RUN) -m fastgrad demo
+
+gallery: $(VENV)/.built
+	$(RUN) -m docs.make_gallery
 
 test: $(VENV)/.tools
 	$(RUN) -m pytest -n $(MAX_JOBS)

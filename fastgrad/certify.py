@@ -9,6 +9,7 @@ the VJP of v.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -32,8 +33,17 @@ from fastgrad.engines import (
     TangentBlock,
 )
 from fastgrad.problem import Problem
-from fastgrad.report import Failure, Part, Settings, Tolerances
+from fastgrad.report import Certificate, Failure, Part, Settings, Tolerances
 from fastgrad.tolerances import ROUNDING
+
+_KINDS_IN_SHORT = ("dense and non-contiguous", "half of it zero", "constant and expanded")
+
+
+@lru_cache(8)
+def linearity_certificate(claim: str, kinds: tuple[int, ...], bound: float) -> Certificate:
+    """What cotangents of some kinds vouch for, once v^T J was found to be their VJP."""
+    names = ", ".join(_KINDS_IN_SHORT[kind] for kind in kinds)
+    return Certificate(claim, f"v^T J against the VJP of v, {len(kinds)} cotangents: {names}", bound)
 
 
 def repeat_failure(problem: Problem, block: JacobianBlock, settings: Settings) -> Failure | None:
@@ -181,7 +191,7 @@ class LinearityProof:
         settings: Settings,
         rows_repeated: bool,
         moving: Callable[[], Failure | None],
-        kinds: Sequence[int] = (0, 1, 2),
+        kinds: tuple[int, ...] = (GAPPED, HALVED, EXPANDED),
     ) -> None:
         """With whether all rows were run twice, who runs all of them twice where one may move, and which v."""
         self._problem = problem
@@ -200,6 +210,10 @@ class LinearityProof:
         self._sums = torch.zeros(len(kinds), problem.n, dtype=torch.float64, device=problem.device)
         self._squares = torch.zeros_like(self._sums)
         self._gradients: Tensor | None = None
+
+    def certificate(self) -> Certificate:
+        """What it vouches for where it found no failure."""
+        return linearity_certificate("backward is linear in grad_output", self._kinds, self._settings.atol)
 
     def add(self, block: JacobianBlock) -> None:
         """Takes a block of analytical rows into v^T J."""
@@ -340,6 +354,11 @@ class TangentProof:
         ops.project_rows_(
             self._sums, self._squares, self._directions, block.analytical, first, width, block.output.first
         )
+
+    def certificate(self) -> Certificate:
+        """What it vouches for where it found no failure."""
+        method = "J u against the JVP of u, 2 tangents: dense, half of it zero"
+        return Certificate("jvp is linear in its tangent", method, self._settings.atol)
 
     @phase("linearity of jvp")
     def failure(self) -> Failure | None:

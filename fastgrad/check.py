@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastgrad._version import __version__
 from fastgrad.attributes import (
     check_batched_gradients,
     check_batched_tangents,
@@ -18,8 +20,8 @@ from fastgrad.attributes import (
     check_zero_grad_output,
 )
 from fastgrad.certify import LinearityProof, TangentProof, moving_row, repeat_failure
-from fastgrad.compare import PairComparison
-from fastgrad.confirm import mismatch_failure
+from fastgrad.compare import Findings, PairComparison
+from fastgrad.confirm import located_pair, mismatch_failure
 from fastgrad.coordinates import block_with
 from fastgrad.engines import REPEATED_ROWS, JacobianBlock, dense
 from fastgrad.plan import (
@@ -34,7 +36,8 @@ from fastgrad.plan import (
 )
 from fastgrad.problem import Problem, as_tuple, disabled_gradients
 from fastgrad.progress import Progress
-from fastgrad.report import Failure, Part, Plan, Report, Settings
+from fastgrad.report import Certificate, Environment, Failure, Part, Plan, Report, Settings
+from fastgrad.stopwatch import Stopwatch
 
 
 def check(func: Callable[..., Any], inputs: Any, settings: Settings, names: tuple[str, ...] = ()) -> Report:
@@ -57,19 +60,22 @@ def check(func: Callable[..., Any], inputs: Any, settings: Settings, names: tupl
         Errors of func and of backward, and of the arguments, are raised instead.
     """
     start = time.perf_counter()
-    notes: list[str] = []
+    findings = Findings()
     with (
+        Stopwatch() as watch,
         Progress(settings.progress) as progress,
         Problem(
             func, as_tuple(inputs), settings.masked, progress, names, _scales(settings) if settings.inputs else ()
         ) as problem,
     ):
-        plan, failure = _first_failure(problem, settings, notes)
+        plan, failure = _first_failure(problem, settings, findings)
+    if failure is not None and failure.comparison is not None and all(pair.agrees for pair in findings.pairs):
+        findings.add_pair(located_pair(failure, failure.comparison))
     disabled = disabled_gradients()
     if disabled:
-        notes.append(disabled)
+        findings.notes.append(disabled)
     if problem.mutates_inputs:
-        notes.append("func changes its inputs (or they hold NaN); they were restored around every evaluation")
+        findings.notes.append("func changes its inputs (or they hold NaN); they were restored around every evaluation")
     return Report(
         failure=failure,
         settings=settings,
@@ -80,8 +86,13 @@ def check(func: Callable[..., Any], inputs: Any, settings: Settings, names: tupl
         vjps=problem.vjps,
         jvps=problem.jvps,
         seconds=time.perf_counter() - start,
-        notes=tuple(notes),
+        phases=watch.seconds,
+        notes=tuple(findings.notes),
         input_names=names,
+        pairs=tuple(findings.pairs),
+        certificates=tuple(findings.certificates),
+        undecided=findings.undecided,
+        environment=_environment(problem.device),
     )
 
 
@@ -93,11 +104,11 @@ def _scales(settings: Settings) -> list[tuple[float, float]]:
     ]
 
 
-def _first_failure(problem: Problem, settings: Settings, notes: list[str]) -> tuple[Plan, Failure | None]:
+def _first_failure(problem: Problem, settings: Settings, findings: Findings) -> tuple[Plan, Failure | None]:
     if sketches(problem, settings):
-        plan, failure = make_sketch_plan(settings), _screened(problem, settings, notes)
+        plan, failure = make_sketch_plan(settings), _screened(problem, settings, findings)
     else:
-        plan, failure = _exact(problem, settings, notes)
+        plan, failure = _exact(problem, settings, findings)
     if failure is None and problem.has_graph:
         failure = _attribute_failure(problem, settings)
     return plan, failure
@@ -121,23 +132,23 @@ def _attribute_failure(problem: Problem, settings: Settings) -> Failure | None:
     return failure
 
 
-def _exact(problem: Problem, settings: Settings, notes: list[str]) -> tuple[Plan, Failure | None]:
+def _exact(problem: Problem, settings: Settings, findings: Findings) -> tuple[Plan, Failure | None]:
     """Every entry of every Jacobian: on a pattern, if there is one that repays, or all of them."""
     look = first_look(problem, settings) if looks_first(problem) else None
     if look is not None and tries_structure(problem, settings, look):
         from fastgrad.exact import check_by_structure  # only here: importing fastgrad is to cost little
 
-        outcome = check_by_structure(problem, settings, look, notes)
+        outcome = check_by_structure(problem, settings, look, findings)
         if outcome is not None:
             return outcome.plan, outcome.failure
     plan = make_plan(problem, settings, look)
     calls = 2 * problem.n + problem.m
     problem.progress.start(calls, dense_seconds(problem, look) if look else 0.0, f"{calls} calls")
     judge = _jacobian_failure if problem.has_graph else _nonzero_numerical
-    return plan, judge(problem, plan, settings, notes)
+    return plan, judge(problem, plan, settings, findings)
 
 
-def _screened(problem: Problem, settings: Settings, notes: list[str]) -> Failure | None:
+def _screened(problem: Problem, settings: Settings, findings: Findings) -> Failure | None:
     """Fast mode; what it leaves open is decided by the exact engine, where that is affordable."""
     from fastgrad.fast import screen, screen_constant, screen_forward  # only here: importing fastgrad is to cost little
 
@@ -154,22 +165,30 @@ def _screened(problem: Problem, settings: Settings, notes: list[str]) -> Failure
             # Of func, next to x: where it takes single steps only, the exact engine may still decide.
             if not is_affordable(problem):
                 raise
-            return _exact(problem, settings, notes)[1]
+            return _exact(problem, settings, findings)[1]
         if found.failure is not None and found.failure.kind == "nonlinear" and is_affordable(problem):
             # Every entry may say which output and input it is about.
-            return _exact(problem, settings, notes)[1] or found.failure
+            return _exact(problem, settings, findings)[1] or found.failure
         if found.failure is not None:
             return found.failure
         if found.undecided is None:
+            findings.certificates += found.certificates
             continue
         if is_affordable(problem):
-            notes.append("what the sketch left open was decided by the exact engine")
-            return _exact(problem, settings, notes)[1]
-        notes.append(f"undecided below {found.undecided:.2g}: errors up to this size may be hidden")
+            findings.notes.append("what the sketch left open was decided by the exact engine")
+            return _exact(problem, settings, findings)[1]
+        findings.notes.append(f"undecided below {found.undecided:.2g}: errors up to this size may be hidden")
+        findings.undecided = max(found.undecided, findings.undecided or 0.0)
     return None
 
 
-def _nonzero_numerical(problem: Problem, plan: Plan, settings: Settings, notes: list[str]) -> Failure | None:
+@lru_cache(8)
+def _environment(device: torch.device) -> Environment:
+    name = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+    return Environment(__version__, str(torch.__version__), platform.python_version(), name)
+
+
+def _nonzero_numerical(problem: Problem, plan: Plan, settings: Settings, findings: Findings) -> Failure | None:
     """Where no output requires grad, func must not depend on its inputs."""
     for first, columns in dense.numerical_columns(problem, plan, settings.eps):
         if bool(columns.any()):
@@ -183,10 +202,11 @@ def _nonzero_numerical(problem: Problem, plan: Plan, settings: Settings, notes: 
                 input_position=block.position,
                 detail=f"{columns[column, row].item():.6g}",
             )
+    findings.certificates.append(Certificate("func does not depend on its inputs", "every column, bit by bit", 0.0))
     return None
 
 
-def _jacobian_failure(problem: Problem, plan: Plan, settings: Settings, notes: list[str]) -> Failure | None:
+def _jacobian_failure(problem: Problem, plan: Plan, settings: Settings, findings: Findings) -> Failure | None:
     """The Jacobians, pass by pass over numerical columns; reverse mode is judged before forward mode."""
     nothing_to_compare = not problem.n and all(block.elements is None for block in problem.inputs)
     if not problem.m or nothing_to_compare:
@@ -194,17 +214,21 @@ def _jacobian_failure(problem: Problem, plan: Plan, settings: Settings, notes: l
     rows_repeated = all(output.tensor.numel() <= REPEATED_ROWS for output in problem.outputs)
     moving = partial(moving_row, problem, settings, plan.rows_per_block)
     proof = LinearityProof(problem, settings, rows_repeated, moving) if problem.m > 1 else None
-    forward = ForwardComparison(problem, plan, settings, notes) if settings.check_forward_ad else None
+    forward = ForwardComparison(problem, plan, settings, findings) if settings.check_forward_ad else None
     for first, columns in dense.numerical_columns(problem, plan, settings.eps):
         if settings.check_backward_ad:
             for blocks in dense.row_blocks(problem, plan, first, columns):
-                failure = _judge(problem, plan, blocks, settings, proof, notes)
+                failure = _judge(problem, plan, blocks, settings, proof, findings)
                 if failure is not None:
                     return failure
         if forward is not None:
             forward.add(first, columns)
-    failure = _proof_failure(problem, proof, settings) if settings.check_backward_ad and proof is not None else None
-    return forward.failure() if failure is None and forward is not None else failure
+    if settings.check_backward_ad and proof is not None:
+        failure = _proof_failure(problem, proof, settings)
+        if failure is not None:
+            return failure
+        findings.certificates.append(proof.certificate())
+    return forward.failure() if forward is not None else None
 
 
 def _proof_failure(problem: Problem, proof: LinearityProof, settings: Settings) -> Failure | None:
@@ -221,11 +245,11 @@ def _proof_failure(problem: Problem, proof: LinearityProof, settings: Settings) 
 class ForwardComparison:
     """The Jacobians by forward-mode AD against the numerical ones, and the linearity of the jvp."""
 
-    def __init__(self, problem: Problem, plan: Plan, settings: Settings, notes: list[str]) -> None:
+    def __init__(self, problem: Problem, plan: Plan, settings: Settings, findings: Findings) -> None:
         self._problem = problem
         self._plan = plan
         self._settings = settings
-        self._notes = notes
+        self._findings = findings
         self._proof = TangentProof(problem, settings)
         self._pairs: dict[tuple[bool, int, int], tuple[Part, PairComparison]] = {}
         self._domains_match = True
@@ -250,10 +274,13 @@ class ForwardComparison:
             return Failure("tangent dtype", mode="forward")
         for key in sorted(self._pairs):
             part, pair = self._pairs[key]
-            failure = mismatch_failure(self._problem, self._plan, pair, part, self._settings, self._notes)
+            failure = mismatch_failure(self._problem, self._plan, pair, part, self._settings, self._findings)
             if failure is not None:
                 return failure
-        return self._proof.failure()
+        failure = self._proof.failure()
+        if failure is None:
+            self._findings.certificates.append(self._proof.certificate())
+        return failure
 
 
 def _judge(
@@ -262,7 +289,7 @@ def _judge(
     blocks: Iterable[JacobianBlock],
     settings: Settings,
     proof: LinearityProof | None,
-    notes: list[str],
+    findings: Findings,
 ) -> Failure | None:
     """One part of one output: dtype, size, determinism, then the comparison, inputs in their order."""
     pairs: dict[int, PairComparison] = {}
@@ -290,7 +317,7 @@ def _judge(
     if repeat is not None and repeat.kind == "nondeterministic":
         return repeat
     for pair in pairs.values():
-        failure = mismatch_failure(problem, plan, pair, block.part, settings, notes)
+        failure = mismatch_failure(problem, plan, pair, block.part, settings, findings)
         if failure is not None:
             return failure
     return repeat

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,10 +14,45 @@ from fastgrad._torch import phase
 from fastgrad.coordinates import PIECE, Block, pieces
 from fastgrad.problem import Problem
 from fastgrad.refine import Suspects
-from fastgrad.report import Comparison, Entry, Mode, Part, Settings, modulus
+from fastgrad.report import Certificate, Comparison, Entry, Extent, Mode, Pair, Part, Settings, Span, modulus
 
 SMALL = 256
 """Jacobians of at most this many entries are kept whole for the message."""
+
+MOST_WORST = 8
+"""Entries that a comparison names."""
+
+FEW_PLACES = 8
+"""Places along a dimension up to which an extent names each."""
+
+
+@dataclass
+class Findings:
+    """What a check gathers on its way to the verdict, beside it."""
+
+    notes: list[str] = field(default_factory=list)
+    pairs: list[Pair] = field(default_factory=list)
+    certificates: list[Certificate] = field(default_factory=list)
+    undecided: float | None = None
+
+    def add(self, other: Findings) -> None:
+        """Takes in those of a part of the check."""
+        self.notes += other.notes
+        self.pairs += other.pairs
+        self.certificates += other.certificates
+
+    def add_pair(self, pair: Pair) -> None:
+        """Takes in a pair; the same one again, as from pass to pass over the columns, counts once."""
+        for number, known in enumerate(self.pairs):
+            if known[:6] == pair[:6]:
+                self.pairs[number] = pair._replace(
+                    entries=known.entries + pair.entries,
+                    mismatches=known.mismatches + pair.mismatches,
+                    largest_absolute=max(known.largest_absolute, pair.largest_absolute),
+                    largest_relative=max(known.largest_relative, pair.largest_relative),
+                )
+                return
+        self.pairs.append(pair)
 
 
 def differ(left: Tensor, right: Tensor, tolerance: float, complex_entries: bool) -> bool:
@@ -68,6 +103,7 @@ class PairComparison:
     matrices: tuple[Tensor, Tensor] | None = None
     unspecified: bool = False
     failing: list[tuple[Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
+    on_pattern: bool = False
 
     @phase("comparison")
     def add(self, analytical: Tensor, numerical: Tensor, first_row: int, first_column: int) -> None:
@@ -100,8 +136,21 @@ class PairComparison:
         rows, columns
             The elements of each entry, as in a block: int64, shape (entries,).
         """
+        self.on_pattern = True
         where = analytical.unsqueeze(0), numerical.unsqueeze(0), self._width()
         self._take_in(*where, lambda _, entry: (rows[entry], columns[entry]))
+
+    def add_statistics(self, entries: int, statistics: Sequence[float]) -> None:
+        """Takes in how many entries were compared, and the largest errors among them, as `ops.compare` has them."""
+        self.entries += entries
+        self.largest_absolute = max(self.largest_absolute, statistics[4])
+        self.largest_relative = max(self.largest_relative, statistics[5])
+
+    def add_agreeing(self, analytical: Tensor, numerical: Tensor) -> None:
+        """Takes in entries that are known to agree: float64, shape (coordinates,), as in `add_entries`."""
+        width = self._width()
+        entries = analytical.unsqueeze(0), numerical.unsqueeze(0), self.atol, self.rtol
+        self.add_statistics(analytical.numel() // width, ops.compare(*entries, width == 2, False).tolist())
 
     def _width(self) -> int:
         """Coordinates along a row of a block that make one entry."""
@@ -114,10 +163,8 @@ class PairComparison:
         forward = self.mode == "forward"
         along_rows, along_columns = (self.input, self.output) if forward else (self.output, self.input)
         statistics = ops.compare(analytical, numerical, self.atol, self.rtol, width == 2, False).tolist()
-        mismatches, excess, row, column, absolute, relative, *sums = statistics
-        self.entries += analytical.shape[0] * (analytical.shape[1] // width)
-        self.largest_absolute = max(self.largest_absolute, absolute)
-        self.largest_relative = max(self.largest_relative, relative)
+        mismatches, excess, row, column, _, _, *sums = statistics
+        self.add_statistics(analytical.shape[0] * (analytical.shape[1] // width), statistics)
         if not mismatches:
             return
         self.mismatches += int(mismatches)
@@ -149,15 +196,52 @@ class PairComparison:
         found, wanted = (value[rows, columns].to(torch.complex128) for value in values)
         self.failing.append((*elements(rows, columns), found, wanted))
 
+    def _failing(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The entries that differ: elements of the output and of the input, analytical and numerical values."""
+        rows, columns, analytical, numerical = (torch.cat(tensors) for tensors in zip(*self.failing, strict=True))
+        outputs, inputs = (columns, rows) if self.mode == "forward" else (rows, columns)
+        return outputs, inputs, analytical, numerical
+
+    def _excess(self, analytical: Tensor, numerical: Tensor) -> Tensor:
+        return ((analytical - numerical).abs() / (self.atol + self.rtol * numerical.abs())).nan_to_num(torch.inf)
+
+    def worst_entries(self, count: int, but_inputs: Collection[tuple[int, ...]] = ()) -> list[Entry]:
+        """The entries that differ most at eps, without those of some elements of the input."""
+        if not self.failing or count <= 0:
+            return []
+        outputs, inputs, analytical, numerical = self._failing()
+        real = self._width() == 1
+        order = self._excess(analytical, numerical).argsort(descending=True, stable=True)
+        entries: list[Entry] = []
+        for which in order[: count + min(len(but_inputs), PIECE)].tolist():
+            input_index = self.input.element_index(int(inputs[which]))
+            if input_index in but_inputs or len(entries) == count:
+                continue
+            a, n = complex(analytical[which]), complex(numerical[which])
+            allowed = self.atol + self.rtol * modulus(n)
+            output_index = self.output.element_index(int(outputs[which]))
+            entries.append(Entry(output_index, input_index, a.real if real else a, n.real if real else n, allowed))
+        return entries
+
+    def _extent(self) -> Extent | None:
+        """Where the entries that differ lie."""
+        if not self.failing:
+            return None
+        outputs, inputs, *_ = self._failing()
+        return Extent(
+            *(
+                spans(elements if block.elements is None else block.elements[elements.cpu()], block.tensor.shape)
+                for elements, block in ((outputs, self.output), (inputs, self.input))
+            )
+        )
+
     def suspects(self, part: Part) -> Iterator[Suspects]:
         """The entries that differ, one input element at a time, that with the largest difference first."""
         if not self.failing:
             return
-        rows, columns, analytical, numerical = (torch.cat(tensors) for tensors in zip(*self.failing, strict=True))
+        outputs, inputs, analytical, numerical = self._failing()
         forward = self.mode == "forward"
-        inputs, outputs = (rows, columns) if forward else (columns, rows)
-        excess = ((analytical - numerical).abs() / (self.atol + self.rtol * numerical.abs())).nan_to_num(torch.inf)
-        worst_first = excess.argsort(descending=True)
+        worst_first = self._excess(analytical, numerical).argsort(descending=True)
         along_input, along_output = (block.width for block in (self.input, self.output))
         imaginary = 1 if part == "imaginary" else 0
         for element in dict.fromkeys(inputs[worst_first].tolist()):
@@ -201,7 +285,49 @@ class PairComparison:
             sum_product=complex(re, im),
             analytical=analytical,
             numerical=numerical,
+            worst_entries=tuple(self.worst_entries(MOST_WORST)) if self.mismatches else (),
+            extent=self._extent() if self.mismatches else None,
+            on_pattern=self.on_pattern,
         )
+
+    def pair(self, part: Part, agrees: bool) -> Pair:
+        """What was compared, and how it came out."""
+        return Pair(
+            self.output.index,
+            self.input.index,
+            self.output.position,
+            self.input.position,
+            part,
+            self.mode,
+            self.entries,
+            self.mismatches,
+            agrees,
+            self.largest_absolute,
+            self.largest_relative,
+            self.on_pattern,
+        )
+
+
+def spans(elements: Tensor, shape: Sequence[int]) -> tuple[Span, ...]:
+    """The places that elements take along each dimension.
+
+    Parameters
+    ----------
+    elements
+        Numbers in C order: int64, shape (elements,), at least one.
+    """
+    found = []
+    for size in reversed(shape):
+        taken = torch.zeros(size, dtype=torch.bool, device=elements.device)
+        taken[elements % size] = True
+        elements = elements // size
+        places = taken.nonzero().reshape(-1)
+        count, first, last = places.numel(), int(places[0]), int(places[-1])
+        step = (last - first) // (count - 1) if count > 1 else 1
+        regular = bool((places.diff() == step).all())
+        few = tuple(places.tolist()) if count <= FEW_PLACES else ()
+        found.append(Span(size, count, first, last, step if regular else None, few))
+    return tuple(reversed(found))
 
 
 def _entry(coordinates: Tensor) -> complex:

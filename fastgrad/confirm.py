@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from fastgrad.compare import PairComparison
-from fastgrad.coordinates import Block, block_with
+from fastgrad.compare import MOST_WORST, Findings, PairComparison, spans
+from fastgrad.coordinates import Block, block_with, element_number
 from fastgrad.locate import locate
 from fastgrad.problem import Problem
 from fastgrad.refine import Survivor, Suspects, surviving
-from fastgrad.report import Comparison, Failure, Mode, Part, Plan, Settings, modulus
+from fastgrad.report import Comparison, Entry, Extent, Failure, Mode, Pair, Part, Plan, Settings, modulus
 
 
 @dataclass(slots=True)
@@ -136,11 +137,12 @@ def located_failure(found: list[Found]) -> Failure:
     head = found[0]
     same = [entry for entry in found if (entry.output, entry.input, entry.part) == (head.output, head.input, head.part)]
     survivors = [entry.survivor for entry in same if entry.survivor is not None]
-    worst = max(survivors, key=_excess)
+    worst = max(survivors, key=lambda survivor: _excess(survivor.entry))
     width = head.input.width
     entries = head.output.tensor.numel() * (head.input.size // width)
     pairs = [(survivor.entry.analytical, survivor.entry.numerical) for survivor in survivors]
     product = sum((complex(a) * complex(n).conjugate() for a, n in pairs), 0j)
+    wrong = sorted((survivor.entry for survivor in survivors), key=_excess, reverse=True)
     comparison = Comparison(
         entries=entries,
         mismatches=len(same),
@@ -151,6 +153,8 @@ def located_failure(found: list[Found]) -> Failure:
         sum_numerical=sum(modulus(n) ** 2 for _, n in pairs),
         sum_product=product,
         exhaustive=False,
+        worst_entries=tuple(wrong[:MOST_WORST]),
+        extent=_extent(wrong, head.output, head.input),
     )
     return Failure(
         "mismatch",
@@ -162,11 +166,41 @@ def located_failure(found: list[Found]) -> Failure:
         mode=head.mode,
         comparison=comparison,
         detail=worst.detail,
+        trouble=worst.trouble,
+        convergence=worst.convergence,
     )
 
 
-def _excess(survivor: Survivor) -> float:
-    excess = survivor.entry.difference / survivor.entry.allowed
+def located_pair(failure: Failure, comparison: Comparison) -> Pair:
+    """The pair of a failure that single entries tell of."""
+    places = failure.output, failure.input, failure.output_position, failure.input_position
+    return Pair(
+        *cast("tuple[int, int, int, int]", places),  # a mismatch has them all
+        failure.part,
+        failure.mode,
+        comparison.entries,
+        comparison.mismatches,
+        False,
+        comparison.largest_absolute,
+        comparison.largest_relative,
+        comparison.on_pattern,
+    )
+
+
+def _extent(entries: list[Entry], output: Block, input_: Block) -> Extent:
+    """Where entries lie."""
+    places = []
+    for block, indices in (
+        (output, [entry.output_index for entry in entries]),
+        (input_, [entry.input_index for entry in entries]),
+    ):
+        shape = block.tensor.shape
+        places.append(spans(torch.tensor([element_number(index, shape) for index in indices]), shape))
+    return Extent(*places)
+
+
+def _excess(entry: Entry) -> float:
+    excess = entry.difference / entry.allowed if entry.allowed else float("inf")
     return excess if excess == excess else float("inf")
 
 
@@ -181,7 +215,7 @@ def mismatch_failure(
     pair: PairComparison,
     part: Part,
     settings: Settings,
-    notes: list[str],
+    findings: Findings,
     group_of: Callable[[int], int] | None = None,
 ) -> Failure | None:
     """The failure of a pair, if an entry that differs at eps differs after re-measuring, too.
@@ -189,25 +223,32 @@ def mismatch_failure(
     group_of: the group of columns, which share no row, that a coordinate belongs to; None: none is known.
     """
     if not pair.mismatches:
+        findings.add_pair(pair.pair(part, agrees=True))
         return None
     comparison = pair.result()
-    detail = ""
+    survivor: Survivor | None = None
     if not pair.unspecified:
         batches: dict[int, list[Suspects]] = {}
         for number, suspects in enumerate(pair.suspects(part)):
             batches.setdefault(group_of(suspects.inputs[0]) if group_of else number, []).append(suspects)
+        measured: set[tuple[int, ...]] = set()
         for batch in batches.values():
             survivor = surviving(problem, plan.record_graph, settings, batch)
+            measured.update(suspects.input_index for suspects in batch)
             if survivor is not None:
-                comparison, detail = replace(comparison, worst=survivor.entry), survivor.detail
+                worst = [survivor.entry, *sorted(survivor.others, key=_excess, reverse=True)]
+                worst += pair.worst_entries(MOST_WORST - len(worst), measured)
+                comparison = replace(comparison, worst=survivor.entry, worst_entries=tuple(worst))
                 break
         else:
-            notes.append(
+            findings.notes.append(
                 f"{pair.mismatches} of {pair.entries} entries of output {pair.output.index} with respect to input "
                 f"{pair.input.index} differ at eps={settings.of(pair.input.index).eps:g} and agree once re-measured "
                 "over other steps"
             )
+            findings.add_pair(pair.pair(part, agrees=True))
             return None
+    findings.add_pair(pair.pair(part, agrees=False))
     return Failure(
         "mismatch",
         output=pair.output.index,
@@ -217,5 +258,7 @@ def mismatch_failure(
         part=part,
         mode=pair.mode,
         comparison=comparison,
-        detail=detail,
+        detail=survivor.detail if survivor else "",
+        trouble=survivor.trouble if survivor else None,
+        convergence=survivor.convergence if survivor else (),
     )

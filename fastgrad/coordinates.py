@@ -74,6 +74,14 @@ class Block:
         return tuple(reversed(index))
 
 
+def element_number(index: Sequence[int], shape: Sequence[int]) -> int:
+    """The number, in C order, of the element at an index: what `Block.logical_index` undoes."""
+    number = 0
+    for place, size in zip(index, shape, strict=True):
+        number = number * size + place
+    return number
+
+
 def block_with(blocks: Sequence[Block], coordinate: int) -> Block:
     """The block that a coordinate lies in."""
     return next(block for block in blocks if coordinate < block.first + block.size)

@@ -18,9 +18,9 @@ from torch import Tensor
 from fastgrad import sparsity
 from fastgrad._native import ops
 from fastgrad._torch import phase
-from fastgrad.certify import LinearityProof, groups_failure, one_hot_failure, separate_failure
+from fastgrad.certify import LinearityProof, groups_failure, linearity_certificate, one_hot_failure, separate_failure
 from fastgrad.coloring import Indices
-from fastgrad.compare import PairComparison, tolerances
+from fastgrad.compare import Findings, PairComparison, tolerances
 from fastgrad.confirm import entry_in_row, located_failure, mismatch_failure, row_entry
 from fastgrad.coordinates import Block, block_with, pieces
 from fastgrad.directions import PROBE_COTANGENT, PROBE_DIRECTION, direction
@@ -28,9 +28,17 @@ from fastgrad.engines import EXPANDED, GAPPED, HALVED, compressed, row_parts
 from fastgrad.engines.compressed import Compression
 from fastgrad.engines.sketch import Differences, directional_differences
 from fastgrad.locate import locate
-from fastgrad.plan import FirstLook, dense_is_small, most_entries, pays_to_compress, prefers_columns, probing_budget
+from fastgrad.plan import (
+    ENTRY_BYTES,
+    FirstLook,
+    dense_is_small,
+    most_entries,
+    pays_to_compress,
+    prefers_columns,
+    probing_budget,
+)
 from fastgrad.problem import Problem
-from fastgrad.report import Failure, Part, Plan, Settings
+from fastgrad.report import Certificate, Failure, Part, Plan, Settings
 from fastgrad.sparsity import Mask, Pattern
 from fastgrad.tolerances import ROUNDING
 
@@ -65,7 +73,7 @@ class _Learnt:
 
 
 @phase("compressed Jacobians")
-def check_by_structure(problem: Problem, settings: Settings, look: FirstLook, notes: list[str]) -> Outcome | None:
+def check_by_structure(problem: Problem, settings: Settings, look: FirstLook, findings: Findings) -> Outcome | None:
     """The verdict on all Jacobians in reverse mode; None where no structure makes it cheaper than the dense engine."""
     if look.reacted is None or not bool(look.base.isfinite().all()):
         return None
@@ -84,7 +92,8 @@ def check_by_structure(problem: Problem, settings: Settings, look: FirstLook, no
         by_columns = prefers_columns(column_groups, row_groups)
         if not pays_to_compress(problem, settings, column_groups, None if by_columns else row_groups):
             return None
-        plan = Plan("compressed", 0, 0, look.record_graph, pattern.origin, column_groups=column_groups)
+        memory = pattern.nnz * ENTRY_BYTES
+        plan = Plan("compressed", 0, 0, look.record_graph, pattern.origin, column_groups=column_groups, memory=memory)
         calls = 2 * column_groups + (column_groups if by_columns else row_groups)
         problem.progress.start(calls, look.seconds * calls, f"{column_groups} column groups")
         try:
@@ -110,7 +119,9 @@ def check_by_structure(problem: Problem, settings: Settings, look: FirstLook, no
             plan = replace(plan, row_groups=row_groups)
             found = verdict.by_rows()
         if found is None or isinstance(found, Failure):
-            notes.extend(verdict.notes)
+            if found is None:
+                verdict.record()
+            findings.add(verdict.findings)
             return Outcome(plan, found)
         if dense_is_small(problem, settings):
             return None
@@ -150,6 +161,7 @@ def _compressions(problem: Problem, settings: Settings, look: FirstLook) -> Iter
             yield compression, _Verdict(problem, settings, plan, compression, look)
 
 
+@phase("pattern")
 def _guess(problem: Problem, settings: Settings, look: FirstLook) -> Pattern | None:
     pattern = sparsity.guess(problem.inputs, problem.outputs)
     if pattern is None or pattern.nnz > most_entries(settings):
@@ -158,6 +170,7 @@ def _guess(problem: Problem, settings: Settings, look: FirstLook) -> Pattern | N
     return pattern if seen else None
 
 
+@phase("pattern")
 def _probe(problem: Problem, settings: Settings, look: FirstLook, watch_gradients: bool = True) -> Pattern | None:
     """The pattern that outputs and, with watch_gradients, gradients show when blocks are moved."""
     budget = probing_budget(problem, settings, look)
@@ -251,7 +264,7 @@ class _Verdict:
         self._plan = plan
         self._compression = compression
         self._look = look
-        self.notes: list[str] = []
+        self.findings = Findings()
         self._proofs: Iterable[LinearityProof] | None = None
         self.numerical = compressed.numerical_entries(problem, plan, compression, settings.eps)
         self.numerical_leads = self._certify_numerical()
@@ -331,6 +344,7 @@ class _Verdict:
             return found
         learnt = [found]
         # One at a time: vectors as large as the problem are dear.
+        self._certified_kinds = (GAPPED, HALVED, EXPANDED) if self._proofs else self._kinds
         for proof in self._proofs or (self._proof(kind, self._analytical) for kind in self._kinds):
             try:
                 leads = proof.leads()
@@ -353,18 +367,18 @@ class _Verdict:
         return _Learnt(rows, columns) if rows.size and pattern.with_entries(rows, columns).nnz > pattern.nnz else None
 
     @property
-    def _kinds(self) -> list[int]:
+    def _kinds(self) -> tuple[int, ...]:
         """Which cotangents to try: not the expanded one where the second run of the only row group was one."""
         outputs = self._problem.outputs
         whole = len(outputs) == 1 and not outputs[0].is_complex and self._compression.row_groups[0].count == 1
-        return [GAPPED, HALVED] if whole else [GAPPED, HALVED, EXPANDED]
+        return (GAPPED, HALVED) if whole else (GAPPED, HALVED, EXPANDED)
 
     def is_certified(self, analytical: Tensor) -> bool:
         """Whether VJPs are what analytical entries add up to."""
         return not any(self._proof(kind, analytical).leads() for kind in (GAPPED, HALVED))
 
     def _proof(self, kind: int, analytical: Tensor) -> LinearityProof:
-        proof = LinearityProof(self._problem, self._settings, self._repeats_all, self._moving_group, [kind])
+        proof = LinearityProof(self._problem, self._settings, self._repeats_all, self._moving_group, (kind,))
         proof.add_entries(self._compression.rows, self._compression.columns, analytical)
         return proof
 
@@ -382,6 +396,33 @@ class _Verdict:
                     return failure
         return None
 
+    def record(self) -> None:
+        """Of a check that passed: what was compared, and what the certificates vouch for."""
+        bound = 2 * self._numerical_bound  # components of the directions are 1/2 and more
+        method = f"{CERTIFICATES} random directions, the derivatives along them against the sums of entries"
+        self.findings.certificates.append(Certificate("no numerical entry outside of the pattern", method, bound))
+        claim = "no analytical entry outside of it, and backward is linear in grad_output"
+        self.findings.certificates.append(linearity_certificate(claim, self._certified_kinds, self._settings.atol / 2))
+        if self.findings.pairs:
+            return  # some entries differed at eps, and all were compared one pair at a time
+        inputs, outputs = self._problem.inputs, self._problem.outputs
+        for output in outputs:
+            within = self._compression.entries_of(output)
+            columns, *entries = (
+                values[within] for values in (self._compression.columns, self._analytical, self.numerical)
+            )
+            for block in inputs:
+                pair = PairComparison(output, block, self._settings.atol, self._settings.rtol, on_pattern=True)
+                if len(inputs) == len(outputs) == 1:
+                    # The comparison that found no difference was of this very pair.
+                    pair.add_statistics(columns.numel() // block.width, self._statistics)
+                elif len(inputs) == 1:
+                    pair.add_agreeing(*entries)
+                else:
+                    own = (columns >= block.first) & (columns < block.first + block.size)
+                    pair.add_agreeing(*(values[own] for values in entries))
+                self.findings.add_pair(pair.pair("all", agrees=True))
+
     def _differs(self) -> bool:
         """Whether any entry of the pattern may differ by the allclose rule."""
         settings = self._settings
@@ -390,7 +431,8 @@ class _Verdict:
         # Where some entries are complex and some real, coordinate by coordinate: both within 2^-1/2 suffices.
         share = 1.0 if len(domains) == 1 else 2**-0.5
         tolerances = settings.atol * share, settings.rtol * share
-        return bool(ops.compare(*entries, *tolerances, domains == {True}, False)[0].item())
+        self._statistics = ops.compare(*entries, *tolerances, domains == {True}, False).tolist()
+        return bool(self._statistics[0])
 
     def _only_mixed(self) -> bool:
         """Whether the worst entries that differ do so because others, outside of the pattern, add to them.
@@ -443,11 +485,12 @@ class _Verdict:
     def _mismatch(self) -> Failure | None:
         """Every entry of the pattern under the allclose rule, in torch's order of judging."""
         problem = self._problem
+        self.findings = Findings()  # entries outside of the pattern may have been mixed in before
         for output, part in row_parts(problem.outputs):
             for block in problem.inputs:
                 pair = self._pair(output, part, block)
                 group_of = self._compression.column_groups.group_of
-                failure = mismatch_failure(problem, self._plan, pair, part, self._settings, self.notes, group_of)
+                failure = mismatch_failure(problem, self._plan, pair, part, self._settings, self.findings, group_of)
                 if failure is not None:
                     return failure
         return None
@@ -473,8 +516,10 @@ class _Verdict:
         """
         settings, numerical = self._settings, self._compression.pattern.is_numerical
         found = self._discrepancies(settings.eps, 0)
+        self._numerical_bound = settings.atol
         if found.is_clear():
             return []
+        self._numerical_bound = float(found.allowed.amax())
         unclear = found.wrong if numerical else found.wrong | found.loud
         if not bool(unclear.any()):
             return []

@@ -25,9 +25,9 @@ from fastgrad.engines.sketch import (
     weights,
 )
 from fastgrad.locate import locate
-from fastgrad.plan import sketch_size
+from fastgrad.plan import detection_limit, sketch_size
 from fastgrad.problem import Problem
-from fastgrad.report import Failure, FailureKind, Settings
+from fastgrad.report import Certificate, Failure, FailureKind, Settings
 from fastgrad.tolerances import ROUNDING
 
 MOST_STEPS = 5
@@ -54,12 +54,16 @@ class Screening:
         Confirmed, if any.
     undecided
         The largest error that may be hidden, where something stays open; None: nothing does.
+    certificates
+        What the screen vouches for, where it found nothing and leaves nothing open.
     """
 
     failure: Failure | None = None
     undecided: float | None = None
+    certificates: tuple[Certificate, ...] = ()
 
 
+@phase("screen")
 def screen(problem: Problem, settings: Settings) -> Screening:
     """The verdict on all Jacobians in reverse mode, from a number of evaluations that does not grow with them.
 
@@ -98,10 +102,20 @@ def screen(problem: Problem, settings: Settings) -> Screening:
             heard[search.dead] = False
             pending &= ~heard
             if not bool(pending.any()):
-                return Screening()
+                return Screening(certificates=_certificates(settings, count))
         eps = _next_step(problem, settings, differences, base, pending)
     assert first is not None
     return _one_by_one(problem, settings, first, pending, limit)
+
+
+def _certificates(settings: Settings, count: int) -> tuple[Certificate, ...]:
+    """What a sketch without a flag says of the entries."""
+    method = f"{count} random directions, {count + 1} cotangents: sums of analytical entries against differences"
+    pairs = f"the same sums, with probability {settings.confidence:.10g}"
+    return (
+        Certificate("no single entry is wrong by more than its tolerance", method, settings.atol),
+        Certificate("no two errors cancel each other in a row or a column", pairs, detection_limit(settings)),
+    )
 
 
 def _next_step(problem: Problem, settings: Settings, differences: Differences, base: Tensor, pending: Tensor) -> float:
@@ -288,7 +302,9 @@ def screen_forward(problem: Problem, settings: Settings) -> Screening:
         heard = 4 * differences.noise <= settings.atol + settings.rtol * differences.size()
         pending &= ~(heard & (excess <= 1).all(0))
         if not bool(pending.any()):
-            return Screening()
+            claim = "no single entry of forward mode is wrong by more than its tolerance"
+            method = f"{count} random directions: J u by forward mode against differences, output by output"
+            return Screening(certificates=(Certificate(claim, method, settings.atol),))
         eps = _next_step(problem, settings, differences, base, pending)
     return Screening(undecided=max(limit, 4 * float(differences.noise[pending].nan_to_num(torch.inf).amax())))
 
@@ -350,5 +366,6 @@ def screen_constant(problem: Problem, settings: Settings) -> Screening:
                 return Screening(Failure(kind, *places, detail=f"{value:.6g}"))
             break  # a joint step across a jump
         else:
-            return Screening()
+            method = f"{sketch_size(settings.confidence)} random directions, bit by bit"
+            return Screening(certificates=(Certificate("func does not depend on its inputs", method, 0.0),))
     return Screening(undecided=float("inf"))

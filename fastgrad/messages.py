@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from fastgrad.diagnose import constant_factor, is_zero
-from fastgrad.report import Comparison, Failure, Report, Settings
+from fastgrad.report import Certificate, Comparison, Entry, Extent, Failure, Pair, Report, Settings, Span
 
 _UNDEFINED_NOTE = (
     "An undefined grad_output reaches backward as None, or as zeros where ctx.set_materialize_grads(True) is in force, "
@@ -17,6 +17,127 @@ _NONDET_NOTE = (
     "or uninitialized memory in backward."
 )
 
+MOST_PAIRS = 8
+"""Pairs that a summary lists."""
+
+FEW = 4
+"""Places along a dimension that an extent lists one by one."""
+
+
+def summary(report: Report) -> str:
+    """What a person reads of a check: of a failure the error's message, otherwise what the verdict rests on."""
+    if report.failure is not None:
+        return failure_message(report)
+    lines = [verdict_line(report)]
+    lines += [f"  compared   {_pair_line(report, pair)}" for pair in report.pairs[:MOST_PAIRS]]
+    if len(report.pairs) > MOST_PAIRS:
+        rest = report.pairs[MOST_PAIRS:]
+        lines.append(
+            f"             and {_count(len(rest), 'pair')} more, largest absolute error "
+            f"{max(pair.largest_absolute for pair in rest):.2g}"
+        )
+    lines += [f"  certified  {certificate.claim}: {bound_text(certificate)}" for certificate in report.certificates]
+    lines.append(f"  engine     {engine_line(report)}")
+    lines.append(f"  settings   {settings_line(report)}")
+    return "\n".join([*lines, *_notes(report)])
+
+
+def bound_text(certificate: Certificate) -> str:
+    """From which size on errors show."""
+    return f"errors show from {certificate.bound:.2g} on" if certificate.bound else "any error shows"
+
+
+def settings_line(report: Report) -> str:
+    """What another run needs to come to the same numbers."""
+    settings, environment = report.settings, report.environment
+    numbers = f"eps {settings.eps:g}, atol {settings.atol:g}, rtol {settings.rtol:g}, seed {settings.seed}"
+    if environment is None:
+        return numbers
+    return f"{numbers}; fastgrad {environment.fastgrad}, torch {environment.torch}, {environment.device}"
+
+
+def verdict_line(report: Report) -> str:
+    """The verdict in a sentence, for a headline."""
+    name = "gradcheck" if report.settings.grad_outputs is None else "gradgradcheck"
+    if report.verdict == "undecided":
+        return f"{name} undecided: nothing wrong was found, and errors up to {report.undecided:.2g} may be hidden"
+    if report.verdict == "not converged":
+        return f"{name} not converged: the numerical derivative does not settle where the analytical one differs"
+    failure = report.failure
+    if failure is not None and failure.comparison is not None:
+        wrong = failure.comparison.mismatches
+        return (
+            f"{name} failed: {'' if failure.comparison.exhaustive else 'at least '}{wrong} of "
+            f"{_entries(failure.comparison)} of {jacobian_name(report, failure)} {'is' if wrong == 1 else 'are'} wrong"
+        )
+    if failure is not None:
+        return f"{name} failed: {failure.kind}"
+    entries = sum(pair.entries for pair in report.pairs)
+    return f"{name} passed" + (f": {_count(entries, 'entry')} compared" if entries else "")
+
+
+def _pair_line(report: Report, pair: Pair) -> str:
+    """What was compared of a pair, and how it came out."""
+    excused = pair.mismatches if pair.agrees else 0
+    differing = f", {excused} of them right only once re-measured" if excused else ""
+    return (
+        f"{jacobian_name(report, pair)}: {_entries(pair)}{differing}, largest absolute error "
+        f"{pair.largest_absolute:.2g}, largest relative error {pair.largest_relative:.2g}"
+    )
+
+
+def jacobian_name(report: Report, found: Failure | Pair) -> str:
+    """A Jacobian: d out0 / d in1, and which part of a complex tensor, in which mode."""
+    output, input_ = names_of(report, found)
+    which = [f"{found.part} part"] * (found.part != "all") + ["forward mode"] * (found.mode == "forward")
+    return f"d {output} / d {input_}" + (f" ({', '.join(which)})" if which else "")
+
+
+def names_of(report: Report, found: Failure | Pair) -> tuple[str, str]:
+    """What to call an output and an input: out0 and in1, or by path where there are paths."""
+    output, input_ = f"out{found.output}", f"in{found.input}"
+    if report.output_names and found.output_position is not None:
+        output = report.output_names[found.output_position]
+    if report.input_names and found.input_position is not None:
+        input_ = report.input_names[found.input_position]
+    return output, input_
+
+
+def extent_text(extent: Extent, names: tuple[str, str], entries: int) -> str:
+    """The part of each tensor that some entries lie in: all in in1[5, :], say; empty where they are all over."""
+    if entries < 2:
+        return ""  # the index of a single one says it already
+    parts = []
+    for name, spans in zip(names, (extent.output, extent.input), strict=True):
+        places = [_index_of(span, entries) for span in spans]
+        if any(place != ":" for place in places):
+            parts.append(f"{name}[{', '.join(places)}]")
+    return f"all in {' and '.join(parts)}" if parts else ""
+
+
+def _index_of(span: Span, entries: int) -> str:
+    """The places along a dimension, in the language of indices; ":" also where they say nothing."""
+    if span.count == 1 and span.size > 1:
+        return str(span.first)
+    # Three places in a row, or two that recur, are hardly chance; more than that may be.
+    is_slice = span.step is not None and (span.count > 2 if span.step == 1 else span.count > 3)
+    if span.count < span.size and (is_slice or (span.count <= FEW and 2 * span.count <= entries)):
+        return places_text(span)
+    return ":"
+
+
+def places_text(span: Span) -> str:
+    """The places along a dimension: 5, 2:7, 0:12:3, {1, 4, 7}, or from where to where."""
+    if span.count == span.size:
+        return "all"
+    if span.count == 1:
+        return str(span.first)
+    if span.step is not None and (span.count > 2 or span.step == 1):
+        return f"{span.first}:{span.last + 1}" + (f":{span.step}" if span.step > 1 else "")
+    if span.places:
+        return f"{{{', '.join(str(place) for place in span.places)}}}"
+    return f"within {span.first}:{span.last + 1}"
+
 
 def failure_message(report: Report) -> str:
     """The text of the GradcheckError for a report with a failure: torch's key phrases come first."""
@@ -25,20 +146,22 @@ def failure_message(report: Report) -> str:
         raise ValueError("failure_message needs a report with a failure, and this one passed.")
     lines = [_headline(failure, report)]
     if failure.comparison is not None:
-        own = report.settings.of(failure.input or 0)
-        lines += _matrices(failure.comparison) + _details(
-            failure, failure.comparison, own.atol, own.rtol, *names_of(report)
-        )
+        lines += _matrices(failure.comparison) + _details(report, failure, failure.comparison)
     lines += _positions(report, failure)
     lines.append(f"  engine     {engine_line(report)}")
-    lines += [f"  note       {note}" for note in report.notes]
+    lines += _notes(report)
     if failure.comparison is not None:
-        lines.append(f"  reproduce  {_call(report.settings, bool(report.input_names))}")
+        lines.append(f"  reproduce  {call(report)}")
     return "\n".join(lines)
 
 
-def _call(settings: Settings, named: bool) -> str:
-    """The call that measures the same entries again, all but func and tensors; named: by check, which names them."""
+def _notes(report: Report) -> list[str]:
+    return [f"  note       {note}" for note in report.notes]
+
+
+def call(report: Report) -> str:
+    """The call that measures the same entries again, all but func and tensors."""
+    settings, named = report.settings, bool(report.input_names)
     second_order = settings.grad_outputs is not None
     name, forward, reverse = "gradcheck", "check_forward_ad", "check_backward_ad"
     if second_order:
@@ -77,7 +200,7 @@ def engine_line(report: Report) -> str:
     return (
         f"{name}: {groups}{_count(report.n, 'input coordinate')}, {_count(report.m, 'output coordinate')}, "
         f"{_count(report.evaluations, 'evaluation')}, {_count(report.vjps, 'VJP')}, "
-        f"{_count(report.jvps, 'JVP') + ', ' if report.jvps else ''}{_seconds(report.seconds)}"
+        f"{_count(report.jvps, 'JVP') + ', ' if report.jvps else ''}{seconds_text(report.seconds)}"
     )
 
 
@@ -158,33 +281,22 @@ def _matrices(comparison: Comparison) -> list[str]:
     return [f"numerical:{comparison.numerical}", f"analytical:{comparison.analytical}"]
 
 
-def names_of(report: Report) -> tuple[str, str]:
-    """What to call the output and the input that a failure is about: by path where there are paths."""
-    failure = report.failure
-    output, input_ = ("", "") if failure is None else (f"out{failure.output}", f"in{failure.input}")
-    if failure is not None and failure.output_position is not None and report.output_names:
-        output = report.output_names[failure.output_position]
-    if failure is not None and failure.input_position is not None and report.input_names:
-        input_ = report.input_names[failure.input_position]
-    return output, input_
-
-
-def _details(failure: Failure, comparison: Comparison, atol: float, rtol: float, output: str, input_: str) -> list[str]:
+def _details(report: Report, failure: Failure, comparison: Comparison) -> list[str]:
     lines = []
+    names, own = names_of(report, failure), report.settings.of(failure.input or 0)
     worst = comparison.worst
     if worst is not None:
-        entry = f"d {output}{_index(worst.output_index)} / d {input_}{_index(worst.input_index)}"
         lines += [
-            f"  worst      {entry}   analytical {worst.analytical:.6g}   numerical {worst.numerical:.6g}"
-            f"{'' if worst.error is None else f' +- {worst.error:.0e}'}",
+            f"  worst      {entry_name(names, worst)}   analytical {worst.analytical:.6g}   "
+            f"numerical {numerical_text(worst)}",
             f"             |difference| {worst.difference:.3g}, allowed {worst.allowed:.2g} "
-            f"= atol {atol:g} + rtol {rtol:g} * |numerical|",
+            f"= atol {own.atol:g} + rtol {own.rtol:g} * |numerical|",
         ]
-    lines.append(
-        f"  extent     {'' if comparison.exhaustive else 'at least '}{comparison.mismatches} of {comparison.entries} "
-        f"entries, largest absolute error {comparison.largest_absolute:.3g}, largest relative error "
-        f"{comparison.largest_relative:.3g}"
-    )
+    lines += [
+        f"  extent     {extent_line(names, comparison)}",
+        f"             largest absolute error {comparison.largest_absolute:.3g}, largest relative error "
+        f"{comparison.largest_relative:.3g}",
+    ]
     if failure.detail:
         lines.append(f"  because    {failure.detail}")
     factor = constant_factor(comparison)
@@ -198,11 +310,36 @@ def _details(failure: Failure, comparison: Comparison, atol: float, rtol: float,
     return lines
 
 
+def entry_name(names: tuple[str, str], entry: Entry) -> str:
+    """An entry as a derivative: d out0[3, 17] / d in1[5, 2], say; names as from `names_of`."""
+    return f"d {names[0]}{_index(entry.output_index)} / d {names[1]}{_index(entry.input_index)}"
+
+
+def numerical_text(entry: Entry) -> str:
+    """An entry's numerical value and how far it may be off, where that is known."""
+    return f"{entry.numerical:.6g}{'' if entry.error is None else f' +- {entry.error:.0e}'}"
+
+
+def extent_line(names: tuple[str, str], comparison: Comparison) -> str:
+    """How many entries differ, and where they lie."""
+    where = ""
+    if comparison.extent is not None:
+        where = extent_text(comparison.extent, names, comparison.mismatches)
+    return (
+        f"{'' if comparison.exhaustive else 'at least '}{comparison.mismatches} of "
+        f"{_entries(comparison)}{', ' + where if where else ''}"
+    )
+
+
+def _entries(comparison: Comparison | Pair) -> str:
+    return _count(comparison.entries, "nonzero entry" if comparison.on_pattern else "entry")
+
+
 def _positions(report: Report, failure: Failure) -> list[str]:
     """Where torch's numbers, which count differentiable tensors only, are not the positions in the call; or names."""
     places = []
     if report.input_names:
-        output, input_ = names_of(report)
+        output, input_ = names_of(report, failure)
         places += [f"output {failure.output} is {output}"] * (failure.output is not None)
         places += [f"input {failure.input} is {input_}"] * (failure.input is not None)
         return [f"  where      {'; '.join(places)}"] if places else []
@@ -218,10 +355,22 @@ def _index(index: Sequence[int]) -> str:
 
 
 def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    plural = noun[:-1] + "ies" if noun.endswith("y") else noun + "s"
+    return f"{number} {noun if number == 1 else plural}"
 
 
-def _seconds(seconds: float) -> str:
+def seconds_text(seconds: float) -> str:
+    """A time, in seconds or milliseconds."""
     if not math.isfinite(seconds) or seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{seconds * 1e3:.1f} ms"
+
+
+def size_text(size: int) -> str:
+    """Bytes, in a unit that leaves one to four digits."""
+    number, unit = float(size), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if number < 1024:
+            break
+        number, unit = number / 1024, larger
+    return f"{number:.3g} {unit}" if number < 1000 else f"{number:.0f} {unit}"

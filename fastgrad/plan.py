@@ -217,7 +217,8 @@ def make_plan(problem: Problem, settings: Settings, look: FirstLook | None) -> P
     rows = max(1, BLOCK_BYTES // (8 * max(1, problem.n)))
     record_graph = True if look is None else look.record_graph
     reason = "engine='dense' was asked for" if settings.engine == "dense" else "no structure makes another cheaper"
-    return Plan("dense", columns, rows, record_graph, reason)
+    memory = columns * column_bytes + min(rows, problem.m) * 8 * problem.n
+    return Plan("dense", columns, rows, record_graph, reason, memory=memory)
 
 
 def make_sketch_plan(settings: Settings) -> Plan:

@@ -556,7 +556,6 @@ class Problem:
         self.vjps += 1
         return _native.vjp_of_zeros(outputs, self._input_tensors)
 
-    @phase("analytical columns")
     def columns_of_backward(self, groups: Iterable[Tensor]) -> Iterator[Tensor]:
         """J u by the backward alone, differentiated once more: v -> v^T J is linear, and u its grad_output.
 

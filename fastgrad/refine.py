@@ -7,14 +7,15 @@ Sources: Ridders, "Accurate computation of F'(x) and F'(x) F''(x)", Advances in 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
+from fastgrad._torch import phase
 from fastgrad.coordinates import block_with
 from fastgrad.problem import Problem
-from fastgrad.report import Entry, Settings, Tolerances, modulus
+from fastgrad.report import Difference, Entry, Settings, Tolerances, Trouble, modulus
 from fastgrad.tolerances import spacing
 
 LARGEST_STEP = 1e-2
@@ -32,6 +33,12 @@ the refined one."""
 FINEST = 4
 """Steps whose scatter measures the noise of func."""
 
+MOST_OTHERS = 7
+"""Wrong entries to tell of beside the worst."""
+
+MOST_ELEMENTS = 32
+"""Input elements, moved together with that of the worst entry, to look for others in."""
+
 
 @dataclass(frozen=True)
 class Refinement:
@@ -48,6 +55,10 @@ class Refinement:
     doubtful
         Whether func goes straight through x with another slope where steps are eps and larger, so that
         the values come from its rounding: bool, shape (rows,).
+    steps, changes, widths
+        What was measured, large steps first: how far the coordinate was moved to either side, by how much
+        func changed in between, and what that is divided by; zero where no step was taken. Float64, shape
+        (rows, steps).
     """
 
     values: Tensor
@@ -56,6 +67,9 @@ class Refinement:
     left: Tensor
     right: Tensor
     doubtful: Tensor
+    steps: Tensor
+    changes: Tensor
+    widths: Tensor
 
     def of_rows(self, rows: slice) -> Refinement:
         """That of some of the rows."""
@@ -119,15 +133,16 @@ def refine(
     if not steps:
         missing = torch.full_like(base, torch.nan)
         no = torch.zeros_like(base, dtype=torch.bool)
-        return Refinement(missing, missing.abs(), no, left, right, no)
-    width = torch.stack(widths)
+        nothing = base.new_empty(base.numel(), 0)
+        return Refinement(missing, missing.abs(), no, left, right, no, nothing, nothing, nothing)
+    width, change, every_step = (torch.stack(measured) for measured in (widths, differences, steps))
     taken = width != 0
-    slopes = torch.where(taken, torch.stack(differences) / width, 0.0)
+    slopes = torch.where(taken, change / width, 0.0)
     values, errors = _extrapolate(slopes, width, _rounding(problem, all_rows, base, x[owner]), atol, rtol)
     # Not "errors > allowed": a NaN has not converged.
     converged = errors <= atol + rtol * values.abs()
     doubtful = torch.zeros_like(converged)
-    wider = (torch.stack(steps) >= RATIO * eps * block_with(problem.inputs, coordinates[0]).step).sum(0) - 1
+    wider = (every_step >= RATIO * eps * block_with(problem.inputs, coordinates[0]).step).sum(0) - 1
     if bool((wider >= 0).all()):
         # Next to a kink the two sides differ; under curvature, they or the wider step do.
         middle = (left + right) / 2
@@ -135,7 +150,7 @@ def refine(
         bent = torch.maximum((left - right).abs(), (slopes.gather(0, wider.unsqueeze(0))[0] - middle).abs())
         straight = bent <= STRAIGHT * torch.minimum(apart, middle.abs())
         doubtful = straight & (apart > atol + rtol * values.abs())
-    return Refinement(values, errors, converged, left, right, doubtful)
+    return Refinement(values, errors, converged, left, right, doubtful, every_step.t(), change.t(), width.t())
 
 
 def _rounding(problem: Problem, rows: Tensor, base: Tensor, x: Tensor) -> Tensor:
@@ -236,12 +251,20 @@ class Suspects:
 
 @dataclass(frozen=True)
 class Survivor:
-    """An entry that is wrong also at other steps, or whose derivative no step settles; and what to say of it."""
+    """An entry that is wrong also at other steps, or whose derivative no step settles; and what to say of it.
+
+    convergence: what was measured of it, large steps first. others: more such entries, of those that were
+    re-measured with it.
+    """
 
     entry: Entry
     detail: str
+    trouble: Trouble | None = None
+    convergence: tuple[Difference, ...] = ()
+    others: tuple[Entry, ...] = ()
 
 
+@phase("re-measuring")
 def surviving(problem: Problem, record_graph: bool, settings: Settings, batch: Sequence[Suspects]) -> Survivor | None:
     """The worst of some suspected entries, if any is wrong after re-measuring.
 
@@ -254,13 +277,20 @@ def surviving(problem: Problem, record_graph: bool, settings: Settings, batch: S
         for coordinates in zip(*(suspects.inputs for suspects in batch), strict=True)
     ]
     first = 0
+    survivor: Survivor | None = None
+    others: list[Entry] = []
+    elements = MOST_ELEMENTS
     for suspects, outputs in zip(batch, rows, strict=True):
         mine = slice(first, first + outputs.numel())
-        survivor = _worst([column.of_rows(mine) for column in columns], suspects, own)
-        if survivor is not None:
-            return survivor
+        found = _worst([column.of_rows(mine) for column in columns], suspects, own)
+        if found is not None:
+            others += [found.entry] * (survivor is not None) + list(found.others)
+            survivor = survivor or found
+        elements -= survivor is not None
+        if len(others) >= MOST_OTHERS or elements <= 0:
+            break
         first = mine.stop
-    return None
+    return replace(survivor, others=tuple(others[:MOST_OTHERS])) if survivor is not None else None
 
 
 def _worst(columns: list[Refinement], suspects: Suspects, own: Tolerances) -> Survivor | None:
@@ -280,21 +310,42 @@ def _worst(columns: list[Refinement], suspects: Suspects, own: Tolerances) -> Su
     if not bool(wrong.any()):
         return None
     # Converged entries first: they are sure. A NaN is never sure.
-    excess = torch.where(converged & wrong, difference / allowed, -1.0)
-    worst = int(excess.argmax()) if bool((converged & wrong).any()) else int(wrong.nonzero()[0])
-    sure = bool(converged[worst])
-    numerical = complex(values[worst] if sure else suspects.numerical[worst])
+    excess = torch.where(wrong, torch.where(converged, difference / allowed, 0.0), -1.0)
+    order = excess.argsort(descending=True, stable=True)[: min(int(wrong.sum()), 1 + MOST_OTHERS)].tolist()
     real = len(suspects.inputs) == shape[1] == 1
-    analytical = complex(suspects.analytical[worst])
-    entry = Entry(
-        suspects.output_indices[worst],
-        suspects.input_index,
-        analytical.real if real else analytical,
-        numerical.real if real else numerical,
-        atol + rtol * modulus(numerical),
-        float(errors[worst].abs()) if sure else None,
-    )
-    return Survivor(entry, _cause(columns, suspects, worst, sure, own))
+    entries = []
+    for which in order:
+        sure = bool(converged[which])
+        numerical = complex(values[which] if sure else suspects.numerical[which])
+        analytical = complex(suspects.analytical[which])
+        entry = Entry(
+            suspects.output_indices[which],
+            suspects.input_index,
+            analytical.real if real else analytical,
+            numerical.real if real else numerical,
+            atol + rtol * modulus(numerical),
+            float(errors[which].abs()) if sure else None,
+        )
+        entries.append(entry)
+    worst = order[0]
+    trouble = _trouble(columns, suspects, worst, bool(converged[worst]), own)
+    return Survivor(entries[0], *trouble, _convergence(columns, shape, worst), tuple(entries[1:]))
+
+
+def _convergence(columns: list[Refinement], shape: torch.Size, entry: int) -> tuple[Difference, ...]:
+    """What was measured of an entry; the steps are those of its first coordinate."""
+    of_entry = slice(entry * shape[1], (entry + 1) * shape[1])
+    own = [column.of_rows(of_entry) for column in columns]
+    measured = []
+    for s in range(min(column.steps.shape[1] for column in own)):
+        if all(bool((column.widths[:, s] != 0).all()) for column in own):
+            changes = [column.changes[:, s].reshape(1, -1) for column in own]
+            estimates = [(column.changes[:, s] / column.widths[:, s]).reshape(1, -1) for column in own]
+            change, estimate = (complex(_entries(values)[0]) for values in (changes, estimates))
+            if len(own) == shape[1] == 1:
+                change, estimate = change.real, estimate.real
+            measured.append(Difference(float(own[0].steps[0, s]), change, estimate))
+    return tuple(measured)
 
 
 def _entries(columns: list[Tensor]) -> Tensor:
@@ -305,31 +356,35 @@ def _entries(columns: list[Tensor]) -> Tensor:
     return torch.complex(column[:, 0], column[:, 1] if column.shape[1] == 2 else torch.zeros_like(column[:, 0]))
 
 
-def _cause(columns: list[Refinement], suspects: Suspects, worst: int, sure: bool, own: Tolerances) -> str:
+def _trouble(
+    columns: list[Refinement], suspects: Suspects, worst: int, sure: bool, own: Tolerances
+) -> tuple[str, Trouble | None]:
+    """What is special about the worst entry's derivative, as a clause and by name."""
     width = suspects.outputs.shape[1]
     for column in columns:
         for row in range(worst * width, (worst + 1) * width):
             if column.is_kink(row, own.atol, own.rtol) and not _is_steep(column, row):
-                return (
-                    f"a kink: the one-sided derivatives are {column.left[row].item():.6g} (left) and "
-                    f"{column.right[row].item():.6g} (right)"
-                )
+                sides = f"{column.left[row].item():.6g} (left) and {column.right[row].item():.6g} (right)"
+                return f"a kink: the one-sided derivatives are {sides}", "kink"
     at_eps = suspects.numerical[worst].abs().item()
     if columns[0].values[worst * width].item() == 0 and at_eps > own.atol:
         return (
             f"func does not move at all for steps much below eps, and by {at_eps:.3g} x eps at eps: "
-            "is something inside computed in a lower precision?"
+            "is something inside computed in a lower precision?",
+            "low precision",
         )
     if any(bool(column.doubtful[worst * width : (worst + 1) * width].any()) for column in columns):
         return (
             "steps much below eps give another derivative, though func goes straight through there: is something "
-            "inside computed in a lower precision?"
+            "inside computed in a lower precision?",
+            "low precision",
         )
     if not sure:
         return (
-            "the numerical derivative did not converge over steps from 1e-2 down to rounding: func is not smooth there"
+            "the numerical derivative did not converge over steps from 1e-2 down to rounding: func is not smooth there",
+            "not converged",
         )
-    return ""
+    return "", None
 
 
 def _is_steep(column: Refinement, row: int) -> bool:

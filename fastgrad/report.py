@@ -1,12 +1,27 @@
-"""What a check found: frozen data, no behavior beyond a few sums of it."""
+"""What a check found: frozen data, a few sums of it, and its plain form for JSON."""
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SCHEMA = 1
+"""The version of what `Report.to_dict` returns: it grows when a key changes its meaning or goes. docs/report.md."""
+
+LARGEST_TENSOR = 4096
+"""Elements up to which `Report.to_dict` writes a tensor out."""
+
+Verdict = Literal["passed", "failed", "not converged", "undecided"]
+"""undecided: fast mode found nothing, and cannot exclude errors below a bound. not converged: an entry
+differs, and no step settles its numerical derivative."""
 
 Part = Literal["all", "real", "imaginary"]
 """Which real functions of an output a row group covers: a complex output is judged part by part; in
@@ -97,6 +112,10 @@ class Sample:
     failing: Tensor
 
 
+Trouble = Literal["kink", "low precision", "not converged"]
+"""What re-measuring over many steps found beside, or in place of, a derivative."""
+
+
 @dataclass(frozen=True)
 class Tolerances:
     """The step of the differences with respect to an input, and how far its entries may be off."""
@@ -150,6 +169,7 @@ class Plan:
     record_graph: whether func must record gradients while it is evaluated for differences.
     column_groups, row_groups: of a compressed Jacobian; one difference, or one VJP, serves a group. Without
     row groups, analytical columns come from differentiating the backward once more.
+    memory: bytes that Jacobians take at a time, estimated; None in fast mode, which holds vectors alone.
     detection_limit: fast mode finds errors that cancel each other in a row or a column from this size on,
     with probability `Settings.confidence`; single ones from their tolerance on.
     """
@@ -162,6 +182,7 @@ class Plan:
     detection_limit: float | None = None
     column_groups: int | None = None
     row_groups: int | None = None
+    memory: int | None = None
 
 
 def modulus(value: complex) -> float:
@@ -192,13 +213,53 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Span:
+    """The places along one dimension that some entries take.
+
+    size: of the dimension. count: distinct places, from first to last. step: their distance, where it is
+    the same for all; None where it is not. places: all of them, where they are few.
+    """
+
+    size: int
+    count: int
+    first: int
+    last: int
+    step: int | None
+    places: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Where entries lie: one Span a dimension of the output, and of the input."""
+
+    output: tuple[Span, ...]
+    input: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One central difference of an entry.
+
+    step: by which the input was moved to either side. change: by how much func moved in between.
+    estimate: the derivative that follows, change over the realized distance. Of a complex entry, change and
+    estimate are made of those of its two coordinates, and step is that of the first.
+    """
+
+    step: float
+    change: complex
+    estimate: complex
+
+
+@dataclass(frozen=True)
 class Comparison:
     """The Jacobian of one output with respect to one input, analytical against numerical.
 
     sum_analytical, sum_numerical and sum_product are sums of |a|^2, |n|^2 and a conj(n) over the
     mismatched entries. exhaustive: all entries were compared; otherwise some were located, and these
     numbers are about them. The two matrices are kept only when small, in torch's layout: one row an
-    input element, one column an output element.
+    input element, one column an output element. worst_entries: the worst first, as far as they are wrong
+    (those with an error estimate) or look wrong at eps (those without). extent: where mismatched entries
+    lie. on_pattern: the entries are those of the Jacobian's pattern; what lies outside of it is zero.
     """
 
     entries: int
@@ -212,6 +273,54 @@ class Comparison:
     analytical: Tensor | None = None
     numerical: Tensor | None = None
     exhaustive: bool = True
+    worst_entries: tuple[Entry, ...] = ()
+    extent: Extent | None = None
+    on_pattern: bool = False
+
+
+class Pair(NamedTuple):
+    """An output and an input whose Jacobian was compared; places, part and mode as in Failure.
+
+    mismatches: entries that differ at eps; agrees: none of them after re-measuring. The largest errors are those
+    at eps. on_pattern: as in Comparison.
+    """
+
+    # Not a dataclass: every check that passes makes one, and a frozen one of as many fields takes ten times as long.
+    output: int
+    input: int
+    output_position: int
+    input_position: int
+    part: Part
+    mode: Mode
+    entries: int
+    mismatches: int
+    agrees: bool
+    largest_absolute: float
+    largest_relative: float
+    on_pattern: bool
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What random vectors vouch for, where not every entry was looked at by itself.
+
+    claim: a sentence without its period. method: the vectors, and what they were compared with.
+    bound: an error of one entry shows from this size on, beside rounding.
+    """
+
+    claim: str
+    method: str
+    bound: float
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where a check ran: versions, and the device of the outputs."""
+
+    fastgrad: str
+    torch: str
+    python: str
+    device: str
 
 
 @dataclass(frozen=True)
@@ -221,6 +330,8 @@ class Failure:
     output and input count the differentiable outputs and inputs, as torch's messages do;
     output_position and input_position are their places among func's results and arguments.
     detail is a clause for the message; cause is the exception behind the failure, if there was one.
+    trouble is what detail says of the worst entry's derivative. convergence: the differences behind the worst entry,
+    large steps first, where it was re-measured.
     """
 
     kind: FailureKind
@@ -233,6 +344,8 @@ class Failure:
     comparison: Comparison | None = None
     detail: str = ""
     cause: Exception | None = None
+    trouble: Trouble | None = None
+    convergence: tuple[Difference, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -241,9 +354,11 @@ class Report:
 
     n and m count the real coordinates of the differentiable inputs and outputs; evaluations and
     vjps are the calls of func and of autograd's backward; jvps counts the evaluations that carried
-    tangents; seconds is wall time. sample: entries of the pair that failed. causes: the most probable first.
-    input_names and output_names: what :func:`fastgrad.check` calls the tensors that `Failure.input_position`
-    and `Failure.output_position` count; gradcheck, whose messages count, has none.
+    tangents; seconds is wall time, phases its parts. sample: entries of the pair that failed. causes: the
+    most probable first. pairs: what was compared, up to the pair that failed. undecided: errors up to
+    this size may be hidden, where fast mode had to leave something open. input_names and output_names:
+    what :func:`fastgrad.check` calls the tensors that `Failure.input_position` and
+    `Failure.output_position` count; gradcheck, whose messages count, has none.
     """
 
     failure: Failure | None
@@ -260,8 +375,92 @@ class Report:
     causes: tuple[Cause, ...] = ()
     input_names: tuple[str, ...] = ()
     output_names: tuple[str, ...] = ()
+    pairs: tuple[Pair, ...] = ()
+    certificates: tuple[Certificate, ...] = ()
+    undecided: float | None = None
+    phases: Mapping[str, float] = field(default_factory=dict)
+    environment: Environment | None = None
 
     @property
     def passed(self) -> bool:
         """Whether no failure was found."""
         return self.failure is None
+
+    @property
+    def verdict(self) -> Verdict:
+        """The outcome in a word or two."""
+        if self.failure is not None:
+            return "not converged" if self.failure.trouble == "not converged" else "failed"
+        return "passed" if self.undecided is None else "undecided"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as numbers, strings, lists and dicts, as docs/report.md describes them.
+
+        Complex numbers become {"re", "im"}; NaN and infinities become "nan", "inf" and "-inf"; tensors
+        become {"shape", "dtype", "values"}, values being None above LARGEST_TENSOR elements.
+        """
+        return {"schema": SCHEMA, "verdict": self.verdict, "passed": self.passed, **_plain(self)}
+
+    def to_json(self, indent: int | None = None) -> str:
+        """`to_dict` as strict JSON."""
+        return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
+
+    def to_html(self) -> str:
+        """The report as one HTML page that needs nothing else, with figures where matplotlib is there."""
+        from fastgrad import render  # only here, and below: data knows nothing of pictures, nor needs to be dear
+
+        return render.page(self)
+
+    def plot(self) -> Figure:
+        """Figures of a failure: where the errors are, how large, and how the derivative depends on the step.
+
+        Raises
+        ------
+        ImportError
+            matplotlib is missing.
+        ValueError
+            The report holds no entries, as that of a check that passed.
+        """
+        from fastgrad import render
+
+        return render.figure(self)
+
+    def __str__(self) -> str:
+        """What a person reads: of a failure, the error's message."""
+        from fastgrad import messages
+
+        return messages.summary(self)
+
+    def _repr_html_(self) -> str:
+        """`to_html` for a notebook's cell."""
+        from fastgrad import render
+
+        return render.fragment(self)
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON knows it."""
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, complex):
+        return {"re": _plain(value.real), "im": _plain(value.imag)}
+    if isinstance(value, Tensor):
+        small = value.numel() <= LARGEST_TENSOR
+        return {
+            "shape": list(value.shape),
+            "dtype": str(value.dtype).removeprefix("torch."),
+            "values": _plain(value.tolist()) if small else None,
+        }
+    if isinstance(value, BaseException):
+        return f"{type(value).__name__}: {value}"
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Pair):
+        return {name: _plain(item) for name, item in value._asdict().items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    if is_dataclass(value):
+        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
+    raise TypeError(f"a report cannot hold a {type(value).__name__}.")

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "fastgrad"
 
 # The module map, also of rooms that are not built yet.
 FLOORS = {
-    0: ["_build", "_native", "_torch", "_version", "errors", "report"],
+    0: ["_build", "_native", "_torch", "_version", "errors", "report", "stopwatch"],
     1: ["coloring", "coordinates", "directions", "graphs", "problem", "progress", "sparsity", "tolerances"],
     2: ["attributes", "certify", "compare", "engines", "engines.compressed", "engines.dense", "engines.sketch"],
     3: ["check", "exact", "fast", "second_order"],
@@ -26,6 +26,7 @@ FLOOR = {module: floor for floor, modules in FLOORS.items() for module in module
 NEIGHBORS = {
     "_native": {"_build"},
     "errors": {"report"},
+    "_torch": {"stopwatch"},
     "problem": {"coordinates", "directions", "progress", "tolerances"},
     "certify": {"compare", "engines"},
     "compare": {"refine"},
@@ -41,6 +42,9 @@ NEIGHBORS = {
     "cli": {"demo"},
 }
 
+# Imports within functions, of what presents the data: methods of a report that nothing else here calls.
+LATE = {"report": {"messages", "render"}}
+
 MODULES = sorted(path for path in PACKAGE.rglob("*.py"))
 
 
@@ -51,7 +55,13 @@ def module_name(path: Path) -> str:
 
 def imported_names(path: Path) -> set[str]:
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    inside = {id(node) for function in functions for node in ast.walk(function)}
+    late = LATE.get(module_name(path), set())
+    for node in ast.walk(tree):
+        if id(node) in inside and isinstance(node, ast.ImportFrom) and {alias.name for alias in node.names} <= late:
+            continue
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
             module = node.module or ""

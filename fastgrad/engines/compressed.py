@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fastgrad import coloring
 from fastgrad._native import GradientsMatch, Groups, ops
+from fastgrad._torch import phase
 from fastgrad.coloring import Indices
 from fastgrad.coordinates import Block
 from fastgrad.engines import REPEAT_SCALE
@@ -75,6 +76,7 @@ class Compression:
         return slice(*(int(self.pattern.starts[row]) for row in (output.first, output.first + output.size)))
 
 
+@phase("coloring")
 def compress(problem: Problem, pattern: Pattern) -> Compression:
     """Colors columns and rows."""
     # One group, and one entry a row, make many of these; none is written to.
@@ -123,6 +125,7 @@ def numerical_entries(problem: Problem, plan: Plan, compression: Compression, ep
     return problem.difference_groups(groups, compression.rows, compression.columns, eps, plan.record_graph)
 
 
+@phase("analytical columns")
 def linear_entries(problem: Problem, compression: Compression) -> Tensor:
     """Entries by differentiating the backward, which is to be linear: float64, shape (nnz,).
 

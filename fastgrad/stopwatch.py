@@ -1,0 +1,43 @@
+"""Where the time of a check goes, phase by phase."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+
+
+class Stopwatch:
+    """Seconds by phase, each without the phases inside of it; runs from `__enter__` on, in one thread.
+
+    Attributes
+    ----------
+    seconds
+        By the names of phases.
+    inside
+        What the phases that ended within the present one took.
+    """
+
+    __slots__ = ("_before", "inside", "seconds")
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.inside = 0.0
+
+    def __enter__(self) -> Stopwatch:
+        self._before = running.watch
+        running.watch = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        running.watch = self._before
+
+
+class _Running(threading.local):
+    """The stopwatch of the check that runs in a thread, if one does."""
+
+    watch: Stopwatch | None = None
+
+
+running = _Running()
