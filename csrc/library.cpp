@@ -8,9 +8,6 @@ TORCH_LIBRARY(fastgrad, library) {
   library.def(
       "perturb_coordinates_(Tensor(a!) values, Tensor origin, Tensor coordinates, int sign, float eps, "
       "float relative_step) -> ()");
-  library.def(
-      "perturb_color_(Tensor(a!) values, Tensor origin, Tensor colors, Tensor color, int sign, float eps, "
-      "float relative_step) -> ()");
   library.def("displace_(Tensor(a!) x, Tensor origin, Tensor displacement, float scale) -> ()");
   library.def("direction_(Tensor(a!) out, int seed, int stream, int first, bool halved) -> ()");
   library.def("flatten_(Tensor(a!) out, Tensor tensor) -> ()");

@@ -57,7 +57,6 @@ class ops:  # noqa: N801  (a namespace, like torch.ops.fastgrad)
     decompress_ = torch.ops.fastgrad.decompress_.default
     dots = torch.ops.fastgrad.dots.default
     flatten_ = torch.ops.fastgrad.flatten_.default
-    perturb_color_ = torch.ops.fastgrad.perturb_color_.default
     perturb_coordinates_ = torch.ops.fastgrad.perturb_coordinates_.default
     project_rows_ = staticmethod(project_rows_)
     richardson_ = torch.ops.fastgrad.richardson_.default

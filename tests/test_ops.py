@@ -111,36 +111,6 @@ def test_perturb_coordinates_is_perturb_coordinate_for_each(kernel: str, layout:
                 assert np.array_equal(bits(many)[untouched], bits(start)[untouched])
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_perturb_color_is_perturb_coordinates_of_that_color(kernel: str, layout: str, dtype: torch.dtype) -> None:
-    origin = tensor(dtype, 3, 4)
-    origin[0, 0], origin[0, 1], origin[0, 2], origin[0, 3] = 1e4, -0.0, math.inf, math.nan
-    colors = torch.arange(coordinates(origin).size) % 3
-    for color in (0, 2, 5):
-        for sign in (-1, 1, 0):
-            one, other = (LAYOUTS[layout](torch.full_like(origin, 7.0)) for _ in range(2))
-            call("CPU", ops.perturb_coordinates_, one, origin, (colors == color).nonzero().view(-1), sign, 1e-6, STEP)
-            call(kernel, ops.perturb_color_, other, origin, colors, torch.tensor([color]), sign, 1e-6, STEP)
-            assert np.array_equal(bits(other), bits(one))
-
-
-def test_perturb_color_of_conjugate_and_negative_views() -> None:
-    z = tensor(torch.complex128, 5)
-    for view in (lambda t: t.conj(), lambda t: t.conj().imag):
-        memory = z.clone()
-        x = view(memory)
-        origin = x.resolve_conj().resolve_neg().clone()
-        expected = origin.clone()
-        ops.perturb_coordinate_(expected, origin, 1, 1, 0.25, STEP)
-        colors = torch.arange(coordinates(origin).size)
-        ops.perturb_color_(x, origin, colors, torch.tensor([1]), 1, 0.25, STEP)
-        assert np.array_equal(coordinates(x.resolve_neg()), coordinates(expected))
-        ops.perturb_color_(x, origin, colors, torch.tensor([1]), 0, 0.25, STEP)
-        assert torch.equal(memory, z)
-
-
 def test_perturb_coordinates_of_conjugate_and_negative_views() -> None:
     z = tensor(torch.complex128, 5)
     for view in (lambda t: t.conj(), lambda t: t.conj().imag):
@@ -424,11 +394,6 @@ def samples() -> list[Any]:
             (real.clone(), real.clone(), real.clone(), torch.arange(6), torch.tensor([1, 4])),
             id="decompress_",
         ),
-        pytest.param(
-            ops.perturb_color_,
-            (x.clone(), x, torch.arange(6) % 2, torch.tensor([1]), 1, 1e-6, STEP),
-            id="perturb_color_",
-        ),
         pytest.param(ops.displace_, (x.clone(), x, real, 0.5), id="displace_"),
         pytest.param(ops.realize_, (real.clone(), real.clone(), x, 1e-6, STEP), id="realize_"),
         pytest.param(ops.dots, (block, block[0].clone()), id="dots"),
@@ -509,18 +474,6 @@ def test_every_operator_has_all_its_kernels() -> None:
         (
             lambda: ops.perturb_coordinates_(torch.zeros(2), torch.zeros(2), torch.arange(2), 2, 1.0, 0.0),
             "sign must be -1, 0 or 1, got 2",
-        ),
-        (
-            lambda: ops.perturb_color_(*[torch.zeros(2)] * 2, torch.arange(3), torch.arange(1), 1, 1.0, 0.0),
-            "colors must have 2 elements, one for each real coordinate of values, got 3",
-        ),
-        (
-            lambda: ops.perturb_color_(*[torch.zeros(2)] * 2, torch.arange(2), torch.arange(2), 1, 1.0, 0.0),
-            "color must have one element, got 2",
-        ),
-        (
-            lambda: ops.perturb_color_(*[torch.zeros(2)] * 2, torch.arange(2), torch.arange(1), 3, 1.0, 0.0),
-            "perturb_color_: sign must be -1, 0 or 1, got 3",
         ),
         (
             lambda: ops.decompress_(torch.zeros(2), *[torch.zeros(2).double()] * 2, torch.arange(2), torch.arange(2)),

@@ -9,7 +9,6 @@
 #include "../ops/displace.h"
 #include "../ops/dots.h"
 #include "../ops/flatten.h"
-#include "../ops/perturb_color.h"
 #include "../ops/perturb_coordinate.h"
 #include "../ops/perturb_coordinates.h"
 #include "../ops/project_rows.h"
@@ -23,7 +22,6 @@
 #include "displace.h"
 #include "dots.h"
 #include "flatten.h"
-#include "perturb_color.h"
 #include "perturb_coordinate.h"
 #include "perturb_coordinates.h"
 #include "project_rows.h"
@@ -105,21 +103,6 @@ void perturb_coordinates_cuda(
             target.mutable_data_ptr(), origin.const_data_ptr(), real_type("perturb_coordinates_", values),
             coordinates.const_data_ptr<int64_t>(), coordinates.numel(), static_cast<int>(sign), eps, relative_step,
             c10::cuda::getCurrentCUDAStream()));
-  });
-}
-
-void perturb_color_cuda(
-    const at::Tensor& values, const at::Tensor& origin, const at::Tensor& colors, const at::Tensor& color, int64_t sign,
-    double eps, double relative_step) {
-  check_perturb_color(values, origin, colors, color, sign);
-  check_one_device("perturb_color_", values, {origin, colors, color});
-  const c10::cuda::CUDAGuard guard(values.device());
-  change_contiguous(values, [&](const at::Tensor& target) {
-    C10_CUDA_CHECK(
-        cuda::launch_perturb_color(
-            target.mutable_data_ptr(), origin.const_data_ptr(), real_type("perturb_color_", values),
-            colors.const_data_ptr<int64_t>(), color.const_data_ptr<int64_t>(), colors.numel(), static_cast<int>(sign),
-            eps, relative_step, c10::cuda::getCurrentCUDAStream()));
   });
 }
 
@@ -284,7 +267,6 @@ void project_rows_cuda(
 TORCH_LIBRARY_IMPL(fastgrad, CUDA, library) {
   library.impl("perturb_coordinate_", &perturb_coordinate_cuda);
   library.impl("perturb_coordinates_", &perturb_coordinates_cuda);
-  library.impl("perturb_color_", &perturb_color_cuda);
   library.impl("displace_", &displace_cuda);
   library.impl("direction_", &direction_cuda);
   library.impl("flatten_", &flatten_cuda);

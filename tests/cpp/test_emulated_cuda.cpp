@@ -7,7 +7,6 @@
 #include "cuda/displace.h"
 #include "cuda/dots.h"
 #include "cuda/flatten.h"
-#include "cuda/perturb_color.h"
 #include "cuda/perturb_coordinate.h"
 #include "cuda/perturb_coordinates.h"
 #include "cuda/project_rows.h"
@@ -137,31 +136,6 @@ TYPED_TEST(Emulated, PerturbCoordinates) {
               x.data(), origin.data(), type_of<TypeParam>(), chosen.data(), size, sign, 1e-3, 0x1p-7, nullptr),
           cudaSuccess);
       ASSERT_TRUE(same_bits(x, expected));
-    }
-  }
-}
-
-TYPED_TEST(Emulated, PerturbColor) {
-  for (const int64_t size : this->sizes) {
-    const std::vector<TypeParam> origin = origins<TypeParam>(size);
-    std::vector<int64_t> colors(size);
-    for (int64_t c = 0; c < size; ++c) {
-      colors[c] = c % 3;
-    }
-    for (const int64_t color : {0, 2, 5}) {
-      for (const int sign : {-1, 0, 1}) {
-        std::vector<TypeParam> x(size + 1, static_cast<TypeParam>(7.0));
-        std::vector<TypeParam> expected = x;
-        for (int64_t c = color; color < 3 && c < size; c += 3) {
-          expected[c] = moved_coordinate(origin[c], sign, 1e-3, 0x1p-7);
-        }
-        ASSERT_EQ(
-            launch_perturb_color(
-                x.data(), origin.data(), type_of<TypeParam>(), colors.data(), &color, size, sign, 1e-3, 0x1p-7,
-                nullptr),
-            cudaSuccess);
-        ASSERT_TRUE(same_bits(x, expected));
-      }
     }
   }
 }
