@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -61,23 +62,38 @@ def check(func: Callable[..., Any], inputs: Any, settings: Settings) -> Report:
         Problem(func, as_tuple(inputs), settings.masked, progress) as problem,
     ):
         plan, failure = _first_failure(problem, settings, notes)
-    disabled = disabled_gradients()
-    if disabled:
-        notes.append(disabled)
-    if problem.mutates_inputs:
-        notes.append("func changes its inputs (or they hold NaN); they were restored around every evaluation")
-    return Report(
-        failure=failure,
-        settings=settings,
-        plan=plan,
-        n=problem.n,
-        m=problem.m,
-        evaluations=problem.evaluations,
-        vjps=problem.vjps,
-        jvps=problem.jvps,
-        seconds=time.perf_counter() - start,
-        notes=tuple(notes),
-    )
+        disabled = disabled_gradients()
+        if disabled:
+            notes.append(disabled)
+        if problem.mutates_inputs:
+            notes.append("func changes its inputs (or they hold NaN); they were restored around every evaluation")
+        report = Report(
+            failure=failure,
+            settings=settings,
+            plan=plan,
+            n=problem.n,
+            m=problem.m,
+            evaluations=problem.evaluations,
+            vjps=problem.vjps,
+            jvps=problem.jvps,
+            seconds=time.perf_counter() - start,
+            notes=tuple(notes),
+        )
+        return report if failure is None else _diagnosed(problem, report)
+
+
+def _diagnosed(problem: Problem, report: Report) -> Report:
+    """The report of a failed check, with evidence and probable causes."""
+    from fastgrad.diagnose import diagnose  # only here: a check that passes needs neither
+    from fastgrad.evidence import gather
+
+    sample, evidence = gather(problem, report)
+    failure = report.failure
+    if failure is not None and failure.comparison is not None:
+        # What the sample was taken from may be as large as the Jacobian.
+        failure = replace(failure, comparison=replace(failure.comparison, sample=None))
+    report = replace(report, failure=failure, sample=sample, evidence=evidence)
+    return replace(report, causes=diagnose(report))
 
 
 def _first_failure(problem: Problem, settings: Settings, notes: list[str]) -> tuple[Plan, Failure | None]:

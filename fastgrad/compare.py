@@ -13,7 +13,7 @@ from fastgrad._native import ops
 from fastgrad._torch import phase
 from fastgrad.coordinates import PIECE, Block, pieces
 from fastgrad.refine import Suspects
-from fastgrad.report import Comparison, Entry, Mode, Part, modulus
+from fastgrad.report import Comparison, Entry, Mode, Part, Sample, modulus
 
 SMALL = 256
 """Jacobians of at most this many entries are kept whole for the message."""
@@ -52,6 +52,7 @@ class PairComparison:
     matrices: tuple[Tensor, Tensor] | None = None
     unspecified: bool = False
     failing: list[tuple[Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
+    entries_at_hand: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 
     @phase("comparison")
     def add(self, analytical: Tensor, numerical: Tensor, first_row: int, first_column: int) -> None:
@@ -85,6 +86,7 @@ class PairComparison:
             The elements of each entry, as in a block: int64, shape (entries,).
         """
         where = analytical.unsqueeze(0), numerical.unsqueeze(0), self._width()
+        self.entries_at_hand = analytical, numerical, rows, columns
         self._take_in(*where, lambda _, entry: (rows[entry], columns[entry]))
 
     def _width(self) -> int:
@@ -169,6 +171,25 @@ class PairComparison:
             entry = Entry(self.output.element_index(row), self.input.logical_index(element), value, 0.0, self.atol)
             self.worst = self.worst or entry
             self.unspecified = True
+
+    def sample(self) -> Sample | None:
+        """All entries of a sparse Jacobian, right and wrong ones; None of a dense one, whose blocks are gone."""
+        if self.entries_at_hand is None:
+            return None
+        analytical, numerical, rows, columns = self.entries_at_hand
+        width = self._width()
+        values = [_matrix(block.unsqueeze(0), width)[0].cpu() for block in (analytical, numerical)]
+        wide = [value.to(torch.complex128 if width == 2 else torch.float64) for value in values]
+        elements = columns if self.input.elements is None else self.input.elements.to(columns.device)[columns]
+        return Sample(
+            tuple(self.output.tensor.shape),
+            tuple(self.input.tensor.shape),
+            rows.cpu(),
+            elements.cpu(),
+            wide[0],
+            wide[1],
+            ~((wide[0] - wide[1]).abs() <= self.atol + self.rtol * wide[1].abs()),
+        )
 
     def result(self) -> Comparison:
         """The comparison so far, as data."""

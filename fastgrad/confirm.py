@@ -152,6 +152,7 @@ def located_failure(found: list[Found]) -> Failure:
         mode=head.mode,
         comparison=comparison,
         detail=worst.detail,
+        trouble=worst.trouble,
     )
 
 
@@ -181,7 +182,7 @@ def mismatch_failure(
     if not pair.mismatches:
         return None
     comparison = pair.result()
-    detail = ""
+    detail, trouble = "", None
     if not pair.unspecified:
         batches: dict[int, list[Suspects]] = {}
         for number, suspects in enumerate(pair.suspects(part)):
@@ -189,7 +190,8 @@ def mismatch_failure(
         for batch in batches.values():
             survivor = surviving(problem, plan.record_graph, settings, batch)
             if survivor is not None:
-                comparison, detail = replace(comparison, worst=survivor.entry), survivor.detail
+                comparison = replace(comparison, worst=survivor.entry, sample=pair.sample())
+                detail, trouble = survivor.detail, survivor.trouble
                 break
         else:
             notes.append(
@@ -207,4 +209,5 @@ def mismatch_failure(
         mode=pair.mode,
         comparison=comparison,
         detail=detail,
+        trouble=trouble,
     )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fastgrad.diagnose import constant_factor, is_zero
 from fastgrad.report import Comparison, Failure, Report, Settings
+
+MOST_CAUSES = 3
+"""Of the probable causes, how many are printed."""
 
 _UNDEFINED_NOTE = (
     "An undefined grad_output reaches backward as None, or as zeros where ctx.set_materialize_grads(True) is in force, "
@@ -28,7 +30,7 @@ def failure_message(report: Report) -> str:
         lines += _matrices(failure.comparison) + _details(
             failure, failure.comparison, report.settings.atol, report.settings.rtol
         )
-    lines += _positions(failure)
+    lines += _causes(failure, report) + _positions(failure)
     lines.append(f"  engine     {engine_line(report)}")
     lines += [f"  note       {note}" for note in report.notes]
     if failure.comparison is not None:
@@ -167,15 +169,14 @@ def _details(failure: Failure, comparison: Comparison, atol: float, rtol: float)
     )
     if failure.detail:
         lines.append(f"  because    {failure.detail}")
-    factor = constant_factor(comparison)
-    if is_zero(comparison):
-        lines.append("  looks like the analytical gradient is zero wherever it is wrong: a missing term, or a None")
-    elif factor is not None:
-        lines.append(
-            f"  looks like the analytical gradient is {factor[0]:.4g} x the numerical one there "
-            f"(residual {factor[1]:.0e}): a missing factor {1 / factor[0]:.4g}"
-        )
     return lines
+
+
+def _causes(failure: Failure, report: Report) -> list[str]:
+    """The most probable causes, but for what `failure.detail` says already."""
+    causes = [cause for cause in report.causes if cause.text != failure.detail][:MOST_CAUSES]
+    heads = ["  looks like "] + ["  or like    "] * len(causes)
+    return [f"{head}{cause.text} ({cause.measure})" for head, cause in zip(heads, causes, strict=False)]
 
 
 def _positions(failure: Failure) -> list[str]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastgrad.coordinates import block_with
 from fastgrad.problem import Problem
-from fastgrad.report import Entry, Settings, modulus
+from fastgrad.report import Entry, Settings, Trouble, modulus
 from fastgrad.tolerances import spacing
 
 LARGEST_STEP = 1e-2
@@ -240,6 +240,7 @@ class Survivor:
 
     entry: Entry
     detail: str
+    trouble: Trouble | None = None
 
 
 def surviving(problem: Problem, record_graph: bool, settings: Settings, batch: Sequence[Suspects]) -> Survivor | None:
@@ -293,7 +294,7 @@ def _worst(columns: list[Refinement], suspects: Suspects, settings: Settings) ->
         atol + rtol * modulus(numerical),
         float(errors[worst].abs()) if sure else None,
     )
-    return Survivor(entry, _cause(columns, suspects, worst, sure, settings))
+    return Survivor(entry, *_trouble(columns, suspects, worst, sure, settings))
 
 
 def _entries(columns: list[Tensor]) -> Tensor:
@@ -304,31 +305,35 @@ def _entries(columns: list[Tensor]) -> Tensor:
     return torch.complex(column[:, 0], column[:, 1] if column.shape[1] == 2 else torch.zeros_like(column[:, 0]))
 
 
-def _cause(columns: list[Refinement], suspects: Suspects, worst: int, sure: bool, settings: Settings) -> str:
+def _trouble(
+    columns: list[Refinement], suspects: Suspects, worst: int, sure: bool, settings: Settings
+) -> tuple[str, Trouble | None]:
+    """What is special about the worst entry's derivative, as a clause and by name."""
     width = suspects.outputs.shape[1]
     for column in columns:
         for row in range(worst * width, (worst + 1) * width):
             if column.is_kink(row, settings.atol, settings.rtol) and not _is_steep(column, row):
-                return (
-                    f"a kink: the one-sided derivatives are {column.left[row].item():.6g} (left) and "
-                    f"{column.right[row].item():.6g} (right)"
-                )
+                sides = f"{column.left[row].item():.6g} (left) and {column.right[row].item():.6g} (right)"
+                return f"a kink: the one-sided derivatives are {sides}", "kink"
     at_eps = suspects.numerical[worst].abs().item()
     if columns[0].values[worst * width].item() == 0 and at_eps > settings.atol:
         return (
             f"func does not move at all for steps much below eps, and by {at_eps:.3g} x eps at eps: "
-            "is something inside computed in a lower precision?"
+            "is something inside computed in a lower precision?",
+            "low precision",
         )
     if any(bool(column.doubtful[worst * width : (worst + 1) * width].any()) for column in columns):
         return (
             "steps much below eps give another derivative, though func goes straight through there: is something "
-            "inside computed in a lower precision?"
+            "inside computed in a lower precision?",
+            "low precision",
         )
     if not sure:
         return (
-            "the numerical derivative did not converge over steps from 1e-2 down to rounding: func is not smooth there"
+            "the numerical derivative did not converge over steps from 1e-2 down to rounding: func is not smooth there",
+            "not converged",
         )
-    return ""
+    return "", None
 
 
 def _is_steep(column: Refinement, row: int) -> bool:

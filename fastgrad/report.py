@@ -86,6 +86,8 @@ class Sample:
     outputs, inputs: the elements of the two tensors that each entry is about (int64, shape (entries,)).
     analytical, numerical: the values (float64 or complex128, shape (entries,)).
     failing: which differ by more than their tolerance (bool, shape (entries,)).
+    input_values, output_values: the elements of the input and the output at x, one an entry.
+    complete: whether the entries that are not here are zero on both sides.
     """
 
     output_shape: tuple[int, ...]
@@ -95,6 +97,56 @@ class Sample:
     analytical: Tensor
     numerical: Tensor
     failing: Tensor
+    input_values: Tensor | None = None
+    output_values: Tensor | None = None
+    complete: bool = False
+
+
+Trouble = Literal["kink", "low precision", "not converged"]
+"""What re-measuring over many steps found beside, or in place of, a derivative."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What experiments around a failure gave; None: not made, beyond the budget, or dropped because it raised.
+
+    Gradients are VJPs of one random dense cotangent v with respect to all inputs, and deviations the largest
+    difference between two of them over the largest component, unless something else is said.
+
+    calls: of func and backward, beside those that the report counts.
+    func_moves: the largest difference between outputs of two evaluations at x.
+    runs: how far gradients of some runs on one graph, then on a new one, and so on, are from that of the first run.
+    after_others: deviation of a gradient from a graph made before func was evaluated at another point.
+    scaled: scales c, the deviation of the gradient for c v, over c, and its size over that for v.
+    at_zero: the largest component of the gradient for a zero cotangent.
+    split: deviation of the sum of the gradients for three parts of v, one of them a single element.
+    gapped, expanded: deviation for a non-contiguous v, and of a constant one expanded with stride 0 from its copy;
+        infinite where only the other raises.
+    dense_error: |v^T J u - v . (difference along u)|, over the sum of the moduli of its terms, for one random u.
+    output_dtype: the narrowest dtype narrower than double that all outputs next to x fit in without rounding.
+    slopes: steps, and central differences of the worst entry there; rounding is one ulp of the output.
+    other_mode: the worst entry by the mode of AD that did not fail; adjoint_error: as in `AdjointTest`.
+    other_part: the worst entry of the part of a complex output that did not fail, analytical and numerical.
+    elsewhere: a point x' in words at which the gradient would be right, and how far it is off there.
+    """
+
+    calls: int = 0
+    func_moves: float | None = None
+    runs: tuple[tuple[float, ...], ...] | None = None
+    after_others: float | None = None
+    scaled: tuple[tuple[float, float, float], ...] | None = None
+    at_zero: float | None = None
+    split: float | None = None
+    gapped: float | None = None
+    expanded: float | None = None
+    dense_error: float | None = None
+    output_dtype: str | None = None
+    slopes: tuple[tuple[float, float], ...] | None = None
+    rounding: float | None = None
+    other_mode: complex | None = None
+    adjoint_error: float | None = None
+    other_part: tuple[complex, complex] | None = None
+    elsewhere: tuple[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -181,7 +233,7 @@ class Comparison:
     sum_analytical, sum_numerical and sum_product are sums of |a|^2, |n|^2 and a conj(n) over the
     mismatched entries. exhaustive: all entries were compared; otherwise some were located, and these
     numbers are about them. The two matrices are kept only when small, in torch's layout: one row an
-    input element, one column an output element.
+    input element, one column an output element; sample, where the entries of a pattern were at hand.
     """
 
     entries: int
@@ -195,6 +247,7 @@ class Comparison:
     analytical: Tensor | None = None
     numerical: Tensor | None = None
     exhaustive: bool = True
+    sample: Sample | None = None
 
 
 @dataclass(frozen=True)
@@ -203,7 +256,8 @@ class Failure:
 
     output and input count the differentiable outputs and inputs, as torch's messages do;
     output_position and input_position are their places among func's results and arguments.
-    detail is a clause for the message; cause is the exception behind the failure, if there was one.
+    detail is a clause for the message; cause is the exception behind the failure, if there was one; trouble is
+    what detail says of the worst entry's derivative.
     """
 
     kind: FailureKind
@@ -216,6 +270,7 @@ class Failure:
     comparison: Comparison | None = None
     detail: str = ""
     cause: Exception | None = None
+    trouble: Trouble | None = None
 
 
 @dataclass(frozen=True)
@@ -224,7 +279,8 @@ class Report:
 
     n and m count the real coordinates of the differentiable inputs and outputs; evaluations and
     vjps are the calls of func and of autograd's backward; jvps counts the evaluations that carried
-    tangents; seconds is wall time. sample: entries of the pair that failed. causes: the most probable first.
+    tangents; seconds is wall time. sample: entries of the pair that failed; evidence: experiments after that, not
+    counted above. causes: the most probable first.
     """
 
     failure: Failure | None
@@ -238,6 +294,7 @@ class Report:
     jvps: int = 0
     notes: tuple[str, ...] = ()
     sample: Sample | None = None
+    evidence: Evidence | None = None
     causes: tuple[Cause, ...] = ()
 
     @property
