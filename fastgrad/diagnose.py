@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from fastgrad.report import Cause, CauseName, Comparison, Evidence, Failure, Report, Sample, Settings, modulus
+from fastgrad.report import Cause, CauseName, Comparison, Entry, Evidence, Failure, Report, Sample, Settings, modulus
 
 RESIDUAL = 1e-3
 """A constant factor is named when this much of the analytical entries, or less, is left unexplained."""
@@ -34,6 +36,8 @@ LARGEST_MATRIX = 1 << 20
 """Entries of a Jacobian up to which it is compared with its rearrangements."""
 
 MOST_SHIFTS = 256
+
+Side = Literal["input", "output"]
 
 LEAST_BLOCK = 4
 """Of a kernel, in elements along a dimension; a power of two."""
@@ -114,7 +118,22 @@ def _of_func(failure: Failure, evidence: Evidence, settings: Settings) -> Iterat
         yield Cause("kink", failure.detail, "differences on either side", 0.95)
     worst = failure.comparison.worst if failure.comparison else None
     if worst is not None and evidence.slopes and evidence.rounding is not None:
+        yield from _of_stairs(settings.eps, worst, evidence.slopes)
         yield from _of_steps(settings.eps, complex(worst.analytical).real, dict(evidence.slopes), evidence.rounding)
+
+
+def _of_stairs(eps: float, worst: Entry, slopes: tuple[tuple[float, float], ...]) -> Iterator[Cause]:
+    """Whether func stands still for steps of eps and goes the analytical entry's way for large ones."""
+    slope = max(slopes)[1]
+    analytical = complex(worst.analytical).real
+    if modulus(worst.numerical) == 0 and slope and abs(slope - analytical) <= abs(analytical) / 4:
+        yield Cause(
+            "low precision",
+            f"func is a staircase: it stands still for steps of {eps:g}, and for large ones it goes as the analytical "
+            "gradient says; something inside is rounded, to a lower precision or by a round()",
+            f"a slope of {slope:.3g} over a step of {max(slopes)[0]:.2g}, analytical {analytical:.3g}",
+            0.9,
+        )
 
 
 def _of_steps(eps: float, analytical: float, slopes: dict[float, float], ulp: float) -> Iterator[Cause]:
@@ -146,7 +165,10 @@ def _of_steps(eps: float, analytical: float, slopes: dict[float, float], ulp: fl
 
 
 def _of_backward(failure: Failure, evidence: Evidence, settings: Settings) -> Iterator[Cause]:
-    yield from _of_runs(evidence, settings)
+    moving = list(_of_runs(evidence, settings))
+    yield from moving
+    if moving:
+        return  # gradients that move tell nothing else
     linear = failure.kind != "mismatch"
     if evidence.after_others is not None and evidence.after_others > DEVIATES:
         yield Cause(
@@ -178,7 +200,14 @@ def _of_backward(failure: Failure, evidence: Evidence, settings: Settings) -> It
                 0.93 if linear or how == "non-contiguous" else 0.8,
             )
             break
-    if evidence.split is not None and not evidence.split <= DEVIATES:
+    if evidence.added is not None and not evidence.added <= DEVIATES:
+        yield Cause(
+            "nonlinear backward",
+            "backward is not additive in grad_output: a quantization, a maximum, or a product of its elements",
+            f"gradients for two dense grad_outputs do not add up, by {evidence.added:.1e}",
+            0.94,
+        )
+    elif evidence.split is not None and not evidence.split <= DEVIATES:
         right = "dense" if evidence.dense_error is not None and evidence.dense_error <= 10 * DEVIATES else "sparse"
         yield Cause(
             "sparse grad_output",
@@ -274,6 +303,9 @@ def _number(value: complex) -> str:
 
 
 def _of_experiments(failure: Failure, evidence: Evidence) -> Iterator[Cause]:
+    if evidence.rearranged is not None:
+        name, text, error = evidence.rearranged
+        yield Cause(name, text, f"explains random sums of all entries to {error:.0e}", 0.94)
     if evidence.elsewhere is not None:
         where, error = evidence.elsewhere
         yield Cause(
@@ -367,16 +399,16 @@ def _factor(k: float, residual: float, sizes: dict[str, int], confidence: float)
 
 
 def _of_sample(sample: Sample, failure: Failure, evidence: Evidence, settings: Settings) -> list[Cause]:
-    values, structure = list(_of_values(sample, failure)), list(_of_structure(sample, settings))
+    values, structure = list(_of_values(sample, failure, evidence)), list(_of_structure(sample, settings))
     found = [*structure, *values]
     # A rearrangement explains right entries, too; a rule for where entries are wrong comes before what they are.
-    if not any(cause.confidence >= 0.9 for cause in structure):
+    if not any(cause.name in ("transposed", "rolled", "permuted") for cause in structure):
         found += _of_places(sample, failure, settings)
     found += _of_precision(sample, settings)
     return found
 
 
-def _of_values(sample: Sample, failure: Failure) -> Iterator[Cause]:
+def _of_values(sample: Sample, failure: Failure, evidence: Evidence) -> Iterator[Cause]:
     """What the wrong entries are of the right ones."""
     a, n = sample.analytical[sample.failing], sample.numerical[sample.failing]
     finite = a.isfinite() & n.isfinite()
@@ -385,8 +417,11 @@ def _of_values(sample: Sample, failure: Failure) -> Iterator[Cause]:
     if not count or not bool((n != 0).any()):
         return
     if bool((a == 0).all()):
-        kept = sample.inputs[(sample.analytical != 0) & torch.isin(sample.inputs, sample.inputs[sample.failing])]
-        yield _zero(count, 0.5 if kept.numel() else 0.87)
+        others = (sample.analytical != 0) & torch.isin(sample.inputs, sample.inputs[sample.failing])
+        if not bool(others.any()) and evidence.vanishes is not False:
+            yield _zero(count, 0.87)
+        elif sample.complete:
+            yield _zero(count, 0.5)
         return
     sizes = _sizes(sample)
     if a.is_complex():
@@ -536,92 +571,105 @@ def _of_structure(sample: Sample, settings: Settings) -> Iterator[Cause]:
     matrices = _matrices(sample, settings)
     if matrices is None:
         return
-    for rearrangements, confidence in ((_transposes, 0.95), (_shifts, 0.94), (_flips, 0.93)):
-        for name, text, rearranged in rearrangements(matrices, sample):
-            count = matrices.explains(rearranged)
+    for explain in (_of_rearrangements, _of_transpose, _of_broadcasting, _of_permutations, _of_reductions):
+        found = list(explain(matrices, sample))
+        yield from found
+        if found:
+            return
+
+
+@dataclass(frozen=True)
+class Rearrangement:
+    """What may have happened to the dimensions of one side; apply takes a tensor and where these dimensions begin."""
+
+    name: CauseName
+    text: str
+    apply: Callable[[Tensor, int], Tensor]
+
+
+def rearrangements(shape: tuple[int, ...], side: Side, most_shifts: int = MOST_SHIFTS) -> Iterator[Rearrangement]:
+    """What may have happened to the gradient of an input, or to grad_output: transposed, shifted or reversed."""
+    what = "gradient of the input" if side == "input" else "grad_output"
+    dims = range(len(shape))
+    for p, q in itertools.combinations(dims, 2):
+        if shape[p] == shape[q] > 1:
+            text = f"the {what} is transposed: dimensions {p} and {q} of the {side} have changed places"
+            yield Rearrangement("transposed", text, partial(_swapped, p, q))
+    for dim, size in enumerate(shape):
+        for shift in _nearest_first(size, most_shifts):
+            text = f"the {what} is shifted by {shift} along dimension {dim}"
+            yield Rearrangement("rolled", text, partial(_rolled, shift, dim))
+    if len(shape) > 1:
+        for shift in _nearest_first(math.prod(shape), most_shifts):
+            text = f"the {what} is shifted by {shift} in memory, over all of its elements"
+            yield Rearrangement("rolled", text, partial(_rolled_flat, shift, len(shape)))
+    for dim, size in enumerate(shape):
+        if size > 1:
+            yield Rearrangement("permuted", f"the {what} is reversed along dimension {dim}", partial(_flipped, (dim,)))
+    if len(shape) > 1:
+        yield Rearrangement("permuted", f"the {what} is reversed along all dimensions", partial(_flipped, tuple(dims)))
+
+
+def _swapped(p: int, q: int, tensor: Tensor, first: int) -> Tensor:
+    return tensor.transpose(first + p, first + q)
+
+
+def _rolled(shift: int, dim: int, tensor: Tensor, first: int) -> Tensor:
+    return tensor.roll(shift, first + dim)
+
+
+def _rolled_flat(shift: int, dims: int, tensor: Tensor, first: int) -> Tensor:
+    return tensor.flatten(first, first + dims - 1).roll(shift, first).reshape(tensor.shape)
+
+
+def _flipped(dims: tuple[int, ...], tensor: Tensor, first: int) -> Tensor:
+    return tensor.flip([first + dim for dim in dims])
+
+
+def _nearest_first(size: int, most: int) -> Iterable[int]:
+    shifts = itertools.chain.from_iterable((k, -k) for k in range(1, size // 2 + 1))
+    return itertools.islice((shift for shift in shifts if -shift * 2 != size), most)
+
+
+def _of_rearrangements(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
+    """The right entries, all dimensions of one side rearranged."""
+    sides: tuple[tuple[Side, int, tuple[int, ...]], ...] = (
+        ("input", matrices.outputs, sample.input_shape),
+        ("output", 0, sample.output_shape),
+    )
+    for side, first, shape in sides:
+        for rearrangement in rearrangements(shape, side):
+            count = matrices.explains(rearrangement.apply(matrices.numerical, first))
             if count > 1:
-                yield Cause(name, text, f"explains all {count} wrong entries", confidence)
-                break
-        else:
-            continue
-        break
-    else:
-        for explain in (_of_broadcasting, _of_permutations, _of_reductions):
-            found = list(explain(matrices, sample))
-            yield from found
-            if found:
+                yield Cause(rearrangement.name, rearrangement.text, f"explains all {count} wrong entries", 0.94)
                 return
 
 
-_Rearrangements = Iterator[tuple[CauseName, str, Tensor]]
-
-
-def _transposes(matrices: _Matrices, sample: Sample) -> _Rearrangements:
+def _of_transpose(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
+    """Forward's matrix where its transpose belongs, in all dimensions or along one."""
+    if sample.input_shape != sample.output_shape or not sample.output_shape:
+        return
     n, outputs = matrices.numerical, matrices.outputs
-    sides = (("input", outputs, sample.input_shape), ("output", 0, sample.output_shape))
-    for side, first, shape in sides:
-        for p in range(len(shape)):
-            for q in range(p + 1, len(shape)):
-                if shape[p] == shape[q] > 1:
-                    what = "gradient of the input" if side == "input" else "grad_output"
-                    yield (
-                        "transposed",
-                        f"the {what} is transposed: dimensions {p} and {q} of the {side} have changed places",
-                        n.transpose(first + p, first + q),
-                    )
-    if sample.input_shape == sample.output_shape and outputs:
-        order = [*range(outputs, n.dim()), *range(outputs)]
-        yield (
-            "transposed",
-            "the analytical Jacobian is the transpose of the numerical one: backward applies a matrix, a kernel or a "
-            "scan as forward does, where its transpose belongs",
-            n.permute(order),
-        )
-        # The same within each index of what both sides share, or in some dimensions only.
-        for dim in range(outputs):
-            if sample.input_shape[dim] > 1:
-                yield (
-                    "transposed",
-                    f"along dimension {dim} the analytical Jacobian is the transpose of the numerical one: backward "
-                    "applies a matrix, a kernel or a scan as forward does, where its transpose belongs",
-                    n.transpose(dim, outputs + dim),
-                )
+    candidates = [("", n.permute(*range(outputs, n.dim()), *range(outputs)))]
+    candidates += [(f"along dimension {dim} ", n.transpose(dim, outputs + dim)) for dim in range(outputs)]
+    for along, transposed in candidates:
+        count = matrices.explains(transposed)
+        if count < 2:
+            continue
+        measure = f"explains all {count} wrong entries"
+        flat = n.reshape(math.prod(sample.output_shape), -1) != 0
+        if bool((flat.sum(0) <= 1).all()) and bool((flat.sum(1) <= 1).all()):
+            yield Cause("permuted", _INVERSE, measure, 0.94)
+        else:
+            yield Cause("transposed", ADJOINT.format(along), measure, 0.94)
+        return
 
 
-def _shifts(matrices: _Matrices, sample: Sample) -> _Rearrangements:
-    n, outputs = matrices.numerical, matrices.outputs
-    for side, first, shape in (("input", outputs, sample.input_shape), ("output", 0, sample.output_shape)):
-        for dim, size in enumerate(shape):
-            for shift in _nearest_first(size):
-                yield (
-                    "rolled",
-                    f"the {'gradient of the input' if side == 'input' else 'grad_output'} is shifted by {shift} along "
-                    f"dimension {dim}",
-                    n.roll(shift, first + dim),
-                )
-        if len(shape) > 1:
-            flat = n.reshape(*n.shape[:first], -1, *n.shape[first + len(shape) :])
-            for shift in _nearest_first(math.prod(shape)):
-                what = "gradient of the input" if side == "input" else "grad_output"
-                text = f"the {what} is shifted by {shift} in memory, over all of its elements"
-                yield "rolled", text, flat.roll(shift, first).reshape(n.shape)
-
-
-def _nearest_first(size: int) -> Iterable[int]:
-    shifts = sorted(range(1, size), key=lambda shift: min(shift, size - shift))
-    return [shift if shift <= size // 2 else shift - size for shift in shifts][:MOST_SHIFTS]
-
-
-def _flips(matrices: _Matrices, sample: Sample) -> _Rearrangements:
-    n, outputs = matrices.numerical, matrices.outputs
-    for side, first, shape in (("input", outputs, sample.input_shape), ("output", 0, sample.output_shape)):
-        what = "gradient of the input" if side == "input" else "grad_output"
-        for dim, size in enumerate(shape):
-            if size > 1:
-                yield "permuted", f"the {what} is reversed along dimension {dim}", n.flip(first + dim)
-        if len(shape) > 1:
-            dims = [first + dim for dim in range(len(shape))]
-            yield "permuted", f"the {what} is reversed along all dimensions", n.flip(dims)
+_INVERSE = "backward permutes as forward does, where the inverse permutation belongs"
+ADJOINT = (
+    "{}the analytical Jacobian is the transpose of the numerical one: backward applies a matrix, a kernel or a scan as "
+    "forward does, where its transpose belongs"
+)
 
 
 def _of_permutations(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from fastgrad._torch import phase
 from fastgrad.coordinates import Block
-from fastgrad.diagnose import diagnose
+from fastgrad.diagnose import ADJOINT, MOST_SHIFTS, Rearrangement, diagnose, rearrangements
 from fastgrad.directions import EVIDENCE_STREAM, direction
 from fastgrad.engines import EXPANDED_VALUE
 from fastgrad.engines.sketch import directional_differences
 from fastgrad.opinions import adjoint
 from fastgrad.problem import Problem
-from fastgrad.report import Comparison, Entry, Evidence, Failure, Report, Sample
+from fastgrad.report import Comparison, Entry, Evidence, Failure, Report, Sample, modulus
 from fastgrad.tolerances import spacing
 
 MORE_CALLS = 64
@@ -51,8 +51,11 @@ NARROWER = (torch.bfloat16, torch.float16, torch.float32)
 STEPS = tuple(4.0**k for k in range(5, -6, -1))
 """At which the worst entry is measured where its derivative did not converge; relative to eps."""
 
-NEAR = 1e-5
-"""A gradient is right at x' if it is off by less there, and by a hundred times as much at x."""
+NEAR = 1e-7
+"""A hypothesis explains random sums of a Jacobian where it is off by less, and without it by a hundred times as much."""
+
+RESOLVED = 1e-5
+"""Noise of a directional derivative, relative to its terms, above which it says nothing."""
 
 Result = TypeVar("Result")
 
@@ -109,11 +112,15 @@ class _Investigation:
             sample = self._sample(self._output, self._input, failure.comparison)
         self._try(2, self._movement_of_func)
         if failure.mode == "reverse":
-            self._vjps()
+            self._vjps(sample)
         if failure.kind == "mismatch":
             self._second_opinions()
-            if self._report_with(sample).causes == () and failure.mode == "reverse":
-                self._try(4, self._elsewhere)
+            if failure.mode == "reverse" and self._output is not None and self._input is not None:
+                output, block = self._output, self._input
+                if sample is None or not sample.complete:
+                    self._try(10, lambda: self._rearranged(output, block))
+                if not self._report_with(sample).causes:
+                    self._try(10, lambda: self._elsewhere(output, block))
         return sample, replace(self._evidence, calls=self._calls() - self._before)
 
     def _report_with(self, sample: Sample | None) -> Report:
@@ -282,16 +289,20 @@ class _Investigation:
 
     # Experiments with backward
 
-    def _vjps(self) -> None:
+    def _vjps(self, sample: Sample | None) -> None:
         v = self._cotangent(0)
         gradient = self._try(2, lambda: self._problem.vjp(v))
         if gradient is None or not bool(gradient.isfinite().all()):
             return
+        block = self._input
+        if sample is not None and block is not None and block.elements is None:
+            own = gradient[0, block.first : block.first + block.size].reshape(-1, block.width).cpu()
+            self._note(vanishes=not bool(own[sample.inputs[sample.failing]].any()))
         self._try(sum(RUNS) + 2 * len(RUNS), lambda: self._repeated(v))
         self._try(3, lambda: self._after_others(v))
         self._try(len(SCALES) + 1, lambda: self._scaled(v))
         self._try(1, lambda: self._note(at_zero=float(self._problem.vjp(torch.zeros_like(v)).abs().max())))
-        self._try(4, lambda: self._split(v))
+        self._try(6, lambda: self._split(v))
         self._layouts(v)
         self._try(6, lambda: self._dense(v))
 
@@ -328,7 +339,11 @@ class _Investigation:
         single[0, 0] = v[0, 0]
         some = torch.where(half == 0, 0.0, v - single)
         parts = self._problem.vjp(torch.cat([single, some, v - single - some]))
-        self._note(split=_deviation(parts.sum(0, keepdim=True), self._problem.vjp(v)))
+        gradient = self._problem.vjp(v)
+        self._note(split=_deviation(parts.sum(0, keepdim=True), gradient))
+        other = self._cotangent(1)
+        parts = self._problem.vjp(torch.cat([other, v - other]))
+        self._note(added=_deviation(parts.sum(0, keepdim=True), gradient))
 
     def _layouts(self, v: Tensor) -> None:
         contiguous = self._try(1, lambda: self._problem.vjp(v))
@@ -346,7 +361,7 @@ class _Investigation:
         others = self._problem.vjp(v)[0] * differences.directions[0]
         size = float(terms.abs().sum() + others.abs().sum())
         noise = float(v[0].abs() @ differences.noise)
-        if size and noise <= NEAR * size:
+        if size and noise <= RESOLVED * size:
             self._note(dense_error=abs(float(terms.sum() - others.sum())) / size)
 
     # Experiments with func, and second opinions
@@ -361,8 +376,13 @@ class _Investigation:
         if worst is None or self._output is None or self._input is None:
             return
         output, block = self._output, self._input
-        if self._failure.trouble in ("not converged", "low precision"):
-            self._try(2 * len(STEPS) + 1, lambda: self._slopes(output, block, worst))
+        stands_still = modulus(worst.numerical) == 0
+        if self._failure.trouble in ("not converged", "low precision") or stands_still:
+            steps = [
+                *((2.0**-k for k in range(3, 7)) if stands_still else ()),
+                *(k * self._settings.eps for k in STEPS),
+            ]
+            self._try(2 * len(steps) + 1, lambda: self._slopes(output, block, worst, steps))
         self._try(2, lambda: self._other_mode(output, block, worst))
         if self._evidence.other_mode is not None:
             self._try(len(self._problem.inputs) + len(self._problem.outputs) + 1, self._adjoint)
@@ -390,16 +410,16 @@ class _Investigation:
                 self._note(output_dtype=str(dtype).removeprefix("torch."))
                 return
 
-    def _slopes(self, output: Block, block: Block, worst: Entry) -> None:
+    def _slopes(self, output: Block, block: Block, worst: Entry, steps: Iterable[float]) -> None:
         column, row = self._coordinates(output, block, worst)
         displacement = torch.zeros(self._problem.n, dtype=torch.float64, device=self._problem.device)
         found = []
-        for factor in STEPS:
-            displacement[column] = factor * self._settings.eps
+        for step in steps:
+            displacement[column] = step
             plus, minus = (self._problem.evaluate(self._record, displacement, sign)[row].item() for sign in (1.0, -1.0))
             width = self._problem.realized_width(displacement, 1.0)[column].item()
             if width:
-                found.append((factor * self._settings.eps, (plus - minus) / width))
+                found.append((step, (plus - minus) / width))
         value = abs(self._problem.base()[row].item())
         self._note(slopes=tuple(found), rounding=spacing(output.tensor.dtype) * value)
 
@@ -447,27 +467,75 @@ class _Investigation:
             found = complex(*gradient[0, own].tolist()), complex(*columns[:, row].tolist())
         self._note(other_part=found)
 
-    def _elsewhere(self) -> None:
-        """Whether the gradient is right at a point that a saved tensor may have been changed to, or taken from."""
-        problem, failing = self._problem, self._input
-        if failing is None:
-            return
-        u = [direction(problem.n, self._settings.seed, EVIDENCE_STREAM + 16 * k).to(problem.device) for k in (2, 3)]
-        v = [self._cotangent(k) for k in (4, 5)]
-        gradients = [problem.vjp(cotangent)[0] for cotangent in v]
+    def _slope_along(self, u: Tensor, away: Tensor) -> Tensor:
+        """The derivative of the outputs along u, at a displacement from x: float64, shape (m,)."""
         step = 2.0**-17
-        own = slice(failing.first, failing.first + failing.size)
+        plus, minus = (self._problem.evaluate(self._record, away + sign * step * u) for sign in (1.0, -1.0))
+        return (plus - minus) / (2 * step)
 
-        def off(k: int, away: Tensor) -> float:
-            along = torch.zeros_like(u[k])
-            along[own] = u[k][own] * step
-            plus, minus = (problem.evaluate(self._record, away + sign * along) for sign in (1.0, -1.0))
-            terms = v[k][0] * (plus - minus) / (2 * step)
-            others = gradients[k][own] * u[k][own]
-            size = float(terms.abs().sum() + others.abs().sum())
-            return abs(float(terms.sum() - others.sum())) / size if size else math.inf
+    def _vectors(self, output: Block, block: Block, number: int) -> tuple[Tensor, Tensor, Tensor]:
+        """A random u at the coordinates of an input only, a v at those of an output, and v^T J."""
+        u, v = torch.zeros(self._problem.n, dtype=torch.float64), torch.zeros(self._problem.m, dtype=torch.float64)
+        for vector, own, stream in ((u, block, 2 + number), (v, output, 4 + number)):
+            vector[own.first : own.first + own.size] = direction(
+                own.size, self._settings.seed, EVIDENCE_STREAM + 16 * stream
+            )
+        u, v = u.to(self._problem.device), v.to(self._problem.device)
+        return u, v, self._problem.vjp(v.unsqueeze(0), only=output)[0]
 
-        if not off(0, torch.zeros_like(u[0])) > 100 * NEAR:
+    def _rearranged(self, output: Block, block: Block) -> None:
+        """Whether the Jacobian is a rearrangement of what it should be, by random sums of all of its entries."""
+        vectors = [self._vectors(output, block, number) for number in range(2)]
+        here = torch.zeros_like(vectors[0][0])
+        slopes = [self._slope_along(u, here) for u, _, _ in vectors]
+        if not all(_apart(g * u, v * slope) > 100 * NEAR for (u, v, g), slope in zip(vectors, slopes, strict=True)):
+            return
+        most = max(16, MOST_SHIFTS * 4096 // max(output.size, block.size))
+
+        def explained(sums: Callable[[int], tuple[Tensor, Tensor]]) -> float:
+            error = _apart(*sums(0))
+            return max(error, _apart(*sums(1))) if error <= NEAR else error
+
+        for side, own in (("input", block), ("output", output)):
+            shape = tuple(own.tensor.shape)
+            if own.elements is not None:
+                continue
+            for rearrangement in rearrangements(
+                shape, "input" if side == "input" else "output", min(MOST_SHIFTS, most)
+            ):
+
+                def sums(number: int, r: Rearrangement = rearrangement, side: str = side) -> tuple[Tensor, Tensor]:
+                    (u, v, g), slope = vectors[number], slopes[number]
+                    if side == "input":
+                        return _moved(u, block, r) * g, v * slope
+                    return u * g, v * _moved(slope, output, r)
+
+                error = explained(sums)
+                if error <= NEAR:
+                    self._note(rearranged=(rearrangement.name, rearrangement.text, error))
+                    return
+        if output.tensor.shape == block.tensor.shape and output.width == block.width == 1 and block.elements is None:
+            here_in, here_out = (slice(some.first, some.first + some.size) for some in (block, output))
+
+            def transposed(number: int) -> tuple[Tensor, Tensor]:
+                u, v, g = vectors[number]
+                along = torch.zeros_like(u)
+                along[here_in] = v[here_out]
+                return u * g, u[here_in] * self._slope_along(along, here)[here_out]
+
+            error = explained(transposed)
+            if error <= NEAR:
+                self._note(rearranged=("transposed", ADJOINT.format(""), error))
+
+    def _elsewhere(self, output: Block, block: Block) -> None:
+        """Whether the gradient is right at a point that a saved tensor may have been changed to, or taken from."""
+        vectors = [self._vectors(output, block, number) for number in range(2)]
+
+        def off(number: int, away: Tensor) -> float:
+            u, v, g = vectors[number]
+            return _apart(u * g, v * self._slope_along(u, away))
+
+        if not off(0, torch.zeros_like(vectors[0][0])) > 100 * NEAR:
             return
         for name, away in self._points():
             if self._left() < 4:
@@ -508,6 +576,21 @@ class _Investigation:
                 away = torch.zeros_like(x)
                 away[own] = there - here
                 yield words, away
+
+
+def _apart(terms: Tensor, others: Tensor) -> float:
+    """How far two sums are apart, over the sum of the moduli of their terms."""
+    size = float(terms.abs().sum() + others.abs().sum())
+    return abs(float(terms.sum() - others.sum())) / size if size else math.inf
+
+
+def _moved(coordinates: Tensor, block: Block, rearrangement: Rearrangement) -> Tensor:
+    """The coordinates of a side, those of one block rearranged."""
+    moved = coordinates.clone()
+    own = slice(block.first, block.first + block.size)
+    elements = coordinates[own].reshape(*block.tensor.shape, block.width)
+    moved[own] = rearrangement.apply(elements, 0).reshape(-1)
+    return moved
 
 
 def _flat(index: tuple[int, ...], shape: Iterable[int]) -> int:

@@ -116,10 +116,12 @@ class Evidence:
     calls: of func and backward, beside those that the report counts.
     func_moves: the largest difference between outputs of two evaluations at x.
     runs: how far gradients of some runs on one graph, then on a new one, and so on, are from that of the first run.
+    vanishes: whether the gradient is zero at all elements of the input that failing entries are about.
     after_others: deviation of a gradient from a graph made before func was evaluated at another point.
     scaled: scales c, the deviation of the gradient for c v, over c, and its size over that for v.
     at_zero: the largest component of the gradient for a zero cotangent.
     split: deviation of the sum of the gradients for three parts of v, one of them a single element.
+    added: the same for v as the sum of two dense vectors.
     gapped, expanded: deviation for a non-contiguous v, and of a constant one expanded with stride 0 from its copy;
         infinite where only the other raises.
     dense_error: |v^T J u - v . (difference along u)|, over the sum of the moduli of its terms, for one random u.
@@ -127,16 +129,19 @@ class Evidence:
     slopes: steps, and central differences of the worst entry there; rounding is one ulp of the output.
     other_mode: the worst entry by the mode of AD that did not fail; adjoint_error: as in `AdjointTest`.
     other_part: the worst entry of the part of a complex output that did not fail, analytical and numerical.
+    rearranged: a rearrangement of the numerical Jacobian that the analytical one is, and how far it is off.
     elsewhere: a point x' in words at which the gradient would be right, and how far it is off there.
     """
 
     calls: int = 0
     func_moves: float | None = None
     runs: tuple[tuple[float, ...], ...] | None = None
+    vanishes: bool | None = None
     after_others: float | None = None
     scaled: tuple[tuple[float, float, float], ...] | None = None
     at_zero: float | None = None
     split: float | None = None
+    added: float | None = None
     gapped: float | None = None
     expanded: float | None = None
     dense_error: float | None = None
@@ -146,6 +151,7 @@ class Evidence:
     other_mode: complex | None = None
     adjoint_error: float | None = None
     other_part: tuple[complex, complex] | None = None
+    rearranged: tuple[CauseName, str, float] | None = None
     elsewhere: tuple[str, float] | None = None
 
 

@@ -74,7 +74,7 @@ def _batch_loss(x: Tensor, w: Tensor) -> Tensor:
 def _batch_loss_grads(average: bool) -> Function:
     def backward(g: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         inner = g * (x * w).cos() / (x.shape[0] if average else 1)
-        return inner * w, (inner * x).sum(0) * (x.shape[0] if not average else 1) / (x.shape[0] if not average else 1)
+        return inner * w, (inner * x).sum(0)
 
     return backward
 
@@ -700,12 +700,12 @@ def _skips_zeros(skip: bool) -> Function:
     return backward
 
 
-def _takes_one_class(one: bool) -> Function:
-    """A loss that knows that one class only has a gradient."""
+def _by_active_rows(divides: bool) -> Function:
+    """A loss of few active elements, whose backward divides by how many of them there are."""
 
     def backward(g: Tensor, x: Tensor) -> Tensor:
-        chosen = g.abs() == g.abs().amax(1, keepdim=True)
-        return g * (chosen if one else 1) * x.exp()
+        active = max(1, int(g.count_nonzero()))
+        return g * x.exp() / (active if divides else 1)
 
     return backward
 
@@ -778,7 +778,11 @@ BACKWARD = [
         **pair(torch.sin, _skips_zeros(True), _skips_zeros(False)),
         entry=lambda o, i: o == i,
     ),
-    Planted("one class only", "sparse grad_output", **pair(torch.exp, _takes_one_class(True), _takes_one_class(False))),
+    Planted(
+        "divided by the number of active elements",
+        "sparse grad_output",
+        **pair(torch.exp, _by_active_rows(True), _by_active_rows(False)),
+    ),
 ]
 
 # What differences cannot tell, and forward mode beside reverse mode.
