@@ -1,6 +1,7 @@
 """Planted errors, each with its cause, by an author who has not read the diagnosis.
 
-The correct twins pass torch's slow mode, and the wrong ones fail it, except where a comment says otherwise.
+Up to 3,000 elements torch's slow mode passes the correct twins and fails the wrong ones, except where a comment says
+otherwise; larger ones are beyond it.
 """
 
 from __future__ import annotations
@@ -236,6 +237,32 @@ plant(
     lambda g, a: g * a.inverse().t(),
     lambda g, a: -g * a.inverse().t(),
     _dominant,
+)
+
+add(
+    "log of a sum of exponentials, jvp subtracts",
+    "sign",
+    dual(lambda x: x.logsumexp(1), by_autograd(lambda x: x.logsumexp(1)), lambda t, x: -(t * x.softmax(1)).sum(1)),
+    dual(lambda x: x.logsumexp(1), by_autograd(lambda x: x.logsumexp(1)), lambda t, x: (t * x.softmax(1)).sum(1)),
+    normal((4, 5)),
+    same_row,
+    check_forward_ad=True,
+    check_backward_ad=False,
+)
+add(
+    "double backward of a product, second factor's term subtracted",
+    "sign",
+    function(
+        lambda x, y: x * y,
+        lambda g, x, y: (
+            function(lambda g, y: g * y, lambda h, g, y: (h * y, -h * g))(g, y),
+            g * x,
+        ),
+    ),
+    lambda x, y: x * y,
+    normal((3, 4), (3, 4)),
+    diagonal,
+    order=2,
 )
 
 # Transposes.
@@ -1364,6 +1391,7 @@ add(
     normal((4, 3)),
     diagonal,
 )
+# Fast mode, whose steps are larger, passes it.
 add(
     "large constant in a sum of squares",
     "rounding",
