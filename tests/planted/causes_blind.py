@@ -6,6 +6,7 @@ otherwise; larger ones are beyond it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -118,6 +119,14 @@ def at_values(inputs: Inputs, holds: Callable[[float], bool]) -> Entry:
 
 def first(inputs: Inputs) -> Tensor:
     return inputs()[0].detach()
+
+
+def misplaced(right: Function, wrong: Function, shape: Index) -> Entry:
+    """The entries of two permutations, of a grad_output of this shape, in which they differ."""
+    places = torch.arange(math.prod(shape), dtype=DOUBLE).view(shape)
+    return lambda output, input: bool(
+        (right(places)[input] == places[output]) != (wrong(places)[input] == places[output])
+    )
 
 
 # Constant factors.
@@ -396,7 +405,6 @@ def _unshuffle_swapped(g: Tensor) -> Tensor:
     return g.view(n, c, h // 2, 2, w // 2, 2).permute(0, 1, 5, 3, 2, 4).reshape(n, 4 * c, h // 2, w // 2)
 
 
-# Every other channel of the blocks of four is right.
 plant(
     "pixel shuffle, the two factors swapped",
     "permuted",
@@ -404,16 +412,18 @@ plant(
     lambda g, x: _unshuffle_swapped(g),
     lambda g, x: functional.pixel_unshuffle(g, 2),
     normal((2, 8, 2, 3)),
-    lambda output, input: input[1] % 4 in (1, 2),
+    misplaced(lambda g: functional.pixel_unshuffle(g, 2), _unshuffle_swapped, (2, 2, 4, 6)),
 )
+SORTABLE = normal((4, 9))
+ORDER = first(SORTABLE).argsort(-1)
 plant(
     "sort, gradient gathered instead of scattered",
     "permuted",
     lambda x: x.sort(-1).values,
     lambda g, x: g.gather(-1, x.argsort(-1)),
     lambda g, x: torch.zeros_like(x).scatter(-1, x.argsort(-1), g),
-    normal((4, 9)),
-    same_row,
+    SORTABLE,
+    misplaced(lambda g: torch.zeros_like(g).scatter(-1, ORDER, g), lambda g: g.gather(-1, ORDER), (4, 9)),
 )
 
 
@@ -428,8 +438,16 @@ plant(
     lambda g, x: g.reshape(2, 5, 6) * (1 - x.tanh() ** 2),
     lambda g, x: g.transpose(1, 2).reshape(2, 5, 6) * (1 - x.tanh() ** 2),
     normal((2, 5, 6)),
-    same_row,
+    misplaced(lambda g: g.transpose(1, 2).reshape(2, 5, 6), lambda g: g.reshape(2, 5, 6), (2, 3, 5, 2)),
 )
+
+
+def _reshaped(output: Index, input: Index) -> bool:
+    """Where the right or the wrong gradient has an element of x, and not both the same one."""
+    column, row = divmod(5 * input[0] + input[1], 3)
+    return (input[0] == output[1]) != (row == output[1]) or (input[0] == row == output[1] and column != input[1])
+
+
 plant(
     "linear layer, weight reshaped instead of transposed",
     "permuted",
@@ -437,6 +455,7 @@ plant(
     lambda g, x, w: (g @ w, (x.t() @ g).reshape(w.shape)),
     lambda g, x, w: (g @ w, g.t() @ x),
     normal((4, 5), (3, 5)),
+    _reshaped,
 )
 
 # Sums and means that are missing.
@@ -497,14 +516,16 @@ plant(
     normal((5, 6)),
     same_row,
 )
+RECTIFIED = normal((3, 2, 4, 5), (2,))
+NEGATIVE = first(RECTIFIED) < 0
 plant(
     "PReLU, slope's gradient from the first item of the batch",
     "missing reduction",
     functional.prelu,
     lambda g, x, w: (g * torch.where(x < 0, w.view(-1, 1, 1), 1.0), (g * x.clamp(max=0))[0].sum((1, 2))),
     lambda g, x, w: (g * torch.where(x < 0, w.view(-1, 1, 1), 1.0), (g * x.clamp(max=0)).sum((0, 2, 3))),
-    normal((3, 2, 4, 5), (2,)),
-    lambda output, input: output[0] != 0 and output[1] == input[0],
+    RECTIFIED,
+    lambda output, input: output[0] != 0 and output[1] == input[0] and bool(NEGATIVE[output]),
 )
 
 # Gradients that are zero.
@@ -1349,6 +1370,7 @@ plant(
     lambda g, x, w: ((g.bfloat16() @ w.bfloat16()).double(), (g.bfloat16().t() @ x.bfloat16()).double()),
     _linear_grads,
     normal((5, 6), (4, 6)),
+    same_row,
 )
 plant(
     "elementwise, backward in float32",
