@@ -307,7 +307,7 @@ def _number(name: str, value: Any, zero: bool = True) -> float:
 def _raise_or_return(
     func: Callable[..., Any], inputs: TensorOrTensors, settings: Settings, raise_exception: bool
 ) -> bool:
-    report = check(func, inputs, settings)
+    report = check(func, inputs, settings, explain=raise_exception)
     if report.failure is not None and report.failure.kind.startswith("undefined grad"):
         warn(
             "Backwards compatibility: undefined grad_outputs are checked by default; "

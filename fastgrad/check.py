@@ -38,7 +38,7 @@ from fastgrad.progress import Progress
 from fastgrad.report import Failure, Part, Plan, Report, Settings
 
 
-def check(func: Callable[..., Any], inputs: Any, settings: Settings) -> Report:
+def check(func: Callable[..., Any], inputs: Any, settings: Settings, explain: bool = True) -> Report:
     """Checks the derivatives that autograd computes for func at inputs against differences of func.
 
     Parameters
@@ -49,6 +49,8 @@ def check(func: Callable[..., Any], inputs: Any, settings: Settings) -> Report:
         A tensor, or a tuple or list; tensors that require grad are checked, anything else is passed through.
     settings
         Step, tolerances and what to check.
+    explain
+        Gather evidence after a failure and look for probable causes.
 
     Returns
     -------
@@ -79,7 +81,7 @@ def check(func: Callable[..., Any], inputs: Any, settings: Settings) -> Report:
             seconds=time.perf_counter() - start,
             notes=tuple(notes),
         )
-        return report if failure is None else _diagnosed(problem, report)
+        return _diagnosed(problem, report) if explain and failure is not None else report
 
 
 def _diagnosed(problem: Problem, report: Report) -> Report:

@@ -146,8 +146,11 @@ class PairComparison:
         worst_first = excess.argsort(descending=True)
         along_input, along_output = (block.width for block in (self.input, self.output))
         imaginary = 1 if part == "imaginary" else 0
+        by_input = inputs.argsort(stable=True)
+        elements, counts = torch.unique_consecutive(inputs[by_input], return_counts=True)
+        members = dict(zip(elements.tolist(), by_input.split(counts.tolist()), strict=True))
         for element in dict.fromkeys(inputs[worst_first].tolist()):
-            mine = inputs == element
+            mine = members[element]
             first = self.input.first + element * along_input
             coordinates = self.output.first + outputs[mine].unsqueeze(1) * along_output
             if not forward:

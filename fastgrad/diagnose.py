@@ -589,25 +589,25 @@ class Rearrangement:
 
 def rearrangements(shape: tuple[int, ...], side: Side, most_shifts: int = MOST_SHIFTS) -> Iterator[Rearrangement]:
     """What may have happened to the gradient of an input, or to grad_output: transposed, shifted or reversed."""
-    what = "gradient of the input" if side == "input" else "grad_output"
+    what = "the gradient of the input" if side == "input" else "grad_output"
     dims = range(len(shape))
     for p, q in itertools.combinations(dims, 2):
         if shape[p] == shape[q] > 1:
-            text = f"the {what} is transposed: dimensions {p} and {q} of the {side} have changed places"
+            text = f"{what} is transposed: dimensions {p} and {q} of the {side} have changed places"
             yield Rearrangement("transposed", text, partial(_swapped, p, q))
     for dim, size in enumerate(shape):
         for shift in _nearest_first(size, most_shifts):
-            text = f"the {what} is shifted by {shift} along dimension {dim}"
+            text = f"{what} is shifted by {shift} along dimension {dim}"
             yield Rearrangement("rolled", text, partial(_rolled, shift, dim))
     if len(shape) > 1:
         for shift in _nearest_first(math.prod(shape), most_shifts):
-            text = f"the {what} is shifted by {shift} in memory, over all of its elements"
+            text = f"{what} is shifted by {shift} in memory, over all of its elements"
             yield Rearrangement("rolled", text, partial(_rolled_flat, shift, len(shape)))
     for dim, size in enumerate(shape):
         if size > 1:
-            yield Rearrangement("permuted", f"the {what} is reversed along dimension {dim}", partial(_flipped, (dim,)))
+            yield Rearrangement("permuted", f"{what} is reversed along dimension {dim}", partial(_flipped, (dim,)))
     if len(shape) > 1:
-        yield Rearrangement("permuted", f"the {what} is reversed along all dimensions", partial(_flipped, tuple(dims)))
+        yield Rearrangement("permuted", f"{what} is reversed along all dimensions", partial(_flipped, tuple(dims)))
 
 
 def _swapped(p: int, q: int, tensor: Tensor, first: int) -> Tensor:
@@ -822,11 +822,12 @@ class _Places:
     @property
     def index(self) -> Tensor:
         """Multi-indices, shape (elements, dimensions)."""
-        return torch.stack(torch.unravel_index(self.elements, self.shape), 1)
+        return torch.stack(_unraveled(self.elements, self.shape), 1)
 
     def chance(self) -> float:
         """How often as many wrong elements would be those of one given rule by chance."""
-        return 1 / math.comb(self.bad.numel(), int(self.bad.sum()))
+        total, bad = self.bad.numel(), int(self.bad.sum())
+        return math.exp(math.lgamma(bad + 1) + math.lgamma(total - bad + 1) - math.lgamma(total + 1))
 
 
 def _places(sample: Sample, side: str, settings: Settings) -> _Places | None:
@@ -857,12 +858,21 @@ def _places(sample: Sample, side: str, settings: Settings) -> _Places | None:
     return _Places(side, shape, unique, bad, values, excess, _mixing(sample, telling))
 
 
+def _unraveled(elements: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
+    """The indices of elements along each dimension; torch.unravel_index imports a second's worth of compiler."""
+    found = []
+    for size in reversed(shape):
+        found.append(elements % size)
+        elements = elements // size
+    return found[::-1]
+
+
 def _mixing(sample: Sample, telling: Tensor) -> frozenset[int] | None:
     """Dimensions along which outputs depend on inputs at other places; None where the sides have other dimensions."""
     if len(sample.input_shape) != len(sample.output_shape):
         return None
-    ins = torch.unravel_index(sample.inputs[telling], sample.input_shape)
-    outs = torch.unravel_index(sample.outputs[telling], sample.output_shape)
+    ins = _unraveled(sample.inputs[telling], sample.input_shape)
+    outs = _unraveled(sample.outputs[telling], sample.output_shape)
     return frozenset(dim for dim, (i, o) in enumerate(zip(ins, outs, strict=True)) if bool((i != o).any()))
 
 

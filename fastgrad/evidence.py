@@ -52,7 +52,7 @@ STEPS = tuple(4.0**k for k in range(5, -6, -1))
 """At which the worst entry is measured where its derivative did not converge; relative to eps."""
 
 NEAR = 1e-7
-"""A hypothesis explains random sums of a Jacobian where it is off by less, and without it by a hundred times as much."""
+"""A hypothesis explains random sums of a Jacobian to within this; without it they are off a hundred times as much."""
 
 RESOLVED = 1e-5
 """Noise of a directional derivative, relative to its terms, above which it says nothing."""
@@ -475,7 +475,7 @@ class _Investigation:
 
     def _vectors(self, output: Block, block: Block, number: int) -> tuple[Tensor, Tensor, Tensor]:
         """A random u at the coordinates of an input only, a v at those of an output, and v^T J."""
-        u, v = torch.zeros(self._problem.n, dtype=torch.float64), torch.zeros(self._problem.m, dtype=torch.float64)
+        u, v = (torch.zeros(size, dtype=torch.float64, device="cpu") for size in (self._problem.n, self._problem.m))
         for vector, own, stream in ((u, block, 2 + number), (v, output, 4 + number)):
             vector[own.first : own.first + own.size] = direction(
                 own.size, self._settings.seed, EVIDENCE_STREAM + 16 * stream

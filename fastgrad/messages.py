@@ -10,6 +10,9 @@ from fastgrad.report import Comparison, Failure, Report, Settings
 MOST_CAUSES = 3
 """Of the probable causes, how many are printed."""
 
+_PLACES = {"region", "slice", "boundary", "last tile", "modes disagree", "both modes wrong"}
+_VALUES = {"constant factor", "sign", "zero gradient", "missing conjugate", "complex factor"}
+
 _UNDEFINED_NOTE = (
     "An undefined grad_output reaches backward as None, or as zeros where ctx.set_materialize_grads(True) is in force, "
     "and stands for zero."
@@ -30,7 +33,9 @@ def failure_message(report: Report) -> str:
         lines += _matrices(failure.comparison) + _details(
             failure, failure.comparison, report.settings.atol, report.settings.rtol
         )
-    lines += _causes(failure, report) + _positions(failure)
+        if failure.detail and not (failure.trouble and report.causes):  # or one of these says it
+            lines.append(f"  because    {failure.detail}")
+    lines += _causes(report) + _positions(failure)
     lines.append(f"  engine     {engine_line(report)}")
     lines += [f"  note       {note}" for note in report.notes]
     if failure.comparison is not None:
@@ -167,16 +172,18 @@ def _details(failure: Failure, comparison: Comparison, atol: float, rtol: float)
         f"entries, largest absolute error {comparison.largest_absolute:.3g}, largest relative error "
         f"{comparison.largest_relative:.3g}"
     )
-    if failure.detail:
-        lines.append(f"  because    {failure.detail}")
     return lines
 
 
-def _causes(failure: Failure, report: Report) -> list[str]:
-    """The most probable causes, but for what `failure.detail` says already."""
-    causes = [cause for cause in report.causes if cause.text != failure.detail][:MOST_CAUSES]
-    heads = ["  looks like "] + ["  or like    "] * len(causes)
-    return [f"{head}{cause.text} ({cause.measure})" for head, cause in zip(heads, causes, strict=False)]
+def _causes(report: Report) -> list[str]:
+    """The most probable causes; what wrong entries are is no alternative to where they are."""
+    lines: list[str] = []
+    for cause in report.causes[:MOST_CAUSES]:
+        head = "looks like" if not lines else "or like   "
+        if lines and report.causes[0].name in _PLACES and cause.name in _VALUES:
+            head = "and there "
+        lines.append(f"  {head} {cause.text} ({cause.measure})")
+    return lines
 
 
 def _positions(failure: Failure) -> list[str]:

@@ -39,7 +39,8 @@ class AdjointTest:
     passed
         Whether the two agree everywhere: error <= rtol.
     error
-        The largest |<v, J u> - <J^T v, u>|, over the sum of the moduli of the terms of both sums.
+        The largest |<v, J u> - <J^T v, u>|, over the sum of the moduli of the terms of both sums and 1e-6 of those
+        of u and v (1e-6: 64 times the square root of one ulp).
     rtol
         What is allowed.
     output, input
@@ -106,8 +107,8 @@ def adjoint_test(
         Pairs of random u and v, with components of magnitude in [0.5, 1.5). Each costs a JVP an input and a VJP
         an output.
     rtol
-        How far the two may be apart, relative to the sum of the moduli of the terms; by default the square root
-        of one ulp of the coarsest dtype: 1.5e-8 in double precision.
+        How far the two may be apart, in units of `AdjointTest.error`; by default the square root of one ulp of the
+        coarsest dtype: 1.5e-8 in double precision.
     masked
         As in `gradcheck`.
     seed
@@ -187,7 +188,11 @@ def adjoint(problem: Problem, trials: int, rtol: float | None, seed: int) -> Adj
     """`adjoint_test` of an open problem."""
     outputs, inputs = problem.outputs, problem.inputs
     allowed = math.sqrt(2 * problem.unit_roundoff) if rtol is None else rtol
-    forward, reverse, size = torch.zeros(3, trials, len(outputs), len(inputs), dtype=torch.float64).unbind()
+    # Derivatives of 1e-6 and less may be what rounding leaves of numbers of order 1: an error of them is none.
+    least = ROUNDING * math.sqrt(2 * problem.unit_roundoff)
+    forward, reverse, size = torch.zeros(
+        3, trials, len(outputs), len(inputs), dtype=torch.float64, device="cpu"
+    ).unbind()
     for trial in range(trials):
         u, v = _pair(problem, seed, trial)
         for b, block in enumerate(inputs):
@@ -198,7 +203,8 @@ def adjoint(problem: Problem, trials: int, rtol: float | None, seed: int) -> Adj
             for o, output in enumerate(outputs):
                 within = terms[output.first : output.first + output.size]
                 forward[trial, o, b] = within.sum()
-                size[trial, o, b] += within.abs().sum().cpu()
+                weights = v[output.first : output.first + output.size].abs().sum() + u[own].abs().sum()
+                size[trial, o, b] += (within.abs().sum() + least * weights).cpu()
         for o, output in enumerate(outputs):
             terms = problem.vjp(v.unsqueeze(0), only=output)[0].mul_(u)
             for b, block in enumerate(inputs):
