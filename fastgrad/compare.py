@@ -148,7 +148,7 @@ class PairComparison:
         imaginary = 1 if part == "imaginary" else 0
         by_input = inputs.argsort(stable=True)
         elements, counts = torch.unique_consecutive(inputs[by_input], return_counts=True)
-        members = dict(zip(elements.tolist(), by_input.split(counts.tolist()), strict=True))
+        members = dict(zip(elements.tolist(), torch.split(by_input, counts.tolist()), strict=True))
         for element in dict.fromkeys(inputs[worst_first].tolist()):
             mine = members[element]
             first = self.input.first + element * along_input

@@ -16,7 +16,6 @@ from fastgrad.problem import Problem
 from fastgrad.refine import Survivor, Suspects, surviving
 from fastgrad.report import Comparison, Failure, Mode, Part, Plan, Settings, modulus
 
-
 WORST = 64
 """Input elements that are re-measured before all others."""
 

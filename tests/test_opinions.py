@@ -41,7 +41,7 @@ def test_right_gradients_pass_both(func: Callable[..., Any], inputs: Callable[[]
     for mode in ("reverse", "forward"):
         taylor = fastgrad.taylor_test(func, inputs(), mode=mode)
         assert taylor.passed
-        assert taylor.rate == pytest.approx(2, abs=0.1)
+        assert taylor.rate > 1.9
         assert len(taylor.steps) == len(taylor.remainders) == 19
 
 
