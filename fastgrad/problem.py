@@ -41,7 +41,7 @@ def is_differentiable(value: Any) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
-def _differentiable_inputs(inputs: tuple[Any, ...]) -> list[int]:
+def _differentiable_inputs(inputs: tuple[Any, ...], warn_of_precision: bool) -> list[int]:
     """Positions of the inputs to check; raises or warns about those that cannot be checked well."""
     positions = [i for i, value in enumerate(inputs) if isinstance(value, Tensor) and value.requires_grad]
     for i, value in enumerate(inputs):
@@ -51,7 +51,7 @@ def _differentiable_inputs(inputs: tuple[Any, ...]) -> list[int]:
             )
     for i in positions:
         value = inputs[i]
-        if value.dtype not in (torch.float64, torch.complex128):
+        if warn_of_precision and value.dtype not in (torch.float64, torch.complex128):
             warn(
                 f"Input #{i} requires gradient and is not a double precision floating point or complex tensor, but "
                 f"{value.dtype}: differences with a small eps drown in its rounding, and the check will likely fail."
@@ -146,8 +146,9 @@ class Problem:
         arguments: tuple[Any, ...],
         masked: bool = False,
         progress: Progress | None = None,
+        warn_of_precision: bool = True,
     ) -> None:
-        positions = _differentiable_inputs(arguments)
+        positions = _differentiable_inputs(arguments, warn_of_precision)
         memories = {position: memory_of(arguments[position], masked) for position in positions}
         self._memories = memories
         self.inputs = blocks_of(arguments, positions, once=True, memories=memories)

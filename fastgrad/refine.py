@@ -123,7 +123,7 @@ def refine(
     width = torch.stack(widths)
     taken = width != 0
     slopes = torch.where(taken, torch.stack(differences) / width, 0.0)
-    values, errors = _extrapolate(slopes, width, _rounding(problem, all_rows, base, x[owner]), atol, rtol)
+    values, errors = extrapolate(slopes, width, _rounding(problem, all_rows, base, x[owner]), atol, rtol)
     # Not "errors > allowed": a NaN has not converged.
     converged = errors <= atol + rtol * values.abs()
     doubtful = torch.zeros_like(converged)
@@ -167,7 +167,7 @@ def _one_sided(
     return (base - minus) / step, (plus - base) / step
 
 
-def _extrapolate(slopes: Tensor, widths: Tensor, rounding: Tensor, atol: float, rtol: float) -> tuple[Tensor, Tensor]:
+def extrapolate(slopes: Tensor, widths: Tensor, rounding: Tensor, atol: float, rtol: float) -> tuple[Tensor, Tensor]:
     """The best estimate of each row and its error.
 
     Parameters
