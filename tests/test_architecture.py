@@ -14,11 +14,11 @@ FLOORS = {
     0: ["_build", "_native", "_torch", "_version", "errors", "report", "stopwatch"],
     1: ["coloring", "coordinates", "directions", "graphs", "problem", "progress", "sparsity", "tolerances"],
     2: ["attributes", "certify", "compare", "engines", "engines.compressed", "engines.dense", "engines.sketch"],
-    3: ["check", "evidence", "exact", "fast", "second_order"],
-    4: ["api", "jacobians", "messages"],
+    3: ["check", "evidence", "exact", "fast", "matrices", "second_order"],
+    4: ["api", "differences", "forms", "jacobians", "messages", "numerical"],
     5: ["__init__", "__main__", "cli", "demo", "functional", "pytest_plugin", "render"],
 }
-FLOORS[1] += ["arguments"]
+FLOORS[1] += ["arguments", "linear_map"]
 FLOORS[2] += ["confirm", "diagnose", "locate", "opinions", "plan", "refine"]
 FLOOR = {module: floor for floor, modules in FLOORS.items() for module in modules}
 
@@ -35,8 +35,11 @@ NEIGHBORS = {
     "engines.sketch": {"engines"},
     "check": {"evidence", "exact", "fast"},
     "confirm": {"compare", "locate", "refine"},
+    "linear_map": {"coordinates", "directions"},
     "sparsity": {"coloring", "coordinates"},
     "api": {"messages"},
+    "numerical": {"differences", "forms"},
+    "__init__": {"functional"},
     "__main__": {"cli"},
     "cli": {"demo"},
 }
