@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -40,6 +41,11 @@ from fastgrad.progress import Progress
 from fastgrad.report import Certificate, Environment, Failure, Part, Plan, Report, Settings
 from fastgrad.stopwatch import Stopwatch
 
+TIMED_COLUMNS = 12
+TIMED_SECONDS = 1e-3
+"""Input coordinates, and seconds of the first evaluation, from which phases are timed: of the quickest checks that
+would be two percent."""
+
 
 def check(
     func: Callable[..., Any], inputs: Any, settings: Settings, names: tuple[str, ...] = (), explain: bool = True
@@ -67,13 +73,15 @@ def check(
     start = time.perf_counter()
     findings = Findings()
     with (
-        Stopwatch() as watch,
         Progress(settings.progress) as progress,
         Problem(
             func, as_tuple(inputs), settings.masked, progress, names, _scales(settings) if settings.inputs else ()
         ) as problem,
     ):
-        plan, failure = _first_failure(problem, settings, findings)
+        seconds = {"first evaluation": time.perf_counter() - start}
+        worth_it = problem.n >= TIMED_COLUMNS or seconds["first evaluation"] >= TIMED_SECONDS
+        with Stopwatch(seconds) if worth_it else nullcontext():
+            plan, failure = _first_failure(problem, settings, findings)
         if failure is not None and failure.comparison is not None and all(pair.agrees for pair in findings.pairs):
             findings.add_pair(located_pair(failure, failure.comparison))
         disabled = disabled_gradients()
@@ -93,7 +101,7 @@ def check(
             vjps=problem.vjps,
             jvps=problem.jvps,
             seconds=time.perf_counter() - start,
-            phases=watch.seconds,
+            phases=seconds,
             notes=tuple(findings.notes),
             input_names=names,
             pairs=tuple(findings.pairs),

@@ -143,10 +143,9 @@ class PairComparison:
         self._take_in(*where, lambda _, entry: (rows[entry], columns[entry]))
 
     def add_statistics(self, entries: int, statistics: Sequence[float]) -> None:
-        """Takes in how many entries were compared, and the largest errors among them, as `ops.compare` has them."""
+        """Of entries that are known to agree: how many, and the `statistics` of `ops.compare` of them."""
         self.entries += entries
-        self.largest_absolute = max(self.largest_absolute, statistics[4])
-        self.largest_relative = max(self.largest_relative, statistics[5])
+        self.largest_absolute, self.largest_relative = statistics[4:6]
 
     def add_agreeing(self, analytical: Tensor, numerical: Tensor) -> None:
         """Takes in entries that are known to agree: float64, shape (coordinates,), as in `add_entries`."""
@@ -165,8 +164,10 @@ class PairComparison:
         forward = self.mode == "forward"
         along_rows, along_columns = (self.input, self.output) if forward else (self.output, self.input)
         statistics = ops.compare(analytical, numerical, self.atol, self.rtol, width == 2, False).tolist()
-        mismatches, excess, row, column, _, _, *sums = statistics
-        self.add_statistics(analytical.shape[0] * (analytical.shape[1] // width), statistics)
+        mismatches, excess, row, column, absolute, relative, *sums = statistics
+        self.entries += analytical.shape[0] * (analytical.shape[1] // width)
+        self.largest_absolute = max(self.largest_absolute, absolute)
+        self.largest_relative = max(self.largest_relative, relative)
         if not mismatches:
             return
         self.mismatches += int(mismatches)

@@ -167,7 +167,7 @@ def figure(report: Report) -> Figure:
     drawn: Figure = figures.Figure(figsize=(5.2 * len(panels), 4.4), layout="constrained")
     for axes, panel in zip(drawn.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         panel.draw(axes, "black")
-        axes.set_title(panel.title)
+        axes.set_title(panel.title, pad=38)  # above its legend
     drawn.suptitle(messages.failure_message(report).partition("\n")[0].rstrip(","))
     return drawn
 
@@ -294,6 +294,7 @@ def _draw_convergence(axes: Axes, ink: str, failure: Failure, worst: Entry, sett
     steps = np.array([difference.step for difference in failure.convergence])
     estimates = np.array([complex(difference.estimate) for difference in failure.convergence])
     analytical, numerical = complex(worst.analytical), complex(worst.numerical)
+    axes.set_xlim(min(*steps, settings.eps) / 3, max(*steps, settings.eps) * 3)
     axes.set_xscale("log")
     if failure.trouble != "not converged" and math.isfinite(worst.difference) and worst.difference > 0:
         distance = np.abs(estimates - numerical)
@@ -313,7 +314,6 @@ def _draw_convergence(axes: Axes, ink: str, failure: Failure, worst: Entry, sett
         axes.set_yscale("symlog", linthresh=max(settings.atol, 1e-12))
     axes.axvline(settings.eps, color=ink, linestyle=":", linewidth=1.2, label=f"eps = {settings.eps:g}")
     axes.set_xlabel("step")
-    axes.set_xlim(min(*steps, settings.eps) / 3, max(*steps, settings.eps) * 3)
     for axis in (axes.xaxis, axes.yaxis):
         _plain_ticks(axis)
     _legend(axes, ink)

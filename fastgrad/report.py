@@ -410,10 +410,10 @@ class Report:
 
     n and m count the real coordinates of the differentiable inputs and outputs; evaluations and
     vjps are the calls of func and of autograd's backward; jvps counts the evaluations that carried
-    tangents; seconds is wall time, phases its parts. sample: entries of the pair that failed; evidence:
-    experiments after that, not counted above. causes: the most probable first. pairs: what was compared, up
-    to the pair that failed. undecided: errors up to this size may be hidden, where fast mode had to leave
-    something open. input_names and output_names: what :func:`fastgrad.check` calls the tensors that
+    tangents; seconds is wall time, phases its parts, as far as they were timed. sample: entries of the pair that
+    failed; evidence: experiments after that, not counted above. causes: the most probable first. pairs: what was
+    compared, up to the pair that failed. undecided: errors up to this size may be hidden, where fast mode had to
+    leave something open. input_names and output_names: what :func:`fastgrad.check` calls the tensors that
     `Failure.input_position` and `Failure.output_position` count; gradcheck, whose messages count, has none.
     """
 

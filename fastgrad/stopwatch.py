@@ -12,15 +12,15 @@ class Stopwatch:
     Attributes
     ----------
     seconds
-        By the names of phases.
+        By the names of phases: the dict that it was made with, and adds to.
     inside
         What the phases that ended within the present one took.
     """
 
     __slots__ = ("_before", "inside", "seconds")
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self.seconds = seconds
         self.inside = 0.0
 
     def __enter__(self) -> Stopwatch:

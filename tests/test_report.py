@@ -7,6 +7,7 @@ import json
 import math
 import pickle
 import re
+import time
 import typing
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch import Tensor
 import fastgrad
 from fastgrad import report as reports
 from fastgrad._torch import phase
-from fastgrad.check import check
+from fastgrad.check import TIMED_COLUMNS, TIMED_SECONDS, check
 from fastgrad.compare import spans
 from fastgrad.messages import extent_text, size_text
 from fastgrad.report import (
@@ -384,8 +385,15 @@ def test_phases_do_not_overlap() -> None:
     assert 0.1 * report.seconds < sum(report.phases.values()) <= report.seconds
 
 
+def test_the_quickest_checks_are_not_timed() -> None:
+    report = run(torch.exp, uniform(3))
+    assert set(report.phases) == {"first evaluation"} or report.phases["first evaluation"] >= TIMED_SECONDS
+    slow = run(lambda x: (time.sleep(TIMED_SECONDS), x.exp())[1], uniform(3))
+    assert set(slow.phases) > {"first evaluation", "numerical columns"}
+
+
 def test_a_check_within_func_keeps_its_own_time() -> None:
-    x = uniform(2)
+    x = uniform(TIMED_COLUMNS)
 
     def func(y: Tensor) -> Tensor:
         if not inner:
@@ -393,7 +401,7 @@ def test_a_check_within_func_keeps_its_own_time() -> None:
         return y * y
 
     inner: list[Report] = []
-    report = run(func, uniform(2))
+    report = run(func, uniform(TIMED_COLUMNS))
     assert sum(inner[0].phases.values()) <= inner[0].seconds
     assert sum(report.phases.values()) <= report.seconds
 
@@ -408,7 +416,7 @@ def test_the_stopwatch_survives_errors() -> None:
         with pytest.raises(ArithmeticError):
             inner()
 
-    with Stopwatch() as watch:
+    with Stopwatch({}) as watch:
         outer()
     assert list(watch.seconds) == ["inner", "outer"]
     assert watch.inside == pytest.approx(sum(watch.seconds.values()))
@@ -522,6 +530,7 @@ def conforms(value: Any, kinds: str) -> bool:
             "float": isinstance(value, (float, int)) or value in ("nan", "inf", "-inf"),
             "complex": isinstance(value, dict) and set(value) == {"re", "im"},
             "tensor": isinstance(value, dict) and set(value) == {"shape", "dtype", "values"},
+            "list": isinstance(value, list),
             "object": isinstance(value, dict),
         }[kind]:
             return True
