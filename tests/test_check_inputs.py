@@ -515,7 +515,7 @@ def test_differences_along_a_direction_take_each_inputs_step() -> None:
         assert moves == {(False,) * 3, (True, False, False), (False, True, False), (False, False, True)}
         found = directional_differences(problem, Settings(), problem.base(), 1e-6, 2, 0)
         jacobian = torch.tensor([2.0, 3.0, 5.0], dtype=torch.float64).repeat_interleave(3)
-        assert found.directions[:, 6:].abs().amax() < 0.15
+        assert found.directions[:, 6:].abs().amax() < 0.16
         assert found.directions[:, :6].abs().amin() > 0.4
         expected = (found.directions * jacobian).view(2, 3, 3).sum(1)
         assert torch.allclose(found.derivatives, expected, rtol=0, atol=1e-8)
@@ -531,14 +531,16 @@ def test_planted_errors_are_found_at_any_step(engine: dict[str, Any]) -> None:
                 factors[which] = 1.02
                 return off(a, factors[0]).sin() * off(b, factors[1]).exp()
 
-            report = fastgrad.check(func, (leaf(5, 4), leaf(5, 4, seed=1)), eps=eps, **engine)
+            report = fastgrad.check(func, (leaf(5, 4), leaf(5, 4, seed=1)), eps=eps, atol=(1e-5, 2e-5), **engine)
             assert failing_names(report) == ("result", f"inputs[{which}]")
             assert report.failure is not None
             assert report.failure.comparison is not None
             worst = report.failure.comparison.worst
             assert worst is not None
             assert worst.analytical == pytest.approx(1.02 * worst.numerical, rel=1e-4)
-            assert f"eps=({eps[0]:g}, {eps[1]:g}), atol=1e-05, rtol=0.001" in failure_message(report)
+            text = failure_message(report)
+            assert f"eps=({eps[0]:g}, {eps[1]:g}), atol=(1e-05, 2e-05), rtol=0.001" in text
+            assert f"= atol {1e-5 * (1 + which):g} + rtol 0.001 * |numerical|" in text
 
 
 def test_a_step_may_decide() -> None:
@@ -583,12 +585,12 @@ def test_every_input_has_its_own_tolerance(
     assert failing_names(verdict(tight)) == failing_names(verdict(other)) == ("result", f"inputs[{which}]")
     report = verdict(own)
     assert report.passed, failure_message(report)
+    assert not any("re-measured" in note for note in report.notes)  # nothing differs at eps
     assert report.plan is not None
     assert report.plan.engine == engine["engine"]
     assert verdict({f"inputs[{which}]": loose, f"inputs[{1 - which}]": tight}).passed
     allowed = verdict(other).failure.comparison.worst.allowed  # type: ignore[union-attr]
     assert allowed < 1e-3  # of the input that is wrong
-    assert f"= atol {other[which]:g} +" in failure_message(verdict(other)) or tolerance == "rtol"
 
 
 def test_names_stand_for_all_below_them_and_longer_ones_say_more() -> None:
@@ -635,15 +637,27 @@ class Bent(torch.autograd.Function):
 @pytest.mark.parametrize("engine", [*ENGINES, {}], ids=["dense", "compressed", "sketch", "auto"])
 def test_an_inputs_own_tolerance_excuses_it_alone(engine: dict[str, Any], mode: dict[str, Any], linear: bool) -> None:
     inputs = leaf(5, 4), leaf(5, 4, seed=1)
-    verdicts = [
-        fastgrad.check(
-            lambda a, b: Bent.apply(a, linear) + b.sin(), inputs, atol=atol, rtol=0.0, **mode, **engine
-        ).passed
+    func = lambda a, b: Bent.apply(a, linear) + b.sin()  # noqa: E731
+    tight, own, other = (
+        fastgrad.check(func, inputs, atol=atol, rtol=0.0, **mode, **engine)
         for atol in (1e-5, (2e-2, 1e-5), (1e-5, 2e-2))
-    ]
-    assert verdicts[:2] == [False, True]
+    )
     # A sum over all inputs that is not linear in forward mode is excused by any of them; its entries are not.
-    assert not verdicts[2]
+    assert [tight.passed, own.passed, other.passed] == [False, True, False]
+    assert not any("re-measured" in note for note in own.notes)
+
+
+def test_what_is_measured_again_is_judged_by_its_own_tolerance() -> None:
+    """The truncation of a large step differs by more, the gradient itself by less than what its input may."""
+    func = lambda a, b: a**3 + (off(a, constant=2e-3) - a) + b.sin()  # noqa: E731
+    keywords: dict[str, Any] = {"eps": (0.1, 1e-6), "rtol": 0.0, "engine": "dense"}
+    report = fastgrad.check(func, (leaf(3), leaf(3, seed=1)), atol=(5e-3, 1e-5), **keywords)
+    assert report.passed, failure_message(report)
+    assert report.notes == (
+        "3 of 9 entries of output 0 with respect to input 0 differ at eps=0.1 and agree once re-measured over other "
+        "steps",
+    )
+    assert not fastgrad.check(func, (leaf(3), leaf(3, seed=1)), atol=(1e-3, 5e-3), **keywords).passed
 
 
 # Keywords.
