@@ -467,13 +467,13 @@ def test_parameters_in_single_precision_warn_by_name() -> None:
 @each_engine
 @pytest.mark.parametrize("order", [1, 2])
 @pytest.mark.parametrize(
-    "func",
+    ("func", "shape"),
     # In the second, columns of the two inputs share no row, and one group would do for all.
-    [lambda a, b: a.sin() * b**3, lambda a, b: (a.sin(), b**3)],
+    [(lambda a, b: a.sin() * b**3, (5, 4)), (lambda a, b: (a.sin(), b**3), (3, 7))],
     ids=["product", "apart"],
 )
-def test_every_input_takes_its_own_step(engine: dict[str, Any], order: Any, func: Any) -> None:
-    a, b = leaf(5, 4), leaf(5, 4, seed=1)
+def test_every_input_takes_its_own_step(engine: dict[str, Any], order: Any, func: Any, shape: tuple[int, int]) -> None:
+    a, b = leaf(5, 4), leaf(*shape, seed=1)
     at = [value.detach().clone() for value in (a, b)]
     largest = [0.0, 0.0]
 
@@ -513,6 +513,8 @@ def test_differences_along_a_direction_take_each_inputs_step() -> None:
         assert difference_along(problem, u, 1e-6, 1) == pytest.approx(2 + 3 + 0.5, rel=1e-6)
         assert largest == pytest.approx([1e-6, 4e-6, 4e-6], rel=1e-3)
         assert moves == {(False,) * 3, (True, False, False), (False, True, False), (False, False, True)}
+        steps = problem.displacement(torch.ones(9, dtype=torch.float64), 1e-6)
+        assert steps.tolist() == pytest.approx([1e-6] * 3 + [4e-6] * 6)
         found = directional_differences(problem, Settings(), problem.base(), 1e-6, 2, 0)
         jacobian = torch.tensor([2.0, 3.0, 5.0], dtype=torch.float64).repeat_interleave(3)
         assert found.directions[:, 6:].abs().amax() < 0.16
