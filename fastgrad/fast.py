@@ -324,8 +324,8 @@ def _jvp_not_linear(problem: Problem, settings: Settings, u: Tensor, tangent: Te
     some = torch.where(half == 0, 0.0, u)
     parts = problem.jvp_coordinates(some * REPEAT_SCALE) / REPEAT_SCALE, problem.jvp_coordinates(u - some)
     total = parts[0] + parts[1]
-    own = settings.loosest()
-    allowed = own.atol + own.rtol * (parts[0].abs() + parts[1].abs())
+    # Directions are in the unit of each input's own atol.
+    allowed = settings.atol + settings.loosest().rtol * (parts[0].abs() + parts[1].abs())
     wrong = ~((tangent - total).abs() <= allowed) & total.isfinite()
     if not bool(wrong.any()):
         return None

@@ -649,6 +649,32 @@ def test_an_inputs_own_tolerance_excuses_it_alone(engine: dict[str, Any], mode: 
     assert not any("re-measured" in note for note in own.notes)
 
 
+@pytest.mark.parametrize(("name", "linear"), [("atol", True), ("atol", False), ("rtol", True)])
+def test_own_tolerances_of_a_jvp_in_fast_mode(name: str, linear: bool) -> None:
+    inputs = leaf(5, 4), leaf(5, 4, seed=1)
+    keywords: dict[str, Any] = {"rtol": 0.0, "check_forward_ad": True, "check_backward_ad": False, **ENGINES[2]}
+    verdicts = [
+        fastgrad.check(lambda a, b: Bent.apply(a, linear) + b.sin(), inputs, **keywords | {name: numbers}).passed
+        for numbers in ((1e-6, 1e-6), (2e-2, 1e-6))
+    ]
+    assert verdicts == [False, True]
+
+
+@each_engine
+def test_outputs_whose_gradients_meet_in_a_bent_backward(engine: dict[str, Any]) -> None:
+    """Each alone is right to within the tolerance of its input; so must be both at once."""
+
+    def func(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        shared = Bent.apply(a, False)
+        return shared * 0.5, shared.neg() + b.sin()
+
+    inputs = leaf(5, 4), leaf(5, 4, seed=1)
+    verdicts = [
+        fastgrad.check(func, inputs, atol=atol, rtol=0.0, **engine).passed for atol in ((2e-2, 1e-5), (1e-5, 2e-2))
+    ]
+    assert verdicts == [True, False]
+
+
 def test_what_is_measured_again_is_judged_by_its_own_tolerance() -> None:
     """The truncation of a large step differs by more, the gradient itself by less than what its input may."""
     func = lambda a, b: a**3 + (off(a, constant=2e-3) - a) + b.sin()  # noqa: E731
