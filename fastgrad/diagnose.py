@@ -107,8 +107,8 @@ def _of_func(failure: Failure, evidence: Evidence, settings: Settings) -> Iterat
     if evidence.output_dtype is not None and failure.kind == "mismatch":
         yield Cause(
             "low precision",
-            f"func computes in {evidence.output_dtype} and returns double: all values of the output fit in "
-            f"{evidence.output_dtype} without rounding",
+            f"func is computed in a lower precision, {evidence.output_dtype}, and returned in double: all values of "
+            "the output fit in that without rounding",
             "none of them has a longer fraction",
             0.96,
         )
@@ -1004,13 +1004,14 @@ def _slice(places: _Places, name: str) -> Cause | None:
         fixed_all = len(fixed) == len(places.shape)
         if not fixed or fixed_all:
             return None
+    rules = sum(torch.unique(index[:, dim]).numel() for dim in range(len(places.shape)))
     for count in range(1, len(fixed) + 1):
         for dims in map(list, itertools.combinations(fixed, count)):
             inside = (index[:, dims] == wrong[0, dims]).all(1)
             if bool((inside & ~bad).any()):
                 continue
             spot = ", ".join(str(int(wrong[0, dim])) if dim in dims else ":" for dim in range(len(places.shape)))
-            likely = sum(places.shape) ** count * places.chance()
+            likely = rules**count * places.chance()
             return _rule("slice", f"wrong only in {name}[{spot}]", places, likely, 0.9, CHANCE_OF_PLACES)
     return None
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import fastgrad
+from fastgrad import evidence
 from fastgrad.check import check
 from fastgrad.diagnose import constant_factor, diagnose, is_zero
 from fastgrad.report import CauseName, Comparison, Entry, Evidence, Failure, Plan, Report, Sample, Settings
@@ -31,6 +32,12 @@ CONFUSED: dict[str, CauseName | None] = {
     "output kept, then scaled in place": None,
     "one workspace for two layers": None,
 }
+
+
+@pytest.fixture(autouse=True)
+def _no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said must not depend on what else the machine is doing."""
+    monkeypatch.setattr(evidence, "SECONDS", 60.0)
 
 
 def failed(row: Planted, **keywords: Any) -> Report:
@@ -218,7 +225,7 @@ def test_where_the_wrong_entries_are(
     [
         (lambda x: x < 0, "wrong only where in0 < 0"),
         (lambda x: x.abs() > 1, "wrong only where |in0| > 1"),
-        (lambda x: (x > 0.2) & (x < 1.2), "in0 < "),
+        (lambda x: (x > -1) & (x < 1.4), "< in0 < "),
         (lambda x: x > 99, None),
     ],
 )
@@ -296,11 +303,11 @@ EXPERIMENTS: list[tuple[Evidence, CauseName]] = [
 ]
 
 
-@pytest.mark.parametrize(("evidence", "cause"), EXPERIMENTS)
-def test_what_experiments_tell(evidence: Evidence, cause: CauseName | None) -> None:
+@pytest.mark.parametrize(("found", "cause"), EXPERIMENTS)
+def test_what_experiments_tell(found: Evidence, cause: CauseName | None) -> None:
     """One wrong entry, -1 for 1, in the imaginary part."""
     report = report_of(torch.tensor([[-1.0]]).double(), torch.tensor([[1.0]]).double(), ((), ()), part="imaginary")
-    report = replace(report, sample=None, evidence=evidence, settings=Settings(check_forward_ad=True))
+    report = replace(report, sample=None, evidence=found, settings=Settings(check_forward_ad=True))
     assert first(report) == cause
 
 

@@ -17,6 +17,12 @@ from tests.planted import TABLE
 from tests.planted.row import function
 
 
+@pytest.fixture(autouse=True)
+def _no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said must not depend on what else the machine is doing."""
+    monkeypatch.setattr(evidence, "SECONDS", 60.0)
+
+
 class Counted:
     """A function and its backward, counted: sin, with a gradient that is a factor off."""
 

@@ -8,9 +8,16 @@ import pytest
 import torch
 
 import fastgrad
+from fastgrad import evidence
 from fastgrad.messages import engine_line, failure_message
 from fastgrad.report import Cause, CauseName, Comparison, Entry, Failure, FailureKind, Plan, Report, Settings
 from tests.planted.causes import CAUSES
+
+
+@pytest.fixture(autouse=True)
+def _no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said must not depend on what else the machine is doing."""
+    monkeypatch.setattr(evidence, "SECONDS", 60.0)
 
 
 def report(failure: Failure | None, **keywords: object) -> Report:
@@ -257,8 +264,8 @@ CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
     ),
     "kink": ("looks like a kink: the one-sided derivatives are 0 (left) and 2 (right)",),
     "low precision": (
-        "looks like func computes in float32 and returns double: all values of the output fit in float32 without "
-        "rounding",
+        "looks like func is computed in a lower precision, float32, and returned in double: all values of the output "
+        "fit in that without rounding",
     ),
     "modes disagree": ("looks like reverse mode is right there, and differs: jvp alone is wrong",),
     "both modes wrong": (
