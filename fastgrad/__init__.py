@@ -4,6 +4,7 @@ from fastgrad._version import __version__
 from fastgrad.api import check, gradcheck, gradgradcheck
 from fastgrad.errors import GradcheckError
 from fastgrad.jacobians import analytical_jacobian, numerical_jacobian
+from fastgrad.patching import patch
 from fastgrad.report import Report
 
 __all__ = [
@@ -15,4 +16,5 @@ __all__ = [
     "gradcheck",
     "gradgradcheck",
     "numerical_jacobian",
+    "patch",
 ]

@@ -1,0 +1,79 @@
+"""Entry of the pytest plugin: its options and fixtures. It imports nothing of fastgrad, or torch, until asked for either."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+
+import pytest
+
+SESSION = "fastgrad-session"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Declares --fastgrad, --fastgrad=compare and --fastgrad-report."""
+    group = parser.getgroup("fastgrad", "gradient checks by fastgrad")
+    group.addoption(
+        "--fastgrad",
+        action="store_const",
+        const="replace",
+        help="run fastgrad's gradcheck and gradgradcheck in the place of torch's, and sum up what they cost",
+    )
+    # An option of its own: with an optional value, `--fastgrad tests` would take tests for the value.
+    group.addoption(
+        "--fastgrad=compare",
+        action="store_const",
+        const="compare",
+        dest="fastgrad",
+        help="run torch's as well, time both, and fail where the verdicts differ",
+    )
+    group.addoption(
+        "--fastgrad-report",
+        metavar="DIR",
+        help="with --fastgrad: write each failing check to DIR, as HTML and as JSON, and summary.json",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Begins before conftest.py files are imported."""
+    _begin(early_config, early_config.known_args_namespace)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Begins here where the plugin was loaded too late for the other hook."""
+    _begin(config, config.option)
+
+
+def _begin(config: pytest.Config, options: Namespace) -> None:
+    if options.fastgrad is None:
+        if options.fastgrad_report is not None:
+            raise pytest.UsageError("--fastgrad-report reports the checks of --fastgrad: give that, too.")
+    elif not config.pluginmanager.has_plugin(SESSION):
+        from fastgrad.pytest_plugin import Session
+
+        directory = options.fastgrad_report
+        report = None if directory is None else config.invocation_params.dir / directory
+        config.pluginmanager.register(Session(config, options.fastgrad == "compare", report), SESSION)
+
+
+@pytest.fixture(scope="session")
+def gradcheck(pytestconfig: pytest.Config) -> Callable[..., bool]:
+    """`fastgrad.gradcheck`; with --fastgrad counted, and with --fastgrad=compare compared, like torch's."""
+    return _checker(pytestconfig, "gradcheck")
+
+
+@pytest.fixture(scope="session")
+def gradgradcheck(pytestconfig: pytest.Config) -> Callable[..., bool]:
+    """`fastgrad.gradgradcheck`; with --fastgrad counted, and with --fastgrad=compare compared, like torch's."""
+    return _checker(pytestconfig, "gradgradcheck")
+
+
+def _checker(config: pytest.Config, name: str) -> Callable[..., bool]:
+    import torch
+
+    import fastgrad
+
+    checker: Callable[..., bool] = getattr(torch.autograd if config.option.fastgrad else fastgrad, name)
+    return checker
