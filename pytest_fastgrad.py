@@ -1,4 +1,4 @@
-"""Entry of the pytest plugin: its options and fixtures. It imports nothing of fastgrad, or torch, until asked for either."""
+"""Entry of the pytest plugin, options and fixtures: neither fastgrad nor torch is imported until one is asked for."""
 
 from __future__ import annotations
 

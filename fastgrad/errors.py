@@ -12,6 +12,7 @@ from fastgrad.report import Report
 
 _HERE = os.path.dirname(__file__) + os.sep
 
+
 class GradcheckError(TorchGradcheckError):
     """A failed gradient check, with the numbers behind the message in `report`.
 

@@ -36,7 +36,7 @@ class Check:
         return self.torch is not None and self.torch.verdict != self.ours.verdict
 
 
-class VerdictsDiffer(AssertionError):
+class DisagreementError(AssertionError):
     """fastgrad and torch disagree about one check; `check` holds both outcomes, the message both messages."""
 
     def __init__(self, check: Check) -> None:
@@ -48,7 +48,7 @@ class VerdictsDiffer(AssertionError):
         )
         self.check = check
 
-    def __reduce__(self) -> tuple[type[VerdictsDiffer], tuple[Check]]:
+    def __reduce__(self) -> tuple[type[DisagreementError], tuple[Check]]:
         """Pickles with the outcomes."""
         return type(self), (self.check,)
 
@@ -89,7 +89,7 @@ def patch(*, compare: bool = False) -> Iterator[list[Check]]:
 
     Raises
     ------
-    VerdictsDiffer
+    DisagreementError
         From a check, with compare=True: one checker passed, the other failed or raised. An AssertionError,
         whatever raise_exception says.
 
@@ -122,7 +122,7 @@ def _forward(name: str, positional: tuple[Any, ...], keywords: dict[str, Any]) -
     check = ask_both(name, positional, keywords) if session.compare else ask(name, positional, keywords)
     session.checks.append(check)
     if check.differs:
-        raise VerdictsDiffer(check)
+        raise DisagreementError(check)
     error = check.ours.error
     if error is not None and (check.ours.verdict == "raised" or keywords.get("raise_exception", True)):
         try:
@@ -192,7 +192,10 @@ class _Diversion:
         self.body = body.__code__
 
 
-_TORCH = {"gradcheck": _Diversion("gradcheck", _gradcheck), "gradgradcheck": _Diversion("gradgradcheck", _gradgradcheck)}
+_TORCH = {
+    "gradcheck": _Diversion("gradcheck", _gradcheck),
+    "gradgradcheck": _Diversion("gradgradcheck", _gradgradcheck),
+}
 _lock = threading.Lock()
 _sessions: list[_Session] = []
 

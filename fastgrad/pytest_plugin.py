@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Generator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from fastgrad._version import __version__
-from fastgrad.patching import Check, VerdictsDiffer, ask_both, patch
+from fastgrad.messages import seconds_text
+from fastgrad.patching import Check, DisagreementError, ask_both, patch
 
 SLOWEST = 10
 """How many of the slowest checks the summary lists."""
@@ -48,7 +49,7 @@ class Summary:
         """Counts a check of a test."""
         engine = check.report.plan.engine if check.report and check.report.plan else None
         self.checkers[check.name] += 1
-        self.verdicts[check.ours.verdict] += 1
+        self.verdicts[check.report.verdict if check.report else "raised"] += 1
         if engine is not None:
             self.engines[engine] += 1
         if check.ours.verdict == "raised":
@@ -64,7 +65,7 @@ class Summary:
         self._keep_slowest([[check.ours.seconds, torch_seconds, check.name, engine or "-", test]])
 
     def merge(self, other: dict[str, Any]) -> None:
-        """Adds what `asdict` made of another summary."""
+        """Adds what `as_dict` made of another summary."""
         for name in ("checkers", "verdicts", "engines", "errors"):
             getattr(self, name).update(other[name])
         for name in ("seconds", "torch_seconds", "compared", "lost"):
@@ -73,6 +74,10 @@ class Summary:
         self.reports += other["reports"]
         self._keep_slowest(other["slowest"])
 
+    def as_dict(self) -> dict[str, Any]:
+        """The fields, of types that JSON and execnet know."""
+        return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
+
     def lines(self) -> list[str]:
         """The summary for people."""
         if not self.verdicts and not self.lost:
@@ -80,9 +85,9 @@ class Summary:
         lines = [f"{sum(self.checkers.values())} checks ({_counts(self.checkers)}): {_counts(self.verdicts)}"]
         if self.errors:
             lines[0] += f" ({_counts(self.errors)})"
-        lines.append(f"{_seconds(self.seconds)} inside fastgrad's")
+        lines.append(f"{seconds_text(self.seconds)} inside fastgrad's")
         if self.compared:
-            lines[-1] += f", {_seconds(self.torch_seconds)} inside torch's"
+            lines[-1] += f", {seconds_text(self.torch_seconds)} inside torch's"
             if self.seconds:
                 lines[-1] += f": {self.torch_seconds / self.seconds:.2g} times as long"
             lines.append(f"verdicts that differ: {len(self.differences)}")
@@ -92,10 +97,10 @@ class Summary:
         if self.slowest:
             lines.append("slowest:")
         for seconds, torch_seconds, name, engine, test in self.slowest:
-            torchs = "" if torch_seconds is None else f"  torch {_seconds(torch_seconds):>8}"
-            lines.append(f"  {_seconds(seconds):>8}{torchs}  {name:<13} {engine:<10} {test}")
+            torchs = "" if torch_seconds is None else f"  torch {seconds_text(torch_seconds):>8}"
+            lines.append(f"  {seconds_text(seconds):>8}{torchs}  {name:<13} {engine:<10} {test}")
         if self.lost:
-            lines.append(f"without the checks of {self.lost} workers that crashed")
+            lines.append(f"not counted: the checks of workers that crashed, {self.lost} of them")
         return lines
 
     def _keep_slowest(self, rows: list[list[Any]]) -> None:
@@ -132,7 +137,7 @@ class Session:
         for check in self._taken():
             self._count(check, item.nodeid, report)
             if check.differs:
-                differences.append(str(VerdictsDiffer(check)))
+                differences.append(str(DisagreementError(check)))
         if differences and not report.failed:
             report.outcome = "failed"
             report.longrepr = "\n\n".join(differences)
@@ -145,10 +150,7 @@ class Session:
             self._count(check, _OUTSIDE)
         output = getattr(self._config, "workeroutput", None)
         if output is not None:
-            output["fastgrad"] = {
-                name: dict(value) if isinstance(value, Counter) else value
-                for name, value in vars(self._summary).items()
-            }
+            output["fastgrad"] = self._summary.as_dict()
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
@@ -166,7 +168,7 @@ class Session:
             terminalreporter.line(line)
         if self._directory is not None:
             self._directory.mkdir(parents=True, exist_ok=True)
-            (self._directory / "summary.json").write_text(json.dumps(asdict(self._summary), indent=1) + "\n")
+            (self._directory / "summary.json").write_text(json.dumps(self._summary.as_dict(), indent=1) + "\n")
             terminalreporter.line(f"reports of {len(self._summary.reports)} failing checks: {self._directory}")
 
     def _taken(self) -> list[Check]:
@@ -199,7 +201,3 @@ class Session:
 
 def _counts(counter: Counter[str]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counter.most_common())
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
