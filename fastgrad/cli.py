@@ -109,6 +109,12 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(options: argparse.Namespace) -> int:
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning  # type: ignore[assignment]
+        return _checked(options)
+
+
+def _checked(options: argparse.Namespace) -> int:
     _require_device(options.device)
     if options.engine == "sketch" and not options.fast:
         raise specs.SpecError("--engine sketch compares sums of entries: it needs --fast")
@@ -120,9 +126,7 @@ def _check(options: argparse.Namespace) -> int:
         print(f"{options.function} at {'; '.join(map(' '.join, arguments.items()))}", flush=True)
     code, documents = 0, []
     for name in {"1": ["gradcheck"], "2": ["gradgradcheck"], "both": ["gradcheck", "gradgradcheck"]}[options.order]:
-        with warnings.catch_warnings():
-            warnings.showwarning = _show_warning  # type: ignore[assignment]
-            check = ask(name, (target.func, target.inputs), _keywords(options, name))
+        check = ask(name, (target.func, target.inputs), _keywords(options, name))
         code = max(code, {"passed": 0, "failed": 1, "raised": 2}[check.ours.verdict])
         documents.append(_document(check))
         if not options.json:

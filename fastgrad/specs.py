@@ -201,7 +201,7 @@ def parse_input(text: str, generator: torch.Generator, device: torch.device | st
     tensor = _random(dtype, shape, match["range"], generator, text)
     try:
         tensor = _laid_out(tensor, options, generator, text).to(device)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, IndexError) as error:
         raise SpecError(f"{text!r} cannot be made: {str(error).splitlines()[0]}") from error
     return (tensor.detach().requires_grad_(differentiable and "nograd" not in options),)
 
