@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable
 
 import pytest
-
-SESSION = "fastgrad-session"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,27 +32,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Begins before conftest.py files are imported."""
-    _begin(early_config, early_config.known_args_namespace)
-
-
-@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Begins here where the plugin was loaded too late for the other hook."""
-    _begin(config, config.option)
-
-
-def _begin(config: pytest.Config, options: Namespace) -> None:
-    if options.fastgrad is None:
-        if options.fastgrad_report is not None:
+    """Begins, where --fastgrad is given."""
+    directory = config.option.fastgrad_report
+    if config.option.fastgrad is None:
+        if directory is not None:
             raise pytest.UsageError("--fastgrad-report reports the checks of --fastgrad: give that, too.")
-    elif not config.pluginmanager.has_plugin(SESSION):
+        return
+    try:
         from fastgrad.pytest_plugin import Session
-
-        directory = options.fastgrad_report
-        report = None if directory is None else config.invocation_params.dir / directory
-        config.pluginmanager.register(Session(config, options.fastgrad == "compare", report), SESSION)
+    except ImportError as error:
+        raise pytest.UsageError(f"--fastgrad: {error}") from error
+    report = None if directory is None else config.invocation_params.dir / directory
+    config.pluginmanager.register(Session(config, config.option.fastgrad == "compare", report), "fastgrad-session")
 
 
 @pytest.fixture(scope="session")

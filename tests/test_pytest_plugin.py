@@ -264,12 +264,17 @@ def test_interrupted_sessions_restore_torch(suite: pytest.Pytester, conftest: st
         assert code == pytest.ExitCode.INTERRUPTED
 
 
-def test_usage(suite: pytest.Pytester) -> None:
+def test_usage(suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     suite.makepyfile(test_suite="def test_nothing(): pass")
     result = run(suite, "--fastgrad-report=reports")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*--fastgrad-report reports the checks of --fastgrad: give that, too."])
     assert run(suite, "--fastgrad=contrast").ret == pytest.ExitCode.USAGE_ERROR
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "fastgrad.pytest_plugin", None)
+        result = run(suite, "--fastgrad")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*--fastgrad: import of fastgrad.pytest_plugin halted*"])
     result = run(suite, "--fastgrad")
     result.stdout.fnmatch_lines(["no checks: no test called*"])
 
