@@ -24,7 +24,7 @@ from fastgrad.second_order import Backward, grad_outputs_for, made_by
 TensorOrTensors = Tensor | Sequence[Any]
 
 watcher: ContextVar[Callable[[Report], object] | None] = ContextVar("fastgrad_watcher", default=None)
-"""Is handed the report of every check that gradcheck or gradgradcheck judges: of those that pass there is no other trace."""
+"""Is handed the report of every gradcheck and gradgradcheck that reaches a verdict: those that pass return no more."""
 
 OneOrEach = float | Sequence[float] | Mapping[str, float]
 """One number for all inputs, one for each, or by the names of the inputs."""

@@ -13,14 +13,17 @@ from typing import Any
 
 from fastgrad import specs
 from fastgrad._version import __version__
-from fastgrad.patching import Check, ask
+from fastgrad.api import check
+from fastgrad.report import Report
+
+CHECKERS = {1: "gradcheck", 2: "gradgradcheck"}
 
 EXIT_CODES = "exit code: 0 passed, 1 failed, 2 usage or an error that kept the check from a verdict"
 
 GRAMMAR = """\
 functions
   package.module:name      file.py:name      module:Class.method      module:make_layer()
-  an autograd.Function stands for its apply; of an nn.Module the parameters are checked after the inputs
+  an autograd.Function stands for its apply; of an nn.Module the parameters are checked with the inputs
 
 inputs
   float64[64,32]           normal; floating and complex tensors require grad
@@ -121,60 +124,61 @@ def _checked(options: argparse.Namespace) -> int:
     if options.html is not None and not options.html.parent.is_dir():
         raise specs.SpecError(f"there is no directory {options.html.parent} for the HTML page")
     target = specs.target(options.function, options.input, options.keyword, options.seed, options.device)
-    arguments = {name: specs.described(value) for name, value in zip(target.names, target.inputs, strict=True)}
+    arguments = [specs.described(value) for value in target.inputs]
     if not options.json:
-        print(f"{options.function} at {'; '.join(map(' '.join, arguments.items()))}", flush=True)
+        print(f"{options.function} at {', '.join(arguments)}", flush=True)
     code, documents = 0, []
-    for name in {"1": ["gradcheck"], "2": ["gradgradcheck"], "both": ["gradcheck", "gradgradcheck"]}[options.order]:
-        check = ask(name, (target.func, target.inputs), _keywords(options, name))
-        code = max(code, {"passed": 0, "failed": 1, "raised": 2}[check.ours.verdict])
-        documents.append(_document(check))
+    for order, name in CHECKERS.items():
+        if options.order not in (str(order), "both"):
+            continue
+        report, error = None, None
+        try:
+            report = check(target.func, target.inputs, kwargs=target.keywords, **_keywords(options, order))
+        except Exception as raised:  # of func, or about the arguments: no verdict
+            error = raised
+            print(f"fastgrad check: {name} of {options.function} raised {_told(error)}", file=sys.stderr)
+            if options.traceback:
+                traceback.print_exception(error)
+        code = max(code, 2 if report is None else 0 if report.passed else 1)
+        documents.append(_document(name, report, error))
+        if report is None:
+            continue
         if not options.json:
-            _print(check, options.function)
-        if check.ours.error is not None and check.ours.verdict == "raised" and options.traceback:
-            traceback.print_exception(check.ours.error)
-        if options.html is not None and check.report is not None:
+            print(report if report.passed else f"{name} {report.verdict}\n{report}")
+        if options.html is not None:
             path = options.html
             if options.order == "both":
                 path = path.with_stem(f"{path.stem}-{name}")
-            path.write_text(check.report.to_html())
+            path.write_text(report.to_html())
     if options.json:
-        print(json.dumps({"function": options.function, "arguments": arguments, "checks": documents}, indent=1))
+        print(json.dumps({"function": options.function, "inputs": arguments, "checks": documents}, indent=1))
     return code
 
 
-def _keywords(options: argparse.Namespace, name: str) -> dict[str, Any]:
-    """The keywords of a checker that the options stand for."""
+def _keywords(options: argparse.Namespace, order: int) -> dict[str, Any]:
+    """The keywords of a check that the options stand for."""
     reverse, forward = ("check_backward_ad", "check_forward_ad")
-    if name == "gradgradcheck":
+    if order == 2:
         reverse, forward = ("check_rev_over_rev", "check_fwd_over_rev")
     keywords: dict[str, Any] = {
+        "order": order,
         reverse: options.mode != "forward",
         forward: options.mode != "reverse",
         "fast_mode": options.fast,
         "check_batched_grad": options.batched,
+        # Refused of second order without reverse mode.
+        "check_undefined_grad": not options.no_undefined_grad and not (order == 2 and options.mode == "forward"),
         "masked": options.masked,
         "engine": options.engine,
         "seed": options.seed,
         "progress": options.progress,
     }
-    # gradgradcheck refuses to check undefined grad_outputs without reverse mode.
-    undefined = not options.no_undefined_grad and not (name == "gradgradcheck" and options.mode == "forward")
-    keywords["check_undefined_grad"] = undefined
-    for tolerance in ("eps", "atol", "rtol", "nondet_tol"):
-        if (value := getattr(options, tolerance)) is not None:
-            keywords[tolerance] = value
-    return keywords
+    tolerances = {name: getattr(options, name) for name in ("eps", "atol", "rtol", "nondet_tol")}
+    return keywords | {name: value for name, value in tolerances.items() if value is not None}
 
 
-def _print(check: Check, function: str) -> None:
-    error = check.ours.error
-    if check.report is None:
-        print(f"fastgrad check: {check.name} of {function} raised {type(error).__name__}: {error}", file=sys.stderr)
-        return
-    if not check.report.passed:
-        print(f"{check.name} {check.report.verdict}")
-    print(check.report)
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _show_warning(message: Warning | str, *_: object) -> None:
@@ -182,15 +186,14 @@ def _show_warning(message: Warning | str, *_: object) -> None:
     print(f"fastgrad check: warning: {message}", file=sys.stderr)
 
 
-def _document(check: Check) -> dict[str, Any]:
+def _document(name: str, report: Report | None, error: Exception | None) -> dict[str, Any]:
     """A check as JSON fields."""
-    error = check.ours.error
     return {
-        "checker": check.name,
-        "verdict": check.report.verdict if check.report else "raised",
-        "seconds": check.ours.seconds,
+        "checker": name,
+        "verdict": report.verdict if report else "raised",
         "error": None if error is None else {"type": type(error).__name__, "message": str(error)},
-        "report": None if check.report is None else check.report.to_dict(),
+        "message": None if report is None else str(report),
+        "report": None if report is None else report.to_dict(),
     }
 
 

@@ -12,7 +12,6 @@ INPUT     DTYPE[SIZE,...]      float64[64,32]  float64[]  complex128[8]  bool[5]
 from __future__ import annotations
 
 import ast
-import functools
 import importlib
 import importlib.util
 import re
@@ -32,11 +31,11 @@ class SpecError(ValueError):
 
 @dataclass(frozen=True)
 class Target:
-    """A function to check, at arguments. names: of the arguments, where they are known by more than their number."""
+    """A function or module to check, at arguments."""
 
     func: Callable[..., Any]
     inputs: tuple[Any, ...]
-    names: tuple[str, ...]
+    keywords: dict[str, Any]
 
 
 _TENSOR = re.compile(r"(?P<dtype>\w+)\[(?P<shape>[^]]*)\](?:\{(?P<range>[^}]*)\})?(?P<options>(?:,.*)?)")
@@ -53,9 +52,8 @@ def target(
     Parameters
     ----------
     function, inputs
-        As above. An `autograd.Function` stands for its apply. Of an `nn.Module` (a class is called without
-        arguments) the parameters become arguments after the inputs; the module is converted to the dtype of the
-        first floating or complex input.
+        As above. An `autograd.Function` stands for its apply; the class of an `nn.Module` is called without
+        arguments. A module is converted to the dtype of the first floating or complex input.
     keywords
         NAME=LITERAL, handed to the function; a bare word is a string.
     seed
@@ -73,7 +71,6 @@ def target(
     if not arguments:
         raise SpecError("give an --input for each positional argument of the function, --input 'float64[4,3]' say")
     named = dict(_keyword(text) for text in keywords)
-    names = tuple(f"input {i}" for i in range(len(arguments)))
     func = find(function)
     if isinstance(func, type) and issubclass(func, torch.autograd.Function):
         func = func.apply
@@ -86,31 +83,12 @@ def target(
                 "without parameters that makes one, as in make_layer()"
             ) from None
     if isinstance(func, torch.nn.Module):
-        return _of_module(func, arguments, named, names, device)
-    if not callable(func):
+        tensors = [value for value in arguments if isinstance(value, Tensor)]
+        dtypes = [value.dtype for value in tensors if value.is_floating_point() or value.is_complex()]
+        func = func.to(device=device, dtype=dtypes[0] if dtypes else torch.float64)
+    elif not callable(func):
         raise SpecError(f"{function} is of type {type(func).__name__}, which cannot be called")
-    return Target(functools.partial(func, **named) if named else func, arguments, names)
-
-
-def _of_module(
-    module: torch.nn.Module,
-    arguments: tuple[Any, ...],
-    keywords: dict[str, Any],
-    names: tuple[str, ...],
-    device: torch.device | str,
-) -> Target:
-    """The module as a function of its inputs and of those of its parameters that require grad."""
-    floating = [v.dtype for v in arguments if isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex())]
-    module = module.to(device=device, dtype=floating[0] if floating else torch.float64)
-    parameters = {name: value for name, value in module.named_parameters() if value.requires_grad}
-    count = len(arguments)
-
-    def func(*values: Any) -> Any:
-        replaced = dict(zip(parameters, values[count:], strict=True))
-        return torch.func.functional_call(module, replaced, values[:count], keywords)
-
-    leaves = tuple(value.detach().clone().requires_grad_() for value in parameters.values())
-    return Target(func, arguments + leaves, names + tuple(parameters))
+    return Target(func, arguments, named)
 
 
 def find(text: str) -> Any:

@@ -42,7 +42,7 @@ NEIGHBORS = {
     "__main__": {"cli"},
     "__init__": {"patching"},
     "patching": {"patching"},
-    "cli": {"bench", "demo", "doctor", "patching", "specs"},
+    "cli": {"bench", "demo", "doctor", "specs"},
     "bench": {"patching"},
     "doctor": {"demo", "patching"},
     "pytest_plugin": {"patching"},

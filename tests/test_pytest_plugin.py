@@ -187,8 +187,14 @@ def test_reports_of_failing_checks(suite: pytest.Pytester) -> None:
             assert not gradcheck(Halved.apply, x, raise_exception=False)
             gradcheck(Halved.apply, x)
 
-        @pytest.mark.parametrize("name", ["{long}1", "{long}2", "a/b:c"])
+        @pytest.mark.parametrize("name", ["a/b:c"])
         def test_names(name):
+            gradcheck(Halved.apply, x)
+
+        def test_{long}1():
+            gradcheck(Halved.apply, x)
+
+        def test_{long}2():
             gradcheck(Halved.apply, x)
         """
     )
