@@ -7,6 +7,7 @@ from fastgrad.api import check, gradcheck, gradgradcheck
 from fastgrad.errors import GradcheckError
 from fastgrad.jacobians import analytical_jacobian, numerical_jacobian
 from fastgrad.opinions import AdjointTest, TaylorTest, adjoint_test, taylor_test
+from fastgrad.patching import patch
 from fastgrad.report import Report
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ __all__ = [
     "gradcheck",
     "gradgradcheck",
     "numerical_jacobian",
+    "patch",
     "taylor_test",
 ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import fields, replace
 from numbers import Real
 from typing import Any, Literal, NoReturn
@@ -21,6 +22,9 @@ from fastgrad.report import GradOutputs, Report, Settings, Tolerances
 from fastgrad.second_order import Backward, grad_outputs_for, made_by
 
 TensorOrTensors = Tensor | Sequence[Any]
+
+watcher: ContextVar[Callable[[Report], object] | None] = ContextVar("fastgrad_watcher", default=None)
+"""Is handed the report of every gradcheck and gradgradcheck that reaches a verdict: those that pass return no more."""
 
 OneOrEach = float | Sequence[float] | Mapping[str, float]
 """One number for all inputs, one for each, or by the names of the inputs."""
@@ -138,6 +142,7 @@ def gradcheck(
     `torch.autograd.gradcheck`; docs/differences.md lists where the verdicts differ.
     """
     keywords = locals()
+    __tracebackhide__ = True  # under pytest a failure shows the caller's line
     if positional:
         _refuse_positional(positional)
     if check_sparse_nnz is not None:
@@ -190,6 +195,7 @@ def gradgradcheck(
     The other parameters, what is returned and what is raised are those of `gradcheck`.
     """
     keywords = locals()
+    __tracebackhide__ = True  # under pytest a failure shows the caller's line
     if positional:
         _refuse_positional(positional)
     if check_sparse_nnz is not None:
@@ -492,7 +498,11 @@ def _number(name: str, value: Any, zero: bool = True) -> float:
 def _raise_or_return(
     func: Callable[..., Any], inputs: TensorOrTensors, settings: Settings, raise_exception: bool
 ) -> bool:
-    report = run(func, inputs, settings, explain=raise_exception)
+    __tracebackhide__ = True
+    watch = watcher.get()
+    report = run(func, inputs, settings, explain=raise_exception or watch is not None)
+    if watch is not None:
+        watch(report)
     if report.failure is None:
         return True
     if report.failure.kind.startswith("undefined grad"):

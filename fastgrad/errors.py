@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 
 from torch.autograd.gradcheck import GradcheckError as TorchGradcheckError
 
 from fastgrad.report import Report
+
+_HERE = os.path.dirname(__file__) + os.sep
 
 
 class GradcheckError(TorchGradcheckError):
@@ -28,7 +31,8 @@ class GradcheckError(TorchGradcheckError):
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warns about the line that called into fastgrad, however many frames of fastgrad lie between."""
     frame, level = sys._getframe(1), 2
-    # Counted, not written down: gradcheck may have been called by gradgradcheck, or by another module here.
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
+    # Counted, not written down: gradcheck may have been called by gradgradcheck, or by another module here. By files:
+    # where torch's functions forward to fastgrad, code of fastgrad runs with their globals.
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)

@@ -15,11 +15,12 @@ FLOORS = {
     1: ["coloring", "coordinates", "directions", "graphs", "problem", "progress", "sparsity", "tolerances"],
     2: ["attributes", "certify", "compare", "engines", "engines.compressed", "engines.dense", "engines.sketch"],
     3: ["check", "evidence", "exact", "fast", "matrices", "second_order"],
-    4: ["api", "differences", "forms", "jacobians", "messages", "numerical"],
-    5: ["__init__", "__main__", "cli", "demo", "functional", "pytest_plugin", "render"],
+    4: ["api", "differences", "forms", "jacobians", "messages", "numerical", "reference"],
+    5: ["__init__", "__main__", "cli", "demo", "functional", "patching", "pytest_plugin", "render"],
 }
 FLOORS[1] += ["arguments", "linear_map"]
 FLOORS[2] += ["confirm", "diagnose", "locate", "opinions", "plan", "refine"]
+FLOORS[5] += ["bench", "doctor", "specs"]
 FLOOR = {module: floor for floor, modules in FLOORS.items() for module in modules}
 
 # Imports within a floor: what each module may use of its neighbors.
@@ -39,9 +40,13 @@ NEIGHBORS = {
     "sparsity": {"coloring", "coordinates"},
     "api": {"messages"},
     "numerical": {"differences", "forms"},
-    "__init__": {"functional"},
     "__main__": {"cli"},
-    "cli": {"demo"},
+    "__init__": {"functional", "patching"},
+    "patching": {"patching"},
+    "cli": {"bench", "demo", "doctor", "specs"},
+    "bench": {"patching"},
+    "doctor": {"demo", "patching"},
+    "pytest_plugin": {"patching"},
 }
 
 # Imports within functions, of what presents the data: methods of a report that nothing else here calls.
@@ -109,9 +114,12 @@ def test_only_torch_room_uses_private_torch_names() -> None:
 
 
 def test_no_verdict_comes_from_torch() -> None:
-    callers = {
-        module_name(path)
-        for path in MODULES
-        if any(word in path.read_text() for word in ("autograd.gradcheck(", "autograd.gradgradcheck("))
-    }
-    assert callers == {"demo"}
+    def modules_with(*words: str) -> set[str]:
+        return {module_name(path) for path in MODULES if any(word in path.read_text() for word in words)}
+
+    assert modules_with("autograd.gradcheck(", "autograd.gradgradcheck(") == {"reference"}
+    # To show both side by side; patching is asked to by those who compare.
+    assert {module_name(path) for path in MODULES if "reference" in imported_names(path)} == {"demo", "patching"}
+    assert modules_with("ask_both") == {"bench", "patching", "pytest_plugin"}
+    # Torch's own, while it is patched: for torch's gradgradcheck, which calls gradcheck.
+    assert modules_with(".original(") == {"patching"}

@@ -1,11 +1,276 @@
-"""python -m fastgrad."""
+"""The command line: fastgrad, python -m fastgrad."""
 
 from __future__ import annotations
 
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
 
 import fastgrad
-from fastgrad import cli
+from fastgrad import bench, cli, doctor, specs
+
+OPERATORS = """
+import torch
+
+class Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return grad_output
+
+class Scale(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3))
+        self.frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, x, power=1):
+        return x * self.weight**power
+
+class Wrong(Scale):
+    def forward(self, x):
+        return x.detach() * self.weight + Halved.apply(self.weight)
+
+class Sized(torch.nn.Module):
+    def __init__(self, size):
+        super().__init__()
+
+def take(x, index, *, twice=False):
+    return x[index] * (2 if twice else 1)
+
+def make():
+    return Scale()
+
+def boom(x):
+    raise RuntimeError("of func")
+
+scale = Scale()
+number = 3
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A file with operators; what finding it puts into sys.path and sys.modules is forgotten again."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setitem(sys.modules, "operators_of_mine", None)
+    monkeypatch.delitem(sys.modules, "operators_of_mine")
+    path = tmp_path / "operators_of_mine.py"
+    path.write_text(OPERATORS)
+    monkeypatch.chdir(tmp_path)
+    return str(path)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = cli.main(arguments)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("torch:sin", "-i", "float64[3,2]"),
+        ("torch.nn.functional:softmax", "-i", "float64[4,3]{-1..1}", "-k", "dim=1"),
+        ("operators_of_mine:take", "-i", "float64[6,2]", "--input", "int64[4]{0..5}", "-k", "twice=True"),
+        ("operators_of_mine.py:take", "-i", "float64[6,2]", "-i", "[1, 3]"),
+        ("operators_of_mine:Scale", "-i", "float64[2,3]"),
+        ("operators_of_mine:scale.forward", "-i", "float64[2,3]"),
+        ("operators_of_mine:make()", "-i", "complex128[2,3]", "-k", "power=2", "--order", "both"),
+        ("torch:sin", "-i", "float64[3,2],noncontiguous", "--order", "2", "--mode", "both"),
+        ("torch:sin", "-i", "float64[3]", "--order", "2", "--mode", "forward"),
+        ("torch:sin", "-i", "float64[40]", "--fast", "--engine", "sketch", "--batched", "--no-undefined-grad"),
+        ("torch:sin", "-i", "float64[]", "--engine", "dense", "--eps", "1e-5", "--seed", "3", "--no-progress"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # of torch's forward mode, on import
+@pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
+def test_right_functions_pass(file: str, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -> None:
+    code, out, err = run(capsys, "check", *arguments)
+    assert (code, err) == (0, "")
+    orders = 2 if "both" in arguments and "--order" in arguments and "--mode" not in arguments else 1
+    assert out.count(" passed") == orders
+    assert out.startswith(f"{arguments[0]} at ")
+
+
+def test_a_wrong_function_fails_and_is_reported(file: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    code, out, err = run(capsys, "check", f"{file}:Halved", "-i", "float64[4]", "--html", str(page))
+    assert (code, err) == (1, "")
+    assert out.startswith(f"{file}:Halved at float64[4]\ngradcheck failed\nJacobian mismatch for output 0")
+    assert "  worst      d " in out
+    assert "<html" in page.read_text()
+    arguments = ("check", f"{file}:Wrong", "-i", "float64[2,3]", "--order", "both", "--json", "--html", str(page))
+    code, out, err = run(capsys, *arguments)
+    assert (code, err) == (1, "")
+    document = json.loads(out)
+    assert document["inputs"] == ["float64[2,3]"]
+    assert [check["checker"] for check in document["checks"]] == ["gradcheck", "gradgradcheck"]
+    failed = document["checks"][0]
+    assert failed["verdict"] == "failed"
+    assert failed["error"] is None
+    assert failed["message"].startswith("Jacobian mismatch")
+    assert failed["report"]["failure"]["kind"] == "mismatch"
+    # The parameter that requires grad is checked, too, in the dtype of the input.
+    assert failed["report"]["input_names"] == ["inputs[0]", "module.weight"]
+    assert page.with_name("page-gradcheck.html").exists()
+    assert page.with_name("page-gradgradcheck.html").exists()
+
+
+def test_errors_of_func_and_of_inputs_are_no_verdict(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "check", f"{file}:boom", "-i", "float64[4]")
+    assert code == 2
+    assert err == f"fastgrad check: gradcheck of {file}:boom raised RuntimeError: of func\n"
+    code, out, err = run(capsys, "check", f"{file}:boom", "-i", "float64[4]", "--json", "--traceback")
+    assert code == 2
+    assert json.loads(out)["checks"][0]["error"] == {"type": "RuntimeError", "message": "of func"}
+    assert json.loads(out)["checks"][0]["verdict"] == "raised"
+    assert "in boom" in err
+    code, _, err = run(capsys, "check", "torch:sin", "-i", "float64[4],nograd")
+    assert code == 2
+    assert "raised ValueError: " in err
+    _, _, err = run(capsys, "check", "torch:neg", "-i", "float32[2]")
+    assert err.startswith("fastgrad check: warning: inputs[0] requires gradient and is not a double precision")
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "sentence"),
+    [
+        ("torch.sin", ("-i", "float64[3]"), "a function is given as module:name or file.py:name, got 'torch.sin'"),
+        ("nowhere:f", ("-i", "float64[3]"), "there is no module 'nowhere'"),
+        ("torch.nowhere:f", ("-i", "float64[3]"), "there is no module 'torch.nowhere'"),
+        ("nowhere.py:f", ("-i", "float64[3]"), "there is no file nowhere.py"),
+        ("broken.py:f", ("-i", "float64[3]"), "importing broken.py raised ZeroDivisionError"),
+        ("lacking.py:f", ("-i", "float64[3]"), "importing lacking.py raised ModuleNotFoundError: No module"),
+        ("torch:sine", ("-i", "float64[3]"), "torch has no attribute 'sine'"),
+        ("torch:nn.functional.sine", ("-i", "float64[3]"), "torch:nn.functional has no attribute 'sine'"),
+        ("operators_of_mine:number", ("-i", "float64[3]"), "is of type int, which cannot be called"),
+        ("operators_of_mine:number()", ("-i", "float64[3]"), "calling operators_of_mine:number() raised TypeError"),
+        ("operators_of_mine:Sized", ("-i", "float64[3]"), "is a module class that needs arguments"),
+        ("torch:sin", (), "give an --input for each positional argument"),
+        ("torch:sin", ("-i", "float46[3]"), "torch has no dtype 'float46'"),
+        ("torch:sin", ("-i", "float64"), "an input is a tensor, float64[64,32] or int64[64]{0..31} say"),
+        ("torch:sin", ("-i", "float64[3,-1]"), "the sizes of a tensor are integers"),
+        ("torch:sin", ("-i", "int64[3]"), "integers need a range, int64[3]{0..9} say"),
+        ("torch:sin", ("-i", "int64[3]{0..1.5}"), "two integers that fit the dtype"),
+        ("torch:sin", ("-i", "int8[3]{0..300}"), "two integers that fit the dtype"),
+        ("torch:sin", ("-i", "float64[3]{2..1}"), "a range is low..high"),
+        ("torch:sin", ("-i", "bool[3]{0..1}"), "a bool tensor has no range"),
+        ("torch:sin", ("-i", "float64[3],sparse"), "'sparse' in 'float64[3],sparse' is none of these"),
+        ("torch:sin", ("-i", "float64[3],nograd=1"), "'nograd=1' in"),
+        ("torch:sin", ("-i", "float64[3,3],layout=row"), "layout is one of strided, coo, csr"),
+        ("torch:sin", ("-i", "float64[4,4],layout=bsr,blocksize=2"), "blocksize is two sizes"),
+        ("torch:sin", ("-i", "float64[4,4],layout=coo,density=2"), "density is a number from 0 to 1"),
+        ("torch:sin", ("-i", "float64[3],layout=csr"), "cannot be made: "),
+        ("torch:sin", ("-i", "float64[3],channels_last"), "cannot be made: "),
+        ("torch:sin", ("-i", "float64[],noncontiguous"), "without dimensions is contiguous"),
+        ("torch:sin", ("-i", "float64[3,3],layout=coo,noncontiguous"), "are for strided tensors"),
+        ("torch:sin", ("-i", "@nowhere.pt"), "there is no file nowhere.pt"),
+        ("torch:sin", ("-i", "@broken.py"), "broken.py is not what torch.save wrote of tensors"),
+        ("torch:sin", ("-i", "@broken.py,csr"), "after @FILE there may be nograd, got 'csr'"),
+        ("torch:sin", ("-i", "float64[3]", "-k", "dim"), "a keyword is given as name=value"),
+        ("torch:sin", ("-i", "float64[3]", "-k", "dim=1+"), "a Python literal or a bare word, got 'dim=1+'"),
+        ("torch:sin", ("-i", "float64[3]", "--engine", "sketch"), "--engine sketch compares sums of entries"),
+        ("torch:sin", ("-i", "float64[3]", "--device", "abacus"), "device 'abacus' cannot be used here: "),
+        ("torch:sin", ("-i", "float64[3]", "--html", "nowhere/page.html"), "there is no directory nowhere"),
+    ],
+)
+def test_bad_specifications_are_one_sentence(
+    file: str, capsys: pytest.CaptureFixture[str], function: str, arguments: tuple[str, ...], sentence: str
+) -> None:
+    Path("broken.py").write_text("1 / 0")
+    Path("lacking.py").write_text("import no_such_module")
+    code, out, err = run(capsys, "check", function, *arguments)
+    assert (code, out) == (2, "")
+    assert sentence in err
+    assert err.startswith("fastgrad check: ")
+    assert err.count("\n") == 1
+
+
+def made(text: str, seed: int = 0) -> Any:
+    [value] = specs.parse_input(text, torch.Generator().manual_seed(seed), "cpu")
+    return value
+
+
+def test_inputs_are_what_their_specifications_say() -> None:
+    x = made("float64[200,2]{0.5..2}")
+    assert (x.shape, x.dtype, x.requires_grad) == ((200, 2), torch.float64, True)
+    assert 0.5 <= x.min() < 0.6
+    assert 1.9 < x.max() < 2
+    z = made("complex64[300]{-1..1},nograd")
+    assert (z.dtype, z.requires_grad) == (torch.complex64, False)
+    assert z.real.abs().max() <= 1
+    assert z.imag.min() < -0.9
+    i = made("int32[300]{-2..3}")
+    assert (i.dtype, i.min().item(), i.max().item(), i.requires_grad) == (torch.int32, -2, 3, False)
+    assert made("bool[50]").unique().numel() == 2
+    assert made("float64[]").shape == ()
+    assert made("float64[3,0]").shape == (3, 0)
+    assert made("float64[2,3,4,5],channels_last").is_contiguous(memory_format=torch.channels_last)
+    assert made("float64[4],noncontiguous").stride() == (2,)
+    assert [made(text) for text in ("3", "None", "(1, 2)", "'mean'")] == [3, None, (1, 2), "mean"]
+    assert torch.equal(made("float64[5]", seed=1), made("float64[5]", seed=1))
+    assert not torch.equal(made("float64[5]", seed=1), made("float64[5]", seed=2))
+    # A seed means the same values in all dtypes.
+    assert torch.equal(made("float32[5]"), made("float64[5]").float())
+    for layout in ("coo", "csr", "csc", "bsr", "bsc"):
+        s = made(f"float64[20,10],layout={layout},density=0.3")
+        assert s.layout is getattr(torch, f"sparse_{layout}")
+        assert s.requires_grad
+        assert s.is_leaf
+    assert 30 < made("float64[20,10],layout=coo,density=0.3").detach()._nnz() < 90
+    assert specs.described(made("float64[20,10],layout=csr,nograd")) == "float64[20,10],layout=csr,nograd"
+
+
+def test_inputs_from_a_file(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save([torch.randn(6, 2, dtype=torch.float64), torch.tensor([0, 3])], "inputs.pt")
+    code, out, _ = run(capsys, "check", "operators_of_mine:take", "-i", "@inputs.pt")
+    assert code == 0
+    assert out.startswith("operators_of_mine:take at float64[6,2], int64[2]\n")
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, _ = run(capsys, "doctor")
+    assert code == 0
+    assert f"fastgrad       {fastgrad.__version__}\n" in out
+    assert str(torch.__version__) in out
+    tests = [line for line in out.splitlines() if line.startswith("self-test")]
+    assert len(tests) >= 6
+    assert all(line.endswith("as it must be") for line in tests)
+    monkeypatch.setattr(doctor, "OPTIONAL", {"no_such_module": "nothing much"})
+    # A checker that passes everything is found out.
+    monkeypatch.setattr(doctor.ForgottenFactor, "backward", doctor.SquaredReLU.backward)
+    code, out, _ = run(capsys, "doctor", "--json")
+    assert code == 1
+    found = json.loads(out)
+    assert [row["right"] for row in found["self-test"][:6]] == [True, False] * 3
+    assert "no_such_module, for nothing much: pip install no_such_module" in found["missing"]
+
+
+def test_bench(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    few = [row for row in bench._operators("cpu") if row[0] in ("sin, small", "matmul")]
+    monkeypatch.setattr(bench, "_operators", lambda device: few)
+    code, out, _ = run(capsys, "bench", "--seconds", "0.5")
+    assert code == 0
+    assert sum(line.count("passed") == 2 and line.endswith("x") for line in out.splitlines()) == 4
+    assert "torch's time over fastgrad's in slow mode: " in out
+    wrong = (few[0][0], doctor.ForgottenFactor.apply, few[0][2])
+    monkeypatch.setattr(bench, "_operators", lambda device: [wrong])
+    code, out, _ = run(capsys, "bench", "--seconds", "0.1", "--json")
+    assert code == 1
+    document = json.loads(out)
+    assert [row["verdict"] for row in document["rows"]] == ["failed", "failed"]
+    assert document["rows"][0]["ratio"] > 0
+    code, _, err = run(capsys, "bench", "--seconds", "0")
+    assert (code, err) == (2, "fastgrad bench: --seconds must be positive, got 0\n")
 
 
 def test_demo(capsys: pytest.CaptureFixture[str]) -> None:
@@ -17,11 +282,24 @@ def test_demo(capsys: pytest.CaptureFixture[str]) -> None:
     assert "a missing factor 2" in text
 
 
-def test_version_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["--version"])
-    assert stop.value.code == 0
-    assert fastgrad.__version__ in capsys.readouterr().out
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["dance"])
-    assert stop.value.code == 2
+def test_version_help_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, code, text in [
+        (["--version"], 0, fastgrad.__version__),
+        (["check", "--help"], 0, "float64[10]{0.5..2}      uniform between 0.5 and 2"),
+        (["dance"], 2, "invalid choice"),
+        (["check"], 2, "required: function"),
+        (["check", "torch:sin", "--order", "3"], 2, "invalid choice"),
+    ]:
+        with pytest.raises(SystemExit) as stop:
+            cli.main(arguments)
+        assert stop.value.code == code
+        captured = capsys.readouterr()
+        assert text in captured.out + captured.err
+
+
+def test_the_console_script_and_the_plugin_are_declared() -> None:
+    project = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    assert 'fastgrad = "fastgrad.cli:main"' in project
+    assert 'pytest_fastgrad = "pytest_fastgrad"' in project
+    assert callable(import_module("fastgrad.cli").main)
+    assert import_module("pytest_fastgrad").pytest_addoption

@@ -1,0 +1,213 @@
+"""`fastgrad.patch`: torch's checkers forward to fastgrad's, under every name that they are known by."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from types import FunctionType
+from typing import Any
+
+from fastgrad import api, reference
+from fastgrad._torch import hidden_from_dynamo
+from fastgrad.reference import Outcome, RandomState, outcome_of
+from fastgrad.report import Report
+
+
+@dataclass(frozen=True)
+class Check:
+    """One call of a patched checker.
+
+    name: gradcheck or gradgradcheck. ours: how fastgrad's check ended. report: what it found, None where an exception
+    kept it from a verdict. torch: how torch's checker ended, where both were asked.
+    """
+
+    name: str
+    ours: Outcome
+    report: Report | None
+    torch: Outcome | None = None
+
+    @property
+    def differs(self) -> bool:
+        """Whether the two checkers ended differently. Two exceptions are no difference, of whatever types."""
+        return self.torch is not None and self.torch.verdict != self.ours.verdict
+
+
+class DisagreementError(AssertionError):
+    """fastgrad and torch disagree about one check; `check` holds both outcomes, the message both messages."""
+
+    def __init__(self, check: Check) -> None:
+        assert check.torch is not None
+        super().__init__(
+            f"fastgrad's {check.name} {check.ours.verdict}, and torch's {check.torch.verdict}. Where that is meant, "
+            "docs/differences.md of fastgrad's source tree says why.\n\n"
+            f"fastgrad: {_told(check.ours)}\n\ntorch: {_told(check.torch)}"
+        )
+        self.check = check
+
+    def __reduce__(self) -> tuple[type[DisagreementError], tuple[Check]]:
+        """Pickles with the outcomes."""
+        return type(self), (self.check,)
+
+
+def _told(outcome: Outcome) -> str:
+    told = f"{outcome.verdict} after {outcome.seconds:.3g} s"
+    return told if outcome.error is None else f"{told}\n{type(outcome.error).__name__}: {outcome.error}"
+
+
+@dataclass
+class _Session:
+    """A `patch` in force."""
+
+    compare: bool
+    checks: list[Check] = field(default_factory=list)
+
+
+@contextmanager
+def patch(*, compare: bool = False) -> Iterator[list[Check]]:
+    """Has `torch.autograd.gradcheck` and `gradgradcheck` run fastgrad's, as long as the context lasts.
+
+    The functions themselves forward the call, so it does not matter how they are reached: as attributes of
+    torch.autograd, by names imported before or within the context, from a `functools.partial`, a class or a
+    closure, or through `torch.testing`'s own wrappers, whose defaults stay in force. It holds for all threads.
+    Contexts may be nested: the innermost one decides and records. What lies below the two functions
+    (`get_numerical_jacobian`, say) remains torch's.
+
+    Parameters
+    ----------
+    compare
+        Run torch's checker as well, after fastgrad's, from the same state of torch's random generators. Where
+        the verdicts agree, the result is fastgrad's.
+
+    Yields
+    ------
+    list of Check
+        The calls so far, in order.
+
+    Raises
+    ------
+    DisagreementError
+        From a check, with compare=True: one checker passed, the other failed or raised. An AssertionError,
+        whatever raise_exception says.
+
+    Notes
+    -----
+    What fastgrad does not check (nested tensors, sparse inputs in forward mode) raises NotImplementedError. Torch's
+    checkers raise for these, too, so nothing falls back to them.
+    """
+    session = _Session(compare)
+    with _lock:
+        if not _sessions:
+            _divert()
+        _sessions.append(session)
+    try:
+        yield session.checks
+    finally:
+        with _lock:
+            _sessions.remove(session)
+            if not _sessions:
+                _restore()
+
+
+def _forward(name: str, positional: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
+    """One call of a patched checker."""
+    __tracebackhide__ = True
+    sessions = _sessions[-1:]  # none, where another thread has just left the last context
+    if reference.is_asked() or not sessions:
+        return bool(_TORCH[name].original(*positional, **keywords))
+    [session] = sessions
+    check = ask_both(name, positional, keywords) if session.compare else ask(name, positional, keywords)
+    session.checks.append(check)
+    if check.differs:
+        raise DisagreementError(check)
+    error = check.ours.error
+    if error is not None and (check.ours.verdict == "raised" or keywords.get("raise_exception", True)):
+        try:
+            raise error
+        finally:
+            del error, check  # a traceback that holds its own frame would keep the inputs alive
+    return error is None
+
+
+def ask(name: str, positional: tuple[Any, ...], keywords: dict[str, Any]) -> Check:
+    """Runs fastgrad's checker; one that fails says why, whatever raise_exception says."""
+    reports: list[Report] = []
+
+    def run() -> None:
+        __tracebackhide__ = True
+        getattr(api, name)(*positional, **keywords | {"raise_exception": True})
+
+    token = api.watcher.set(reports.append)
+    try:
+        ours = outcome_of(run)
+    finally:
+        api.watcher.reset(token)
+    return Check(name, ours, None if ours.verdict == "raised" else reports[-1])
+
+
+def ask_both(name: str, positional: tuple[Any, ...], keywords: dict[str, Any]) -> Check:
+    """Runs fastgrad's checker, which leaves the inputs as they are, then torch's as if that had not been."""
+    before = RandomState()
+    check = ask(name, positional, keywords)
+    after = RandomState()
+    before.restore()
+    try:
+        torchs = getattr(reference, f"torch_{name}")(*positional, **keywords)
+    finally:
+        after.restore()
+    return Check(name, check.ours, check.report, torchs)
+
+
+# What torch's functions do while they are diverted. Their globals are torch's: hence the imports, and all parameters.
+@hidden_from_dynamo
+def _gradcheck(func: Callable[..., Any], inputs: Any, *arguments: Any, **keywords: Any) -> bool:
+    __tracebackhide__ = True
+    from fastgrad.patching import _forward
+
+    return _forward("gradcheck", (func, inputs, *arguments), keywords)
+
+
+@hidden_from_dynamo
+def _gradgradcheck(
+    func: Callable[..., Any], inputs: Any, grad_outputs: Any = None, *arguments: Any, **keywords: Any
+) -> bool:
+    __tracebackhide__ = True
+    from fastgrad.patching import _forward
+
+    return _forward("gradgradcheck", (func, inputs, grad_outputs, *arguments), keywords)
+
+
+class _Diversion:
+    """One of torch's checkers, a copy that stays what it was, and the body that it gets meanwhile."""
+
+    def __init__(self, name: str, body: Any) -> None:
+        # Not torch.autograd.gradcheck: that attribute is the function, which hides the module of its name.
+        self.function: FunctionType = getattr(import_module("torch.autograd.gradcheck"), name)
+        code, function_globals = self.function.__code__, self.function.__globals__
+        self.original = FunctionType(code, function_globals, name, self.function.__defaults__)
+        self.original.__kwdefaults__ = self.function.__kwdefaults__
+        self.body = body.__code__
+
+
+_TORCH = {
+    "gradcheck": _Diversion("gradcheck", _gradcheck),
+    "gradgradcheck": _Diversion("gradgradcheck", _gradgradcheck),
+}
+_lock = threading.Lock()
+_sessions: list[_Session] = []
+
+
+def _divert() -> None:
+    for diversion in _TORCH.values():
+        # Suites ask for the signature to learn which keywords this torch has.
+        vars(diversion.function)["__signature__"] = inspect.signature(diversion.function)
+        diversion.function.__code__ = diversion.body
+
+
+def _restore() -> None:
+    for diversion in _TORCH.values():
+        diversion.function.__code__ = diversion.original.__code__
+        del vars(diversion.function)["__signature__"]

@@ -1,0 +1,299 @@
+"""What the command line is told in words: a function to check, tensors to check it at, keywords.
+
+FUNCTION  MODULE:NAME  or  FILE.py:NAME, NAME with attributes after dots, each of which may be called: Net().forward
+INPUT     DTYPE[SIZE,...]      float64[64,32]  float64[]  complex128[8]  bool[5]
+          DTYPE[SIZE,...]{LOW..HIGH}   int64[64]{0..31}  float64[10]{0.5..2}
+          followed by options  ,nograd  ,noncontiguous  ,channels_last  ,layout=coo|csr|csc|bsr|bsc
+          ,blocksize=2x2  ,density=0.5
+          @FILE                a tensor, or a list of them, that torch.save wrote
+          anything else        a Python literal: 3, 0.5, None, (1, 2), 'mean'
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class SpecError(ValueError):
+    """A specification that cannot be followed, in one sentence."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A function or module to check, at arguments."""
+
+    func: Callable[..., Any]
+    inputs: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+
+_TENSOR = re.compile(r"(?P<dtype>\w+)\[(?P<shape>[^]]*)\](?:\{(?P<range>[^}]*)\})?(?P<options>(?:,.*)?)")
+_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+_RANGE = re.compile(rf"\s*({_NUMBER})\s*\.\.\s*({_NUMBER})\s*")
+_LAYOUTS = ("strided", "coo", "csr", "csc", "bsr", "bsc")
+
+
+def target(
+    function: str, inputs: Sequence[str], keywords: Sequence[str], seed: int, device: torch.device | str
+) -> Target:
+    """The function at arguments made from specifications.
+
+    Parameters
+    ----------
+    function, inputs
+        As above. An `autograd.Function` stands for its apply; the class of an `nn.Module` is called without
+        arguments. A module is converted to the dtype of the first floating or complex input.
+    keywords
+        NAME=LITERAL, handed to the function; a bare word is a string.
+    seed
+        Of the values of the tensors.
+    device
+        Of tensors and modules.
+
+    Raises
+    ------
+    SpecError
+        A specification that is malformed, or names what is not there.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    arguments = tuple(value for text in inputs for value in parse_input(text, generator, device))
+    if not arguments:
+        raise SpecError("give an --input for each positional argument of the function, --input 'float64[4,3]' say")
+    named = dict(_keyword(text) for text in keywords)
+    func = find(function)
+    if isinstance(func, type) and issubclass(func, torch.autograd.Function):
+        func = func.apply
+    elif isinstance(func, type) and issubclass(func, torch.nn.Module):
+        try:
+            func = func()
+        except TypeError as error:
+            raise SpecError(
+                f"{function} is a module class that needs arguments ({error}): name an instance, or a function "
+                "without parameters that makes one, as in make_layer()"
+            ) from None
+    if isinstance(func, torch.nn.Module):
+        tensors = [value for value in arguments if isinstance(value, Tensor)]
+        dtypes = [value.dtype for value in tensors if value.is_floating_point() or value.is_complex()]
+        func = func.to(device=device, dtype=dtypes[0] if dtypes else torch.float64)
+    elif not callable(func):
+        raise SpecError(f"{function} is of type {type(func).__name__}, which cannot be called")
+    return Target(func, arguments, named)
+
+
+def find(text: str) -> Any:
+    """What MODULE:NAME or FILE.py:NAME names.
+
+    Raises
+    ------
+    SpecError
+        There is no such file, module or name, or importing it raised.
+    """
+    where, colon, path = text.rpartition(":")
+    if not colon or not where or not path:
+        raise SpecError(f"a function is given as module:name or file.py:name, got {text!r}")
+    found: Any = _module(where)
+    name = where
+    for step in path.split("."):
+        attribute, calls = re.fullmatch(r"(.*?)((?:\(\))?)", step).groups()  # type: ignore[union-attr]
+        try:
+            found = getattr(found, attribute)
+        except AttributeError:
+            raise SpecError(f"{name} has no attribute {attribute!r}") from None
+        name = f"{name}:{step}" if name == where else f"{name}.{step}"
+        if calls:
+            try:
+                found = found()
+            except Exception as error:
+                raise SpecError(f"calling {name} raised {type(error).__name__}: {error}") from error
+    return found
+
+
+def _module(where: str) -> Any:
+    is_file = where.endswith(".py")
+    path = Path(where)
+    if is_file and not path.is_file():
+        raise SpecError(f"there is no file {where}")
+    # As `python file.py` and `python -m module` would: their neighbors can be imported.
+    directory = str((path.parent if is_file else Path()).resolve())
+    if directory not in sys.path:
+        sys.path.insert(0, directory)
+    try:
+        if not is_file:
+            return importlib.import_module(where)
+        name = path.stem if path.stem not in sys.modules else f"_checked_{path.stem}"
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+        return module
+    except ModuleNotFoundError as error:
+        if error.name is not None and (where == error.name or where.startswith(f"{error.name}.")):
+            raise SpecError(f"there is no module {where!r} (python looked in {directory}, too)") from None
+        raise SpecError(f"importing {where} raised ModuleNotFoundError: {error}") from error
+    except Exception as error:
+        raise SpecError(f"importing {where} raised {type(error).__name__}: {error}") from error
+
+
+def parse_input(text: str, generator: torch.Generator, device: torch.device | str) -> tuple[Any, ...]:
+    """The arguments that an INPUT stands for: one, or those in a file.
+
+    Floating and complex tensors require grad unless there is ,nograd; their components are normal or, in a range,
+    uniform in [LOW, HIGH). Integers are uniform in LOW..HIGH, both included. Half of the elements of a sparse tensor
+    are specified, or the density that is given.
+
+    Raises
+    ------
+    SpecError
+        What is wrong with it.
+    """
+    if text.startswith("@"):
+        return _loaded(text[1:], device)
+    match = _TENSOR.fullmatch(text.strip())
+    if match is None:
+        try:
+            return (ast.literal_eval(text),)
+        except (ValueError, SyntaxError):
+            raise SpecError(
+                "an input is a tensor, float64[64,32] or int64[64]{0..31} say, @FILE or a Python literal, got "
+                f"{text!r}"
+            ) from None
+    dtype = getattr(torch, match["dtype"], None)
+    if not isinstance(dtype, torch.dtype):
+        raise SpecError(f"torch has no dtype {match['dtype']!r}, in {text!r}")
+    shape = _shape(match["shape"], text)
+    options = _options(match["options"], text)
+    differentiable = dtype.is_floating_point or dtype.is_complex
+    tensor = _random(dtype, shape, match["range"], generator, text)
+    try:
+        tensor = _laid_out(tensor, options, generator, text).to(device)
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise SpecError(f"{text!r} cannot be made: {str(error).splitlines()[0]}") from error
+    return (tensor.detach().requires_grad_(differentiable and "nograd" not in options),)
+
+
+def _shape(text: str, whole: str) -> tuple[int, ...]:
+    sizes = [size.strip() for size in text.split(",")] if text.strip() else []
+    if not all(size.isdecimal() for size in sizes):
+        raise SpecError(f"the sizes of a tensor are integers with commas between, in {whole!r}")
+    return tuple(int(size) for size in sizes)
+
+
+def _options(text: str, whole: str) -> dict[str, str]:
+    options = dict(option.strip().partition("=")[::2] for option in text.split(",")[1:])
+    known = ("nograd", "noncontiguous", "channels_last", "layout", "blocksize", "density")
+    for name, value in options.items():
+        if name not in known or bool(value) != (name in known[3:]):
+            raise SpecError(
+                f"after a tensor there may be nograd, noncontiguous, channels_last, layout=, blocksize= and density=, "
+                f"and {name + ('=' + value if value else '')!r} in {whole!r} is none of these"
+            )
+    if options.get("layout", "strided") not in _LAYOUTS:
+        raise SpecError(f"layout is one of {', '.join(_LAYOUTS)}, in {whole!r}")
+    if not re.fullmatch(r"\d+x\d+", options.get("blocksize", "2x2")):
+        raise SpecError(f"blocksize is two sizes with an x between, 2x2 say, in {whole!r}")
+    if not re.fullmatch(_NUMBER, options.get("density", "0.5")) or not 0 <= float(options.get("density", 0.5)) <= 1:
+        raise SpecError(f"density is a number from 0 to 1, in {whole!r}")
+    return options
+
+
+def _random(
+    dtype: torch.dtype, shape: tuple[int, ...], limits: str | None, generator: torch.Generator, whole: str
+) -> Tensor:
+    if dtype is torch.bool:
+        if limits is not None:
+            raise SpecError(f"a bool tensor has no range, in {whole!r}")
+        return torch.randint(2, shape, generator=generator).bool()
+    # Drawn in double precision, so that a seed means the same values in every dtype.
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    if limits is None:
+        if not (dtype.is_floating_point or dtype.is_complex):
+            raise SpecError(f"integers need a range, {whole.split(',nograd')[0]}{{0..9}} say, in {whole!r}")
+        return torch.randn(shape, dtype=wide, generator=generator).to(dtype)
+    match = _RANGE.fullmatch(limits)
+    if match is None or float(match[1]) > float(match[2]):
+        raise SpecError(f"a range is low..high, as in {{0..31}} or {{0.5..2}}, in {whole!r}")
+    if dtype.is_floating_point or dtype.is_complex:
+        low, high = float(match[1]), float(match[2])
+        parts = torch.rand((*shape, 2 if dtype.is_complex else 1), dtype=torch.float64, generator=generator)
+        parts = low + (high - low) * parts
+        return (torch.view_as_complex(parts) if dtype.is_complex else parts.squeeze(-1)).to(dtype)
+    try:
+        first, last = int(match[1]), int(match[2])
+        smallest, largest = torch.tensor([first, last], dtype=dtype).tolist()
+    except (ValueError, RuntimeError, OverflowError):
+        raise SpecError(f"the range of integers is two integers that fit the dtype, in {whole!r}") from None
+    return torch.randint(smallest, largest + 1, shape, generator=generator).to(dtype)
+
+
+def _laid_out(tensor: Tensor, options: dict[str, str], generator: torch.Generator, whole: str) -> Tensor:
+    layout = options.get("layout", "strided")
+    if layout != "strided":
+        if "noncontiguous" in options or "channels_last" in options:
+            raise SpecError(f"noncontiguous and channels_last are for strided tensors, in {whole!r}")
+        specified = torch.rand(tensor.shape, generator=generator) < float(options.get("density", 0.5))
+        tensor = tensor * specified
+        if layout in ("bsr", "bsc"):
+            blocks = tuple(int(size) for size in options.get("blocksize", "2x2").split("x"))
+            return tensor.to_sparse_bsr(blocks) if layout == "bsr" else tensor.to_sparse_bsc(blocks)
+        if layout == "csr":
+            return tensor.to_sparse_csr()
+        return tensor.to_sparse_csc() if layout == "csc" else tensor.to_sparse()
+    if "channels_last" in options:
+        return tensor.contiguous(memory_format=torch.channels_last)
+    if "noncontiguous" in options:
+        if tensor.ndim == 0:
+            raise SpecError(f"a tensor without dimensions is contiguous, in {whole!r}")
+        return torch.stack([tensor, tensor], -1).select(-1, 0)
+    return tensor
+
+
+def _loaded(path: str, device: torch.device | str) -> tuple[Any, ...]:
+    path, *options = path.split(",")
+    if options not in ([], ["nograd"]):
+        raise SpecError(f"after @FILE there may be nograd, got {','.join(options)!r}")
+    if not Path(path).is_file():
+        raise SpecError(f"there is no file {path}")
+    try:
+        loaded = torch.load(path, map_location=device, weights_only=True)
+    except Exception as error:
+        raise SpecError(f"{path} is not what torch.save wrote of tensors: {str(error).splitlines()[0]}") from error
+    values = tuple(loaded) if isinstance(loaded, list | tuple) else (loaded,)
+    for value in values:
+        if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+            value.requires_grad_(not options)
+    return values
+
+
+def _keyword(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise SpecError(f"a keyword is given as name=value, dim=1 or reduction=sum say, got {text!r}")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        if value.isidentifier():
+            return name, value
+        raise SpecError(f"the value of a keyword is a Python literal or a bare word, got {text!r}") from None
+
+
+def described(value: Any) -> str:
+    """An argument in a few words, as its specification would name it."""
+    if not isinstance(value, Tensor):
+        return repr(value)
+    text = f"{str(value.dtype).removeprefix('torch.')}[{','.join(map(str, value.shape))}]"
+    if value.layout is not torch.strided:
+        text += f",layout={str(value.layout).removeprefix('torch.').removeprefix('sparse_')}"
+    return text + (",nograd" if not value.requires_grad and (value.is_floating_point() or value.is_complex()) else "")

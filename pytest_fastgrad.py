@@ -1,0 +1,68 @@
+"""Entry of the pytest plugin, options and fixtures: neither fastgrad nor torch is imported until one is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Declares --fastgrad, --fastgrad=compare and --fastgrad-report."""
+    group = parser.getgroup("fastgrad", "gradient checks by fastgrad")
+    group.addoption(
+        "--fastgrad",
+        action="store_const",
+        const="replace",
+        help="run fastgrad's gradcheck and gradgradcheck in the place of torch's, and sum up what they cost",
+    )
+    # An option of its own: with an optional value, `--fastgrad tests` would take tests for the value.
+    group.addoption(
+        "--fastgrad=compare",
+        action="store_const",
+        const="compare",
+        dest="fastgrad",
+        help="run torch's as well, time both, and fail where the verdicts differ",
+    )
+    group.addoption(
+        "--fastgrad-report",
+        metavar="DIR",
+        help="with --fastgrad: write each failing check to DIR, as HTML and as JSON, and summary.json",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Begins, where --fastgrad is given."""
+    directory = config.option.fastgrad_report
+    if config.option.fastgrad is None:
+        if directory is not None:
+            raise pytest.UsageError("--fastgrad-report reports the checks of --fastgrad: give that, too.")
+        return
+    try:
+        from fastgrad.pytest_plugin import Session
+    except ImportError as error:
+        raise pytest.UsageError(f"--fastgrad: {error}") from error
+    report = None if directory is None else config.invocation_params.dir / directory
+    config.pluginmanager.register(Session(config, config.option.fastgrad == "compare", report), "fastgrad-session")
+
+
+@pytest.fixture(scope="session")
+def gradcheck(pytestconfig: pytest.Config) -> Callable[..., bool]:
+    """`fastgrad.gradcheck`; with --fastgrad counted, and with --fastgrad=compare compared, like torch's."""
+    return _checker(pytestconfig, "gradcheck")
+
+
+@pytest.fixture(scope="session")
+def gradgradcheck(pytestconfig: pytest.Config) -> Callable[..., bool]:
+    """`fastgrad.gradgradcheck`; with --fastgrad counted, and with --fastgrad=compare compared, like torch's."""
+    return _checker(pytestconfig, "gradgradcheck")
+
+
+def _checker(config: pytest.Config, name: str) -> Callable[..., bool]:
+    import torch
+
+    import fastgrad
+
+    checker: Callable[..., bool] = getattr(torch.autograd if config.option.fastgrad else fastgrad, name)
+    return checker

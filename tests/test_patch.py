@@ -1,0 +1,236 @@
+"""fastgrad.patch: torch's checkers run fastgrad's, however they are reached, and are themselves again afterwards."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pickle
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck as early
+from torch.autograd import gradgradcheck as early_gradgrad
+from torch.testing._internal import common_utils
+
+import fastgrad
+from fastgrad.patching import DisagreementError
+
+
+class Rolled(torch.autograd.Function):
+    """2 x, with a gradient in the wrong places: torch's fast mode passes it at n = 8000."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+        return 2 * grad_output.roll(1)
+
+
+class Halved(torch.autograd.Function):
+    """2 x, with half of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+        return grad_output
+
+
+class Holder:
+    check = staticmethod(early)
+
+
+def closed_over(check: Callable[..., bool]) -> Callable[..., bool]:
+    return lambda *arguments: check(*arguments)
+
+
+IN_A_PARTIAL = functools.partial(early, eps=1e-5)
+IN_A_CLOSURE = closed_over(early)
+
+
+def normal(*shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
+
+
+def is_torchs() -> bool:
+    codes = {early.__code__.co_filename, early_gradgrad.__code__.co_filename}
+    return all(name.endswith(("autograd/gradcheck.py", "autograd\\gradcheck.py")) for name in codes)
+
+
+def test_all_ways_to_torchs_checkers_lead_to_fastgrad() -> None:
+    x = normal(3)
+    module = sys.modules["torch.autograd.gradcheck"]
+    with fastgrad.patch() as checks:
+        from torch.autograd import gradcheck as late
+        from torch.autograd.gradcheck import gradgradcheck as late_gradgrad
+
+        ways: list[Callable[..., bool]] = [early, late, module.gradcheck, torch.autograd.gradcheck]
+        ways += [Holder.check, IN_A_PARTIAL, IN_A_CLOSURE]
+        ways += [early_gradgrad, late_gradgrad, module.gradgradcheck, torch.autograd.gradgradcheck]
+        for way in ways:
+            assert way(torch.sin, x) is True
+            assert early(func=torch.sin, inputs=(x,)) is True
+    expected = [name for way in ["gradcheck"] * 7 + ["gradgradcheck"] * 4 for name in (way, "gradcheck")]
+    assert [check.name for check in checks] == expected
+    assert all(check.report is not None and check.report.passed for check in checks)
+    assert checks[10].report is not None
+    assert checks[10].report.settings.eps == 1e-5, "the partial's keyword"
+    assert early(torch.sin, x)
+    assert len(checks) == 22, "left again"
+
+
+def test_the_wrappers_of_torch_testing_keep_their_defaults() -> None:
+    with fastgrad.patch() as checks:
+        assert common_utils.gradcheck(torch.sin, normal(3))
+        assert common_utils.gradgradcheck(torch.sin, normal(3), fast_mode=False)
+    assert [check.name for check in checks] == ["gradcheck", "gradgradcheck"]
+    settings = [check.report.settings for check in checks if check.report is not None]
+    fast = not common_utils.TEST_WITH_SLOW_GRADCHECK
+    assert [(s.fast_mode, s.check_batched_grad) for s in settings] == [(fast, True), (False, True)]
+
+
+def test_everything_is_restored() -> None:
+    codes = early.__code__, early_gradgrad.__code__
+    signatures = inspect.signature(early), inspect.signature(early_gradgrad)
+
+    def interrupted(x: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+    @fastgrad.patch()
+    def check() -> None:
+        assert not is_torchs()
+        # Suites look at the signature to learn what this torch takes.
+        assert (inspect.signature(early), inspect.signature(early_gradgrad)) == signatures
+        early(interrupted, normal(3))
+
+    with pytest.raises(KeyboardInterrupt):
+        check()
+    assert is_torchs()
+    assert (early.__code__, early_gradgrad.__code__) == codes
+    assert (inspect.signature(early), inspect.signature(early_gradgrad)) == signatures
+    assert not hasattr(early, "__signature__")
+
+
+def test_contexts_nest_and_hold_for_all_threads() -> None:
+    with fastgrad.patch() as outer:
+        with fastgrad.patch() as inner:
+            thread = threading.Thread(target=early, args=(torch.sin, normal(3)))
+            thread.start()
+            thread.join()
+        early(torch.cos, normal(3))
+        assert (len(inner), len(outer)) == (1, 1)
+    first, second = fastgrad.patch(), fastgrad.patch()
+    first.__enter__()
+    checks = second.__enter__()
+    first.__exit__(None, None, None)  # not the innermost: the other one stays in force
+    early(torch.sin, normal(3))
+    second.__exit__(None, None, None)
+    assert len(checks) == 1
+    assert is_torchs()
+
+
+def test_failures_are_fastgrads() -> None:
+    x = normal(4)
+    with fastgrad.patch() as checks:
+        with pytest.raises(fastgrad.GradcheckError, match="worst      d out0"):
+            early(Halved.apply, x)
+        assert early(Halved.apply, x, raise_exception=False) is False
+        with pytest.raises(ZeroDivisionError):
+            early(lambda x: x / 0 if False else 1 / 0, x, raise_exception=False)
+        with pytest.raises(TypeError, match="by keyword"):
+            early(torch.sin, x, 1e-6)
+    assert [check.ours.verdict for check in checks] == ["failed", "failed", "raised", "raised"]
+    assert [check.report is None for check in checks] == [False, False, True, True]
+
+
+def test_warnings_point_at_the_caller() -> None:
+    with fastgrad.patch(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        early(torch.neg, torch.ones(2, requires_grad=True), raise_exception=False)
+    assert {warning.filename for warning in caught} == {__file__}
+
+
+def test_compare_asks_torch_without_coming_back() -> None:
+    with fastgrad.patch(compare=True) as checks:
+        early(torch.sin, normal(3))
+        # Torch's gradgradcheck calls gradcheck, which is patched.
+        early_gradgrad(torch.sin, normal(3))
+        # Keywords that torch does not have.
+        early(torch.sin, normal(3), engine="dense", seed=3, check_sparse_nnz=None)
+        early_gradgrad(lambda x: x**3, normal(3), "ones", memory_limit=10**6, masked=None)
+    assert [check.name for check in checks] == ["gradcheck", "gradgradcheck"] * 2
+    assert [(check.ours.verdict, check.torch and check.torch.verdict) for check in checks] == [("passed", "passed")] * 4
+    assert all(check.torch is not None and check.torch.seconds > 0 for check in checks)
+
+
+@pytest.mark.parametrize("raise_exception", [True, False])
+def test_compare_raises_where_the_verdicts_differ(raise_exception: bool) -> None:
+    with fastgrad.patch(compare=True) as checks, pytest.raises(DisagreementError) as caught:
+        early(Rolled.apply, normal(8000), fast_mode=True, raise_exception=raise_exception)
+    text = str(caught.value)
+    assert "fastgrad's gradcheck failed, and torch's passed" in text
+    assert "GradcheckError: Jacobian mismatch" in text
+    assert "torch: passed after" in text
+    assert caught.value.check is checks[0]
+    assert str(pickle.loads(pickle.dumps(caught.value))) == text
+
+
+def test_compare_agrees_where_both_fail_or_both_raise() -> None:
+    s = torch.eye(3, dtype=torch.float64).to_sparse().requires_grad_()
+    with fastgrad.patch(compare=True) as checks:
+        with pytest.raises(fastgrad.GradcheckError):
+            early(Halved.apply, normal(4))
+        assert early(Halved.apply, normal(4), raise_exception=False) is False
+        with pytest.raises(NotImplementedError, match="no forward-mode AD for sparse"):
+            early(lambda s: s.to_dense(masked_grad=False) * 2, s, check_forward_ad=True)
+    assert [check.differs for check in checks] == [False, False, False]
+
+
+def test_compare_gives_torch_the_random_numbers_that_fastgrad_had() -> None:
+    seen: list[Tensor] = []
+
+    def noisy(x: Tensor) -> Tensor:
+        seen.append(torch.rand(1))
+        return x * 2
+
+    def draws(compare: bool) -> Tensor:
+        torch.manual_seed(5)
+        seen.clear()
+        with fastgrad.patch(compare=compare):
+            early(noisy, normal(2))
+            early_gradgrad(torch.sin, normal(2))  # torch's draws grad_outputs
+        return torch.rand(3)
+
+    alone = draws(compare=False)
+    ours = len(seen)
+    assert torch.equal(draws(compare=True), alone), "torch's draws do not count"
+    assert len(seen) > ours
+    assert torch.equal(seen[0], seen[ours]), "torch begins where fastgrad began"
+
+
+@pytest.mark.parametrize("kind", ["nested", "sparse"])
+def test_what_fastgrad_does_not_check_torch_does_not_either(kind: str) -> None:
+    # Hence no fallback to torch's checkers: the day one of these passes there, it is worth having here.
+    if kind == "sparse":
+        inputs = torch.eye(3, dtype=torch.float64).to_sparse_csr().requires_grad_()
+        func: Callable[[Tensor], Tensor] = lambda x: x.to_dense(masked_grad=False) * 2  # noqa: E731
+    else:
+        rows = [torch.randn(2, 3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)]
+        inputs = torch.nested.nested_tensor(rows, requires_grad=True)
+        func = lambda x: x.to_padded_tensor(0.0)  # noqa: E731
+    keywords = {"check_forward_ad": kind == "sparse"}
+    with pytest.raises(NotImplementedError):
+        fastgrad.gradcheck(func, inputs, **keywords)
+    with pytest.raises((RuntimeError, AttributeError, NotImplementedError)):
+        torch.autograd.gradcheck(func, inputs, **keywords)
