@@ -55,12 +55,12 @@ class Refinement:
     doubtful
         Whether func goes straight through x with another slope where steps are eps and larger, so that
         the values come from its rounding: bool, shape (rows,).
+    curved
+        Whether the one-sided derivatives come closer to each other at smaller steps: bool, shape (rows,).
     steps, changes, widths
         What was measured, large steps first: how far the coordinate was moved to either side, by how much
         func changed in between, and what that is divided by; zero where no step was taken. Float64, shape
         (rows, steps).
-    curved
-        Whether the one-sided derivatives come closer to each other at smaller steps: bool, shape (rows,).
     """
 
     values: Tensor
@@ -69,10 +69,10 @@ class Refinement:
     left: Tensor
     right: Tensor
     doubtful: Tensor
+    curved: Tensor
     steps: Tensor
     changes: Tensor
     widths: Tensor
-    curved: Tensor
 
     def of_rows(self, rows: slice) -> Refinement:
         """That of some of the rows."""
