@@ -348,18 +348,31 @@ std::optional<std::tuple<int64_t, int64_t, py::object>> Evaluator::difference_co
   return std::nullopt;
 }
 
-void Evaluator::perturb_together(const at::Tensor& coordinates, int64_t sign, double eps) {
+std::vector<at::Tensor> Evaluator::with_blocks(const at::Tensor& coordinates) const {
   const BelowAutograd guard;
-  const auto* begin = coordinates.const_data_ptr<int64_t>();
-  const auto* const end = begin + coordinates.numel();
+  std::vector<at::Tensor> copies;
+  copies.reserve(blocks_.size());
   for (const InputBlock& block : blocks_) {
+    const bool again = !copies.empty() && copies.back().device() == block.values.device();
+    copies.push_back(again ? copies.back() : coordinates.to(block.values.device()));
+  }
+  return copies;
+}
+
+void Evaluator::perturb_together(
+    const Groups& groups, int64_t g, const std::vector<at::Tensor>& copies, int64_t sign, double eps) {
+  const BelowAutograd guard;
+  const auto* const all = groups.coordinates.const_data_ptr<int64_t>();
+  const auto* const bounds = groups.starts.const_data_ptr<int64_t>();
+  const auto* begin = all + bounds[g];
+  const auto* const end = all + bounds[g + 1];
+  for (size_t b = 0; b < blocks_.size(); ++b) {
+    const InputBlock& block = blocks_[b];
     const auto* const last = std::lower_bound(begin, end, block.first + coordinate_count(block.origin));
     if (last != begin) {
-      const int64_t offset = begin - coordinates.const_data_ptr<int64_t>();
-      const at::Tensor own = coordinates.narrow(0, offset, last - begin);
+      const at::Tensor own = copies[b].narrow(0, begin - all, last - begin);
       perturb_coordinates_(
-          block.values, block.origin, (block.first == 0 ? own : own - block.first).to(block.values.device()), sign, eps,
-          block.relative_step);
+          block.values, block.origin, block.first == 0 ? own : own - block.first, sign, eps, block.relative_step);
     }
     begin = last;
   }
@@ -372,14 +385,15 @@ std::optional<std::tuple<int64_t, int64_t, py::object>> Evaluator::difference_gr
     restore();
   }
   const std::array<at::Tensor, 2> sides = {at::empty({m}, values.options()), at::empty({m}, values.options())};
+  // Once, not group by group: a copy to a device waits for it.
+  const std::vector<at::Tensor> copies = with_blocks(groups.coordinates);
   for (int64_t g = 0; g < groups.count(); ++g) {
-    const at::Tensor coordinates = slice(groups.coordinates, groups.starts, g);
-    const OnExit restoring([&] { mutates_inputs_ ? restore() : perturb_together(coordinates, 0, eps); });
+    const OnExit restoring([&] { mutates_inputs_ ? restore() : perturb_together(groups, g, copies, 0, eps); });
     for (const int64_t sign : {1, -1}) {
       if (mutates_inputs_) {
         restore();
       }
-      perturb_together(coordinates, sign, eps);
+      perturb_together(groups, g, copies, sign, eps);
       const py::object result = call(record_graph, perturbed_arguments());
       const at::Tensor& side = sides[sign == 1 ? 0 : 1];
       const auto changed =
@@ -387,7 +401,8 @@ std::optional<std::tuple<int64_t, int64_t, py::object>> Evaluator::difference_gr
             flatten_(side.narrow(0, offset, size), output);
           });
       if (changed) {
-        return std::make_tuple(coordinates[0].item<int64_t>(), changed->first, changed->second);
+        const int64_t first = slice(groups.coordinates, groups.starts, g)[0].item<int64_t>();
+        return std::make_tuple(first, changed->first, changed->second);
       }
     }
     const BelowAutograd guard;
@@ -498,21 +513,51 @@ std::vector<at::Tensor> arguments_of(const std::vector<InputBlock>& inputs) {
   return arguments;
 }
 
-// Writes down what a gradient has at elements that its sparse input does not specify, if it is the
-// largest of its input so far.
-void note_unspecified(
-    const at::Tensor& gradient, const at::Tensor& elements, int64_t input, int64_t row, GradientsMatch& match) {
-  const at::Tensor others = gradient.clone().index_fill_(0, elements, 0);
-  if (others.numel() == 0) {
-    return;
+// The largest of what the gradients of one sparse input have at elements that it does not specify, row by
+// row; left where the gradients are until all are there, as reading them waits for the device.
+class UnspecifiedEntries {
+ public:
+  void add(const at::Tensor& gradient, const at::Tensor& elements, int64_t row) {
+    const at::Tensor others = gradient.clone().index_fill_(0, elements, 0);
+    if (others.numel() == 0) {
+      return;
+    }
+    const auto [magnitude, element] = others.abs().max(0, /*keepdim=*/true);  // a NaN is the largest
+    rows_.push_back(row);
+    elements_.push_back(element);
+    values_.push_back(others.index_select(0, element));
   }
-  const auto [magnitude, element] = others.abs().max(0);  // a NaN is the largest
-  const double size = magnitude.item<double>();
-  const auto found = match.unspecified.find(input);
-  const double largest = found == match.unspecified.end() ? 0.0 : std::abs(found->second.value);
-  if (std::isnan(size) || size > largest) {
-    const int64_t index = element.item<int64_t>();
-    match.unspecified[input] = {row, index, others[index].item().toComplexDouble()};
+
+  // The largest of all rows, if any is not zero.
+  std::optional<UnspecifiedEntry> largest() const {
+    std::optional<UnspecifiedEntry> found;
+    if (rows_.empty()) {
+      return found;
+    }
+    const at::Tensor elements = at::cat(elements_).to(at::kCPU);
+    const at::Tensor values = at::cat(values_).to(at::kCPU, at::kComplexDouble);
+    for (size_t k = 0; k < rows_.size(); ++k) {
+      const auto value = values.const_data_ptr<c10::complex<double>>()[k];
+      const double size = std::abs(value);
+      if (std::isnan(size) || size > (found ? std::abs(found->value) : 0.0)) {
+        found = UnspecifiedEntry{rows_[k], elements.const_data_ptr<int64_t>()[k], value};
+      }
+    }
+    return found;
+  }
+
+ private:
+  std::vector<int64_t> rows_;
+  std::vector<at::Tensor> elements_, values_;
+};
+using Unspecified = std::map<int64_t, UnspecifiedEntries>;  // by input
+
+void read_unspecified(const Unspecified& entries, GradientsMatch& match) {
+  const BelowAutograd guard;
+  for (const auto& [input, of_input] : entries) {
+    if (const auto largest = of_input.largest()) {
+      match.unspecified[input] = *largest;
+    }
   }
 }
 
@@ -520,7 +565,7 @@ void note_unspecified(
 // of all inputs)).
 void flatten_gradients(
     const std::vector<at::Tensor>& gradients, const std::vector<InputBlock>& inputs, const at::Tensor& rows,
-    int64_t row, GradientsMatch& match, double divisor = 1.0) {
+    int64_t row, GradientsMatch& match, Unspecified& unspecified, double divisor = 1.0) {
   int64_t end = 0;
   for (size_t k = 0; k < inputs.size(); ++k) {
     const at::Tensor& argument = inputs[k].argument;
@@ -543,7 +588,7 @@ void flatten_gradients(
     gradient = with_domain_of(inputs[k].origin, as_strided_layout(gradient));
     if (inputs[k].elements.defined()) {
       gradient = gradient.reshape({-1});
-      note_unspecified(gradient, inputs[k].elements, static_cast<int64_t>(k), row, match);
+      unspecified[static_cast<int64_t>(k)].add(gradient, inputs[k].elements, row);
       gradient = gradient.index_select(0, inputs[k].elements);
     }
     flatten_into(rows, row, offset, size, gradient, divisor);
@@ -556,6 +601,7 @@ GradientsMatch vjp_coordinates(
     const std::vector<at::Tensor>& outputs, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
     int64_t gapped, int64_t expanded, const at::Tensor& gradients) {
   GradientsMatch match;
+  Unspecified unspecified;
   const std::vector<at::Tensor> arguments = arguments_of(inputs);
   for (int64_t k = 0; k < cotangents.size(0); ++k) {
     std::vector<at::Tensor> grad_outputs;
@@ -582,10 +628,11 @@ GradientsMatch vjp_coordinates(
     const std::vector<at::Tensor> found = vjp(outputs, arguments, grad_outputs, /*create_graph=*/false);
     {
       const BelowAutograd guard;
-      flatten_gradients(found, inputs, gradients, k, match);
+      flatten_gradients(found, inputs, gradients, k, match, unspecified);
     }
     raise_if_interrupted();
   }
+  read_unspecified(unspecified, match);
   return match;
 }
 
@@ -593,6 +640,7 @@ GradientsMatch vjp_rows(
     const at::Tensor& output, const std::vector<InputBlock>& inputs, int64_t first, bool imaginary,
     const at::Tensor& rows, const at::Tensor& repeated, double repeat_scale) {
   GradientsMatch match;
+  Unspecified unspecified;
   const int64_t width = coordinates_per_element(output);
   at::Tensor cotangent;
   {
@@ -611,7 +659,7 @@ GradientsMatch vjp_rows(
     }
     const std::vector<at::Tensor> gradients = vjp({output}, arguments, {cotangent}, /*create_graph=*/false);
     const BelowAutograd guard;
-    flatten_gradients(gradients, inputs, into, i, match, scale);
+    flatten_gradients(gradients, inputs, into, i, match, unspecified, scale);
   };
   for (int64_t i = 0; i < rows.size(0); ++i) {
     run(i, 1.0, rows);
@@ -622,6 +670,7 @@ GradientsMatch vjp_rows(
   }
   const int64_t twice = repeated.size(0);
   match.repeats = twice == 0 || at::equal(twice == rows.size(0) ? rows : rows.narrow(0, 0, twice), repeated);
+  read_unspecified(unspecified, match);
   return match;
 }
 
@@ -629,9 +678,11 @@ GradientsMatch vjp_groups(
     const at::Tensor& output, const std::vector<InputBlock>& inputs, const Groups& groups, const at::Tensor& values,
     int64_t n, int64_t repeated, double repeat_scale, bool expand) {
   GradientsMatch match;
+  Unspecified unspecified;
   const std::vector<at::Tensor> arguments = arguments_of(inputs);
   const at::Tensor gradient = at::empty({1, n}, values.options());
   const at::Tensor again = at::empty({1, n}, values.options());
+  const at::Tensor coordinates = groups.coordinates.to(values.device());  // once: a copy to a device waits for it
   const auto run = [&](const at::Tensor& rows, double scale, const at::Tensor& into) {
     at::Tensor cotangent;
     {
@@ -641,20 +692,18 @@ GradientsMatch vjp_groups(
       } else {
         const at::Tensor ones = at::full({rows.numel()}, scale, values.options());
         cotangent = at::zeros_like(output.detach(), {}, at::MemoryFormat::Contiguous);
-        unflatten_(
-            cotangent,
-            at::zeros({coordinate_count(output)}, values.options()).index_copy_(0, rows.to(values.device()), ones));
+        unflatten_(cotangent, at::zeros({coordinate_count(output)}, values.options()).index_copy_(0, rows, ones));
       }
     }
     const std::vector<at::Tensor> gradients = vjp({output}, arguments, {cotangent}, /*create_graph=*/false);
     const BelowAutograd guard;
-    flatten_gradients(gradients, inputs, into, 0, match);
+    flatten_gradients(gradients, inputs, into, 0, match, unspecified);
     if (scale != 1.0) {
       into.div_(scale);
     }
   };
   for (int64_t g = 0; g < groups.count(); ++g) {
-    const at::Tensor rows = slice(groups.coordinates, groups.starts, g);
+    const at::Tensor rows = slice(coordinates, groups.starts, g);
     run(rows, 1.0, gradient);
     {
       const BelowAutograd guard;
@@ -667,6 +716,7 @@ GradientsMatch vjp_groups(
     }
     raise_if_interrupted();
   }
+  read_unspecified(unspecified, match);
   return match;
 }
 

@@ -123,8 +123,13 @@ class Evaluator {
   // Moves all inputs to x + scale * displacement.
   void displace(const at::Tensor& displacement, double scale);
 
-  // Moves some coordinates (ascending) by sign times their steps; sign 0 puts them back.
-  void perturb_together(const at::Tensor& coordinates, int64_t sign, double eps);
+  // A copy of coordinates for each block, where its values are.
+  std::vector<at::Tensor> with_blocks(const at::Tensor& coordinates) const;
+
+  // Moves the coordinates of group g by sign times their steps; sign 0 puts them back. copies: of those of
+  // all groups, with_blocks.
+  void perturb_together(
+      const Groups& groups, int64_t g, const std::vector<at::Tensor>& copies, int64_t sign, double eps);
 
   // What func gets while inputs are perturbed.
   pybind11::tuple perturbed_arguments() const;

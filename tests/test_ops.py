@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from typing import Any
 
@@ -416,10 +417,11 @@ def test_opcheck(op: Any, arguments: tuple[Any, ...]) -> None:
 
 
 def test_every_operator_has_all_its_kernels() -> None:
+    built_with_cuda = importlib.import_module("fastgrad._build").CUDA is not None
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("fastgrad::")]
     assert len(names) == len(samples())
     for name in names:
-        for kernel in (*KERNELS, "Meta"):
+        for kernel in (*KERNELS, "Meta", *["CUDA"] * built_with_cuda):
             assert torch._C._dispatch_has_kernel_for_dispatch_key(name, kernel), f"{name} has no {kernel} kernel"
 
 

@@ -2,14 +2,14 @@
 #include "direction.h"
 
 #include "../kernels/direction.h"
+#include "device.h"
 
 namespace fastgrad::cuda {
 namespace {
 
 __global__ void direction_kernel(
     double* out, int64_t stride, int64_t size, int64_t seed, int64_t stream, int64_t first, bool halved) {
-  const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  for (int64_t j = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; j < size; j += threads) {
+  for (int64_t j = first_element(); j < size; j += element_step()) {
     out[j * stride] = direction_component(seed, stream, first + j, halved);
   }
 }

@@ -77,9 +77,22 @@ FASTGRAD_HOST_DEVICE void reduce(
   }
 }
 
-// Joins the statistics of two disjoint sets of entries; `left` wins a tie for the worst entry.
+// Entries are visited by stripes of so many columns, row by row within: enough to use whole cache lines of a
+// column-major operand.
+constexpr int64_t stripe_columns = 32;
+
+// Whether the worst entry of `left` is visited before that of `right`.
+FASTGRAD_HOST_DEVICE bool precedes(const ComparisonStatistics& left, const ComparisonStatistics& right) {
+  const auto stripe = [](double column) { return static_cast<int64_t>(column) / stripe_columns; };
+  if (stripe(left.worst_column) != stripe(right.worst_column)) {
+    return stripe(left.worst_column) < stripe(right.worst_column);
+  }
+  return left.worst_row != right.worst_row ? left.worst_row < right.worst_row : left.worst_column < right.worst_column;
+}
+
+// Joins the statistics of two disjoint sets of entries; of two worst entries that tie, the one visited first wins.
 FASTGRAD_HOST_DEVICE ComparisonStatistics combine(ComparisonStatistics left, const ComparisonStatistics& right) {
-  if (right.worst_excess > left.worst_excess) {
+  if (right.worst_excess > left.worst_excess || (right.worst_excess == left.worst_excess && precedes(right, left))) {
     left.worst_excess = right.worst_excess;
     left.worst_row = right.worst_row;
     left.worst_column = right.worst_column;

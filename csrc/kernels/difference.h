@@ -35,6 +35,18 @@ FASTGRAD_HOST_DEVICE T moved_coordinate(T x, int sign, double eps, double relati
   return sign == 0 ? x : perturbed(x, sign * coordinate_step(x, eps, relative_step));
 }
 
+// x moved by scale times a displacement; scale 0 keeps the bits.
+template <typename T>
+FASTGRAD_HOST_DEVICE T displaced(T x, double displacement, double scale) {
+  return scale == 0 ? x : perturbed(x, scale * displacement);
+}
+
+// Of one output, between the two sides of a step of this realized width.
+template <typename T>
+FASTGRAD_HOST_DEVICE double difference_quotient(double plus, T minus, double width) {
+  return (plus - static_cast<double>(minus)) / width;
+}
+
 // A direction's component as differences with the displacements d and d / 2 realize it: under the
 // same extrapolation as kernels/richardson.h.
 template <typename T>

@@ -30,4 +30,7 @@ FASTGRAD_HOST_DEVICE double difference_noise(const FourValues& f, double base, d
   return (heard > smooth ? heard : smooth) / (2.0 * eps);
 }
 
+// The larger of two noises; NaN counts as the largest.
+FASTGRAD_HOST_DEVICE double louder(double found, double worst) { return found <= worst ? worst : found; }
+
 }  // namespace fastgrad

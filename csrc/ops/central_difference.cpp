@@ -12,9 +12,9 @@
 #include <torch/library.h>
 
 namespace fastgrad {
-namespace {
 
-void check_arguments(const at::Tensor& column, const at::Tensor& minus, const at::Tensor& origin, int64_t coordinate) {
+void check_central_difference(
+    const at::Tensor& column, const at::Tensor& minus, const at::Tensor& origin, int64_t coordinate) {
   check_float64("central_difference_", "column", column, 1);
   check_differentiable("central_difference_", "minus", minus);
   check_differentiable("central_difference_", "origin", origin);
@@ -26,10 +26,12 @@ void check_arguments(const at::Tensor& column, const at::Tensor& minus, const at
       coordinate_count(origin), "), got ", coordinate);
 }
 
+namespace {
+
 void central_difference_cpu(
     const at::Tensor& column, const at::Tensor& minus, const at::Tensor& origin, int64_t coordinate, double eps,
     double relative_step) {
-  check_arguments(column, minus, origin, coordinate);
+  check_central_difference(column, minus, origin, coordinate);
   double width = 0;
   FASTGRAD_DISPATCH_REAL(origin.scalar_type(), "central_difference_", [&] {
     const real_t value = static_cast<const real_t*>(origin.const_data_ptr())[coordinate];
@@ -42,7 +44,7 @@ void central_difference_cpu(
     const auto* values = static_cast<const real_t*>(source.const_data_ptr());
     at::parallel_for(0, column.numel(), grain_size, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
-        out[i * stride] = (out[i * stride] - static_cast<double>(values[i])) / width;
+        out[i * stride] = difference_quotient(out[i * stride], values[i], width);
       }
     });
   });
@@ -51,7 +53,7 @@ void central_difference_cpu(
 void central_difference_composite(
     const at::Tensor& column, const at::Tensor& minus, const at::Tensor& origin, int64_t coordinate, double eps,
     double relative_step) {
-  check_arguments(column, minus, origin, coordinate);
+  check_central_difference(column, minus, origin, coordinate);
   const at::Tensor value = real_coordinates(origin).select(0, coordinate);
   const at::Tensor step = coordinate_step(value, eps, relative_step);
   at::Tensor width = (value + step).to(at::kDouble) - (value - step).to(at::kDouble);

@@ -29,12 +29,8 @@
 #include <optional>
 
 namespace fastgrad {
-namespace {
 
-// Columns visited together for every row: enough to use whole cache lines of a column-major operand.
-constexpr int64_t tile_columns = 32;
-
-void check_arguments(const at::Tensor& analytical, const at::Tensor& numerical, bool complex_entries) {
+void check_compare(const at::Tensor& analytical, const at::Tensor& numerical, bool complex_entries) {
   check_float64("compare", "analytical", analytical, 2);
   check_float64("compare", "numerical", numerical, 2);
   TORCH_CHECK(
@@ -45,10 +41,12 @@ void check_arguments(const at::Tensor& analytical, const at::Tensor& numerical, 
       analytical.size(1));
 }
 
+namespace {
+
 at::Tensor compare_cpu(
     const at::Tensor& analytical, const at::Tensor& numerical, double atol, double rtol, bool complex_entries,
     bool equal_nan) {
-  check_arguments(analytical, numerical, complex_entries);
+  check_compare(analytical, numerical, complex_entries);
   const int64_t width = complex_entries ? 2 : 1;
   const int64_t rows = analytical.size(0);
   const int64_t entries = analytical.size(1) / width;
@@ -59,9 +57,10 @@ at::Tensor compare_cpu(
   const auto entry = [&](const double* column, int64_t stride) {
     return Entry{column[0], complex_entries ? column[stride] : 0.0};
   };
-  const auto compare_tiles = [&](int64_t begin, int64_t end, ComparisonStatistics statistics) {
-    for (int64_t first = begin * tile_columns; first < std::min(end * tile_columns, entries); first += tile_columns) {
-      const int64_t last = std::min(first + tile_columns, entries);
+  const auto compare_stripes = [&](int64_t begin, int64_t end, ComparisonStatistics statistics) {
+    for (int64_t first = begin * stripe_columns; first < std::min(end * stripe_columns, entries);
+         first += stripe_columns) {
+      const int64_t last = std::min(first + stripe_columns, entries);
       for (int64_t i = 0; i < rows; ++i) {
         for (int64_t k = first; k < last; ++k) {
           reduce(
@@ -72,10 +71,10 @@ at::Tensor compare_cpu(
     }
     return statistics;
   };
-  const int64_t tiles = (entries + tile_columns - 1) / tile_columns;
-  const int64_t tiles_per_task = std::max<int64_t>(1, grain_size / std::max<int64_t>(1, rows * tile_columns));
+  const int64_t stripes = (entries + stripe_columns - 1) / stripe_columns;
+  const int64_t stripes_per_task = std::max<int64_t>(1, grain_size / std::max<int64_t>(1, rows * stripe_columns));
   const ComparisonStatistics statistics =
-      at::parallel_reduce(0, tiles, tiles_per_task, ComparisonStatistics{}, compare_tiles, combine);
+      at::parallel_reduce(0, stripes, stripes_per_task, ComparisonStatistics{}, compare_stripes, combine);
   at::Tensor fields = at::empty({comparison_fields}, analytical.options());
   std::memcpy(fields.mutable_data_ptr<double>(), &statistics, sizeof(statistics));
   return fields;
@@ -84,7 +83,7 @@ at::Tensor compare_cpu(
 at::Tensor compare_composite(
     const at::Tensor& analytical, const at::Tensor& numerical, double atol, double rtol, bool complex_entries,
     bool equal_nan) {
-  check_arguments(analytical, numerical, complex_entries);
+  check_compare(analytical, numerical, complex_entries);
   if (analytical.numel() == 0) {
     at::Tensor fields = at::zeros({comparison_fields}, analytical.options());
     fields.slice(0, 1, 4).fill_(-1);

@@ -17,4 +17,7 @@ at::Tensor compare(
     const at::Tensor& analytical, const at::Tensor& numerical, double atol, double rtol, bool complex_entries,
     bool equal_nan);
 
+// What every kernel of it demands.
+void check_compare(const at::Tensor& analytical, const at::Tensor& numerical, bool complex_entries);
+
 }  // namespace fastgrad

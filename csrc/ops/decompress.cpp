@@ -1,6 +1,7 @@
 // CPU launcher and plain ATen kernel of fastgrad::decompress_.
 #include "decompress.h"
 
+#include "../kernels/sparse.h"
 #include "common.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -17,7 +18,9 @@ void check_contiguous(const char* name, const at::Tensor& tensor) {
   TORCH_CHECK(tensor.is_contiguous(), "decompress_: ", name, " must be contiguous, got stride ", tensor.stride(0));
 }
 
-void check_arguments(
+}  // namespace
+
+void check_decompress(
     const at::Tensor& values, const at::Tensor& compressed, const std::optional<at::Tensor>& subtrahend,
     const at::Tensor& positions, const at::Tensor& entries) {
   check_contiguous("values", values);
@@ -35,10 +38,12 @@ void check_arguments(
       values.numel(), ", got ", positions.numel());
 }
 
+namespace {
+
 void decompress_cpu(
     const at::Tensor& values, const at::Tensor& compressed, const std::optional<at::Tensor>& subtrahend,
     const at::Tensor& positions, const at::Tensor& entries) {
-  check_arguments(values, compressed, subtrahend, positions, entries);
+  check_decompress(values, compressed, subtrahend, positions, entries);
   auto* out = values.mutable_data_ptr<double>();
   const double* minuend = compressed.const_data_ptr<double>();
   const double* less = subtrahend ? subtrahend->const_data_ptr<double>() : nullptr;
@@ -47,8 +52,7 @@ void decompress_cpu(
   at::parallel_for(0, entries.numel(), grain_size, [=](int64_t begin, int64_t end) {
     for (int64_t k = begin; k < end; ++k) {
       const int64_t e = entry[k];
-      const int64_t p = position[e];
-      out[e] = less == nullptr ? minuend[p] : minuend[p] - less[p];
+      out[e] = decompressed(minuend, less, position[e]);
     }
   });
 }
@@ -56,7 +60,7 @@ void decompress_cpu(
 void decompress_composite(
     const at::Tensor& values, const at::Tensor& compressed, const std::optional<at::Tensor>& subtrahend,
     const at::Tensor& positions, const at::Tensor& entries) {
-  check_arguments(values, compressed, subtrahend, positions, entries);
+  check_decompress(values, compressed, subtrahend, positions, entries);
   const at::Tensor places = at::index_select(positions, 0, entries);
   at::Tensor found = at::index_select(compressed, 0, places);
   if (subtrahend) {

@@ -17,4 +17,9 @@ void decompress_(
     const at::Tensor& values, const at::Tensor& compressed, const std::optional<at::Tensor>& subtrahend,
     const at::Tensor& positions, const at::Tensor& entries);
 
+// What every kernel of it demands.
+void check_decompress(
+    const at::Tensor& values, const at::Tensor& compressed, const std::optional<at::Tensor>& subtrahend,
+    const at::Tensor& positions, const at::Tensor& entries);
+
 }  // namespace fastgrad

@@ -11,9 +11,8 @@
 #include <torch/library.h>
 
 namespace fastgrad {
-namespace {
 
-void check_arguments(const at::Tensor& x, const at::Tensor& origin, const at::Tensor& displacement) {
+void check_displace(const at::Tensor& x, const at::Tensor& origin, const at::Tensor& displacement) {
   check_origin("displace_", x, origin);
   check_float64("displace_", "displacement", displacement, 1);
   TORCH_CHECK(
@@ -21,8 +20,10 @@ void check_arguments(const at::Tensor& x, const at::Tensor& origin, const at::Te
       " elements, one for each real coordinate of x, got ", displacement.numel());
 }
 
+namespace {
+
 void displace_cpu(const at::Tensor& x, const at::Tensor& origin, const at::Tensor& displacement, double scale) {
-  check_arguments(x, origin, displacement);
+  check_displace(x, origin, displacement);
   const int64_t width = coordinates_per_element(x);
   const double* steps = displacement.const_data_ptr<double>();
   const int64_t stride = displacement.stride(0);
@@ -39,14 +40,14 @@ void displace_cpu(const at::Tensor& x, const at::Tensor& origin, const at::Tenso
       }
       for (int64_t c = begin; c < end; ++c) {
         const int64_t target = contiguous ? c : element_offset(x, c / width) * width + c % width;
-        out[target] = scale == 0 ? values[c] : perturbed(values[c], scale * steps[c * stride]);
+        out[target] = displaced(values[c], steps[c * stride], scale);
       }
     });
   });
 }
 
 void displace_composite(const at::Tensor& x, const at::Tensor& origin, const at::Tensor& displacement, double scale) {
-  check_arguments(x, origin, displacement);
+  check_displace(x, origin, displacement);
   if (scale == 0) {
     x.copy_(origin);
     return;

@@ -11,4 +11,7 @@ namespace fastgrad {
 // displacement: float64, shape (coordinates of x,), any stride.
 void displace_(const at::Tensor& x, const at::Tensor& origin, const at::Tensor& displacement, double scale);
 
+// What every kernel of it demands.
+void check_displace(const at::Tensor& x, const at::Tensor& origin, const at::Tensor& displacement);
+
 }  // namespace fastgrad

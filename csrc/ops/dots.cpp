@@ -1,6 +1,7 @@
 // CPU launcher and plain ATen kernel of fastgrad::dots.
 #include "dots.h"
 
+#include "../kernels/products.h"
 #include "common.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -18,11 +19,8 @@
 #include <numeric>
 
 namespace fastgrad {
-namespace {
 
-constexpr int64_t lanes = 8;
-
-void check_arguments(const at::Tensor& rows, const at::Tensor& vector) {
+void check_dots(const at::Tensor& rows, const at::Tensor& vector) {
   check_float64("dots", "rows", rows, 2);
   check_float64("dots", "vector", vector, 1);
   TORCH_CHECK(
@@ -31,8 +29,12 @@ void check_arguments(const at::Tensor& rows, const at::Tensor& vector) {
       vector.sizes());
 }
 
+namespace {
+
+constexpr int64_t lanes = 8;
+
 at::Tensor dots_cpu(const at::Tensor& rows, const at::Tensor& vector) {
-  check_arguments(rows, vector);
+  check_dots(rows, vector);
   const int64_t count = rows.size(0);
   const int64_t size = rows.size(1);
   const int64_t chunks = (size + grain_size - 1) / grain_size;
@@ -48,7 +50,7 @@ at::Tensor dots_cpu(const at::Tensor& rows, const at::Tensor& vector) {
         double sum[lanes] = {};
         double terms[lanes] = {};
         const auto add = [&](int64_t lane, int64_t j) {
-          const double term = b[j] == 0 ? 0 : a[row * size + j] * b[j];
+          const double term = dot_term(a[row * size + j], b[j]);
           sum[lane] += term;
           terms[lane] += std::fabs(term);
         };
@@ -70,7 +72,7 @@ at::Tensor dots_cpu(const at::Tensor& rows, const at::Tensor& vector) {
 }
 
 at::Tensor dots_composite(const at::Tensor& rows, const at::Tensor& vector) {
-  check_arguments(rows, vector);
+  check_dots(rows, vector);
   const at::Tensor terms = at::where(vector == 0, at::zeros({}, rows.options()), rows * vector);
   return at::stack({terms.sum(1), at::abs(terms).sum(1)}, 1);
 }

@@ -12,4 +12,7 @@ namespace fastgrad {
 // Returns float64, shape (count, 2).
 at::Tensor dots(const at::Tensor& rows, const at::Tensor& vector);
 
+// What every kernel of it demands.
+void check_dots(const at::Tensor& rows, const at::Tensor& vector);
+
 }  // namespace fastgrad

@@ -8,9 +8,8 @@
 #include <torch/library.h>
 
 namespace fastgrad {
-namespace {
 
-void check_arguments(const at::Tensor& out, const at::Tensor& tensor) {
+void check_flatten(const at::Tensor& out, const at::Tensor& tensor) {
   check_float64("flatten_", "out", out, 1);
   check_differentiable("flatten_", "tensor", tensor);
   TORCH_CHECK(
@@ -18,8 +17,10 @@ void check_arguments(const at::Tensor& out, const at::Tensor& tensor) {
       " elements, one for each real coordinate of tensor, got ", out.numel());
 }
 
+namespace {
+
 void flatten_cpu(const at::Tensor& out, const at::Tensor& tensor) {
-  check_arguments(out, tensor);
+  check_flatten(out, tensor);
   const at::Tensor source = tensor.contiguous();
   auto* values = out.mutable_data_ptr<double>();
   const int64_t stride = out.stride(0);
@@ -34,7 +35,7 @@ void flatten_cpu(const at::Tensor& out, const at::Tensor& tensor) {
 }
 
 void flatten_composite(const at::Tensor& out, const at::Tensor& tensor) {
-  check_arguments(out, tensor);
+  check_flatten(out, tensor);
   out.copy_(real_coordinates(tensor));
 }
 

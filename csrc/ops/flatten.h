@@ -11,4 +11,7 @@ namespace fastgrad {
 // tensor: strided, floating or complex.
 void flatten_(const at::Tensor& out, const at::Tensor& tensor);
 
+// What every kernel of it demands.
+void check_flatten(const at::Tensor& out, const at::Tensor& tensor);
+
 }  // namespace fastgrad

@@ -11,9 +11,8 @@
 #include <torch/library.h>
 
 namespace fastgrad {
-namespace {
 
-void check_arguments(const at::Tensor& x, const at::Tensor& origin, int64_t coordinate, int64_t sign) {
+void check_perturb_coordinate(const at::Tensor& x, const at::Tensor& origin, int64_t coordinate, int64_t sign) {
   check_origin("perturb_coordinate_", x, origin);
   TORCH_CHECK(
       coordinate >= 0 && coordinate < coordinate_count(x), "perturb_coordinate_: coordinate must be in [0, ",
@@ -21,9 +20,11 @@ void check_arguments(const at::Tensor& x, const at::Tensor& origin, int64_t coor
   TORCH_CHECK(sign >= -1 && sign <= 1, "perturb_coordinate_: sign must be -1, 0 or 1, got ", sign);
 }
 
+namespace {
+
 void perturb_coordinate_cpu(
     const at::Tensor& x, const at::Tensor& origin, int64_t coordinate, int64_t sign, double eps, double relative_step) {
-  check_arguments(x, origin, coordinate, sign);
+  check_perturb_coordinate(x, origin, coordinate, sign);
   const int64_t width = coordinates_per_element(x);
   const int64_t target = element_offset(x, coordinate / width) * width + coordinate % width;
   FASTGRAD_DISPATCH_REAL(x.scalar_type(), "perturb_coordinate_", [&] {
@@ -49,7 +50,7 @@ at::Tensor coordinate_view(const at::Tensor& tensor, int64_t coordinate) {
 
 void perturb_coordinate_composite(
     const at::Tensor& x, const at::Tensor& origin, int64_t coordinate, int64_t sign, double eps, double relative_step) {
-  check_arguments(x, origin, coordinate, sign);
+  check_perturb_coordinate(x, origin, coordinate, sign);
   at::Tensor target = coordinate_view(x, coordinate);
   const at::Tensor value = coordinate_view(origin, coordinate);
   if (sign == 0) {

@@ -13,4 +13,7 @@ namespace fastgrad {
 void perturb_coordinate_(
     const at::Tensor& x, const at::Tensor& origin, int64_t coordinate, int64_t sign, double eps, double relative_step);
 
+// What every kernel of it demands.
+void check_perturb_coordinate(const at::Tensor& x, const at::Tensor& origin, int64_t coordinate, int64_t sign);
+
 }  // namespace fastgrad

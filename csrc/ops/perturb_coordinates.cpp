@@ -13,9 +13,9 @@
 #include <torch/library.h>
 
 namespace fastgrad {
-namespace {
 
-void check_arguments(const at::Tensor& values, const at::Tensor& origin, const at::Tensor& coordinates, int64_t sign) {
+void check_perturb_coordinates(
+    const at::Tensor& values, const at::Tensor& origin, const at::Tensor& coordinates, int64_t sign) {
   check_origin("perturb_coordinates_", values, origin, "values");
   check_indices("perturb_coordinates_", "coordinates", coordinates);
   TORCH_CHECK(sign >= -1 && sign <= 1, "perturb_coordinates_: sign must be -1, 0 or 1, got ", sign);
@@ -35,10 +35,12 @@ void check_arguments(const at::Tensor& values, const at::Tensor& origin, const a
       chosen[count - 1]);
 }
 
+namespace {
+
 void perturb_coordinates_cpu(
     const at::Tensor& values, const at::Tensor& origin, const at::Tensor& coordinates, int64_t sign, double eps,
     double relative_step) {
-  check_arguments(values, origin, coordinates, sign);
+  check_perturb_coordinates(values, origin, coordinates, sign);
   const int64_t width = coordinates_per_element(values);
   const bool contiguous = values.is_contiguous();
   const int64_t* chosen = coordinates.const_data_ptr<int64_t>();
@@ -58,7 +60,7 @@ void perturb_coordinates_cpu(
 void perturb_coordinates_composite(
     const at::Tensor& values, const at::Tensor& origin, const at::Tensor& coordinates, int64_t sign, double eps,
     double relative_step) {
-  check_arguments(values, origin, coordinates, sign);
+  check_perturb_coordinates(values, origin, coordinates, sign);
   const at::Tensor chosen = coordinates.to(values.device());
   at::Tensor moved = at::index_select(real_coordinates(origin), 0, chosen);
   if (sign != 0) {

@@ -14,4 +14,8 @@ void perturb_coordinates_(
     const at::Tensor& values, const at::Tensor& origin, const at::Tensor& coordinates, int64_t sign, double eps,
     double relative_step);
 
+// What every kernel of it demands.
+void check_perturb_coordinates(
+    const at::Tensor& values, const at::Tensor& origin, const at::Tensor& coordinates, int64_t sign);
+
 }  // namespace fastgrad

@@ -1,6 +1,7 @@
 // CPU launcher and plain ATen kernel of fastgrad::project_rows_.
 #include "project_rows.h"
 
+#include "../kernels/products.h"
 #include "common.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -12,9 +13,8 @@
 #include <algorithm>
 
 namespace fastgrad {
-namespace {
 
-void check_arguments(
+void check_project_rows(
     const at::Tensor& sums, const at::Tensor& squares, const at::Tensor& cotangents, const at::Tensor& rows,
     int64_t first_row, int64_t row_step, int64_t first_column) {
   check_float64("project_rows_", "sums", sums, 2);
@@ -35,10 +35,12 @@ void check_arguments(
       first_column, " must lie within ", cotangents.size(1), " rows and ", sums.size(1), " columns");
 }
 
+namespace {
+
 void project_rows_cpu(
     const at::Tensor& sums, const at::Tensor& squares, const at::Tensor& cotangents, const at::Tensor& rows,
     int64_t first_row, int64_t row_step, int64_t first_column) {
-  check_arguments(sums, squares, cotangents, rows, first_row, row_step, first_column);
+  check_project_rows(sums, squares, cotangents, rows, first_row, row_step, first_column);
   const double* block = rows.const_data_ptr<double>();
   const double* weights = cotangents.const_data_ptr<double>();
   auto* sum = sums.mutable_data_ptr<double>();
@@ -53,9 +55,9 @@ void project_rows_cpu(
             double* const sum_k = sum + k * sums.stride(0);
             double* const square_k = square + k * squares.stride(0);
             for (int64_t j = begin; j < end; ++j) {
-              const double term = weight * row[j * rows.stride(1)];
-              sum_k[(first_column + j) * sums.stride(1)] += term;
-              square_k[(first_column + j) * squares.stride(1)] += term * term;
+              add_term(
+                  sum_k[(first_column + j) * sums.stride(1)], square_k[(first_column + j) * squares.stride(1)], weight,
+                  row[j * rows.stride(1)]);
             }
           }
         }
@@ -65,7 +67,7 @@ void project_rows_cpu(
 void project_rows_composite(
     const at::Tensor& sums, const at::Tensor& squares, const at::Tensor& cotangents, const at::Tensor& rows,
     int64_t first_row, int64_t row_step, int64_t first_column) {
-  check_arguments(sums, squares, cotangents, rows, first_row, row_step, first_column);
+  check_project_rows(sums, squares, cotangents, rows, first_row, row_step, first_column);
   const int64_t count = rows.size(0);
   if (count == 0) {
     return;

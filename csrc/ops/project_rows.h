@@ -14,4 +14,9 @@ void project_rows_(
     const at::Tensor& sums, const at::Tensor& squares, const at::Tensor& cotangents, const at::Tensor& rows,
     int64_t first_row, int64_t row_step, int64_t first_column);
 
+// What every kernel of it demands.
+void check_project_rows(
+    const at::Tensor& sums, const at::Tensor& squares, const at::Tensor& cotangents, const at::Tensor& rows,
+    int64_t first_row, int64_t row_step, int64_t first_column);
+
 }  // namespace fastgrad

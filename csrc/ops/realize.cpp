@@ -13,9 +13,8 @@
 #include <torch/library.h>
 
 namespace fastgrad {
-namespace {
 
-void check_arguments(const at::Tensor& displacement, const at::Tensor& realized, const at::Tensor& origin) {
+void check_realize(const at::Tensor& displacement, const at::Tensor& realized, const at::Tensor& origin) {
   check_differentiable("realize_", "origin", origin);
   TORCH_CHECK(origin.is_contiguous(), "realize_: origin must be contiguous, got strides ", origin.strides());
   for (const auto& [name, tensor] : {std::pair("displacement", displacement), std::pair("realized", realized)}) {
@@ -27,10 +26,12 @@ void check_arguments(const at::Tensor& displacement, const at::Tensor& realized,
   }
 }
 
+namespace {
+
 void realize_cpu(
     const at::Tensor& displacement, const at::Tensor& realized, const at::Tensor& origin, double eps,
     double relative_step) {
-  check_arguments(displacement, realized, origin);
+  check_realize(displacement, realized, origin);
   auto* steps = displacement.mutable_data_ptr<double>();
   auto* out = realized.mutable_data_ptr<double>();
   FASTGRAD_DISPATCH_REAL(origin.scalar_type(), "realize_", [&] {
@@ -49,7 +50,7 @@ void realize_cpu(
 void realize_composite(
     const at::Tensor& displacement, const at::Tensor& realized, const at::Tensor& origin, double eps,
     double relative_step) {
-  check_arguments(displacement, realized, origin);
+  check_realize(displacement, realized, origin);
   const at::Tensor own = real_coordinates(origin);
   const at::Tensor values = own.to(at::kDouble);
   displacement.mul_((at::abs(values) * relative_step).clamp_min(eps));

@@ -15,4 +15,7 @@ void realize_(
     const at::Tensor& displacement, const at::Tensor& realized, const at::Tensor& origin, double eps,
     double relative_step);
 
+// What every kernel of it demands.
+void check_realize(const at::Tensor& displacement, const at::Tensor& realized, const at::Tensor& origin);
+
 }  // namespace fastgrad

@@ -13,9 +13,8 @@
 #include <torch/library.h>
 
 namespace fastgrad {
-namespace {
 
-void check_arguments(
+void check_richardson(
     const at::Tensor& derivative, const at::Tensor& noise, const at::Tensor& base, const at::Tensor& plus,
     const at::Tensor& minus, const at::Tensor& half_plus, const at::Tensor& half_minus) {
   const auto check = [&](const char* name, const at::Tensor& tensor) {
@@ -33,10 +32,12 @@ void check_arguments(
   check("half_minus", half_minus);
 }
 
+namespace {
+
 void richardson_cpu(
     const at::Tensor& derivative, const at::Tensor& noise, const at::Tensor& base, const at::Tensor& plus,
     const at::Tensor& minus, const at::Tensor& half_plus, const at::Tensor& half_minus, double eps, double ulp) {
-  check_arguments(derivative, noise, base, plus, minus, half_plus, half_minus);
+  check_richardson(derivative, noise, base, plus, minus, half_plus, half_minus);
   auto* out = derivative.mutable_data_ptr<double>();
   auto* worst = noise.mutable_data_ptr<double>();
   const double* y = base.const_data_ptr<double>();
@@ -49,8 +50,7 @@ void richardson_cpu(
     for (int64_t i = begin; i < end; ++i) {
       const FourValues f{p[i], m[i], hp[i], hm[i]};
       out[i] = richardson(f, eps);
-      const double found = difference_noise(f, y[i], eps, ulp);
-      worst[i] = found <= worst[i] ? worst[i] : found;
+      worst[i] = louder(difference_noise(f, y[i], eps, ulp), worst[i]);
     }
   });
 }
@@ -58,7 +58,7 @@ void richardson_cpu(
 void richardson_composite(
     const at::Tensor& derivative, const at::Tensor& noise, const at::Tensor& base, const at::Tensor& plus,
     const at::Tensor& minus, const at::Tensor& half_plus, const at::Tensor& half_minus, double eps, double ulp) {
-  check_arguments(derivative, noise, base, plus, minus, half_plus, half_minus);
+  check_richardson(derivative, noise, base, plus, minus, half_plus, half_minus);
   const at::Tensor whole = plus - minus;
   const at::Tensor half = half_plus - half_minus;
   derivative.copy_((8.0 * half - whole) / (6.0 * eps));

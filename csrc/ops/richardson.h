@@ -14,4 +14,9 @@ void richardson_(
     const at::Tensor& derivative, const at::Tensor& noise, const at::Tensor& base, const at::Tensor& plus,
     const at::Tensor& minus, const at::Tensor& half_plus, const at::Tensor& half_minus, double eps, double ulp);
 
+// What every kernel of it demands.
+void check_richardson(
+    const at::Tensor& derivative, const at::Tensor& noise, const at::Tensor& base, const at::Tensor& plus,
+    const at::Tensor& minus, const at::Tensor& half_plus, const at::Tensor& half_minus);
+
 }  // namespace fastgrad

@@ -9,9 +9,8 @@
 #include <torch/library.h>
 
 namespace fastgrad {
-namespace {
 
-void check_arguments(const at::Tensor& tensor, const at::Tensor& coordinates) {
+void check_unflatten(const at::Tensor& tensor, const at::Tensor& coordinates) {
   check_differentiable("unflatten_", "tensor", tensor);
   check_float64("unflatten_", "coordinates", coordinates, 1);
   TORCH_CHECK(
@@ -19,8 +18,10 @@ void check_arguments(const at::Tensor& tensor, const at::Tensor& coordinates) {
       " elements, one for each real coordinate of tensor, got ", coordinates.numel());
 }
 
+namespace {
+
 void unflatten_composite(const at::Tensor& tensor, const at::Tensor& coordinates) {
-  check_arguments(tensor, coordinates);
+  check_unflatten(tensor, coordinates);
   if (!tensor.is_complex()) {
     tensor.copy_(coordinates.reshape(tensor.sizes()));
     return;
@@ -31,7 +32,7 @@ void unflatten_composite(const at::Tensor& tensor, const at::Tensor& coordinates
 }
 
 void unflatten_cpu(const at::Tensor& tensor, const at::Tensor& coordinates) {
-  check_arguments(tensor, coordinates);
+  check_unflatten(tensor, coordinates);
   if (!tensor.is_contiguous()) {
     return unflatten_composite(tensor, coordinates);  // ATen walks strides faster than element_offset
   }

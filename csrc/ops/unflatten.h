@@ -11,4 +11,7 @@ namespace fastgrad {
 // coordinates: float64, shape (coordinates of tensor,), any stride.
 void unflatten_(const at::Tensor& tensor, const at::Tensor& coordinates);
 
+// What every kernel of it demands.
+void check_unflatten(const at::Tensor& tensor, const at::Tensor& coordinates);
+
 }  // namespace fastgrad

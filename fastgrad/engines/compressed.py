@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -134,7 +135,8 @@ def linear_entries(problem: Problem, compression: Compression) -> Tensor:
     """
     values = torch.zeros(compression.pattern.nnz, dtype=torch.float64, device=problem.device)
     grouping = compression.column_groups
-    groups = (torch.from_numpy(grouping.members(g)).to(problem.device) for g in range(grouping.count))
+    members = torch.from_numpy(grouping.order).to(problem.device)  # once: a copy to a device waits for it
+    groups = (members[first:last] for first, last in pairwise(grouping.starts.tolist()))
     for product, entries in zip(problem.columns_of_backward(groups), grouping.entries, strict=True):
         ops.decompress_(values, product, None, compression.rows, entries)
     return values

@@ -1,34 +1,407 @@
-// The CUDA kernels in the CPU emulation, at sizes around block and grid edges.
+// The CUDA kernels in the CPU emulation, at sizes around block and grid edges, against the one-element bodies.
+#include "cuda/central_difference.h"
+#include "cuda/compare.h"
+#include "cuda/decompress.h"
+#include "cuda/device.h"
 #include "cuda/direction.h"
+#include "cuda/displace.h"
+#include "cuda/dots.h"
+#include "cuda/flatten.h"
+#include "cuda/perturb_coordinate.h"
+#include "cuda/perturb_coordinates.h"
+#include "cuda/project_rows.h"
+#include "cuda/realize.h"
+#include "cuda/richardson.h"
+#include "cuda/unflatten.h"
+#include "kernels/difference.h"
 #include "kernels/direction.h"
+#include "kernels/products.h"
+#include "kernels/richardson.h"
+#include "kernels/sparse.h"
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
 #include <numeric>
 #include <vector>
 
 namespace {
 
-class EmulatedDirection : public testing::TestWithParam<int64_t> {};
+using namespace fastgrad;
+using namespace fastgrad::cuda;
 
-TEST_P(EmulatedDirection, EqualsTheBodyBitForBit) {
+constexpr int64_t block = threads_per_block;
+constexpr int64_t grid = FASTGRAD_MOST_BLOCKS * block;
+constexpr double nan = std::numeric_limits<double>::quiet_NaN();
+constexpr double infinity = std::numeric_limits<double>::infinity();
+
+template <typename T>
+constexpr RealType type_of() {
+  return sizeof(T) == 8                         ? RealType::float64
+         : sizeof(T) == 4                       ? RealType::float32
+         : std::is_same_v<T, fastgrad::Float16> ? RealType::float16
+                                                : RealType::bfloat16;
+}
+
+// A few values around zero, the same ones every time, then -0, NaN and infinity.
+template <typename T = double>
+std::vector<T> numbers(int64_t size, int64_t stream = 0) {
+  std::vector<T> values;
+  for (int64_t j = 0; j < size; ++j) {
+    values.push_back(static_cast<T>(direction_component(5, stream, j)));
+  }
+  return values;
+}
+
+// Awkward ones among them.
+template <typename T>
+std::vector<T> origins(int64_t size) {
+  std::vector<T> values = numbers<T>(size);
+  const double special[] = {-0.0, 1e4, infinity, nan};
+  for (int64_t j = 0; j < std::min<int64_t>(size, 4); ++j) {
+    values[size - 1 - j] = static_cast<T>(special[j]);
+  }
+  return values;
+}
+
+template <typename T>
+bool same_bits(const std::vector<T>& left, const std::vector<T>& right) {
+  return left.size() == right.size() &&
+         (left.empty() || !std::memcmp(left.data(), right.data(), left.size() * sizeof(T)));
+}
+
+template <typename T>
+class Emulated : public testing::Test {
+ public:
+  static constexpr int64_t sizes[] = {0, 1, block - 1, block, block + 1, grid - 1, grid + 1, 3 * grid + 7};
+};
+using Types = testing::Types<double, float, fastgrad::Float16, fastgrad::BFloat16>;
+TYPED_TEST_SUITE(Emulated, Types);
+
+TYPED_TEST(Emulated, FlattenAndUnflatten) {
+  for (const int64_t size : this->sizes) {
+    const std::vector<TypeParam> values = origins<TypeParam>(size);
+    for (const int64_t stride : {1, 3}) {
+      std::vector<double> out(size * stride + 1, -7.0);
+      std::vector<double> expected = out;
+      for (int64_t c = 0; c < size; ++c) {
+        expected[c * stride] = static_cast<double>(values[c]);
+      }
+      ASSERT_EQ(launch_flatten(out.data(), stride, values.data(), type_of<TypeParam>(), size, nullptr), cudaSuccess);
+      ASSERT_TRUE(same_bits(out, expected));
+      std::vector<TypeParam> back(size + 1, static_cast<TypeParam>(-7.0));
+      ASSERT_EQ(launch_unflatten(back.data(), type_of<TypeParam>(), out.data(), stride, size, nullptr), cudaSuccess);
+      for (int64_t c = 0; c < size; ++c) {
+        ASSERT_TRUE(back[c] == values[c] || (back[c] != back[c] && values[c] != values[c]));
+      }
+      EXPECT_EQ(static_cast<double>(back[size]), -7.0);
+    }
+  }
+}
+
+TYPED_TEST(Emulated, PerturbCoordinate) {
+  const std::vector<TypeParam> origin = origins<TypeParam>(9);
+  for (const int sign : {-1, 0, 1}) {
+    for (int64_t c = 0; c < 9; ++c) {
+      std::vector<TypeParam> x(18, static_cast<TypeParam>(7.0));
+      std::vector<TypeParam> expected = x;
+      expected[2 * c] = moved_coordinate(origin[c], sign, 1e-3, 0x1p-7);
+      ASSERT_EQ(
+          launch_perturb_coordinate(
+              x.data(), 2 * c, origin.data(), c, type_of<TypeParam>(), sign, 1e-3, 0x1p-7, nullptr),
+          cudaSuccess);
+      EXPECT_TRUE(same_bits(x, expected));
+    }
+  }
+}
+
+TYPED_TEST(Emulated, PerturbCoordinates) {
+  for (const int64_t size : this->sizes) {
+    const std::vector<TypeParam> origin = origins<TypeParam>(2 * size + 4);
+    std::vector<int64_t> chosen(size);
+    for (int64_t k = 0; k < size; ++k) {
+      chosen[k] = 2 * k + (k % 2);
+    }
+    for (const int sign : {-1, 0, 1}) {
+      std::vector<TypeParam> x(origin.size(), static_cast<TypeParam>(7.0));
+      std::vector<TypeParam> expected = x;
+      for (const int64_t c : chosen) {
+        expected[c] = moved_coordinate(origin[c], sign, 1e-3, 0x1p-7);
+      }
+      ASSERT_EQ(
+          launch_perturb_coordinates(
+              x.data(), origin.data(), type_of<TypeParam>(), chosen.data(), size, sign, 1e-3, 0x1p-7, nullptr),
+          cudaSuccess);
+      ASSERT_TRUE(same_bits(x, expected));
+    }
+  }
+}
+
+TYPED_TEST(Emulated, Displace) {
+  for (const int64_t size : this->sizes) {
+    const std::vector<TypeParam> origin = origins<TypeParam>(size);
+    const std::vector<double> displacement = numbers(2 * size, 1);
+    for (const double scale : {-0.5, 0.0}) {
+      std::vector<TypeParam> x(size + 1, static_cast<TypeParam>(7.0));
+      std::vector<TypeParam> expected = x;
+      for (int64_t c = 0; c < size; ++c) {
+        expected[c] = displaced(origin[c], displacement[2 * c], scale);
+      }
+      ASSERT_EQ(
+          launch_displace(x.data(), origin.data(), type_of<TypeParam>(), displacement.data(), 2, size, scale, nullptr),
+          cudaSuccess);
+      ASSERT_TRUE(same_bits(x, expected));
+    }
+  }
+}
+
+TYPED_TEST(Emulated, Realize) {
+  for (const int64_t size : this->sizes) {
+    const std::vector<TypeParam> origin = origins<TypeParam>(size);
+    std::vector<double> displacement = numbers(size, 2);
+    std::vector<double> steps = displacement;
+    std::vector<double> realized(size + 1, -7.0);
+    std::vector<double> expected = realized;
+    for (int64_t c = 0; c < size; ++c) {
+      steps[c] *= directional_step(origin[c], 1e-3, 0x1p-7);
+      expected[c] = realized_component(origin[c], steps[c], 1e-3);
+    }
+    ASSERT_EQ(
+        launch_realize(
+            displacement.data(), realized.data(), origin.data(), type_of<TypeParam>(), size, 1e-3, 0x1p-7, nullptr),
+        cudaSuccess);
+    ASSERT_TRUE(same_bits(displacement, steps));
+    ASSERT_TRUE(same_bits(realized, expected));
+  }
+}
+
+TYPED_TEST(Emulated, CentralDifference) {
+  const std::vector<TypeParam> origin = origins<TypeParam>(9);
+  for (const int64_t size : this->sizes) {
+    const std::vector<float> minus = numbers<float>(size, 3);
+    for (const int64_t coordinate : {0, 6, 7}) {
+      std::vector<double> column = numbers(2 * size + 1, 4);
+      std::vector<double> expected = column;
+      const double width = realized_width(origin[coordinate], coordinate_step(origin[coordinate], 1e-3, 0x1p-7));
+      for (int64_t i = 0; i < size; ++i) {
+        expected[2 * i] = difference_quotient(column[2 * i], minus[i], width);
+      }
+      ASSERT_EQ(
+          launch_central_difference(
+              column.data(), 2, minus.data(), RealType::float32, size, origin.data(), type_of<TypeParam>(), coordinate,
+              1e-3, 0x1p-7, nullptr),
+          cudaSuccess);
+      ASSERT_TRUE(same_bits(column, expected));
+    }
+  }
+}
+
+class EmulatedDoubles : public testing::TestWithParam<int64_t> {};
+
+TEST_P(EmulatedDoubles, Direction) {
   const int64_t size = GetParam();
   for (const int64_t stride : {1, 3}) {
     std::vector<double> out(size * stride + 1, -7.0);
-    ASSERT_EQ(fastgrad::cuda::launch_direction(out.data(), stride, size, 11, 2, 1000, true, nullptr), cudaSuccess);
+    ASSERT_EQ(launch_direction(out.data(), stride, size, 11, 2, 1000, true, nullptr), cudaSuccess);
     for (int64_t j = 0; j < size; ++j) {
-      ASSERT_EQ(out[j * stride], fastgrad::direction_component(11, 2, 1000 + j, true));
+      ASSERT_EQ(out[j * stride], direction_component(11, 2, 1000 + j, true));
     }
     EXPECT_EQ(out[size * stride], -7.0);  // nothing past the end
   }
 }
 
-constexpr int64_t block = fastgrad::cuda::threads_per_block;
+TEST_P(EmulatedDoubles, Richardson) {
+  const int64_t size = GetParam();
+  std::vector<std::vector<double>> values;
+  for (int64_t stream = 0; stream < 5; ++stream) {
+    values.push_back(origins<double>(size));
+    std::rotate(values.back().begin(), values.back().begin() + std::min(size, stream), values.back().end());
+  }
+  std::vector<double> derivative(size + 1, -7.0);
+  std::vector<double> noise = numbers(size + 1, 6);
+  std::vector<double> expected = derivative;
+  std::vector<double> expected_noise = noise;
+  for (int64_t i = 0; i < size; ++i) {
+    const FourValues f{values[1][i], values[2][i], values[3][i], values[4][i]};
+    expected[i] = richardson(f, 1e-3);
+    expected_noise[i] = louder(difference_noise(f, values[0][i], 1e-3, 0x1p-52), noise[i]);
+  }
+  ASSERT_EQ(
+      launch_richardson(
+          derivative.data(), noise.data(), values[0].data(), values[1].data(), values[2].data(), values[3].data(),
+          values[4].data(), size, 1e-3, 0x1p-52, nullptr),
+      cudaSuccess);
+  const auto agree = [](const std::vector<double>& left, const std::vector<double>& right) {
+    return std::equal(left.begin(), left.end(), right.begin(), [](double a, double b) {
+      return a == b || (std::isnan(a) && std::isnan(b));
+    });
+  };
+  ASSERT_TRUE(agree(derivative, expected));
+  ASSERT_TRUE(agree(noise, expected_noise));
+}
+
+TEST_P(EmulatedDoubles, Decompress) {
+  const int64_t count = GetParam();
+  const std::vector<double> compressed = numbers(17, 7);
+  const std::vector<double> subtrahend = numbers(17, 8);
+  std::vector<int64_t> positions(2 * count + 1);
+  std::vector<int64_t> entries(count);
+  for (int64_t e = 0; e < 2 * count + 1; ++e) {
+    positions[e] = e * 5 % 17;
+  }
+  for (int64_t k = 0; k < count; ++k) {
+    entries[k] = 2 * k + 1;
+  }
+  for (const double* less : {static_cast<const double*>(nullptr), subtrahend.data()}) {
+    std::vector<double> values(2 * count + 1, -7.0);
+    std::vector<double> expected = values;
+    for (const int64_t e : entries) {
+      expected[e] = decompressed(compressed.data(), less, positions[e]);
+    }
+    ASSERT_EQ(
+        launch_decompress(values.data(), compressed.data(), less, positions.data(), entries.data(), count, nullptr),
+        cudaSuccess);
+    ASSERT_TRUE(same_bits(values, expected));
+  }
+}
+
+TEST_P(EmulatedDoubles, Dots) {
+  const int64_t size = GetParam();
+  for (const int64_t count : {1, 3, 10}) {
+    const std::vector<double> rows = numbers(count * size, 9);
+    std::vector<double> vector = numbers(size, 10);
+    if (size > 0) {
+      vector[size - 1] = 0;
+    }
+    std::vector<double> result(2 * count + 1, -7.0);
+    std::vector<double> partial(2 * count * dots_chunks(size) + 1, nan);
+    ASSERT_EQ(
+        launch_dots(result.data(), partial.data(), rows.data(), vector.data(), count, size, nullptr), cudaSuccess);
+    for (int64_t row = 0; row < count; ++row) {
+      double sum = 0;
+      double terms = 0;
+      for (int64_t j = 0; j < size; ++j) {
+        sum += dot_term(rows[row * size + j], vector[j]);
+        terms += std::fabs(dot_term(rows[row * size + j], vector[j]));
+      }
+      ASSERT_NEAR(result[2 * row], sum, 1e-13 * (1 + terms));
+      ASSERT_NEAR(result[2 * row + 1], terms, 1e-13 * (1 + terms));
+    }
+    EXPECT_EQ(result[2 * count], -7.0);
+    EXPECT_TRUE(std::isnan(partial.back()));
+  }
+}
+
+TEST_P(EmulatedDoubles, ProjectRows) {
+  const int64_t size = GetParam();
+  // Wide blocks of few rows, and high ones of few columns.
+  for (const auto& [row_count, column_count] : {std::pair<int64_t, int64_t>(2, size), {size, 2}, {size / 64, 33}}) {
+    constexpr int64_t count = 3;
+    const int64_t columns = column_count + 3;
+    const std::vector<double> rows = numbers(row_count * column_count, 11);
+    const std::vector<double> cotangents = numbers(count * (2 * row_count + 1), 12);
+    const std::vector<double> before = numbers(count * columns, 13);
+    for (const bool transposed : {false, true}) {
+      std::vector<double> sums = before;
+      std::vector<double> squares = before;
+      const auto matrix = [transposed](auto* values, int64_t high, int64_t wide) {
+        using T = std::remove_pointer_t<decltype(values)>;
+        return transposed ? Matrix<T>{values, 1, high} : Matrix<T>{values, wide, 1};
+      };
+      const auto weights = matrix(cotangents.data(), count, 2 * row_count + 1);
+      const auto entries = matrix(rows.data(), row_count, column_count);
+      const auto totals = matrix(sums.data(), count, columns);
+      ASSERT_EQ(
+          launch_project_rows(
+              totals, matrix(squares.data(), count, columns), weights, entries, count, row_count, column_count, 1, 2, 2,
+              nullptr),
+          cudaSuccess);
+      std::vector<double> expected = before;
+      std::vector<double> expected_squares = before;
+      const auto places = matrix(expected.data(), count, columns);
+      const auto square_places = matrix(expected_squares.data(), count, columns);
+      for (int64_t k = 0; k < count; ++k) {
+        for (int64_t i = 0; i < row_count; ++i) {
+          for (int64_t j = 0; j < column_count; ++j) {
+            add_term(places.at(k, j + 2), square_places.at(k, j + 2), weights.at(k, 1 + 2 * i), entries.at(i, j));
+          }
+        }
+      }
+      for (size_t e = 0; e < sums.size(); ++e) {
+        ASSERT_NEAR(sums[e], expected[e], 1e-13 * (1 + std::fabs(expected_squares[e])));
+        ASSERT_NEAR(squares[e], expected_squares[e], 1e-13 * (1 + std::fabs(expected_squares[e])));
+      }
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(
-    Sizes, EmulatedDirection,
+    Sizes, EmulatedDoubles,
     testing::Values(
-        0, 1, block - 1, block, block + 1, 2 * block + 1, FASTGRAD_MOST_BLOCKS* block - 1,
-        FASTGRAD_MOST_BLOCKS* block + 1, 3 * FASTGRAD_MOST_BLOCKS * block + 7));
+        0, 1, block - 1, block, block + 1, 2 * block + 1, dots_chunk - 1, dots_chunk + 1, grid - 1, grid + 1));
+
+class EmulatedCompare : public testing::TestWithParam<std::pair<int64_t, int64_t>> {};
+
+TEST_P(EmulatedCompare, EqualsALoopOverTheEntries) {
+  const auto [rows, entries] = GetParam();
+  for (const bool complex_entries : {false, true}) {
+    const int64_t columns = entries * (complex_entries ? 2 : 1);
+    const std::vector<double> n = numbers(rows * columns, 14);
+    std::vector<double> a = n;
+    for (size_t e = 0; e < a.size(); e += 3) {
+      a[e] *= e % 2 == 0 ? 1.25 : 1 + 1e-9;  // several entries tie for the worst
+    }
+    if (a.size() > 40) {
+      a[a.size() - 2] = nan;
+    }
+    for (const bool transposed : {false, true}) {
+      const auto matrix = [&, high = rows](const std::vector<double>& values) {
+        return transposed ? Matrix<const double>{values.data(), 1, high}
+                          : Matrix<const double>{values.data(), columns, 1};
+      };
+      ComparisonStatistics expected;
+      for (int64_t stripe = 0; stripe < entries; stripe += stripe_columns) {
+        for (int64_t i = 0; i < rows; ++i) {
+          for (int64_t k = stripe; k < std::min(stripe + stripe_columns, entries); ++k) {
+            const auto at = [&, wide = complex_entries](const std::vector<double>& values) {
+              return wide ? Entry{matrix(values).at(i, 2 * k), matrix(values).at(i, 2 * k + 1)}
+                          : Entry{matrix(values).at(i, k), 0.0};
+            };
+            reduce(expected, at(a), at(n), i, k, 1e-5, 1e-3, false);
+          }
+        }
+      }
+      ComparisonStatistics found;
+      std::vector<ComparisonStatistics> partial(comparison_blocks);
+      ASSERT_EQ(
+          launch_compare(
+              &found, partial.data(), matrix(a), matrix(n), rows, entries, 1e-5, 1e-3, complex_entries, false, nullptr),
+          cudaSuccess);
+      EXPECT_EQ(found.mismatches, expected.mismatches);
+      EXPECT_EQ(found.worst_excess, expected.worst_excess);
+      EXPECT_EQ(found.worst_row, expected.worst_row);
+      EXPECT_EQ(found.worst_column, expected.worst_column);
+      EXPECT_EQ(found.largest_absolute, expected.largest_absolute);
+      EXPECT_EQ(found.largest_relative, expected.largest_relative);
+      const double* const sums = &found.sum_analytical;
+      const double* const expected_sums = &expected.sum_analytical;
+      for (int field = 0; field < 4; ++field) {
+        EXPECT_TRUE(
+            std::fabs(sums[field] - expected_sums[field]) <= 1e-12 * (1 + expected.sum_numerical) ||
+            (std::isnan(sums[field]) && std::isnan(expected_sums[field])));
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Shapes, EmulatedCompare,
+    testing::Values(
+        std::pair(0, 0), std::pair(0, 3), std::pair(3, 0), std::pair(1, 1), std::pair(31, 33), std::pair(32, 32),
+        std::pair(33, 31), std::pair(300, 1), std::pair(1, 300), std::pair(100, 130), std::pair(290, 290)));
 
 // The emulation itself: a block-wide sum needs the barrier to work.
 void block_sum(const int* values, int* sums) {

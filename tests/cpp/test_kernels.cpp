@@ -2,8 +2,11 @@
 #include "kernels/comparison.h"
 #include "kernels/difference.h"
 #include "kernels/direction.h"
+#include "kernels/low_precision.h"
 #include "kernels/richardson.h"
 
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -26,6 +29,38 @@ TEST(Step, WidthIsWhatWasAdded) {
   EXPECT_NE(width, 2e-6);
   EXPECT_EQ(fastgrad::realized_width(infinity, 1e-6), 2e-6);
   EXPECT_TRUE(std::isfinite(fastgrad::realized_width(1.0f, 1e-6)));
+}
+
+// Every value to float, and every float next to a value or next to the middle between two back.
+template <typename Own, typename Other>
+void expect_the_bits_of() {
+  for (uint32_t pattern = 0; pattern < 0x10000; ++pattern) {
+    Own own;
+    own.bits = static_cast<uint16_t>(pattern);
+    const float value = Other(own.bits, Other::from_bits());
+    if (value != value) {
+      ASSERT_TRUE(std::isnan(static_cast<float>(own)));
+      continue;
+    }
+    ASSERT_EQ(fastgrad::bits_of(own), fastgrad::bits_of(value));
+    Own next;
+    next.bits = static_cast<uint16_t>(pattern + 1);
+    for (const double start :
+         {static_cast<double>(value), (static_cast<double>(value) + static_cast<float>(next)) / 2}) {
+      const float middle = static_cast<float>(start);
+      for (const float wanted : {std::nextafter(middle, -infinity), middle, std::nextafter(middle, infinity)}) {
+        if (wanted == wanted) {
+          ASSERT_EQ(Own(wanted).bits, Other(static_cast<float>(wanted)).x) << wanted;
+        }
+      }
+    }
+  }
+  EXPECT_TRUE(std::isnan(static_cast<float>(Own(nan))));
+}
+
+TEST(LowPrecision, RoundsAsTorchDoes) {
+  expect_the_bits_of<fastgrad::Float16, c10::Half>();
+  expect_the_bits_of<fastgrad::BFloat16, c10::BFloat16>();
 }
 
 TEST(Direction, BoundedAwayFromZeroAndMixed) {
@@ -89,6 +124,24 @@ TEST(Comparison, CombineKeepsTheWorst) {
   EXPECT_EQ(both.worst_row, 9);
   EXPECT_EQ(both.largest_absolute, 1.0);
   EXPECT_EQ(fastgrad::combine(large, small).worst_row, 9);
+}
+
+TEST(Comparison, TheEntryVisitedFirstWinsATie) {
+  const auto at = [](double row, double column) {
+    auto statistics = one({1.0, 0}, {2.0, 0}, 1e-3, 0);
+    statistics.worst_row = row;
+    statistics.worst_column = column;
+    return statistics;
+  };
+  const auto order = {at(0, 1), at(0, 2), at(1, 0), at(9, 31), at(0, 32)};
+  for (const auto* left = order.begin(); left != order.end(); ++left) {
+    for (const auto* right = left; right != order.end(); ++right) {
+      for (const auto& both : {fastgrad::combine(*left, *right), fastgrad::combine(*right, *left)}) {
+        EXPECT_EQ(both.worst_row, left->worst_row);
+        EXPECT_EQ(both.worst_column, left->worst_column);
+      }
+    }
+  }
 }
 
 TEST(Richardson, IsExactForCubicsAndSeesKinks) {

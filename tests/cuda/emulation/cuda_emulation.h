@@ -54,7 +54,6 @@ class Block {
   struct Fiber {
     ucontext_t context;
     dim3 index;
-    std::unique_ptr<char[]> stack;
     bool finished = false;
   };
   static constexpr size_t stack_size = 64 * 1024;
@@ -64,9 +63,11 @@ class Block {
   void add(dim3 index) {
     auto fiber = std::make_unique<Fiber>();
     fiber->index = index;
-    fiber->stack.reset(new char[stack_size]);
+    if (fibers_.size() == stacks_.size()) {
+      stacks_.emplace_back(new char[stack_size]);
+    }
     getcontext(&fiber->context);
-    fiber->context.uc_stack.ss_sp = fiber->stack.get();
+    fiber->context.uc_stack.ss_sp = stacks_[fibers_.size()].get();
     fiber->context.uc_stack.ss_size = stack_size;
     fiber->context.uc_link = &scheduler_;
     makecontext(&fiber->context, reinterpret_cast<void (*)()>(&Block::start), 0);
@@ -93,6 +94,7 @@ class Block {
   }
 
   static inline Block* current_ = nullptr;
+  static inline std::vector<std::unique_ptr<char[]>> stacks_;  // serve every block: making them is slow
   const std::function<void()>& body_;
   std::vector<std::unique_ptr<Fiber>> fibers_;
   Fiber* running_ = nullptr;

@@ -1,0 +1,36 @@
+// What the kernels share. One way to launch one, so that the CPU emulation of the tests can stand in for a device.
+#pragma once
+
+#include "launch.h"
+
+#ifndef FASTGRAD_EMULATE_CUDA
+#define FASTGRAD_LAUNCH(kernel, grid, block, stream, ...) kernel<<<(grid), (block), 0, (stream)>>>(__VA_ARGS__)
+#endif
+
+namespace fastgrad::cuda {
+
+// A grid-stride loop runs from the first to the end in these steps.
+__device__ inline int64_t first_element() { return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; }
+__device__ inline int64_t element_step() { return static_cast<int64_t>(gridDim.x) * blockDim.x; }
+
+// Joins one value a thread of a block of threads_per_block into that of thread 0, always in the same
+// order. Every thread of the block must call it; T is made of doubles. Only thread 0's result counts.
+template <typename T, typename Join>
+__device__ T block_reduce(T value, Join join) {
+  static_assert(sizeof(T) % sizeof(double) == 0 && alignof(T) <= alignof(double), "T is made of doubles");
+  __shared__ double memory[threads_per_block * (sizeof(T) / sizeof(double))];
+  T* const values = reinterpret_cast<T*>(memory);
+  const int own = static_cast<int>(threadIdx.x);
+  values[own] = value;
+  for (int half = threads_per_block / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (own < half) {
+      values[own] = join(values[own], values[own + half]);
+    }
+  }
+  value = values[own];
+  __syncthreads();  // the memory serves the next call, too
+  return value;
+}
+
+}  // namespace fastgrad::cuda

@@ -1,0 +1,18 @@
+// Terms of sums of products.
+#pragma once
+
+#include "host_device.h"
+
+namespace fastgrad {
+
+// Zero where the weight is, also for an entry that is not finite.
+FASTGRAD_HOST_DEVICE double dot_term(double entry, double weight) { return weight == 0 ? 0 : entry * weight; }
+
+// Takes a weighed entry into its sum and the sum of the squares.
+FASTGRAD_HOST_DEVICE void add_term(double& sum, double& squares, double weight, double entry) {
+  const double term = weight * entry;
+  sum += term;
+  squares += term * term;
+}
+
+}  // namespace fastgrad
