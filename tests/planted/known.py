@@ -73,7 +73,11 @@ ROWS = [
     Row("rolled", square(lambda g, x: (2 * x * g).roll(1, 1)), RIGHT_SQUARE),
     Row("one element", square(_element), RIGHT_SQUARE, phrase="d out0[1, 2] / d in0[1, 2]"),
     Row("negative inputs only", square(lambda g, x: 2 * x * g * torch.where(x < 0, 1.1, 1.0)), RIGHT_SQUARE),
-    Row("one channel", square(lambda g, x: 2 * x * g * torch.tensor([1.0, 1, 1, 2]).double()), RIGHT_SQUARE),
+    Row(
+        "one channel",
+        square(lambda g, x: 2 * x * g * torch.tensor([1.0, 1, 1, 2], device=g.device).double()),
+        RIGHT_SQUARE,
+    ),
     Row("extra term", square(lambda g, x: 2 * x * g + 1e-3), RIGHT_SQUARE),
     Row(
         "transposed weight",
