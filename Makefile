@@ -5,7 +5,8 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 export MAX_JOBS ?= 2
 
-.PHONY: demo gallery test test-oldest sanitize develop lint cpp-test cuda-gate parity bench soak dist clean
+.PHONY: demo gallery test test-oldest sanitize develop lint cpp-test cuda-gate cuda-link gpu cuda-sanitize parity bench \
+  soak dist clean
 
 demo: $(VENV)/.built
 	$(RUN) -m fastgrad demo
@@ -53,6 +54,34 @@ cpp-test: $(VENV)/.torch
 
 cuda-gate: $(VENV)/.torch
 	.ci/cuda-gate $(RUN)
+
+# Everything compiled and linked against a CUDA build of torch, without a GPU: an extension that imports has no
+# undefined symbols. CUDA_TORCH comes with several GB of CUDA libraries; CUDA_PYTHON can name a Python that has it.
+CUDA_TORCH ?= torch==2.11.0
+CUDA_PYTHON ?= $(LINKED)/$(VENV)/bin/python
+LINKED := build/cuda-link
+cuda-link:
+	$(call copy_to,$(LINKED))
+	$(if $(filter $(LINKED)/%,$(CUDA_PYTHON)),$(MAKE) -C $(LINKED) $(VENV)/.torch TORCH=$(CUDA_TORCH))
+	cd $(LINKED) && FASTGRAD_CUDA=1 FASTGRAD_WERROR=1 $(abspath $(CUDA_PYTHON)) setup.py -q build_ext --inplace
+	cd $(LINKED) && $(abspath $(CUDA_PYTHON)) .ci/cuda_kernels.py
+
+# On a machine with a GPU, by a Python that has a CUDA build of torch, setuptools, ninja, pybind11 and pytest:
+# build, tests, then benchmarks/results/<device>.json and a table.
+GPU_PYTHON ?= python3
+GPU_RATIO ?= 1
+gpu:
+	FASTGRAD_CUDA=1 $(GPU_PYTHON) setup.py -q build_ext --inplace
+	$(GPU_PYTHON) .ci/cuda_kernels.py
+	$(GPU_PYTHON) -m pytest tests/cuda
+	$(GPU_PYTHON) -m benchmarks.bench_cuda --at-least $(GPU_RATIO)
+
+# The same extension, operator by operator, under each tool; one allocation a tensor, so that bounds are seen.
+cuda-sanitize:
+	for tool in memcheck racecheck initcheck synccheck; do \
+	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
+	    $(GPU_PYTHON) -m pytest -q -k "not 1048577" tests/cuda/test_cuda_ops.py || exit 1; \
+	done
 
 parity: $(VENV)/.tools
 	$(RUN) -m tests.parity.sweep --jobs $(MAX_JOBS)
