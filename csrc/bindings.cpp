@@ -67,6 +67,9 @@ PYBIND11_MODULE(_C, module) {
       "color", torch::wrap_pybind_function_no_gil(&fastgrad::color), py::arg("starts"), py::arg("members"),
       py::arg("targets"));
   module.def(
+      "star_color", torch::wrap_pybind_function_no_gil(&fastgrad::star_color), py::arg("starts"), py::arg("members"),
+      py::arg("most"));
+  module.def(
       "transpose", torch::wrap_pybind_function_no_gil(&fastgrad::transpose), py::arg("starts"), py::arg("members"),
       py::arg("targets"));
   module.def("compare", torch::wrap_pybind_function_no_gil(&fastgrad::compare));

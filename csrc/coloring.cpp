@@ -1,4 +1,5 @@
-// Distance-2 coloring of one side of a bipartite pattern, the transpose of one, and sorting by color.
+// Distance-2 coloring of one side of a bipartite pattern, star coloring of a symmetric one, the transpose of one,
+// and sorting by color.
 #include "coloring.h"
 
 #include "ops/common.h"
@@ -10,6 +11,7 @@
 #include <algorithm>
 #include <limits>
 #include <numeric>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -133,6 +135,93 @@ int64_t first_fit(const Pattern& pattern, std::vector<int64_t> waiting, int64_t*
   return count;
 }
 
+// The neighbors that a vertex has of one color.
+struct Leaves {
+  int64_t color;
+  int64_t count;
+  int64_t last;  // one of them
+};
+
+// A star coloring that grows vertex by vertex. For each pair of colors, the edges between them make stars
+// as long as no edge has, at both of its ends, a further neighbor of the color at its other end.
+class Stars {
+ public:
+  explicit Stars(const Pattern& pattern) : pattern_(pattern), leaves_(pattern.vertices) {}
+
+  // First fit in the given order; returns the number of colors, or none where it is more than `most`.
+  std::optional<int64_t> first_fit(const std::vector<int64_t>& order, int64_t most, int64_t* colors) {
+    std::fill_n(colors, pattern_.vertices, -1);
+    int64_t count = 0;
+    std::vector<int64_t> refused;  // by color: the last vertex that it did not fit
+    for (const int64_t vertex : order) {
+      refuse(vertex, colors, refused);
+      int64_t color = 0;
+      while (color < count && refused[color] == vertex) {
+        ++color;
+      }
+      if (color == count) {
+        if (++count > most) {
+          return std::nullopt;
+        }
+        refused.push_back(-1);
+      }
+      colors[vertex] = color;
+      for_neighbors(vertex, [&](int64_t neighbor) { add(neighbor, color, vertex); });
+    }
+    return count;
+  }
+
+ private:
+  template <typename Visit>
+  void for_neighbors(int64_t vertex, const Visit& visit) const {
+    for (int64_t k = pattern_.start[vertex]; k < pattern_.start[vertex + 1]; ++k) {
+      if (pattern_.member[k] != vertex) {
+        visit(pattern_.member[k]);
+      }
+    }
+  }
+
+  void refuse(int64_t vertex, const int64_t* colors, std::vector<int64_t>& refused) const {
+    for_neighbors(vertex, [&](int64_t neighbor) {
+      const int64_t own = colors[neighbor];
+      if (own < 0) {
+        return;
+      }
+      refused[own] = vertex;
+      const bool has_others = count(vertex, own) > 1;
+      for (const Leaves& leaves : leaves_[neighbor]) {
+        // Several leaves have no further neighbor of the color of their hub; a single one may.
+        if (has_others || (leaves.count == 1 && count(leaves.last, own) > 1)) {
+          refused[leaves.color] = vertex;
+        }
+      }
+    });
+  }
+
+  int64_t count(int64_t vertex, int64_t color) const {
+    for (const Leaves& leaves : leaves_[vertex]) {
+      if (leaves.color == color) {
+        return leaves.count;
+      }
+    }
+    return 0;
+  }
+
+  void add(int64_t vertex, int64_t color, int64_t leaf) {
+    for (Leaves& leaves : leaves_[vertex]) {
+      if (leaves.color == color) {
+        ++leaves.count;
+        leaves.last = leaf;
+        return;
+      }
+    }
+    leaves_[vertex].push_back({color, 1, leaf});
+  }
+
+  const Pattern& pattern_;
+  std::vector<std::vector<Leaves>> leaves_;
+};
+
 }  // namespace
 
 at::Tensor color(const at::Tensor& starts, const at::Tensor& members, int64_t targets) {
@@ -160,6 +249,22 @@ at::Tensor color(const at::Tensor& starts, const at::Tensor& members, int64_t ta
   }
   const at::Tensor other = at::empty({pattern.vertices}, at::kLong);
   return first_fit(pattern, std::move(order), other.mutable_data_ptr<int64_t>()) < count ? other : natural;
+}
+
+at::Tensor star_color(const at::Tensor& starts, const at::Tensor& members, int64_t most) {
+  const Pattern pattern("star_color", starts, members, std::max<int64_t>(starts.numel() - 1, 0));
+  const at::Tensor natural = at::empty({pattern.vertices}, at::kLong);
+  std::vector<int64_t> order(pattern.vertices);
+  std::iota(order.begin(), order.end(), 0);
+  const auto count = Stars(pattern).first_fit(order, most, natural.mutable_data_ptr<int64_t>());
+  order = largest_first(pattern);
+  if (count.value_or(most + 1) > 2 && !std::is_sorted(order.begin(), order.end())) {
+    const at::Tensor other = at::empty({pattern.vertices}, at::kLong);
+    if (Stars(pattern).first_fit(order, count ? *count - 1 : most, other.mutable_data_ptr<int64_t>())) {
+      return other;
+    }
+  }
+  return count ? natural : at::empty({0}, at::kLong);
 }
 
 std::tuple<at::Tensor, at::Tensor> transpose(const at::Tensor& starts, const at::Tensor& members, int64_t targets) {

@@ -1,4 +1,5 @@
-// Sparsity patterns: their transpose, distance-2 coloring of one side, and sorting by color.
+// Sparsity patterns: their transpose, distance-2 coloring of one side, star coloring of a symmetric one, and
+// sorting by color.
 //
 // A pattern joins vertices to targets, in CSR form: starts, int64 of shape (vertices + 1,), and
 // members, int64 of shape (nonzeros,). Vertex k has the targets members[starts[k]:starts[k + 1]],
@@ -19,6 +20,17 @@ namespace fastgrad {
 // number of targets (stable), and the better one counts.
 // Time: about nonzeros * count / 64 at worst, near the nonzeros where blocks overlap little.
 at::Tensor color(const at::Tensor& starts, const at::Tensor& members, int64_t targets);
+
+// Colors of the vertices of a symmetric pattern, a graph whose targets are its vertices (a vertex may be its own
+// target: that counts for nothing), int64 of shape (vertices,), such that no two neighbors have one color and no
+// path over four vertices has only two: a star coloring. Of each edge, one end is then the only neighbor of its
+// color that the other end has. Colors 0, 1, ..., count - 1 are all used. Empty where first fit takes more than
+// `most` colors, in natural order and in that of falling number of targets; otherwise the better one counts.
+// That the pattern is symmetric is the caller's contract: it is not checked.
+// Time: about nonzeros * count * count at worst, near nonzeros * count for most patterns.
+// Source: Gebremedhin, Tarafdar, Manne & Pothen, New acyclic and star coloring algorithms (2007), which remembers
+// the stars; here each vertex remembers how many neighbors of each color it has.
+at::Tensor star_color(const at::Tensor& starts, const at::Tensor& members, int64_t most);
 
 // (starts, members) of the transposed pattern, in which targets have vertices, rising.
 std::tuple<at::Tensor, at::Tensor> transpose(const at::Tensor& starts, const at::Tensor& members, int64_t targets);

@@ -44,6 +44,31 @@ def color(starts: Indices, members: Indices, targets: int) -> Indices:
     return _native.color(torch.from_numpy(starts), torch.from_numpy(members), targets).numpy()
 
 
+def star_color(starts: Indices, members: Indices, most: int) -> Indices | None:
+    """Colors of a symmetric pattern, such that each entry, or its mirror image, is alone in its group's product.
+
+    Neighbors differ, and no path over four vertices has only two colors: a star coloring (Gebremedhin,
+    Tarafdar, Manne & Pothen 2007). Then row i has no second entry of the color of j, or row j none of
+    the color of i. First fit, in natural order or with the vertices of most targets first. The GIL is
+    released.
+
+    Parameters
+    ----------
+    starts, members
+        As in `color`; the targets are the vertices, and the pattern is symmetric, which is not checked.
+        Entries on the diagonal do not matter.
+    most
+        How many colors are of use.
+
+    Returns
+    -------
+    Indices or None
+        Shape (vertices,), as in `color`; None where it takes more.
+    """
+    found: Indices = _native.star_color(torch.from_numpy(starts), torch.from_numpy(members), most).numpy()
+    return found if found.size == starts.size - 1 else None
+
+
 def groups(colors: Indices, arange: Callable[[int], Indices] = np.arange) -> tuple[Indices, Indices]:
     """The vertices of each color, what is perturbed together, as `bucket` returns them."""
     return bucket(colors, int(colors.max()) + 1 if colors.size else 0, arange)

@@ -100,6 +100,104 @@ def test_groups_list_the_vertices_of_each_color(pattern: tuple[Lists, int]) -> N
     assert lists_of(starts, order) == expected
 
 
+@st.composite
+def graphs(draw: st.DrawFn) -> Lists:
+    """Symmetric patterns, some vertices being their own targets."""
+    n = draw(st.integers(0, 9))
+    pairs = [(i, j) for i in range(n) for j in range(i + 1)]
+    chosen = draw(st.lists(st.sampled_from(pairs), unique=True)) if pairs else []
+    return symmetric(n, chosen)
+
+
+def symmetric(n: int, pairs: list[tuple[int, int]]) -> Lists:
+    own: list[set[int]] = [set() for _ in range(n)]
+    for i, j in pairs:
+        own[i].add(j)
+        own[j].add(i)
+    return [sorted(targets) for targets in own]
+
+
+def is_star_coloring(lists: Lists, colors: dict[int, int]) -> bool:
+    """The definition: neighbors differ, and every path over four colored vertices has three colors or more."""
+    near = {v: [w for w in lists[v] if w != v and w in colors] for v in colors}
+    if any(colors[v] == colors[w] for v in near for w in near[v]):
+        return False
+    paths = ((a, b, c, d) for b in near for c in near[b] for a in near[b] for d in near[c] if len({a, b, c, d}) == 4)
+    return all(len({colors[v] for v in path}) > 2 for path in paths)
+
+
+def slow_star_coloring(lists: Lists, order: list[int]) -> list[int]:
+    """The oracle of first fit, by definition."""
+    colors: dict[int, int] = {}
+    for vertex in order:
+        fitting = (c for c in range(len(lists)) if is_star_coloring(lists, {**colors, vertex: c}))
+        colors[vertex] = next(fitting)
+    return [colors[vertex] for vertex in range(len(lists))]
+
+
+@settings(max_examples=120, deadline=None)
+@given(graphs())
+def test_star_color_is_first_fit_in_the_better_order(lists: Lists) -> None:
+    natural = slow_star_coloring(lists, list(range(len(lists))))
+    expected = natural
+    if natural and max(natural) + 1 > 2:
+        largest_first = slow_star_coloring(lists, sorted(range(len(lists)), key=lambda vertex: -len(lists[vertex])))
+        expected = min(natural, largest_first, key=max)
+    colors = coloring.star_color(*csr(lists), len(lists))
+    assert colors is not None
+    assert colors.tolist() == expected
+    assert is_star_coloring(lists, dict(enumerate(expected)))
+    # What decompression relies on: of each edge, one end has no second neighbor of the other's color.
+    for i, own in enumerate(lists):
+        for j in own:
+            alone = [[w for w in lists[a] if w != a and colors[w] == colors[b]] == [b] for a, b in ((i, j), (j, i))]
+            assert i == j or any(alone)
+
+
+@settings(max_examples=50, deadline=None)
+@given(graphs(), st.integers(0, 4))
+def test_star_color_gives_up_beyond_the_colors_that_are_of_use(lists: Lists, most: int) -> None:
+    everything = coloring.star_color(*csr(lists), len(lists))
+    assert everything is not None
+    colors = coloring.star_color(*csr(lists), most)
+    assert (colors is None) == (count(everything) > most)
+    assert colors is None or count(colors) == count(everything)
+
+
+@pytest.mark.parametrize(
+    ("lists", "colors"),
+    [
+        pytest.param([[k] for k in range(9)], 1, id="diagonal"),
+        pytest.param(symmetric(300, [(0, k) for k in range(300)]), 2, id="arrow"),
+        pytest.param(symmetric(300, [(299, k) for k in range(300)]), 2, id="arrow-of-the-last"),
+        pytest.param(symmetric(300, [(k, k + 1) for k in range(299)]), 3, id="path"),
+        pytest.param(symmetric(30, [(i, j) for i in range(30) for j in range(i)]), 30, id="dense"),
+    ],
+)
+def test_known_symmetric_structures(lists: Lists, colors: int) -> None:
+    found = coloring.star_color(*csr(lists), len(lists))
+    assert found is not None
+    assert count(found) == colors
+
+
+def test_star_coloring_of_a_large_arrow_and_grid_takes_seconds() -> None:
+    side = 150
+    grid = np.arange(side * side).reshape(side, side)
+    edges = np.concatenate(
+        [np.stack([grid[1:], grid[:-1]], -1), np.stack([grid[:, 1:], grid[:, :-1]], -1).reshape(side - 1, side, 2)]
+    )
+    pairs = np.concatenate(
+        [edges.reshape(-1, 2), np.stack([np.arange(1, side * side), np.zeros(side * side - 1, int)], 1)]
+    )
+    both = np.unique(np.concatenate([pairs, pairs[:, ::-1]]), axis=0)
+    starts = np.concatenate([[0], np.bincount(both[:, 0], minlength=side * side).cumsum()])
+    begin = time.process_time()
+    colors = coloring.star_color(starts, np.ascontiguousarray(both[:, 1]), 100)
+    assert colors is not None
+    assert (colors[both[:, 0]] != colors[both[:, 1]]).all()
+    assert time.process_time() - begin < 5
+
+
 def linear_layer(batch: int, inputs: int, outputs: int) -> Lists:
     """Of y = x W^T: column (b, i) of x, then column (o, i) of W; y has (b, o)."""
     own = [[b * outputs + o for o in range(outputs)] for b in range(batch) for _ in range(inputs)]
