@@ -27,6 +27,12 @@ SEPARATES = 0.95
 PATIENCE = 2
 """Halvings in a row that tell nothing, after which a block is taken as dense."""
 
+HUB_SHARE = 0.5
+"""A target that more than this share of many blocks reach, a shared parameter, is one of a dense row."""
+
+MOST_HUBS = 1 / 32
+"""Of all targets: where more look like dense rows, blocks are still too large to tell."""
+
 BLOCKS_BEFORE_GIVING_UP = 32
 """Where rows have many entries, fewer blocks of columns than this reach every row in any case."""
 
@@ -70,6 +76,11 @@ class Pattern:
         sizes = np.diff(self.starts)
         return arange(self.m) if bool((sizes == 1).all()) else np.repeat(arange(self.m), sizes)
 
+    def transposed(self) -> Pattern:
+        """That of the transpose."""
+        starts, rows = coloring.transpose(self.starts, self.columns, self.n)
+        return replace(self, starts=starts, columns=rows, n=self.m)
+
     def with_entries(self, rows: Indices, columns: Indices) -> Pattern:
         """These and more entries: rows and columns of one shape."""
         rows, columns = np.concatenate([self.rows(), rows]), np.concatenate([self.columns, columns])
@@ -93,7 +104,7 @@ def _from_entries(rows: Indices, columns: Indices, m: int, n: int, origin: str) 
     return Pattern(starts, columns, n, origin)
 
 
-def _starts(counts: Indices) -> Indices:
+def _starts(counts: Indices | Mask) -> Indices:
     starts = np.zeros(counts.size + 1, dtype=np.int64)
     np.cumsum(counts, out=starts[1:])
     return starts
@@ -145,8 +156,15 @@ class Refinement:
         Calls of respond so far.
     """
 
-    def __init__(self, respond: Callable[[Mask], Indices], blocks: Sequence[Block], targets: int) -> None:
-        """With respond, which maps a selection of sources (shape (sources,)) to the targets that react."""
+    def __init__(
+        self, respond: Callable[[Mask], Indices], blocks: Sequence[Block], targets: int, splits_hubs: bool = False
+    ) -> None:
+        """With respond, which maps a selection of sources (shape (sources,)) to the targets that react.
+
+        splits_hubs: whether the few targets that most blocks reach are left out where blocks are kept apart,
+        and taken for dense rows: where the other side has dense columns in their place.
+        """
+        self._splits_hubs = splits_hubs
         self._respond = respond
         self._targets = targets
         self._sources = sum(block.size for block in blocks)
@@ -207,7 +225,21 @@ class Refinement:
         settled = (self._idle >= PATIENCE) & (blocks[self._tensor] >= BLOCKS_BEFORE_GIVING_UP)
         divisible = self._last - self._first > smallest[self._tensor]
         self._active = np.flatnonzero(divisible & ~settled & (np.diff(self._starts) > 0))
-        self._colors = coloring.color(*_select(self._starts, self._members, self._active), self._targets)
+        self._lists = _select(self._starts, self._members, self._active)
+        self._to_hubs = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+        if self._splits_hubs and self._active.size >= BLOCKS_BEFORE_GIVING_UP:
+            self._split_hubs()
+        self._colors = coloring.color(*self._lists, self._targets)
+
+    def _split_hubs(self) -> None:
+        """Takes hubs, which would keep all blocks apart, out of the lists of targets."""
+        starts, members = self._lists
+        hubs = np.bincount(members, minlength=self._targets) > HUB_SHARE * self._active.size
+        if hubs.sum() > MOST_HUBS * self._targets:
+            return
+        of_hubs = hubs[members]
+        self._to_hubs = np.repeat(np.arange(self._active.size), np.diff(starts))[of_hubs], members[of_hubs]
+        self._lists = _starts(~of_hubs)[starts], members[~of_hubs]
 
     @property
     def is_done(self) -> bool:
@@ -239,10 +271,12 @@ class Refinement:
         """One level: halves all active blocks and probes both halves."""
         active, middle = self._active, self._middles()
         first, last = self._first[active], self._last[active]
-        starts, members = _select(self._starts, self._members, active)
+        starts, members = self._lists
         order, color_starts = coloring.groups(self._colors)
-        found: list[Indices] = []
-        children: list[Indices] = []
+        # Both halves of a block that reaches a hub are taken to reach it.
+        blocks, hubs = self._to_hubs
+        found: list[Indices] = [hubs, hubs]
+        children: list[Indices] = [2 * blocks, 2 * blocks + 1]
         for begin, end in pairwise(color_starts.tolist()):
             chosen = order[begin:end]
             part_starts, part = _select(starts, members, chosen)
