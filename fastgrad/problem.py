@@ -44,7 +44,7 @@ def is_differentiable(value: Any) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
-def _differentiable_inputs(inputs: tuple[Any, ...], names: tuple[str, ...]) -> list[int]:
+def _differentiable_inputs(inputs: tuple[Any, ...], names: tuple[str, ...], warn_of_precision: bool) -> list[int]:
     """Positions of the inputs to check; raises or warns about those that cannot be checked well."""
 
     def called(i: int, otherwise: str) -> str:
@@ -59,7 +59,7 @@ def _differentiable_inputs(inputs: tuple[Any, ...], names: tuple[str, ...]) -> l
             )
     for i in positions:
         value = inputs[i]
-        if value.dtype not in (torch.float64, torch.complex128):
+        if warn_of_precision and value.dtype not in (torch.float64, torch.complex128):
             warn(
                 f"{called(i, f'Input #{i}')} requires gradient and is not a double precision floating point or complex "
                 f"tensor, but {value.dtype}: differences with a small eps drown in its rounding, and the check will "
@@ -164,9 +164,10 @@ class Problem:
         progress: Progress | None = None,
         names: tuple[str, ...] = (),
         scales: Sequence[tuple[float, float]] = (),
+        warn_of_precision: bool = True,
     ) -> None:
         """With what messages call the arguments, if they do, and the step and weight of each checked one."""
-        positions = _differentiable_inputs(arguments, names)
+        positions = _differentiable_inputs(arguments, names, warn_of_precision)
         memories = {position: memory_of(arguments[position], masked) for position in positions}
         self._memories = memories
         self.inputs = blocks_of(arguments, positions, once=True, memories=memories, scales=scales)

@@ -138,7 +138,7 @@ def refine(
     width, change, every_step = (torch.stack(measured) for measured in (widths, differences, steps))
     taken = width != 0
     slopes = torch.where(taken, change / width, 0.0)
-    values, errors = _extrapolate(slopes, width, _rounding(problem, all_rows, base, x[owner]), atol, rtol)
+    values, errors = extrapolate(slopes, width, _rounding(problem, all_rows, base, x[owner]), atol, rtol)
     # Not "errors > allowed": a NaN has not converged.
     converged = errors <= atol + rtol * values.abs()
     doubtful = torch.zeros_like(converged)
@@ -182,7 +182,7 @@ def _one_sided(
     return (base - minus) / step, (plus - base) / step
 
 
-def _extrapolate(slopes: Tensor, widths: Tensor, rounding: Tensor, atol: float, rtol: float) -> tuple[Tensor, Tensor]:
+def extrapolate(slopes: Tensor, widths: Tensor, rounding: Tensor, atol: float, rtol: float) -> tuple[Tensor, Tensor]:
     """The best estimate of each row and its error.
 
     Parameters

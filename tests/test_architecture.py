@@ -14,11 +14,11 @@ FLOORS = {
     0: ["_build", "_native", "_torch", "_version", "errors", "report", "stopwatch"],
     1: ["coloring", "coordinates", "directions", "graphs", "problem", "progress", "sparsity", "tolerances"],
     2: ["attributes", "certify", "compare", "engines", "engines.compressed", "engines.dense", "engines.sketch"],
-    3: ["check", "exact", "fast", "second_order"],
-    4: ["api", "diagnose", "jacobians", "messages"],
+    3: ["check", "exact", "fast", "matrices", "second_order"],
+    4: ["api", "diagnose", "differences", "forms", "jacobians", "messages", "numerical"],
     5: ["__init__", "__main__", "cli", "demo", "functional", "pytest_plugin", "render"],
 }
-FLOORS[1] += ["arguments"]
+FLOORS[1] += ["arguments", "linear_map"]
 FLOORS[2] += ["confirm", "locate", "plan", "refine"]
 FLOOR = {module: floor for floor, modules in FLOORS.items() for module in modules}
 
@@ -35,9 +35,12 @@ NEIGHBORS = {
     "engines.sketch": {"engines"},
     "check": {"exact", "fast"},
     "confirm": {"compare", "locate", "refine"},
+    "linear_map": {"coordinates", "directions"},
     "sparsity": {"coloring", "coordinates"},
     "api": {"messages"},
     "messages": {"diagnose"},
+    "numerical": {"differences", "forms"},
+    "__init__": {"functional"},
     "__main__": {"cli"},
     "cli": {"demo"},
 }
