@@ -115,9 +115,9 @@ def run(case: Case, rounds: int, budget: float) -> list[dict[str, Any]]:
         row |= {"products": products(case, x), "strided": strided, "strided ratio": pair.baseline / strided}
         rows.append({**row, **pair_row(pair)})
         print(
-            f"{case.name:9} {case.what:13} n={case.n:<6} torch {row['torch']:15} {pair.baseline:8.4f} s   "
-            f"auto {pair.candidate:7.4f} s {pair.ratio:7.1f}x   strided {strided:7.4f} s {row['strided ratio']:6.1f}x"
-            f"   {row['products']} VJPs",
+            f"{case.name:9} {case.what:13} n={case.n:<6} {row['torch']:15} {pair.baseline:8.4f} s  "
+            f"auto {pair.candidate:7.4f} s {pair.ratio:7.1f}x  strided {strided:7.4f} s {row['strided ratio']:6.1f}x   "
+            f"{row['products']} VJPs",
             flush=True,
         )
     return rows

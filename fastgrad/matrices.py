@@ -33,6 +33,10 @@ GROUPS_WORTH_THE_TRANSPOSE = 8
 WORTH_PROBING = 256
 """Rows from which probing does, which takes milliseconds beside its products."""
 
+BAND = 61
+"""Rows between those whose product shows a band, which must be at most half as wide; prime, so that they fall on
+all places of blocks."""
+
 PROBING_SHARE = 4
 """Probing takes at most the rows over this, in products."""
 
@@ -125,7 +129,7 @@ def entries_by_structure(
         return None
     maps = _Maps(rows, columns, symmetric)
     try:
-        for find in (_guess, _probe):
+        for find in (_guess, _guess_band, _probe):
             pattern = find(maps)
             if pattern is None:
                 continue
@@ -191,9 +195,36 @@ def _guess(maps: _Maps) -> Pattern | None:
     pattern = sparsity.guess(rows.targets, rows.sources)
     if pattern is None or pattern.nnz > most_entries(Settings()):
         return None
+    return pattern if _bears_a_look(rows, pattern) else None
+
+
+def _guess_band(maps: _Maps) -> Pattern | None:
+    """The offsets from the diagonal that one product with rows far apart shows, for all rows: a chain, a stencil."""
+    rows = maps.rows
+    if rows.m < WORTH_PROBING or len(rows.sources) != 1 or len(rows.targets) != 1:
+        return None
+    chosen = np.arange(BAND // 2, rows.m, BAND)
+    seed = torch.zeros(rows.m, dtype=torch.float64)
+    seed[torch.from_numpy(chosen)] = direction(chosen.size, 0, PROBE_COTANGENT)
+    reacted = np.flatnonzero((rows.product(seed) != 0).cpu().numpy())
+    offsets = np.unique(reacted - chosen[np.minimum(reacted // BAND, chosen.size - 1)])
+    if maps.symmetric:
+        offsets = np.union1d(offsets, -offsets)
+    if not 0 < offsets.size <= BAND // 2 or rows.m * offsets.size > most_entries(Settings()):
+        return None
+    columns = np.arange(rows.m)[:, None] + offsets
+    within = (columns >= 0) & (columns < rows.n)
+    starts = np.zeros(rows.m + 1, dtype=np.int64)
+    np.cumsum(within.sum(1), out=starts[1:])
+    pattern = Pattern(starts, columns[within], rows.n, "guessed from one product: a band")
+    return pattern if _bears_a_look(rows, pattern) else None
+
+
+def _bears_a_look(rows: LinearMap, pattern: Pattern) -> bool:
+    """Whether a product with a random half of the rows reaches no other columns than the pattern says."""
     seed = direction(rows.m, 0, PROBE_COTANGENT, halved=True)
     reacted = (rows.product(seed) != 0).cpu().numpy()
-    return pattern if sparsity.bears_a_look(pattern.transposed(), seed.numpy() != 0, reacted) else None
+    return sparsity.bears_a_look(pattern.transposed(), seed.numpy() != 0, reacted)
 
 
 def _probe(maps: _Maps) -> Pattern | None:
