@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -80,7 +79,10 @@ def check(
     ):
         seconds = {"first evaluation": time.perf_counter() - start}
         worth_it = problem.n >= TIMED_COLUMNS or seconds["first evaluation"] >= TIMED_SECONDS
-        with Stopwatch(seconds) if worth_it else nullcontext():
+        if worth_it:
+            with Stopwatch(seconds):
+                plan, failure = _first_failure(problem, settings, findings)
+        else:
             plan, failure = _first_failure(problem, settings, findings)
         if failure is not None and failure.comparison is not None and all(pair.agrees for pair in findings.pairs):
             findings.add_pair(located_pair(failure, failure.comparison))

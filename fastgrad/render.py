@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from fastgrad import messages
 from fastgrad.coordinates import element_number
-from fastgrad.report import Entry, Failure, Pair, Report, Settings
+from fastgrad.report import Entry, Failure, Pair, Report, Tolerances
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,10 +62,11 @@ class _Entries:
 
 def _entries(report: Report) -> _Entries | None:
     """The sample or, without one, a small Jacobian, or its worst entries."""
-    comparison = report.failure.comparison if report.failure else None
-    if comparison is None:
+    failure = report.failure
+    comparison = failure.comparison if failure else None
+    if failure is None or comparison is None:
         return None
-    atol, rtol = report.settings.atol, report.settings.rtol
+    own = report.settings.of(failure.input or 0)
     sample = report.sample
     if sample is not None:
         analytical, numerical = sample.analytical.cpu().numpy(), sample.numerical.cpu().numpy()
@@ -90,7 +91,7 @@ def _entries(report: Report) -> _Entries | None:
         failing = None
     else:
         return None
-    error, allowed = np.abs(analytical - numerical), atol + rtol * np.abs(numerical)
+    error, allowed = np.abs(analytical - numerical), own.atol + own.rtol * np.abs(numerical)
     if failing is None:
         failing = ~(error <= allowed)
     return _Entries(*shapes, outputs, inputs, error, allowed, failing)
@@ -142,7 +143,7 @@ def _panels(report: Report) -> list[_Panel]:
                 "Central differences of the worst entry, from large steps to small: where they settle, they are the "
                 "derivative; the analytical value is the dashed line.",
                 (5.6, 3.6),
-                lambda axes, ink: _draw_convergence(axes, ink, failure, worst, report.settings),
+                lambda axes, ink: _draw_convergence(axes, ink, failure, worst, report.settings.of(failure.input or 0)),
             )
         )
     return panels
@@ -290,11 +291,11 @@ def _draw_errors(axes: Axes, ink: str, entries: _Entries) -> None:
     _ink(axes, ink)
 
 
-def _draw_convergence(axes: Axes, ink: str, failure: Failure, worst: Entry, settings: Settings) -> None:
+def _draw_convergence(axes: Axes, ink: str, failure: Failure, worst: Entry, own: Tolerances) -> None:
     steps = np.array([difference.step for difference in failure.convergence])
     estimates = np.array([complex(difference.estimate) for difference in failure.convergence])
     analytical, numerical = complex(worst.analytical), complex(worst.numerical)
-    axes.set_xlim(min(*steps, settings.eps) / 3, max(*steps, settings.eps) * 3)
+    axes.set_xlim(min(*steps, own.eps) / 3, max(*steps, own.eps) * 3)
     axes.set_xscale("log")
     if failure.trouble != "not converged" and math.isfinite(worst.difference) and worst.difference > 0:
         distance = np.abs(estimates - numerical)
@@ -311,8 +312,8 @@ def _draw_convergence(axes: Axes, ink: str, failure: Failure, worst: Entry, sett
         if math.isfinite(worst.difference) or math.isfinite(abs(analytical)):
             axes.axhline(float(size(analytical)), color=WRONG, linestyle="--", label="analytical value")
         axes.set_ylabel("derivative" + (", modulus" if complex_valued else ""))
-        axes.set_yscale("symlog", linthresh=max(settings.atol, 1e-12))
-    axes.axvline(settings.eps, color=ink, linestyle=":", linewidth=1.2, label=f"eps = {settings.eps:g}")
+        axes.set_yscale("symlog", linthresh=max(own.atol, 1e-12))
+    axes.axvline(own.eps, color=ink, linestyle=":", linewidth=1.2, label=f"eps = {own.eps:g}")
     axes.set_xlabel("step")
     for axis in (axes.xaxis, axes.yaxis):
         _plain_ticks(axis)

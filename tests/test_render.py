@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fastgrad import render
-from fastgrad.report import FailureKind, Report, Sample
+from fastgrad.report import FailureKind, Report, Sample, Tolerances
 from tests.test_report import run, scaled, synthetic, uniform
 
 
@@ -182,6 +182,14 @@ def test_errors_are_drawn_against_their_tolerance(failed: Report) -> None:
     np.testing.assert_allclose(wrong, np.stack([1e-5 + 1e-3 * value, value / 2], 1))
     (line,) = axes.get_lines()
     np.testing.assert_array_equal(*line.get_data())
+
+
+def test_an_input_may_have_tolerances_of_its_own(failed: Report) -> None:
+    settings = replace(failed.settings, inputs=(Tolerances(1e-4, 1e-2, 0.0),))
+    figure = replace(failed, settings=settings).plot()
+    for points in figure.axes[1].collections:
+        assert set(np.asarray(points.get_offsets())[:, 0]) == {1e-2}
+    assert figure.axes[2].get_lines()[-1].get_xdata()[0] == 1e-4
 
 
 def test_convergence_is_drawn(failed: Report) -> None:
