@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastgrad.report import CauseName
+
 
 def function(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
     """A custom Function: backward(*grad_outputs, *inputs) -> gradients."""
@@ -24,6 +26,11 @@ def function(forward: Callable[..., Any], backward: Callable[..., Any]) -> Calla
             return backward(*grad_outputs, *ctx.saved_tensors)
 
     return Planted.apply
+
+
+def anywhere(output: tuple[int, ...], input: tuple[int, ...]) -> bool:
+    """Every entry is one that is really wrong."""
+    return True
 
 
 def normal(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Callable[[], tuple[Tensor, ...]]:
@@ -57,3 +64,21 @@ class Row:
     phrase: str = "Jacobian mismatch for output 0 with respect to input 0"
     torch_sees: bool = True
     torch_passes: bool = True
+
+
+@dataclass(frozen=True)
+class Planted:
+    """One planted error whose cause a failed check must name first.
+
+    entry: whether the entry with these indices of the output and of the input is one that is really wrong. The
+    other fields are those of Row.
+    """
+
+    name: str
+    cause: CauseName
+    wrong: Callable[..., Any]
+    right: Callable[..., Any]
+    inputs: Callable[[], tuple[Any, ...]] = _TWELVE
+    entry: Callable[[tuple[int, ...], tuple[int, ...]], bool] = anywhere
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+    order: int = 1
