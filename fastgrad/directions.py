@@ -15,9 +15,11 @@ TANGENT_STREAM = 3
 BATCH_STREAM = 4
 PROBE_DIRECTION = 7
 PROBE_COTANGENT = 8
-# Of these two, there are as many as a check asks for: they add multiples of 16.
+# Of these, there are as many as a check asks for: they add multiples of 16.
 SKETCH_DIRECTIONS = 5
 SKETCH_COTANGENTS = 6
+OPINION_STREAM = 9
+EVIDENCE_STREAM = 10
 
 
 def direction(size: int, seed: int, stream: int, first: int = 0, halved: bool = False) -> Tensor:

@@ -1,0 +1,142 @@
+"""Second opinions: forward against reverse mode, and the order of a Taylor remainder."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastgrad
+from tests.planted.causes import both_modes
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(2)).requires_grad_()
+
+
+def sine(backward: float = 1.0, jvp: float = 1.0) -> Callable[[Tensor], Tensor]:
+    """sin(x) with a backward and a jvp so many times what they should be."""
+    return both_modes(torch.sin, lambda g, x: backward * g * x.cos(), lambda t, x: jvp * t * x.cos())
+
+
+FUNCTIONS: list[tuple[Callable[..., Any], Callable[[], tuple[Tensor, ...]]]] = [
+    (torch.sin, lambda: (leaf(3, 4),)),
+    (torch.matmul, lambda: (leaf(3, 4), leaf(4, 2))),
+    (lambda x: (x.exp(), x.sum(1)), lambda: (leaf(3, 4),)),
+    (lambda z: z * z.conj() + z.exp(), lambda: (leaf(5, dtype=torch.complex128),)),
+    (lambda x: x.softmax(1), lambda: (leaf(2, 3).detach().mul(50).requires_grad_(),)),
+    (lambda x: 1e6 * x.sin(), lambda: (leaf(4),)),
+]
+
+
+@pytest.mark.parametrize(("func", "inputs"), FUNCTIONS)
+def test_right_gradients_pass_both(func: Callable[..., Any], inputs: Callable[[], tuple[Tensor, ...]]) -> None:
+    adjoint = fastgrad.adjoint_test(func, inputs())
+    assert adjoint.passed
+    assert adjoint.error < 1e-10
+    for mode in ("reverse", "forward"):
+        taylor = fastgrad.taylor_test(func, inputs(), mode=mode)
+        assert taylor.passed
+        assert taylor.rate > 1.9
+        assert len(taylor.steps) == len(taylor.remainders) == 19
+
+
+def test_a_linear_function_leaves_no_remainder() -> None:
+    taylor = fastgrad.taylor_test(lambda x: 3 * x, leaf(4))
+    assert taylor.passed
+    assert taylor.rate == math.inf
+
+
+@pytest.mark.parametrize("error", [1.0, 1e-2, 1e-4])
+def test_a_wrong_gradient_has_a_rate_of_one(error: float) -> None:
+    wrong = sine(backward=1 + error)
+    taylor = fastgrad.taylor_test(wrong, leaf(3, 4))
+    assert not taylor.passed
+    assert taylor.rate == pytest.approx(1, abs=0.1)
+    assert fastgrad.taylor_test(wrong, leaf(3, 4), mode="forward").passed
+
+
+def test_modes_that_differ_are_told_to_rounding() -> None:
+    assert not fastgrad.adjoint_test(sine(backward=1 + 1e-6), leaf(3, 4)).passed
+    assert fastgrad.adjoint_test(sine(backward=1 + 1e-6), leaf(3, 4), rtol=1e-5).passed
+    # Both wrong alike: only a difference tells.
+    assert fastgrad.adjoint_test(sine(2.0, 2.0), leaf(3, 4)).passed
+    assert not fastgrad.taylor_test(sine(2.0, 2.0), leaf(3, 4)).passed
+
+
+def test_the_pair_that_disagrees_is_named() -> None:
+    right, wrong = sine(), sine(jvp=-1.0)
+    found = fastgrad.adjoint_test(lambda a, flag, b: (a * 1, right(a) + wrong(b)), (leaf(3), True, leaf(3)))
+    assert (found.output, found.input) == (1, 1)
+    assert found.forward.shape == found.reverse.shape == (3, 2, 2)
+    differ = (found.forward - found.reverse).abs() > 1e-8
+    assert differ.tolist() == [[[False, False], [False, True]]] * 3
+
+
+def test_a_nan_passes_nothing() -> None:
+    nan = sine(backward=math.nan)
+    assert not fastgrad.adjoint_test(nan, leaf(3)).passed
+    assert not fastgrad.taylor_test(nan, leaf(3)).passed
+
+
+def test_steps_outside_of_the_domain_are_left_out() -> None:
+    def log(x: Tensor) -> Tensor:
+        if bool((x <= 0).any()):
+            raise ValueError("not positive")
+        return x.log()
+
+    x = torch.tensor([1e-3] * 6 + [1.0], dtype=torch.float64, requires_grad=True)
+    taylor = fastgrad.taylor_test(log, x)
+    assert taylor.passed
+    assert 2 < len(taylor.steps) < 19
+
+
+def test_inputs_and_seeds() -> None:
+    x = leaf(3, 4)
+    before = x.detach().clone()
+    first, again = (fastgrad.taylor_test(torch.sin, x, seed=5) for _ in range(2))
+    assert first == again
+    assert first.derivative != fastgrad.taylor_test(torch.sin, x, seed=6).derivative
+    assert torch.equal(x, before)
+    assert x.grad is None
+
+
+def test_single_precision_has_its_own_tolerance() -> None:
+    x = leaf(4, dtype=torch.float32)
+    with pytest.warns(UserWarning, match="double precision"):
+        found = fastgrad.adjoint_test(torch.sin, x)
+    assert found.passed
+    assert found.rtol == pytest.approx(3.4e-4, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda: fastgrad.adjoint_test(torch.sin, leaf(2), trials=0), ValueError, "trials must be at least 1, got 0"),
+        (lambda: fastgrad.taylor_test(torch.sin, leaf(2), mode="both"), ValueError, "mode must be 'reverse' or"),  # type: ignore[arg-type]
+        (lambda: fastgrad.taylor_test(lambda x: x.detach(), leaf(2)), ValueError, "an output that requires grad"),
+        (lambda: fastgrad.adjoint_test(torch.sin, torch.ones(2)), ValueError, "at least one input tensor"),
+    ],
+)
+def test_usage_errors(call: Callable[[], Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        call()
+
+
+def test_a_func_without_forward_mode_says_so() -> None:
+    class Reverse(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return 2 * g
+
+    with pytest.raises(NotImplementedError, match="jvp"):
+        fastgrad.adjoint_test(Reverse.apply, leaf(2))
+    assert fastgrad.taylor_test(Reverse.apply, leaf(2)).passed
