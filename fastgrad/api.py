@@ -492,7 +492,7 @@ def _number(name: str, value: Any, zero: bool = True) -> float:
 def _raise_or_return(
     func: Callable[..., Any], inputs: TensorOrTensors, settings: Settings, raise_exception: bool
 ) -> bool:
-    report = run(func, inputs, settings)
+    report = run(func, inputs, settings, explain=raise_exception)
     if report.failure is None:
         return True
     if report.failure.kind.startswith("undefined grad"):

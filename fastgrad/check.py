@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -36,11 +37,13 @@ from fastgrad.plan import (
 )
 from fastgrad.problem import Problem, as_tuple, disabled_gradients
 from fastgrad.progress import Progress
-from fastgrad.report import Certificate, Environment, Failure, Part, Plan, Report, Settings
+from fastgrad.report import Certificate, Environment, Failure, Part, Plan, Report, Sample, Settings
 from fastgrad.stopwatch import Stopwatch
 
 
-def check(func: Callable[..., Any], inputs: Any, settings: Settings, names: tuple[str, ...] = ()) -> Report:
+def check(
+    func: Callable[..., Any], inputs: Any, settings: Settings, names: tuple[str, ...] = (), explain: bool = True
+) -> Report:
     """Checks the derivatives that autograd computes for func at inputs against differences of func.
 
     Parameters
@@ -53,6 +56,8 @@ def check(func: Callable[..., Any], inputs: Any, settings: Settings, names: tupl
         Step, tolerances and what to check.
     names
         What messages call the inputs, if they do not count them.
+    explain
+        Gather evidence after a failure and look for probable causes.
 
     Returns
     -------
@@ -69,31 +74,44 @@ def check(func: Callable[..., Any], inputs: Any, settings: Settings, names: tupl
         ) as problem,
     ):
         plan, failure = _first_failure(problem, settings, findings)
-    if failure is not None and failure.comparison is not None and all(pair.agrees for pair in findings.pairs):
-        findings.add_pair(located_pair(failure, failure.comparison))
-    disabled = disabled_gradients()
-    if disabled:
-        findings.notes.append(disabled)
-    if problem.mutates_inputs:
-        findings.notes.append("func changes its inputs (or they hold NaN); they were restored around every evaluation")
-    return Report(
-        failure=failure,
-        settings=settings,
-        plan=plan,
-        n=problem.n,
-        m=problem.m,
-        evaluations=problem.evaluations,
-        vjps=problem.vjps,
-        jvps=problem.jvps,
-        seconds=time.perf_counter() - start,
-        phases=watch.seconds,
-        notes=tuple(findings.notes),
-        input_names=names,
-        pairs=tuple(findings.pairs),
-        certificates=tuple(findings.certificates),
-        undecided=findings.undecided,
-        environment=_environment(problem.device),
-    )
+        if failure is not None and failure.comparison is not None and all(pair.agrees for pair in findings.pairs):
+            findings.add_pair(located_pair(failure, failure.comparison))
+        disabled = disabled_gradients()
+        if disabled:
+            findings.notes.append(disabled)
+        if problem.mutates_inputs:
+            findings.notes.append(
+                "func changes its inputs (or they hold NaN); they were restored around every evaluation"
+            )
+        report = Report(
+            failure=failure,
+            settings=settings,
+            plan=plan,
+            n=problem.n,
+            m=problem.m,
+            evaluations=problem.evaluations,
+            vjps=problem.vjps,
+            jvps=problem.jvps,
+            seconds=time.perf_counter() - start,
+            phases=dict(watch.seconds),
+            notes=tuple(findings.notes),
+            input_names=names,
+            pairs=tuple(findings.pairs),
+            certificates=tuple(findings.certificates),
+            undecided=findings.undecided,
+            environment=_environment(problem.device),
+        )
+        return _diagnosed(problem, report, findings.sample) if explain and failure is not None else report
+
+
+def _diagnosed(problem: Problem, report: Report, at_hand: Sample | None) -> Report:
+    """The report of a failed check, with evidence and probable causes."""
+    from fastgrad.diagnose import diagnose  # only here: a check that passes needs neither
+    from fastgrad.evidence import gather
+
+    sample, evidence = gather(problem, report, at_hand)
+    report = replace(report, sample=sample, evidence=evidence)
+    return replace(report, causes=diagnose(report))
 
 
 def _scales(settings: Settings) -> list[tuple[float, float]]:

@@ -14,7 +14,7 @@ from fastgrad._torch import phase
 from fastgrad.coordinates import PIECE, Block, pieces
 from fastgrad.problem import Problem
 from fastgrad.refine import Suspects
-from fastgrad.report import Certificate, Comparison, Entry, Extent, Mode, Pair, Part, Settings, Span, modulus
+from fastgrad.report import Certificate, Comparison, Entry, Extent, Mode, Pair, Part, Sample, Settings, Span, modulus
 
 SMALL = 256
 """Jacobians of at most this many entries are kept whole for the message."""
@@ -34,12 +34,14 @@ class Findings:
     pairs: list[Pair] = field(default_factory=list)
     certificates: list[Certificate] = field(default_factory=list)
     undecided: float | None = None
+    sample: Sample | None = None
 
     def add(self, other: Findings) -> None:
         """Takes in those of a part of the check."""
         self.notes += other.notes
         self.pairs += other.pairs
         self.certificates += other.certificates
+        self.sample = other.sample or self.sample
 
     def add_pair(self, pair: Pair) -> None:
         """Takes in a pair; the same one again, as from pass to pass over the columns, counts once."""
@@ -104,6 +106,7 @@ class PairComparison:
     unspecified: bool = False
     failing: list[tuple[Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
     on_pattern: bool = False
+    entries_at_hand: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 
     @phase("comparison")
     def add(self, analytical: Tensor, numerical: Tensor, first_row: int, first_column: int) -> None:
@@ -137,6 +140,7 @@ class PairComparison:
             The elements of each entry, as in a block: int64, shape (entries,).
         """
         self.on_pattern = True
+        self.entries_at_hand = analytical, numerical, rows, columns
         where = analytical.unsqueeze(0), numerical.unsqueeze(0), self._width()
         self._take_in(*where, lambda _, entry: (rows[entry], columns[entry]))
 
@@ -244,8 +248,11 @@ class PairComparison:
         worst_first = self._excess(analytical, numerical).argsort(descending=True)
         along_input, along_output = (block.width for block in (self.input, self.output))
         imaginary = 1 if part == "imaginary" else 0
+        by_input = inputs.argsort(stable=True)
+        elements, counts = torch.unique_consecutive(inputs[by_input], return_counts=True)
+        members = dict(zip(elements.tolist(), torch.split(by_input, counts.tolist()), strict=True))
         for element in dict.fromkeys(inputs[worst_first].tolist()):
-            mine = inputs == element
+            mine = members[element]
             first = self.input.first + element * along_input
             coordinates = self.output.first + outputs[mine].unsqueeze(1) * along_output
             if not forward:
@@ -269,6 +276,25 @@ class PairComparison:
             entry = Entry(self.output.element_index(row), self.input.logical_index(element), value, 0.0, self.atol)
             self.worst = self.worst or entry
             self.unspecified = True
+
+    def sample(self) -> Sample | None:
+        """All entries of a sparse Jacobian, right and wrong ones; None of a dense one, whose blocks are gone."""
+        if self.entries_at_hand is None:
+            return None
+        analytical, numerical, rows, columns = self.entries_at_hand
+        width = self._width()
+        values = [_matrix(block.unsqueeze(0), width)[0].cpu() for block in (analytical, numerical)]
+        wide = [value.to(torch.complex128 if width == 2 else torch.float64) for value in values]
+        elements = columns if self.input.elements is None else self.input.elements.to(columns.device)[columns]
+        return Sample(
+            tuple(self.output.tensor.shape),
+            tuple(self.input.tensor.shape),
+            rows.cpu(),
+            elements.cpu(),
+            wide[0],
+            wide[1],
+            ~((wide[0] - wide[1]).abs() <= self.atol + self.rtol * wide[1].abs()),
+        )
 
     def result(self) -> Comparison:
         """The comparison so far, as data."""

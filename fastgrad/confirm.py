@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -15,6 +16,9 @@ from fastgrad.locate import locate
 from fastgrad.problem import Problem
 from fastgrad.refine import Survivor, Suspects, surviving
 from fastgrad.report import Comparison, Entry, Extent, Failure, Mode, Pair, Part, Plan, Settings, modulus
+
+WORST = 64
+"""Input elements that are re-measured before all others."""
 
 
 @dataclass(slots=True)
@@ -209,6 +213,15 @@ def _relative(analytical: complex, numerical: complex) -> float:
     return modulus(analytical - numerical) / size if size else float("inf")
 
 
+def _batches(suspected: Iterator[Suspects], group_of: Callable[[int], int] | None) -> Iterator[list[Suspects]]:
+    """Suspects that can be moved together, the worst ones first: mostly these decide, and the others may be many."""
+    for some in (itertools.islice(suspected, WORST), suspected):
+        batches: dict[int, list[Suspects]] = {}
+        for number, suspects in enumerate(some):
+            batches.setdefault(group_of(suspects.inputs[0]) if group_of else number, []).append(suspects)
+        yield from batches.values()
+
+
 def mismatch_failure(
     problem: Problem,
     plan: Plan,
@@ -228,11 +241,8 @@ def mismatch_failure(
     comparison = pair.result()
     survivor: Survivor | None = None
     if not pair.unspecified:
-        batches: dict[int, list[Suspects]] = {}
-        for number, suspects in enumerate(pair.suspects(part)):
-            batches.setdefault(group_of(suspects.inputs[0]) if group_of else number, []).append(suspects)
         measured: set[tuple[int, ...]] = set()
-        for batch in batches.values():
+        for batch in _batches(pair.suspects(part), group_of):
             survivor = surviving(problem, plan.record_graph, settings, batch)
             measured.update(suspects.input_index for suspects in batch)
             if survivor is not None:
@@ -249,6 +259,7 @@ def mismatch_failure(
             findings.add_pair(pair.pair(part, agrees=True))
             return None
     findings.add_pair(pair.pair(part, agrees=False))
+    findings.sample = pair.sample()
     return Failure(
         "mismatch",
         output=pair.output.index,

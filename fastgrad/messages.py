@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fastgrad.diagnose import constant_factor, is_zero
 from fastgrad.report import Certificate, Comparison, Entry, Extent, Failure, Pair, Report, Settings, Span
 
 _UNDEFINED_NOTE = (
@@ -16,6 +15,12 @@ _NONDET_NOTE = (
     "If the operator is nondeterministic by design (atomic additions, say), pass nondet_tol; otherwise look for state "
     "or uninitialized memory in backward."
 )
+
+MOST_CAUSES = 3
+"""Of the probable causes, how many are printed."""
+
+_PLACES = {"region", "slice", "boundary", "last tile", "modes disagree", "both modes wrong"}
+_VALUES = {"constant factor", "sign", "zero gradient", "missing conjugate", "complex factor"}
 
 MOST_PAIRS = 8
 """Pairs that a summary lists."""
@@ -147,7 +152,9 @@ def failure_message(report: Report) -> str:
     lines = [_headline(failure, report)]
     if failure.comparison is not None:
         lines += _matrices(failure.comparison) + _details(report, failure, failure.comparison)
-    lines += _positions(report, failure)
+        if failure.detail and not (failure.trouble and report.causes):  # or one of these says it
+            lines.append(f"  because    {failure.detail}")
+    lines += _causes(report) + _positions(report, failure)
     lines.append(f"  engine     {engine_line(report)}")
     lines += _notes(report)
     if failure.comparison is not None:
@@ -297,16 +304,6 @@ def _details(report: Report, failure: Failure, comparison: Comparison) -> list[s
         f"             largest absolute error {comparison.largest_absolute:.3g}, largest relative error "
         f"{comparison.largest_relative:.3g}",
     ]
-    if failure.detail:
-        lines.append(f"  because    {failure.detail}")
-    factor = constant_factor(comparison)
-    if is_zero(comparison):
-        lines.append("  looks like the analytical gradient is zero wherever it is wrong: a missing term, or a None")
-    elif factor is not None:
-        lines.append(
-            f"  looks like the analytical gradient is {factor[0]:.4g} x the numerical one there "
-            f"(residual {factor[1]:.0e}): a missing factor {1 / factor[0]:.4g}"
-        )
     return lines
 
 
@@ -333,6 +330,17 @@ def extent_line(names: tuple[str, str], comparison: Comparison) -> str:
 
 def _entries(comparison: Comparison | Pair) -> str:
     return _count(comparison.entries, "nonzero entry" if comparison.on_pattern else "entry")
+
+
+def _causes(report: Report) -> list[str]:
+    """The most probable causes; what wrong entries are is no alternative to where they are."""
+    lines: list[str] = []
+    for cause in report.causes[:MOST_CAUSES]:
+        head = "looks like" if not lines else "or like   "
+        if lines and report.causes[0].name in _PLACES and cause.name in _VALUES:
+            head = "and there "
+        lines.append(f"  {head} {cause.text} ({cause.measure})")
+    return lines
 
 
 def _positions(report: Report, failure: Failure) -> list[str]:

@@ -59,6 +59,8 @@ class Refinement:
         What was measured, large steps first: how far the coordinate was moved to either side, by how much
         func changed in between, and what that is divided by; zero where no step was taken. Float64, shape
         (rows, steps).
+    curved
+        Whether the one-sided derivatives come closer to each other at smaller steps: bool, shape (rows,).
     """
 
     values: Tensor
@@ -70,14 +72,17 @@ class Refinement:
     steps: Tensor
     changes: Tensor
     widths: Tensor
+    curved: Tensor
 
     def of_rows(self, rows: slice) -> Refinement:
         """That of some of the rows."""
         return Refinement(*(getattr(self, field.name)[rows] for field in fields(self)))
 
     def is_kink(self, row: int, atol: float, rtol: float) -> bool:
-        """Whether the one-sided derivatives differ by more than the tolerance."""
+        """Whether the one-sided derivatives differ by more than the tolerance, at smaller steps, too."""
         left, right = self.left[row].item(), self.right[row].item()
+        if bool(self.curved[row]):
+            return False
         return abs(left - right) > 2 * (atol + rtol * max(abs(left), abs(right)))
 
 
@@ -114,7 +119,7 @@ def refine(
     # Like all other values of a copy with all elements specified, where an input is sparse.
     base = problem.evaluate(record_graph, displacement)[all_rows]
     step = LARGEST_STEP * x.clamp(min=1.0)
-    steps, widths, differences = [], [], []
+    steps, widths, differences, bends = [], [], [], []
     while bool((step >= smallest).any()):
         displacement[where] = torch.where(step >= smallest, step, 0.0)
         try:
@@ -128,13 +133,14 @@ def refine(
         # Zero where a coordinate takes no step as small as this.
         widths.append(problem.realized_width(displacement, 1.0)[where][owner])
         differences.append(plus - minus)
+        bends.append((plus - base) + (minus - base))
         step = step / RATIO
     left, right = _one_sided(problem, where, owner, all_rows, base, record_graph, eps)
     if not steps:
         missing = torch.full_like(base, torch.nan)
         no = torch.zeros_like(base, dtype=torch.bool)
         nothing = base.new_empty(base.numel(), 0)
-        return Refinement(missing, missing.abs(), no, left, right, no, nothing, nothing, nothing)
+        return Refinement(missing, missing.abs(), no, left, right, no, nothing, nothing, nothing, no)
     width, change, every_step = (torch.stack(measured) for measured in (widths, differences, steps))
     taken = width != 0
     slopes = torch.where(taken, change / width, 0.0)
@@ -150,7 +156,20 @@ def refine(
         bent = torch.maximum((left - right).abs(), (slopes.gather(0, wider.unsqueeze(0))[0] - middle).abs())
         straight = bent <= STRAIGHT * torch.minimum(apart, middle.abs())
         doubtful = straight & (apart > atol + rtol * values.abs())
-    return Refinement(values, errors, converged, left, right, doubtful, every_step.t(), change.t(), width.t())
+    own_eps = eps * block_with(problem.inputs, coordinates[0]).step
+    curved = _is_curved(torch.stack(bends), every_step, taken, (right - left).abs(), own_eps)
+    return Refinement(values, errors, converged, left, right, doubtful, every_step.t(), change.t(), width.t(), curved)
+
+
+def _is_curved(bends: Tensor, steps: Tensor, taken: Tensor, at_eps: Tensor, eps: float) -> Tensor:
+    """Whether one-sided derivatives come together as steps shrink; f(x + h) - 2 f(x) + f(x - h) over h tells.
+
+    bends, steps, taken: shape (steps, rows), large steps first; at_eps: shape (rows,).
+    """
+    small = taken & (steps <= eps / 8)
+    first = small.to(torch.int8).argmax(0, keepdim=True)
+    smaller = (bends / steps).gather(0, first)[0].abs()
+    return small.any(0) & (smaller <= at_eps / 2)
 
 
 def _rounding(problem: Problem, rows: Tensor, base: Tensor, x: Tensor) -> Tensor:
@@ -367,13 +386,14 @@ def _trouble(
                 sides = f"{column.left[row].item():.6g} (left) and {column.right[row].item():.6g} (right)"
                 return f"a kink: the one-sided derivatives are {sides}", "kink"
     at_eps = suspects.numerical[worst].abs().item()
-    if columns[0].values[worst * width].item() == 0 and at_eps > own.atol:
+    rows = slice(worst * width, (worst + 1) * width)
+    if not any(bool(column.values[rows].any()) for column in columns) and at_eps > own.atol:
         return (
             f"func does not move at all for steps much below eps, and by {at_eps:.3g} x eps at eps: "
             "is something inside computed in a lower precision?",
             "low precision",
         )
-    if any(bool(column.doubtful[worst * width : (worst + 1) * width].any()) for column in columns):
+    if any(bool(column.doubtful[rows].any()) for column in columns):
         return (
             "steps much below eps give another derivative, though func goes straight through there: is something "
             "inside computed in a lower precision?",

@@ -101,6 +101,8 @@ class Sample:
     outputs, inputs: the elements of the two tensors that each entry is about (int64, shape (entries,)).
     analytical, numerical: the values (float64 or complex128, shape (entries,)).
     failing: which differ by more than their tolerance (bool, shape (entries,)).
+    input_values, output_values: the elements of the input and the output at x, one an entry.
+    complete: whether the entries that are not here are zero on both sides.
     """
 
     output_shape: tuple[int, ...]
@@ -110,6 +112,69 @@ class Sample:
     analytical: Tensor
     numerical: Tensor
     failing: Tensor
+    input_values: Tensor | None = None
+    output_values: Tensor | None = None
+    complete: bool = False
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A hypothesis that random sums over all entries of the failing Jacobian agree with.
+
+    name: the cause. text: what would have happened. error: how far the sums are off, over their terms.
+    """
+
+    name: CauseName
+    text: str
+    error: float
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What experiments around a failure gave; None: not made, beyond the budget, or dropped because it raised.
+
+    Gradients are VJPs of one random dense cotangent v with respect to all inputs, and deviations the largest
+    difference between two of them over the largest component, unless something else is said.
+
+    calls: of func and backward, beside those that the report counts.
+    func_moves: the largest difference between outputs of two evaluations at x.
+    runs: how far gradients of some runs on one graph, then on a new one, and so on, are from that of the first run.
+    vanishes: whether the gradient is zero at all elements of the input that failing entries are about.
+    after_others: deviation of a gradient from a graph made before func was evaluated at another point.
+    scaled: scales c, the deviation of the gradient for c v, over c, and its size over that for v.
+    at_zero: the largest component of the gradient for a zero cotangent.
+    split: deviation of the sum of the gradients for three parts of v, one of them a single element.
+    added: the same for v as the sum of two dense vectors.
+    gapped, expanded: deviation for a non-contiguous v, and of a constant one expanded with stride 0 from its copy;
+        infinite where only the other raises.
+    dense_error: |v^T J u - v . (difference along u)|, over the sum of the moduli of its terms, for one random u.
+    output_dtype: the narrowest dtype narrower than double that all outputs next to x fit in without rounding.
+    slopes: large steps, and central differences of the worst entry there; rounding: one ulp of its output.
+    other_mode: the worst entry by the mode of AD that did not fail; adjoint_error: as in `AdjointTest`.
+    other_part: the worst entry of the part of a complex output that did not fail, analytical and numerical.
+    explanation: a rearrangement of the numerical Jacobian that the analytical one is, or another point at which the
+        gradient would be right.
+    """
+
+    calls: int = 0
+    func_moves: float | None = None
+    runs: tuple[tuple[float, ...], ...] | None = None
+    vanishes: bool | None = None
+    after_others: float | None = None
+    scaled: tuple[tuple[float, float, float], ...] | None = None
+    at_zero: float | None = None
+    split: float | None = None
+    added: float | None = None
+    gapped: float | None = None
+    expanded: float | None = None
+    dense_error: float | None = None
+    output_dtype: str | None = None
+    slopes: tuple[tuple[float, float], ...] | None = None
+    rounding: float | None = None
+    other_mode: complex | None = None
+    adjoint_error: float | None = None
+    other_part: tuple[complex, complex] | None = None
+    explanation: Explanation | None = None
 
 
 Trouble = Literal["kink", "low precision", "not converged"]
@@ -354,11 +419,12 @@ class Report:
 
     n and m count the real coordinates of the differentiable inputs and outputs; evaluations and
     vjps are the calls of func and of autograd's backward; jvps counts the evaluations that carried
-    tangents; seconds is wall time, phases its parts. sample: entries of the pair that failed. causes: the
-    most probable first. pairs: what was compared, up to the pair that failed. undecided: errors up to
-    this size may be hidden, where fast mode had to leave something open. input_names and output_names:
-    what :func:`fastgrad.check` calls the tensors that `Failure.input_position` and
-    `Failure.output_position` count; gradcheck, whose messages count, has none.
+    tangents; seconds is wall time, phases its parts. sample: entries of the pair that failed; evidence:
+    experiments after that, whose calls and time are not counted here. causes: the most probable first.
+    pairs: what was compared, up to the pair that failed. undecided: errors up to this size may be hidden,
+    where fast mode had to leave something open. input_names and output_names: what :func:`fastgrad.check`
+    calls the tensors that `Failure.input_position` and `Failure.output_position` count; gradcheck, whose
+    messages count, has none.
     """
 
     failure: Failure | None
@@ -372,6 +438,7 @@ class Report:
     jvps: int = 0
     notes: tuple[str, ...] = ()
     sample: Sample | None = None
+    evidence: Evidence | None = None
     causes: tuple[Cause, ...] = ()
     input_names: tuple[str, ...] = ()
     output_names: tuple[str, ...] = ()

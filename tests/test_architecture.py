@@ -14,12 +14,12 @@ FLOORS = {
     0: ["_build", "_native", "_torch", "_version", "errors", "report", "stopwatch"],
     1: ["coloring", "coordinates", "directions", "graphs", "problem", "progress", "sparsity", "tolerances"],
     2: ["attributes", "certify", "compare", "engines", "engines.compressed", "engines.dense", "engines.sketch"],
-    3: ["check", "exact", "fast", "second_order"],
-    4: ["api", "diagnose", "jacobians", "messages"],
+    3: ["check", "evidence", "exact", "fast", "second_order"],
+    4: ["api", "jacobians", "messages"],
     5: ["__init__", "__main__", "cli", "demo", "functional", "pytest_plugin", "render"],
 }
 FLOORS[1] += ["arguments"]
-FLOORS[2] += ["confirm", "locate", "plan", "refine"]
+FLOORS[2] += ["confirm", "diagnose", "locate", "opinions", "plan", "refine"]
 FLOOR = {module: floor for floor, modules in FLOORS.items() for module in modules}
 
 # Imports within a floor: what each module may use of its neighbors.
@@ -33,11 +33,10 @@ NEIGHBORS = {
     "engines.compressed": {"engines"},
     "engines.dense": {"engines"},
     "engines.sketch": {"engines"},
-    "check": {"exact", "fast"},
+    "check": {"evidence", "exact", "fast"},
     "confirm": {"compare", "locate", "refine"},
     "sparsity": {"coloring", "coordinates"},
     "api": {"messages"},
-    "messages": {"diagnose"},
     "__main__": {"cli"},
     "cli": {"demo"},
 }

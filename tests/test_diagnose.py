@@ -1,0 +1,388 @@
+"""The cause named first is the planted one; where nothing speaks for a cause, none is named."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastgrad
+from fastgrad import evidence
+from fastgrad.check import check
+from fastgrad.diagnose import constant_factor, diagnose, is_zero
+from fastgrad.report import (
+    CauseName,
+    Comparison,
+    Difference,
+    Entry,
+    Evidence,
+    Explanation,
+    Failure,
+    Plan,
+    Report,
+    Sample,
+    Settings,
+)
+from tests.planted import TABLE
+from tests.planted.causes import CAUSES
+from tests.planted.causes_blind import BLIND
+from tests.planted.row import Planted
+
+PLANTED = [*CAUSES, *BLIND]
+
+# What is said first of these, in place of their cause.
+CONFUSED: dict[str, CauseName | None] = {
+    # Its dimensions are not those of the tensor.
+    "elementwise, tiles transposed in place": None,
+    # What forward kept is no input at another place, and nobody writes it again.
+    "activation changed in place after it was kept": None,
+    "output kept, then scaled in place": None,
+    "one workspace for two layers": None,
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said must not depend on what else the machine is doing."""
+    monkeypatch.setattr(evidence, "SECONDS", 60.0)
+
+
+def failed(row: Planted, **keywords: Any) -> Report:
+    checker = fastgrad.gradgradcheck if row.order == 2 else fastgrad.gradcheck
+    with pytest.raises(fastgrad.GradcheckError) as raised:
+        checker(row.wrong, row.inputs(), **{**row.keywords, **keywords})
+    return raised.value.report
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in PLANTED])
+def test_the_planted_cause_is_named_first(row: Planted) -> None:
+    report = failed(row)
+    comparison = report.failure.comparison
+    if comparison is not None and comparison.worst is not None:
+        assert row.entry(comparison.worst.output_index, comparison.worst.input_index)
+    named = report.causes[0].name if report.causes else None
+    assert named == CONFUSED.get(row.name, row.cause), report.causes
+    assert all(0 < cause.confidence <= 1 and cause.measure for cause in report.causes)
+    assert [cause.confidence for cause in report.causes] == sorted((c.confidence for c in report.causes), reverse=True)
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in PLANTED])
+def test_the_right_twin_passes(row: Planted) -> None:
+    checker = fastgrad.gradgradcheck if row.order == 2 else fastgrad.gradcheck
+    assert checker(row.right, row.inputs(), **row.keywords)
+
+
+def test_at_most_one_in_ten_is_confused_and_every_cause_is_planted() -> None:
+    assert len(CONFUSED) <= len(PLANTED) / 10
+    assert CONFUSED.keys() <= {row.name for row in PLANTED}
+    for table in (CAUSES, BLIND):
+        assert {row.cause for row in table} == set(get_args(CauseName))
+        assert len(table) >= 36
+
+
+@pytest.mark.parametrize(
+    "keywords", [{"engine": "dense"}, {"engine": "compressed"}, {"engine": "sketch", "fast_mode": True}]
+)
+def test_every_engine_leads_to_the_same_cause(keywords: dict[str, Any]) -> None:
+    seen = set()
+    for row in CAUSES:
+        if row.cause not in seen:
+            seen.add(row.cause)
+            assert failed(row, **keywords).causes[0].name == row.cause, row.name
+
+
+# Wrong formulas have no simple cause, and a right gradient has none at all.
+SILENT = [
+    "one element",
+    "product rule, one term",
+    "hidden coupling",
+    "phantom coupling that cancels",
+    "leak across the batch",
+    "input taken for the output",
+    "outputs swapped",
+    "third input only",
+    "beside an empty input",
+    "a single number",
+    "one element is not a number",
+    "input's memory read in order",
+    "clamp's mask inverted",
+    "not holomorphic, half of it",
+]
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_a_wrong_formula_has_no_named_cause(name: str) -> None:
+    row = next(row for row in TABLE if row.name == name)
+    report = check(row.wrong, row.inputs(), Settings(**row.keywords))
+    assert report.failure is not None
+    assert [cause for cause in report.causes if cause.confidence > 0.5] == []
+
+
+def test_a_passed_check_has_no_causes() -> None:
+    report = check(torch.sin, torch.randn(3, dtype=torch.float64).requires_grad_(), Settings())
+    assert (report.passed, report.causes, report.sample, report.evidence) == (True, (), None, None)
+
+
+# From data alone.
+
+
+def report_of(
+    analytical: Tensor,
+    numerical: Tensor,
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+    values: Tensor | None = None,
+    evidence: Evidence | None = None,
+    **of_failure: Any,
+) -> Report:
+    """Of a failed check with these Jacobians, shape (outputs, inputs)."""
+    i, j = torch.ones(analytical.shape).nonzero(as_tuple=True)
+    a, n = analytical[i, j], numerical[i, j]
+    failing = (a - n).abs() > 1e-5 + 1e-3 * n.abs()
+    sample = Sample(*shapes, i, j, a, n, failing, None if values is None else values.reshape(-1)[j], None, True)
+    worst = Entry((0,) * len(shapes[0]), (0,) * len(shapes[1]), complex(a[failing][0]), complex(n[failing][0]), 1e-5)
+    comparison = Comparison(a.numel(), int(failing.sum()), worst, 1.0, 1.0, 1.0, 1.0, 1.0 + 0j)
+    failure = Failure("mismatch", 0, 0, 0, 0, comparison=comparison, **of_failure)
+    plan = Plan("dense", 8, 8, True, "")
+    return Report(failure, Settings(), plan, 8, 8, 18, 8, 0.01, sample=sample, evidence=evidence)
+
+
+def first(report: Report) -> CauseName | None:
+    causes = diagnose(report)
+    return causes[0].name if causes else None
+
+
+def full(rows: int, columns: int) -> Tensor:
+    return torch.randn(rows, columns, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+
+
+def elementwise(count: int) -> Tensor:
+    return torch.diag(1 + full(1, count)[0].abs())
+
+
+N = full(6, 6)
+SQUARE = ((2, 3), (2, 3))
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        (lambda n: 2 * n, "constant factor"),
+        (lambda n: n / 6, "constant factor"),
+        (lambda n: -n, "sign"),
+        (lambda n: 0 * n, "zero gradient"),
+        (lambda n: n.t(), "transposed"),
+        (lambda n: n.reshape(6, 2, 3).roll(1, 2).reshape(6, 6), "rolled"),
+        (lambda n: n.roll(2, 0), "rolled"),
+        (lambda n: n.reshape(6, 2, 3).flip(2).reshape(6, 6), "permuted"),
+        (lambda n: n[:, [3, 1, 4, 0, 5, 2]], "permuted"),
+        (lambda n: n + 1e-3 * full(6, 6).flip(0), None),
+        (lambda n: n.abs() + 0.3, None),
+    ],
+)
+def test_what_a_full_jacobian_tells(change: Callable[[Tensor], Tensor], cause: CauseName | None) -> None:
+    assert first(report_of(change(N).contiguous(), N, SQUARE)) == cause
+
+
+def test_what_a_square_input_tells() -> None:
+    n = full(4, 9)
+    swapped = n.reshape(4, 3, 3).mT.reshape(4, 9)
+    (cause,) = diagnose(report_of(swapped, n, ((4,), (3, 3))))
+    assert (cause.name, cause.text) == (
+        "transposed",
+        "the gradient of the input is transposed: dimensions 0 and 1 of the input have changed places",
+    )
+    assert cause.measure == "explains all 24 wrong entries"
+
+
+@pytest.mark.parametrize(
+    ("shape", "wrong", "cause", "text"),
+    [
+        ((4, 5), lambda i: i[:, 1] == 2, "slice", "wrong only in in0[:, 2]"),
+        ((3, 4, 5), lambda i: (i[:, 0] == 1) & (i[:, 1] == 2), "slice", "wrong only in in0[1, 2, :]"),
+        ((3, 9), lambda i: (i[:, 1] == 0) | (i[:, 1] == 8), "boundary", "wrong only at the first place and the last"),
+        ((3, 9), lambda i: i[:, 1] < 2, "boundary", "wrong only at the first 2 places along dimension 1"),
+        (
+            (6, 7),
+            lambda i: (i == 0).any(1) | (i[:, 0] == 5) | (i[:, 1] == 6),
+            "boundary",
+            "wrong only along the borders",
+        ),
+        ((21,), lambda i: i[:, 0] >= 16, "last tile", "from 16 on of 21 along dimension 0"),
+        ((3, 21), lambda i: i[:, 1] >= 16, "last tile", "from 16 on of 21 along dimension 1"),
+        ((7, 11), lambda i: i[:, 0] * 11 + i[:, 1] >= 64, "last tile", "from 64 on of 77 along the elements"),
+        ((10, 11), lambda i: (i >= 8).any(1), "last tile", "up to the last multiples of 8"),
+        ((4, 5), lambda i: (i[:, 0] == 1) & (i[:, 1] == 2), None, ""),
+        ((4, 5), lambda i: (i[:, 0] + i[:, 1]) % 2 == 0, None, ""),
+    ],
+)
+def test_where_the_wrong_entries_are(
+    shape: tuple[int, ...], wrong: Callable[[Tensor], Tensor], cause: CauseName | None, text: str
+) -> None:
+    count = math.prod(shape)
+    n = elementwise(count)
+    index = torch.stack(torch.unravel_index(torch.arange(count), shape), 1)
+    a = torch.where(torch.diag(wrong(index)), n + full(count, count), n)
+    causes = diagnose(report_of(a, n, (shape, shape)))
+    assert (causes[0].name if causes else None) == cause
+    assert text in (causes[0].text if causes else "")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        (lambda x: x < 0, "wrong only where in0 < 0"),
+        (lambda x: x.abs() > 1, "wrong only where |in0| > 1"),
+        (lambda x: (x > -1) & (x < 1.4), "< in0 < "),
+        (lambda x: x > 99, None),
+    ],
+)
+def test_regions(wrong: Callable[[Tensor], Tensor], text: str | None) -> None:
+    x = 2 * full(1, 30)[0]
+    n = elementwise(30)
+    a = torch.diag(torch.diag(n) + torch.where(wrong(x), 0.5 + full(1, 30)[0].abs(), 0.0))
+    if text is None:
+        a = a + torch.diag(0.5 * full(1, 30)[0])  # wrong everywhere
+    causes = diagnose(report_of(a, n, ((30,), (30,)), x))
+    assert bool(causes) == (text is not None)
+    assert text is None or (causes[0].name == "region" and text in causes[0].text)
+
+
+def test_an_error_that_grows_is_no_region() -> None:
+    x = full(1, 30)[0]
+    n = elementwise(30)
+    assert first(report_of(n + torch.diag(0.01 * x**4), n, ((30,), (30,)), x)) is None
+
+
+REDUCED = torch.eye(3, dtype=torch.float64).repeat(4, 1)  # a bias of 3 over a batch of 4
+
+
+@pytest.mark.parametrize(
+    ("analytical", "numerical", "shapes"),
+    [
+        (REDUCED / 4, REDUCED, ((4, 3), (3,))),
+        (torch.ones(12, 3, dtype=torch.float64), REDUCED, ((4, 3), (3,))),
+        (torch.cat([REDUCED[:3], 0 * REDUCED[3:]]), REDUCED, ((4, 3), (3,))),
+        (torch.eye(6, dtype=torch.float64), torch.eye(6, dtype=torch.float64) - 1 / 6, ((6,), (6,))),
+        (N + torch.outer(full(1, 6)[0], full(1, 7)[0, 1:]), N, ((6,), (6,))),
+    ],
+)
+def test_missing_reductions(analytical: Tensor, numerical: Tensor, shapes: Any) -> None:
+    assert first(report_of(analytical, numerical, shapes)) == "missing reduction"
+
+
+@pytest.mark.parametrize(
+    ("change", "part", "cause"),
+    [
+        (torch.conj, "real", "missing conjugate"),
+        (lambda n: -n.conj(), "imaginary", "missing conjugate"),
+        (lambda n: 1j * n, "real", "complex factor"),
+        (lambda n: n.real + 0j, "real", "complex factor"),
+        (lambda n: 2 * n, "real", "constant factor"),
+        (lambda n: -n, "real", "sign"),
+    ],
+)
+def test_complex_entries(change: Callable[[Tensor], Tensor], part: str, cause: CauseName) -> None:
+    n = torch.complex(full(4, 4), full(4, 4).t())
+    assert first(report_of(change(n).resolve_conj(), n, ((4,), (4,)), part=part)) == cause
+
+
+EXPERIMENTS: list[tuple[Evidence, CauseName]] = [
+    (Evidence(func_moves=1e-9), "race"),
+    (Evidence(runs=((0.0, 0.1, 0.2), (0.0, 0.1), (0.0, 0.1, 0.2))), "saved tensor"),
+    (Evidence(runs=((0.0, 0.1, 0.2), (0.3, 0.4), (0.5, 0.6, 0.7))), "saved tensor"),
+    (Evidence(runs=((0.0, 0.3, 0.2), (0.1, 0.4), (0.2, 0.1, 0.3))), "race"),
+    (Evidence(after_others=0.1), "saved tensor"),
+    (Evidence(at_zero=1e-3), "nonlinear backward"),
+    (Evidence(scaled=((-1.0, 2.0, 1.0), (4.0, 3.0, 16.0), (0.5, 0.5, 0.25))), "nonlinear backward"),
+    (Evidence(gapped=0.5), "layout of grad_output"),
+    (Evidence(expanded=math.inf), "layout of grad_output"),
+    (Evidence(split=0.2, added=0.0), "sparse grad_output"),
+    (Evidence(split=0.2, added=0.1), "nonlinear backward"),
+    (Evidence(output_dtype="float32"), "low precision"),
+    (Evidence(other_part=(1 + 0j, 1 + 0j)), "missing conjugate"),
+    (Evidence(explanation=Explanation("rolled", "shifted", 1e-10)), "rolled"),
+    (Evidence(explanation=Explanation("saved tensor", "right for input 0 squared", 1e-10)), "saved tensor"),
+    (Evidence(other_mode=1 + 0j), "modes disagree"),
+    (Evidence(other_mode=-1 + 0j), "both modes wrong"),
+    (Evidence(rounding=1e-6), "rounding"),
+    (Evidence(rounding=1e-10), "truncation"),
+    (Evidence(), None),  # type: ignore[list-item]
+]
+
+
+@pytest.mark.parametrize(("found", "cause"), EXPERIMENTS)
+def test_what_experiments_tell(found: Evidence, cause: CauseName | None) -> None:
+    """One wrong entry, -1 for 1, in the imaginary part."""
+    report = report_of(torch.tensor([[-1.0]]).double(), torch.tensor([[1.0]]).double(), ((), ()), part="imaginary")
+    slopes = tuple(Difference(h, 2 * h * slope, slope) for h, slope in ((1e-6, 3.0), (1e-9, -1.1)))
+    failure = replace(report.failure, convergence=slopes)
+    report = replace(report, failure=failure, sample=None, evidence=found, settings=Settings(check_forward_ad=True))
+    assert first(report) == cause
+
+
+@pytest.mark.parametrize(
+    ("scaled", "text"),
+    [
+        (((-1.0, 2.0, 1.0), (4.0, 3.0, 16.0), (0.5, 0.5, 0.25)), "to the power 2"),
+        (((-1.0, 0.0, 1.0), (4.0, 0.75, 1.0), (0.5, 1.0, 1.0)), "no notice of how large"),
+        (((-1.0, 2.0, 1.0), (4.0, 0.0, 4.0), (0.5, 0.0, 0.5)), "positive and negative grad_outputs differently"),
+        (((-1.0, 0.0, 1.0), (4.0, 0.7, 1.2), (0.5, 0.2, 0.6)), "a clamp"),
+    ],
+)
+def test_how_backward_is_not_linear(scaled: Any, text: str) -> None:
+    report = report_of(-N, N, SQUARE, evidence=Evidence(scaled=scaled))
+    (cause,) = diagnose(report)
+    assert cause.name == "nonlinear backward"
+    assert text in cause.text
+
+
+def test_a_kink_leaves_no_room_for_other_causes() -> None:
+    report = report_of(-N, N, SQUARE, evidence=Evidence(other_mode=-1 + 0j), trouble="kink", detail="a kink: here")
+    assert [cause.text for cause in diagnose(report)] == ["a kink: here"]
+
+
+def test_no_gradient_at_all() -> None:
+    failure = Failure("nonzero numerical gradient", 0, 0, 0, 0, detail="2")
+    report = Report(failure, Settings(), None, 1, 1, 2, 0, 0.1)
+    assert first(report) == "zero gradient"
+
+
+@pytest.mark.parametrize("kind", ["dtype", "size", "incorrect gradient", "batched raises", "undefined tangent"])
+def test_other_failures_are_silent(kind: Any) -> None:
+    assert diagnose(Report(Failure(kind, 0, 0, 0, 0), Settings(), None, 1, 1, 2, 0, 0.1)) == ()
+
+
+# Where no sample could be taken, sums over all wrong entries.
+
+
+def sums(analytical: float, numerical: float, product: complex, mismatches: int = 12) -> Comparison:
+    return Comparison(100, mismatches, None, 1.0, 1.0, analytical, numerical, product)
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (sums(4.0, 1.0, 2.0 + 0j), 2.0),
+        (sums(1.0, 1.0, -1.0 + 0j), -1.0),
+        (sums(1.0, 1.0, 0.9 + 0j), None),  # not explained
+        (sums(1.0, 1.0, 1j), None),  # a phase is no factor
+        (sums(0.0, 1.0, 0j), None),
+        (sums(math.nan, 1.0, complex(math.nan)), None),
+        (sums(4.0, 1.0, 2.0 + 0j, mismatches=1), None),  # of a single entry
+    ],
+)
+def test_a_factor_from_sums(found: Comparison, expected: float | None) -> None:
+    factor = constant_factor(found)
+    assert (factor[0] if factor else None) == expected
+    report = Report(Failure("mismatch", 0, 0, 0, 0, comparison=found), Settings(), None, 1, 1, 2, 0, 0.1)
+    assert bool(diagnose(report)) == (expected is not None or is_zero(found))
+
+
+def test_zero_from_sums() -> None:
+    assert is_zero(sums(0.0, 1.0, 0j))
+    assert not is_zero(sums(1.0, 1.0, 0j))

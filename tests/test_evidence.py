@@ -1,0 +1,228 @@
+"""Evidence costs nothing where a check passes and little where it fails; it changes no verdict and no input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastgrad
+from fastgrad import evidence
+from fastgrad.check import check
+from fastgrad.report import Report, Settings
+from tests.planted import TABLE
+from tests.planted.row import function
+
+
+@pytest.fixture(autouse=True)
+def _no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said must not depend on what else the machine is doing."""
+    monkeypatch.setattr(evidence, "SECONDS", 60.0)
+
+
+class Counted:
+    """A function and its backward, counted: sin, with a gradient that is a factor off."""
+
+    def __init__(self, factor: float = 2.0, scale: Callable[[Tensor], Any] = lambda x: 1.0) -> None:
+        self.calls = 0
+        self.vjps = 0
+        self._func = function(self._forward, self._backward)
+        self._factor = factor
+        self._scale = scale
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._func(x)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x.sin()
+
+    def _backward(self, g: Tensor, x: Tensor) -> Tensor:
+        self.vjps += 1
+        return self._factor * g * x.cos() * self._scale(x)
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4)).requires_grad_()
+
+
+ENGINES = [
+    {"engine": "dense"},
+    {"engine": "compressed"},
+    {"engine": "sketch", "fast_mode": True},
+]
+
+
+@pytest.mark.parametrize("keywords", ENGINES)
+def test_a_check_that_passes_gathers_nothing(keywords: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    func = Counted(factor=1.0)
+    report = check(func, leaf(5, 6), Settings(**keywords))
+    assert report.passed
+    assert func.calls == report.evaluations
+    assert func.vjps == report.vjps
+    monkeypatch.setattr(evidence, "gather", pytest.fail)
+    assert check(Counted(factor=1.0), leaf(5, 6), Settings(**keywords)).passed
+
+
+@pytest.mark.parametrize("keywords", ENGINES)
+@pytest.mark.parametrize("shape", [(), (3,), (5, 6), (40, 40)])
+def test_a_check_that_fails_costs_about_twice(keywords: dict[str, Any], shape: tuple[int, ...]) -> None:
+    func = Counted()
+    report = check(func, leaf(*shape), Settings(**keywords))
+    used = report.evaluations + report.vjps
+    assert report.evidence is not None
+    assert func.calls + func.vjps - used == report.evidence.calls
+    assert report.evidence.calls <= used + evidence.MORE_CALLS
+
+
+def test_nobody_asks_for_evidence_where_nobody_reads_it() -> None:
+    func = Counted()
+    assert not fastgrad.gradcheck(func, leaf(5, 6), raise_exception=False, engine="dense")
+    again = Counted()
+    report = check(again, leaf(5, 6), Settings(engine="dense"))
+    assert func.calls + func.vjps == report.evaluations + report.vjps
+
+
+def test_calls_stay_within_their_bound_over_all_planted_errors() -> None:
+    for row in TABLE[::6]:
+        if row.order == 1:
+            report = check(row.wrong, row.inputs(), Settings(**row.keywords))
+            if report.evidence is not None:
+                used = report.evaluations + report.vjps
+                assert report.evidence.calls <= used + evidence.MORE_CALLS, row.name
+
+
+def test_slow_functions_are_not_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evidence, "SECONDS", 0.0)
+    func = Counted()
+    report = check(func, leaf(5, 6), Settings())
+    assert not report.passed
+    assert report.evidence is not None
+    assert report.evidence.calls == 0
+    assert func.calls == report.evaluations
+    # What the engine knew says enough.
+    assert [cause.name for cause in report.causes] == ["constant factor"]
+
+
+def raising_after(calls: int, error: BaseException) -> Callable[[Tensor], Tensor]:
+    """2 x with a gradient of 3, that raises from some call of either on."""
+    count = 0
+
+    def tick() -> None:
+        nonlocal count
+        count += 1
+        if count > calls:
+            raise error
+
+    def forward(x: Tensor) -> Tensor:
+        tick()
+        return 2 * x
+
+    def backward(g: Tensor, x: Tensor) -> Tensor:
+        tick()
+        return 3 * g
+
+    return function(forward, backward)
+
+
+def test_experiments_that_raise_are_dropped() -> None:
+    x = leaf(4)
+    before = x.detach().clone()
+    used = check(raising_after(10**6, ValueError()), x, Settings())
+    count = used.evaluations + used.vjps
+    for more in (0, 1, 5, 9, 14, 20, 30):
+        report = check(raising_after(count + more, ValueError("no more")), x, Settings())
+        assert report.failure is not None
+        assert report.failure.kind == used.failure.kind == "mismatch"
+        assert torch.equal(x, before)
+
+
+def test_an_interrupt_passes_through_and_inputs_are_restored() -> None:
+    x = leaf(4)
+    before = x.detach().clone()
+    used = check(raising_after(10**6, ValueError()), x, Settings())
+    count = used.evaluations + used.vjps
+    for more in (1, 7, 20):
+        with pytest.raises(KeyboardInterrupt):
+            check(raising_after(count + more, KeyboardInterrupt()), x, Settings())
+        assert torch.equal(x, before)
+        assert x.grad is None
+
+
+def test_the_sample_holds_both_jacobians() -> None:
+    x = leaf(3, 2)
+    for keywords in ENGINES:
+        report = check(Counted(scale=lambda x: torch.where(x < 0, 1.0, 0.5)), x, Settings(**keywords))
+        sample = report.sample
+        assert sample is not None
+        assert sample.complete
+        assert (sample.output_shape, sample.input_shape) == ((3, 2), (3, 2))
+        numerical = torch.zeros(6, 6, dtype=torch.float64)
+        numerical[sample.outputs, sample.inputs] = sample.numerical
+        torch.testing.assert_close(numerical, torch.diag(x.detach().reshape(-1).cos()), atol=1e-8, rtol=0)
+        wrong = sample.inputs[sample.failing]
+        assert sorted(wrong.tolist()) == (x.detach().reshape(-1) < 0).nonzero().reshape(-1).tolist()
+        torch.testing.assert_close(sample.input_values, x.detach().reshape(-1)[sample.inputs], atol=0, rtol=0)
+
+
+LARGE = [
+    ((300, 400), lambda x: torch.where(x < 0, 1.0, 0.5), "region"),
+    ((300, 400), lambda x: torch.tensor([0.5] * 384 + [1.0] * 16), "last tile"),
+    ((300, 390), lambda x: torch.tensor([0.5] * 200 + [1.0] + [0.5] * 189).double(), "slice"),
+    ((120_000,), lambda x: 1.0, "constant factor"),
+]
+
+
+@pytest.mark.parametrize("keywords", [{}, {"fast_mode": True}])
+@pytest.mark.parametrize(("shape", "scale", "cause"), LARGE)
+def test_large_operators(
+    shape: tuple[int, ...], scale: Callable[[Tensor], Any], cause: str, keywords: dict[str, Any]
+) -> None:
+    report = check(Counted(scale=scale), leaf(*shape), Settings(**keywords))
+    assert report.sample is not None
+    assert report.sample.analytical.numel() <= evidence.MOST_ENTRIES
+    assert cause in [found.name for found in report.causes], report.causes
+
+
+@pytest.mark.parametrize(
+    ("backward", "cause"),
+    [
+        (lambda g, x: (g * x.cos()).mT, "transposed"),
+        (lambda g, x: (g * x.cos()).roll(3, 1), "rolled"),
+        (lambda g, x: (g * x.cos()).flip(0), "permuted"),
+        (lambda g, x: g.roll(-1, 0) * x.cos(), "rolled"),
+    ],
+)
+def test_large_jacobians_that_are_rearranged(backward: Callable[[Tensor, Tensor], Tensor], cause: str) -> None:
+    report = check(function(torch.sin, backward), leaf(150, 150), Settings(fast_mode=True))
+    assert report.causes[0].name == cause, report.causes
+
+
+def one_input(**keywords: Any) -> Report:
+    return check(Counted(), leaf(4), Settings(**keywords))
+
+
+def test_default_device_and_dtype_do_not_matter() -> None:
+    expected = one_input().causes
+    torch.set_default_device("meta")
+    try:
+        with torch.device("meta"):
+            x = torch.randn(4, dtype=torch.float64, device="cpu").requires_grad_()
+            report = check(Counted(), x, Settings())
+    finally:
+        torch.set_default_device(None)
+    assert [cause.name for cause in report.causes] == [cause.name for cause in expected]
+    assert report.evidence is not None
+    assert report.evidence.scaled is not None
+    assert report.sample is not None
+
+
+def test_generators_stay_as_they_are() -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    check(Counted(), leaf(4), Settings())
+    check(Counted(), leaf(200, 200), Settings())
+    assert torch.equal(torch.get_rng_state(), before)
