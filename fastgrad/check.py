@@ -37,7 +37,7 @@ from fastgrad.plan import (
 )
 from fastgrad.problem import Problem, as_tuple, disabled_gradients
 from fastgrad.progress import Progress
-from fastgrad.report import Certificate, Environment, Failure, Part, Plan, Report, Settings
+from fastgrad.report import Certificate, Environment, Failure, Part, Plan, Report, Sample, Settings
 from fastgrad.stopwatch import Stopwatch
 
 TIMED_COLUMNS = 12
@@ -103,7 +103,7 @@ def check(
             vjps=problem.vjps,
             jvps=problem.jvps,
             seconds=time.perf_counter() - start,
-            phases=seconds,
+            phases=dict(seconds),
             notes=tuple(findings.notes),
             input_names=names,
             pairs=tuple(findings.pairs),
@@ -111,20 +111,16 @@ def check(
             undecided=findings.undecided,
             environment=_environment(problem.device),
         )
-        return _diagnosed(problem, report) if explain and failure is not None else report
+        return _diagnosed(problem, report, findings.sample) if explain and failure is not None else report
 
 
-def _diagnosed(problem: Problem, report: Report) -> Report:
+def _diagnosed(problem: Problem, report: Report, at_hand: Sample | None) -> Report:
     """The report of a failed check, with evidence and probable causes."""
     from fastgrad.diagnose import diagnose  # only here: a check that passes needs neither
     from fastgrad.evidence import gather
 
-    sample, evidence = gather(problem, report)
-    failure = report.failure
-    if failure is not None and failure.comparison is not None:
-        # What the sample was taken from may be as large as the Jacobian.
-        failure = replace(failure, comparison=replace(failure.comparison, sample=None))
-    report = replace(report, failure=failure, sample=sample, evidence=evidence)
+    sample, evidence = gather(problem, report, at_hand)
+    report = replace(report, sample=sample, evidence=evidence)
     return replace(report, causes=diagnose(report))
 
 

@@ -34,12 +34,14 @@ class Findings:
     pairs: list[Pair] = field(default_factory=list)
     certificates: list[Certificate] = field(default_factory=list)
     undecided: float | None = None
+    sample: Sample | None = None
 
     def add(self, other: Findings) -> None:
         """Takes in those of a part of the check."""
         self.notes += other.notes
         self.pairs += other.pairs
         self.certificates += other.certificates
+        self.sample = other.sample or self.sample
 
     def add_pair(self, pair: Pair) -> None:
         """Takes in a pair; the same one again, as from pass to pass over the columns, counts once."""

@@ -248,7 +248,7 @@ def mismatch_failure(
             if survivor is not None:
                 worst = [survivor.entry, *sorted(survivor.others, key=_excess, reverse=True)]
                 worst += pair.worst_entries(MOST_WORST - len(worst), measured)
-                comparison = replace(comparison, worst=survivor.entry, worst_entries=tuple(worst), sample=pair.sample())
+                comparison = replace(comparison, worst=survivor.entry, worst_entries=tuple(worst))
                 break
         else:
             findings.notes.append(
@@ -259,6 +259,7 @@ def mismatch_failure(
             findings.add_pair(pair.pair(part, agrees=True))
             return None
     findings.add_pair(pair.pair(part, agrees=False))
+    findings.sample = pair.sample()
     return Failure(
         "mismatch",
         output=pair.output.index,

@@ -12,7 +12,19 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fastgrad.report import Cause, CauseName, Comparison, Entry, Evidence, Failure, Report, Sample, Settings, modulus
+from fastgrad.report import (
+    Cause,
+    CauseName,
+    Comparison,
+    Entry,
+    Evidence,
+    Failure,
+    Report,
+    Sample,
+    Settings,
+    Tolerances,
+    modulus,
+)
 
 RESIDUAL = 1e-3
 """A constant factor is named when this much of the analytical entries, or less, is left unexplained."""
@@ -49,6 +61,7 @@ def diagnose(report: Report) -> tuple[Cause, ...]:
     if failure is None:
         return ()
     evidence = report.evidence or Evidence()
+    own = report.settings.of(failure.input or 0)
     found = [
         *_of_kind(failure),
         *_of_func(failure, evidence, report.settings),
@@ -59,7 +72,7 @@ def diagnose(report: Report) -> tuple[Cause, ...]:
         found += _of_modes(failure, evidence, report.settings)
         found += _of_experiments(failure, evidence)
         if sample is not None and bool(sample.failing.any()):
-            found += _of_sample(sample, failure, evidence, report.settings)
+            found += _of_sample(sample, report, failure, own)
         elif failure.comparison is not None:
             found += _of_sums(failure.comparison)
     best: dict[CauseName, Cause] = {}
@@ -117,9 +130,12 @@ def _of_func(failure: Failure, evidence: Evidence, settings: Settings) -> Iterat
     elif failure.trouble == "kink":
         yield Cause("kink", failure.detail, "differences on either side", 0.95)
     worst = failure.comparison.worst if failure.comparison else None
-    if worst is not None and evidence.slopes and evidence.rounding is not None:
-        yield from _of_stairs(settings.eps, worst, evidence.slopes)
-        yield from _of_steps(settings.eps, complex(worst.analytical).real, dict(evidence.slopes), evidence.rounding)
+    own = settings.of(failure.input or 0)
+    if worst is not None and evidence.slopes:
+        yield from _of_stairs(own.eps, worst, evidence.slopes)
+    if worst is not None and failure.convergence and evidence.rounding is not None:
+        slopes = {difference.step: complex(difference.estimate).real for difference in failure.convergence}
+        yield from _of_steps(own.eps, complex(worst.analytical).real, slopes, evidence.rounding)
 
 
 def _of_stairs(eps: float, worst: Entry, slopes: tuple[tuple[float, float], ...]) -> Iterator[Cause]:
@@ -138,8 +154,9 @@ def _of_stairs(eps: float, worst: Entry, slopes: tuple[tuple[float, float], ...]
 
 def _of_steps(eps: float, analytical: float, slopes: dict[float, float], ulp: float) -> Iterator[Cause]:
     """Whether the analytical entry is what differences would be, were they not too coarse or too noisy."""
-    off = abs(slopes.get(eps, math.nan) - analytical)
-    blur = 8 * ulp / eps
+    measured = min(slopes, key=lambda h: abs(math.log(h / eps)))
+    off = abs(slopes[measured] - analytical)
+    blur = 8 * ulp / measured
     if off <= blur:
         yield Cause(
             "rounding",
@@ -149,7 +166,7 @@ def _of_steps(eps: float, analytical: float, slopes: dict[float, float], ulp: fl
             0.92,
         )
         return
-    finer = [(h, slope) for h, slope in slopes.items() if h < eps and abs(slope - analytical) <= 8 * ulp / h < off]
+    finer = [(h, slope) for h, slope in slopes.items() if h < measured and abs(slope - analytical) <= 8 * ulp / h < off]
     if finer:
         h, slope = finer[0]
         yield Cause(
@@ -278,7 +295,8 @@ def _of_modes(failure: Failure, evidence: Evidence, settings: Settings) -> Itera
         return
     own, name = ("backward", "forward") if failure.mode == "reverse" else ("jvp", "reverse")
     numerical, analytical = complex(worst.numerical), complex(worst.analytical)
-    allowed = settings.atol + settings.rtol * modulus(numerical)
+    tolerances = settings.of(failure.input or 0)
+    allowed = tolerances.atol + tolerances.rtol * modulus(numerical)
     both = settings.check_forward_ad and settings.check_backward_ad
     adjoint = "" if evidence.adjoint_error is None else f"; adjoint test off by {evidence.adjoint_error:.1e}"
     if modulus(other - numerical) <= allowed:
@@ -303,17 +321,14 @@ def _number(value: complex) -> str:
 
 
 def _of_experiments(failure: Failure, evidence: Evidence) -> Iterator[Cause]:
-    if evidence.rearranged is not None:
-        name, text, error = evidence.rearranged
-        yield Cause(name, text, f"explains random sums of all entries to {error:.0e}", 0.94)
-    if evidence.elsewhere is not None:
-        where, error = evidence.elsewhere
+    if evidence.explanation is not None:
+        explanation = evidence.explanation
+        text, confidence = explanation.text, 0.94
+        if explanation.name == "saved tensor":
+            text += ": what forward saved was changed afterwards, or is not what backward takes it for"
+            confidence = 0.85
         yield Cause(
-            "saved tensor",
-            f"the gradient is right for other values, those with {where}: what forward saved was changed afterwards, "
-            "or is not what backward takes it for",
-            f"off by {error:.0e} there",
-            0.85,
+            explanation.name, text, f"explains random sums of all entries to {explanation.error:.0e}", confidence
         )
     other = evidence.other_part
     if other is not None and failure.mode == "reverse" and failure.comparison and failure.comparison.worst:
@@ -398,13 +413,14 @@ def _factor(k: float, residual: float, sizes: dict[str, int], confidence: float)
 # The entries.
 
 
-def _of_sample(sample: Sample, failure: Failure, evidence: Evidence, settings: Settings) -> list[Cause]:
+def _of_sample(sample: Sample, report: Report, failure: Failure, settings: Tolerances) -> list[Cause]:
+    evidence = report.evidence or Evidence()
     values, structure = list(_of_values(sample, failure, evidence)), list(_of_structure(sample, settings))
     found = [*structure, *values]
     # A rearrangement explains right entries, too; a rule for where entries are wrong comes before what they are.
     if not any(cause.name in ("transposed", "rolled", "permuted") for cause in structure):
-        found += _of_places(sample, failure, settings)
-    found += _of_precision(sample, settings)
+        found += _of_places(sample, _names(report, failure), settings)
+    found += _of_precision(sample)
     return found
 
 
@@ -532,7 +548,7 @@ class _Matrices:
 
     analytical: Tensor
     numerical: Tensor
-    settings: Settings
+    settings: Tolerances
     outputs: int
 
     def explains(self, rearranged: Tensor) -> int:
@@ -553,7 +569,7 @@ class _Matrices:
         return (self.analytical - other).abs() <= allowed
 
 
-def _matrices(sample: Sample, settings: Settings) -> _Matrices | None:
+def _matrices(sample: Sample, settings: Tolerances) -> _Matrices | None:
     shape = (*sample.output_shape, *sample.input_shape)
     if math.prod(shape) > LARGEST_MATRIX:
         return None
@@ -567,7 +583,7 @@ def _matrices(sample: Sample, settings: Settings) -> _Matrices | None:
     return _Matrices(found[0], found[1], settings, len(sample.output_shape))
 
 
-def _of_structure(sample: Sample, settings: Settings) -> Iterator[Cause]:
+def _of_structure(sample: Sample, settings: Tolerances) -> Iterator[Cause]:
     matrices = _matrices(sample, settings)
     if matrices is None:
         return
@@ -804,6 +820,13 @@ def _is_outer(error: Tensor, n: Tensor) -> bool:
 # Where the wrong entries are.
 
 
+def _names(report: Report, failure: Failure) -> tuple[str, str]:
+    """What to call the input and the output; outputs have no names yet where inputs have."""
+    if report.input_names and failure.input_position is not None:
+        return report.input_names[failure.input_position], "the output"
+    return f"in{failure.input}", f"out{failure.output}"
+
+
 @dataclass(frozen=True)
 class _Places:
     """The elements of one side that the Jacobian has entries about: which are wrong, their values at x, and more.
@@ -830,7 +853,7 @@ class _Places:
         return math.exp(math.lgamma(bad + 1) + math.lgamma(total - bad + 1) - math.lgamma(total + 1))
 
 
-def _places(sample: Sample, side: str, settings: Settings) -> _Places | None:
+def _places(sample: Sample, side: str, settings: Tolerances) -> _Places | None:
     elements, values, shape = (
         (sample.inputs, sample.input_values, sample.input_shape)
         if side == "input"
@@ -876,13 +899,13 @@ def _mixing(sample: Sample, telling: Tensor) -> frozenset[int] | None:
     return frozenset(dim for dim, (i, o) in enumerate(zip(ins, outs, strict=True)) if bool((i != o).any()))
 
 
-def _of_places(sample: Sample, failure: Failure, settings: Settings) -> list[Cause]:
+def _of_places(sample: Sample, names: tuple[str, str], settings: Tolerances) -> list[Cause]:
     found: list[Cause] = []
     for side in ("input", "output"):
         places = _places(sample, side, settings)
         if places is None:
             continue
-        name = f"in{failure.input}" if side == "input" else f"out{failure.output}"
+        name = names[0] if side == "input" else names[1]
         # What an output's place is to an input's, where each has one of the other.
         share = 0.0 if side == "input" else 0.01
         for rule in (_tail, _ends, _slice, _region):
@@ -1062,7 +1085,7 @@ def _threshold(low: float, high: float) -> tuple[float, bool]:
 # How finely the analytical entries are given.
 
 
-def _of_precision(sample: Sample, settings: Settings) -> Iterator[Cause]:
+def _of_precision(sample: Sample) -> Iterator[Cause]:
     """Analytical entries that all fit in a short format, and are off by about its rounding."""
     a, n = sample.analytical, sample.numerical
     if a.is_complex():

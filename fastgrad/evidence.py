@@ -22,7 +22,7 @@ from fastgrad.engines import EXPANDED_VALUE
 from fastgrad.engines.sketch import directional_differences
 from fastgrad.opinions import adjoint
 from fastgrad.problem import Problem
-from fastgrad.report import Comparison, Entry, Evidence, Failure, Report, Sample, modulus
+from fastgrad.report import Comparison, Entry, Evidence, Explanation, Failure, Report, Sample, modulus
 from fastgrad.tolerances import spacing
 
 MORE_CALLS = 64
@@ -48,8 +48,8 @@ RUNS = (3, 2, 3)
 
 NARROWER = (torch.bfloat16, torch.float16, torch.float32)
 
-STEPS = tuple(4.0**k for k in range(5, -6, -1))
-"""At which the worst entry is measured where its derivative did not converge; relative to eps."""
+LARGE_STEPS = (2.0**-3, 2.0**-4, 2.0**-5)
+"""At which an entry is measured whose differences at eps are zero: func may be a staircase."""
 
 NEAR = 1e-7
 """A hypothesis explains random sums of a Jacobian to within this; without it they are off a hundred times as much."""
@@ -61,13 +61,15 @@ Result = TypeVar("Result")
 
 
 @phase("evidence")
-def gather(problem: Problem, report: Report) -> tuple[Sample | None, Evidence | None]:
+def gather(problem: Problem, report: Report, at_hand: Sample | None = None) -> tuple[Sample | None, Evidence | None]:
     """Entries of the failing pair, and experiments; about as many calls as the check took, and a second, at most.
 
     Parameters
     ----------
     report
         Of the check that failed, with its failure, plan, calls and seconds.
+    at_hand
+        Entries of the failing pair that its engine had; perhaps with what lies outside of a pattern mixed in.
 
     Returns
     -------
@@ -79,7 +81,7 @@ def gather(problem: Problem, report: Report) -> tuple[Sample | None, Evidence | 
         return None, None
     if not problem.has_graph or not problem.n or not problem.m:
         return None, None
-    return _Investigation(problem, report, failure).run()
+    return _Investigation(problem, report, failure, at_hand).run()
 
 
 _ZERO_KINDS = ("not multiplied by grad_output",)
@@ -88,10 +90,11 @@ _ZERO_KINDS = ("not multiplied by grad_output",)
 class _Investigation:
     """The experiments, cheap and telling ones first; later ones only while nothing explains the failure."""
 
-    def __init__(self, problem: Problem, report: Report, failure: Failure) -> None:
+    def __init__(self, problem: Problem, report: Report, failure: Failure, at_hand: Sample | None) -> None:
         self._problem = problem
         self._report = report
         self._failure = failure
+        self._at_hand = at_hand
         self._settings = report.settings
         self._record = report.plan.record_graph if report.plan else True
         self._before = self._calls()
@@ -103,6 +106,8 @@ class _Investigation:
         pair = failure.output is not None and failure.input is not None
         self._output = next((block for block in problem.outputs if pair and block.index == failure.output), None)
         self._input = next((block for block in problem.inputs if pair and block.index == failure.input), None)
+        # What is wrong with one output is looked for there: the others have not been judged.
+        self._only = self._output if failure.kind == "mismatch" else None
         self._evidence = Evidence()
 
     def run(self) -> tuple[Sample | None, Evidence | None]:
@@ -151,10 +156,7 @@ class _Investigation:
     # Entries
 
     def _sample(self, output: Block, block: Block, comparison: Comparison) -> Sample | None:
-        """Entries of the failing pair: all of them where that is affordable, else those at hand and around the worst.
-
-        Those at hand are those of a pattern, perhaps with what lies outside of it mixed in.
-        """
+        """Entries of the failing pair: all where that is affordable, else those at hand, or around the worst."""
         rows, columns = output.tensor.numel(), block.size
         whole = 2 * columns + rows if self._failure.mode == "reverse" else 3 * columns
         sample = None
@@ -163,8 +165,8 @@ class _Investigation:
             sample = self._of_matrices(comparison.analytical.t(), comparison.numerical.t(), output, block)
         elif whole <= min(self._affordable, self._left()) and rows * columns <= 1 << 22:
             sample = self._try(whole, lambda: self._whole(output, block))
-        if sample is None and comparison.sample is not None:
-            sample = _thinned_sample(comparison.sample, self._settings.seed)
+        if sample is None and self._at_hand is not None:
+            sample = _thinned_sample(self._at_hand, self._settings.seed)
         if sample is None and comparison.worst is not None:
             worst = comparison.worst
             sample = self._try(3, lambda: self._part(output, block, worst))
@@ -292,7 +294,7 @@ class _Investigation:
 
     def _vjps(self, sample: Sample | None) -> None:
         v = self._cotangent(0)
-        gradient = self._try(2, lambda: self._problem.vjp(v))
+        gradient = self._try(2, lambda: self._vjp(v))
         if gradient is None or not bool(gradient.isfinite().all()):
             return
         block = self._input
@@ -302,64 +304,71 @@ class _Investigation:
         self._try(sum(RUNS) + 2 * len(RUNS), lambda: self._repeated(v))
         self._try(3, lambda: self._after_others(v))
         self._try(len(SCALES) + 1, lambda: self._scaled(v))
-        self._try(1, lambda: self._note(at_zero=float(self._problem.vjp(torch.zeros_like(v)).abs().max())))
+        self._try(1, lambda: self._note(at_zero=float(self._vjp(torch.zeros_like(v)).abs().max())))
         self._try(6, lambda: self._split(v))
         self._layouts(v)
         self._try(6, lambda: self._dense(v))
 
     def _cotangent(self, number: int) -> Tensor:
         v = direction(self._problem.m, self._settings.seed, EVIDENCE_STREAM + 16 * number)
+        if self._only is not None:
+            v[: self._only.first] = 0.0
+            v[self._only.first + self._only.size :] = 0.0
         return v.to(self._problem.device).unsqueeze(0)
+
+    def _vjp(self, cotangents: Tensor, gapped: int = 0, expanded: int = 0) -> Tensor:
+        return self._problem.vjp(cotangents, gapped, expanded, self._only)
 
     def _repeated(self, v: Tensor) -> None:
         graphs = []
         for count in RUNS:
             self._problem.evaluate(True)  # the next VJP makes a new graph
-            graphs.append([self._problem.vjp(v) for _ in range(count)])
+            graphs.append([self._vjp(v) for _ in range(count)])
         first = graphs[0][0]
         self._note(runs=tuple(tuple(_deviation(run, first) for run in graph) for graph in graphs))
 
     def _after_others(self, v: Tensor) -> None:
-        before = self._problem.vjp(v)
+        before = self._vjp(v)
         away = direction(self._problem.n, self._settings.seed, EVIDENCE_STREAM + 16 * 7).to(self._problem.device)
-        after = self._problem.vjp_of_older_graph(v, away.mul_(2.0**-4))
+        after = self._problem.vjp_of_older_graph(v, away.mul_(2.0**-4), self._only)
         self._note(after_others=_deviation(after, before))
 
     def _scaled(self, v: Tensor) -> None:
-        gradient = self._problem.vjp(v)
+        gradient = self._vjp(v)
         size = _size(gradient)
         found = []
         for scale in SCALES:
-            other = self._problem.vjp(scale * v)
+            other = self._vjp(scale * v)
             found.append((scale, _deviation(other / scale, gradient), _size(other) / size if size else math.nan))
         self._note(scaled=tuple(found))
 
     def _split(self, v: Tensor) -> None:
         half = direction(self._problem.m, self._settings.seed, EVIDENCE_STREAM, halved=True).to(v.device)
         single = torch.zeros_like(v)
-        single[0, 0] = v[0, 0]
+        first = self._only.first if self._only is not None else 0
+        single[0, first] = v[0, first]
         some = torch.where(half == 0, 0.0, v - single)
-        parts = self._problem.vjp(torch.cat([single, some, v - single - some]))
-        gradient = self._problem.vjp(v)
+        parts = self._vjp(torch.cat([single, some, v - single - some]))
+        gradient = self._vjp(v)
         self._note(split=_deviation(parts.sum(0, keepdim=True), gradient))
         other = self._cotangent(1)
-        parts = self._problem.vjp(torch.cat([other, v - other]))
+        parts = self._vjp(torch.cat([other, v - other]))
         self._note(added=_deviation(parts.sum(0, keepdim=True), gradient))
 
     def _layouts(self, v: Tensor) -> None:
-        contiguous = self._try(1, lambda: self._problem.vjp(v))
+        contiguous = self._try(1, lambda: self._vjp(v))
         if contiguous is not None and self._left() > 0:
-            self._note(gapped=_deviation_or_raised(lambda: self._problem.vjp(v, gapped=1), contiguous))
+            self._note(gapped=_deviation_or_raised(lambda: self._vjp(v, gapped=1), contiguous))
         ones = torch.full_like(v, EXPANDED_VALUE)
-        contiguous = self._try(2, lambda: self._problem.vjp(ones))
+        contiguous = self._try(2, lambda: self._vjp(ones))
         if contiguous is not None:
-            self._note(expanded=_deviation_or_raised(lambda: self._problem.vjp(ones, expanded=1), contiguous))
+            self._note(expanded=_deviation_or_raised(lambda: self._vjp(ones, expanded=1), contiguous))
 
     def _dense(self, v: Tensor) -> None:
         base = self._problem.base()
         differences = directional_differences(self._problem, self._settings, base, self._settings.eps, 1, 0)
         terms = v[0] * differences.derivatives[0]
-        others = self._problem.vjp(v)[0] * differences.directions[0]
+        others = self._vjp(v)[0] * differences.directions[0]
         size = float(terms.abs().sum() + others.abs().sum())
         noise = float(v[0].abs() @ differences.noise)
         if size and noise <= RESOLVED * size:
@@ -377,13 +386,10 @@ class _Investigation:
         if worst is None or self._output is None or self._input is None:
             return
         output, block = self._output, self._input
-        stands_still = modulus(worst.numerical) == 0
-        if self._failure.trouble in ("not converged", "low precision") or stands_still:
-            steps = [
-                *((2.0**-k for k in range(3, 7)) if stands_still else ()),
-                *(k * self._settings.eps for k in STEPS),
-            ]
-            self._try(2 * len(steps) + 1, lambda: self._slopes(output, block, worst, steps))
+        if modulus(worst.numerical) == 0:
+            self._try(2 * len(LARGE_STEPS), lambda: self._slopes(output, block, worst))
+        if self._failure.trouble in ("not converged", "low precision"):
+            self._try(1, lambda: self._rounding(output, block, worst))
         self._try(2, lambda: self._other_mode(output, block, worst))
         if self._evidence.other_mode is not None:
             self._try(len(self._problem.inputs) + len(self._problem.outputs) + 1, self._adjoint)
@@ -411,18 +417,21 @@ class _Investigation:
                 self._note(output_dtype=str(dtype).removeprefix("torch."))
                 return
 
-    def _slopes(self, output: Block, block: Block, worst: Entry, steps: Iterable[float]) -> None:
+    def _slopes(self, output: Block, block: Block, worst: Entry) -> None:
         column, row = self._coordinates(output, block, worst)
         displacement = torch.zeros(self._problem.n, dtype=torch.float64, device=self._problem.device)
         found = []
-        for step in steps:
+        for step in LARGE_STEPS:
             displacement[column] = step
             plus, minus = (self._problem.evaluate(self._record, displacement, sign)[row].item() for sign in (1.0, -1.0))
             width = self._problem.realized_width(displacement, 1.0)[column].item()
             if width:
                 found.append((step, (plus - minus) / width))
-        value = abs(self._problem.base()[row].item())
-        self._note(slopes=tuple(found), rounding=spacing(output.tensor.dtype) * value)
+        self._note(slopes=tuple(found))
+
+    def _rounding(self, output: Block, block: Block, worst: Entry) -> None:
+        _, row = self._coordinates(output, block, worst)
+        self._note(rounding=spacing(output.tensor.dtype) * abs(self._problem.base()[row].item()))
 
     def _coordinates(self, output: Block, block: Block, worst: Entry) -> tuple[int, int]:
         """The first coordinate of the worst entry's input element, and the output's of the failing part."""
@@ -513,7 +522,7 @@ class _Investigation:
 
                 error = explained(sums)
                 if error <= NEAR:
-                    self._note(rearranged=(rearrangement.name, rearrangement.text, error))
+                    self._note(explanation=Explanation(rearrangement.name, rearrangement.text, error))
                     return
         if output.tensor.shape == block.tensor.shape and output.width == block.width == 1 and block.elements is None:
             here_in, here_out = (slice(some.first, some.first + some.size) for some in (block, output))
@@ -526,7 +535,7 @@ class _Investigation:
 
             error = explained(transposed)
             if error <= NEAR:
-                self._note(rearranged=("transposed", ADJOINT.format(""), error))
+                self._note(explanation=Explanation("transposed", ADJOINT.format(""), error))
 
     def _elsewhere(self, output: Block, block: Block) -> None:
         """Whether the gradient is right at a point that a saved tensor may have been changed to, or taken from."""
@@ -547,7 +556,7 @@ class _Investigation:
             except Exception:  # outside of func's domain
                 continue
             if error <= NEAR:
-                self._note(elsewhere=(name, error))
+                self._note(explanation=Explanation("saved tensor", f"the gradient is right for {name}", error))
                 return
 
     def _points(self) -> Iterator[tuple[str, Tensor]]:

@@ -7,12 +7,6 @@ from collections.abc import Sequence
 
 from fastgrad.report import Certificate, Comparison, Entry, Extent, Failure, Pair, Report, Settings, Span
 
-MOST_CAUSES = 3
-"""Of the probable causes, how many are printed."""
-
-_PLACES = {"region", "slice", "boundary", "last tile", "modes disagree", "both modes wrong"}
-_VALUES = {"constant factor", "sign", "zero gradient", "missing conjugate", "complex factor"}
-
 _UNDEFINED_NOTE = (
     "An undefined grad_output reaches backward as None, or as zeros where ctx.set_materialize_grads(True) is in force, "
     "and stands for zero."
@@ -21,6 +15,12 @@ _NONDET_NOTE = (
     "If the operator is nondeterministic by design (atomic additions, say), pass nondet_tol; otherwise look for state "
     "or uninitialized memory in backward."
 )
+
+MOST_CAUSES = 3
+"""Of the probable causes, how many are printed."""
+
+_PLACES = {"region", "slice", "boundary", "last tile", "modes disagree", "both modes wrong"}
+_VALUES = {"constant factor", "sign", "zero gradient", "missing conjugate", "complex factor"}
 
 MOST_PAIRS = 8
 """Pairs that a summary lists."""
@@ -307,17 +307,6 @@ def _details(report: Report, failure: Failure, comparison: Comparison) -> list[s
     return lines
 
 
-def _causes(report: Report) -> list[str]:
-    """The most probable causes; what wrong entries are is no alternative to where they are."""
-    lines: list[str] = []
-    for cause in report.causes[:MOST_CAUSES]:
-        head = "looks like" if not lines else "or like   "
-        if lines and report.causes[0].name in _PLACES and cause.name in _VALUES:
-            head = "and there "
-        lines.append(f"  {head} {cause.text} ({cause.measure})")
-    return lines
-
-
 def entry_name(names: tuple[str, str], entry: Entry) -> str:
     """An entry as a derivative: d out0[3, 17] / d in1[5, 2], say; names as from `names_of`."""
     return f"d {names[0]}{_index(entry.output_index)} / d {names[1]}{_index(entry.input_index)}"
@@ -341,6 +330,17 @@ def extent_line(names: tuple[str, str], comparison: Comparison) -> str:
 
 def _entries(comparison: Comparison | Pair) -> str:
     return _count(comparison.entries, "nonzero entry" if comparison.on_pattern else "entry")
+
+
+def _causes(report: Report) -> list[str]:
+    """The most probable causes; what wrong entries are is no alternative to where they are."""
+    lines: list[str] = []
+    for cause in report.causes[:MOST_CAUSES]:
+        head = "looks like" if not lines else "or like   "
+        if lines and report.causes[0].name in _PLACES and cause.name in _VALUES:
+            head = "and there "
+        lines.append(f"  {head} {cause.text} ({cause.measure})")
+    return lines
 
 
 def _positions(report: Report, failure: Failure) -> list[str]:

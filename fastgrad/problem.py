@@ -549,13 +549,13 @@ class Problem:
         self.vjps += count
         return products
 
-    def vjp_of_older_graph(self, cotangents: Tensor, displacement: Tensor) -> Tensor:
+    def vjp_of_older_graph(self, cotangents: Tensor, displacement: Tensor, only: Block | None = None) -> Tensor:
         """V J as `vjp` gives it, from a graph at x that was made before func was evaluated at x + displacement."""
         graph = self.graph()
         self.evaluate(True, displacement)
         self._graph = graph
         try:
-            return self.vjp(cotangents)
+            return self.vjp(cotangents, only=only)
         finally:
             self._graph = None
 

@@ -156,7 +156,8 @@ def refine(
         bent = torch.maximum((left - right).abs(), (slopes.gather(0, wider.unsqueeze(0))[0] - middle).abs())
         straight = bent <= STRAIGHT * torch.minimum(apart, middle.abs())
         doubtful = straight & (apart > atol + rtol * values.abs())
-    curved = _is_curved(torch.stack(bends), every_step, taken, (right - left).abs(), eps)
+    own_eps = eps * block_with(problem.inputs, coordinates[0]).step
+    curved = _is_curved(torch.stack(bends), every_step, taken, (right - left).abs(), own_eps)
     return Refinement(values, errors, converged, left, right, doubtful, curved, every_step.t(), change.t(), width.t())
 
 

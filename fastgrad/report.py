@@ -117,8 +117,16 @@ class Sample:
     complete: bool = False
 
 
-Trouble = Literal["kink", "low precision", "not converged"]
-"""What re-measuring over many steps found beside, or in place of, a derivative."""
+@dataclass(frozen=True)
+class Explanation:
+    """A hypothesis that random sums over all entries of the failing Jacobian agree with.
+
+    name: the cause. text: what would have happened. error: how far the sums are off, over their terms.
+    """
+
+    name: CauseName
+    text: str
+    error: float
 
 
 @dataclass(frozen=True)
@@ -141,11 +149,11 @@ class Evidence:
         infinite where only the other raises.
     dense_error: |v^T J u - v . (difference along u)|, over the sum of the moduli of its terms, for one random u.
     output_dtype: the narrowest dtype narrower than double that all outputs next to x fit in without rounding.
-    slopes: steps, and central differences of the worst entry there; rounding is one ulp of the output.
+    slopes: large steps, and central differences of the worst entry there; rounding: one ulp of its output.
     other_mode: the worst entry by the mode of AD that did not fail; adjoint_error: as in `AdjointTest`.
     other_part: the worst entry of the part of a complex output that did not fail, analytical and numerical.
-    rearranged: a rearrangement of the numerical Jacobian that the analytical one is, and how far it is off.
-    elsewhere: a point x' in words at which the gradient would be right, and how far it is off there.
+    explanation: a rearrangement of the numerical Jacobian that the analytical one is, or another point at which the
+        gradient would be right.
     """
 
     calls: int = 0
@@ -166,8 +174,11 @@ class Evidence:
     other_mode: complex | None = None
     adjoint_error: float | None = None
     other_part: tuple[complex, complex] | None = None
-    rearranged: tuple[CauseName, str, float] | None = None
-    elsewhere: tuple[str, float] | None = None
+    explanation: Explanation | None = None
+
+
+Trouble = Literal["kink", "low precision", "not converged"]
+"""What re-measuring over many steps found beside, or in place of, a derivative."""
 
 
 @dataclass(frozen=True)
@@ -313,8 +324,7 @@ class Comparison:
     numbers are about them. The two matrices are kept only when small, in torch's layout: one row an
     input element, one column an output element. worst_entries: the worst first, as far as they are wrong
     (those with an error estimate) or look wrong at eps (those without). extent: where mismatched entries
-    lie. on_pattern: the entries are those of the Jacobian's pattern; what lies outside of it is zero. sample:
-    where the entries of a pattern were at hand, and until evidence is gathered from them.
+    lie. on_pattern: the entries are those of the Jacobian's pattern; what lies outside of it is zero.
     """
 
     entries: int
@@ -331,7 +341,6 @@ class Comparison:
     worst_entries: tuple[Entry, ...] = ()
     extent: Extent | None = None
     on_pattern: bool = False
-    sample: Sample | None = None
 
 
 class Pair(NamedTuple):
@@ -410,11 +419,12 @@ class Report:
 
     n and m count the real coordinates of the differentiable inputs and outputs; evaluations and
     vjps are the calls of func and of autograd's backward; jvps counts the evaluations that carried
-    tangents; seconds is wall time, phases its parts, as far as they were timed. sample: entries of the pair that
-    failed; evidence: experiments after that, not counted above. causes: the most probable first. pairs: what was
-    compared, up to the pair that failed. undecided: errors up to this size may be hidden, where fast mode had to
-    leave something open. input_names and output_names: what :func:`fastgrad.check` calls the tensors that
-    `Failure.input_position` and `Failure.output_position` count; gradcheck, whose messages count, has none.
+    tangents; seconds is wall time, phases its parts. sample: entries of the pair that failed; evidence:
+    experiments after that, whose calls and time are not counted here. causes: the most probable first.
+    pairs: what was compared, up to the pair that failed. undecided: errors up to this size may be hidden,
+    where fast mode had to leave something open. input_names and output_names: what :func:`fastgrad.check`
+    calls the tensors that `Failure.input_position` and `Failure.output_position` count; gradcheck, whose
+    messages count, has none.
     """
 
     failure: Failure | None

@@ -15,7 +15,19 @@ import fastgrad
 from fastgrad import evidence
 from fastgrad.check import check
 from fastgrad.diagnose import constant_factor, diagnose, is_zero
-from fastgrad.report import CauseName, Comparison, Entry, Evidence, Failure, Plan, Report, Sample, Settings
+from fastgrad.report import (
+    CauseName,
+    Comparison,
+    Difference,
+    Entry,
+    Evidence,
+    Explanation,
+    Failure,
+    Plan,
+    Report,
+    Sample,
+    Settings,
+)
 from tests.planted import TABLE
 from tests.planted.causes import CAUSES
 from tests.planted.causes_blind import BLIND
@@ -293,12 +305,12 @@ EXPERIMENTS: list[tuple[Evidence, CauseName]] = [
     (Evidence(split=0.2, added=0.1), "nonlinear backward"),
     (Evidence(output_dtype="float32"), "low precision"),
     (Evidence(other_part=(1 + 0j, 1 + 0j)), "missing conjugate"),
-    (Evidence(rearranged=("rolled", "shifted", 1e-10)), "rolled"),
-    (Evidence(elsewhere=("input 0 squared", 1e-10)), "saved tensor"),
+    (Evidence(explanation=Explanation("rolled", "shifted", 1e-10)), "rolled"),
+    (Evidence(explanation=Explanation("saved tensor", "right for input 0 squared", 1e-10)), "saved tensor"),
     (Evidence(other_mode=1 + 0j), "modes disagree"),
     (Evidence(other_mode=-1 + 0j), "both modes wrong"),
-    (Evidence(slopes=((1e-5, 1.4), (1e-6, 3.0)), rounding=1e-6), "rounding"),
-    (Evidence(slopes=((1e-6, 3.0), (1e-9, -1.1)), rounding=1e-10), "truncation"),
+    (Evidence(rounding=1e-6), "rounding"),
+    (Evidence(rounding=1e-10), "truncation"),
     (Evidence(), None),  # type: ignore[list-item]
 ]
 
@@ -307,7 +319,9 @@ EXPERIMENTS: list[tuple[Evidence, CauseName]] = [
 def test_what_experiments_tell(found: Evidence, cause: CauseName | None) -> None:
     """One wrong entry, -1 for 1, in the imaginary part."""
     report = report_of(torch.tensor([[-1.0]]).double(), torch.tensor([[1.0]]).double(), ((), ()), part="imaginary")
-    report = replace(report, sample=None, evidence=found, settings=Settings(check_forward_ad=True))
+    slopes = tuple(Difference(h, 2 * h * slope, slope) for h, slope in ((1e-6, 3.0), (1e-9, -1.1)))
+    failure = replace(report.failure, convergence=slopes)
+    report = replace(report, failure=failure, sample=None, evidence=found, settings=Settings(check_forward_ad=True))
     assert first(report) == cause
 
 

@@ -184,9 +184,6 @@ def test_large_operators(
     report = check(Counted(scale=scale), leaf(*shape), Settings(**keywords))
     assert report.sample is not None
     assert report.sample.analytical.numel() <= evidence.MOST_ENTRIES
-    assert report.failure is not None
-    assert report.failure.comparison is not None
-    assert report.failure.comparison.sample is None
     assert cause in [found.name for found in report.causes], report.causes
 
 
