@@ -15,7 +15,7 @@ gallery: $(VENV)/.built
 	$(RUN) -m docs.make_gallery
 
 test: $(VENV)/.tools
-	$(RUN) -m pytest -n $(MAX_JOBS)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(MAX_JOBS)
 
 # A copy of the tree for other builds, so that the ordinary one stays as it is.
 define copy_to

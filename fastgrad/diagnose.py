@@ -922,7 +922,7 @@ def _rule(
     if likely > most:
         return None
     bad, total = int(places.bad.sum()), places.bad.numel()
-    of = f"all {bad} wrong ones of {total} elements, and no right one"
+    of = f"{f'all {bad} wrong ones' if bad > 1 else 'the only wrong one'} of {total} elements, and no right one"
     return Cause(name, text, of, base * (1 - likely))
 
 
