@@ -55,7 +55,7 @@ def test_fast_mode_finds_the_same(row: Row) -> None:
     assert not own(row.wrong, row.inputs(), **fast)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_no_seed_raises_a_false_alarm_or_misses(seed: int) -> None:
     for row in TABLE:
         if row.order == 1:

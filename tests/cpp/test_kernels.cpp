@@ -48,7 +48,8 @@ void expect_the_bits_of() {
     for (const double start :
          {static_cast<double>(value), (static_cast<double>(value) + static_cast<float>(next)) / 2}) {
       const float middle = static_cast<float>(start);
-      for (const float wanted : {std::nextafter(middle, -infinity), middle, std::nextafter(middle, infinity)}) {
+      constexpr float far = std::numeric_limits<float>::infinity();
+      for (const float wanted : {std::nextafter(middle, -far), middle, std::nextafter(middle, far)}) {
         if (wanted == wanted) {
           ASSERT_EQ(Own(wanted).bits, Other(static_cast<float>(wanted)).x) << wanted;
         }
