@@ -330,7 +330,8 @@ def _worst(columns: list[Refinement], suspects: Suspects, own: Tolerances) -> Su
         return None
     # Converged entries first: they are sure. A NaN is never sure.
     excess = torch.where(wrong, torch.where(converged, difference / allowed, 0.0), -1.0)
-    order = excess.argsort(descending=True, stable=True)[: min(int(wrong.sum()), 1 + MOST_OTHERS)].tolist()
+    worst_first = excess.argsort(descending=True, stable=True)
+    order = [int(which) for which in worst_first[: min(int(wrong.sum()), 1 + MOST_OTHERS)]]  # subclasses have no tolist
     real = len(suspects.inputs) == shape[1] == 1
     entries = []
     for which in order:
