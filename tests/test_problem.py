@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -133,9 +134,14 @@ def test_restored_when_backward_raises_on_every_call(error: type[BaseException])
 
 @pytest.fixture
 def ctrl_c_raises() -> Iterator[None]:
-    """Python's own handler, also where the tests were started with the signal ignored, in a background job, say."""
+    """Python's own handler, also where the tests were started with the signal ignored, in a background job, say.
+
+    No garbage collection meanwhile: what is raised in a callback of it (hypothesis has one) is printed and lost.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.disable()
     yield
+    gc.enable()
     signal.signal(signal.SIGINT, before)
 
 
