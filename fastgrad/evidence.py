@@ -16,12 +16,13 @@ from torch import Tensor
 
 from fastgrad._torch import phase
 from fastgrad.coordinates import Block
-from fastgrad.diagnose import ADJOINT, MOST_SHIFTS, Rearrangement, diagnose, rearrangements
+from fastgrad.diagnose import diagnose
 from fastgrad.directions import EVIDENCE_STREAM, direction
 from fastgrad.engines import EXPANDED_VALUE
 from fastgrad.engines.sketch import directional_differences
 from fastgrad.opinions import adjoint
 from fastgrad.problem import Problem
+from fastgrad.rearranged import ADJOINT, MOST_SHIFTS, Rearrangement, rearrangements
 from fastgrad.report import Comparison, Entry, Evidence, Explanation, Failure, Report, Sample, modulus
 from fastgrad.tolerances import spacing
 

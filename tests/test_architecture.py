@@ -19,7 +19,7 @@ FLOORS = {
     5: ["__init__", "__main__", "cli", "demo", "functional", "patching", "pytest_plugin", "render"],
 }
 FLOORS[1] += ["arguments", "linear_map"]
-FLOORS[2] += ["confirm", "diagnose", "locate", "opinions", "plan", "refine"]
+FLOORS[2] += ["confirm", "diagnose", "locate", "opinions", "places", "plan", "rearranged", "refine"]
 FLOORS[5] += ["bench", "doctor", "specs"]
 FLOOR = {module: floor for floor, modules in FLOORS.items() for module in modules}
 
@@ -35,6 +35,7 @@ NEIGHBORS = {
     "engines.dense": {"engines"},
     "engines.sketch": {"engines"},
     "check": {"evidence", "exact", "fast"},
+    "diagnose": {"places", "rearranged"},
     "confirm": {"compare", "locate", "refine"},
     "linear_map": {"coordinates", "directions"},
     "sparsity": {"coloring", "coordinates"},
