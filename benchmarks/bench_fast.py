@@ -7,6 +7,7 @@ is asked about wrong gradients only up to a size where that ends.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 import fastgrad
 from benchmarks.measure import geometric_mean, pair_row, time_pair, write
 from fastgrad.check import check
-from fastgrad.report import Settings
+from fastgrad.report import Report, Settings
 
 LARGEST_FOR_TORCH = 2_000
 
@@ -47,6 +48,38 @@ def one_entry(error: float) -> Callable[[Tensor, Tensor], Tensor]:
     return change
 
 
+def batch_item(gradient: Tensor, _: Tensor) -> Tensor:
+    """That of the second of ten items, doubled."""
+    gradient = gradient.clone()
+    item = gradient.view(10, -1)[1]
+    item *= 2
+    return gradient
+
+
+def transposed(gradient: Tensor, _: Tensor) -> Tensor:
+    side = math.isqrt(gradient.numel())
+    return gradient.view(side, side).t().reshape(-1)
+
+
+def small_rows(gradient: Tensor, _: Tensor) -> Tensor:
+    """Without those rows of `uneven` that are 1e-3."""
+    return gradient * (torch.arange(gradient.numel()) % 2)
+
+
+def weight(x: Tensor) -> Tensor:
+    """A linear layer, x being its weight: a square."""
+    side = math.isqrt(x.numel())
+    data = torch.linspace(-1, 1, 5 * side, dtype=torch.float64).view(5, side)
+    return (data @ x.view(side, side).t()).flatten()
+
+
+def uneven(x: Tensor) -> Tensor:
+    """Every other row of the Jacobian is 1e8, the others 1e-3."""
+    scale = torch.full_like(x, 1e-3)
+    scale[1::2] = 1e8
+    return scale * x
+
+
 def channel_sign(gradient: Tensor, _: Tensor) -> Tensor:
     gradient = gradient.clone()
     gradient[: gradient.numel() // 10] *= -1
@@ -63,12 +96,19 @@ CHANGES: dict[str, Any] = {
     "x 1.01": lambda g, _: 1.01 * g,
     "x 1.1": lambda g, _: 1.1 * g,
     "zero": lambda g, _: 0 * g,
+    "one batch item": batch_item,
 }
 FUNCS: dict[str, Callable[[Tensor], Tensor]] = {
     "elementwise": lambda x: 2 * x.sin(),
     "matmul": lambda x: (x.view(-1, 10) @ torch.linspace(-1, 1, 70, dtype=torch.float64).view(10, 7)).flatten(),
     "gather": lambda x: x.flip(0) * 2,
+    "softmax": lambda x: x.numel() * x.softmax(0),
 }
+WRONGS = [(name, func, what, change) for name, func in FUNCS.items() for what, change in CHANGES.items()]
+WRONGS += [
+    ("weight", weight, "transposed", transposed),
+    ("rows of 1e8 and of 1e-3", uneven, "those of 1e-3 zero", small_rows),
+]
 PASSING: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "sin": (torch.sin, 10**6),
     "relu": (torch.relu, 10**6),
@@ -91,20 +131,30 @@ def normal(n: int) -> Tensor:
 
 def detection(sizes: list[int]) -> list[dict[str, Any]]:
     rows = []
-    for name, func in FUNCS.items():
+    for name, func, what, change in WRONGS:
         for n in sizes:
-            for what, change in CHANGES.items():
-                wrong = lambda x, func=func, change=change: Wrong.apply(x, func, change)  # noqa: E731
-                report = check(wrong, (normal(n),), Settings(fast_mode=True, engine="sketch"))
-                torchs = "not asked"
-                if n <= LARGEST_FOR_TORCH:
-                    passed = torch.autograd.gradcheck(wrong, (normal(n),), fast_mode=True, raise_exception=False)
-                    torchs = "missed" if passed else "found"
-                own = "missed" if report.passed else "found"
-                rows.append({"func": name, "n": n, "error": what, "torch fast": torchs, "fastgrad fast": own})
-                rows[-1] |= {"evaluations": report.evaluations, "vjps": report.vjps, "seconds": report.seconds}
-                print(rows[-1], flush=True)
+            x = normal(math.isqrt(n) ** 2 if change is transposed else n)
+            wrong = lambda x, func=func, change=change: Wrong.apply(x, func, change)  # noqa: E731
+            report = check(wrong, (x,), Settings(fast_mode=True, engine="sketch"))
+            torchs = "not asked"
+            if n <= LARGEST_FOR_TORCH:
+                passed = torch.autograd.gradcheck(wrong, (x,), fast_mode=True, raise_exception=False)
+                torchs = "missed" if passed else "found"
+            own = "missed" if report.passed else "found" if names_a_wrong_entry(report, wrong, func, x) else "misnamed"
+            rows.append({"func": name, "n": x.numel(), "error": what, "torch fast": torchs, "fastgrad fast": own})
+            rows[-1] |= {"evaluations": report.evaluations, "vjps": report.vjps, "seconds": report.seconds}
+            print(rows[-1], flush=True)
     return rows
+
+
+def names_a_wrong_entry(report: Report, wrong: Any, func: Any, x: Tensor) -> bool:
+    """Whether the entry that a failure names differs, by more than its tolerance, from func's own gradient there."""
+    worst = report.failure and report.failure.comparison and report.failure.comparison.worst
+    if not worst:
+        return False
+    (row,), (column,) = worst.output_index, worst.input_index
+    found, right = (torch.autograd.grad(f(x)[row], x)[0][column].item() for f in (wrong, func))
+    return abs(found - right) > 1e-5 + 1e-3 * abs(right) and abs(found - worst.analytical) <= 1e-9 * abs(found)
 
 
 def costs(rounds: int, budget: float) -> list[dict[str, Any]]:
