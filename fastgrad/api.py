@@ -503,6 +503,11 @@ def _raise_or_return(
     report = run(func, inputs, settings, explain=raise_exception or watch is not None)
     if watch is not None:
         watch(report)
+    if report.undecided is not None:
+        warn(
+            f"Nothing wrong was found, but the check is undecided below {report.undecided:.2g}: errors up to this size "
+            "may be hidden. fast_mode=False compares every entry."
+        )
     if report.failure is None:
         return True
     if report.failure.kind.startswith("undefined grad"):

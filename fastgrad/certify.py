@@ -210,6 +210,16 @@ class LinearityProof:
         self._sums = torch.zeros(len(kinds), problem.n, dtype=torch.float64, device=problem.device)
         self._squares = torch.zeros_like(self._sums)
         self._gradients: Tensor | None = None
+        self._error: Exception | None = None
+
+    def run_ahead(self) -> None:
+        """Takes the VJPs now; an error is raised where they are needed."""
+        try:
+            self.gradients()
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            self._error = error
 
     def certificate(self) -> Certificate:
         """What it vouches for where it found no failure."""
@@ -243,6 +253,8 @@ class LinearityProof:
 
     def gradients(self) -> Tensor:
         """The VJPs of the cotangents: float64, shape (3, n)."""
+        if self._error is not None:
+            raise self._error
         if self._gradients is None:
             gapped, expanded = int(GAPPED in self._kinds), int(EXPANDED in self._kinds)
             self._gradients = self._problem.vjp(self._cotangents, gapped, expanded)

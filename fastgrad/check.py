@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,6 +39,8 @@ from fastgrad.problem import Problem, as_tuple, disabled_gradients
 from fastgrad.progress import Progress
 from fastgrad.report import Certificate, Environment, Failure, Part, Plan, Report, Sample, Settings
 from fastgrad.stopwatch import Stopwatch
+
+Result = TypeVar("Result")
 
 TIMED_COLUMNS = 12
 TIMED_SECONDS = 1e-3
@@ -133,13 +135,45 @@ def _scales(settings: Settings) -> list[tuple[float, float]]:
 
 
 def _first_failure(problem: Problem, settings: Settings, findings: Findings) -> tuple[Plan, Failure | None]:
+    attributes: Callable[[], Failure | None] = partial(_attribute_failure, problem, settings)
     if sketches(problem, settings):
         plan, failure = make_sketch_plan(settings), _screened(problem, settings, findings)
     else:
+        if _keeps_first_graph(problem, settings):
+            attributes = _ahead(attributes)
         plan, failure = _exact(problem, settings, findings)
     if failure is None and problem.has_graph:
-        failure = _attribute_failure(problem, settings)
+        failure = attributes()
     return plan, failure
+
+
+def _keeps_first_graph(problem: Problem, settings: Settings) -> bool:
+    """Whether all of backward is run ahead of the differences: func need not be evaluated for it again.
+
+    Not where there are several outputs: one is judged before the next is differentiated.
+    """
+    return (
+        problem.has_graph
+        and settings.check_backward_ad
+        and not settings.check_forward_ad
+        and len(problem.outputs) == 1
+        and not looks_first(problem, settings)
+    )
+
+
+def _ahead(compute: Callable[[], Result]) -> Callable[[], Result]:
+    """Computes something before its turn; an error is raised in its turn."""
+    try:
+        result = compute()
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        return partial(_raise, error)
+    return lambda: result
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def _attribute_failure(problem: Problem, settings: Settings) -> Failure | None:
@@ -162,7 +196,7 @@ def _attribute_failure(problem: Problem, settings: Settings) -> Failure | None:
 
 def _exact(problem: Problem, settings: Settings, findings: Findings) -> tuple[Plan, Failure | None]:
     """Every entry of every Jacobian: on a pattern, if there is one that repays, or all of them."""
-    look = first_look(problem, settings) if looks_first(problem) else None
+    look = first_look(problem, settings) if looks_first(problem, settings) else None
     if look is not None and tries_structure(problem, settings, look):
         from fastgrad.exact import check_by_structure  # only here: importing fastgrad is to cost little
 
@@ -243,9 +277,14 @@ def _jacobian_failure(problem: Problem, plan: Plan, settings: Settings, findings
     moving = partial(moving_row, problem, settings, plan.rows_per_block)
     proof = LinearityProof(problem, settings, rows_repeated, moving) if problem.m > 1 else None
     forward = ForwardComparison(problem, plan, settings, findings) if settings.check_forward_ad else None
+    ahead = None
+    if _keeps_first_graph(problem, settings) and dense.is_one_block(problem, plan):
+        ahead = _ahead(partial(dense.all_rows, problem))
+        if proof is not None:
+            proof.run_ahead()
     for first, columns in dense.numerical_columns(problem, plan, settings.eps):
         if settings.check_backward_ad:
-            for blocks in dense.row_blocks(problem, plan, first, columns):
+            for blocks in dense.row_blocks(problem, plan, first, columns, ahead):
                 failure = _judge(problem, plan, blocks, settings, proof, findings)
                 if failure is not None:
                     return failure

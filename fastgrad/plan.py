@@ -157,9 +157,11 @@ def is_affordable(problem: Problem) -> bool:
     return problem.n * problem.m <= AFFORDABLE_ENTRIES and 2 * problem.n + problem.m <= AFFORDABLE_CALLS
 
 
-def looks_first(problem: Problem) -> bool:
+def looks_first(problem: Problem, settings: Settings) -> bool:
     """Whether the problem is large enough for `first_look` to repay."""
-    return problem.n >= COLUMNS_WORTH_A_LOOK and problem.m > 0
+    if problem.n < COLUMNS_WORTH_A_LOOK or not problem.m:
+        return False
+    return settings.engine == "compressed" or _dense_seconds(problem, problem.seconds) >= GUESS_SECONDS
 
 
 def tries_structure(problem: Problem, settings: Settings, look: FirstLook) -> bool:
@@ -175,7 +177,11 @@ def tries_structure(problem: Problem, settings: Settings, look: FirstLook) -> bo
 
 def dense_seconds(problem: Problem, look: FirstLook) -> float:
     """What the dense engine would take."""
-    return look.seconds * (2 * problem.n + VJP_COST * problem.m)
+    return _dense_seconds(problem, look.seconds)
+
+
+def _dense_seconds(problem: Problem, seconds: float) -> float:
+    return seconds * (2 * problem.n + VJP_COST * problem.m)
 
 
 def dense_is_small(problem: Problem, settings: Settings) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from time import perf_counter
 from types import TracebackType
 from typing import Any
 
@@ -144,6 +145,8 @@ class Problem:
         Real coordinates of inputs and outputs.
     device
         Where Jacobian blocks live: with the outputs.
+    seconds
+        What the first evaluation took.
     progress
         The bar that shows how far the check is.
     scales
@@ -179,6 +182,7 @@ class Problem:
         self.m = 0
         self.device = self.inputs[0].tensor.device
         self.has_graph = False
+        self.seconds = 0.0
         self.unspecified = 0.0
         self.progress = progress or Progress(False)
         self.vjps = 0
@@ -226,7 +230,9 @@ class Problem:
 
     @phase("first evaluation")
     def _trace(self) -> None:
+        start = perf_counter()
         results = as_tuple(self._evaluator.evaluate(True))
+        self.seconds = perf_counter() - start
         if self._evaluator.inputs_changed():
             self._evaluator.mutates_inputs = True  # or they hold a NaN, and it does no harm
         _check_outputs(results)

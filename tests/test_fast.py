@@ -204,6 +204,8 @@ def test_errors_within_tolerance_everywhere_raise_the_floor() -> None:
     report = fast(slightly, normal(30_000))
     assert report.passed
     assert report.notes[0].startswith("undecided below ")
+    with pytest.warns(UserWarning, match="undecided below"):
+        assert fastgrad.gradcheck(slightly, (normal(30_000),), fast_mode=True)
 
 
 def test_same_seed_same_calls() -> None:

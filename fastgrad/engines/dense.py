@@ -5,18 +5,42 @@ Numerical columns are held, as many as the memory limit admits; analytical rows 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
+from fastgrad._native import GradientsMatch
 from fastgrad.coordinates import Block
 from fastgrad.engines import REPEAT_SCALE, REPEATED_ROWS, JacobianBlock, TangentBlock, row_parts
 from fastgrad.problem import Problem
 from fastgrad.report import Part, Plan
 
+Rows = tuple[Tensor, Tensor, GradientsMatch]
+"""What `Problem.analytical_rows` returns."""
 
-def row_blocks(problem: Problem, plan: Plan, first: int, columns: Tensor) -> Iterator[Iterator[JacobianBlock]]:
+
+def is_one_block(problem: Problem, plan: Plan) -> bool:
+    """Whether a Jacobian of one output is a single block, and a single pass over numerical columns."""
+    return problem.m <= plan.rows_per_block and problem.n <= plan.columns_per_pass
+
+
+def all_rows(problem: Problem) -> dict[Part, Rows]:
+    """The rows of the only output, part by part, for `row_blocks`: before the differences, from the graph at hand."""
+    inputs = list(problem.inputs)
+    return {
+        part: _rows(problem, output, part, 0, output.tensor.numel(), inputs)
+        for output, part in row_parts(problem.outputs)
+    }
+
+
+def row_blocks(
+    problem: Problem,
+    plan: Plan,
+    first: int,
+    columns: Tensor,
+    ahead: Callable[[], Mapping[Part, Rows]] | None = None,
+) -> Iterator[Iterator[JacobianBlock]]:
     """One pass of reverse mode: all rows against the numerical columns from `first` on.
 
     In torch's order of judging: by output and part, one iterator each, that nothing of the next is
@@ -25,7 +49,8 @@ def row_blocks(problem: Problem, plan: Plan, first: int, columns: Tensor) -> Ite
     """
     inputs = _inputs_within(problem, first, columns)
     for output, part in row_parts(problem.outputs):
-        yield _row_blocks(problem, plan, output, part, inputs, first, columns)
+        rows = ahead()[part] if ahead else None
+        yield _row_blocks(problem, plan, output, part, inputs, first, columns, rows)
 
 
 def tangent_blocks(problem: Problem, first: int, columns: Tensor, tangents: Tensor) -> Iterator[TangentBlock]:
@@ -41,6 +66,11 @@ def tangent_blocks(problem: Problem, first: int, columns: Tensor, tangents: Tens
                 yield TangentBlock(
                     output, part, block, (low - block.first) // width, tangents[rows, within], columns[rows, within]
                 )
+
+
+def _rows(problem: Problem, output: Block, part: Part, row: int, count: int, inputs: list[Block]) -> Rows:
+    twice = max(0, min(count, REPEATED_ROWS - row))
+    return problem.analytical_rows(output, part == "imaginary", row, count, inputs, twice, REPEAT_SCALE)
 
 
 def _inputs_within(problem: Problem, first: int, columns: Tensor) -> list[Block]:
@@ -69,11 +99,17 @@ def numerical_columns(problem: Problem, plan: Plan, eps: float) -> Iterator[tupl
 
 
 def _row_blocks(
-    problem: Problem, plan: Plan, output: Block, part: Part, inputs: list[Block], first: int, columns: Tensor
+    problem: Problem,
+    plan: Plan,
+    output: Block,
+    part: Part,
+    inputs: list[Block],
+    first: int,
+    columns: Tensor,
+    ahead: Rows | None,
 ) -> Iterator[JacobianBlock]:
-    imaginary = part == "imaginary"
     width = output.width
-    offset = output.first + (1 if imaginary else 0)
+    offset = output.first + (1 if part == "imaginary" else 0)
     numerical = columns.t()
     last = first + columns.shape[0]
     if output.size < columns.shape[1] or width == 2:
@@ -81,8 +117,7 @@ def _row_blocks(
     elements = output.tensor.numel()
     for row in range(0, elements, plan.rows_per_block):
         count = min(plan.rows_per_block, elements - row)
-        twice = max(0, min(count, REPEATED_ROWS - row))
-        rows, repeated, match = problem.analytical_rows(output, imaginary, row, count, inputs, twice, REPEAT_SCALE)
+        rows, repeated, match = ahead or _rows(problem, output, part, row, count, inputs)
         unspecified = match.unspecified
         held = numerical if count == elements else numerical.narrow(0, row, count)
         start = 0
