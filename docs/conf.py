@@ -16,6 +16,7 @@ myst_heading_anchors = 3
 # A single backtick links what is documented and sets anything else in italics.
 default_role = "autolink"
 autodoc_member_order = "bysource"
+toc_object_entries_show_parents = "hide"
 autodoc_preserve_defaults = True
 napoleon_google_docstring = False
 napoleon_use_ivar = False

@@ -117,7 +117,7 @@ def gradcheck(
         terminal, and tqdm is there.
     memory_limit
         Bytes for the block of numerical columns that is held at a time; by default a quarter of what
-        is free. A smaller limit repeats more VJPs.
+        is free. A smaller limit repeats more VJPs, and admits fewer entries of a compressed Jacobian.
 
     Returns
     -------
@@ -127,7 +127,7 @@ def gradcheck(
     Raises
     ------
     GradcheckError
-        The check failed; `report` on the error holds the numbers.
+        The check failed; its ``report`` holds the numbers.
     ValueError, RuntimeError, TypeError, AssertionError
         An argument cannot be checked, or func changed its results under perturbation.
     NotImplementedError

@@ -494,7 +494,7 @@ class Comparison:
 class Pair(NamedTuple):
     """An output and an input whose Jacobian was compared.
 
-    The places, part and mode are as in `Failure`, the numbers as in `Comparison`; `agrees` says that no entry is
+    The places, part and mode are as in `Failure`, the numbers as in `Comparison`; agrees says that no entry is
     wrong: those that differ at eps agreed once re-measured.
     """
 

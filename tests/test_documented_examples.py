@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import inspect
+import io
 import re
+import sys
+import types
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +20,7 @@ from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
 import fastgrad
+from docs.make_gallery import without_rounding
 
 CHECKS = [fastgrad.gradcheck, fastgrad.gradgradcheck]
 each_check = pytest.mark.parametrize("check", CHECKS)
@@ -649,22 +655,80 @@ def test_the_same_as_keywords(check: Any) -> None:
 
 # The project's own pages
 
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    page
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    # The gallery is made by running what it shows: tests/test_gallery.py.
+    if "```python" in page.read_text() and page.name != "gallery.md"
+]
 
-def test_the_examples_of_the_readme() -> None:
-    """They run; where a comment is a value, the line has that value."""
-    text = (Path(__file__).parents[1] / "README.md").read_text()
-    names: dict[str, Any] = {}
-    values = 0
+
+def without_measurements(text: str) -> str:
+    """What examples print, without times, versions and numbers that only say how small an error is."""
+    return without_rounding(re.sub(r"[\d.]+ m?s\b|fastgrad [\d.]+, torch .*|0e\+00\b", "...", text)).strip()
+
+
+def run_examples(text: str) -> int:
+    """Runs the Python blocks of a page, one after the other, and says how many results were compared.
+
+    Where a comment behind a line is a Python value, the line has that value. A block of text that follows at once is
+    what the block prints. Functions that are called test_... are tests: they are run, with fastgrad's fixtures.
+    """
+    names: dict[str, Any] = {"__name__": "example"}
+    compared = 0
     torch.manual_seed(0)
-    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-        for statement in ast.parse(block).body:
-            source = ast.get_source_segment(block, statement) or ""
-            comment = block.splitlines()[statement.end_lineno - 1].partition("  # ")[2]  # type: ignore[operator]
-            exec(source, names)
-            try:
-                expected = ast.literal_eval(comment)
-            except (SyntaxError, ValueError):
-                continue
-            values += 1
-            assert eval(source, names) == expected, source
-    assert values == 4
+    for block, printed in re.findall(r"```python\n(.*?)```(?:\s*```text\n(.*?)```)?", text, re.DOTALL):
+        known = set(names)
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            for statement in ast.parse(block).body:
+                if not isinstance(statement, ast.Expr):
+                    exec(compile(ast.Module([statement], []), "example", "exec"), names)
+                    continue
+                value = eval(compile(ast.Expression(statement.value), "example", "eval"), names)
+                comment = block.splitlines()[statement.end_lineno - 1].partition("  # ")[2]  # type: ignore[operator]
+                with contextlib.suppress(SyntaxError, ValueError):
+                    expected = ast.literal_eval(comment)
+                    compared += 1
+                    assert value == expected, block
+            for name in [name for name in names if name.startswith("test_") and name not in known]:
+                run_as_test(names[name])
+        if printed:
+            compared += 1
+            assert without_measurements(output.getvalue()) == without_measurements(printed)
+    return compared
+
+
+def run_as_test(function: Callable[..., None]) -> None:
+    """Calls a test of an example as pytest would; one that its skipif mark keeps from this machine is left out."""
+    marks = getattr(function, "pytestmark", [])
+    if not any(mark.name == "skipif" and mark.args[0] for mark in marks):
+        function(**{name: getattr(fastgrad, name) for name in inspect.signature(function).parameters})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_examples_of_a_page(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    operators = types.ModuleType("mypackage")
+    operators.fused_bias_gelu = lambda x, bias: torch.nn.functional.gelu(x + bias)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mypackage", operators)
+    run_examples(page.read_text())
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "```python\n1 + 1  # 3\n```",
+        "```python\nprint(1)\n```\n\n```text\n2\n```",
+        "```python\nassert False\n```",
+        "```python\ndef test_gradcheck(gradcheck):\n    assert gradcheck is None\n```",
+    ],
+)
+def test_wrong_examples_are_found(page: str) -> None:
+    with pytest.raises(AssertionError):
+        run_examples(page)
+
+
+def test_results_in_examples_are_compared() -> None:
+    assert run_examples((ROOT / "README.md").read_text()) == 4
+    assert run_examples("```python\n1 + 1  # 2\n1 + 1  # two\nprint(3)\n```\n\n```text\n3\n```") == 2
