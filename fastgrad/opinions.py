@@ -150,9 +150,9 @@ def taylor_test(
 ) -> TaylorTest:
     """The rate at which ``|f(x + h u) - f(x) - h J u|`` shrinks as h is halved: 2 where the gradient is right.
 
-    No tolerance and no single eps: 19 steps are taken, from ``2^-6 max(|x|, 1)`` down to ``2^-24 max(|x|, 1)``. One random u
-    moves all inputs, one random v weighs all outputs; an error of a gradient shows as a rate of 1 once it
-    outweighs the curvature along u, so that errors of 1e-5 show where curvatures are of order 1.
+    No tolerance and no single eps: 19 steps are taken, from ``2^-6 max(|x|, 1)`` down to ``2^-24 max(|x|, 1)``.
+    One random u moves all inputs, one random v weighs all outputs; an error of a gradient shows as a rate of 1
+    once it outweighs the curvature along u, so that errors of 1e-5 show where curvatures are of order 1.
 
     Parameters
     ----------

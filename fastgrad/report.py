@@ -24,7 +24,7 @@ Verdict = Literal["passed", "failed", "not converged", "undecided"]
 converged" where an entry differs, and no step settles its numerical derivative."""
 
 Part = Literal["all", "real", "imaginary"]
-"""Of a complex output, which is judged part by part; in forward mode, of a complex input. "all" is that of real ones."""
+"""Of a complex output, which is judged part by part; in forward mode, of a complex input. Real ones have "all"."""
 
 Mode = Literal["reverse", "forward"]
 """The mode of AD whose derivatives were compared."""

@@ -9,6 +9,7 @@ import io
 import re
 import sys
 import types
+import typing
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,9 @@ from torch.autograd.gradcheck import GradcheckError
 
 import fastgrad
 from docs.make_gallery import without_rounding
+from fastgrad.report import CauseName
 
+TORCHS = [torch.autograd.gradcheck, torch.autograd.gradgradcheck]
 CHECKS = [fastgrad.gradcheck, fastgrad.gradgradcheck]
 each_check = pytest.mark.parametrize("check", CHECKS)
 ONLY_FORWARD = {"check_forward_ad": True, "check_backward_ad": False}
@@ -732,3 +735,34 @@ def test_wrong_examples_are_found(page: str) -> None:
 def test_results_in_examples_are_compared() -> None:
     assert run_examples((ROOT / "README.md").read_text()) == 4
     assert run_examples("```python\n1 + 1  # 2\n1 + 1  # two\nprint(3)\n```\n\n```text\n3\n```") == 2
+
+
+def parameters(*functions: Callable[..., Any]) -> set[str]:
+    signatures = [inspect.signature(function).parameters.values() for function in functions]
+    return {one.name for own in signatures for one in own if one.kind is not one.VAR_POSITIONAL}
+
+
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [
+        ("coming-from-torch.md", {f"`{name}`" for name in parameters(*CHECKS, *TORCHS)}),
+        ("reading-a-failure.md", {f"| {name} |" for name in typing.get_args(CauseName)}),
+        ("api.md", {f"fastgrad.{name}\n" for name in fastgrad.__all__ if name != "__version__"}),
+    ],
+)
+def test_nothing_is_missing_from_a_page(page: str, names: set[str]) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    assert names
+    assert not [name for name in names if name not in text]
+
+
+def test_every_page_is_in_the_table_of_contents() -> None:
+    contents = re.findall(r"^([\w-]+)$", (ROOT / "docs/index.md").read_text(), re.MULTILINE)
+    assert {"index", *contents} == {page.stem for page in (ROOT / "docs").glob("*.md")}
+
+
+def test_relative_links_lead_somewhere() -> None:
+    """Those of the README; Sphinx follows those of the pages, and anchors."""
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / "README.md").read_text())
+    assert links
+    assert not [link for link in links if not (ROOT / link).exists()]
