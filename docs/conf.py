@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
+
 from fastgrad import __version__
 
 project = "fastgrad"
@@ -30,3 +35,20 @@ html_copy_source = False
 
 # Ours must resolve; others' would need the network.
 nitpick_ignore_regex = [("py:.*", r"(collections\.abc|functools|torch|typing)\..*"), ("py:class", "Figure|Mode|Part")]
+
+# Formulas as MathML, which browsers render by themselves: no script from the network.
+html_math_renderer = "mathml"
+
+
+def append_mathml(translator: Any, node: nodes.math | nodes.math_block) -> None:
+    """Writes a formula, and leaves nothing of it for others to write."""
+    is_block = isinstance(node, nodes.math_block)
+    formula = tex2mathml(node.astext(), as_block=is_block)
+    # With room above and below: the theme gives whatever is too high a scroll bar.
+    translator.body.append(f'<div class="math" style="padding: 0.5em">{formula}</div>' if is_block else formula)
+    raise nodes.SkipNode
+
+
+def setup(app: Any) -> None:
+    """Sphinx calls this."""
+    app.add_html_math_renderer("mathml", (append_mathml, None), (append_mathml, None))
