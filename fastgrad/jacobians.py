@@ -59,7 +59,8 @@ def numerical_jacobian(
 
     Notes
     -----
-    Takes the place of torch.autograd.gradcheck.get_numerical_jacobian.
+    Takes the place of torch.autograd.gradcheck.get_numerical_jacobian. Source: Curtis, Powell & Reid, On the
+    estimation of sparse Jacobian matrices (1974).
     """
     _check_layout(layout)
     settings = Settings(eps=eps, seed=seed)

@@ -131,6 +131,10 @@ def adjoint_test(
         As `gradcheck` for inputs and outputs that it cannot check, and where no output requires grad.
     NotImplementedError
         Whatever a func without forward mode raises; sparse inputs.
+
+    Notes
+    -----
+    Source: the dot-product test of Claerbout, Earth Soundings Analysis (1992).
     """
     if trials < 1:
         raise ValueError(f"trials must be at least 1, got {trials}.")
@@ -177,6 +181,8 @@ def taylor_test(
     -----
     The inputs are perturbed in place and restored bit for bit, as by `gradcheck`. A kink next to x, or
     rounding inside func that is coarser than its dtype, gives a rate below 2 whatever the gradient is.
+    Source: Farrell, Ham, Funke & Rognes, Automated derivation of the adjoint of high-level transient finite
+    element programs (2013).
     """
     if mode not in ("reverse", "forward"):
         raise ValueError(f"mode must be 'reverse' or 'forward', got {mode!r}.")

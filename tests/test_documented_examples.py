@@ -668,8 +668,9 @@ PAGES = [
 
 
 def without_measurements(text: str) -> str:
-    """What examples print, without times, versions and numbers that only say how small an error is."""
-    return without_rounding(re.sub(r"[\d.]+ m?s\b|fastgrad [\d.]+, torch .*|0e\+00\b", "...", text)).strip()
+    """What examples print, without times, calls, versions and numbers that only say how small an error is."""
+    own = r"\d+ evaluations, \d+ VJPs|[\d.]+ m?s\b|fastgrad [\d.]+, torch .*|0e\+00\b"
+    return without_rounding(re.sub(own, "...", text)).strip()
 
 
 def run_examples(text: str) -> int:
