@@ -5,14 +5,21 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 export MAX_JOBS ?= 2
 
-.PHONY: demo gallery test test-oldest sanitize develop lint cpp-test cuda-gate cuda-link gpu cuda-sanitize parity bench soak \
-  dist clean
+.PHONY: demo gallery docs docs-links test test-oldest sanitize develop lint cpp-test cuda-gate cuda-link gpu cuda-sanitize \
+  parity bench soak dist clean
 
 demo: $(VENV)/.built
 	$(RUN) -m fastgrad demo
 
 gallery: $(VENV)/.built
 	$(RUN) -m docs.make_gallery
+
+docs: $(VENV)/.docs
+	$(RUN) -m sphinx -q -W --keep-going -n docs build/docs
+
+# Needs the network, and its servers' goodwill: not in CI.
+docs-links: $(VENV)/.docs
+	$(RUN) -m sphinx -q -n -b linkcheck docs build/docs-links
 
 test: $(VENV)/.tools
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(MAX_JOBS)
@@ -113,4 +120,8 @@ $(VENV)/.built: $(VENV)/.torch setup.py pyproject.toml $(shell find csrc -type f
 
 $(VENV)/.tools: $(VENV)/.built pyproject.toml
 	$(RUN) -m pip install -q --group test --group lint --group bench
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.built pyproject.toml
+	$(RUN) -m pip install -q --group docs
 	touch $@

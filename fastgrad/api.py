@@ -58,7 +58,7 @@ def gradcheck(
     """Checks the gradients that autograd computes for func against central differences of func.
 
     Every entry of the Jacobian of every differentiable output with respect to every input that
-    requires grad is compared: |analytical - numerical| <= atol + rtol |numerical|. For a complex
+    requires grad is compared: ``|analytical - numerical| <= atol + rtol |numerical|``. For a complex
     output, its imaginary and its real part are checked as two real functions; for a complex input an
     entry is the conjugate Wirtinger derivative, and its modulus is compared. The backward must also
     be deterministic, linear in grad_output and multiplied by it, and accept undefined grad_outputs.
@@ -117,7 +117,7 @@ def gradcheck(
         terminal, and tqdm is there.
     memory_limit
         Bytes for the block of numerical columns that is held at a time; by default a quarter of what
-        is free. A smaller limit repeats more VJPs.
+        is free. A smaller limit repeats more VJPs, and admits fewer entries of a compressed Jacobian.
 
     Returns
     -------
@@ -127,7 +127,7 @@ def gradcheck(
     Raises
     ------
     GradcheckError
-        The check failed; `report` on the error holds the numbers.
+        The check failed; its ``report`` holds the numbers.
     ValueError, RuntimeError, TypeError, AssertionError
         An argument cannot be checked, or func changed its results under perturbation.
     NotImplementedError
@@ -178,7 +178,8 @@ def gradgradcheck(
 ) -> bool:
     """Checks the second derivatives of func: the gradients of its backward against central differences of it.
 
-    The backward is checked as a function of the inputs and the grad_outputs, as `gradcheck` checks func.
+    The backward is checked as a function of the inputs and the grad_outputs, as `gradcheck` checks func. The
+    parameters that are not listed here, what is returned and what is raised are those of `gradcheck`.
 
     Parameters
     ----------
@@ -192,7 +193,10 @@ def gradgradcheck(
     check_rev_over_rev, check_fwd_over_rev
         Differentiate the backward in reverse mode, in forward mode, or in both.
 
-    The other parameters, what is returned and what is raised are those of `gradcheck`.
+    Returns
+    -------
+    bool
+        True where the check passed.
     """
     keywords = locals()
     __tracebackhide__ = True  # under pytest a failure shows the caller's line
@@ -273,8 +277,8 @@ def check(
     Report
         `passed` says whether the check passed; otherwise `failure` says what is wrong, and
         `GradcheckError` is not raised. `input_names` and `output_names` say what was checked, by path:
-        inputs[0]["weight"], kwargs["scale"], module.conv.weight, result["loss"]; with order=2 also
-        grad_outputs["loss"], and grad(module.conv.weight) as a result.
+        ``inputs[0]["weight"]``, ``kwargs["scale"]``, ``module.conv.weight``, ``result["loss"]``; with order=2 also
+        ``grad_outputs["loss"]``, and ``grad(module.conv.weight)`` as a result.
 
     Raises
     ------

@@ -14,9 +14,14 @@ _HERE = os.path.dirname(__file__) + os.sep
 
 
 class GradcheckError(TorchGradcheckError):
-    """A failed gradient check, with the numbers behind the message in `report`.
+    """A failed gradient check, with the numbers behind the message in its report.
 
     Derives from torch's ``GradcheckError`` (a ``RuntimeError``), so code that catches that one keeps working.
+
+    Attributes
+    ----------
+    report
+        A `fastgrad.Report`.
     """
 
     def __init__(self, message: str, report: Report) -> None:

@@ -110,7 +110,7 @@ def jacobian(
     Returns
     -------
     Tensor or nested tuple of Tensor
-        Shape (*output.shape, *input.shape), dtype of the input, in forward mode of the output. Where func
+        Shape ``(*output.shape, *input.shape)``, dtype of the input, in forward mode of the output. Where func
         returns a tuple, or inputs is one, a tuple of these; where both are, result[i][j] for output i and
         input j. With return_error, (result, error), of one form; errors are real, infinite where no two
         steps agree.
@@ -181,7 +181,7 @@ def hessian(
     Returns
     -------
     Tensor or tuple of tuple of Tensor
-        Shape (*input.shape, *input.shape); for a tuple of inputs, result[i][j] for inputs i and j, of the
+        Shape ``(*input.shape, *input.shape)``; for a tuple of inputs, result[i][j] for inputs i and j, of the
         dtype of j. With return_error, (result, error).
 
     Raises
@@ -371,7 +371,21 @@ def hvp(
     """H v for the Hessian H of func at inputs, as torch.autograd.functional.hvp gives it.
 
     By differentiating v -> v^T H, so that it is H v also where H is not symmetric; `vhp` is faster.
-    Parameters, what is returned and what is raised are those of `vhp`.
+
+    Parameters
+    ----------
+    func, inputs, v, create_graph, strict, numerical, return_error
+        As for `vhp`.
+
+    Returns
+    -------
+    tuple
+        func's output, and the product, of the form of the inputs. With return_error, the error too.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError
+        As `vhp`.
     """
     return _hessian_product("hvp", func, inputs, v, create_graph, strict, numerical, return_error)
 

@@ -48,7 +48,7 @@ def numerical_jacobian(
     -------
     tuple of tuple of Tensor
         One for each output and input that require grad (outputs: where none does, all that could), in
-        float64. Strided: shape (*output.shape, *input.shape), and a further dimension of size 2, real and
+        float64. Strided: shape ``(*output.shape, *input.shape)``, and a further dimension of size 2, real and
         imaginary part, after that of a complex tensor. Sparse: two-dimensional, with a row for each real
         coordinate of the output and a column for each of the input.
 
@@ -59,7 +59,8 @@ def numerical_jacobian(
 
     Notes
     -----
-    Takes the place of torch.autograd.gradcheck.get_numerical_jacobian.
+    Takes the place of torch.autograd.gradcheck.get_numerical_jacobian. Source: Curtis, Powell & Reid, On the
+    estimation of sparse Jacobian matrices (1974).
     """
     _check_layout(layout)
     settings = Settings(eps=eps, seed=seed)
@@ -86,9 +87,27 @@ def analytical_jacobian(
     """The Jacobians of func at inputs that autograd computes, in reverse or in forward mode.
 
     Where the Jacobian is sparse, rows that share no column have one VJP in reverse mode; that nothing
-    lies outside of the pattern is certified by random cotangents. The parameters, what is returned and
-    what is raised are those of `numerical_jacobian`.
+    lies outside of the pattern is certified by random cotangents.
 
+    Parameters
+    ----------
+    func, inputs, layout, seed
+        As in `numerical_jacobian`.
+    mode
+        "reverse": a VJP a row, or a group of rows; "forward": a JVP a column.
+
+    Returns
+    -------
+    tuple of tuple of Tensor
+        As from `numerical_jacobian`.
+
+    Raises
+    ------
+    ValueError, RuntimeError, TypeError, AssertionError
+        As `numerical_jacobian`, and what backward or a jvp raises.
+
+    Notes
+    -----
     Takes the place of torch.autograd.gradcheck.get_analytical_jacobian.
     """
     _check_layout(layout)

@@ -30,7 +30,7 @@ LEAST_RATE = 1.5
 
 @dataclass(frozen=True)
 class AdjointTest:
-    """What forward and reverse mode say of <v, J u>, for each trial, output and input.
+    """What forward and reverse mode say of ``<v, J u>``, for each trial, output and input.
 
     Outputs and inputs are the differentiable ones, as in the messages of `gradcheck`.
 
@@ -39,14 +39,18 @@ class AdjointTest:
     passed
         Whether the two agree everywhere: error <= rtol.
     error
-        The largest |<v, J u> - <J^T v, u>|, over the sum of the moduli of the terms of both sums and 1e-6 of those
+        The largest ``|<v, J u> - <J^T v, u>|``, over the sum of the moduli of the terms of both sums and 1e-6 of those
         of u and v (1e-6: 64 times the square root of one ulp).
     rtol
         What is allowed.
-    output, input
+    output
         Where the largest error is.
-    forward, reverse
-        <v, J u> by forward mode and <J^T v, u> by reverse mode: float64, shape (trials, outputs, inputs).
+    input
+        Where the largest error is.
+    forward
+        ``<v, J u>`` by forward mode: float64, shape (trials, outputs, inputs).
+    reverse
+        ``<J^T v, u>`` by reverse mode, of the same shape.
     """
 
     passed: bool
@@ -60,7 +64,7 @@ class AdjointTest:
 
 @dataclass(frozen=True)
 class TaylorTest:
-    """How fast |f(x + h u) - f(x) - h J u| shrinks with h.
+    """How fast ``|f(x + h u) - f(x) - h J u|`` shrinks with h.
 
     Attributes
     ----------
@@ -69,8 +73,10 @@ class TaylorTest:
     rate
         The slope of log remainder over log step, from the smallest remainders that are more than rounding;
         infinite where all are rounding, as those of a linear function with a right gradient.
-    steps, remainders
-        h, and |v . (f(x + h u) - f(x)) - h v^T J u| for one random v and u.
+    steps
+        h, from large to small.
+    remainders
+        ``|v . (f(x + h u) - f(x)) - h v^T J u|`` for one random v and u.
     derivative
         v^T J u, as autograd computes it.
     """
@@ -92,7 +98,7 @@ def adjoint_test(
     masked: bool = False,
     seed: int = 0,
 ) -> AdjointTest:
-    """Whether forward and reverse mode compute the same Jacobian: <v, J u> = <J^T v, u> for random u and v.
+    """Whether forward and reverse mode compute the same Jacobian: ``<v, J u> = <J^T v, u>`` for random u and v.
 
     No differences are taken: no step to choose, and errors down to rounding show. Only that the two
     modes agree is tested: both may be wrong, see `taylor_test`.
@@ -125,6 +131,10 @@ def adjoint_test(
         As `gradcheck` for inputs and outputs that it cannot check, and where no output requires grad.
     NotImplementedError
         Whatever a func without forward mode raises; sparse inputs.
+
+    Notes
+    -----
+    Source: the dot-product test of Claerbout, Earth Soundings Analysis (1992).
     """
     if trials < 1:
         raise ValueError(f"trials must be at least 1, got {trials}.")
@@ -142,11 +152,11 @@ def taylor_test(
     masked: bool = False,
     seed: int = 0,
 ) -> TaylorTest:
-    """The rate at which |f(x + h u) - f(x) - h J u| shrinks as h is halved: 2 where the gradient is right.
+    """The rate at which ``|f(x + h u) - f(x) - h J u|`` shrinks as h is halved: 2 where the gradient is right.
 
-    No tolerance and no single eps: 19 steps are taken, from 2^-6 max(|x|, 1) down to 2^-24. One random u
-    moves all inputs, one random v weighs all outputs; an error of a gradient shows as a rate of 1 once it
-    outweighs the curvature along u, so that errors of 1e-5 show where curvatures are of order 1.
+    No tolerance and no single eps: 19 steps are taken, from ``2^-6 max(|x|, 1)`` down to ``2^-24 max(|x|, 1)``.
+    One random u moves all inputs, one random v weighs all outputs; an error of a gradient shows as a rate of 1
+    once it outweighs the curvature along u, so that errors of 1e-5 show where curvatures are of order 1.
 
     Parameters
     ----------
@@ -171,6 +181,8 @@ def taylor_test(
     -----
     The inputs are perturbed in place and restored bit for bit, as by `gradcheck`. A kink next to x, or
     rounding inside func that is coarser than its dtype, gives a rate below 2 whatever the gradient is.
+    Source: Farrell, Ham, Funke & Rognes, Automated derivation of the adjoint of high-level transient finite
+    element programs (2013).
     """
     if mode not in ("reverse", "forward"):
         raise ValueError(f"mode must be 'reverse' or 'forward', got {mode!r}.")

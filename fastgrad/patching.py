@@ -21,8 +21,16 @@ from fastgrad.report import Report
 class Check:
     """One call of a patched checker.
 
-    name: gradcheck or gradgradcheck. ours: how fastgrad's check ended. report: what it found, None where an exception
-    kept it from a verdict. torch: how torch's checker ended, where both were asked.
+    Attributes
+    ----------
+    name
+        "gradcheck" or "gradgradcheck".
+    ours
+        How fastgrad's check ended.
+    report
+        What it found; None where an exception kept it from a verdict.
+    torch
+        How torch's checker ended, where both were asked.
     """
 
     name: str

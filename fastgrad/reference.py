@@ -22,7 +22,17 @@ _OWN_KEYWORDS = ("engine", "seed", "confidence", "memory_limit", "progress")
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a check ended: its verdict, or "raised" where an exception kept it from one. seconds is wall time."""
+    """How a check ended.
+
+    Attributes
+    ----------
+    verdict
+        "passed", "failed", or "raised" where an exception kept it from a verdict.
+    error
+        That of a check that did not pass.
+    seconds
+        Wall time.
+    """
 
     verdict: Literal["passed", "failed", "raised"]
     error: Exception | None

@@ -20,15 +20,14 @@ LARGEST_TENSOR = 4096
 """Elements up to which `Report.to_dict` writes a tensor out."""
 
 Verdict = Literal["passed", "failed", "not converged", "undecided"]
-"""undecided: fast mode found nothing, and cannot exclude errors below a bound. not converged: an entry
-differs, and no step settles its numerical derivative."""
+"""The outcome of a check; "undecided" where fast mode found nothing, and cannot exclude errors below a bound; "not
+converged" where an entry differs, and no step settles its numerical derivative."""
 
 Part = Literal["all", "real", "imaginary"]
-"""Which real functions of an output a row group covers: a complex output is judged part by part; in
-forward mode, which coordinates of a complex input."""
+"""Of a complex output, which is judged part by part; in forward mode, of a complex input. Real ones have "all"."""
 
 Mode = Literal["reverse", "forward"]
-"""The mode of AD that a failure was found in."""
+"""The mode of AD whose derivatives were compared."""
 
 GradOutputs = Literal["given", "random", "non-contiguous", "ones"]
 """How gradgradcheck came by its grad_outputs."""
@@ -49,7 +48,7 @@ FailureKind = Literal[
     "batched raises",
     "batched differs",
 ]
-
+"""What a check failed by."""
 
 CauseName = Literal[
     "constant factor",
@@ -77,15 +76,23 @@ CauseName = Literal[
     "modes disagree",
     "both modes wrong",
 ]
-"""What may be behind a failure; `fastgrad.diagnose` says which, from evidence."""
+"""What may be behind a failure."""
 
 
 @dataclass(frozen=True)
 class Cause:
     """What is probably behind a failure.
 
-    text: a sentence for people, without its period. measure: what it rests on, a residual or a count, say.
-    confidence: from 0 to 1.
+    Attributes
+    ----------
+    name
+        One of the names above.
+    text
+        A sentence for people, without its period.
+    measure
+        What it rests on: a residual or a count, say.
+    confidence
+        From 0 to 1.
     """
 
     name: CauseName
@@ -98,11 +105,28 @@ class Cause:
 class Sample:
     """Entries of the failing Jacobian of one output with respect to one input, right and wrong ones.
 
-    outputs, inputs: the elements of the two tensors that each entry is about (int64, shape (entries,)).
-    analytical, numerical: the values (float64 or complex128, shape (entries,)).
-    failing: which differ by more than their tolerance (bool, shape (entries,)).
-    input_values, output_values: the elements of the input and the output at x, one an entry.
-    complete: whether the entries that are not here are zero on both sides.
+    Attributes
+    ----------
+    output_shape
+        Of the output.
+    input_shape
+        Of the input.
+    outputs
+        The element of the output that each entry is about, in C order: int64, shape (entries,).
+    inputs
+        The same of the input.
+    analytical
+        The derivatives by autograd: float64 or complex128, shape (entries,).
+    numerical
+        The derivatives by differences at eps, of the same dtype and shape.
+    failing
+        Which entries differ by more than their tolerance: bool, shape (entries,).
+    input_values
+        The elements of the input at x, shape (entries,).
+    output_values
+        The elements of the output at x, shape (entries,).
+    complete
+        Whether the entries that are not here are zero on both sides.
     """
 
     output_shape: tuple[int, ...]
@@ -121,7 +145,14 @@ class Sample:
 class Explanation:
     """A hypothesis that random sums over all entries of the failing Jacobian agree with.
 
-    name: the cause. text: what would have happened. error: how far the sums are off, over their terms.
+    Attributes
+    ----------
+    name
+        The cause.
+    text
+        What would have happened.
+    error
+        How far the sums are off, over the moduli of their terms.
     """
 
     name: CauseName
@@ -136,23 +167,46 @@ class Evidence:
     Gradients are VJPs of one random dense cotangent v with respect to all inputs, and deviations the largest
     difference between two of them over the largest component, unless something else is said.
 
-    calls: of func and backward, beside those that the report counts.
-    func_moves: the largest difference between outputs of two evaluations at x.
-    runs: how far gradients of some runs on one graph, then on a new one, and so on, are from that of the first run.
-    vanishes: whether the gradient is zero at all elements of the input that failing entries are about.
-    after_others: deviation of a gradient from a graph made before func was evaluated at another point.
-    scaled: scales c, the deviation of the gradient for c v, over c, and its size over that for v.
-    at_zero: the largest component of the gradient for a zero cotangent.
-    split: deviation of the sum of the gradients for three parts of v, one of them a single element.
-    added: the same for v as the sum of two dense vectors.
-    gapped, expanded: deviation for a non-contiguous v, and of a constant one expanded with stride 0 from its copy;
-        infinite where only the other raises.
-    dense_error: |v^T J u - v . (difference along u)|, over the sum of the moduli of its terms, for one random u.
-    output_dtype: the narrowest dtype narrower than double that all outputs next to x fit in without rounding.
-    slopes: large steps, and central differences of the worst entry there; rounding: one ulp of its output.
-    other_mode: the worst entry by the mode of AD that did not fail; adjoint_error: as in `AdjointTest`.
-    other_part: the worst entry of the part of a complex output that did not fail, analytical and numerical.
-    explanation: a rearrangement of the numerical Jacobian that the analytical one is, or another point at which the
+    Attributes
+    ----------
+    calls
+        Of func and backward, beside those that the report counts.
+    func_moves
+        The largest difference between outputs of two evaluations at x.
+    runs
+        Deviations of some runs on one graph, then on a new one, and so on, from the first run.
+    vanishes
+        Whether the gradient is zero at all elements of the input that failing entries are about.
+    after_others
+        Deviation of a gradient from a graph made before func was evaluated at another point.
+    scaled
+        Scales c, the deviation of the gradient for c v, over c, and its size over that for v.
+    at_zero
+        The largest component of the gradient for a zero cotangent.
+    split
+        Deviation of the sum of the gradients for three parts of v, one of them a single element.
+    added
+        The same for v as the sum of two dense vectors.
+    gapped
+        Deviation for a non-contiguous v from its contiguous copy; infinite where only the former raises.
+    expanded
+        Deviation for a constant v, expanded with stride 0, from its copy; infinite where only the former raises.
+    dense_error
+        ``|v^T J u - v . (difference along u)|``, over the sum of the moduli of its terms, for one random u.
+    output_dtype
+        The narrowest dtype, narrower than double, that all outputs next to x fit in without rounding.
+    slopes
+        Large steps, and central differences of the worst entry there.
+    rounding
+        One ulp of the worst entry's output.
+    other_mode
+        The worst entry by the mode of AD that did not fail.
+    adjoint_error
+        As `fastgrad.AdjointTest.error`.
+    other_part
+        The worst entry of the part of a complex output that did not fail, analytical and numerical.
+    explanation
+        A rearrangement of the numerical Jacobian that the analytical one is, or another point at which the
         gradient would be right.
     """
 
@@ -183,7 +237,17 @@ Trouble = Literal["kink", "low precision", "not converged"]
 
 @dataclass(frozen=True)
 class Tolerances:
-    """The step of the differences with respect to an input, and how far its entries may be off."""
+    """The step of the differences with respect to an input, and how far its entries may be off.
+
+    Attributes
+    ----------
+    eps
+        The step.
+    atol
+        Absolute tolerance.
+    rtol
+        Relative tolerance.
+    """
 
     eps: float = 1e-6
     atol: float = 1e-5
@@ -192,10 +256,17 @@ class Tolerances:
 
 @dataclass(frozen=True)
 class Settings(Tolerances):
-    """The keywords of one check; see :func:`fastgrad.gradcheck`.
+    """The keywords of one check; those that are not listed here are as in `fastgrad.gradcheck`.
 
-    grad_outputs: how gradgradcheck came by them; None in gradcheck. inputs: the tolerances of each checked
-    input, where not all have the same; eps, atol and rtol are the smallest of them.
+    Attributes
+    ----------
+    confidence
+        Of fast mode.
+    grad_outputs
+        How gradgradcheck came by its grad_outputs; None in gradcheck.
+    inputs
+        The tolerances of each checked input, where not all have the same; eps, atol and rtol are then the
+        smallest of them.
     """
 
     nondet_tol: float = 0.0
@@ -229,14 +300,28 @@ class Settings(Tolerances):
 class Plan:
     """How the Jacobians are computed; nothing in it changes a verdict.
 
-    columns_per_pass: numerical columns held at a time; every pass repeats the VJPs.
-    rows_per_block: analytical rows computed, and compared, at a time.
-    record_graph: whether func must record gradients while it is evaluated for differences.
-    column_groups, row_groups: of a compressed Jacobian; one difference, or one VJP, serves a group. Without
-    row groups, analytical columns come from differentiating the backward once more.
-    memory: bytes that Jacobians take at a time, estimated; None in fast mode, which holds vectors alone.
-    detection_limit: fast mode finds errors that cancel each other in a row or a column from this size on,
-    with probability `Settings.confidence`; single ones from their tolerance on.
+    Attributes
+    ----------
+    engine
+        "dense", "compressed" or "sketch".
+    columns_per_pass
+        Of the dense engine: numerical columns held at a time; every pass repeats the VJPs.
+    rows_per_block
+        Of the dense engine: analytical rows computed, and compared, at a time.
+    record_graph
+        Whether func must record gradients while it is evaluated for differences.
+    reason
+        Why this engine, or where the pattern came from.
+    detection_limit
+        Fast mode finds errors that cancel each other in a row or a column from this size on, with the
+        probability `Settings.confidence`; single ones from their tolerance on.
+    column_groups
+        Of a compressed Jacobian: one difference serves a group.
+    row_groups
+        Of a compressed Jacobian: one VJP serves a group. Without any, analytical columns come from
+        differentiating the backward once more.
+    memory
+        Bytes that Jacobians take at a time, estimated; None in fast mode, which holds vectors alone.
     """
 
     engine: str
@@ -259,9 +344,21 @@ def modulus(value: complex) -> float:
 class Entry:
     """One Jacobian entry, d output / d input, under the allclose rule.
 
-    output_index and input_index address elements of the two tensors. For a complex input the values
-    are complex (conjugate Wirtinger derivative, as torch reports it). allowed is atol + rtol |numerical|.
-    error is how far numerical may be off, where it was re-measured over several steps.
+    Attributes
+    ----------
+    output_index
+        The element of the output.
+    input_index
+        The element of the input.
+    analytical
+        The derivative by autograd; complex for a complex input: the conjugate Wirtinger derivative, as torch
+        reports it.
+    numerical
+        The derivative by differences.
+    allowed
+        ``atol + rtol |numerical|``.
+    error
+        How far numerical may be off, where it was re-measured over several steps.
     """
 
     output_index: tuple[int, ...]
@@ -273,7 +370,7 @@ class Entry:
 
     @property
     def difference(self) -> float:
-        """|analytical - numerical|."""
+        """``|analytical - numerical|``."""
         return modulus(self.analytical - self.numerical)
 
 
@@ -281,8 +378,20 @@ class Entry:
 class Span:
     """The places along one dimension that some entries take.
 
-    size: of the dimension. count: distinct places, from first to last. step: their distance, where it is
-    the same for all; None where it is not. places: all of them, where they are few.
+    Attributes
+    ----------
+    size
+        Of the dimension.
+    count
+        Distinct places.
+    first
+        The first of them.
+    last
+        The last of them.
+    step
+        Their distance, where it is the same for all.
+    places
+        All of them, where they are few.
     """
 
     size: int
@@ -295,7 +404,15 @@ class Span:
 
 @dataclass(frozen=True)
 class Extent:
-    """Where entries lie: one Span a dimension of the output, and of the input."""
+    """Where entries lie.
+
+    Attributes
+    ----------
+    output
+        One Span a dimension of the output.
+    input
+        One Span a dimension of the input.
+    """
 
     output: tuple[Span, ...]
     input: tuple[Span, ...]
@@ -305,9 +422,14 @@ class Extent:
 class Difference:
     """One central difference of an entry.
 
-    step: by which the input was moved to either side. change: by how much func moved in between.
-    estimate: the derivative that follows, change over the realized distance. Of a complex entry, change and
-    estimate are made of those of its two coordinates, and step is that of the first.
+    Attributes
+    ----------
+    step
+        By which the input was moved to either side; of a complex entry, its first coordinate.
+    change
+        By how much func moved in between; of a complex entry, made of what its two coordinates gave.
+    estimate
+        The derivative that follows: change over the realized distance.
     """
 
     step: float
@@ -319,12 +441,38 @@ class Difference:
 class Comparison:
     """The Jacobian of one output with respect to one input, analytical against numerical.
 
-    sum_analytical, sum_numerical and sum_product are sums of |a|^2, |n|^2 and a conj(n) over the
-    mismatched entries. exhaustive: all entries were compared; otherwise some were located, and these
-    numbers are about them. The two matrices are kept only when small, in torch's layout: one row an
-    input element, one column an output element. worst_entries: the worst first, as far as they are wrong
-    (those with an error estimate) or look wrong at eps (those without). extent: where mismatched entries
-    lie. on_pattern: the entries are those of the Jacobian's pattern; what lies outside of it is zero.
+    Attributes
+    ----------
+    entries
+        How many there are.
+    mismatches
+        How many differ at eps by more than their tolerance.
+    worst
+        The worst entry, re-measured.
+    largest_absolute
+        The largest absolute error at eps.
+    largest_relative
+        The largest relative error at eps.
+    sum_analytical
+        The sum of ``|a|^2`` over the mismatched entries; a: analytical, n: numerical.
+    sum_numerical
+        The sum of ``|n|^2``.
+    sum_product
+        The sum of ``a conj(n)``.
+    analytical
+        The matrix, where it is small, in torch's layout: one row an input element, one column an output
+        element.
+    numerical
+        The same.
+    exhaustive
+        Whether all entries were compared; otherwise some were located, and the numbers are about them.
+    worst_entries
+        The worst first, as far as they are wrong (those with an error estimate) or look wrong at eps (those
+        without).
+    extent
+        Where mismatched entries lie.
+    on_pattern
+        Whether the entries are those of the Jacobian's pattern, outside of which it is zero.
     """
 
     entries: int
@@ -344,10 +492,10 @@ class Comparison:
 
 
 class Pair(NamedTuple):
-    """An output and an input whose Jacobian was compared; places, part and mode as in Failure.
+    """An output and an input whose Jacobian was compared.
 
-    mismatches: entries that differ at eps; agrees: none of them after re-measuring. The largest errors are those
-    at eps. on_pattern: as in Comparison.
+    The places, part and mode are as in `Failure`, the numbers as in `Comparison`; agrees says that no entry is
+    wrong: those that differ at eps agreed once re-measured.
     """
 
     # Not a dataclass: every check that passes makes one, and a frozen one of as many fields takes ten times as long.
@@ -369,8 +517,14 @@ class Pair(NamedTuple):
 class Certificate:
     """What random vectors vouch for, where not every entry was looked at by itself.
 
-    claim: a sentence without its period. method: the vectors, and what they were compared with.
-    bound: an error of one entry shows from this size on, beside rounding.
+    Attributes
+    ----------
+    claim
+        A sentence without its period.
+    method
+        The vectors, and what they were compared with.
+    bound
+        An error of one entry shows from this size on, beside rounding.
     """
 
     claim: str
@@ -380,7 +534,7 @@ class Certificate:
 
 @dataclass(frozen=True)
 class Environment:
-    """Where a check ran: versions, and the device of the outputs."""
+    """Where a check ran: versions, and the device of the outputs, by name."""
 
     fastgrad: str
     torch: str
@@ -392,11 +546,32 @@ class Environment:
 class Failure:
     """Why a check failed.
 
-    output and input count the differentiable outputs and inputs, as torch's messages do;
-    output_position and input_position are their places among func's results and arguments.
-    detail is a clause for the message; cause is the exception behind the failure, if there was one.
-    trouble is what detail says of the worst entry's derivative. convergence: the differences behind the worst entry,
-    large steps first, where it was re-measured.
+    Attributes
+    ----------
+    kind
+        What failed.
+    output
+        Counts the differentiable outputs, as torch's messages do.
+    input
+        Counts the differentiable inputs.
+    output_position
+        The place among func's results.
+    input_position
+        The place among func's arguments.
+    part
+        Of a complex output; in forward mode, of a complex input.
+    mode
+        Of AD.
+    comparison
+        The entries of a mismatch.
+    detail
+        A clause of the message.
+    cause
+        The exception behind the failure, if there was one.
+    trouble
+        What is special about the worst entry's derivative.
+    convergence
+        The differences behind the worst entry, large steps first, where it was re-measured.
     """
 
     kind: FailureKind
@@ -417,14 +592,51 @@ class Failure:
 class Report:
     """The outcome of one check.
 
-    n and m count the real coordinates of the differentiable inputs and outputs; evaluations and
-    vjps are the calls of func and of autograd's backward; jvps counts the evaluations that carried
-    tangents; seconds is wall time, phases its parts. sample: entries of the pair that failed; evidence:
-    experiments after that, whose calls and time are not counted here. causes: the most probable first.
-    pairs: what was compared, up to the pair that failed. undecided: errors up to this size may be hidden,
-    where fast mode had to leave something open. input_names and output_names: what :func:`fastgrad.check`
-    calls the tensors that `Failure.input_position` and `Failure.output_position` count; gradcheck, whose
-    messages count, has none.
+    docs/report.md describes it, and its parts, as plain data.
+
+    Attributes
+    ----------
+    failure
+        The first failure in the order of the checks; None where there is none.
+    settings
+        The keywords.
+    plan
+        How the Jacobians were computed.
+    n
+        Real coordinates of the differentiable inputs.
+    m
+        Real coordinates of the differentiable outputs.
+    evaluations
+        Calls of func.
+    vjps
+        Calls of autograd's backward.
+    seconds
+        Wall time.
+    jvps
+        Evaluations that carried tangents.
+    notes
+        What else was seen.
+    sample
+        Entries of the pair that failed.
+    evidence
+        Experiments after the failure, whose calls and time are not counted here.
+    causes
+        The most probable first.
+    input_names
+        What `fastgrad.check` calls the tensors that `Failure.input_position` counts; gradcheck, whose messages
+        count, has none.
+    output_names
+        The same of `Failure.output_position`.
+    pairs
+        What was compared, up to the pair that failed.
+    certificates
+        What random vectors vouch for.
+    undecided
+        Errors up to this size may be hidden, where fast mode had to leave something open.
+    phases
+        Seconds by phase.
+    environment
+        Versions and device.
     """
 
     failure: Failure | None
@@ -463,8 +675,8 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """The report as numbers, strings, lists and dicts, as docs/report.md describes them.
 
-        Complex numbers become {"re", "im"}; NaN and infinities become "nan", "inf" and "-inf"; tensors
-        become {"shape", "dtype", "values"}, values being None above LARGEST_TENSOR elements.
+        Complex numbers become ``{"re", "im"}``; NaN and infinities become "nan", "inf" and "-inf"; tensors
+        become ``{"shape", "dtype", "values"}``, values being None above 4096 elements.
         """
         return {"schema": SCHEMA, "verdict": self.verdict, "passed": self.passed, **_plain(self)}
 

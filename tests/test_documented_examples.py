@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import inspect
+import io
 import re
+import sys
+import types
+import typing
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +21,10 @@ from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
 import fastgrad
+from docs.make_gallery import without_rounding
+from fastgrad.report import CauseName
 
+TORCHS = [torch.autograd.gradcheck, torch.autograd.gradgradcheck]
 CHECKS = [fastgrad.gradcheck, fastgrad.gradgradcheck]
 each_check = pytest.mark.parametrize("check", CHECKS)
 ONLY_FORWARD = {"check_forward_ad": True, "check_backward_ad": False}
@@ -649,22 +658,112 @@ def test_the_same_as_keywords(check: Any) -> None:
 
 # The project's own pages
 
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    page
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    # The gallery is made by running what it shows: tests/test_gallery.py.
+    if "```python" in page.read_text() and page.name != "gallery.md"
+]
 
-def test_the_examples_of_the_readme() -> None:
-    """They run; where a comment is a value, the line has that value."""
-    text = (Path(__file__).parents[1] / "README.md").read_text()
-    names: dict[str, Any] = {}
-    values = 0
+
+def without_measurements(text: str) -> str:
+    """What examples print, without times, calls, versions and numbers that only say how small an error is."""
+    own = r"\d+ evaluations, \d+ VJPs|[\d.]+ m?s\b|fastgrad [\d.]+, torch .*|0e\+00\b"
+    return without_rounding(re.sub(own, "...", text)).strip()
+
+
+def run_examples(text: str) -> int:
+    """Runs the Python blocks of a page, one after the other, and says how many results were compared.
+
+    Where a comment behind a line is a Python value, the line has that value. A block of text that follows at once is
+    what the block prints. Functions that are called test_... are tests: they are run, with fastgrad's fixtures.
+    """
+    names: dict[str, Any] = {"__name__": "example"}
+    compared = 0
     torch.manual_seed(0)
-    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-        for statement in ast.parse(block).body:
-            source = ast.get_source_segment(block, statement) or ""
-            comment = block.splitlines()[statement.end_lineno - 1].partition("  # ")[2]  # type: ignore[operator]
-            exec(source, names)
-            try:
-                expected = ast.literal_eval(comment)
-            except (SyntaxError, ValueError):
-                continue
-            values += 1
-            assert eval(source, names) == expected, source
-    assert values == 4
+    for block, printed in re.findall(r"```python\n(.*?)```(?:\s*```text\n(.*?)```)?", text, re.DOTALL):
+        known = set(names)
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            for statement in ast.parse(block).body:
+                if not isinstance(statement, ast.Expr):
+                    exec(compile(ast.Module([statement], []), "example", "exec"), names)
+                    continue
+                value = eval(compile(ast.Expression(statement.value), "example", "eval"), names)
+                comment = block.splitlines()[statement.end_lineno - 1].partition("  # ")[2]  # type: ignore[operator]
+                with contextlib.suppress(SyntaxError, ValueError):
+                    expected = ast.literal_eval(comment)
+                    compared += 1
+                    assert value == expected, block
+            for name in [name for name in names if name.startswith("test_") and name not in known]:
+                run_as_test(names[name])
+        if printed:
+            compared += 1
+            assert without_measurements(output.getvalue()) == without_measurements(printed)
+    return compared
+
+
+def run_as_test(function: Callable[..., None]) -> None:
+    """Calls a test of an example as pytest would; one that its skipif mark keeps from this machine is left out."""
+    marks = getattr(function, "pytestmark", [])
+    if not any(mark.name == "skipif" and mark.args[0] for mark in marks):
+        function(**{name: getattr(fastgrad, name) for name in inspect.signature(function).parameters})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_examples_of_a_page(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    operators = types.ModuleType("mypackage")
+    operators.fused_bias_gelu = lambda x, bias: torch.nn.functional.gelu(x + bias)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mypackage", operators)
+    run_examples(page.read_text())
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "```python\n1 + 1  # 3\n```",
+        "```python\nprint(1)\n```\n\n```text\n2\n```",
+        "```python\nassert False\n```",
+        "```python\ndef test_gradcheck(gradcheck):\n    assert gradcheck is None\n```",
+    ],
+)
+def test_wrong_examples_are_found(page: str) -> None:
+    with pytest.raises(AssertionError):
+        run_examples(page)
+
+
+def test_results_in_examples_are_compared() -> None:
+    assert run_examples((ROOT / "README.md").read_text()) == 4
+    assert run_examples("```python\n1 + 1  # 2\n1 + 1  # two\nprint(3)\n```\n\n```text\n3\n```") == 2
+
+
+def parameters(*functions: Callable[..., Any]) -> set[str]:
+    signatures = [inspect.signature(function).parameters.values() for function in functions]
+    return {one.name for own in signatures for one in own if one.kind is not one.VAR_POSITIONAL}
+
+
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [
+        ("coming-from-torch.md", {f"`{name}`" for name in parameters(*CHECKS, *TORCHS)}),
+        ("reading-a-failure.md", {f"| {name} |" for name in typing.get_args(CauseName)}),
+        ("api.md", {f"fastgrad.{name}\n" for name in fastgrad.__all__ if name != "__version__"}),
+    ],
+)
+def test_nothing_is_missing_from_a_page(page: str, names: set[str]) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    assert names
+    assert not [name for name in names if name not in text]
+
+
+def test_every_page_is_in_the_table_of_contents() -> None:
+    contents = re.findall(r"^([\w-]+)$", (ROOT / "docs/index.md").read_text(), re.MULTILINE)
+    assert {"index", *contents} == {page.stem for page in (ROOT / "docs").glob("*.md")}
+
+
+def test_relative_links_lead_somewhere() -> None:
+    """Those of the README; Sphinx follows those of the pages, and anchors."""
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / "README.md").read_text())
+    assert links
+    assert not [link for link in links if not (ROOT / link).exists()]
