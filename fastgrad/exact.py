@@ -51,8 +51,8 @@ MOST_LEADS = 8
 CERTIFICATES = 2
 """Directions of the numerical certificate."""
 
-SMALLER = 2.0**-10
-"""Of the step at which failed rows are certified again: joint steps cross kinks that single ones do not."""
+SMALLER = (2.0**-10, 2.0**-14, 2.0**-17)
+"""Of the step, at which failed rows are certified again: joint steps cross kinks that single ones do not."""
 
 
 @dataclass(frozen=True)
@@ -515,19 +515,22 @@ class _Verdict:
         None where some are too loud for that, and the pattern does not come from watching them.
         """
         settings, numerical = self._settings, self._compression.pattern.is_numerical
-        found = self._discrepancies(settings.eps, 0)
+        found = smaller = self._discrepancies(settings.eps, 0)
         self._numerical_bound = settings.atol
         if found.is_clear():
             return []
-        self._numerical_bound = float(found.allowed.amax())
-        unclear = found.wrong if numerical else found.wrong | found.loud
-        if not bool(unclear.any()):
-            return []
-        # Where joint steps cross kinks, smaller ones do not; but they say less where values are large.
-        smaller = self._discrepancies(settings.eps * SMALLER, 1)
-        if not numerical and bool((found.loud & smaller.loud).any()):
+        loud, wrong, bound = found.loud, found.wrong, found.allowed
+        for attempt, share in enumerate(SMALLER, 1):
+            if not bool((wrong if numerical else wrong | loud).any()):
+                break
+            # Where joint steps cross kinks, smaller ones do not; but they say less where values are large.
+            smaller = self._discrepancies(settings.eps * share, attempt)
+            loud = loud & smaller.loud
+            wrong = wrong & (smaller.wrong | (smaller.allowed > found.error / 2))
+            bound = torch.where(smaller.wrong, bound, torch.minimum(bound, smaller.allowed))
+        self._numerical_bound = float(bound.amax())
+        if not numerical and bool(loud.any()):
             return None
-        wrong = found.wrong & (smaller.wrong | (smaller.allowed > found.error / 2))
         rows = wrong.nonzero().reshape(-1)
         if not rows.numel():
             return []

@@ -349,3 +349,13 @@ def test_memory_stays_near_the_vectors() -> None:
         fastgrad.gradcheck(torch.sin, x)
     vectors = peak.mib * 2**20 / (8 * n)
     assert 5 < vectors <= 36, "five at least: it is measured at all"
+
+
+def test_neighbors_closer_than_eps_are_certified_at_smaller_steps() -> None:
+    """Closest values 4.5e-10 apart: joint steps of eps, and of 1e-9, swap them."""
+    generator = torch.Generator().manual_seed(4)
+    x = (torch.rand(20_000, generator=generator, dtype=torch.float64) + 0.5).requires_grad_()
+    report = fastgrad.check(lambda v: v.sort()[0], x, engine="compressed")
+    assert report.passed
+    assert report.evaluations <= 60
+    assert all(certificate.bound < 1e-2 for certificate in report.certificates)
