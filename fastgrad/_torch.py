@@ -13,6 +13,7 @@ from torch._C._autograd import _profiler_enabled
 from torch._vmap_internals import _vmap
 from torch.autograd import forward_ad
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastgrad.stopwatch import running
 
@@ -20,6 +21,9 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 MKLDNN: torch.layout = torch._mkldnn  # type: ignore[attr-defined]
+
+DispatchMode = TorchDispatchMode
+"""Sees the operators that are called below autograd, on its thread."""
 
 
 def undefined_grad(output: Tensor) -> Tensor:
@@ -92,6 +96,23 @@ def phase(name: str) -> Callable[[Callable[Parameters, Result]], Callable[Parame
         return timed
 
     return decorate
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in a tree of lists, tuples and dicts."""
+    return [leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def forget_capture(device: int, pool: tuple[int, int]) -> None:
+    """Has torch's CUDA allocator end a capture that was invalid, and release its pool, where torch did not.
+
+    Left capturing, as torch 2.11 leaves it, the allocator frees no memory and settles no events.
+    """
+    try:
+        torch._C._cuda_endAllocateToPool(device, pool)
+    except RuntimeError:
+        return  # It had ended or never begun. The pool may be released, too, and must not be twice.
+    torch._C._cuda_releasePool(device, pool)
 
 
 def children_of(value: Any) -> tuple[list[tuple[str, Any]], Callable[[list[Any]], Any]] | None:

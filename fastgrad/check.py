@@ -39,6 +39,7 @@ from fastgrad.problem import Problem, as_tuple, disabled_gradients
 from fastgrad.progress import Progress
 from fastgrad.report import Certificate, Environment, Failure, Part, Plan, Report, Sample, Settings
 from fastgrad.stopwatch import Stopwatch
+from fastgrad.trial import RefusedError
 
 Result = TypeVar("Result")
 
@@ -207,6 +208,18 @@ def _exact(problem: Problem, settings: Settings, findings: Findings) -> tuple[Pl
     calls = 2 * problem.n + problem.m
     problem.progress.start(calls, dense_seconds(problem, look) if look else 0.0, f"{calls} calls")
     judge = _jacobian_failure if problem.has_graph else _nonzero_numerical
+    if plan.batch is not None or plan.replayed:
+        own = Findings()
+        try:
+            failure = judge(problem, plan, settings, own)
+        except RefusedError as error:
+            reason = f"one by one after all: {error}"
+        else:
+            if failure is None or failure.kind not in ("mismatch", "nonzero numerical gradient"):
+                findings.add(own)
+                return plan, failure
+            reason = "a mismatch is looked at one by one"
+        plan = replace(plan, batch=None, replayed=False, reason=f"{plan.reason}; {reason}")
     return plan, judge(problem, plan, settings, findings)
 
 
@@ -252,7 +265,7 @@ def _environment(device: torch.device) -> Environment:
 
 def _nonzero_numerical(problem: Problem, plan: Plan, settings: Settings, findings: Findings) -> Failure | None:
     """Where no output requires grad, func must not depend on its inputs."""
-    for first, columns in dense.numerical_columns(problem, plan, settings.eps):
+    for first, columns in dense.numerical_columns(problem, plan, settings):
         if bool(columns.any()):
             column, row = (int(i) for i in columns.nonzero()[0])
             output, block = block_with(problem.outputs, row), block_with(problem.inputs, first + column)
@@ -282,7 +295,7 @@ def _jacobian_failure(problem: Problem, plan: Plan, settings: Settings, findings
         ahead = _ahead(partial(dense.all_rows, problem))
         if proof is not None:
             proof.run_ahead()
-    for first, columns in dense.numerical_columns(problem, plan, settings.eps):
+    for first, columns in dense.numerical_columns(problem, plan, settings):
         if settings.check_backward_ad:
             for blocks in dense.row_blocks(problem, plan, first, columns, ahead):
                 failure = _judge(problem, plan, blocks, settings, proof, findings)

@@ -20,6 +20,7 @@ SKETCH_DIRECTIONS = 5
 SKETCH_COTANGENTS = 6
 OPINION_STREAM = 9
 EVIDENCE_STREAM = 10
+TRIAL_STREAM = 11
 
 
 def direction(size: int, seed: int, stream: int, first: int = 0, halved: bool = False) -> Tensor:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fastgrad import batched, graphs, trial
 from fastgrad.directions import GRAPH_STREAM, direction
 from fastgrad.problem import Problem
 from fastgrad.report import Plan, Settings
@@ -59,12 +62,24 @@ COLUMNS_WORTH_A_LOOK = 12
 """Columns from which two cheaper evaluations each repay the four that tell whether a graph is needed."""
 
 
-def _memory_limit(settings: Settings, needed: int | None) -> int:
-    """Bytes for the Jacobians; asks the system only where `needed` could matter."""
+TRIAL_COLUMNS = 64
+TRIAL_SECONDS = 20e-3
+"""Columns, and seconds of their evaluations one by one, from which a trial of vmapped batches, or replays, repays."""
+
+TRIAL_GAIN = 1.25
+"""Times as fast as one by one that they must be."""
+
+
+def _memory_limit(settings: Settings, needed: int | None, device: torch.device | None = None) -> int:
+    """Bytes for the Jacobians, on a device; asks the system only where `needed` could matter."""
     if settings.memory_limit is not None:
         return settings.memory_limit
     if needed is not None and needed <= 1 << 26:
         return needed
+    if device is not None and device.type == "cuda":
+        # What torch holds and does not use is free, too.
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(FREE_MEMORY_SHARE * (torch.cuda.mem_get_info(device)[0] + held))
     return int(FREE_MEMORY_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
@@ -216,15 +231,57 @@ def pays_to_compress(problem: Problem, settings: Settings, columns: int, rows: i
 
 
 def make_plan(problem: Problem, settings: Settings, look: FirstLook | None) -> Plan:
-    """The plan of the dense engine for a problem whose outputs are known; look: where there was one."""
+    """The plan of the dense engine for a problem whose outputs are known; look: where there was one.
+
+    May evaluate a few columns, to time them.
+    """
     column_bytes = 8 * max(1, problem.m)
-    limit = _memory_limit(settings, column_bytes * problem.n)
-    columns = max(2, min(problem.n, limit // column_bytes))
+    limit = _memory_limit(settings, column_bytes * problem.n, problem.device)
+    batch, replayed, said = _way(problem, settings, look) if look is not None else (None, False, "")
+    held = 0 if batch is None else batch * batched.column_bytes(problem)
+    columns = max(2, min(problem.n, (limit - held if settings.memory_limit is not None else limit) // column_bytes))
     rows = max(1, BLOCK_BYTES // (8 * max(1, problem.n)))
     record_graph = True if look is None else look.record_graph
     reason = "engine='dense' was asked for" if settings.engine == "dense" else "no structure makes another cheaper"
-    memory = columns * column_bytes + min(rows, problem.m) * 8 * problem.n
-    return Plan("dense", columns, rows, record_graph, reason, memory=memory)
+    memory = columns * column_bytes + min(rows, problem.m) * 8 * problem.n + held
+    return Plan("dense", columns, rows, record_graph, reason + said, memory=memory, batch=batch, replayed=replayed)
+
+
+def _way(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int | None, bool, str]:
+    """Whether columns come from vmapped batches, of how many, or from replays, if either is faster than one by one.
+
+    Also what is to be said of it.
+    """
+    if problem.n < TRIAL_COLUMNS or 2 * problem.n * look.seconds < TRIAL_SECONDS:
+        return None, False, ""
+    reason = trial.obstacle(problem)
+    if reason is not None:
+        return None, False, f"; {reason}: evaluations one by one"
+    eps, record_graph = settings.eps, look.record_graph
+    size = batched.largest(problem, settings.memory_limit)
+    batch = partial(batched.difference_columns, problem, size=size, eps=eps)
+    replay = partial(graphs.difference_columns, problem, eps=eps, record_graph=record_graph)
+    ways: list[tuple[int | None, bool, str, Callable[[int, int], Tensor], int, int]] = []
+    said = ""
+    if not record_graph and size >= batched.FEWEST:
+        ways.append((size, False, f"vmapped batches of {size}", batch, batched.FEWEST, size))
+    if problem.device.type == "cuda":
+        reason = graphs.obstacle(problem)
+        said = f"; no CUDA graph: {reason}" if reason is not None else ""
+        if reason is None:
+            ways.append((None, True, "replays of a CUDA graph", replay, graphs.FEWEST, problem.n))
+    found: tuple[int | None, bool] = None, False
+    best = TRIAL_GAIN
+    for columns_a_batch, replayed, name, columns, fewest, most in ways:
+        try:
+            gain = trial.speedup(problem, eps, settings.atol, record_graph, columns, fewest, most)
+        except trial.RefusedError as error:
+            said += f"; {name}: {error}"
+            continue
+        said += f"; {name}: {gain:.2g} times as fast as one by one"
+        if gain >= best:
+            found, best = (columns_a_batch, replayed), gain
+    return *found, said
 
 
 def make_sketch_plan(settings: Settings) -> Plan:

@@ -215,6 +215,10 @@ class Problem:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        """Puts the bits that they had at first back into all inputs."""
         self._graph = None
         self._evaluator.restore()
 
@@ -367,6 +371,12 @@ class Problem:
             _native.flatten_(flat[block.first : block.first + block.size], output.detach())
         return flat
 
+    def evaluate_with(self, block: Block, tensor: Tensor) -> tuple[Tensor, ...]:
+        """The outputs, as func makes them, where a tensor stands in the place of an input."""
+        self._graph = None
+        arguments = tuple(tensor if value is block.tensor else value for value in self._arguments)
+        return self._selected(self._evaluator.evaluate_at(arguments))
+
     def base(self) -> Tensor:
         """The outputs at x: float64, shape (m,); evaluated once."""
         if self._base is None:
@@ -454,12 +464,12 @@ class Problem:
             if changed is not None:
                 self._raise_changed(*changed, own_eps)
             self.progress.step(2 * min(step, count - begin))
-        widths = self._coordinate_widths(eps)
+        widths = self.coordinate_widths(eps)
         for some in pieces(0, values.numel()):
             values[some].div_(widths[columns[some]])
         return values
 
-    def _coordinate_widths(self, eps: float) -> Tensor:
+    def coordinate_widths(self, eps: float) -> Tensor:
         """What a single coordinate's difference divides by: float64, shape (n,)."""
         widths = torch.empty(self.n, dtype=torch.float64, device=self.device)
         for block in self.inputs:

@@ -322,6 +322,11 @@ class Plan:
         differentiating the backward once more.
     memory
         Bytes that Jacobians take at a time, estimated; None in fast mode, which holds vectors alone.
+    batch
+        Of the dense engine: columns whose differences come from one vmapped call of func; None: every
+        evaluation is a call.
+    replayed
+        Of the dense engine: whether evaluations for differences are replays of a CUDA graph.
     """
 
     engine: str
@@ -333,6 +338,8 @@ class Plan:
     column_groups: int | None = None
     row_groups: int | None = None
     memory: int | None = None
+    batch: int | None = None
+    replayed: bool = False
 
 
 def modulus(value: complex) -> float:

@@ -18,7 +18,7 @@ FLOORS = {
     4: ["api", "differences", "forms", "jacobians", "messages", "numerical", "reference"],
     5: ["__init__", "__main__", "cli", "demo", "functional", "patching", "pytest_plugin", "render"],
 }
-FLOORS[1] += ["arguments", "linear_map"]
+FLOORS[1] += ["arguments", "batched", "linear_map", "trial"]
 FLOORS[2] += ["confirm", "diagnose", "locate", "opinions", "places", "plan", "rearranged", "refine"]
 FLOORS[5] += ["bench", "doctor", "specs"]
 FLOOR = {module: floor for floor, modules in FLOORS.items() for module in modules}
@@ -28,7 +28,9 @@ NEIGHBORS = {
     "_native": {"_build"},
     "errors": {"report"},
     "_torch": {"stopwatch"},
+    "graphs": {"coordinates", "problem", "tolerances", "trial"},
     "problem": {"coordinates", "directions", "progress", "tolerances"},
+    "batched": {"coordinates", "problem", "tolerances", "trial"},
     "certify": {"compare", "engines"},
     "compare": {"refine"},
     "engines.compressed": {"engines"},
@@ -39,6 +41,7 @@ NEIGHBORS = {
     "confirm": {"compare", "locate", "refine"},
     "linear_map": {"coordinates", "directions"},
     "sparsity": {"coloring", "coordinates"},
+    "trial": {"directions", "problem"},
     "api": {"messages"},
     "numerical": {"differences", "forms"},
     "__main__": {"cli"},

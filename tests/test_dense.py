@@ -55,7 +55,7 @@ def test_blocks_cover_every_entry_once(columns: int, rows: int) -> None:
         assert (problem.n, problem.m) == (3 + 4 + 4, 4 + 2)
         seen = torch.zeros(problem.m, problem.n)
         plan = Plan("dense", columns, rows, True, "")
-        passes = dense.numerical_columns(problem, plan, 1e-6)
+        passes = dense.numerical_columns(problem, plan, Settings())
         groups = (group for first, held in passes for group in dense.row_blocks(problem, plan, first, held))
         for block in (block for group in groups for block in group):
             width = 2 if block.output.is_complex else 1

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from fastgrad import batched, graphs, trial
 from fastgrad._native import GradientsMatch
 from fastgrad.coordinates import Block
 from fastgrad.engines import REPEAT_SCALE, REPEATED_ROWS, JacobianBlock, TangentBlock, row_parts
 from fastgrad.problem import Problem
-from fastgrad.report import Part, Plan
+from fastgrad.report import Part, Plan, Settings
 
 Rows = tuple[Tensor, Tensor, GradientsMatch]
 """What `Problem.analytical_rows` returns."""
@@ -84,8 +85,14 @@ def _inputs_within(problem: Problem, first: int, columns: Tensor) -> list[Block]
     ]
 
 
-def numerical_columns(problem: Problem, plan: Plan, eps: float) -> Iterator[tuple[int, Tensor]]:
-    """The numerical Jacobian pass by pass: the first coordinate, and float64 columns of shape (count, m)."""
+def numerical_columns(problem: Problem, plan: Plan, settings: Settings) -> Iterator[tuple[int, Tensor]]:
+    """The numerical Jacobian pass by pass: the first coordinate, and float64 columns of shape (count, m).
+
+    Raises
+    ------
+    RefusedError
+        The plan asks for batches or replays, and they cannot be had, or do not agree with evaluations one by one.
+    """
     if problem.n == 0:
         yield 0, torch.empty(0, problem.m, dtype=torch.float64, device=problem.device)
     first = 0
@@ -94,8 +101,23 @@ def numerical_columns(problem: Problem, plan: Plan, eps: float) -> Iterator[tupl
         block = next(block for block in problem.inputs if last <= block.first + block.size)
         if block.is_complex and last - first > 1:
             last -= (last - block.first) % 2  # an entry of a complex input is two coordinates: not to be split
-        yield first, problem.difference_columns(first, last - first, eps, plan.record_graph)
+        columns = _columns(problem, plan, settings, first, last - first)
+        yield first, columns
         first = last
+
+
+def _columns(problem: Problem, plan: Plan, settings: Settings, first: int, count: int) -> Tensor:
+    eps, record_graph = settings.eps, plan.record_graph
+    if plan.batch is not None:
+        columns = batched.difference_columns(problem, first, count, plan.batch, eps)
+    elif plan.replayed:
+        columns = graphs.difference_columns(problem, first, count, eps, record_graph)
+    else:
+        return problem.difference_columns(first, count, eps, record_graph)
+    atol = min(settings.of(block.index).atol for block in problem.inputs)
+    if not trial.agree(problem, first, columns, eps, atol, settings.seed, record_graph):
+        raise trial.RefusedError("columns do not agree with evaluations one by one")
+    return columns
 
 
 def _row_blocks(

@@ -1,0 +1,218 @@
+"""Numerical columns by replays of a CUDA graph: one column's step is captured once, its number read from the device.
+
+The step moves a coordinate to either side, evaluates func at both, puts the coordinate back, writes the difference
+into the column's row and adds one to the numbers of coordinate and row. They live on the device, so that a replay needs
+nothing of the host, and nothing waits.
+
+A graph repeats what func launched on the stream while it was captured. Where func reads values, takes another path,
+draws random numbers, touches memory of the host or works on a stream of its own, a replay is not an evaluation. What
+operators tell of that is looked at before, an invalid capture is refused, and `trial` compares the columns with plain
+evaluations.
+
+Backward passes are not captured: they run on a thread of autograd's, which the guard of a capture against unsafe calls
+does not reach.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, cuda
+
+from fastgrad import _torch
+from fastgrad._native import ops
+from fastgrad._torch import phase
+from fastgrad.coordinates import Block
+from fastgrad.problem import Problem
+from fastgrad.tolerances import relative_step
+from fastgrad.trial import RefusedError
+
+EAGER_STEPS = 3
+"""Columns taken on the capturing stream first: func's caches, library handles and autotuning are then as later."""
+
+FEWEST = 16
+"""Columns of an input from which capturing repays."""
+
+_UNFIT = {
+    torch.Tag.data_dependent_output: "reads values of tensors",
+    torch.Tag.dynamic_output_shape: "has results whose shape depends on values",
+    torch.Tag.nondeterministic_seeded: "draws random numbers",
+}
+
+_abandoned: list[Any] = []
+"""The graph whose capture was invalid: torch's pool of pinned memory may still ask it what it captures. No other is
+captured then, as the memory reserved for it may be lost."""
+
+
+def obstacle(problem: Problem) -> str | None:
+    """What keeps func from being captured, as far as can be said without calling it; None where nothing does."""
+    device = problem.device
+    if device.type != "cuda" or torch.version.hip is not None:
+        return "it runs on no NVIDIA device"
+    if any(block.tensor.device != device for block in (*problem.inputs, *problem.outputs)):
+        return "it uses several devices"
+    if _abandoned:
+        return "an earlier capture was invalid"
+    if cuda.get_allocator_backend() != "native":
+        return "torch's own allocator is not in use"
+    if torch.is_autocast_enabled("cuda") and torch.is_autocast_cache_enabled():
+        return "autocast keeps what a capture never computed"
+    with cuda.device(device):
+        return "a capture is under way" if cuda.is_current_stream_capturing() else None
+
+
+@phase("numerical columns")
+def difference_columns(problem: Problem, first: int, count: int, eps: float, record_graph: bool) -> Tensor:
+    """Columns as `Problem.difference_columns` gives them, up to rounding; inputs of few columns are evaluated plainly.
+
+    Raises
+    ------
+    RefusedError
+        func, or what it calls, cannot be captured.
+    """
+    columns = torch.empty(count, problem.m, dtype=torch.float64, device=problem.device)
+    for block in problem.inputs:
+        low, high = max(block.first, first), min(block.first + block.size, first + count)
+        rows = columns[low - first : max(low, high) - first]
+        if high - low >= FEWEST:
+            _replay(problem, block, low, rows, eps, record_graph)
+        elif high > low:
+            rows.copy_(problem.difference_columns(low, high - low, eps, record_graph))
+    return columns
+
+
+def _replay(problem: Problem, block: Block, first: int, rows: Tensor, eps: float, record_graph: bool) -> None:
+    device = problem.device
+    values = block.tensor.data  # a version counter of its own, as for perturbations elsewhere
+    origin = values.clone(memory_format=torch.contiguous_format)
+    coordinate = torch.full((1,), first - block.first, dtype=torch.int64, device=device)
+    row = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def move(sign: int) -> None:
+        ops.perturb_coordinates_(values, origin, coordinate, sign, eps * block.step, relative_step(values.dtype))
+
+    def step() -> None:
+        move(1)
+        plus = problem.evaluate(record_graph)
+        move(-1)
+        minus = problem.evaluate(record_graph)
+        move(0)
+        rows.index_copy_(0, row, (plus - minus).unsqueeze(0))
+        coordinate.add_(1)
+        row.add_(1)
+
+    with cuda.device(device):
+        current, side = cuda.current_stream(device), cuda.Stream(device)  # type: ignore[no-untyped-call]
+        side.wait_stream(current)
+        try:
+            with cuda.stream(side):
+                _run_eagerly(problem, step)
+                watch = _Watch(device)
+                with watch:
+                    graph = _capture(step, device)
+        except RefusedError:
+            raise
+        except Exception as error:
+            raise RefusedError(f"func cannot be captured ({type(error).__name__})") from error
+        finally:
+            current.wait_stream(side)
+            problem.restore()
+        try:
+            for _ in range(EAGER_STEPS, rows.shape[0]):
+                graph.replay()
+                problem.progress.step(2)
+        finally:
+            graph.reset()
+            del watch  # with what replays used
+    rows.div_(problem.coordinate_widths(eps)[first : first + rows.shape[0]].unsqueeze(1))
+
+
+def _run_eagerly(problem: Problem, step: Callable[[], None]) -> None:
+    """The first columns, watched."""
+    generator = cuda.default_generators[problem.device.index]
+    drawn = generator.get_state()
+    with _Watch(problem.device):
+        step()
+    for _ in range(EAGER_STEPS - 1):
+        step()
+    if not torch.equal(generator.get_state(), drawn):
+        raise RefusedError("func draws random numbers")
+    if problem.mutates_inputs:
+        raise RefusedError("func changes its inputs")
+
+
+def _capture(step: Callable[[], None], device: torch.device) -> Any:
+    """The step as a CUDA graph, on the current stream; nothing of it is executed.
+
+    Where that fails, stream, generator and allocator are as before: torch ends a valid capture in order, of an
+    invalid one, depending on its version, hardly more than the stream's part.
+    """
+    generator = cuda.default_generators[device.index]
+    state = generator.clone_state()
+    graph, pool = cuda.CUDAGraph(), cuda.graph_pool_handle()
+    ended = False
+    collects = gc.isenabled()
+    gc.disable()  # what dies may call CUDA, which would invalidate the capture
+    try:
+        try:
+            # Not "relaxed": memory that func frees behind torch's back would be written to by every replay.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            step()
+        finally:
+            graph.capture_end()
+            ended = True
+    except BaseException:
+        graph.reset()
+        if not ended:
+            _abandoned.append(graph)
+            _torch.forget_capture(device.index, pool)
+            generator.graphsafe_set_state(state)
+        raise
+    finally:
+        if collects:
+            gc.enable()
+    return graph
+
+
+class _Watch(_torch.DispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses func where an operator does what a replay would not; and keeps what it found.
+
+    A replay reads and writes where the capture did: tensors that were made before must not die before it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
+        self._stream = cuda.current_stream(device)
+        self._made: set[int] = set()
+        self._kept: list[Tensor] = []
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for tag, what in _UNFIT.items():
+            if tag in op.tags:
+                raise RefusedError(f"func {what}")
+        if cuda.current_stream(self._device) != self._stream:
+            raise RefusedError("func uses streams of its own")
+        result = op(*args, **kwargs)
+        for given in _torch.tensors_in((args, kwargs)):
+            # A CPU scalar is part of the launch, the same in every replay, if it is not copied.
+            if given.device != self._device and (given.dim() > 0 or "copy" in op.__name__):
+                raise RefusedError("func uses memory of another device")
+            if _memory(given) not in self._made:
+                self._kept.append(given)
+        for made in _torch.tensors_in(result):
+            if made.device != self._device:
+                raise RefusedError("func uses memory of another device")
+            self._made.add(_memory(made))
+        return result
+
+
+def _memory(tensor: Tensor) -> int:
+    """The same number for tensors of one storage, while it lives."""
+    return int(tensor.untyped_storage()._cdata)

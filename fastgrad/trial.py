@@ -1,0 +1,119 @@
+"""Numerical columns from elsewhere than evaluations one by one: whether they may, repay, and are the same.
+
+Batches of points and replays of a captured graph can be slower than plain calls, and wrong where func does
+more than it shows. They are timed on a few columns first, and count only if they agree with plain calls.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fastgrad._torch import phase
+from fastgrad.directions import TRIAL_STREAM, direction
+from fastgrad.problem import Problem
+
+DIRECTIONS = 2
+"""Along which columns of one pass must add up: errors of two columns cancel in one, now and then."""
+
+SCALES = (1.0, -1.0, 0.5, -0.5)
+
+SHARE = 1 / 8
+"""Of atol, that columns may differ from those taken one by one, by rounding."""
+
+SINGLE_COLUMNS = 4
+"""Taken one by one, to compare with."""
+
+
+class RefusedError(Exception):
+    """Columns are not to be had, or not to be trusted; the message says why."""
+
+
+def obstacle(problem: Problem) -> str | None:
+    """What keeps func from being called otherwise than one by one, in words; None where nothing does."""
+    if problem.mutates_inputs:
+        return "func changes its inputs"
+    if any(
+        type(block.tensor) not in (Tensor, torch.nn.Parameter) or block.tensor.layout is not torch.strided
+        for block in problem.inputs
+    ):
+        return "an input is no plain strided tensor"
+    return None
+
+
+@phase("trial of columns")
+def speedup(
+    problem: Problem,
+    eps: float,
+    atol: float,
+    record_graph: bool,
+    columns: Callable[[int, int], Tensor],
+    fewest: int,
+    most: int,
+) -> float:
+    """How many times as fast as one by one columns are, measured on a few of the largest input.
+
+    Parameters
+    ----------
+    columns
+        Gives columns first, ..., first + count - 1: float64, shape (count, m).
+    fewest, most
+        How many to ask for at a time.
+
+    Raises
+    ------
+    RefusedError
+        They differ; or as `columns` does.
+    """
+    block = max(problem.inputs, key=lambda block: block.size)
+    count = min(block.size, max(fewest, min(most, problem.n // 16)))
+    singles = min(SINGLE_COLUMNS, count)
+    last = block.first + count - singles
+    columns(last, 1)  # refused at little cost, or warmed up
+    begin = _clock(problem.device)
+    single = problem.difference_columns(last, singles, eps, record_graph)
+    between = _clock(problem.device)
+    found = columns(block.first, count)
+    end = _clock(problem.device)
+    if not torch.allclose(found[-singles:], single, rtol=0.0, atol=atol):
+        raise RefusedError("other values than one by one")
+    return (between - begin) / singles * count / (end - between)
+
+
+def _clock(device: torch.device) -> float:
+    """Seconds, once the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+@phase("trial of columns")
+def agree(
+    problem: Problem, first: int, columns: Tensor, eps: float, atol: float, seed: int, record_graph: bool
+) -> bool:
+    """Whether columns first, ... add up to what func, evaluated one by one, does along random directions.
+
+    An entry that is off by more than SHARE of atol shows, unless others make up for it.
+
+    Parameters
+    ----------
+    columns
+        float64, shape (count, m).
+    """
+    within = slice(first, first + columns.shape[0])
+    values = torch.empty(len(SCALES), problem.m, dtype=torch.float64, device=problem.device)
+    for which in range(DIRECTIONS):
+        u = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
+        u[within] = direction(columns.shape[0], seed, TRIAL_STREAM + 16 * which, first).to(problem.device)
+        displacement = problem.displacement(u, eps)
+        problem.values_along(displacement, SCALES, values, record_graph)
+        whole, halves = (values[0] - values[1]) / 2, values[2] - values[3]
+        expected = (problem.realized_width(displacement, 1.0)[within] / 2) @ columns
+        error = float(torch.linalg.vector_norm(halves + (halves - whole) / 3 - expected, torch.inf))
+        # A component of a direction is at least half a step. Not ">": a NaN does not agree.
+        if not error <= SHARE * atol * eps * min(block.step for block in problem.inputs) / 2:
+            return False
+    return True

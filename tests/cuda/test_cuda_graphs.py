@@ -1,0 +1,202 @@
+"""Replays of a CUDA graph, and vmapped batches on CUDA: the loop's columns, and nothing left behind where refused."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastgrad import batched, graphs, plan, trial
+from fastgrad.check import check
+from fastgrad.problem import Problem
+from fastgrad.report import Settings
+from tests.test_batched import leaf
+
+EPS = 1e-6
+DENSE = Settings(engine="dense")
+
+
+KEPT: list[Any] = []
+"""Graphs of invalid captures, of which other tests need not know."""
+
+
+def chain(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Many small kernels, some through libraries."""
+    h = torch.tanh(x @ y)
+    for _ in range(4):
+        h = h.softmax(-1) @ h.t() @ h
+    return h, h.cumsum(0).sum(1)
+
+
+def inputs(device: torch.device) -> tuple[Tensor, Tensor]:
+    x, y = leaf(6, 8), leaf(8, 6, seed=1)
+    return x.detach().to(device).requires_grad_(), y.detach().to(device).t().contiguous().t().requires_grad_()
+
+
+def complex_func(x: Tensor) -> Tensor:
+    return torch.fft.fft(x).cumsum(0)
+
+
+@pytest.fixture
+def as_before(device: torch.device) -> Iterator[None]:
+    """Stream, generator and allocator are as they were."""
+    torch.zeros(1, device=device)
+    generator = torch.cuda.default_generators[device.index]
+    streams = [torch.cuda.current_stream(k) for k in range(torch.cuda.device_count())]
+    current, state = torch.cuda.current_device(), generator.get_state()
+    gc.collect()
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    reserved = torch.cuda.memory_reserved(device)
+    yield
+    assert [torch.cuda.current_stream(k) for k in range(torch.cuda.device_count())] == streams
+    assert torch.cuda.current_device() == current
+    assert torch.equal(generator.get_state(), state)
+    gc.collect()
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    # Handles of libraries keep a workspace for each stream that they ran on.
+    assert torch.cuda.memory_reserved(device) - reserved <= 64 << 20
+    # A generator, or an allocator, that believes to be captured refuses the one, and frees nothing by the other.
+    torch.rand(8, device=device)
+    generator.set_state(state)
+    held = torch.cuda.memory_reserved(device)
+    torch.empty(1 << 28, dtype=torch.uint8, device=device)
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved(device) == held
+
+
+@pytest.mark.usefixtures("as_before")
+@pytest.mark.parametrize("record_graph", [False, True])
+def test_replayed_columns_are_those_of_the_loop(device: torch.device, record_graph: bool) -> None:
+    for func, arguments in (
+        (chain, inputs(device)),
+        (complex_func, (leaf(40, dtype=torch.complex128).detach().to(device).requires_grad_(),)),
+    ):
+        with Problem(func, arguments) as problem:
+            assert graphs.obstacle(problem) is None
+            single = problem.difference_columns(0, problem.n, EPS, record_graph)
+            columns = graphs.difference_columns(problem, 0, problem.n, EPS, record_graph)
+            torch.testing.assert_close(columns, single, rtol=0, atol=1e-8)
+            assert trial.agree(problem, 0, columns, EPS, 1e-5, 0, record_graph)
+
+
+@pytest.mark.usefixtures("as_before")
+def test_batched_columns_are_those_of_the_loop(device: torch.device) -> None:
+    with Problem(chain, inputs(device)) as problem:
+        single = problem.difference_columns(0, problem.n, EPS, False)
+        columns = batched.difference_columns(problem, 0, problem.n, 17, EPS)
+        torch.testing.assert_close(columns, single, rtol=0, atol=1e-8)
+
+
+def test_on_a_stream_of_the_users(device: torch.device) -> None:
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        x = torch.zeros(40, dtype=torch.float64, device=device)
+        torch.cuda._sleep(100_000_000)  # what does not wait for the stream sees zeros
+        x.copy_(leaf(40).detach())
+        x.requires_grad_()
+        with Problem(lambda x: x.cumsum(0).exp(), (x,)) as problem:
+            columns = graphs.difference_columns(problem, 0, 40, EPS, False)
+            single = problem.difference_columns(0, 40, EPS, False)
+            torch.testing.assert_close(columns, single, rtol=0, atol=1e-7)
+
+
+def synchronizes(x: Tensor) -> Tensor:
+    torch.cuda.synchronize(x.device)
+    return x.cumsum(0)
+
+
+def synchronizes_and_swallows(x: Tensor) -> Tensor:
+    with suppress(RuntimeError):
+        torch.cuda.current_stream(x.device).synchronize()
+    return x.cumsum(0)
+
+
+def launches_elsewhere(x: Tensor) -> Tensor:
+    with torch.cuda.stream(torch.cuda.default_stream(x.device)):
+        return x.cumsum(0)
+
+
+REFUSED: list[tuple[Callable[[Tensor], Tensor], str]] = [
+    (lambda x: x * x.sum().item(), "reads values"),
+    (lambda x: x[x > -9].cumsum(0), "shape depends on values"),
+    (lambda x: x + 0 * torch.rand_like(x), "random"),
+    (lambda x: x.cumsum(0) + torch.ones(40, dtype=torch.float64).to(x.device), "another device"),
+    (lambda x: x.cpu().cumsum(0).to(x.device), "another device"),
+    (launches_elsewhere, "streams of its own"),
+    # What operators do not tell: the capture is invalid.
+    (synchronizes, "cannot be captured"),
+    (synchronizes_and_swallows, "cannot be captured"),
+]
+
+
+@pytest.mark.usefixtures("as_before")
+@pytest.mark.parametrize(("func", "reason"), REFUSED)
+def test_refused(
+    func: Callable[[Tensor], Tensor], reason: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = leaf(40).detach().to(device).requires_grad_()
+    bits = x.detach().clone()
+    monkeypatch.setattr(graphs, "_abandoned", KEPT)
+    generator = torch.cuda.default_generators[device.index]
+    state = generator.get_state()
+    with Problem(func, (x,)) as problem:
+        with pytest.raises(trial.RefusedError, match=reason):
+            graphs.difference_columns(problem, 0, 40, EPS, False)
+        assert torch.equal(x.detach(), bits)
+        # And then one by one, and another capture.
+        problem.difference_columns(0, 40, EPS, False)
+    generator.set_state(state)  # what func draws stays drawn
+    with Problem(lambda x: x.cumsum(0), (x,)) as problem:
+        columns = graphs.difference_columns(problem, 0, 40, EPS, False)
+        torch.testing.assert_close(columns, torch.ones_like(columns).triu(), rtol=0, atol=1e-8)
+
+
+def test_replays_do_not_wait_for_the_device(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    capture, modes = graphs._capture, [torch.cuda.get_sync_debug_mode()]
+
+    def captured(*arguments: Any) -> Any:
+        graph = capture(*arguments)
+        torch.cuda.set_sync_debug_mode("error")
+        return graph
+
+    x = leaf(40).detach().to(device).requires_grad_()
+    with Problem(lambda x: x.cumsum(0), (x,)) as problem:
+        widths = problem.coordinate_widths(EPS)
+        monkeypatch.setattr(graphs, "_capture", captured)
+        monkeypatch.setattr(problem, "coordinate_widths", lambda _: widths)
+        try:
+            graphs.difference_columns(problem, 0, 40, EPS, False)
+        finally:
+            torch.cuda.set_sync_debug_mode(modes[0])
+
+
+@pytest.mark.parametrize("way", ["batches", "replays"])
+def test_verdicts(way: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return chain(torch.cat([x[:5], x[5:].detach()]), y)
+
+    speedup = trial.speedup
+
+    def forced(*arguments: Any) -> float:
+        speedup(*arguments)
+        return 10.0 if (arguments[4].func is graphs.difference_columns) is (way == "replays") else 0.0
+
+    monkeypatch.setattr(plan, "TRIAL_SECONDS", 0.0)
+    monkeypatch.setattr(trial, "speedup", forced)
+    right = check(chain, inputs(device), DENSE)
+    assert right.passed
+    assert right.plan is not None
+    assert (right.plan.replayed, right.plan.batch is not None) == (way == "replays", way == "batches")
+    failed = check(wrong, inputs(device), DENSE)
+    assert failed.failure is not None
+    assert failed.failure.kind == "mismatch"
+    assert failed.failure.input == 0
+    assert failed.plan is not None
+    assert "one by one" in failed.plan.reason

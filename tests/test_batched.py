@@ -1,0 +1,276 @@
+"""Vmapped batches: the columns of the loop to within rounding, refused where they are not, and no verdict of theirs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastgrad import batched, plan, trial
+from fastgrad.check import check
+from fastgrad.problem import Problem
+from fastgrad.report import Settings, Tolerances
+
+EPS = 1e-6
+DENSE = Settings(engine="dense")
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, dtype=dtype, generator=generator).requires_grad_()
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches wherever func takes them, whatever the clock says."""
+    monkeypatch.setattr(plan, "TRIAL_SECONDS", 0.0)
+    monkeypatch.setattr(plan, "TRIAL_GAIN", 0.0)
+
+
+W = leaf(9, 9, seed=1).detach()
+TRANSPOSED = leaf(4, 6).detach().t().requires_grad_()
+TWICE = leaf(8)
+FUNCS: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
+    (lambda x: x.softmax(0), (leaf(70),)),
+    (lambda x: torch.linalg.inv(x + 9 * torch.eye(9)), (leaf(9, 9),)),
+    (lambda x, y: (x @ y, 2.0, (x.sum() * y).cumsum(1)), (leaf(5, 9), leaf(9, 4, seed=2))),
+    (lambda x, s, y: torch.outer(x.sin(), y * y) * s, (leaf(7), 3.0, leaf(3, dtype=torch.complex128, seed=3))),
+    (lambda z: torch.fft.fft(z).conj(), (leaf(33, dtype=torch.complex128),)),
+    (lambda x: (x.cumsum(0) * x.t()[0, 0]).t(), (TRANSPOSED,)),
+    (lambda x, y: x.sum() * y, (TWICE, TWICE)),
+    (lambda x, y: (x * 0 + 1, y.exp()), (leaf(3), leaf())),
+    (lambda x, y: x[1:].tanh().cumsum(0), (leaf(6), leaf(0))),
+]
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+@pytest.mark.parametrize(("func", "inputs"), FUNCS)
+def test_columns_are_those_of_the_loop(func: Callable[..., Any], inputs: tuple[Any, ...], size: int) -> None:
+    with Problem(func, inputs) as problem:
+        single = problem.difference_columns(0, problem.n, EPS, False)
+        for first, count in ((0, problem.n), (problem.n // 3, problem.n // 2)):
+            columns = batched.difference_columns(problem, first, count, size, EPS)
+            torch.testing.assert_close(columns, single[first : first + count], rtol=0, atol=1e-8)
+            assert trial.agree(problem, first, columns, EPS, 1e-5, 0, False)
+
+
+def test_points_are_the_same_bits() -> None:
+    x = (leaf(12).detach() * torch.logspace(-9, 12, 12, dtype=torch.float64)).requires_grad_()
+    y = leaf(4, dtype=torch.float32)
+    with Problem(lambda x, y: (x * 1, y * 1), (x, y), warn_of_precision=False) as problem:
+        columns = batched.difference_columns(problem, 0, problem.n, 5, EPS)
+        assert torch.equal(columns, problem.difference_columns(0, problem.n, EPS, False))
+
+
+def test_func_is_called_once_a_batch() -> None:
+    with Problem(lambda x: x.cumsum(0), (leaf(20),)) as problem:
+        before = problem.evaluations
+        batched.difference_columns(problem, 0, 20, 8, EPS)
+        assert problem.evaluations == before + 3
+
+
+class NoRule(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return g * x.sum() + (g * x).sum()
+
+
+class WrongRule(torch.autograd.Function):
+    """The first point of a batch is given the outputs of the second one."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x * x.sum(-1, keepdim=True)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return g * x.sum() + (g * x).sum()
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor) -> tuple[Tensor, int]:
+        out = WrongRule.apply(x)
+        out[0] = out[1]
+        return out, 0
+
+
+BUFFER = torch.zeros(80, dtype=torch.float64)
+CAPTURED = leaf(80)
+REFUSING: list[tuple[str, Callable[[Tensor], Tensor], str]] = [
+    ("no batching rule", NoRule.apply, "func raises"),
+    ("reads a value", lambda x: x.cumsum(0) * (2 if x.sum().item() < 1e9 else 3), "func raises"),
+    ("draws", lambda x: x.cumsum(0) + 0 * torch.rand(80).double(), "func raises"),
+    ("writes into what it captured", lambda x: BUFFER.copy_(x).cumsum(0), "func raises"),
+    ("ignores its argument", lambda _: CAPTURED.cumsum(0), "other values"),
+    ("a wrong rule", WrongRule.apply, "do not agree"),
+    ("returns what it should not", lambda x: x.cumsum(0) if x.requires_grad else x.sum(), "func raises"),
+]
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize(("func", "reason"), [case[1:] for case in REFUSING], ids=[case[0] for case in REFUSING])
+def test_refused_where_batches_are_not_the_function(func: Callable[[Tensor], Tensor], reason: str) -> None:
+    state = torch.get_rng_state()
+    x = CAPTURED if reason == "other values" else leaf(80)
+    bits = x.detach().clone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = check(func, (x,), DENSE)
+    assert report.plan is not None
+    assert report.plan.batch is None
+    assert reason in report.plan.reason
+    assert report.passed == check(func, (x,), replace(DENSE, memory_limit=1000)).passed
+    assert torch.equal(x.detach(), bits)
+    if reason != "func raises":
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.usefixtures("always")
+def test_a_wrong_rule_is_seen_wherever_it_is_wrong() -> None:
+    x = leaf(80)
+    with Problem(lambda x: x.cumsum(0), (x,)) as problem:
+        columns = batched.difference_columns(problem, 0, 80, 80, EPS)
+        assert trial.agree(problem, 0, columns, EPS, 1e-5, 0, False)
+        for row, column in ((0, 0), (79, 79), (41, 17)):
+            off = columns.clone()
+            off[column, row] += 1e-5
+            assert not trial.agree(problem, 0, off, EPS, 1e-5, 0, False)
+        off = columns.clone()
+        off[3, 4] = torch.nan
+        assert not trial.agree(problem, 0, off, EPS, 1e-5, 0, False)
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("limit", [None, 250_000])
+@pytest.mark.parametrize(("func", "inputs"), FUNCS[:3])
+def test_right_gradients_pass(func: Callable[..., Any], inputs: tuple[Any, ...], limit: int | None) -> None:
+    report = check(func, inputs, replace(DENSE, memory_limit=limit))
+    assert report.passed
+    assert report.plan is not None
+    assert report.plan.batch is not None
+    assert "times as fast as one by one" in report.plan.reason
+    assert report.evaluations < report.n
+
+
+def wrong(x: Tensor, y: Tensor) -> Tensor:
+    """The gradient of y[2, 1] lacks."""
+    mask = torch.zeros_like(y)
+    mask[2, 1] = 1.0
+    return x.cumsum(0) @ (y * (1 - mask) + (y * mask).detach())
+
+
+@pytest.mark.usefixtures("always")
+def test_a_failure_is_told_from_evaluations_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = leaf(10, 8), leaf(8, 4, seed=2)
+    report = check(wrong, inputs, DENSE)
+    monkeypatch.setattr(plan, "TRIAL_COLUMNS", 10**9)
+    alone = check(wrong, inputs, DENSE)
+    assert report.plan is not None
+    assert report.plan.batch is None
+    assert "one by one" in report.plan.reason
+    assert report.failure is not None
+    assert alone.failure is not None
+    assert report.failure.input == alone.failure.input == 1
+    assert report.failure.comparison == alone.failure.comparison
+    assert report.pairs == alone.pairs
+
+
+@pytest.mark.usefixtures("always")
+def test_what_batches_get_wrong_fails_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = batched.difference_columns
+
+    def off(*arguments: Any) -> Tensor:
+        columns = honest(*arguments)
+        columns[-1, -1] += 1.0
+        return columns
+
+    monkeypatch.setattr(batched, "difference_columns", off)
+    monkeypatch.setattr(trial, "agree", lambda *_: True)
+    monkeypatch.setattr(trial, "speedup", lambda *_: 10.0)
+    report = check(lambda x: x.cumsum(0), (leaf(80),), DENSE)
+    assert report.passed
+
+
+def test_constant_functions() -> None:
+    no_graph = leaf(80)
+    for func, passed in ((lambda _: torch.ones(5).double(), True), (lambda x: x.detach().cumsum(0), False)):
+        assert check(func, (no_graph,), DENSE).passed is passed
+
+
+@pytest.mark.usefixtures("always")
+def test_every_input_has_its_own_step_and_tolerance() -> None:
+    own = Tolerances(1e-5, 1e-4, 1e-3), Tolerances(1e-6, 1e-5, 1e-3)
+    settings = replace(DENSE, inputs=own)
+    inputs = leaf(40), leaf(40, seed=2)
+    report = check(lambda x, y: x.sum() * y, inputs, settings)
+    assert report.passed
+    assert report.plan is not None
+    assert report.plan.batch is not None
+
+
+def test_the_clock_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "TRIAL_SECONDS", 0.0)
+    for seconds, faster in (((0.0, 1.0, 1.1), True), ((0.0, 1.0, 126.0), False)):
+        clock = iter(seconds)
+        monkeypatch.setattr(trial, "_clock", lambda _, clock=clock: next(clock))
+        report = check(lambda x: x.cumsum(0), (leaf(80),), DENSE)
+        assert report.passed
+        assert report.plan is not None
+        assert (report.plan.batch is not None) is faster
+        assert ("0.01 times as fast" in report.plan.reason) is not faster
+
+
+@pytest.mark.usefixtures("always")
+def test_not_tried_where_func_needs_a_graph_or_changes_inputs() -> None:
+    def differs_without_graph(x: Tensor) -> Tensor:
+        return x.cumsum(0) * (1 if torch.is_grad_enabled() else 2)
+
+    def changes(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x.detach().mul_(1.0)
+        return x.cumsum(0)
+
+    for func, reason in ((differs_without_graph, ""), (changes, "func changes its inputs: evaluations one by one")):
+        report = check(func, (leaf(80),), DENSE)
+        assert report.passed
+        assert report.plan is not None
+        assert report.plan.batch is None
+        assert report.plan.reason.endswith(reason)
+
+
+@pytest.mark.usefixtures("always")
+def test_ctrl_c_in_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = leaf(80)
+    bits = x.detach().clone()
+
+    def interrupted(v: Tensor) -> Tensor:
+        if torch.func is not None and type(v) is Tensor and v is not x:
+            raise KeyboardInterrupt
+        return v.cumsum(0)
+
+    with pytest.raises(KeyboardInterrupt):
+        check(interrupted, (x,), DENSE)
+    assert torch.equal(x.detach(), bits)
+
+
+def test_a_batch_keeps_to_an_eighth_of_the_limit() -> None:
+    with Problem(lambda x: x.cumsum(0), (leaf(1000),)) as problem:
+        for limit in (10**5, 10**6, 10**7):
+            size = batched.largest(problem, limit)
+            assert size * batched.column_bytes(problem) <= limit // 8
+        assert batched.largest(problem, 10**5) < batched.FEWEST <= batched.largest(problem, None)

@@ -1,0 +1,497 @@
+"""Replays of a captured step, on a double of torch.cuda that records operators below autograd and runs them again.
+
+The double does as a capture does: nothing that is recorded takes effect, and memory made meanwhile holds garbage.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastgrad import _torch, batched, graphs, plan, trial
+from fastgrad.check import check
+from fastgrad.problem import Problem
+from fastgrad.report import Plan, Settings
+from tests.test_batched import leaf
+
+EPS = 1e-6
+
+
+class Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, list[Tensor]]] = []
+        self.before: dict[int, tuple[Any, Any]] = {}
+        self.made: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = _torch.tensors_in((args, kwargs))
+        if op._schema.is_mutable:
+            for tensor in given:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.made:
+                    self.before.setdefault(storage._cdata, (storage, storage.clone()))
+        out = op(*args, **kwargs)
+        known = {tensor.untyped_storage()._cdata for tensor in given}
+        own = [t for t in _torch.tensors_in(out) if t.untyped_storage()._cdata not in known]
+        for tensor in own:
+            self.made[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        self.calls.append((op, args, kwargs, own))
+        return out
+
+    def undo(self) -> None:
+        for storage, before in self.before.values():
+            storage.copy_(before)
+        for storage in self.made.values():
+            storage.fill_(0x7F)
+
+
+class Generator:
+    def __init__(self) -> None:
+        self.state = torch.zeros(2, dtype=torch.uint8)
+        self.put_back: Any = None
+
+    def get_state(self) -> Tensor:
+        return self.state.clone()
+
+    def clone_state(self) -> str:
+        return "a clone"
+
+    def graphsafe_set_state(self, state: Any) -> None:
+        self.put_back = state
+
+
+class Cuda:
+    """What fastgrad.graphs uses of torch.cuda."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.default_generators = {None: Generator()}
+        self.streams: list[Any] = ["current"]
+        self.modes: list[tuple[Any, str]] = []
+        self.end_fails = False
+        self.while_replaying: Callable[[], None] = lambda: None
+        double = self
+
+        class CUDAGraph:
+            def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+                assert double.streams[-1] != "current"
+                assert not gc.isenabled()
+                double.modes.append((pool, capture_error_mode))
+                double.log.append("begin")
+                self.recorder = Recorder()
+                self.recorder.__enter__()
+
+            def capture_end(self) -> None:
+                assert double.streams[-1] != "current"
+                self.recorder.__exit__(None, None, None)
+                self.recorder.undo()
+                if double.end_fails:
+                    raise RuntimeError("operation failed due to a previous error during capture")
+                double.log.append("end")
+
+            def replay(self) -> None:
+                assert double.streams == ["current"]
+                double.log.append("replay")
+                double.while_replaying()
+                with torch._C._AutoDispatchBelowAutograd():
+                    for op, args, kwargs, own in self.recorder.calls:
+                        again = op(*args, **kwargs)
+                        for old, new in zip(own, _torch.tensors_in(again) if own else (), strict=True):
+                            old.copy_(new)
+
+            def reset(self) -> None:
+                double.log.append("reset")
+
+        self.CUDAGraph = CUDAGraph
+
+    def graph_pool_handle(self) -> tuple[int, int]:
+        return (0, 7)
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        self.streams.append(stream)
+        try:
+            yield
+        finally:
+            self.streams.pop()
+
+    def current_stream(self, device: torch.device) -> Any:
+        return Stream(self.log, "current") if self.streams == ["current"] else self.streams[-1]
+
+    def Stream(self, device: torch.device) -> Any:  # noqa: N802  (torch's name)
+        return Stream(self.log, "side")
+
+
+@dataclass(frozen=True)
+class Stream:
+    log: list[str]
+    name: str
+
+    def wait_stream(self, other: Stream) -> None:
+        self.log.append(f"{self.name} waits")
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    double = Cuda()
+    monkeypatch.setattr(graphs, "cuda", double)
+    monkeypatch.setattr(graphs, "_abandoned", [])
+    monkeypatch.setattr(_torch, "forget_capture", lambda *what: double.log.append(f"forget {what}"))
+    return double
+
+
+def test_the_double_is_like_torch() -> None:
+    for name in vars(Cuda).keys() | {"CUDAGraph", "default_generators", "get_allocator_backend"}:
+        assert name.startswith("_") or hasattr(torch.cuda, name)
+    for name in ("capture_begin", "capture_end", "replay", "reset"):
+        theirs = inspect.signature(getattr(torch.cuda.CUDAGraph, name)).parameters
+        assert inspect.signature(getattr(Cuda().CUDAGraph, name)).parameters.keys() <= theirs.keys()
+    for name in ("get_state", "clone_state", "graphsafe_set_state"):
+        assert hasattr(torch.Generator, name)
+
+
+FUNCS: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
+    (lambda x: x.cumsum(0).sin(), (leaf(40),)),
+    (lambda x, y: (x @ y, 2.0, (x.sum() * y).cumsum(1)), (leaf(5, 9), leaf(9, 4, seed=2))),
+    (lambda x, s, y: torch.outer(x.sin(), y * y) * s, (leaf(7), 3.0, leaf(12, dtype=torch.complex128, seed=3))),
+    (lambda x: (x.cumsum(0) * x.t()[0, 0]).t(), (leaf(4, 6).detach().t().requires_grad_(),)),
+    (lambda x: x, (leaf(30),)),
+]
+
+
+@pytest.mark.parametrize("record_graph", [False, True])
+@pytest.mark.parametrize(("func", "inputs"), FUNCS)
+def test_columns_are_those_of_the_loop(
+    cuda: Cuda, func: Callable[..., Any], inputs: tuple[Any, ...], record_graph: bool
+) -> None:
+    tensors = [v for v in inputs if isinstance(v, Tensor)]
+    bits = [v.detach().clone() for v in tensors]
+    with Problem(func, inputs) as problem:
+        single = problem.difference_columns(0, problem.n, EPS, record_graph)
+        for first, count in ((0, problem.n), (1, problem.n - 1)):
+            columns = graphs.difference_columns(problem, first, count, EPS, record_graph)
+            assert torch.equal(columns, single[first : first + count])
+            assert trial.agree(problem, first, columns, EPS, 1e-5, 0, record_graph)
+    assert cuda.streams == ["current"]
+    assert gc.isenabled()
+    assert all(torch.equal(v.detach(), old) and v._version == 0 for v, old in zip(tensors, bits, strict=True))
+
+
+def test_every_input_has_its_own_step(cuda: Cuda) -> None:
+    inputs = leaf(20), leaf(20, seed=2)
+    with Problem(lambda x, y: x.exp().cumsum(0) * y.sin(), inputs, scales=[(1000.0, 1.0), (1.0, 1.0)]) as problem:
+        columns = graphs.difference_columns(problem, 0, 40, EPS, False)
+        assert torch.equal(columns, problem.difference_columns(0, 40, EPS, False))
+
+
+def test_order_of_streams_and_life_of_the_graph(cuda: Cuda) -> None:
+    calls = []
+
+    def func(x: Tensor) -> Tensor:
+        calls.append(list(cuda.streams))
+        return x.cumsum(0)
+
+    with Problem(func, (leaf(20),)) as problem:
+        del calls[:]
+        graphs.difference_columns(problem, 0, 20, EPS, False)
+    assert len(calls) == 2 * (graphs.EAGER_STEPS + 1)
+    assert all(len(streams) == 2 for streams in calls)
+    replays = 20 - graphs.EAGER_STEPS
+    assert cuda.log == ["side waits", "begin", "end", "current waits", *["replay"] * replays, "reset"]
+    assert cuda.modes == [((0, 7), "thread_local")]
+
+
+def test_few_columns_are_evaluated_plainly(cuda: Cuda) -> None:
+    with Problem(lambda x: x.cumsum(0), (leaf(graphs.FEWEST - 1),)) as problem:
+        columns = graphs.difference_columns(problem, 0, problem.n, EPS, False)
+        assert torch.equal(columns, problem.difference_columns(0, problem.n, EPS, False))
+    assert cuda.log == []
+
+
+def draws_unseen(x: Tensor) -> Tensor:
+    graphs.cuda.default_generators[None].state += 1
+    return x.cumsum(0)
+
+
+def on_a_stream_of_its_own(x: Tensor) -> Tensor:
+    with graphs.cuda.stream("own"):  # type: ignore[arg-type]
+        return x.cumsum(0)
+
+
+@pytest.mark.parametrize(
+    ("func", "reason"),
+    [
+        (on_a_stream_of_its_own, "streams of its own"),
+        (lambda x: x * x.sum().item(), "reads values"),
+        (lambda x: x * (1.0 if x.sum() > 0 else 2.0), "reads values"),
+        (lambda x: x[x > -9], "shape depends on values"),
+        (lambda x: x + 0 * torch.rand(40), "random"),
+        (lambda x: torch.nn.functional.dropout(x, 0.0001), "random"),
+        (lambda x: x + torch.zeros(40, device="meta").numel(), "another device"),
+        (draws_unseen, "random"),
+    ],
+)
+def test_what_a_replay_would_not_repeat_is_refused_before_a_capture(
+    cuda: Cuda, func: Callable[[Tensor], Tensor], reason: str
+) -> None:
+    x = leaf(40)
+    bits = x.detach().clone()
+    with Problem(func, (x,)) as problem, pytest.raises(trial.RefusedError, match=reason):
+        graphs.difference_columns(problem, 0, 40, EPS, False)
+    assert "begin" not in cuda.log
+    assert cuda.log[-1] == "current waits"
+    assert cuda.streams == ["current"]
+    assert torch.equal(x.detach(), bits)
+
+
+def test_a_cpu_scalar_is_part_of_the_launch(cuda: Cuda) -> None:
+    watch = graphs._Watch(torch.device("meta"))
+    x = torch.zeros(3, device="meta")
+    half = torch.tensor(0.5)
+    with watch:
+        x * half
+    with watch, pytest.raises(trial.RefusedError, match="another device"):
+        x.copy_(torch.zeros(3))
+    with watch, pytest.raises(trial.RefusedError, match="another device"):
+        half.to("meta")
+    with watch, pytest.raises(trial.RefusedError, match="another device"):
+        torch.tensor([1.0, 2.0])
+
+
+def test_memory_that_a_capture_found_is_kept(cuda: Cuda) -> None:
+    x, buffer = torch.ones(3), torch.zeros(3)
+    found, watch = {value.data_ptr() for value in (x, buffer)}, graphs._Watch(x.device)
+    with watch:
+        torch.zeros(3).add_(buffer.copy_(x)).view(3, 1).t()
+        del buffer
+    assert {value.data_ptr() for value in watch._kept} == found
+
+
+class Counted:
+    """A cumulative sum that changes with its calls, from one of them on."""
+
+    def __init__(self, call: int, then: Callable[[Tensor], Tensor]) -> None:
+        self.calls, self.call, self.then = 0, call, then
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x.cumsum(0) if self.calls < self.call else self.then(x)
+
+
+def test_what_depends_on_the_number_of_calls_does_not_agree(cuda: Cuda) -> None:
+    # One call for the outputs, two for each step, and two captured: from the next on, twice as much.
+    func = Counted(1 + 2 * (graphs.EAGER_STEPS + 1) + 1, lambda x: 2 * x.cumsum(0))
+    with Problem(func, (leaf(40),)) as problem:
+        columns = graphs.difference_columns(problem, 0, 40, EPS, False)
+        assert not trial.agree(problem, 0, columns, EPS, 1e-5, 0, False)
+
+
+def raising(error: type[BaseException]) -> Callable[[Tensor], Tensor]:
+    def then(x: Tensor) -> Tensor:
+        raise error
+
+    return then
+
+
+CAPTURED_CALL = 1 + 2 * graphs.EAGER_STEPS + 2
+"""The second of the two that are captured."""
+
+
+@pytest.mark.parametrize("call", [3, CAPTURED_CALL])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, torch.OutOfMemoryError])
+def test_func_raises(cuda: Cuda, error: type[BaseException], call: int) -> None:
+    x = leaf(40)
+    bits = x.detach().clone()
+    expected = KeyboardInterrupt if error is KeyboardInterrupt else trial.RefusedError
+    with Problem(Counted(call, raising(error)), (x,)) as problem:
+        with pytest.raises(expected):
+            graphs.difference_columns(problem, 0, 40, EPS, False)
+        assert torch.equal(x.detach(), bits)
+    captured = ["begin", "end", "reset"] if call == CAPTURED_CALL else []
+    assert cuda.log == ["side waits", *captured, "current waits"]
+    assert graphs._abandoned == []
+    assert cuda.streams == ["current"]
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("also_raises", [False, True])
+def test_an_invalid_capture_is_cleaned_up(cuda: Cuda, also_raises: bool) -> None:
+    x = leaf(40)
+    bits = x.detach().clone()
+    cuda.end_fails = True
+    call = CAPTURED_CALL if also_raises else 10**6
+    with Problem(Counted(call, raising(ValueError)), (x,)) as problem:
+        with pytest.raises(trial.RefusedError, match="cannot be captured"):
+            graphs.difference_columns(problem, 0, 40, EPS, False)
+        assert torch.equal(x.detach(), bits)
+    assert cuda.log == ["side waits", "begin", "reset", "forget (None, (0, 7))", "current waits"]
+    assert cuda.default_generators[None].put_back == "a clone"
+    assert len(graphs._abandoned) == 1
+    assert cuda.streams == ["current"]
+    assert gc.isenabled()
+
+
+def test_ctrl_c_while_replaying(cuda: Cuda) -> None:
+    def interrupt() -> None:
+        if cuda.log.count("replay") == 5:
+            raise KeyboardInterrupt
+
+    cuda.while_replaying = interrupt
+    x = leaf(40)
+    bits = x.detach().clone()
+    with pytest.raises(KeyboardInterrupt), Problem(lambda x: x.cumsum(0), (x,)) as problem:
+        graphs.difference_columns(problem, 0, 40, EPS, False)
+    assert cuda.log[-1] == "reset"
+    assert torch.equal(x.detach(), bits)
+
+
+def test_a_disabled_collector_stays_disabled(cuda: Cuda) -> None:
+    gc.disable()
+    try:
+        with Problem(lambda x: x.cumsum(0), (leaf(40),)) as problem:
+            graphs.difference_columns(problem, 0, 40, EPS, False)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_the_allocator_forgets_what_it_had_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+
+    def end(device: int, pool: Any) -> None:
+        called.append("end")
+        if pool == "never begun":
+            raise RuntimeError
+
+    fake = SimpleNamespace(_cuda_endAllocateToPool=end, _cuda_releasePool=lambda *_: called.append("release"))
+    monkeypatch.setattr(_torch.torch, "_C", fake)
+    _torch.forget_capture(0, "never begun")  # type: ignore[arg-type]
+    assert called == ["end"]
+    _torch.forget_capture(0, (0, 1))
+    assert called == ["end", "end", "release"]
+
+
+def planned(problem: Problem, settings: Settings, look: Any) -> Plan:
+    return replace(plan.make_plan(problem, settings, look), replayed=True)
+
+
+@pytest.fixture
+def replaying(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    monkeypatch.setitem(check.__globals__, "make_plan", planned)
+    return cuda
+
+
+DENSE = Settings(engine="dense")
+
+
+@pytest.mark.parametrize("limit", [None, 9000])
+def test_a_right_gradient_passes(replaying: Cuda, limit: int | None) -> None:
+    report = check(lambda x: x.cumsum(0).sin(), (leaf(40),), replace(DENSE, memory_limit=limit))
+    assert report.passed
+    assert report.plan is not None
+    assert report.plan.replayed
+    assert "replay" in replaying.log
+
+
+def test_a_wrong_gradient_fails_one_by_one(replaying: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(x: Tensor) -> Tensor:
+        return torch.cat([x[:7], x[7:].detach()]).cumsum(0)
+
+    report = check(wrong, (leaf(40),), DENSE)
+    monkeypatch.undo()
+    alone = check(wrong, (leaf(40),), DENSE)
+    assert report.failure is not None
+    assert alone.failure is not None
+    assert report.failure.comparison == alone.failure.comparison
+    assert report.plan is not None
+    assert not report.plan.replayed
+    assert "one by one" in report.plan.reason
+
+
+def test_refused_replays_are_told(replaying: Cuda) -> None:
+    report = check(lambda x: x.cumsum(0) * (1.0 if x.sum() > -1e9 else 2.0), (leaf(40),), DENSE)
+    assert report.passed
+    assert report.plan is not None
+    assert not report.plan.replayed
+    assert "one by one after all: func reads values of tensors" in report.plan.reason
+
+
+CUDA0 = torch.device("cuda", 0)
+
+
+def on(*devices: torch.device) -> Any:
+    """A problem as far as an obstacle to capturing is concerned."""
+    blocks = [SimpleNamespace(tensor=SimpleNamespace(device=device)) for device in devices]
+    return SimpleNamespace(device=devices[0], inputs=blocks, outputs=blocks[-1:])
+
+
+def test_obstacles(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, capturing = "native", False
+    monkeypatch.setattr(cuda, "get_allocator_backend", lambda: backend, raising=False)
+    monkeypatch.setattr(cuda, "is_current_stream_capturing", lambda: capturing, raising=False)
+    assert graphs.obstacle(on(CUDA0, CUDA0)) is None
+    assert graphs.obstacle(on(torch.device("cpu"))) == "it runs on no NVIDIA device"
+    assert graphs.obstacle(on(CUDA0, torch.device("cuda", 1))) == "it uses several devices"
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: True)
+    assert graphs.obstacle(on(CUDA0)) == "autocast keeps what a capture never computed"
+    monkeypatch.setattr(torch, "is_autocast_cache_enabled", lambda: False)
+    assert graphs.obstacle(on(CUDA0)) is None
+    graphs._abandoned.append("a graph")
+    assert graphs.obstacle(on(CUDA0)) == "an earlier capture was invalid"
+    graphs._abandoned.clear()
+    capturing = True
+    assert graphs.obstacle(on(CUDA0)) == "a capture is under way"
+    backend = "cudaMallocAsync"
+    assert graphs.obstacle(on(CUDA0)) == "torch's own allocator is not in use"
+
+
+@pytest.mark.parametrize(
+    ("batches", "replays", "record_graph", "chosen"),
+    [
+        (2.0, 8.0, False, (None, True)),
+        (8.0, 2.0, False, (100, False)),
+        (8.0, 2.0, True, (None, True)),
+        (1.1, 1.2, False, (None, False)),
+        (None, 3.0, False, (None, True)),
+        (3.0, None, False, (100, False)),
+    ],
+)
+def test_the_faster_way_is_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+    batches: float | None,
+    replays: float | None,
+    record_graph: bool,
+    chosen: tuple[int | None, bool],
+) -> None:
+    def speedup(*arguments: Any) -> float:
+        gain = batches if arguments[4].func is batched.difference_columns else replays
+        if gain is None:
+            raise trial.RefusedError("func raises ValueError")
+        return gain
+
+    monkeypatch.setattr(trial, "obstacle", lambda _: None)
+    monkeypatch.setattr(graphs, "obstacle", lambda _: None)
+    monkeypatch.setattr(batched, "largest", lambda *_: 100)
+    monkeypatch.setattr(trial, "speedup", speedup)
+    problem: Any = SimpleNamespace(n=1000, device=CUDA0)
+    look: Any = SimpleNamespace(record_graph=record_graph, seconds=1.0)
+    *found, said = plan._way(problem, Settings(), look)
+    assert tuple(found) == chosen
+    if None in (batches, replays):
+        assert "func raises ValueError" in said
