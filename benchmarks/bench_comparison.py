@@ -552,7 +552,8 @@ def draw(rows: list[dict[str, Any]], folder: Path) -> None:
                 passed = _chosen(costs, case=case, tool=tool, verdict=True)
                 points = [(row["n"], value(row)) for row in passed if value(row) is not None]
                 own = tool.startswith("fastgrad")
-                style = {"color": f"C{place}", "marker": "os^vD<>Phx"[place % 10], "linewidth": 2.2 if own else 1.0}
+                style = {"color": "black" if own else f"C{place}", "linewidth": 2.0 if own else 1.0}
+                style |= {"marker": "os^vD<>Phx"[place % 10], "linestyle": "-" if EVERY[tool] else "--"}
                 axes.plot(*zip(*points, strict=True), label=tool, markersize=4, **style) if points else None
             axes.set(xscale="log", yscale="log", xlabel="n", title=case)
             axes.grid(alpha=0.3)
