@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python
 export MAX_JOBS ?= 2
 
 .PHONY: demo gallery docs docs-links test test-oldest sanitize develop lint cpp-test cuda-gate cuda-link gpu cuda-sanitize \
-  parity bench soak dist clean
+  parity bench comparison soak dist clean
 
 demo: $(VENV)/.built
 	$(RUN) -m fastgrad demo
@@ -96,6 +96,11 @@ parity: $(VENV)/.tools
 bench: $(VENV)/.tools
 	$(RUN) -m benchmarks.bench_opinfo --every 6 --limit 3 --budget 0.1 --rounds 3 --longest 2 \
 	  --name opinfo-float64-grad
+
+# Other people's tools: nothing else here needs them.
+comparison: $(VENV)/.built
+	$(RUN) -m pip install -q --group comparison
+	OMP_NUM_THREADS=1 $(RUN) -m benchmarks.bench_comparison
 
 soak: $(VENV)/.built
 	$(RUN) -m benchmarks.soak
