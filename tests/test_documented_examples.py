@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
 import fastgrad
-from docs.make_gallery import without_rounding
+from docs.make_gallery import without_chance
 from fastgrad.report import CauseName
 
 TORCHS = [torch.autograd.gradcheck, torch.autograd.gradgradcheck]
@@ -670,7 +670,7 @@ PAGES = [
 def without_measurements(text: str) -> str:
     """What examples print, without times, calls, versions and numbers that only say how small an error is."""
     own = r"\d+ evaluations, \d+ VJPs|[\d.]+ m?s\b|fastgrad [\d.]+, torch .*|0e\+00\b"
-    return without_rounding(re.sub(own, "...", text)).strip()
+    return without_chance(re.sub(own, "...", text)).strip()
 
 
 def run_examples(text: str) -> int:
