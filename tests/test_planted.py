@@ -10,6 +10,7 @@ import torch
 
 import fastgrad
 from tests.planted import TABLE, Row
+from tests.planted.known import moves_every_third_call, square
 
 ROWS = pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in TABLE])
 
@@ -53,6 +54,14 @@ def test_fast_mode_finds_the_same(row: Row) -> None:
     fast = {**row.keywords, "fast_mode": True, "engine": "sketch", "raise_exception": False}
     assert own(row.right, row.inputs(), **fast)
     assert not own(row.wrong, row.inputs(), **fast)
+
+
+@pytest.mark.parametrize("engine", ["dense", "compressed", "sketch"])
+@pytest.mark.parametrize("calls", range(3))
+def test_what_moves_every_third_time_is_found_whenever_that_is(engine: str, calls: int) -> None:
+    x = torch.linspace(1, 2, 12, dtype=torch.float64).requires_grad_()
+    with pytest.raises(fastgrad.GradcheckError, match="Backward is not reentrant"):
+        fastgrad.gradcheck(square(moves_every_third_call(calls)), (x,), engine=engine, fast_mode=engine == "sketch")
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -25,8 +25,8 @@ def _element(g: Tensor, x: Tensor) -> Tensor:
     return grad
 
 
-def _third_call() -> Callable[[Tensor, Tensor], Tensor]:
-    calls = 0
+def moves_every_third_call(calls: int = 0) -> Callable[[Tensor, Tensor], Tensor]:
+    """A backward of x * x; calls: how many it is to believe that it has seen."""
 
     def backward(g: Tensor, x: Tensor) -> Tensor:
         nonlocal calls
@@ -126,7 +126,7 @@ ROWS = [
     # torch runs all 12 rows, then all again: 12 is a multiple of 3, and it sees the same values twice.
     Row(
         "nondeterministic every third call",
-        square(_third_call()),
+        square(moves_every_third_call()),
         RIGHT_SQUARE,
         phrase="Backward is not reentrant",
         torch_sees=False,
