@@ -362,18 +362,20 @@ def main() -> None:
         return
     if options.quick:
         options.torch_limit = options.dense_limit = 20.0
-    rows = []
+    rows: list[dict[str, Any]] = []
+    summary: dict[str, Any] = {}
+    result = options.name or "large"
     print(HEADER)
     for name in LARGE:
         if options.match in name:
             rows.append(measure(name, options))
             print(line(rows[-1]), flush=True)
-    summary = summarize(rows)
+            summary = summarize(rows)
+            write(result, summary, rows)  # after each: all of them take hours
     for key, value in summary.items():
         print(f"{key:40s} {value}")
-    name = options.name or "large"
-    print(write(name, summary, rows))
-    draw(rows, RESULTS / f"{name}.png")
+    draw(rows, RESULTS / f"{result}.png")
+    print(RESULTS / f"{result}.json")
     if summary["not right"]:
         sys.exit("fastgrad is not right everywhere")
 
