@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastgrad._native import ops
 from fastgrad._torch import phase
-from fastgrad.compare import differ, tolerances
+from fastgrad.compare import differ, largest, tolerances
 from fastgrad.coordinates import Block, block_with, pieces
 from fastgrad.directions import COTANGENT_STREAM, TANGENT_STREAM
 from fastgrad.engines import (
@@ -310,8 +310,7 @@ class LinearityProof:
 
     def _agree(self, gradients: Tensor) -> bool:
         """Whether the VJPs are what the rows add up to, but for rounding."""
-        largest = torch.linalg.vector_norm(self._sums, torch.inf).item() if self._problem.n else 0.0
-        tolerance = ROUNDING * self._problem.unit_roundoff * self._problem.m**0.5 * largest
+        tolerance = ROUNDING * self._problem.unit_roundoff * self._problem.m**0.5 * largest(self._sums)
         return not differ(gradients, self._sums, tolerance, False)
 
     def _movement(self, gradients: Tensor) -> Failure | None:

@@ -366,8 +366,8 @@ class _Investigation:
             self._note(expanded=_deviation_or_raised(lambda: self._vjp(ones, expanded=1), contiguous))
 
     def _dense(self, v: Tensor) -> None:
-        base = self._problem.base()
-        differences = directional_differences(self._problem, self._settings, base, self._settings.eps, 1, 0)
+        problem, settings = self._problem, self._settings
+        differences = directional_differences(problem, settings, problem.base(), settings.eps, 1, 0, extrapolated=1)
         terms = v[0] * differences.derivatives[0]
         others = self._vjp(v)[0] * differences.directions[0]
         size = float(terms.abs().sum() + others.abs().sum())

@@ -20,7 +20,7 @@ from fastgrad._native import ops
 from fastgrad._torch import phase
 from fastgrad.certify import LinearityProof, groups_failure, linearity_certificate, one_hot_failure, separate_failure
 from fastgrad.coloring import Indices
-from fastgrad.compare import Findings, PairComparison, tolerances
+from fastgrad.compare import Findings, PairComparison, largest, tolerances
 from fastgrad.confirm import entry_in_row, located_failure, mismatch_failure, row_entry
 from fastgrad.coordinates import Block, block_with, pieces
 from fastgrad.directions import PROBE_COTANGENT, PROBE_DIRECTION, direction
@@ -226,10 +226,7 @@ class _Discrepancies:
 
     def is_clear(self) -> bool:
         """Whether nothing is wrong and nothing loud, by the largest of all outputs: told without more vectors."""
-        error, noise, size = (
-            float(torch.linalg.vector_norm(values, torch.inf))
-            for values in (self.error, self.differences.noise, self.base)
-        )
+        error, noise, size = (largest(values) for values in (self.error, self.differences.noise, self.base))
         return max(error, 4 * noise + self.rounding * size) <= self.settings.atol
 
     @property
@@ -515,8 +512,10 @@ class _Verdict:
         None where some are too loud for that, and the pattern does not come from watching them.
         """
         settings, numerical = self._settings, self._compression.pattern.is_numerical
-        found = smaller = self._discrepancies(settings.eps, 0)
         self._numerical_bound = settings.atol
+        if self._discrepancies(settings.eps, 0, extrapolated=1).is_clear():
+            return []
+        found = smaller = self._discrepancies(settings.eps, 0)
         if found.is_clear():
             return []
         loud, wrong, bound = found.loud, found.wrong, found.allowed
@@ -537,12 +536,14 @@ class _Verdict:
         self._differences = smaller.differences if bool(smaller.wrong[rows].any()) else found.differences
         return rows[(found.error / found.allowed)[rows].nan_to_num(torch.inf).argsort(descending=True)].tolist()
 
-    def _discrepancies(self, eps: float, attempt: int) -> _Discrepancies:
+    def _discrepancies(self, eps: float, attempt: int, extrapolated: int = CERTIFICATES) -> _Discrepancies:
         """Derivatives along random directions against what the entries add up to."""
         problem, settings, base = self._problem, self._settings, self._look.base
-        differences = directional_differences(problem, settings, base, eps, CERTIFICATES, attempt)
+        differences = directional_differences(
+            problem, settings, base, eps, CERTIFICATES, attempt, extrapolated=extrapolated
+        )
         starts, rows, columns = self._compression.pattern.starts, self._compression.rows, self._compression.columns
-        largest = torch.empty_like(base)
+        error = torch.empty_like(base)
         for some in pieces(0, problem.m):
             entries = slice(int(starts[some.start]), int(starts[some.stop]))
             errors = []
@@ -550,8 +551,8 @@ class _Verdict:
                 total = torch.zeros_like(base[some])
                 total.index_add_(0, rows[entries] - some.start, u[columns[entries]].mul_(self.numerical[entries]))
                 errors.append(derivatives[some] - total)
-            largest[some] = torch.stack(errors).abs_().amax(0)
-        return _Discrepancies(differences, largest, base, ROUNDING * differences.rounding, settings)
+            error[some] = torch.stack(errors).abs_().amax(0)
+        return _Discrepancies(differences, error, base, ROUNDING * differences.rounding, settings)
 
     def _one_hot_gradient(self, row: int) -> Tensor:
         """A row of the backward, the grad_outputs of other outputs being undefined as in torch's checker."""

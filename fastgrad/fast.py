@@ -76,26 +76,33 @@ def screen(problem: Problem, settings: Settings) -> Screening:
     limit = 0.0
     eps = settings.eps
     first: Differences | None = None
-    for attempt in range(MOST_STEPS):
-        differences = directional_differences(problem, settings, base, eps, count, attempt)
+    # First as cheap as can be: where all is well, most often that tells.
+    for attempt, extrapolated in ((0, 1), *((attempt, count) for attempt in range(MOST_STEPS))):
+        differences = directional_differences(problem, settings, base, eps, count, attempt, extrapolated=extrapolated)
         first = first or differences
         search = _Search(problem, settings, differences)
         weight = weights(differences.noise, settings.atol, pending)
         failure = one_hot_failure(problem, settings) if attempt == 0 else None
         if failure is None:
-            sketch, failure = _sketch(problem, settings, differences, weight, count, attempt)
-        if failure is None:
+            trial = extrapolated < count
+            sketch, failure = _sketch(problem, settings, differences, weight, count, attempt, trial)
+        flagged = sketch.worst() if failure is None else None
+        if flagged is not None:
+            if trial:
+                continue  # at the same step, with differences that can say that something is wrong
             failure = search.run(sketch)
+            flagged = sketch.worst()
         if failure is not None:
             return Screening(failure)
         if not problem.unspecified <= settings.atol / 4:
             return Screening(undecided=problem.unspecified)
-        flagged = sketch.worst()
         if flagged is not None:
             # Nothing confirmed, nothing verified.
             limit = max(limit, 4 * abs(sketch.values[flagged[0]][flagged[1]].item()))
             if not search.dead:
                 return Screening(undecided=limit)  # off by a little all over: no step changes that
+        elif not search.dead and bool((weight == 1).all()):
+            return Screening(certificates=_certificates(settings, count))
         else:
             tolerance = settings.atol + settings.rtol * differences.size()
             heard = (weight > 0) & (settings.atol / weight <= tolerance)
@@ -141,9 +148,18 @@ def _one_by_one(
 
 
 def _sketch(
-    problem: Problem, settings: Settings, differences: Differences, weight: Tensor, count: int, attempt: int
+    problem: Problem,
+    settings: Settings,
+    differences: Differences,
+    weight: Tensor,
+    count: int,
+    attempt: int,
+    trial: bool,
 ) -> tuple[Sketch, Failure | None]:
-    """The sketch, and how the backward may have failed meanwhile: it moves, it depends on layouts, it raises."""
+    """The sketch, and how the backward may have failed meanwhile: it moves, it depends on layouts, it raises.
+
+    A trial ends with the first cotangent for which something looks wrong.
+    """
     sketch = Sketch([], [], [])
     for number, cotangent in enumerate(cotangents(problem, settings, weight, count, attempt)):
         try:
@@ -158,19 +174,22 @@ def _sketch(
             return sketch, Failure("nonlinear", detail=detail, cause=error)
         if repeats is not None:
             tolerance = settings.nondet_tol * float(cotangent.vector.abs().sum())
-            if differ(repeats, gradient.expand(2, -1), tolerance, False):
+            if any(differ(again[None], gradient[None], tolerance, False) for again in repeats):
                 return sketch, Failure("nondeterministic", problem.outputs[0].index, None, problem.outputs[0].position)
         if failure is not None:
             return sketch, failure
-        if (cotangent.gapped or cotangent.expanded) and bool((~(values.abs() <= allowed)).any()):
+        looks_wrong = bool((~(values.abs() <= allowed)).any())
+        if looks_wrong and not trial and (cotangent.gapped or cotangent.expanded):
             failure = linearity_failure(problem, settings, cotangent.vector, gradient, cotangent.kind)
             if failure is not None:
                 return sketch, failure
-        if cotangent.expanded:
+        if cotangent.expanded and not (looks_wrong and trial):
             continue  # it has no weights: only its layout was to be tried
         sketch.cotangents.append(cotangent)
         sketch.values.append(values)
         sketch.allowed.append(allowed)
+        if looks_wrong and trial:
+            break
     return sketch, None
 
 
@@ -271,7 +290,7 @@ def screen_forward(problem: Problem, settings: Settings) -> Screening:
     limit = 0.0
     eps = settings.eps
     for attempt in range(MOST_STEPS):
-        differences = directional_differences(problem, settings, base, eps, count, attempt)
+        differences = directional_differences(problem, settings, base, eps, count, attempt, extrapolated=count)
         if attempt == 0 and problem.n:
             _, domains_match = problem.tangent_columns(settings.seed % problem.n, 1)
             if settings.check_grad_dtypes and not domains_match:

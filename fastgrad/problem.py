@@ -365,11 +365,7 @@ class Problem:
             values = torch.empty(1, self.m, dtype=torch.float64, device=self.device)
             self.values_along(displacement, (scale,), values, record_graph)
             return values[0]
-        result = self._evaluator.evaluate(record_graph)
-        flat = torch.empty(self.m, dtype=torch.float64, device=self.device)
-        for block, output in zip(self.outputs, self._selected(result), strict=True):
-            _native.flatten_(flat[block.first : block.first + block.size], output.detach())
-        return flat
+        return self._flat(self._selected(self._evaluator.evaluate(record_graph)))
 
     def evaluate_with(self, block: Block, tensor: Tensor) -> tuple[Tensor, ...]:
         """The outputs, as func makes them, where a tensor stands in the place of an input."""
@@ -378,12 +374,23 @@ class Problem:
         return self._selected(self._evaluator.evaluate_at(arguments))
 
     def base(self) -> Tensor:
-        """The outputs at x: float64, shape (m,); evaluated once."""
+        """The outputs at x: float64, shape (m,); evaluated once, or known from the first evaluation."""
         if self._base is None:
             # Where func gets stand-ins while inputs are perturbed, it may depend on what they specify.
             stands_in = any(memory is not None and memory.stand_in is not None for memory in self._memories.values())
-            self._base = self.evaluate(True, torch.zeros(self.n, dtype=torch.float64) if stands_in else None)
+            if stands_in:
+                self._base = self.evaluate(True, torch.zeros(self.n, dtype=torch.float64))
+            elif self.evaluations == 1:
+                self._base = self._flat(block.tensor for block in self.outputs)
+            else:
+                self._base = self.evaluate(True)
         return self._base
+
+    def _flat(self, outputs: Iterable[Tensor]) -> Tensor:
+        flat = torch.empty(self.m, dtype=torch.float64, device=self.device)
+        for block, output in zip(self.outputs, outputs, strict=True):
+            _native.flatten_(flat[block.first : block.first + block.size], output.detach())
+        return flat
 
     def _selected(self, result: Any) -> tuple[Tensor, ...]:
         """The outputs in what func returned, if they look as they did at first."""

@@ -315,7 +315,7 @@ def test_every_call_starts_from_the_same_buffers(keywords: dict[str, Any]) -> No
     report = fastgrad.check(module, x, **keywords)
     assert report.passed, failure_message(report)
     assert set(module.seen) == {(0.0, 3.0, 1.0)}
-    assert len(module.seen) >= 15
+    assert len(module.seen) >= 10
     assert module.count is count
     assert module.mean is mean
     assert module.silent is silent
@@ -515,7 +515,7 @@ def test_differences_along_a_direction_take_each_inputs_step() -> None:
         assert moves == {(False,) * 3, (True, False, False), (False, True, False), (False, False, True)}
         steps = problem.displacement(torch.ones(9, dtype=torch.float64), 1e-6)
         assert steps.tolist() == pytest.approx([1e-6] * 3 + [4e-6] * 6)
-        found = directional_differences(problem, Settings(), problem.base(), 1e-6, 2, 0)
+        found = directional_differences(problem, Settings(), problem.base(), 1e-6, 2, 0, extrapolated=2)
         jacobian = torch.tensor([2.0, 3.0, 5.0], dtype=torch.float64).repeat_interleave(3)
         assert found.directions[:, 6:].abs().amax() < 0.16
         assert found.directions[:, :6].abs().amin() > 0.4

@@ -20,11 +20,18 @@ void direction_cpu(const at::Tensor& out, int64_t seed, int64_t stream, int64_t 
   auto* values = out.mutable_data_ptr<double>();
   const int64_t stride = out.stride(0);
   at::parallel_for(0, out.numel(), grain_size, [&](int64_t begin, int64_t end) {
-    // Group by group: four components for each call of the generator.
+    // Group by group: four components for each call of the generator; whole groups without a test for each.
     for (int64_t group = (first + begin) >> 2; group <= (first + end - 1) >> 2; ++group) {
       const Words4 words = direction_words(seed, stream, group);
-      const int64_t last = std::min(first + end, 4 * group + 4);
-      for (int64_t coordinate = std::max(first + begin, 4 * group); coordinate < last; ++coordinate) {
+      const int64_t own = 4 * group;
+      if (own > 0 && own >= first + begin && own + 4 <= first + end) {
+        for (int64_t k = 0; k < 4; ++k) {
+          values[(own + k - first) * stride] = component_of(words.word[k], halved);
+        }
+        continue;
+      }
+      const int64_t last = std::min(first + end, own + 4);
+      for (int64_t coordinate = std::max(first + begin, own); coordinate < last; ++coordinate) {
         values[(coordinate - first) * stride] = component_of(words, coordinate, halved);
       }
     }

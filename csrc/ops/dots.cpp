@@ -56,6 +56,7 @@ at::Tensor dots_cpu(const at::Tensor& rows, const at::Tensor& vector) {
         };
         int64_t j = chunk * grain_size;
         for (; j + lanes <= last; j += lanes) {
+#pragma omp simd
           for (int64_t lane = 0; lane < lanes; ++lane) {
             add(lane, j + lane);
           }

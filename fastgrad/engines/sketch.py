@@ -7,7 +7,7 @@ noise: what a difference could not resolve must not drown the rest.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,9 @@ NOISE_SHARE = 16
 
 SCALES = (1.0, -1.0, 0.5, -0.5)
 
+KINK = 1e-3
+"""Where one-sided derivatives are off the central one by this share: nothing smooth bends so within a step."""
+
 
 @dataclass(slots=True)
 class Differences:
@@ -38,9 +41,9 @@ class Differences:
     directions
         As rounding realized them, times the weights of the inputs: float64, shape (count, n).
     derivatives
-        J u, Richardson-extrapolated: float64, shape (count, m).
+        J u, Richardson-extrapolated where there are four evaluations: float64, shape (count, m).
     noise
-        What they may be off: float64, shape (m,), the largest over the directions.
+        What they may be off: float64, shape (m,), the largest over the directions, as far as these tell.
     rounding
         How far two units of rounding of an output take a derivative, relative to the output.
     """
@@ -58,9 +61,13 @@ class Differences:
 
 @phase("directional differences")
 def directional_differences(
-    problem: Problem, settings: Settings, base: Tensor, eps: float, count: int, attempt: int
+    problem: Problem, settings: Settings, base: Tensor, eps: float, count: int, attempt: int, *, extrapolated: int
 ) -> Differences:
-    """Four evaluations a direction; `attempt` numbers the sets of directions of one check.
+    """Differences along random directions; `attempt` numbers the sets of directions of one check.
+
+    The first `extrapolated` directions take four evaluations each and measure their noise. The others take two,
+    and are off by about as much as these unless there is a kink. That is enough to find that all is well: what is
+    wrong does not look right by an error of the difference. It is not enough to find that something is wrong.
 
     Inputs that take different steps move one after the other, and what they give adds up; so do inputs of
     different weights, each of which counts in the unit of its own tolerance.
@@ -78,13 +85,15 @@ def directional_differences(
 
     def difference(displacement: Tensor, step: float, u: Tensor, derivative: Tensor, noise: Tensor) -> None:
         problem.realize(displacement, u, step, relative)
-        problem.values_along(displacement, SCALES, values)
+        problem.values_along(displacement, SCALES[:points], values[:points])
+        rule: Callable[..., None] = ops.richardson_ if points == len(SCALES) else _central_difference
         for output in problem.outputs:
             within = slice(output.first, output.first + output.size)
-            own = derivative[within], noise[within], base[within], *(value[within] for value in values)
-            ops.richardson_(*own, step, spacing(output.tensor.dtype))
+            own = derivative[within], noise[within], base[within], *(value[within] for value in values[:points])
+            rule(*own, step, spacing(output.tensor.dtype))
 
     for k in range(count):
+        points = len(SCALES) if k < extrapolated else 2
         ops.direction_(drawn, settings.seed, SKETCH_DIRECTIONS + 16 * (attempt * count + k), 0, False)
         if not problem.mixes_inputs:
             difference(drawn, eps, found.directions[k], found.derivatives[k], found.noise)
@@ -99,6 +108,18 @@ def directional_differences(
             total_noise += weight * noise
         torch.maximum(found.noise, total_noise, out=found.noise)
     return found
+
+
+def _central_difference(
+    derivative: Tensor, noise: Tensor, base: Tensor, plus: Tensor, minus: Tensor, eps: float, ulp: float
+) -> None:
+    """Of second order, from two values; where they show a kink, the noise grows to what it may do."""
+    torch.sub(plus, minus, out=derivative).div_(2 * eps)
+    bend = (plus + minus).sub_(base, alpha=2).abs_().div_(2 * eps)
+    # Beside an output's own, the mean: at its extremum a smooth function bends, and its derivative vanishes.
+    mean = torch.linalg.vector_norm(derivative) / max(1, derivative.numel()) ** 0.5
+    smooth = derivative.abs().add_(mean).mul_(KINK).add_(base.abs(), alpha=32 * ulp / eps)
+    torch.maximum(noise, bend.masked_fill_(bend <= smooth, 0.0), out=noise)  # a NaN stays one
 
 
 def weights(noise: Tensor, atol: float, pending: Tensor) -> Tensor:
@@ -136,15 +157,19 @@ class Cotangent:
 def cotangents(problem: Problem, settings: Settings, weight: Tensor, count: int, attempt: int) -> Iterator[Cotangent]:
     """Random ones, weighed, the first non-contiguous; in the first attempt, half-zeroed and expanded ones too."""
     gapped, halved, expanded = COTANGENT_KINDS
-    vector = torch.empty_like(weight)
+
+    def weighed(number: int, halve: bool) -> Tensor:
+        vector = torch.empty_like(weight)
+        ops.direction_(vector, settings.seed, SKETCH_COTANGENTS + 16 * number, 0, halve)
+        return vector.mul_(weight)
+
     for number in range(count):
-        ops.direction_(vector, settings.seed, SKETCH_COTANGENTS + 16 * (attempt * (count + 1) + number), 0, False)
-        yield Cotangent(vector * weight, "a random grad_output" if number else gapped, gapped=number == 0)
+        vector = weighed(attempt * (count + 1) + number, halve=False)
+        yield Cotangent(vector, "a random grad_output" if number else gapped, gapped=number == 0)
     if attempt:
         return
-    ops.direction_(vector, settings.seed, SKETCH_COTANGENTS + 16 * count, 0, True)
-    yield Cotangent(vector * weight * REPEAT_SCALE, halved, scale=-REPEAT_SCALE)
-    yield Cotangent(torch.full_like(vector, EXPANDED_VALUE), expanded, expanded=True)
+    yield Cotangent(weighed(count, halve=True).mul_(REPEAT_SCALE), halved, scale=-REPEAT_SCALE)
+    yield Cotangent(torch.full_like(weight, EXPANDED_VALUE), expanded, expanded=True)
 
 
 @dataclass(slots=True)
