@@ -76,8 +76,8 @@ def screen(problem: Problem, settings: Settings) -> Screening:
     limit = 0.0
     eps = settings.eps
     first: Differences | None = None
-    # First as cheap as can be: where all is well, most often that tells.
-    for attempt, extrapolated in ((0, 1), *((attempt, count) for attempt in range(MOST_STEPS))):
+    attempt, extrapolated = 0, 1  # as cheap as can be: where all is well, most often that tells
+    while attempt < MOST_STEPS:
         differences = directional_differences(problem, settings, base, eps, count, attempt, extrapolated=extrapolated)
         first = first or differences
         search = _Search(problem, settings, differences)
@@ -89,7 +89,8 @@ def screen(problem: Problem, settings: Settings) -> Screening:
         flagged = sketch.worst() if failure is None else None
         if flagged is not None:
             if trial:
-                continue  # at the same step, with differences that can say that something is wrong
+                extrapolated = count  # differences that can say that something is wrong
+                continue
             failure = search.run(sketch)
             flagged = sketch.worst()
         if failure is not None:
@@ -111,6 +112,7 @@ def screen(problem: Problem, settings: Settings) -> Screening:
             if not bool(pending.any()):
                 return Screening(certificates=_certificates(settings, count))
         eps = _next_step(problem, settings, differences, base, pending)
+        attempt += 1
     assert first is not None
     return _one_by_one(problem, settings, first, pending, limit)
 

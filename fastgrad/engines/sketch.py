@@ -26,7 +26,7 @@ NOISE_SHARE = 16
 
 SCALES = (1.0, -1.0, 0.5, -0.5)
 
-KINK = 1e-3
+KINK = 1e-2
 """Where one-sided derivatives are off the central one by this share: nothing smooth bends so within a step."""
 
 
