@@ -109,6 +109,7 @@ def kernels(device: torch.device, n: int, rounds: int) -> Iterator[dict[str, Any
         "flatten_": (lambda: ops.flatten_(out, x), 16 * n),
         "central_difference_": (lambda: ops.central_difference_(out, y, x, 0, 1e-6, 0.0), 24 * n),
         "decompress_": (lambda: ops.decompress_(out, x, y, index, index), 40 * n),
+        "project_entries_": (lambda: ops.project_entries_(out, noise, x, index, index, y), 64 * n),
         "richardson_": (lambda: ops.richardson_(out, noise, x, y, z, y, z, 1e-6, 2.0**-52), 64 * n),
         "direction_": (lambda: ops.direction_(out, 0, 0, 0, False), 8 * n),
         "dots, 3 rows": (lambda: ops.dots(rows, x), 32 * n),

@@ -29,4 +29,7 @@ TORCH_LIBRARY(fastgrad, library) {
   library.def(
       "project_rows_(Tensor(a!) sums, Tensor(b!) squares, Tensor cotangents, Tensor rows, int first_row, int row_step, "
       "int first_column) -> ()");
+  library.def(
+      "project_entries_(Tensor(a!) sums, Tensor(b!)? squares, Tensor vector, Tensor sources, Tensor targets, "
+      "Tensor entries) -> ()");
 }

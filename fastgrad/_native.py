@@ -59,6 +59,7 @@ class ops:  # noqa: N801  (a namespace, like torch.ops.fastgrad)
     dots = torch.ops.fastgrad.dots.default
     flatten_ = torch.ops.fastgrad.flatten_.default
     perturb_coordinates_ = torch.ops.fastgrad.perturb_coordinates_.default
+    project_entries_ = torch.ops.fastgrad.project_entries_.default
     project_rows_ = staticmethod(project_rows_)
     richardson_ = torch.ops.fastgrad.richardson_.default
     unflatten_ = torch.ops.fastgrad.unflatten_.default

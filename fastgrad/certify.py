@@ -19,7 +19,7 @@ from torch import Tensor
 from fastgrad._native import ops
 from fastgrad._torch import phase
 from fastgrad.compare import differ, largest, tolerances
-from fastgrad.coordinates import Block, block_with, pieces
+from fastgrad.coordinates import Block, block_with
 from fastgrad.directions import COTANGENT_STREAM, TANGENT_STREAM
 from fastgrad.engines import (
     COTANGENT_KINDS,
@@ -240,10 +240,7 @@ class LinearityProof:
     def add_entries(self, rows: Tensor, columns: Tensor, analytical: Tensor) -> None:
         """Takes the entries of a sparse Jacobian, at coordinates rows and columns, into v^T J."""
         for cotangent, total, square in zip(self._cotangents, self._sums, self._squares, strict=True):
-            for some in pieces(0, analytical.numel()):
-                terms = cotangent[rows[some]].mul_(analytical[some])
-                total.index_add_(0, columns[some], terms)
-                square.index_add_(0, columns[some], terms.square_())
+            ops.project_entries_(total, square, cotangent, rows, columns, analytical)
 
     @phase("linearity of backward")
     def failure(self) -> Failure | None:

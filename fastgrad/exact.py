@@ -22,7 +22,7 @@ from fastgrad.certify import LinearityProof, groups_failure, linearity_certifica
 from fastgrad.coloring import Indices
 from fastgrad.compare import Findings, PairComparison, largest, tolerances
 from fastgrad.confirm import entry_in_row, located_failure, mismatch_failure, row_entry
-from fastgrad.coordinates import Block, block_with, pieces
+from fastgrad.coordinates import Block, block_with
 from fastgrad.directions import PROBE_COTANGENT, PROBE_DIRECTION, direction
 from fastgrad.engines import EXPANDED, GAPPED, HALVED, compressed, row_parts
 from fastgrad.engines.compressed import Compression
@@ -542,16 +542,11 @@ class _Verdict:
         differences = directional_differences(
             problem, settings, base, eps, CERTIFICATES, attempt, extrapolated=extrapolated
         )
-        starts, rows, columns = self._compression.pattern.starts, self._compression.rows, self._compression.columns
-        error = torch.empty_like(base)
-        for some in pieces(0, problem.m):
-            entries = slice(int(starts[some.start]), int(starts[some.stop]))
-            errors = []
-            for u, derivatives in zip(differences.directions, differences.derivatives, strict=True):
-                total = torch.zeros_like(base[some])
-                total.index_add_(0, rows[entries] - some.start, u[columns[entries]].mul_(self.numerical[entries]))
-                errors.append(derivatives[some] - total)
-            error[some] = torch.stack(errors).abs_().amax(0)
+        error = torch.zeros_like(base)
+        for u, derivatives in zip(differences.directions, differences.derivatives, strict=True):
+            total = torch.zeros_like(base)
+            ops.project_entries_(total, None, u, self._compression.columns, self._compression.rows, self.numerical)
+            torch.maximum(error, total.sub_(derivatives).abs_(), out=error)
         return _Discrepancies(differences, error, base, ROUNDING * differences.rounding, settings)
 
     def _one_hot_gradient(self, row: int) -> Tensor:

@@ -172,6 +172,21 @@ def test_decompress(kernel: str, subtracted: bool) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+def test_project_entries(kernel: str) -> None:
+    vector, entries = tensor(torch.float64, 4), tensor(torch.float64, 6)
+    sources, targets = torch.tensor([3, 0, 0, 1, 3, 3]), torch.tensor([1, 1, 0, 2, 2, 1])
+    dense = torch.zeros(5, 4, dtype=torch.float64).index_put_((targets, sources), entries, accumulate=True)
+    for squares in (None, torch.ones(5, dtype=torch.float64)):
+        sums = torch.full((5,), 2.0, dtype=torch.float64)
+        call(kernel, ops.project_entries_, sums, squares, vector, sources, targets, entries)
+        torch.testing.assert_close(sums, 2 + dense @ vector)
+    terms = vector[sources] * entries
+    torch.testing.assert_close(squares, torch.ones(5).double().index_add_(0, targets, terms**2))
+    nothing = torch.empty(0, dtype=torch.int64)
+    call(kernel, ops.project_entries_, sums, None, vector, nothing, nothing, entries[:0])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.complex128])
 def test_displace(kernel: str, layout: str, dtype: torch.dtype) -> None:
@@ -394,6 +409,11 @@ def samples() -> list[Any]:
             (real.clone(), real.clone(), real.clone(), torch.arange(6), torch.tensor([1, 4])),
             id="decompress_",
         ),
+        pytest.param(
+            ops.project_entries_,
+            (real.clone(), real.clone(), real.clone(), torch.tensor([1, 4]), torch.tensor([0, 0]), real[:2].clone()),
+            id="project_entries_",
+        ),
         pytest.param(ops.displace_, (x.clone(), x, real, 0.5), id="displace_"),
         pytest.param(ops.realize_, (real.clone(), real.clone(), x, 1e-6, STEP), id="realize_"),
         pytest.param(ops.dots, (block, block[0].clone()), id="dots"),
@@ -498,6 +518,37 @@ def test_every_operator_has_all_its_kernels() -> None:
         (
             lambda: ops.decompress_(*[torch.zeros(2).double()] * 3, torch.arange(2), torch.arange(2).int()),
             "entries must be a contiguous int64 tensor with one dimension, got Int with 1",
+        ),
+        (
+            lambda: ops.project_entries_(
+                torch.zeros(4).double()[::2],
+                None,
+                torch.zeros(2).double(),
+                *[torch.arange(2)] * 2,
+                torch.zeros(2).double(),
+            ),
+            "project_entries_: sums must be contiguous, got stride 2",
+        ),
+        (
+            lambda: ops.project_entries_(
+                torch.zeros(2).double(),
+                torch.zeros(3).double(),
+                torch.zeros(2).double(),
+                *[torch.arange(2)] * 2,
+                torch.zeros(2).double(),
+            ),
+            "squares must have as many elements as sums, 2, got 3",
+        ),
+        (
+            lambda: ops.project_entries_(
+                torch.zeros(2).double(),
+                None,
+                torch.zeros(2).double(),
+                torch.arange(2),
+                torch.arange(3),
+                torch.zeros(2).double(),
+            ),
+            "sources and targets must have as many elements as entries, 2, got 2 and 3",
         ),
         (
             lambda: ops.project_rows_(*[torch.zeros(2, 2).double()] * 4, 1, 1, 0),

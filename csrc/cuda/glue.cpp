@@ -11,6 +11,7 @@
 #include "../ops/flatten.h"
 #include "../ops/perturb_coordinate.h"
 #include "../ops/perturb_coordinates.h"
+#include "../ops/project_entries.h"
 #include "../ops/project_rows.h"
 #include "../ops/realize.h"
 #include "../ops/richardson.h"
@@ -24,6 +25,7 @@
 #include "flatten.h"
 #include "perturb_coordinate.h"
 #include "perturb_coordinates.h"
+#include "project_entries.h"
 #include "project_rows.h"
 #include "realize.h"
 #include "richardson.h"
@@ -262,6 +264,19 @@ void project_rows_cuda(
           c10::cuda::getCurrentCUDAStream()));
 }
 
+void project_entries_cuda(
+    const at::Tensor& sums, const std::optional<at::Tensor>& squares, const at::Tensor& vector,
+    const at::Tensor& sources, const at::Tensor& targets, const at::Tensor& entries) {
+  check_project_entries(sums, squares, vector, sources, targets, entries);
+  check_one_device("project_entries_", sums, {squares.value_or(sums), vector, sources, targets, entries});
+  const c10::cuda::CUDAGuard guard(sums.device());
+  C10_CUDA_CHECK(
+      cuda::launch_project_entries(
+          sums.mutable_data_ptr<double>(), squares ? squares->mutable_data_ptr<double>() : nullptr,
+          vector.const_data_ptr<double>(), sources.const_data_ptr<int64_t>(), targets.const_data_ptr<int64_t>(),
+          entries.const_data_ptr<double>(), entries.numel(), c10::cuda::getCurrentCUDAStream()));
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(fastgrad, CUDA, library) {
@@ -278,6 +293,7 @@ TORCH_LIBRARY_IMPL(fastgrad, CUDA, library) {
   library.impl("richardson_", &richardson_cuda);
   library.impl("compare", &compare_cuda);
   library.impl("project_rows_", &project_rows_cuda);
+  library.impl("project_entries_", &project_entries_cuda);
 }
 
 }  // namespace fastgrad

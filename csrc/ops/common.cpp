@@ -45,6 +45,11 @@ void check_float64(const char* op, const char* name, const at::Tensor& tensor, i
       dim, " dimensions, got ", tensor.scalar_type(), " with ", tensor.dim());
 }
 
+void check_contiguous_float64(const char* op, const char* name, const at::Tensor& tensor) {
+  check_float64(op, name, tensor, 1);
+  TORCH_CHECK(tensor.is_contiguous(), op, ": ", name, " must be contiguous, got stride ", tensor.stride(0));
+}
+
 void check_indices(const char* op, const char* name, const at::Tensor& tensor) {
   TORCH_CHECK(
       tensor.scalar_type() == at::kLong && tensor.dim() == 1 && tensor.is_contiguous(), op, ": ", name,

@@ -33,6 +33,9 @@ void check_differentiable(const char* op, const char* name, const at::Tensor& te
 // Refuses an argument that is not a float64 tensor with `dim` dimensions.
 void check_float64(const char* op, const char* name, const at::Tensor& tensor, int64_t dim);
 
+// Refuses an argument that is not a contiguous float64 tensor with one dimension.
+void check_contiguous_float64(const char* op, const char* name, const at::Tensor& tensor);
+
 // Refuses an argument that is not a contiguous int64 tensor with one dimension.
 void check_indices(const char* op, const char* name, const at::Tensor& tensor);
 

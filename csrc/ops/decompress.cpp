@@ -11,24 +11,16 @@
 #include <torch/library.h>
 
 namespace fastgrad {
-namespace {
-
-void check_contiguous(const char* name, const at::Tensor& tensor) {
-  check_float64("decompress_", name, tensor, 1);
-  TORCH_CHECK(tensor.is_contiguous(), "decompress_: ", name, " must be contiguous, got stride ", tensor.stride(0));
-}
-
-}  // namespace
 
 void check_decompress(
     const at::Tensor& values, const at::Tensor& compressed, const std::optional<at::Tensor>& subtrahend,
     const at::Tensor& positions, const at::Tensor& entries) {
-  check_contiguous("values", values);
-  check_contiguous("compressed", compressed);
+  check_contiguous_float64("decompress_", "values", values);
+  check_contiguous_float64("decompress_", "compressed", compressed);
   check_indices("decompress_", "positions", positions);
   check_indices("decompress_", "entries", entries);
   if (subtrahend) {
-    check_contiguous("subtrahend", *subtrahend);
+    check_contiguous_float64("decompress_", "subtrahend", *subtrahend);
     TORCH_CHECK(
         subtrahend->numel() == compressed.numel(), "decompress_: subtrahend must have as many elements as compressed, ",
         compressed.numel(), ", got ", subtrahend->numel());

@@ -9,6 +9,7 @@
 #include "cuda/flatten.h"
 #include "cuda/perturb_coordinate.h"
 #include "cuda/perturb_coordinates.h"
+#include "cuda/project_entries.h"
 #include "cuda/project_rows.h"
 #include "cuda/realize.h"
 #include "cuda/richardson.h"
@@ -265,6 +266,33 @@ TEST_P(EmulatedDoubles, Decompress) {
         launch_decompress(values.data(), compressed.data(), less, positions.data(), entries.data(), count, nullptr),
         cudaSuccess);
     ASSERT_TRUE(same_bits(values, expected));
+  }
+}
+
+TEST_P(EmulatedDoubles, ProjectEntries) {
+  const int64_t count = GetParam();
+  const std::vector<double> vector = numbers(13, 7);
+  const std::vector<double> entries = numbers(count, 8);
+  std::vector<int64_t> sources(count), targets(count);
+  for (int64_t e = 0; e < count; ++e) {
+    sources[e] = e * 5 % 13;
+    targets[e] = e * 3 % 17;
+  }
+  for (const bool squared : {false, true}) {
+    std::vector<double> sums(19, -7.0), squares(19, -7.0);
+    std::vector<double> expected = sums, expected_squares = squares;
+    for (int64_t e = 0; e < count; ++e) {
+      add_term(expected[targets[e]], expected_squares[targets[e]], vector[sources[e]], entries[e]);
+    }
+    ASSERT_EQ(
+        launch_project_entries(
+            sums.data(), squared ? squares.data() : nullptr, vector.data(), sources.data(), targets.data(),
+            entries.data(), count, nullptr),
+        cudaSuccess);
+    for (int64_t t = 0; t < 19; ++t) {
+      ASSERT_NEAR(sums[t], expected[t], 1e-13 * (1 + count));
+      ASSERT_NEAR(squares[t], squared ? expected_squares[t] : -7.0, 1e-13 * (1 + count));
+    }
   }
 }
 

@@ -161,6 +161,15 @@ def test_richardson_and_decompress(size: int, device: torch.device) -> None:
         assert_same_bits(ops.decompress_, arguments, device)
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_project_entries(size: int, device: torch.device) -> None:
+    vector, entries = numbers(torch.float64, 13), numbers(torch.float64, size)
+    sources, targets = torch.arange(size) % 13, torch.arange(size) * 3 % 17
+    for squares in (None, torch.zeros(17, dtype=torch.float64)):
+        arguments = torch.zeros(17, dtype=torch.float64), squares, vector, sources, targets, entries
+        assert_close(ops.project_entries_, arguments, device)
+
+
 @pytest.mark.parametrize("count", [1, 3, 10])
 @pytest.mark.parametrize("size", SIZES)
 def test_dots(size: int, count: int, device: torch.device) -> None:

@@ -114,6 +114,8 @@ inline void launch(dim3 grid, dim3 block, const std::function<void()>& body) {
 
 }  // namespace cuda_emulation
 
+inline void atomicAdd(double* target, double value) { *target += value; }
+
 inline void __syncthreads() { cuda_emulation::Block::yield(); }
 
 #define FASTGRAD_MOST_BLOCKS 8  // few, so that a grid's edge is cheap to reach

@@ -1,0 +1,91 @@
+// CPU launcher and plain ATen kernel of fastgrad::project_entries_.
+#include "project_entries.h"
+
+#include "../kernels/products.h"
+#include "common.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/index_select.h>
+#include <ATen/TensorOperators.h>
+#include <torch/library.h>
+
+namespace fastgrad {
+
+void check_project_entries(
+    const at::Tensor& sums, const std::optional<at::Tensor>& squares, const at::Tensor& vector,
+    const at::Tensor& sources, const at::Tensor& targets, const at::Tensor& entries) {
+  check_contiguous_float64("project_entries_", "sums", sums);
+  check_contiguous_float64("project_entries_", "vector", vector);
+  check_contiguous_float64("project_entries_", "entries", entries);
+  check_indices("project_entries_", "sources", sources);
+  check_indices("project_entries_", "targets", targets);
+  if (squares) {
+    check_contiguous_float64("project_entries_", "squares", *squares);
+    TORCH_CHECK(
+        squares->numel() == sums.numel(), "project_entries_: squares must have as many elements as sums, ",
+        sums.numel(), ", got ", squares->numel());
+  }
+  TORCH_CHECK(
+      sources.numel() == entries.numel() && targets.numel() == entries.numel(),
+      "project_entries_: sources and targets must have as many elements as entries, ", entries.numel(), ", got ",
+      sources.numel(), " and ", targets.numel());
+}
+
+namespace {
+
+// One after the other: entries that share a target must not meet.
+void project_entries_cpu(
+    const at::Tensor& sums, const std::optional<at::Tensor>& squares, const at::Tensor& vector,
+    const at::Tensor& sources, const at::Tensor& targets, const at::Tensor& entries) {
+  check_project_entries(sums, squares, vector, sources, targets, entries);
+  auto* sum = sums.mutable_data_ptr<double>();
+  auto* square = squares ? squares->mutable_data_ptr<double>() : nullptr;
+  const double* weight = vector.const_data_ptr<double>();
+  const int64_t* source = sources.const_data_ptr<int64_t>();
+  const int64_t* target = targets.const_data_ptr<int64_t>();
+  const double* entry = entries.const_data_ptr<double>();
+  const int64_t count = entries.numel();
+  if (square == nullptr) {
+    for (int64_t e = 0; e < count; ++e) {
+      sum[target[e]] += weight[source[e]] * entry[e];
+    }
+    return;
+  }
+  for (int64_t e = 0; e < count; ++e) {
+    add_term(sum[target[e]], square[target[e]], weight[source[e]], entry[e]);
+  }
+}
+
+void project_entries_composite(
+    const at::Tensor& sums, const std::optional<at::Tensor>& squares, const at::Tensor& vector,
+    const at::Tensor& sources, const at::Tensor& targets, const at::Tensor& entries) {
+  check_project_entries(sums, squares, vector, sources, targets, entries);
+  const at::Tensor terms = at::index_select(vector, 0, sources) * entries;
+  sums.index_add_(0, targets, terms);
+  if (squares) {
+    squares->index_add_(0, targets, terms * terms);
+  }
+}
+
+void project_entries_meta(
+    const at::Tensor&, const std::optional<at::Tensor>&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+    const at::Tensor&) {}  // sizes may be symbolic here
+
+}  // namespace
+
+void project_entries_(
+    const at::Tensor& sums, const std::optional<at::Tensor>& squares, const at::Tensor& vector,
+    const at::Tensor& sources, const at::Tensor& targets, const at::Tensor& entries) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("fastgrad::project_entries_", "")
+                             .typed<decltype(project_entries_)>();
+  op.call(sums, squares, vector, sources, targets, entries);
+}
+
+TORCH_LIBRARY_IMPL(fastgrad, CPU, library) { library.impl("project_entries_", &project_entries_cpu); }
+TORCH_LIBRARY_IMPL(fastgrad, Meta, library) { library.impl("project_entries_", &project_entries_meta); }
+TORCH_LIBRARY_IMPL(fastgrad, CompositeExplicitAutograd, library) {
+  library.impl("project_entries_", &project_entries_composite);
+}
+
+}  // namespace fastgrad

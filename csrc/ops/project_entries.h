@@ -1,0 +1,24 @@
+// fastgrad::project_entries_: what the entries of a sparse Jacobian add up to along a vector.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+namespace fastgrad {
+
+// sums[targets[e]] += vector[sources[e]] * entries[e] for each e, and the squares of these terms to squares.
+// J u: sources are the columns of the entries, targets their rows; v^T J: the other way round.
+// sums, squares: float64, shape (any,), mutated in place. vector: float64, shape (any,). sources, targets:
+// int64, entries: float64, shape (nonzeros,). All contiguous. That sources lie within vector, and targets
+// within sums, is the caller's contract: it is not checked.
+void project_entries_(
+    const at::Tensor& sums, const std::optional<at::Tensor>& squares, const at::Tensor& vector,
+    const at::Tensor& sources, const at::Tensor& targets, const at::Tensor& entries);
+
+// What every kernel of it demands.
+void check_project_entries(
+    const at::Tensor& sums, const std::optional<at::Tensor>& squares, const at::Tensor& vector,
+    const at::Tensor& sources, const at::Tensor& targets, const at::Tensor& entries);
+
+}  // namespace fastgrad
