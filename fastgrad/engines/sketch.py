@@ -113,12 +113,12 @@ def directional_differences(
 def _central_difference(
     derivative: Tensor, noise: Tensor, base: Tensor, plus: Tensor, minus: Tensor, eps: float, ulp: float
 ) -> None:
-    """Of second order, from two values; where they show a kink, the noise grows to what it may do."""
+    """Of second order, from two values, which are written over; where they show a kink, the noise grows to it."""
     torch.sub(plus, minus, out=derivative).div_(2 * eps)
-    bend = (plus + minus).sub_(base, alpha=2).abs_().div_(2 * eps)
+    bend = plus.add_(minus).sub_(base, alpha=2).abs_().div_(2 * eps)
     # Beside an output's own, the mean: at its extremum a smooth function bends, and its derivative vanishes.
     mean = torch.linalg.vector_norm(derivative) / max(1, derivative.numel()) ** 0.5
-    smooth = derivative.abs().add_(mean).mul_(KINK).add_(base.abs(), alpha=32 * ulp / eps)
+    smooth = torch.abs(derivative, out=minus).add_(mean).mul_(KINK).add_(base.abs(), alpha=32 * ulp / eps)
     torch.maximum(noise, bend.masked_fill_(bend <= smooth, 0.0), out=noise)  # a NaN stays one
 
 
