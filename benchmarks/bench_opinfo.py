@@ -1,4 +1,4 @@
-"""Times checks against torch's slow mode over torch's own operator samples.
+"""Times checks against torch's over torch's own operator samples: slow mode, or both fast modes.
 
 Both sides in one process, verdicts compared before anything is timed, medians of paired rounds.
 """
@@ -9,6 +9,7 @@ import argparse
 import json
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,10 @@ from fastgrad.second_order import Backward, differentiable_outputs, random_grad_
 BUCKETS = (("n m < 1e2", 0, 1e2), ("1e2 <= n m < 1e4", 1e2, 1e4), ("n m >= 1e4", 1e4, float("inf")))
 
 
-def passes(checker: Any, case: Case) -> bool | str:
+def passes(checker: Any, case: Case, fast_mode: bool) -> bool | str:
     """The verdict, or the name of what was raised."""
     try:
-        return bool(checker(case.func, case.inputs, nondet_tol=case.nondet_tol))
+        return bool(checker(case.func, case.inputs, nondet_tol=case.nondet_tol, fast_mode=fast_mode))
     except GradcheckError:
         return False
     except Exception as error:
@@ -41,23 +42,24 @@ def second_order(case: Case) -> Case:
     return Case(case.name, Backward(case.func, case.inputs, grads), case.inputs + grads, case.nondet_tol)
 
 
-def measure(case: Case, rounds: int, budget: float, longest: float) -> dict[str, Any] | str:
+def measure(case: Case, fast_mode: bool, rounds: int, budget: float, longest: float) -> dict[str, Any] | str:
     """One row, or why there is none."""
     if entries(case) > MOST_ENTRIES:
         return f"more than {MOST_ENTRIES} entries"
-    torch_check, own_check = torch.autograd.gradcheck, fastgrad.gradcheck
+    torchs = partial(passes, torch.autograd.gradcheck, case, fast_mode)
+    own = partial(passes, fastgrad.gradcheck, case, fast_mode)
     start = time.perf_counter()
-    if passes(torch_check, case) is not True or passes(own_check, case) is not True:
+    if torchs() is not True or own() is not True:
         return "not passed by both"
     if time.perf_counter() - start > longest:
         return f"both sides take more than {longest:g} s"
-    report = check(case.func, case.inputs, Settings(nondet_tol=case.nondet_tol))
-    pair = time_pair(lambda: passes(torch_check, case), lambda: passes(own_check, case), rounds, budget)
+    report = check(case.func, case.inputs, Settings(nondet_tol=case.nondet_tol, fast_mode=fast_mode))
+    pair = time_pair(torchs, own, rounds, budget)
     sizes = {"n": report.n, "m": report.m, "evaluations": report.evaluations, "vjps": report.vjps}
     return {"name": case.name, **sizes, **pair_row(pair)}
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
+def draw(rows: list[dict[str, Any]], path: Path, mode: str) -> None:
     """One point a sample: how many times faster, against the entries of its Jacobian."""
     import matplotlib
 
@@ -67,15 +69,16 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     axes.scatter([row["n"] * row["m"] for row in rows], [row["ratio"] for row in rows], s=8, alpha=0.5)
     axes.axhline(1, color="black", linewidth=0.8)
-    axes.set(xscale="log", yscale="log", xlabel="entries of the Jacobian, n m", ylabel="torch slow / fastgrad, time")
-    axes.set_title(f"gradcheck of {len(rows)} operator samples, float64")
+    axes.set(xscale="log", yscale="log", xlabel="entries of the Jacobian, n m", ylabel=f"torch {mode} / fastgrad, time")
+    axes.set_title(f"gradcheck of {len(rows)} operator samples, float64, {mode} mode of torch")
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
 def redraw(name: str) -> None:
     """Draws a kept result again."""
-    draw(json.loads((RESULTS / f"{name}.json").read_text())["rows"], RESULTS / f"{name}.png")
+    result = json.loads((RESULTS / f"{name}.json").read_text())
+    draw(result["rows"], RESULTS / f"{name}.png", result["summary"].get("mode", "slow"))
 
 
 def main() -> None:
@@ -85,6 +88,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=1.0, help="seconds of timing a sample")
     parser.add_argument("--longest", type=float, default=8.0, help="seconds for both sides; longer samples are listed")
     parser.add_argument("--every", type=int, default=1, help="take every k-th operator")
+    parser.add_argument("--fast", action="store_true", help="fast_mode=True on both sides")
     parser.add_argument("--second-order", action="store_true", help="gradgradcheck instead of gradcheck")
     parser.add_argument("--name", default="", help="write results/<name>.json")
     options = parser.parse_args()
@@ -95,13 +99,14 @@ def main() -> None:
     for op in operators(torch.float64, *["supports_gradgrad"] * options.second_order)[:: options.every]:
         for case in operator_cases(op, torch.float64, options.limit):
             checked = second_order(case) if options.second_order else case
-            row = measure(checked, options.rounds, options.budget, options.longest)
+            row = measure(checked, options.fast, options.rounds, options.budget, options.longest)
             if isinstance(row, str):
                 left_out[case.name] = row
             else:
                 rows.append(row)
     ratios = [row["ratio"] for row in rows]
-    summary: dict[str, Any] = {"cases": len(rows), "left out": left_out, "geometric mean": geometric_mean(ratios)}
+    summary: dict[str, Any] = {"mode": "fast" if options.fast else "slow", "cases": len(rows), "left out": left_out}
+    summary["geometric mean"] = geometric_mean(ratios)
     for title, low, high in BUCKETS:
         ratios = [row["ratio"] for row in rows if low <= row["n"] * row["m"] < high]
         summary[title] = {"cases": len(ratios), "geometric mean": geometric_mean(ratios)}
