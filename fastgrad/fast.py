@@ -21,6 +21,7 @@ from fastgrad.engines.sketch import (
     Sketch,
     cotangents,
     directional_differences,
+    excess_of,
     residual_row,
     weights,
 )
@@ -99,7 +100,7 @@ def screen(problem: Problem, settings: Settings) -> Screening:
             return Screening(undecided=problem.unspecified)
         if flagged is not None:
             # Nothing confirmed, nothing verified.
-            limit = max(limit, 4 * abs(sketch.values[flagged[0]][flagged[1]].item()))
+            limit = max(limit, 4 * abs(sketch.values[flagged[0]][flagged[1]]))
             if not search.dead:
                 return Screening(undecided=limit)  # off by a little all over: no step changes that
         elif not search.dead and bool((weight == 1).all()):
@@ -180,7 +181,7 @@ def _sketch(
                 return sketch, Failure("nondeterministic", problem.outputs[0].index, None, problem.outputs[0].position)
         if failure is not None:
             return sketch, failure
-        looks_wrong = bool((~(values.abs() <= allowed)).any())
+        looks_wrong = any(excess_of(*pair) > 1 for pair in zip(values, allowed, strict=True))
         if looks_wrong and not trial and (cotangent.gapped or cotangent.expanded):
             failure = linearity_failure(problem, settings, cotangent.vector, gradient, cotangent.kind)
             if failure is not None:
@@ -213,13 +214,13 @@ class _Search:
             if flagged is None:
                 break
             which, k = flagged
-            before = sketch.values[which][k].abs().item()
-            row = self._row(sketch.cotangents[which], k, sketch.values[which][k].item(), found)
+            before = abs(sketch.values[which][k])
+            row = self._row(sketch.cotangents[which], k, sketch.values[which][k], found)
             entry = self.look_into(row, k, found)
             if entry is not None and entry.survivor is not None:
                 found.append(entry)
                 sketch.subtract(entry.row, self._explained(entry))
-                if sketch.values[which][k].abs().item() > before / 2:
+                if abs(sketch.values[which][k]) > before / 2:
                     break  # wrong all over: more entries would tell nothing more
                 continue
             if found:

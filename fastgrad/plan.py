@@ -28,6 +28,9 @@ FREE_MEMORY_SHARE = 0.25
 TINY = 24
 """Evaluations and VJPs of the dense engine up to which it costs no more than a sketch."""
 
+SMALL, SMALL_SECONDS = 96, 5e-3
+"""The same where evaluations take next to no time, all of them: then a sketch, whose sums cost more, takes longer."""
+
 AFFORDABLE_ENTRIES = 4_000_000
 AFFORDABLE_CALLS = 20_000
 
@@ -162,9 +165,10 @@ def detection_limit(settings: Settings) -> float:
 
 def sketches(problem: Problem, settings: Settings) -> bool:
     """Whether fast mode is worth it: exact checks of tiny problems cost less."""
-    return settings.engine == "sketch" or (
-        settings.fast_mode and settings.engine == "auto" and 2 * problem.n + problem.m > TINY
-    )
+    if not settings.fast_mode or settings.engine != "auto":
+        return settings.engine == "sketch"
+    calls = 2 * problem.n + problem.m
+    return calls > TINY and (calls > SMALL or calls * problem.seconds > SMALL_SECONDS)
 
 
 def is_affordable(problem: Problem) -> bool:

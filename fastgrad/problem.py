@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from time import perf_counter
 from types import TracebackType
 from typing import Any
@@ -254,7 +255,7 @@ class Problem:
             self._graph = tuple(results[position] for position in positions)
         self._specs = [_native.OutputSpec(block.position, block.tensor) for block in self.outputs]
 
-    @property
+    @cached_property
     def unit_roundoff(self) -> float:
         """Half an ulp of the coarsest dtype among inputs and outputs."""
         return max(spacing(block.tensor.dtype) for block in (*self.inputs, *self.outputs)) / 2

@@ -177,31 +177,47 @@ class Sketch:
     """S = V^T (J_num - J_ana) U and what is allowed for it: lists of rows, one a cotangent, one column a direction."""
 
     cotangents: list[Cotangent]
-    values: list[Tensor]
-    allowed: list[Tensor]
+    values: list[list[float]]
+    allowed: list[list[float]]
 
     def worst(self) -> tuple[int, int] | None:
         """The entry (cotangent, direction) furthest beyond what is allowed, if any is beyond: NaN is the furthest."""
-        excess = (torch.stack(self.values).abs() / torch.stack(self.allowed)).nan_to_num(torch.inf)
-        row, column = divmod(int(excess.argmax()), excess.shape[1])
-        return (row, column) if excess[row, column] > 1 else None
+        excess = {
+            (row, column): excess_of(value, allowed)
+            for row, pairs in enumerate(map(zip, self.values, self.allowed))
+            for column, (value, allowed) in enumerate(pairs)
+        }
+        largest = max(excess, key=excess.__getitem__)
+        return largest if excess[largest] > 1 else None
 
     def subtract(self, output: int, error: Tensor) -> None:
         """Takes out what one output adds: error is its (J_num - J_ana) U, shape (directions,)."""
         for cotangent, row in zip(self.cotangents, self.values, strict=True):
-            row -= cotangent.vector[output] * error
+            share = cotangent.vector[output].item()
+            row[:] = (value - share * own for value, own in zip(row, error.tolist(), strict=True))
+
+
+def excess_of(value: float, allowed: float) -> float:
+    """A value over what is allowed for it; infinite where that cannot be said."""
+    excess = abs(value) / allowed if allowed else math.inf
+    return math.inf if math.isnan(excess) else excess
 
 
 def residual_row(
     problem: Problem, settings: Settings, differences: Differences, cotangent: Cotangent
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[list[float], list[float], Tensor]:
     """One row of the sketch, what is allowed for it, and the VJP behind it (shape (n,))."""
     c = cotangent.vector
     gradient = problem.vjp(c.unsqueeze(0), int(cotangent.gapped), int(cotangent.expanded))[0]
-    numerical, analytical = ops.dots(differences.derivatives, c), ops.dots(differences.directions, gradient)
-    terms = numerical[:, 1] + analytical[:, 1]
-    allowed = cotangent.scale * settings.atol / 4 + ROUNDING * problem.unit_roundoff * terms
+    slack = cotangent.scale * settings.atol / 4
     if cotangent.expanded:
         # No weights here.
-        allowed += 8 * EXPANDED_VALUE * float(differences.noise.square().sum().sqrt().nan_to_num(torch.inf))
-    return numerical[:, 0] - analytical[:, 0], allowed, gradient
+        slack += 8 * EXPANDED_VALUE * float(torch.linalg.vector_norm(differences.noise).nan_to_num(torch.inf))
+    values, allowed = [], []
+    # A few numbers each: sooner told here than by operators.
+    for numerical, analytical in zip(
+        ops.dots(differences.derivatives, c).tolist(), ops.dots(differences.directions, gradient).tolist(), strict=True
+    ):
+        values.append(numerical[0] - analytical[0])
+        allowed.append(slack + ROUNDING * problem.unit_roundoff * (numerical[1] + analytical[1]))
+    return values, allowed, gradient
