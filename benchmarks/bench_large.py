@@ -289,7 +289,10 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     passing = [row for row in rows if row["fastgrad"]["verdict"] is True]
     late = [row for row in passing if str(row["torch"]["verdict"]).startswith("more than")]
     finished = [row for row in passing if row["ratio"] is not None]
+    axes.margins(x=0.12)  # room for the names
     for chosen, marker, label in ((finished, "o", "torch finished"), (late, "^", "at least so many: torch did not")):
+        if not chosen:
+            continue
         sizes = [row["fastgrad"]["n"] * row["fastgrad"]["m"] for row in chosen]
         ratios = [row["ratio"] or row["torch"]["first_seconds"] / row["fastgrad"]["seconds"] for row in chosen]
         axes.scatter(sizes, ratios, s=18, marker=marker, label=label)
