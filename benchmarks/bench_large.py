@@ -285,7 +285,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(11, 6), layout="constrained")
     passing = [row for row in rows if row["fastgrad"]["verdict"] is True]
     late = [row for row in passing if str(row["torch"]["verdict"]).startswith("more than")]
     finished = [row for row in passing if row["ratio"] is not None]

@@ -264,7 +264,7 @@ def check(
         `Report.input_names`, or a mapping from names to numbers, where a name also stands for all below it
         ("module", say) and what is not named has the default. Inputs that take different steps never share
         a column group, and in sums over inputs, of the certificates and of fast mode, they are perturbed one
-        after the other: four evaluations a direction for each of the steps. There, errors count in the unit
+        after the other: a direction takes its evaluations for each of the steps. There, errors count in the unit
         of their own input's atol; what mixes all inputs, linearity of a jvp, has the largest tolerances.
     check_forward_ad, check_backward_ad, check_batched_forward_grad
         With order=1, as in `gradcheck`.
