@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import math
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -149,6 +152,47 @@ def test_many_coordinates_and_entries_use_all_threads_and_agree(kernel: str) -> 
     expected = origin.view(-1).clone()
     expected[1::2] -= 1e-6
     assert torch.equal(found[0][0].reshape(-1), expected)
+
+
+N = 1 << 19
+LARGE = [torch.linspace(0.5, 1.5, N, dtype=torch.float64).roll(k) for k in range(7)]
+BLOCK = LARGE[0].view(8, -1)
+SHARED: dict[str, Callable[[], Any]] = {
+    "direction_": lambda: ops.direction_(LARGE[0], 0, 0, 0, False),
+    "displace_": lambda: ops.displace_(*LARGE[:3], 1e-6),
+    "realize_": lambda: ops.realize_(*LARGE[:3], 1e-6, STEP),
+    "perturb_coordinates_": lambda: ops.perturb_coordinates_(*LARGE[:2], torch.arange(N), 1, 1e-6, STEP),
+    "flatten_": lambda: ops.flatten_(*LARGE[:2]),
+    "decompress_": lambda: ops.decompress_(*LARGE[:3], torch.arange(N), torch.arange(N)),
+    "richardson_": lambda: ops.richardson_(*LARGE, 1e-6, 2.0**-52),
+    "dots": lambda: ops.dots(BLOCK, BLOCK[0]),
+    "compare": lambda: ops.compare(BLOCK, BLOCK, 1e-5, 1e-3, False, False),
+    "project_rows_": lambda: ops.project_rows_(
+        BLOCK[:2].clone(), BLOCK[:2].clone(), torch.ones(2, 8, dtype=torch.float64), BLOCK, 0, 1, 0
+    ),
+}
+
+
+def cpu_ticks() -> dict[str, int]:
+    """User time of each thread of this process (Linux)."""
+    stats = Path("/proc/self/task").glob("*/stat")
+    return {stat.parent.name: int(stat.read_text().rpartition(")")[2].split()[11]) for stat in stats}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_threads_share_a_large_block(name: str) -> None:
+    threads = torch.get_num_threads()
+    before = cpu_ticks()
+    working = 0
+    try:
+        torch.set_num_threads(2)
+        end = time.monotonic() + 20
+        while working < 2 and time.monotonic() < end:
+            SHARED[name]()
+            working = sum(ticks > before.get(thread, 0) for thread, ticks in cpu_ticks().items())
+    finally:
+        torch.set_num_threads(threads)
+    assert working >= 2
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
