@@ -687,8 +687,9 @@ GradientsMatch vjp_groups(
     at::Tensor cotangent;
     {
       const BelowAutograd guard;
-      if (expand && scale != 1.0 && !output.is_complex() && rows.numel() == output.numel()) {
-        cotangent = at::full({}, scale, output.options()).expand(output.sizes());
+      if (!output.is_complex() && rows.numel() == output.numel()) {
+        cotangent = expand && scale != 1.0 ? at::full({}, scale, output.options()).expand(output.sizes())
+                                           : at::full(output.sizes(), scale, output.options());
       } else {
         const at::Tensor ones = at::full({rows.numel()}, scale, values.options());
         cotangent = at::zeros_like(output.detach(), {}, at::MemoryFormat::Contiguous);

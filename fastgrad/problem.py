@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from time import perf_counter
@@ -713,6 +714,8 @@ def _realized_width(x: Tensor, step: Tensor, dtype: torch.dtype) -> Tensor:
     """(x + step) - (x - step), both rounded to a dtype; x and step are float64."""
     plus, minus = ((x + signed).to(dtype.to_real()).to(torch.float64) for signed in (step, -step))
     width = plus - minus
+    if math.isfinite(width.sum()):
+        return width  # sooner told than element by element
     # An infinite coordinate does not move: a function constant in it has the derivative zero.
     return torch.where(width.isfinite(), width, 2 * step)
 
