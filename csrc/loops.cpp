@@ -688,6 +688,7 @@ GradientsMatch vjp_groups(
     {
       const BelowAutograd guard;
       if (!output.is_complex() && rows.numel() == output.numel()) {
+        // All rows: nothing to scatter.
         cotangent = expand && scale != 1.0 ? at::full({}, scale, output.options()).expand(output.sizes())
                                            : at::full(output.sizes(), scale, output.options());
       } else {

@@ -16,6 +16,7 @@ from fastgrad.locate import locate
 from fastgrad.problem import Problem
 from fastgrad.refine import Survivor, Suspects, surviving
 from fastgrad.report import Comparison, Entry, Extent, Failure, Mode, Pair, Part, Plan, Settings, modulus
+from fastgrad.tolerances import excess
 
 WORST = 64
 """Input elements that are re-measured before all others."""
@@ -204,8 +205,7 @@ def _extent(entries: list[Entry], output: Block, input_: Block) -> Extent:
 
 
 def _excess(entry: Entry) -> float:
-    excess = entry.difference / entry.allowed if entry.allowed else float("inf")
-    return excess if excess == excess else float("inf")
+    return excess(entry.difference, entry.allowed)
 
 
 def _relative(analytical: complex, numerical: complex) -> float:

@@ -513,6 +513,7 @@ class _Verdict:
         """
         settings, numerical = self._settings, self._compression.pattern.is_numerical
         self._numerical_bound = settings.atol
+        # With half of the evaluations for all directions but one: enough to tell that nothing is wrong.
         if self._discrepancies(settings.eps, 0, extrapolated=1).is_clear():
             return []
         found = smaller = self._discrepancies(settings.eps, 0)

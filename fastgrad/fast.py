@@ -21,7 +21,6 @@ from fastgrad.engines.sketch import (
     Sketch,
     cotangents,
     directional_differences,
-    excess_of,
     residual_row,
     weights,
 )
@@ -29,7 +28,7 @@ from fastgrad.locate import locate
 from fastgrad.plan import detection_limit, sketch_size
 from fastgrad.problem import Problem
 from fastgrad.report import Certificate, Failure, FailureKind, Settings
-from fastgrad.tolerances import ROUNDING
+from fastgrad.tolerances import ROUNDING, excess
 
 MOST_STEPS = 5
 SMALLER, LARGER = 2.0**-5, 2.0**6
@@ -85,11 +84,11 @@ def screen(problem: Problem, settings: Settings) -> Screening:
         weight = weights(differences.noise, settings.atol, pending)
         failure = one_hot_failure(problem, settings) if attempt == 0 else None
         if failure is None:
-            trial = extrapolated < count
-            sketch, failure = _sketch(problem, settings, differences, weight, count, attempt, trial)
+            tentative = extrapolated < count
+            sketch, failure = _sketch(problem, settings, differences, weight, count, attempt, tentative)
         flagged = sketch.worst() if failure is None else None
         if flagged is not None:
-            if trial:
+            if tentative:
                 extrapolated = count  # differences that can say that something is wrong
                 continue
             failure = search.run(sketch)
@@ -157,11 +156,11 @@ def _sketch(
     weight: Tensor,
     count: int,
     attempt: int,
-    trial: bool,
+    tentative: bool,
 ) -> tuple[Sketch, Failure | None]:
     """The sketch, and how the backward may have failed meanwhile: it moves, it depends on layouts, it raises.
 
-    A trial ends with the first cotangent for which something looks wrong.
+    A tentative one ends with the first cotangent for which something looks wrong.
     """
     sketch = Sketch([], [], [])
     for number, cotangent in enumerate(cotangents(problem, settings, weight, count, attempt)):
@@ -181,17 +180,17 @@ def _sketch(
                 return sketch, Failure("nondeterministic", problem.outputs[0].index, None, problem.outputs[0].position)
         if failure is not None:
             return sketch, failure
-        looks_wrong = any(excess_of(*pair) > 1 for pair in zip(values, allowed, strict=True))
-        if looks_wrong and not trial and (cotangent.gapped or cotangent.expanded):
+        looks_wrong = any(excess(*pair) > 1 for pair in zip(values, allowed, strict=True))
+        if looks_wrong and not tentative and (cotangent.gapped or cotangent.expanded):
             failure = linearity_failure(problem, settings, cotangent.vector, gradient, cotangent.kind)
             if failure is not None:
                 return sketch, failure
-        if cotangent.expanded and not (looks_wrong and trial):
+        if cotangent.expanded and not (looks_wrong and tentative):
             continue  # it has no weights: only its layout was to be tried
         sketch.cotangents.append(cotangent)
         sketch.values.append(values)
         sketch.allowed.append(allowed)
-        if looks_wrong and trial:
+        if looks_wrong and tentative:
             break
     return sketch, None
 
@@ -311,18 +310,18 @@ def screen_forward(problem: Problem, settings: Settings) -> Screening:
                 return Screening(failure)
         errors = (tangents - differences.derivatives).abs()
         rounding = ROUNDING * problem.unit_roundoff * (tangents.abs() + differences.derivatives.abs())
-        excess = (errors / (settings.atol / 2 + 4 * differences.noise + rounding)).nan_to_num(torch.inf)
-        excess = torch.where(pending, excess, 0.0)
-        for row in excess.amax(0).argsort(descending=True)[:MOST_LEADS].tolist():
-            k = int(excess[:, row].argmax())
-            if not excess[k, row] > 1:
+        times = (errors / (settings.atol / 2 + 4 * differences.noise + rounding)).nan_to_num(torch.inf)
+        times = torch.where(pending, times, 0.0)
+        for row in times.amax(0).argsort(descending=True)[:MOST_LEADS].tolist():
+            k = int(times[:, row].argmax())
+            if not times[k, row] > 1:
                 break
             found = _forward_entry(problem, settings, differences, row, k, errors[k, row].item())
             if found.survivor is not None:
                 return Screening(located_failure([found]))
             limit = max(limit, 4 * errors[k, row].item())
         heard = 4 * differences.noise <= settings.atol + settings.rtol * differences.size()
-        pending &= ~(heard & (excess <= 1).all(0))
+        pending &= ~(heard & (times <= 1).all(0))
         if not bool(pending.any()):
             claim = "no single entry of forward mode is wrong by more than its tolerance"
             method = f"{count} random directions: J u by forward mode against differences, output by output"

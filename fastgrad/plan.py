@@ -29,7 +29,7 @@ TINY = 24
 """Evaluations and VJPs of the dense engine up to which it costs no more than a sketch."""
 
 SMALL, SMALL_SECONDS = 96, 5e-3
-"""The same where evaluations take next to no time, all of them: then a sketch, whose sums cost more, takes longer."""
+"""Up to so many, too, where all of them take no longer than this: a sketch's own sums would."""
 
 AFFORDABLE_ENTRIES = 4_000_000
 AFFORDABLE_CALLS = 20_000

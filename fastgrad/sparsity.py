@@ -127,15 +127,18 @@ def guess(inputs: Sequence[Block], outputs: Sequence[Block]) -> Pattern | None:
                 return None
             first = block.first + elements.reshape(-1, 1) * block.width
             reached.append(first + np.arange(block.width))
-        columns = _joined(reached, 1)
+        columns = _concatenated(reached, 1)
         lists.append(columns if output.width == 1 else np.repeat(columns, output.width, axis=0))
     per_row = lists[0].shape[1]
     rows = sum(columns.shape[0] for columns in lists)
     n = sum(block.size for block in inputs)
-    return Pattern(np.arange(rows + 1) * per_row, _joined(lists, 0).reshape(-1), n, "guessed pointwise from shapes")
+    return Pattern(
+        np.arange(rows + 1) * per_row, _concatenated(lists, 0).reshape(-1), n, "guessed pointwise from shapes"
+    )
 
 
-def _joined(arrays: Sequence[Indices], axis: int) -> Indices:
+def _concatenated(arrays: Sequence[Indices], axis: int) -> Indices:
+    """One array is what it is, without a copy."""
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis)
 
 

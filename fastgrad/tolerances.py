@@ -1,6 +1,8 @@
-"""The one table of numbers that depend on a dtype."""
+"""The one table of numbers that depend on a dtype, and how many times what is allowed a difference is."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 
@@ -25,6 +27,12 @@ ROUNDING = 64.0
 def relative_step(dtype: torch.dtype) -> float:
     """`RELATIVE_STEP` of a floating or complex dtype; that of float64 where the table has none."""
     return RELATIVE_STEP.get(dtype.to_real(), RELATIVE_STEP[torch.float64])
+
+
+def excess(difference: float, allowed: float) -> float:
+    """How many times what is allowed a difference is; infinite where that cannot be said."""
+    times = abs(difference) / allowed if allowed else math.inf
+    return math.inf if math.isnan(times) else times
 
 
 def spacing(dtype: torch.dtype) -> float:

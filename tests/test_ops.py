@@ -157,19 +157,20 @@ def test_many_coordinates_and_entries_use_all_threads_and_agree(kernel: str) -> 
 N = 1 << 19
 LARGE = [torch.linspace(0.5, 1.5, N, dtype=torch.float64).roll(k) for k in range(7)]
 BLOCK = LARGE[0].view(8, -1)
+INDICES = torch.arange(N)
+SUMS, SQUARES = torch.zeros(2, 2, BLOCK.shape[1], dtype=torch.float64)
+WEIGHTS = torch.ones(2, 8, dtype=torch.float64)
 SHARED: dict[str, Callable[[], Any]] = {
     "direction_": lambda: ops.direction_(LARGE[0], 0, 0, 0, False),
     "displace_": lambda: ops.displace_(*LARGE[:3], 1e-6),
     "realize_": lambda: ops.realize_(*LARGE[:3], 1e-6, STEP),
-    "perturb_coordinates_": lambda: ops.perturb_coordinates_(*LARGE[:2], torch.arange(N), 1, 1e-6, STEP),
+    "perturb_coordinates_": lambda: ops.perturb_coordinates_(*LARGE[:2], INDICES, 1, 1e-6, STEP),
     "flatten_": lambda: ops.flatten_(*LARGE[:2]),
-    "decompress_": lambda: ops.decompress_(*LARGE[:3], torch.arange(N), torch.arange(N)),
+    "decompress_": lambda: ops.decompress_(*LARGE[:3], INDICES, INDICES),
     "richardson_": lambda: ops.richardson_(*LARGE, 1e-6, 2.0**-52),
     "dots": lambda: ops.dots(BLOCK, BLOCK[0]),
     "compare": lambda: ops.compare(BLOCK, BLOCK, 1e-5, 1e-3, False, False),
-    "project_rows_": lambda: ops.project_rows_(
-        BLOCK[:2].clone(), BLOCK[:2].clone(), torch.ones(2, 8, dtype=torch.float64), BLOCK, 0, 1, 0
-    ),
+    "project_rows_": lambda: ops.project_rows_(SUMS, SQUARES, WEIGHTS, BLOCK, 0, 1, 0),
 }
 
 
@@ -189,7 +190,8 @@ def test_threads_share_a_large_block(name: str) -> None:
         end = time.monotonic() + 20
         while working < 2 and time.monotonic() < end:
             SHARED[name]()
-            working = sum(ticks > before.get(thread, 0) for thread, ticks in cpu_ticks().items())
+            # More than the tick or two of a thread that waits for work.
+            working = sum(ticks > before.get(thread, 0) + 2 for thread, ticks in cpu_ticks().items())
     finally:
         torch.set_num_threads(threads)
     assert working >= 2

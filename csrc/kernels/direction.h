@@ -12,20 +12,16 @@ FASTGRAD_HOST_DEVICE Words4 direction_words(int64_t seed, int64_t stream, int64_
   return philox4x32_10(Words4{{low(group), high(group), low(stream), high(stream)}}, low(seed), high(seed));
 }
 
-// From one random word. Magnitude uniform in [0.5, 1.5), sign random: bounded away from zero, so that no
-// coordinate can hide, and not all of one size, so that two rarely cancel. With `may_be_zero`, a random half
-// is zero. Every operation is exact, so all devices agree bit for bit; and there is no branch on a random bit,
-// which would be guessed wrong half of the time.
-FASTGRAD_HOST_DEVICE double component_of(uint32_t word, bool may_be_zero) {
-  const double magnitude = 0.5 + static_cast<int32_t>(word >> 2) * (1.0 / 1073741824.0);
-  const int32_t kept = 1 - static_cast<int32_t>(may_be_zero ? (word >> 1) & 1u : 0u);
-  return magnitude * (kept * (2 * static_cast<int32_t>(word & 1u) - 1));
-}
-
-// Of one of coordinates 4 g, ..., 4 g + 3, from their words. With `halved`, a random half of a direction is zero,
-// never coordinate 0, lest a short one vanish.
+// Magnitude uniform in [0.5, 1.5), sign random: bounded away from zero, so that no coordinate can
+// hide, and not all of one size, so that two rarely cancel. With `halved`, a random half of the
+// components is zero, never that of coordinate 0, lest a short direction vanish. Every operation is
+// exact, so all devices agree bit for bit; no branch is on a random bit, which is guessed wrong half of the time.
 FASTGRAD_HOST_DEVICE double component_of(const Words4& words, int64_t coordinate, bool halved) {
-  return component_of(words.word[coordinate & 3], halved && coordinate != 0);
+  const uint32_t word = words.word[coordinate & 3];
+  const double magnitude = 0.5 + static_cast<int32_t>(word >> 2) * (1.0 / 1073741824.0);
+  const int32_t sign = 2 * static_cast<int32_t>(word & 1u) - 1;
+  const int32_t kept = 1 - static_cast<int32_t>((word >> 1) & static_cast<uint32_t>(halved && coordinate != 0));
+  return magnitude * (kept * sign);
 }
 
 // One component alone. `seed` keys the generator, `stream` numbers the directions of one check.

@@ -24,15 +24,18 @@ void direction_cpu(const at::Tensor& out, int64_t seed, int64_t stream, int64_t 
     for (int64_t group = (first + begin) >> 2; group <= (first + end - 1) >> 2; ++group) {
       const Words4 words = direction_words(seed, stream, group);
       const int64_t own = 4 * group;
-      if (own > 0 && own >= first + begin && own + 4 <= first + end) {
+      const auto write = [&](int64_t coordinate) {
+        values[(coordinate - first) * stride] = component_of(words, coordinate, halved);
+      };
+      if (own >= first + begin && own + 4 <= first + end) {
         for (int64_t k = 0; k < 4; ++k) {
-          values[(own + k - first) * stride] = component_of(words.word[k], halved);
+          write(own + k);
         }
         continue;
       }
       const int64_t last = std::min(first + end, own + 4);
       for (int64_t coordinate = std::max(first + begin, own); coordinate < last; ++coordinate) {
-        values[(coordinate - first) * stride] = component_of(words, coordinate, halved);
+        write(coordinate);
       }
     }
   });

@@ -19,7 +19,7 @@ from fastgrad.directions import SKETCH_COTANGENTS, SKETCH_DIRECTIONS
 from fastgrad.engines import COTANGENT_KINDS, EXPANDED_VALUE, REPEAT_SCALE
 from fastgrad.problem import Problem
 from fastgrad.report import Settings
-from fastgrad.tolerances import ROUNDING, spacing
+from fastgrad.tolerances import ROUNDING, excess, spacing
 
 NOISE_SHARE = 16
 """The noise of a cotangent's sum stays within atol over this; the threshold is atol / 4."""
@@ -83,7 +83,9 @@ def directional_differences(
     values = torch.empty(len(SCALES), problem.m, dtype=torch.float64, device=problem.device)
     relative = min(1.0, eps / settings.eps)
 
-    def difference(displacement: Tensor, step: float, u: Tensor, derivative: Tensor, noise: Tensor) -> None:
+    def difference(
+        points: int, displacement: Tensor, step: float, u: Tensor, derivative: Tensor, noise: Tensor
+    ) -> None:
         problem.realize(displacement, u, step, relative)
         problem.values_along(displacement, SCALES[:points], values[:points])
         rule: Callable[..., None] = ops.richardson_ if points == len(SCALES) else _central_difference
@@ -96,13 +98,13 @@ def directional_differences(
         points = len(SCALES) if k < extrapolated else 2
         ops.direction_(drawn, settings.seed, SKETCH_DIRECTIONS + 16 * (attempt * count + k), 0, False)
         if not problem.mixes_inputs:
-            difference(drawn, eps, found.directions[k], found.derivatives[k], found.noise)
+            difference(points, drawn, eps, found.directions[k], found.derivatives[k], found.noise)
             continue
         total_noise = torch.zeros_like(found.noise)
         found.directions[k], found.derivatives[k] = 0.0, 0.0
         for part, step, weight in problem.parts_of(drawn):
             u, derivative, noise = torch.zeros_like(part), torch.zeros_like(base), torch.zeros_like(base)
-            difference(part, eps * step, u, derivative, noise)
+            difference(points, part, eps * step, u, derivative, noise)
             found.directions[k] += weight * u
             found.derivatives[k] += weight * derivative
             total_noise += weight * noise
@@ -182,25 +184,19 @@ class Sketch:
 
     def worst(self) -> tuple[int, int] | None:
         """The entry (cotangent, direction) furthest beyond what is allowed, if any is beyond: NaN is the furthest."""
-        excess = {
-            (row, column): excess_of(value, allowed)
+        found = {
+            (row, column): excess(value, allowed)
             for row, pairs in enumerate(map(zip, self.values, self.allowed))
             for column, (value, allowed) in enumerate(pairs)
         }
-        largest = max(excess, key=excess.__getitem__)
-        return largest if excess[largest] > 1 else None
+        worst = max(found, key=found.__getitem__)
+        return worst if found[worst] > 1 else None
 
     def subtract(self, output: int, error: Tensor) -> None:
         """Takes out what one output adds: error is its (J_num - J_ana) U, shape (directions,)."""
         for cotangent, row in zip(self.cotangents, self.values, strict=True):
             share = cotangent.vector[output].item()
             row[:] = (value - share * own for value, own in zip(row, error.tolist(), strict=True))
-
-
-def excess_of(value: float, allowed: float) -> float:
-    """A value over what is allowed for it; infinite where that cannot be said."""
-    excess = abs(value) / allowed if allowed else math.inf
-    return math.inf if math.isnan(excess) else excess
 
 
 def residual_row(
@@ -213,11 +209,9 @@ def residual_row(
     if cotangent.expanded:
         # No weights here.
         slack += 8 * EXPANDED_VALUE * float(torch.linalg.vector_norm(differences.noise).nan_to_num(torch.inf))
-    values, allowed = [], []
-    # A few numbers each: sooner told here than by operators.
-    for numerical, analytical in zip(
-        ops.dots(differences.derivatives, c).tolist(), ops.dots(differences.directions, gradient).tolist(), strict=True
-    ):
-        values.append(numerical[0] - analytical[0])
-        allowed.append(slack + ROUNDING * problem.unit_roundoff * (numerical[1] + analytical[1]))
-    return values, allowed, gradient
+    sums = ops.dots(differences.derivatives, c), ops.dots(differences.directions, gradient)
+    # A few numbers each: sooner told here than by operators, and asked of a device at once.
+    pairs = list(zip(*torch.stack(sums).tolist(), strict=True))
+    values = [numerical[0] - analytical[0] for numerical, analytical in pairs]
+    terms = [numerical[1] + analytical[1] for numerical, analytical in pairs]
+    return values, [slack + ROUNDING * problem.unit_roundoff * size for size in terms], gradient
