@@ -34,14 +34,16 @@ PYBIND11_MODULE(_C, module) {
             return Groups{coordinates, starts, entries, entry_starts, positions};
           }),
           py::arg("coordinates"), py::arg("starts"), py::arg("entries"), py::arg("entry_starts"), py::arg("positions"))
+      .def("part", torch::wrap_pybind_function(&Groups::part))
       .def_readonly("coordinates", &Groups::coordinates)
       .def_readonly("starts", &Groups::starts)
       .def_readonly("entries", &Groups::entries)
-      .def_readonly("entry_starts", &Groups::entry_starts)
-      .def_readonly("positions", &Groups::positions);
+      .def_readonly("entry_starts", &Groups::entry_starts);
   py::class_<Evaluator>(module, "Evaluator")
       .def(py::init<py::object, py::tuple, std::vector<InputBlock>>())
       .def("coordinates", torch::wrap_pybind_function(&Evaluator::coordinates))
+      .def("coordinate_widths", torch::wrap_pybind_function(&Evaluator::coordinate_widths))
+      .def("realized_widths", torch::wrap_pybind_function(&Evaluator::realized_widths))
       .def("evaluate", torch::wrap_pybind_function(&Evaluator::evaluate))
       .def("realize", torch::wrap_pybind_function(&Evaluator::realize))
       .def("values_along", torch::wrap_pybind_function(&Evaluator::values_along))
@@ -78,6 +80,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("is_plain_zero", torch::wrap_pybind_function(&fastgrad::is_plain_zero));
   module.def("project_rows_", torch::wrap_pybind_function_no_gil(&fastgrad::project_rows_));
   module.def("vjp", torch::wrap_pybind_function(&fastgrad::vjp));
+  module.def("with_undefined_grads", torch::wrap_pybind_function(&fastgrad::with_undefined_grads));
   module.def("vjp_of_zeros", torch::wrap_pybind_function(&fastgrad::vjp_of_zeros));
   module.def("vjp_coordinates", torch::wrap_pybind_function(&fastgrad::vjp_coordinates));
   module.def("vjp_groups", torch::wrap_pybind_function(&fastgrad::vjp_groups));

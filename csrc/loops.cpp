@@ -1,6 +1,7 @@
 // The evaluation loop and the VJP loop. Every pass looks for a pending Ctrl-C; restoring is RAII.
 #include "loops.h"
 
+#include "kernels/difference.h"
 #include "ops/central_difference.h"
 #include "ops/common.h"
 #include "ops/decompress.h"
@@ -12,17 +13,22 @@
 #include "ops/unflatten.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/isfinite.h>
 #include <ATen/ops/real.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <ATen/TensorOperators.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
@@ -119,6 +125,59 @@ void flatten_into(
   if (divisor != 1.0) {
     segment.div_(divisor);
   }
+}
+
+// Moves one coordinate of an input by its step, sign -1 or 1, or puts it back, sign 0.
+void move_coordinate(const InputBlock& block, int64_t coordinate, int64_t sign, double eps) {
+  if (is_small_and_plain(block.values)) {
+    const double x = block.origin.const_data_ptr<double>()[coordinate];
+    block.values.mutable_data_ptr<double>()[coordinate] =
+        moved_coordinate(x, static_cast<int>(sign), eps, block.relative_step);
+    return;
+  }
+  const BelowAutograd guard;
+  perturb_coordinate_(block.values, block.origin, coordinate, sign, eps, block.relative_step);
+}
+
+// columns[j, offset : offset + size], which holds an output at x + h, becomes its central difference, from that
+// output at x - h, h the step of one coordinate of an input.
+void difference_from(
+    const at::Tensor& columns, int64_t j, int64_t offset, int64_t size, const at::Tensor& minus,
+    const InputBlock& block, int64_t coordinate, double eps) {
+  if (is_small_and_plain(minus) && is_small_and_plain(block.origin) && columns.is_cpu() && columns.is_contiguous()) {
+    const double x = block.origin.const_data_ptr<double>()[coordinate];
+    const double width = realized_width(x, coordinate_step(x, eps, block.relative_step));
+    double* const column = columns.mutable_data_ptr<double>() + j * columns.size(1) + offset;
+    const double* const values = minus.const_data_ptr<double>();
+    std::transform(column, column + size, values, column, [&](double plus, double value) {
+      return difference_quotient(plus, value, width);
+    });
+    return;
+  }
+  central_difference_(
+      columns.select(0, j).narrow(0, offset, size), minus, block.origin, coordinate, eps, block.relative_step);
+}
+
+// A cotangent with this value at one coordinate and zeros elsewhere.
+void set_one_hot(const at::Tensor& cotangent, int64_t coordinate, double value) {
+  const BelowAutograd guard;
+  if (is_small_and_plain(cotangent)) {
+    double* const values = cotangent.mutable_data_ptr<double>();
+    std::fill_n(values, cotangent.numel(), 0.0);
+    values[coordinate] = value;
+    return;
+  }
+  cotangent.zero_();
+  perturb_coordinate_(cotangent, /*origin=*/cotangent, coordinate, value < 0 ? -1 : 1, std::abs(value), 0.0);
+}
+
+// Coordinates (float64, one dimension) as the values of a tensor.
+void unflatten_into(const at::Tensor& tensor, const at::Tensor& coordinates) {
+  if (is_small_and_plain(tensor) && is_small_and_plain(coordinates)) {
+    std::copy_n(coordinates.const_data_ptr<double>(), tensor.numel(), tensor.mutable_data_ptr<double>());
+    return;
+  }
+  unflatten_(tensor, coordinates);
 }
 
 // Hands each expected output that func returned to visit(number, tensor, offset, size), offset and
@@ -229,8 +288,12 @@ py::tuple Evaluator::perturbed_arguments() const {
 void Evaluator::restore() {
   const BelowAutograd guard;
   for (const InputBlock& block : blocks_) {
-    check_differentiable("restore", "an input", block.values);
-    block.values.copy_(block.origin);
+    if (is_small_and_plain(block.values)) {
+      std::copy_n(block.origin.const_data_ptr<double>(), block.values.numel(), block.values.mutable_data_ptr<double>());
+    } else {
+      check_differentiable("restore", "an input", block.values);
+      block.values.copy_(block.origin);
+    }
     if (block.own_values.defined()) {
       block.own_values.copy_(block.own_origin);
     }
@@ -252,6 +315,60 @@ bool Evaluator::inputs_changed() const {
            (block.own_values.defined() && differ(block.own_values, block.own_origin));
   };
   return std::any_of(blocks_.begin(), blocks_.end(), changed);
+}
+
+namespace {
+
+// (x moved up) - (x moved down), as rounding to the input's dtype leaves it: what the difference between both
+// is over. move(moved, x, first, sign) writes coordinates `first` and on; an infinite one, which does not
+// move, has the width that nominal(first, count) says, so that a function constant in it has the derivative zero.
+template <typename Move, typename Nominal>
+void measure_widths(const InputBlock& block, const at::Tensor& widths, const Move& move, const Nominal& nominal) {
+  constexpr int64_t piece = 1 << 15;  // temporaries stay in the cache
+  const at::Tensor all = real_coordinates(block.origin);
+  for (int64_t first = 0; first < all.numel(); first += piece) {
+    const int64_t count = std::min(piece, all.numel() - first);
+    const at::Tensor x = all.narrow(0, first, count);
+    const at::Tensor up = at::empty_like(x);
+    const at::Tensor down = at::empty_like(x);
+    move(up, x, first, 1);
+    move(down, x, first, -1);
+    const at::Tensor width = up.to(at::kDouble) - down.to(at::kDouble);
+    widths.narrow(0, block.first + first, count).copy_(at::where(width.isfinite(), width, nominal(first, count)));
+  }
+}
+
+}  // namespace
+
+void Evaluator::coordinate_widths(const at::Tensor& widths, const std::vector<double>& eps) const {
+  const BelowAutograd guard;
+  for (size_t b = 0; b < blocks_.size(); ++b) {
+    const InputBlock& block = blocks_[b];
+    measure_widths(
+        block, widths,
+        [&](const at::Tensor& moved, const at::Tensor& x, int64_t, int64_t sign) {
+          const at::Tensor every = at::arange(x.numel(), x.options().dtype(at::kLong));
+          perturb_coordinates_(moved, x, every, sign, eps[b], block.relative_step);
+        },
+        [&](int64_t, int64_t) {
+          return at::scalar_tensor(2 * eps[b], widths.options().device(block.origin.device()));
+        });
+  }
+}
+
+void Evaluator::realized_widths(const at::Tensor& widths, const at::Tensor& displacement, double scale) const {
+  const BelowAutograd guard;
+  for (const InputBlock& block : blocks_) {
+    const auto own = [&](int64_t first, int64_t count) {
+      return displacement.narrow(0, block.first + first, count).to(block.origin.device());
+    };
+    measure_widths(
+        block, widths,
+        [&](const at::Tensor& moved, const at::Tensor& x, int64_t first, int64_t sign) {
+          displace_(moved, x, own(first, x.numel()), static_cast<double>(sign) * scale);
+        },
+        [&](int64_t first, int64_t count) { return own(first, count) * (2 * scale); });
+  }
 }
 
 at::Tensor Evaluator::coordinates() const {
@@ -318,10 +435,7 @@ std::optional<std::tuple<int64_t, int64_t, py::object>> Evaluator::difference_co
       ++block;
     }
     const int64_t coordinate = first + j - block->first;
-    const auto perturb = [&](int64_t sign) {
-      const BelowAutograd guard;
-      perturb_coordinate_(block->values, block->origin, coordinate, sign, eps, block->relative_step);
-    };
+    const auto perturb = [&](int64_t sign) { move_coordinate(*block, coordinate, sign, eps); };
     const OnExit restoring([&] { mutates_inputs_ ? restore() : perturb(0); });
     for (const int64_t sign : {1, -1}) {
       if (mutates_inputs_) {
@@ -335,9 +449,7 @@ std::optional<std::tuple<int64_t, int64_t, py::object>> Evaluator::difference_co
               flatten_into(columns, j, offset, size, output);
               return;
             }
-            const at::Tensor column = columns.select(0, j);
-            const at::Tensor segment = size == columns.size(1) ? column : column.narrow(0, offset, size);
-            central_difference_(segment, output, block->origin, coordinate, eps, block->relative_step);
+            difference_from(columns, j, offset, size, output, *block, coordinate, eps);
           });
       if (changed) {
         return std::make_tuple(first + j, changed->first, changed->second);
@@ -481,6 +593,15 @@ std::vector<at::Tensor> vjp_of_zeros(const std::vector<at::Tensor>& outputs, con
   return vjp(outputs, inputs, zeros, /*create_graph=*/false);
 }
 
+std::vector<at::Tensor> with_undefined_grads(const std::vector<at::Tensor>& outputs) {
+  std::vector<at::Tensor> behind;
+  behind.reserve(outputs.size());
+  for (const at::Tensor& output : outputs) {
+    behind.push_back((*std::make_shared<torch::autograd::UndefinedGrad>())({output}).at(0));
+  }
+  return behind;
+}
+
 bool is_plain_zero(const at::Tensor& gradient, const at::Tensor& input) {
   if (!is_small_and_plain(gradient) || gradient.scalar_type() != input.scalar_type() ||
       gradient.device() != input.device() || gradient.sizes() != input.sizes()) {
@@ -620,7 +741,7 @@ GradientsMatch vjp_coordinates(
           grad_outputs.push_back(
               k < gapped && size > 0 ? gapped_and_transposed(output)
                                      : at::empty_like(output, {}, at::MemoryFormat::Contiguous));
-          unflatten_(grad_outputs.back(), outputs.size() == 1 ? cotangent : cotangent.narrow(0, offset, size));
+          unflatten_into(grad_outputs.back(), outputs.size() == 1 ? cotangent : cotangent.narrow(0, offset, size));
         }
         offset += size;
       }
@@ -649,14 +770,8 @@ GradientsMatch vjp_rows(
   }
   const std::vector<at::Tensor> arguments = arguments_of(inputs);
   const auto run = [&](int64_t i, double scale, const at::Tensor& into) {
-    {
-      // From zero every time: a backward may have written into the last one.
-      const BelowAutograd guard;
-      cotangent.zero_();
-      perturb_coordinate_(
-          cotangent, /*origin=*/cotangent, (first + i) * width + (imaginary ? 1 : 0), scale < 0 ? -1 : 1,
-          std::abs(scale), 0.0);
-    }
+    // From zero every time: a backward may have written into the last one.
+    set_one_hot(cotangent, (first + i) * width + (imaginary ? 1 : 0), scale);
     const std::vector<at::Tensor> gradients = vjp({output}, arguments, {cotangent}, /*create_graph=*/false);
     const BelowAutograd guard;
     flatten_gradients(gradients, inputs, into, i, match, unspecified, scale);

@@ -5,6 +5,7 @@
 #include <c10/util/complex.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <optional>
@@ -49,6 +50,12 @@ struct Groups {
   at::Tensor positions;     // shape (entries of the Jacobian,): the row, or the column, of each
 
   int64_t count() const { return starts.numel() - 1; }
+
+  // Groups first, ..., last - 1 alone.
+  Groups part(int64_t first, int64_t last) const {
+    const int64_t bounds = std::min(last, count()) - first + 1;
+    return {coordinates, starts.narrow(0, first, bounds), entries, entry_starts.narrow(0, first, bounds), positions};
+  }
 };
 
 // Calls func with the caller's own arguments, unperturbed or perturbed in place. After every call,
@@ -63,6 +70,11 @@ class Evaluator {
 
   // The real coordinates of all inputs at x, end to end: float64, on the CPU.
   at::Tensor coordinates() const;
+
+  // What differences really step, end to end over all inputs, into widths (float64, shape (coordinates of all
+  // inputs,)): of single coordinates at each block's eps, and of x + scale * displacement.
+  void coordinate_widths(const at::Tensor& widths, const std::vector<double>& eps) const;
+  void realized_widths(const at::Tensor& widths, const at::Tensor& displacement, double scale) const;
 
   // func at x; gradients are recorded where record_graph and the caller's grad mode say so.
   pybind11::object evaluate(bool record_graph);
@@ -148,6 +160,9 @@ class Evaluator {
 std::vector<at::Tensor> vjp(
     const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
     const std::vector<at::Tensor>& cotangents, bool create_graph);
+
+// Each output behind a node whose backward hands on an undefined gradient, whatever it is given.
+std::vector<at::Tensor> with_undefined_grads(const std::vector<at::Tensor>& outputs);
 
 // vjp with zeros for cotangents.
 std::vector<at::Tensor> vjp_of_zeros(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs);

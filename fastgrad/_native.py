@@ -44,6 +44,7 @@ from fastgrad._C import (  # noqa: E402  (after the check)
     vjp_groups,
     vjp_of_zeros,
     vjp_rows,
+    with_undefined_grads,
 )
 
 
@@ -84,4 +85,5 @@ __all__ = [
     "vjp_groups",
     "vjp_of_zeros",
     "vjp_rows",
+    "with_undefined_grads",
 ]

@@ -26,12 +26,6 @@ DispatchMode = TorchDispatchMode
 """Sees the operators that are called below autograd, on its thread."""
 
 
-def undefined_grad(output: Tensor) -> Tensor:
-    """`output` behind a node whose backward hands on an undefined gradient, whatever it is given."""
-    # Its annotation says that this is a list; it is a tensor.
-    return cast(Tensor, torch._C._functions.UndefinedGrad()(output))
-
-
 def may_overlap_itself(tensor: Tensor) -> bool:
     """Whether torch sees, or cannot rule out, two elements of a strided tensor at one address."""
     return bool(torch._debug_has_internal_overlap(tensor) != 0)

@@ -212,9 +212,10 @@ class LinearityProof:
                 ops.direction_(cotangent, settings.seed, COTANGENT_STREAM, 0, kind == HALVED)
             if kind == HALVED:
                 cotangent.mul_(REPEAT_SCALE)
-        self._sums = torch.zeros(len(kinds), problem.n, dtype=torch.float64, device=problem.device)
-        self._squares = torch.zeros_like(self._sums)
+        both = torch.zeros(2, len(kinds), problem.n, dtype=torch.float64, device=problem.device)
+        self._sums, self._squares = both.unbind()
         self._gradients: Tensor | None = None
+        self._moved = False
         self._error: Exception | None = None
 
     def run_ahead(self) -> None:
@@ -239,7 +240,8 @@ class LinearityProof:
 
     def add_entries(self, rows: Tensor, columns: Tensor, analytical: Tensor) -> None:
         """Takes the entries of a sparse Jacobian, at coordinates rows and columns, into v^T J."""
-        for cotangent, total, square in zip(self._cotangents, self._sums, self._squares, strict=True):
+        each = (vectors.unbind() for vectors in (self._cotangents, self._sums, self._squares))
+        for cotangent, total, square in zip(*each, strict=True):
             ops.project_entries_(total, square, cotangent, rows, columns, analytical)
 
     @phase("linearity of backward")
@@ -259,6 +261,9 @@ class LinearityProof:
             raise self._error
         if self._gradients is None:
             self._gradients = self._vjps()
+            if self._kinds[0] == GAPPED and not self._rows_repeated:
+                # At once, from the same graph.
+                self._moved = differ(self._vjp(0), self._gradients[:1], 0.0, False)
         return self._gradients
 
     def leads(self) -> list[tuple[int, int]]:
@@ -317,12 +322,8 @@ class LinearityProof:
         been added up in another order and no single row move: only all rows run twice can tell.
         """
         if not self._agree(gradients):
-            moves = any(differ(self._vjps(), gradients, 0.0, False) for _ in range(RERUNS))
-        elif self._kinds[0] == GAPPED and not self._rows_repeated:
-            moves = differ(self._vjp(0), gradients[:1], 0.0, False)
-        else:
-            moves = False
-        return self._moving() if moves else None
+            self._moved = any(differ(self._vjps(), gradients, 0.0, False) for _ in range(RERUNS))
+        return self._moving() if self._moved else None
 
     def _diagnosed(self, which: int, coordinate: int, gradients: Tensor, allowed: Tensor) -> Failure:
         block = block_with(self._problem.inputs, coordinate)
@@ -358,7 +359,7 @@ class TangentProof:
             ops.direction_(direction, settings.seed, TANGENT_STREAM, 0, which == 1)
         dense, halved = self._directions
         halved.copy_(REPEAT_SCALE * torch.where(dense > 0, dense, halved))
-        self._sums, self._squares = torch.zeros(2, 2, problem.m, dtype=torch.float64, device=problem.device)
+        self._sums, self._squares = torch.zeros(2, 2, problem.m, dtype=torch.float64, device=problem.device).unbind()
 
     def add(self, block: TangentBlock) -> None:
         """Takes a block of analytical columns into J u."""

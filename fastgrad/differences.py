@@ -81,7 +81,7 @@ def jacobian_by_differences(func: Callable[..., Any], inputs: Sequence[Tensor]) 
 
 def _groups(problem: Problem, compression: Any, look: FirstLook) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Rows, columns, values and errors of each column group."""
-    for entries in compression.column_groups.entries:
+    for entries in compression.column_groups.entries():
         columns, rows = compression.columns[entries], compression.rows[entries]
         order = columns.argsort(stable=True)
         columns, rows = columns[order], rows[order]

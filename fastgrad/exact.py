@@ -22,7 +22,7 @@ from fastgrad.certify import LinearityProof, groups_failure, linearity_certifica
 from fastgrad.coloring import Indices
 from fastgrad.compare import Findings, PairComparison, largest, tolerances
 from fastgrad.confirm import entry_in_row, located_failure, mismatch_failure, row_entry
-from fastgrad.coordinates import Block, block_with
+from fastgrad.coordinates import PIECE, Block, block_with
 from fastgrad.directions import PROBE_COTANGENT, PROBE_DIRECTION, direction
 from fastgrad.engines import EXPANDED, GAPPED, HALVED, compressed, row_parts
 from fastgrad.engines.compressed import Compression
@@ -276,7 +276,7 @@ class _Verdict:
             raise
         except Exception:  # it cannot be differentiated
             return False, None
-        proofs = self._proofs = [self._proof(kind, self._analytical) for kind in (GAPPED, HALVED, EXPANDED)]
+        proofs = self._proofs = list(self._proofs_of((GAPPED, HALVED, EXPANDED), self._analytical))
         try:
             if any(proof.leads() for proof in proofs):
                 return False, None
@@ -340,16 +340,15 @@ class _Verdict:
         if isinstance(found, Failure):
             return found
         learnt = [found]
-        # One at a time: vectors as large as the problem are dear.
         self._certified_kinds = (GAPPED, HALVED, EXPANDED) if self._proofs else self._kinds
-        for proof in self._proofs or (self._proof(kind, self._analytical) for kind in self._kinds):
+        for proof in self._proofs or self._proofs_of(self._kinds, self._analytical):
             try:
                 leads = proof.leads()
             except (MemoryError, torch.OutOfMemoryError):
                 raise
             except Exception:
                 return proof.failure()  # says for which grad_output it raised, or raises again
-            found = self._follow_columns(proof, [column for _, column in leads])
+            found = self._follow_columns(proof, leads)
             if isinstance(found, Failure) or found.refuted:
                 return found
             learnt.append(found)
@@ -372,12 +371,15 @@ class _Verdict:
 
     def is_certified(self, analytical: Tensor) -> bool:
         """Whether VJPs are what analytical entries add up to."""
-        return not any(self._proof(kind, analytical).leads() for kind in (GAPPED, HALVED))
+        return not any(proof.leads() for proof in self._proofs_of((GAPPED, HALVED), analytical))
 
-    def _proof(self, kind: int, analytical: Tensor) -> LinearityProof:
-        proof = LinearityProof(self._problem, self._settings, self._repeats_all, self._moving_group, (kind,))
-        proof.add_entries(self._compression.rows, self._compression.columns, analytical)
-        return proof
+    def _proofs_of(self, kinds: tuple[int, ...], analytical: Tensor) -> Iterator[LinearityProof]:
+        """One of all kinds of cotangents or, where the problem is large and vectors are dear, one at a time."""
+        is_small = self._problem.n + self._problem.m <= PIECE
+        for some in [kinds] if is_small else [(kind,) for kind in kinds]:
+            proof = LinearityProof(self._problem, self._settings, self._repeats_all, self._moving_group, some)
+            proof.add_entries(self._compression.rows, self._compression.columns, analytical)
+            yield proof
 
     @property
     def _repeats_all(self) -> bool:
@@ -544,7 +546,7 @@ class _Verdict:
             problem, settings, base, eps, CERTIFICATES, attempt, extrapolated=extrapolated
         )
         error = torch.zeros_like(base)
-        for u, derivatives in zip(differences.directions, differences.derivatives, strict=True):
+        for u, derivatives in zip(differences.directions.unbind(), differences.derivatives.unbind(), strict=True):
             total = torch.zeros_like(base)
             ops.project_entries_(total, None, u, self._compression.columns, self._compression.rows, self.numerical)
             torch.maximum(error, total.sub_(derivatives).abs_(), out=error)
@@ -572,13 +574,15 @@ class _Verdict:
             learnt.append((np.full(columns.size, row), columns))
         return replace(_joined(learnt), refuted=len(rows) > MOST_LEADS)
 
-    def _follow_columns(self, proof: LinearityProof, leads: list[int]) -> Failure | _Learnt:
+    def _follow_columns(self, proof: LinearityProof, leads: list[tuple[int, int]]) -> Failure | _Learnt:
         """Down to the entry of each column that is wrong; or what the pattern lacks in it."""
         learnt: list[tuple[Indices, Indices]] = []
         if leads and dense_is_small(self._problem, self._settings):
             return replace(_joined(learnt), refuted=True)
-        for column in leads[:MOST_LEADS]:
-            row, gradient = self._locate_row(proof, column)
+        which_of = {column: which for which, column in reversed(leads)}  # of several, the worst
+        columns_in_turn = list(dict.fromkeys(column for _, column in leads))
+        for column in columns_in_turn[:MOST_LEADS]:
+            row, gradient = self._locate_row(proof.cotangent(which_of[column]), column)
             if (gradient[column] - self._entry(row, column)).abs().item() == 0:
                 continue  # one-hot grad_outputs agree: not linear, or rounding
             found = row_entry(self._problem, self._settings, row, gradient, column)
@@ -588,14 +592,14 @@ class _Verdict:
             learnt.append((np.full(columns.size, row), columns))
             rows = np.flatnonzero(self._single_difference(column).cpu().numpy())
             learnt.append((rows, np.full(rows.size, column)))
-        return replace(_joined(learnt), refuted=bool(learnt) and len(leads) > MOST_LEADS)
+        return replace(_joined(learnt), refuted=bool(learnt) and len(columns_in_turn) > MOST_LEADS)
 
     def _entry(self, row: int, column: int) -> Tensor:
         """The analytical entry, zero outside of the pattern."""
         here = (self._compression.rows == row) & (self._compression.columns == column)
         return self._analytical[here].sum()
 
-    def _locate_row(self, proof: LinearityProof, column: int) -> tuple[int, Tensor]:
+    def _locate_row(self, cotangent: Tensor, column: int) -> tuple[int, Tensor]:
         """The row behind a wrong component of a VJP, and its gradient."""
         here = self._compression.columns == column
         rows, entries = self._compression.rows[here], self._analytical[here]
@@ -604,8 +608,7 @@ class _Verdict:
             gradient = self._problem.vjp(vector.unsqueeze(0))[0]
             return float((gradient[column] - vector[rows] @ entries).item())
 
-        vector = proof.cotangent(0)
-        row = locate(residual, vector, residual(vector))
+        row = locate(residual, cotangent, residual(cotangent))
         return row, self._one_hot_gradient(row)
 
 

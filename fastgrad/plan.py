@@ -37,7 +37,7 @@ AFFORDABLE_CALLS = 20_000
 PAIR_RATIO = 4000.0
 """Errors that cancel in a row or a column are found from this many times the threshold on."""
 
-GUESS_SECONDS = 2.5e-3
+GUESS_SECONDS = 2e-3
 """What a guessed pattern takes, beside the calls of func and backward."""
 
 PROBE_SECONDS = 30e-3
@@ -45,6 +45,9 @@ PROBE_SECONDS = 30e-3
 
 SMALL_CALLS = 1000
 """Evaluations and VJPs of the dense engine up to which it follows up leads: an entry re-measured takes fifty."""
+
+EVALUATION_OVERHEAD, VJP_OVERHEAD = 2e-6, 10e-6
+"""Seconds that perturbing and assembling add to an evaluation, and autograd's engine to a VJP."""
 
 VJP_COST = 1.5
 """Of one VJP, in evaluations."""
@@ -180,7 +183,8 @@ def looks_first(problem: Problem, settings: Settings) -> bool:
     """Whether the problem is large enough for `first_look` to repay."""
     if problem.n < COLUMNS_WORTH_A_LOOK or not problem.m:
         return False
-    return settings.engine == "compressed" or _dense_seconds(problem, problem.seconds) >= GUESS_SECONDS
+    # The first evaluation takes longer than others, by about as much as the loops add to these.
+    return settings.engine == "compressed" or _calls_seconds(problem, problem.seconds) >= GUESS_SECONDS
 
 
 def tries_structure(problem: Problem, settings: Settings, look: FirstLook) -> bool:
@@ -190,16 +194,18 @@ def tries_structure(problem: Problem, settings: Settings, look: FirstLook) -> bo
     if any(block.tensor.layout is not torch.strided for block in problem.inputs):
         return False
     return settings.engine == "compressed" or (
-        settings.engine == "auto" and dense_seconds(problem, look) >= GUESS_SECONDS
+        settings.engine == "auto" and dense_seconds(problem, look) >= GUESS_SECONDS + CERTIFICATE_COST * look.seconds
     )
 
 
 def dense_seconds(problem: Problem, look: FirstLook) -> float:
     """What the dense engine would take."""
-    return _dense_seconds(problem, look.seconds)
+    own = 2 * problem.n * EVALUATION_OVERHEAD + problem.m * VJP_OVERHEAD
+    return own + _calls_seconds(problem, look.seconds)
 
 
-def _dense_seconds(problem: Problem, seconds: float) -> float:
+def _calls_seconds(problem: Problem, seconds: float) -> float:
+    """What all calls of func and of backward take, by the seconds of one evaluation."""
     return seconds * (2 * problem.n + VJP_COST * problem.m)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from time import perf_counter
@@ -346,12 +345,9 @@ class Problem:
 
     def realized_width(self, displacement: Tensor, scale: float) -> Tensor:
         """(x + scale d) - (x - scale d) as rounding to the inputs' dtypes leaves it: float64, shape (n,)."""
-        width = torch.empty_like(displacement)
-        for block in self.inputs:
-            for some in pieces(block.first, block.first + block.size):
-                x, step = self.coordinates()[some], scale * displacement[some]
-                width[some] = _realized_width(x, step, block.tensor.dtype)
-        return width
+        widths = torch.empty_like(displacement)
+        self._evaluator.realized_widths(widths, displacement, scale)
+        return widths
 
     def evaluate(self, record_graph: bool, displacement: Tensor | None = None, scale: float = 1.0) -> Tensor:
         """The outputs at x or, with a displacement (float64, shape (n,)), at x + scale displacement.
@@ -425,7 +421,7 @@ class Problem:
         step = STEP if self.progress.is_shown else max(1, count)
         begin = 0
         while begin < count:
-            some, own_eps = columns[begin : begin + step], eps
+            some, own_eps = columns[begin : begin + step] if begin or step < count else columns, eps
             if self.mixes_inputs:
                 block = block_with(self.inputs, first + begin)
                 some, own_eps = some[: block.first + block.size - first - begin], eps * block.step
@@ -459,13 +455,7 @@ class Problem:
         count = groups.starts.numel() - 1
         step = 1 if self.mixes_inputs else STEP if self.progress.is_shown else max(1, count)
         for begin in range(0, count, step):
-            part = _native.Groups(
-                groups.coordinates,
-                groups.starts[begin : begin + step + 1],
-                groups.entries,
-                groups.entry_starts[begin : begin + step + 1],
-                groups.positions,
-            )
+            part = groups if step >= count else groups.part(begin, begin + step)
             own_eps = eps
             if self.mixes_inputs:
                 own_eps *= block_with(self.inputs, int(groups.coordinates[int(groups.starts[begin])])).step
@@ -481,13 +471,7 @@ class Problem:
     def coordinate_widths(self, eps: float) -> Tensor:
         """What a single coordinate's difference divides by: float64, shape (n,)."""
         widths = torch.empty(self.n, dtype=torch.float64, device=self.device)
-        for block in self.inputs:
-            for some in pieces(block.first, block.first + block.size):
-                x, dtype = self.coordinates()[some], block.tensor.dtype
-                width = widths[some] = _realized_width(x, torch.full_like(x, eps * block.step), dtype)
-                if not bool(width.all()):
-                    relative = _realized_width(x, x.abs() * relative_step(dtype), dtype)
-                    widths[some] = torch.where(width == 0, relative, width)
+        self._evaluator.coordinate_widths(widths, [eps * block.step for block in self.inputs])
         return widths
 
     @phase("analytical rows")
@@ -708,16 +692,6 @@ class Problem:
         index = block.index_at(coordinate)
         when = f"perturbed on index {index} of {self.name_of(block)} by {eps}"
         raise AssertionError(_changed(self.outputs[output], found, when))
-
-
-def _realized_width(x: Tensor, step: Tensor, dtype: torch.dtype) -> Tensor:
-    """(x + step) - (x - step), both rounded to a dtype; x and step are float64."""
-    plus, minus = ((x + signed).to(dtype.to_real()).to(torch.float64) for signed in (step, -step))
-    width = plus - minus
-    if math.isfinite(width.sum()):
-        return width  # sooner told than element by element
-    # An infinite coordinate does not move: a function constant in it has the derivative zero.
-    return torch.where(width.isfinite(), width, 2 * step)
 
 
 def _changed(expected: Block, found: Any, when: str) -> str:

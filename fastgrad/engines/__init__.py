@@ -10,7 +10,7 @@ from fastgrad._native import GradientsMatch, UnspecifiedEntry
 from fastgrad.coordinates import Block
 from fastgrad.report import Part
 
-REPEATED_ROWS = 4
+REPEATED_ROWS = 2
 """Rows of each part of an output that are run twice: a backward that is not deterministic in these
 shows it as in torch's checker, which runs all twice; for the others see `certify`."""
 

@@ -35,7 +35,6 @@ class Grouping:
     """The columns of a pattern, or the rows of one output, in groups."""
 
     groups: Groups
-    entries: tuple[Tensor, ...]
     colors: Indices
     order: Indices
     starts: Indices
@@ -44,6 +43,10 @@ class Grouping:
     def count(self) -> int:
         """Number of groups."""
         return self.starts.size - 1
+
+    def entries(self) -> tuple[Tensor, ...]:
+        """Those of the Jacobian in each group."""
+        return torch.split(self.groups.entries, self.groups.entry_starts.diff().tolist())
 
     def group_of(self, coordinate: int) -> int:
         """The group of a coordinate."""
@@ -117,7 +120,7 @@ def _grouping(
     groups = Groups(
         torch.from_numpy(order), torch.from_numpy(starts), sorted_entries, torch.from_numpy(entry_starts), positions
     )
-    return Grouping(groups, torch.split(sorted_entries, np.diff(entry_starts).tolist()), colors, order, starts)
+    return Grouping(groups, colors, order, starts)
 
 
 def numerical_entries(problem: Problem, plan: Plan, compression: Compression, eps: float) -> Tensor:
@@ -137,7 +140,7 @@ def linear_entries(problem: Problem, compression: Compression) -> Tensor:
     grouping = compression.column_groups
     members = torch.from_numpy(grouping.order).to(problem.device)  # once: a copy to a device waits for it
     groups = (members[first:last] for first, last in pairwise(grouping.starts.tolist()))
-    for product, entries in zip(problem.columns_of_backward(groups), grouping.entries, strict=True):
+    for product, entries in zip(problem.columns_of_backward(groups), grouping.entries(), strict=True):
         ops.decompress_(values, product, None, compression.rows, entries)
     return values
 
