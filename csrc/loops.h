@@ -68,7 +68,7 @@ class Evaluator {
   // Whether the inputs hold other values than their origins; a NaN counts as another.
   bool inputs_changed() const;
 
-  // The real coordinates of all inputs at x, end to end: float64, on the CPU.
+  // The real coordinates of all inputs at x, end to end: float64, on the CPU; not to be written to.
   at::Tensor coordinates() const;
 
   // What differences really step, end to end over all inputs, into widths (float64, shape (coordinates of all

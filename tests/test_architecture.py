@@ -35,7 +35,7 @@ NEIGHBORS = {
     "compare": {"refine"},
     "engines.compressed": {"engines"},
     "engines.dense": {"engines"},
-    "engines.sketch": {"engines"},
+    "engines.sketch": {"compare", "engines"},
     "check": {"evidence", "exact", "fast"},
     "diagnose": {"places", "rearranged"},
     "confirm": {"compare", "locate", "refine"},

@@ -646,6 +646,20 @@ def test_components_that_have_no_number_are_refused(kernel: str) -> None:
     assert bool((out != 0).all())
 
 
+@pytest.mark.parametrize("halved", [False, True])
+@pytest.mark.parametrize("first", [0, 1, 3, 4, 1 << 34, (1 << 34) + 2, LARGEST - 208])
+def test_components_are_the_same_alone_and_by_vectors(first: int, halved: bool) -> None:
+    vectors = torch.empty(200, dtype=torch.float64)
+    gapped = torch.empty(200, 2, dtype=torch.float64)[:, 0]
+    alone = torch.empty(200, dtype=torch.float64)
+    for out in (vectors, gapped):
+        ops.direction_(out, -5, 1 << 33, first, halved)
+    for k, one in enumerate(alone.split(1)):
+        ops.direction_(one, -5, 1 << 33, first + k, halved)
+    assert torch.equal(vectors.view(torch.int64), alone.view(torch.int64))
+    assert torch.equal(gapped, alone)
+
+
 def test_large_blocks_use_all_threads_and_agree() -> None:
     analytical = tensor(torch.float64, 300, 400)
     numerical = analytical.clone()

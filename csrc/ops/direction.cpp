@@ -2,6 +2,7 @@
 #include "direction.h"
 
 #include "../kernels/direction.h"
+#include "../kernels/direction_avx2.h"
 #include "common.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -19,11 +20,21 @@ void direction_cpu(const at::Tensor& out, int64_t seed, int64_t stream, int64_t 
   check_direction(out, first);
   auto* values = out.mutable_data_ptr<double>();
   const int64_t stride = out.stride(0);
+#ifdef FASTGRAD_HAS_AVX2
+  static const bool has_avx2 = __builtin_cpu_supports("avx2");
+#endif
   at::parallel_for(0, out.numel(), grain_size, [&](int64_t begin, int64_t end) {
     // Group by group: four components for each call of the generator; whole groups without a test for each.
     for (int64_t group = (first + begin) >> 2; group <= (first + end - 1) >> 2; ++group) {
-      const Words4 words = direction_words(seed, stream, group);
       const int64_t own = 4 * group;
+#ifdef FASTGRAD_HAS_AVX2
+      if (has_avx2 && stride == 1 && group > 0 && own >= first + begin && first + end - own >= 4 * groups_at_once) {
+        write_groups_avx2(values + (own - first), seed, stream, group, halved);
+        group += groups_at_once - 1;
+        continue;
+      }
+#endif
+      const Words4 words = direction_words(seed, stream, group);
       const auto write = [&](int64_t coordinate) {
         values[(coordinate - first) * stride] = component_of(words, coordinate, halved);
       };

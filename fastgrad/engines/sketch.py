@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fastgrad._native import ops
 from fastgrad._torch import phase
+from fastgrad.compare import largest
 from fastgrad.directions import SKETCH_COTANGENTS, SKETCH_DIRECTIONS
 from fastgrad.engines import COTANGENT_KINDS, EXPANDED_VALUE, REPEAT_SCALE
 from fastgrad.problem import Problem
@@ -80,7 +81,8 @@ def directional_differences(
         2 * problem.unit_roundoff / eps * sum(weight / step for step, weight in problem.scales),
     )
     drawn = torch.empty(problem.n, dtype=torch.float64, device=problem.device)
-    values = torch.empty(len(SCALES), problem.m, dtype=torch.float64, device=problem.device)
+    most = len(SCALES) if extrapolated else 2
+    values = torch.empty(most, problem.m, dtype=torch.float64, device=problem.device)
     relative = min(1.0, eps / settings.eps)
 
     def difference(
@@ -117,9 +119,12 @@ def _central_difference(
 ) -> None:
     """Of second order, from two values, which are written over; where they show a kink, the noise grows to it."""
     torch.sub(plus, minus, out=derivative).div_(2 * eps)
-    bend = plus.add_(minus).sub_(base, alpha=2).abs_().div_(2 * eps)
+    bend = plus.add_(minus).sub_(base, alpha=2)
     # Beside an output's own, the mean: at its extremum a smooth function bends, and its derivative vanishes.
-    mean = torch.linalg.vector_norm(derivative) / max(1, derivative.numel()) ** 0.5
+    mean = float(torch.linalg.vector_norm(derivative)) / max(1, derivative.numel()) ** 0.5
+    if largest(bend) / (2 * eps) <= KINK * mean:
+        return
+    bend.abs_().div_(2 * eps)
     smooth = torch.abs(derivative, out=minus).add_(mean).mul_(KINK).add_(base.abs(), alpha=32 * ulp / eps)
     torch.maximum(noise, bend.masked_fill_(bend <= smooth, 0.0), out=noise)  # a NaN stays one
 
