@@ -49,12 +49,17 @@ def linearity_certificate(claim: str, kinds: tuple[int, ...], bound: float) -> C
     return Certificate(claim, f"v^T J against the VJP of v, {len(kinds)} cotangents: {names}", bound)
 
 
-def repeat_failure(problem: Problem, block: JacobianBlock, settings: Settings) -> Failure | None:
-    """Why the repeated rows of a block are not equal to the first ones: a failure, or rounding (None)."""
-    count = block.repeated.shape[0]
-    rows = problem, block.output, block.part, block.first_row, count, settings.nondet_tol
+def moving_repeat(problem: Problem, block: JacobianBlock, settings: Settings) -> Failure | None:
+    """Whether the rows that are repeated, of all inputs, move from run to run by more than nondet_tol."""
+    rows = problem, block.output, block.part, block.first_row, block.repeated.shape[0], settings.nondet_tol
     if any(_rows_move(*rows) for _ in range(RERUNS)):
         return Failure("nondeterministic", block.output.index, None, block.output.position, None, block.part)
+    return None
+
+
+def nonlinear_repeat(block: JacobianBlock, settings: Settings) -> Failure | None:
+    """Whether the repeated rows of a block, which do not move, are another multiple of the first ones."""
+    count = block.repeated.shape[0]
     width = block.input.width
     analytical, own = block.analytical[:count], settings.of(block.input.index)
     fields = ops.compare(block.repeated, analytical, own.atol, own.rtol, width == 2, False).tolist()
@@ -82,7 +87,7 @@ def repeat_failure(problem: Problem, block: JacobianBlock, settings: Settings) -
 def groups_failure(
     problem: Problem, settings: Settings, output: Block, groups: Sequence[NDArray[np.int64]]
 ) -> Failure | None:
-    """Why a second run of some row groups gave other gradients: as `repeat_failure`.
+    """Why a second run of some row groups gave other gradients: as `moving_repeat` and `nonlinear_repeat`.
 
     groups: coordinates of the output, counted from its first.
     """

@@ -20,7 +20,7 @@ from fastgrad.attributes import (
     check_undefined_tangents,
     check_zero_grad_output,
 )
-from fastgrad.certify import LinearityProof, TangentProof, moving_row, repeat_failure
+from fastgrad.certify import LinearityProof, TangentProof, moving_repeat, moving_row, nonlinear_repeat
 from fastgrad.compare import Findings, PairComparison
 from fastgrad.confirm import located_pair, mismatch_failure
 from fastgrad.coordinates import block_with
@@ -374,12 +374,15 @@ def _judge(
     """One part of one output: dtype, size, determinism, then the comparison, inputs in their order."""
     pairs: dict[int, PairComparison] = {}
     dtypes_match = sizes_match = True
+    reran = False
     repeat: Failure | None = None
     for block in blocks:
         dtypes_match &= block.match.dtypes
         sizes_match &= block.match.sizes
         if not block.match.repeats and repeat is None:
-            repeat = repeat_failure(problem, block, settings)
+            if not reran:
+                repeat, reran = moving_repeat(problem, block, settings), True
+            repeat = repeat or nonlinear_repeat(block, settings)
         pair = pairs.get(block.input.index)
         if pair is None:
             own = settings.of(block.input.index) if settings.inputs else settings

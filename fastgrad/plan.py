@@ -64,6 +64,9 @@ CERTIFICATE_COST = 14
 ENTRY_BYTES = 96
 """What an entry of a compressed Jacobian takes, with its indices and what coloring needs."""
 
+COLUMNS_WORTH_PROBING = 32
+"""Columns from which probing may find groups that repay it."""
+
 COLUMNS_WORTH_A_LOOK = 12
 """Columns from which two cheaper evaluations each repay the four that tell whether a graph is needed."""
 
@@ -219,6 +222,8 @@ def probing_budget(problem: Problem, settings: Settings, look: FirstLook) -> int
     calls = 2 * problem.n + problem.m
     if settings.engine == "compressed":
         return max(64, calls)
+    if problem.n < COLUMNS_WORTH_PROBING:
+        return 0
     return calls // 4 if dense_seconds(problem, look) >= PROBE_SECONDS else 0
 
 
