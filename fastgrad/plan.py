@@ -37,7 +37,7 @@ AFFORDABLE_CALLS = 20_000
 PAIR_RATIO = 4000.0
 """Errors that cancel in a row or a column are found from this many times the threshold on."""
 
-GUESS_SECONDS = 2e-3
+GUESS_SECONDS = 3e-3
 """What a guessed pattern takes, beside the calls of func and backward."""
 
 PROBE_SECONDS = 30e-3
@@ -46,8 +46,8 @@ PROBE_SECONDS = 30e-3
 SMALL_CALLS = 1000
 """Evaluations and VJPs of the dense engine up to which it follows up leads: an entry re-measured takes fifty."""
 
-EVALUATION_OVERHEAD, VJP_OVERHEAD = 2e-6, 10e-6
-"""Seconds that perturbing and assembling add to an evaluation, and autograd's engine to a VJP."""
+VJP_SECONDS = 10e-6
+"""What autograd's engine takes for a VJP, however quick backward is."""
 
 VJP_COST = 1.5
 """Of one VJP, in evaluations."""
@@ -186,8 +186,7 @@ def looks_first(problem: Problem, settings: Settings) -> bool:
     """Whether the problem is large enough for `first_look` to repay."""
     if problem.n < COLUMNS_WORTH_A_LOOK or not problem.m:
         return False
-    # The first evaluation takes longer than others, by about as much as the loops add to these.
-    return settings.engine == "compressed" or _calls_seconds(problem, problem.seconds) >= GUESS_SECONDS
+    return settings.engine == "compressed" or _dense_seconds(problem, problem.seconds) >= GUESS_SECONDS
 
 
 def tries_structure(problem: Problem, settings: Settings, look: FirstLook) -> bool:
@@ -203,13 +202,11 @@ def tries_structure(problem: Problem, settings: Settings, look: FirstLook) -> bo
 
 def dense_seconds(problem: Problem, look: FirstLook) -> float:
     """What the dense engine would take."""
-    own = 2 * problem.n * EVALUATION_OVERHEAD + problem.m * VJP_OVERHEAD
-    return own + _calls_seconds(problem, look.seconds)
+    return _dense_seconds(problem, look.seconds)
 
 
-def _calls_seconds(problem: Problem, seconds: float) -> float:
-    """What all calls of func and of backward take, by the seconds of one evaluation."""
-    return seconds * (2 * problem.n + VJP_COST * problem.m)
+def _dense_seconds(problem: Problem, seconds: float) -> float:
+    return seconds * (2 * problem.n + VJP_COST * problem.m) + VJP_SECONDS * problem.m
 
 
 def dense_is_small(problem: Problem, settings: Settings) -> bool:
