@@ -383,13 +383,14 @@ void Evaluator::coordinate_widths(const at::Tensor& widths, const std::vector<do
 
 void Evaluator::realized_widths(const at::Tensor& widths, const at::Tensor& displacement, double scale) const {
   const BelowAutograd guard;
+  const at::Tensor all = displacement.contiguous();
   for (const InputBlock& block : blocks_) {
-    const auto* const steps = displacement.is_cpu() ? displacement.const_data_ptr<double>() + block.first : nullptr;
+    const auto* const steps = all.is_cpu() ? all.const_data_ptr<double>() + block.first : nullptr;
     if (steps != nullptr && widths_on_cpu(block, widths, [&](auto, int64_t i) { return scale * steps[i]; })) {
       continue;
     }
     const auto own = [&](int64_t first, int64_t count) {
-      return displacement.narrow(0, block.first + first, count).to(block.origin.device());
+      return all.narrow(0, block.first + first, count).to(block.origin.device());
     };
     measure_widths(
         block, widths,

@@ -327,7 +327,7 @@ class LinearityProof:
         been added up in another order and no single row move: only all rows run twice can tell.
         """
         if not self._agree(gradients):
-            self._moved = any(differ(self._vjps(), gradients, 0.0, False) for _ in range(RERUNS))
+            self._moved |= any(differ(self._vjps(), gradients, 0.0, False) for _ in range(RERUNS))
         return self._moving() if self._moved else None
 
     def _diagnosed(self, which: int, coordinate: int, gradients: Tensor, allowed: Tensor) -> Failure:
