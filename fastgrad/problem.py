@@ -421,6 +421,7 @@ class Problem:
         step = STEP if self.progress.is_shown else max(1, count)
         begin = 0
         while begin < count:
+            # A slice of all would take as long as a small column.
             some, own_eps = columns[begin : begin + step] if begin or step < count else columns, eps
             if self.mixes_inputs:
                 block = block_with(self.inputs, first + begin)

@@ -2,8 +2,8 @@
 #include "direction.h"
 
 #include "../kernels/direction.h"
-#include "../kernels/direction_avx2.h"
 #include "common.h"
+#include "direction_avx2.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
