@@ -38,7 +38,7 @@ PAIR_RATIO = 4000.0
 """Errors that cancel in a row or a column are found from this many times the threshold on."""
 
 GUESS_SECONDS = 3e-3
-"""What a guessed pattern takes, beside the calls of func and backward."""
+"""What a guessed pattern takes, beside the calls of func and backward, and something to spare."""
 
 PROBE_SECONDS = 30e-3
 """What probing takes."""

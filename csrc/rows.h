@@ -1,0 +1,74 @@
+// What the loops over evaluations and over VJPs share: rows of coordinates from tensors, and Ctrl-C.
+#pragma once
+
+#include "ops/common.h"
+#include "ops/flatten.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/real.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <cstdint>
+
+namespace fastgrad {
+
+// Elements of a tensor that is copied by a plain loop rather than an operator.
+constexpr int64_t small_size = 1024;
+
+// Our own operators run below autograd: no graph, no version bumps.
+using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
+
+inline void raise_if_interrupted() {
+  if (PyErr_CheckSignals() != 0) {
+    throw pybind11::error_already_set();
+  }
+}
+
+// A gradient or tangent as complex or real as the tensor that it belongs to.
+inline at::Tensor with_domain_of(const at::Tensor& tensor, const at::Tensor& value) {
+  if (value.is_complex() == tensor.is_complex()) {
+    return value;
+  }
+  return value.is_complex() ? at::real(value) : value.to(c10::toComplexType(value.scalar_type()));
+}
+
+// Whether `tensor` is a few contiguous doubles in this process's memory, with nothing lazy about them: no
+// operator, and no view of the place to go to, is needed to copy them.
+inline bool is_small_and_plain(const at::Tensor& tensor) {
+  constexpr auto no_matter = c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset;
+  return tensor.numel() <= small_size && tensor.scalar_type() == at::kDouble &&
+         tensor.key_set() - no_matter == c10::DispatchKeySet(c10::DispatchKey::CPU) && tensor.is_contiguous() &&
+         static_cast<size_t>(tensor.storage_offset() + tensor.numel()) * sizeof(double) <= tensor.storage().nbytes();
+}
+
+// matrix[row, offset : offset + size] = the coordinates of `tensor`, divided by a power of two.
+// matrix: float64, two dimensions.
+inline void flatten_into(
+    const at::Tensor& matrix, int64_t row, int64_t offset, int64_t size, const at::Tensor& tensor,
+    double divisor = 1.0) {
+  if (is_small_and_plain(tensor) && matrix.is_cpu() && matrix.is_contiguous()) {
+    const double* const values = tensor.const_data_ptr<double>();
+    double* const target = matrix.mutable_data_ptr<double>() + row * matrix.size(1) + offset;
+    std::transform(values, values + size, target, [&](double value) { return value / divisor; });
+    return;
+  }
+  const at::Tensor segment = matrix.select(0, row).narrow(0, offset, size);
+  flatten_(segment, tensor);
+  if (divisor != 1.0) {
+    segment.div_(divisor);
+  }
+}
+
+// Those of group g, of values that lie group by group.
+inline at::Tensor slice(const at::Tensor& values, const at::Tensor& starts, int64_t g) {
+  const auto* const bounds = starts.const_data_ptr<int64_t>();
+  return values.narrow(0, bounds[g], bounds[g + 1] - bounds[g]);
+}
+
+inline at::Tensor as_strided_layout(const at::Tensor& tensor) {
+  return tensor.layout() == at::kStrided ? tensor : tensor.to_dense();
+}
+
+}  // namespace fastgrad

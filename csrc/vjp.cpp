@@ -1,0 +1,317 @@
+// The VJP loop: rows of Jacobians by calling the autograd engine directly.
+#include "loops.h"
+
+#include "ops/common.h"
+#include "ops/decompress.h"
+#include "ops/perturb_coordinate.h"
+#include "ops/unflatten.h"
+#include "rows.h"
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/equal.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+
+namespace py = pybind11;
+
+namespace fastgrad {
+namespace {
+
+// A cotangent with this value at one coordinate and zeros elsewhere.
+void set_one_hot(const at::Tensor& cotangent, int64_t coordinate, double value) {
+  const BelowAutograd guard;
+  if (is_small_and_plain(cotangent)) {
+    double* const values = cotangent.mutable_data_ptr<double>();
+    std::fill_n(values, cotangent.numel(), 0.0);
+    values[coordinate] = value;
+    return;
+  }
+  cotangent.zero_();
+  perturb_coordinate_(cotangent, /*origin=*/cotangent, coordinate, value < 0 ? -1 : 1, std::abs(value), 0.0);
+}
+
+// Coordinates (float64, one dimension) as the values of a tensor.
+void unflatten_into(const at::Tensor& tensor, const at::Tensor& coordinates) {
+  if (is_small_and_plain(tensor) && is_small_and_plain(coordinates)) {
+    std::copy_n(coordinates.const_data_ptr<double>(), tensor.numel(), tensor.mutable_data_ptr<double>());
+    return;
+  }
+  unflatten_(tensor, coordinates);
+}
+
+}  // namespace
+
+std::vector<at::Tensor> vjp(
+    const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
+    const std::vector<at::Tensor>& cotangents, bool create_graph) {
+  const py::gil_scoped_release released;
+  return torch::autograd::grad(outputs, inputs, cotangents, /*retain_graph=*/true, create_graph, /*allow_unused=*/true);
+}
+
+std::vector<at::Tensor> vjp_of_zeros(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) {
+  std::vector<at::Tensor> zeros;
+  zeros.reserve(outputs.size());
+  {
+    const BelowAutograd guard;
+    for (const at::Tensor& output : outputs) {
+      zeros.push_back(at::empty_like(output, {}, at::MemoryFormat::Contiguous).zero_());
+    }
+  }
+  return vjp(outputs, inputs, zeros, /*create_graph=*/false);
+}
+
+std::vector<at::Tensor> with_undefined_grads(const std::vector<at::Tensor>& outputs) {
+  std::vector<at::Tensor> behind;
+  behind.reserve(outputs.size());
+  for (const at::Tensor& output : outputs) {
+    behind.push_back((*std::make_shared<torch::autograd::UndefinedGrad>())({output}).at(0));
+  }
+  return behind;
+}
+
+bool is_plain_zero(const at::Tensor& gradient, const at::Tensor& input) {
+  if (!is_small_and_plain(gradient) || gradient.scalar_type() != input.scalar_type() ||
+      gradient.device() != input.device() || gradient.sizes() != input.sizes()) {
+    return false;
+  }
+  const double* const first = gradient.const_data_ptr<double>();
+  return std::all_of(first, first + gradient.numel(), [](double value) { return value == 0; });
+}
+
+namespace {
+
+// A tensor for values like those of `output` in the worst layout that autograd may hand over:
+// dimensions in reverse order of memory, and gaps of NaN, which a backward that ignores strides reads.
+at::Tensor gapped_and_transposed(const at::Tensor& output) {
+  std::vector<int64_t> sizes = output.sizes().vec();
+  std::reverse(sizes.begin(), sizes.end());
+  sizes.push_back(2);
+  std::vector<int64_t> order(output.dim());
+  std::iota(order.rbegin(), order.rend(), 0);
+  const at::Tensor storage = at::full(sizes, std::numeric_limits<double>::quiet_NaN(), output.options());
+  return storage.select(-1, 0).permute(order);
+}
+
+std::vector<at::Tensor> arguments_of(const std::vector<InputBlock>& inputs) {
+  std::vector<at::Tensor> arguments;
+  arguments.reserve(inputs.size());
+  for (const InputBlock& input : inputs) {
+    arguments.push_back(input.argument);
+  }
+  return arguments;
+}
+
+// The largest of what the gradients of one sparse input have at elements that it does not specify, row by
+// row; left where the gradients are until all are there, as reading them waits for the device.
+class UnspecifiedEntries {
+ public:
+  void add(const at::Tensor& gradient, const at::Tensor& elements, int64_t row) {
+    const at::Tensor others = gradient.clone().index_fill_(0, elements, 0);
+    if (others.numel() == 0) {
+      return;
+    }
+    const auto [magnitude, element] = others.abs().max(0, /*keepdim=*/true);  // a NaN is the largest
+    rows_.push_back(row);
+    elements_.push_back(element);
+    values_.push_back(others.index_select(0, element));
+  }
+
+  // The largest of all rows, if any is not zero.
+  std::optional<UnspecifiedEntry> largest() const {
+    std::optional<UnspecifiedEntry> found;
+    if (rows_.empty()) {
+      return found;
+    }
+    const at::Tensor elements = at::cat(elements_).to(at::kCPU);
+    const at::Tensor values = at::cat(values_).to(at::kCPU, at::kComplexDouble);
+    for (size_t k = 0; k < rows_.size(); ++k) {
+      const auto value = values.const_data_ptr<c10::complex<double>>()[k];
+      const double size = std::abs(value);
+      if (std::isnan(size) || size > (found ? std::abs(found->value) : 0.0)) {
+        found = UnspecifiedEntry{rows_[k], elements.const_data_ptr<int64_t>()[k], value};
+      }
+    }
+    return found;
+  }
+
+ private:
+  std::vector<int64_t> rows_;
+  std::vector<at::Tensor> elements_, values_;
+};
+using Unspecified = std::map<int64_t, UnspecifiedEntries>;  // by input
+
+void read_unspecified(const Unspecified& entries, GradientsMatch& match) {
+  const BelowAutograd guard;
+  for (const auto& [input, of_input] : entries) {
+    if (const auto largest = of_input.largest()) {
+      match.unspecified[input] = *largest;
+    }
+  }
+}
+
+// Lays gradients, divided by a power of two, end to end into rows[row] (float64, shape (count, coordinates
+// of all inputs)).
+void flatten_gradients(
+    const std::vector<at::Tensor>& gradients, const std::vector<InputBlock>& inputs, const at::Tensor& rows,
+    int64_t row, GradientsMatch& match, Unspecified& unspecified, double divisor = 1.0) {
+  int64_t end = 0;
+  for (size_t k = 0; k < inputs.size(); ++k) {
+    const at::Tensor& argument = inputs[k].argument;
+    const int64_t size = coordinate_count(inputs[k].origin);
+    const int64_t offset = end;
+    end += size;
+    at::Tensor gradient = gradients[k];
+    if (!gradient.defined()) {
+      rows.select(0, row).narrow(0, offset, size).zero_();
+      continue;
+    }
+    const bool same_size = gradient.sizes() == argument.sizes();
+    const bool same_dtype = gradient.scalar_type() == argument.scalar_type();
+    match.sizes = match.sizes && same_size;
+    match.dtypes = match.dtypes && same_dtype;
+    if (!same_size) {
+      rows.select(0, row).narrow(0, offset, size).zero_();
+      continue;
+    }
+    gradient = with_domain_of(inputs[k].origin, as_strided_layout(gradient));
+    if (inputs[k].elements.defined()) {
+      gradient = gradient.reshape({-1});
+      unspecified[static_cast<int64_t>(k)].add(gradient, inputs[k].elements, row);
+      gradient = gradient.index_select(0, inputs[k].elements);
+    }
+    flatten_into(rows, row, offset, size, gradient, divisor);
+  }
+}
+
+}  // namespace
+
+GradientsMatch vjp_coordinates(
+    const std::vector<at::Tensor>& outputs, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
+    int64_t gapped, int64_t expanded, const at::Tensor& gradients) {
+  GradientsMatch match;
+  Unspecified unspecified;
+  const std::vector<at::Tensor> arguments = arguments_of(inputs);
+  for (int64_t k = 0; k < cotangents.size(0); ++k) {
+    std::vector<at::Tensor> grad_outputs;
+    {
+      const BelowAutograd guard;
+      const at::Tensor cotangent = cotangents.select(0, k);
+      int64_t offset = 0;
+      for (const at::Tensor& output : outputs) {
+        const int64_t size = coordinate_count(output);
+        if (k >= cotangents.size(0) - expanded && size > 0) {
+          const at::Tensor value = at::empty({}, output.options());
+          unflatten_(value, cotangent.narrow(0, offset, coordinates_per_element(output)));
+          grad_outputs.push_back(value.expand(output.sizes()));
+        } else {
+          // Torch takes an empty tensor for contiguous, whatever its strides: backwards then trip over them.
+          grad_outputs.push_back(
+              k < gapped && size > 0 ? gapped_and_transposed(output)
+                                     : at::empty_like(output, {}, at::MemoryFormat::Contiguous));
+          unflatten_into(grad_outputs.back(), outputs.size() == 1 ? cotangent : cotangent.narrow(0, offset, size));
+        }
+        offset += size;
+      }
+    }
+    const std::vector<at::Tensor> found = vjp(outputs, arguments, grad_outputs, /*create_graph=*/false);
+    {
+      const BelowAutograd guard;
+      flatten_gradients(found, inputs, gradients, k, match, unspecified);
+    }
+    raise_if_interrupted();
+  }
+  read_unspecified(unspecified, match);
+  return match;
+}
+
+GradientsMatch vjp_rows(
+    const at::Tensor& output, const std::vector<InputBlock>& inputs, int64_t first, bool imaginary,
+    const at::Tensor& rows, const at::Tensor& repeated, double repeat_scale) {
+  GradientsMatch match;
+  Unspecified unspecified;
+  const int64_t width = coordinates_per_element(output);
+  at::Tensor cotangent;
+  {
+    const BelowAutograd guard;
+    cotangent = at::empty_like(output, {}, at::MemoryFormat::Contiguous);
+  }
+  const std::vector<at::Tensor> arguments = arguments_of(inputs);
+  const auto run = [&](int64_t i, double scale, const at::Tensor& into) {
+    // From zero every time: a backward may have written into the last one.
+    set_one_hot(cotangent, (first + i) * width + (imaginary ? 1 : 0), scale);
+    const std::vector<at::Tensor> gradients = vjp({output}, arguments, {cotangent}, /*create_graph=*/false);
+    const BelowAutograd guard;
+    flatten_gradients(gradients, inputs, into, i, match, unspecified, scale);
+  };
+  for (int64_t i = 0; i < rows.size(0); ++i) {
+    run(i, 1.0, rows);
+    if (i < repeated.size(0)) {
+      run(i, repeat_scale, repeated);
+    }
+    raise_if_interrupted();
+  }
+  const int64_t twice = repeated.size(0);
+  match.repeats = twice == 0 || at::equal(twice == rows.size(0) ? rows : rows.narrow(0, 0, twice), repeated);
+  read_unspecified(unspecified, match);
+  return match;
+}
+
+GradientsMatch vjp_groups(
+    const at::Tensor& output, const std::vector<InputBlock>& inputs, const Groups& groups, const at::Tensor& values,
+    int64_t n, int64_t repeated, double repeat_scale, bool expand) {
+  GradientsMatch match;
+  Unspecified unspecified;
+  const std::vector<at::Tensor> arguments = arguments_of(inputs);
+  const at::Tensor gradient = at::empty({1, n}, values.options());
+  const at::Tensor again = at::empty({1, n}, values.options());
+  const at::Tensor coordinates = groups.coordinates.to(values.device());  // once: a copy to a device waits for it
+  const auto run = [&](const at::Tensor& rows, double scale, const at::Tensor& into) {
+    at::Tensor cotangent;
+    {
+      const BelowAutograd guard;
+      if (!output.is_complex() && rows.numel() == output.numel()) {
+        // All rows: nothing to scatter.
+        cotangent = expand && scale != 1.0 ? at::full({}, scale, output.options()).expand(output.sizes())
+                                           : at::full(output.sizes(), scale, output.options());
+      } else {
+        const at::Tensor ones = at::full({rows.numel()}, scale, values.options());
+        cotangent = at::zeros_like(output.detach(), {}, at::MemoryFormat::Contiguous);
+        unflatten_(cotangent, at::zeros({coordinate_count(output)}, values.options()).index_copy_(0, rows, ones));
+      }
+    }
+    const std::vector<at::Tensor> gradients = vjp({output}, arguments, {cotangent}, /*create_graph=*/false);
+    const BelowAutograd guard;
+    flatten_gradients(gradients, inputs, into, 0, match, unspecified);
+    if (scale != 1.0) {
+      into.div_(scale);
+    }
+  };
+  for (int64_t g = 0; g < groups.count(); ++g) {
+    const at::Tensor rows = slice(coordinates, groups.starts, g);
+    run(rows, 1.0, gradient);
+    {
+      const BelowAutograd guard;
+      decompress_(
+          values, gradient.select(0, 0), std::nullopt, groups.positions, slice(groups.entries, groups.entry_starts, g));
+    }
+    if (g < repeated) {
+      run(rows, repeat_scale, again);
+      match.repeats = match.repeats && at::equal(gradient, again);
+    }
+    raise_if_interrupted();
+  }
+  read_unspecified(unspecified, match);
+  return match;
+}
+
+}  // namespace fastgrad
