@@ -64,6 +64,19 @@ PYBIND11_MODULE(_C, module) {
       .def_readonly("dtypes", &fastgrad::GradientsMatch::dtypes)
       .def_readonly("sizes", &fastgrad::GradientsMatch::sizes)
       .def_readonly("repeats", &fastgrad::GradientsMatch::repeats);
+  py::class_<fastgrad::WholeBackward::Rows>(module, "Rows")
+      .def_readonly("rows", &fastgrad::WholeBackward::Rows::rows)
+      .def_readonly("repeated", &fastgrad::WholeBackward::Rows::repeated)
+      .def_readonly("match", &fastgrad::WholeBackward::Rows::match);
+  py::class_<fastgrad::WholeBackward>(module, "WholeBackward")
+      .def_readonly("parts", &fastgrad::WholeBackward::parts)
+      .def_readonly("products", &fastgrad::WholeBackward::products)
+      .def_readonly("moved", &fastgrad::WholeBackward::moved)
+      .def_readonly("add_up", &fastgrad::WholeBackward::add_up)
+      .def_readonly("zeros", &fastgrad::WholeBackward::zeros)
+      .def_readonly("undefined", &fastgrad::WholeBackward::undefined)
+      .def_readonly("are_zero", &fastgrad::WholeBackward::are_zero)
+      .def_readonly("vjps", &fastgrad::WholeBackward::vjps);
   module.def("bucket", torch::wrap_pybind_function_no_gil(&fastgrad::bucket), py::arg("keys"), py::arg("count"));
   module.def(
       "color", torch::wrap_pybind_function_no_gil(&fastgrad::color), py::arg("starts"), py::arg("members"),
@@ -78,6 +91,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("direction_", torch::wrap_pybind_function_no_gil(&fastgrad::direction_));
   module.def("flatten_", torch::wrap_pybind_function(&fastgrad::flatten_));
   module.def("is_plain_zero", torch::wrap_pybind_function(&fastgrad::is_plain_zero));
+  module.def("largest_errors", torch::wrap_pybind_function(&fastgrad::largest_errors));
   module.def("project_rows_", torch::wrap_pybind_function_no_gil(&fastgrad::project_rows_));
   module.def("vjp", torch::wrap_pybind_function(&fastgrad::vjp));
   module.def("with_undefined_grads", torch::wrap_pybind_function(&fastgrad::with_undefined_grads));
@@ -85,4 +99,5 @@ PYBIND11_MODULE(_C, module) {
   module.def("vjp_coordinates", torch::wrap_pybind_function(&fastgrad::vjp_coordinates));
   module.def("vjp_groups", torch::wrap_pybind_function(&fastgrad::vjp_groups));
   module.def("vjp_rows", torch::wrap_pybind_function(&fastgrad::vjp_rows));
+  module.def("whole_backward", torch::wrap_pybind_function(&fastgrad::whole_backward));
 }

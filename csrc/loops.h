@@ -10,6 +10,7 @@
 #include <map>
 #include <optional>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 namespace fastgrad {
@@ -214,5 +215,35 @@ GradientsMatch vjp_rows(
 GradientsMatch vjp_groups(
     const at::Tensor& output, const std::vector<InputBlock>& inputs, const Groups& groups, const at::Tensor& values,
     int64_t n, int64_t repeated, double repeat_scale, bool expand);
+
+// What all VJPs of one small output gave.
+struct WholeBackward {
+  struct Rows {
+    at::Tensor rows, repeated;  // as vjp_rows writes them: all rows, and the first ones again
+    GradientsMatch match;
+  };
+  std::vector<Rows> parts;            // the imaginary parts of the output first; one of a real output
+  at::Tensor products;                // of the cotangents with all rows, as vjp_coordinates writes them
+  bool moved = false;                 // a second run of the first product gave another
+  bool add_up = true;                 // and were seen, of a real output on the CPU, to be what the rows add up to
+  std::vector<at::Tensor> zeros;      // gradients of zeros
+  std::vector<at::Tensor> undefined;  // and of an undefined grad_output, where asked for
+  bool are_zero = true;               // both were seen to be zero, and like their inputs
+  int64_t vjps = 0;
+};
+
+// Runs them: of zeros, undefined, one-hot as in vjp_rows, and `cotangents` (float64, shape (count, coordinates of
+// output)), gapped the first and expanded the last; none of these, no products. What the rows add up to may differ
+// by atol, and by rtol of the largest sum.
+WholeBackward whole_backward(
+    const at::Tensor& output, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents, int64_t repeated,
+    double repeat_scale, bool undefined, double atol, double rtol);
+
+// The largest absolute and relative error of each input in a small Jacobian of a real output; nothing where an entry
+// is wrong, by its input's atol and rtol. rows: analytical, shape (m, n); columns: numerical, shape (n, m); both
+// float64, contiguous, on the CPU.
+std::optional<std::vector<std::pair<double, double>>> largest_errors(
+    const at::Tensor& rows, const at::Tensor& columns, const std::vector<InputBlock>& inputs,
+    const std::vector<double>& atol, const std::vector<double>& rtol);
 
 }  // namespace fastgrad

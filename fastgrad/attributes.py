@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,9 +20,16 @@ BATCH = 2
 
 
 @phase("zero grad_output")
-def check_zero_grad_output(problem: Problem, settings: Settings) -> Failure | None:
-    """A zero grad_output must give zero gradients, each with its input's layout, dtype, device and size."""
-    for block, gradient in zip(problem.inputs, problem.zero_gradients(problem.graph()), strict=True):
+def check_zero_grad_output(
+    problem: Problem, settings: Settings, gradients: Sequence[Tensor | None] | None = None
+) -> Failure | None:
+    """A zero grad_output must give zero gradients, each with its input's layout, dtype, device and size.
+
+    gradients: those that it gave, where they are at hand.
+    """
+    if gradients is None:
+        gradients = problem.zero_gradients(problem.graph())
+    for block, gradient in zip(problem.inputs, gradients, strict=True):
         if gradient is not None and not _native.is_plain_zero(gradient, block.tensor):
             failure = _attribute_failure(block, gradient, settings.masked)
             if failure is not None:
@@ -71,8 +78,13 @@ def _is_zero(gradient: Tensor, masked: bool = False) -> bool:
 
 
 @phase("undefined grad_outputs")
-def check_undefined_grads(problem: Problem) -> Failure | None:
-    """Undefined grad_outputs, all of them and then one at a time, must work and count as zeros."""
+def check_undefined_grads(problem: Problem, gradients: Sequence[Tensor | None] | None = None) -> Failure | None:
+    """Undefined grad_outputs, all of them and then one at a time, must work and count as zeros.
+
+    gradients: those of the only output, where they are at hand.
+    """
+    if gradients is not None:
+        return _undefined_failure(problem, gradients)
     outputs = problem.graph()
     undefined = _native.with_undefined_grads(outputs)
     trials = [undefined]
@@ -83,9 +95,16 @@ def check_undefined_grads(problem: Problem) -> Failure | None:
             gradients = problem.zero_gradients(trial)
         except RuntimeError as error:
             return Failure("undefined grad raises", cause=error)
-        for block, gradient in zip(problem.inputs, gradients, strict=True):
-            if gradient is not None and not _native.is_plain_zero(gradient, block.tensor) and not _is_zero(gradient):
-                return Failure("undefined grad not zero", input=block.index, input_position=block.position)
+        failure = _undefined_failure(problem, gradients)
+        if failure is not None:
+            return failure
+    return None
+
+
+def _undefined_failure(problem: Problem, gradients: Sequence[Tensor | None]) -> Failure | None:
+    for block, gradient in zip(problem.inputs, gradients, strict=True):
+        if gradient is not None and not _native.is_plain_zero(gradient, block.tensor) and not _is_zero(gradient):
+            return Failure("undefined grad not zero", input=block.index, input_position=block.position)
     return None
 
 

@@ -36,6 +36,8 @@ from fastgrad.problem import Problem
 from fastgrad.report import Certificate, Failure, Part, Settings, Tolerances
 from fastgrad.tolerances import ROUNDING
 
+ALL_KINDS = GAPPED, HALVED, EXPANDED
+
 RERUNS = 3
 """Further runs of a VJP that was not what it should have been to the last bit: what moves every third time shows."""
 
@@ -47,6 +49,11 @@ def linearity_certificate(claim: str, kinds: tuple[int, ...], bound: float) -> C
     """What cotangents of some kinds vouch for, once v^T J was found to be their VJP."""
     names = ", ".join(_KINDS_IN_SHORT[kind] for kind in kinds)
     return Certificate(claim, f"v^T J against the VJP of v, {len(kinds)} cotangents: {names}", bound)
+
+
+def linear_backward(kinds: tuple[int, ...], bound: float) -> Certificate:
+    """That a backward is linear."""
+    return linearity_certificate("backward is linear in grad_output", kinds, bound)
 
 
 def moving_repeat(problem: Problem, block: JacobianBlock, settings: Settings) -> Failure | None:
@@ -186,6 +193,19 @@ def _disagreement(
     return which, component, allowed
 
 
+def proof_cotangents(m: int, seed: int, device: torch.device, kinds: tuple[int, ...] = ALL_KINDS) -> Tensor:
+    """The cotangents of a `LinearityProof`: float64, shape (kinds, m)."""
+    cotangents = torch.empty(len(kinds), m, dtype=torch.float64, device=device)
+    for kind, cotangent in zip(kinds, cotangents.unbind(), strict=True):
+        if kind == EXPANDED:
+            cotangent.fill_(EXPANDED_VALUE)
+        else:
+            ops.direction_(cotangent, seed, COTANGENT_STREAM, 0, kind == HALVED)
+        if kind == HALVED:
+            cotangent.mul_(REPEAT_SCALE)
+    return cotangents
+
+
 class LinearityProof:
     """v^T J against the VJP of v, for three v in R^m over all outputs at once.
 
@@ -201,7 +221,7 @@ class LinearityProof:
         settings: Settings,
         rows_repeated: bool,
         moving: Callable[[], Failure | None],
-        kinds: tuple[int, ...] = (GAPPED, HALVED, EXPANDED),
+        kinds: tuple[int, ...] = ALL_KINDS,
     ) -> None:
         """With whether all rows were run twice, who runs all of them twice where one may move, and which v."""
         self._problem = problem
@@ -209,32 +229,19 @@ class LinearityProof:
         self._rows_repeated = rows_repeated
         self._moving = moving
         self._kinds = kinds
-        self._cotangents = torch.empty(len(kinds), problem.m, dtype=torch.float64, device=problem.device)
-        for kind, cotangent in zip(kinds, self._cotangents.unbind(), strict=True):
-            if kind == EXPANDED:
-                cotangent.fill_(EXPANDED_VALUE)
-            else:
-                ops.direction_(cotangent, settings.seed, COTANGENT_STREAM, 0, kind == HALVED)
-            if kind == HALVED:
-                cotangent.mul_(REPEAT_SCALE)
+        self._cotangents = proof_cotangents(problem.m, settings.seed, problem.device, kinds)
         both = torch.zeros(2, len(kinds), problem.n, dtype=torch.float64, device=problem.device)
         self._sums, self._squares = both.unbind()
         self._gradients: Tensor | None = None
         self._moved = False
-        self._error: Exception | None = None
 
-    def run_ahead(self) -> None:
-        """Takes the VJPs now; an error is raised where they are needed."""
-        try:
-            self.gradients()
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            self._error = error
+    def take(self, gradients: Tensor, moved: bool) -> None:
+        """Takes over the VJPs of the cotangents, and whether the first one, run again, was another."""
+        self._gradients, self._moved = gradients, moved
 
     def certificate(self) -> Certificate:
         """What it vouches for where it found no failure."""
-        return linearity_certificate("backward is linear in grad_output", self._kinds, self._settings.atol)
+        return linear_backward(self._kinds, self._settings.atol)
 
     def add(self, block: JacobianBlock) -> None:
         """Takes a block of analytical rows into v^T J."""
@@ -262,8 +269,6 @@ class LinearityProof:
 
     def gradients(self) -> Tensor:
         """The VJPs of the cotangents: float64, shape (3, n)."""
-        if self._error is not None:
-            raise self._error
         if self._gradients is None:
             self._gradients = self._vjps()
             if self._kinds[0] == GAPPED and not self._rows_repeated:

@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastgrad._native import WholeBackward
 from fastgrad._version import __version__
 from fastgrad.attributes import (
     check_batched_gradients,
@@ -38,10 +39,9 @@ from fastgrad.plan import (
 from fastgrad.problem import Problem, as_tuple, disabled_gradients
 from fastgrad.progress import Progress
 from fastgrad.report import Certificate, Environment, Failure, Part, Plan, Report, Sample, Settings
+from fastgrad.small import agrees, is_small, whole_backward
 from fastgrad.stopwatch import Stopwatch
 from fastgrad.trial import RefusedError
-
-Result = TypeVar("Result")
 
 TIMED_COLUMNS = 12
 TIMED_SECONDS = 1e-3
@@ -136,48 +136,27 @@ def _scales(settings: Settings) -> list[tuple[float, float]]:
 
 
 def _first_failure(problem: Problem, settings: Settings, findings: Findings) -> tuple[Plan, Failure | None]:
-    attributes: Callable[[], Failure | None] = partial(_attribute_failure, problem, settings)
+    backward: WholeBackward | None = None
+    early: Exception | None = None
     if sketches(problem, settings):
         plan, failure = make_sketch_plan(settings), _screened(problem, settings, findings)
     else:
-        if _keeps_first_graph(problem, settings):
-            attributes = _ahead(attributes)
-        plan, failure = _exact(problem, settings, findings)
+        if is_small(problem, settings):
+            try:
+                backward = whole_backward(problem, settings)
+            except (MemoryError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                early = error
+        plan, failure = _exact(problem, settings, findings, backward)
     if failure is None and problem.has_graph:
-        failure = attributes()
+        failure = _attribute_failure(problem, settings, backward)
+    if failure is None and early is not None:
+        raise early  # of a backward that did not raise again, in its turn
     return plan, failure
 
 
-def _keeps_first_graph(problem: Problem, settings: Settings) -> bool:
-    """Whether all of backward is run ahead of the differences: func need not be evaluated for it again.
-
-    Not where there are several outputs: one is judged before the next is differentiated.
-    """
-    return (
-        problem.has_graph
-        and settings.check_backward_ad
-        and not settings.check_forward_ad
-        and len(problem.outputs) == 1
-        and not looks_first(problem, settings)
-    )
-
-
-def _ahead(compute: Callable[[], Result]) -> Callable[[], Result]:
-    """Computes something before its turn; an error is raised in its turn."""
-    try:
-        result = compute()
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        return partial(_raise, error)
-    return lambda: result
-
-
-def _raise(error: Exception) -> NoReturn:
-    raise error
-
-
-def _attribute_failure(problem: Problem, settings: Settings) -> Failure | None:
+def _attribute_failure(problem: Problem, settings: Settings, backward: WholeBackward | None) -> Failure | None:
     """What must hold beside the Jacobians."""
     failure = None
     if settings.check_forward_ad and settings.check_undefined_grad:
@@ -188,15 +167,22 @@ def _attribute_failure(problem: Problem, settings: Settings) -> Failure | None:
         return failure
     if settings.check_batched_grad:
         failure = check_batched_gradients(problem, settings)
+    if backward is not None and backward.are_zero:
+        return failure
     if failure is None:
-        failure = check_zero_grad_output(problem, settings)
+        failure = check_zero_grad_output(problem, settings, backward.zeros if backward else None)
     if failure is None and settings.check_undefined_grad:
-        failure = check_undefined_grads(problem)
+        failure = check_undefined_grads(problem, backward.undefined if backward else None)
     return failure
 
 
-def _exact(problem: Problem, settings: Settings, findings: Findings) -> tuple[Plan, Failure | None]:
-    """Every entry of every Jacobian: on a pattern, if there is one that repays, or all of them."""
+def _exact(
+    problem: Problem, settings: Settings, findings: Findings, backward: WholeBackward | None = None
+) -> tuple[Plan, Failure | None]:
+    """Every entry of every Jacobian: on a pattern, if there is one that repays, or all of them.
+
+    backward: of a small problem, where it is at hand.
+    """
     look = first_look(problem, settings) if looks_first(problem, settings) else None
     if look is not None and tries_structure(problem, settings, look):
         from fastgrad.exact import check_by_structure  # only here: importing fastgrad is to cost little
@@ -207,7 +193,7 @@ def _exact(problem: Problem, settings: Settings, findings: Findings) -> tuple[Pl
     plan = make_plan(problem, settings, look)
     calls = 2 * problem.n + problem.m
     problem.progress.start(calls, dense_seconds(problem, look) if look else 0.0, f"{calls} calls")
-    judge = _jacobian_failure if problem.has_graph else _nonzero_numerical
+    judge = partial(_jacobian_failure, backward=backward) if problem.has_graph else _nonzero_numerical
     if plan.batch is not None or plan.replayed:
         own = Findings()
         try:
@@ -281,23 +267,28 @@ def _nonzero_numerical(problem: Problem, plan: Plan, settings: Settings, finding
     return None
 
 
-def _jacobian_failure(problem: Problem, plan: Plan, settings: Settings, findings: Findings) -> Failure | None:
+def _jacobian_failure(
+    problem: Problem, plan: Plan, settings: Settings, findings: Findings, backward: WholeBackward | None = None
+) -> Failure | None:
     """The Jacobians, pass by pass over numerical columns; reverse mode is judged before forward mode."""
     nothing_to_compare = not problem.n and all(block.elements is None for block in problem.inputs)
     if not problem.m or nothing_to_compare:
         return None
+    columns_at_hand = dense.numerical_columns(problem, plan, settings)
+    if backward is not None:
+        columns = problem.difference_columns(0, problem.n, settings.eps, plan.record_graph)
+        if agrees(problem, settings, backward, columns, findings):
+            return None
+        columns_at_hand = iter([(0, columns)])
     rows_repeated = all(output.tensor.numel() <= REPEATED_ROWS for output in problem.outputs)
     moving = partial(moving_row, problem, settings, plan.rows_per_block)
     proof = LinearityProof(problem, settings, rows_repeated, moving) if problem.m > 1 else None
     forward = ForwardComparison(problem, plan, settings, findings) if settings.check_forward_ad else None
-    ahead = None
-    if _keeps_first_graph(problem, settings) and dense.is_one_block(problem, plan):
-        ahead = _ahead(partial(dense.all_rows, problem))
-        if proof is not None:
-            proof.run_ahead()
-    for first, columns in dense.numerical_columns(problem, plan, settings):
+    if backward is not None and proof is not None:
+        proof.take(backward.products, backward.moved)
+    for first, columns in columns_at_hand:
         if settings.check_backward_ad:
-            for blocks in dense.row_blocks(problem, plan, first, columns, ahead):
+            for blocks in dense.row_blocks(problem, plan, first, columns, backward):
                 failure = _judge(problem, plan, blocks, settings, proof, findings)
                 if failure is not None:
                     return failure

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastgrad.coordinates import Block
 from fastgrad.exact import numerical_entries
-from fastgrad.plan import FirstLook, first_look
+from fastgrad.plan import COLUMNS_WORTH_PROBING, FirstLook, first_look
 from fastgrad.problem import Problem
 from fastgrad.refine import extrapolate, refine
 from fastgrad.report import Settings
@@ -58,8 +58,9 @@ class Differences:
 
 def jacobian_by_differences(func: Callable[..., Any], inputs: Sequence[Tensor]) -> Differences:
     """The Jacobian of func, a tuple of Tensors, at strided inputs: about 40 evaluations a group of columns."""
-    settings = Settings()
     with _problem(func, inputs) as problem:
+        # A refined column takes forty evaluations: any structure repays them.
+        settings = Settings(engine="compressed" if problem.n >= COLUMNS_WORTH_PROBING else "auto")
         columns: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         found = None
         if problem.n and problem.m:

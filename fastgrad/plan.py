@@ -242,6 +242,12 @@ def pays_to_compress(problem: Problem, settings: Settings, columns: int, rows: i
     return 2 * columns + analytical + CERTIFICATE_COST < 0.8 * (2 * problem.n + VJP_COST * problem.m)
 
 
+def is_one_block(problem: Problem, settings: Settings) -> bool:
+    """Whether the dense engine has one block of rows, and one pass over the columns."""
+    size = 8 * max(1, problem.n) * max(1, problem.m)
+    return size <= BLOCK_BYTES and size <= _memory_limit(settings, size)
+
+
 def make_plan(problem: Problem, settings: Settings, look: FirstLook | None) -> Plan:
     """The plan of the dense engine for a problem whose outputs are known; look: where there was one.
 

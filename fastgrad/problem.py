@@ -525,6 +525,49 @@ class Problem:
         self.progress.step(count + repeated)
         return rows, again, match
 
+    @phase("backward")
+    def whole_backward(
+        self, cotangents: Tensor, repeated: int, scale: float, undefined: bool, atol: float, rtol: float
+    ) -> _native.WholeBackward:
+        """All VJPs of a check of one small output, at once.
+
+        Parameters
+        ----------
+        cotangents
+            As of `vjp`, the first gapped and the last expanded; or none.
+        repeated, scale
+            As of `analytical_rows`.
+        undefined
+            Whether to run an undefined grad_output, too.
+        atol, rtol
+            Up to which the products of the cotangents are what the rows add up to; rtol of the largest sum.
+        """
+        graph = self.graph()[0]
+        whole = _native.whole_backward(graph, self._natives, cotangents, repeated, scale, undefined, atol, rtol)
+        self.vjps += whole.vjps
+        self.progress.step(whole.vjps)
+        return whole
+
+    @phase("comparison")
+    def largest_errors(
+        self, rows: Tensor, columns: Tensor, atol: Sequence[float], rtol: Sequence[float]
+    ) -> list[tuple[float, float]] | None:
+        """The largest absolute and relative error of each input in a small Jacobian of a real output on the CPU.
+
+        Parameters
+        ----------
+        rows, columns
+            All analytical rows, float64, shape (m, n), and all numerical columns, float64, shape (n, m).
+        atol, rtol
+            Of each input.
+
+        Returns
+        -------
+        list
+            None where an entry is wrong.
+        """
+        return _native.largest_errors(rows, columns, self._natives, atol, rtol)
+
     def vjp(self, cotangents: Tensor, gapped: int = 0, expanded: int = 0, only: Block | None = None) -> Tensor:
         """V J for rows of cotangents, one VJP a row.
 

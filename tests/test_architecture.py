@@ -14,7 +14,7 @@ FLOORS = {
     0: ["_build", "_native", "_torch", "_version", "errors", "report", "stopwatch"],
     1: ["coloring", "coordinates", "directions", "graphs", "problem", "progress", "sparsity", "tolerances"],
     2: ["attributes", "certify", "compare", "engines", "engines.compressed", "engines.dense", "engines.sketch"],
-    3: ["check", "evidence", "exact", "fast", "matrices", "second_order"],
+    3: ["check", "evidence", "exact", "fast", "matrices", "second_order", "small"],
     4: ["api", "differences", "forms", "jacobians", "messages", "numerical", "reference"],
     5: ["__init__", "__main__", "cli", "demo", "functional", "patching", "pytest_plugin", "render"],
 }
@@ -36,7 +36,7 @@ NEIGHBORS = {
     "engines.compressed": {"engines"},
     "engines.dense": {"engines"},
     "engines.sketch": {"compare", "engines"},
-    "check": {"evidence", "exact", "fast"},
+    "check": {"evidence", "exact", "fast", "small"},
     "diagnose": {"places", "rearranged"},
     "confirm": {"compare", "locate", "refine"},
     "linear_map": {"coordinates", "directions"},

@@ -5,13 +5,13 @@ Numerical columns are held, as many as the memory limit admits; analytical rows 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from fastgrad import trial
-from fastgrad._native import GradientsMatch
+from fastgrad._native import GradientsMatch, WholeBackward
 from fastgrad.coordinates import Block
 from fastgrad.engines import REPEAT_SCALE, REPEATED_ROWS, JacobianBlock, TangentBlock, row_parts
 from fastgrad.problem import Problem
@@ -21,36 +21,23 @@ Rows = tuple[Tensor, Tensor, GradientsMatch]
 """What `Problem.analytical_rows` returns."""
 
 
-def is_one_block(problem: Problem, plan: Plan) -> bool:
-    """Whether a Jacobian of one output is a single block, and a single pass over numerical columns."""
-    return problem.m <= plan.rows_per_block and problem.n <= plan.columns_per_pass
-
-
-def all_rows(problem: Problem) -> dict[Part, Rows]:
-    """The rows of the only output, part by part, for `row_blocks`: before the differences, from the graph at hand."""
-    inputs = list(problem.inputs)
-    return {
-        part: _rows(problem, output, part, 0, output.tensor.numel(), inputs)
-        for output, part in row_parts(problem.outputs)
-    }
-
-
 def row_blocks(
     problem: Problem,
     plan: Plan,
     first: int,
     columns: Tensor,
-    ahead: Callable[[], Mapping[Part, Rows]] | None = None,
+    backward: WholeBackward | None = None,
 ) -> Iterator[Iterator[JacobianBlock]]:
     """One pass of reverse mode: all rows against the numerical columns from `first` on.
 
     In torch's order of judging: by output and part, one iterator each, that nothing of the next is
     computed before one is judged; then rows, input. Costs one evaluation, m VJPs, and one more for each
-    row that is repeated.
+    row that is repeated; nothing where backward holds all of them.
     """
     inputs = _inputs_within(problem, first, columns)
-    for output, part in row_parts(problem.outputs):
-        rows = ahead()[part] if ahead else None
+    for number, (output, part) in enumerate(row_parts(problem.outputs)):
+        known = backward.parts[number] if backward is not None else None
+        rows = (known.rows, known.repeated, known.match) if known is not None else None
         yield _row_blocks(problem, plan, output, part, inputs, first, columns, rows)
 
 
@@ -130,7 +117,7 @@ def _row_blocks(
     inputs: list[Block],
     first: int,
     columns: Tensor,
-    ahead: Rows | None,
+    known: Rows | None,
 ) -> Iterator[JacobianBlock]:
     width = output.width
     offset = output.first + (1 if part == "imaginary" else 0)
@@ -141,7 +128,7 @@ def _row_blocks(
     elements = output.tensor.numel()
     for row in range(0, elements, plan.rows_per_block):
         count = min(plan.rows_per_block, elements - row)
-        rows, repeated, match = ahead or _rows(problem, output, part, row, count, inputs)
+        rows, repeated, match = known or _rows(problem, output, part, row, count, inputs)
         unspecified = match.unspecified
         held = numerical if count == elements else numerical.narrow(0, row, count)
         start = 0
