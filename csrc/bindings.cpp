@@ -70,11 +70,11 @@ PYBIND11_MODULE(_C, module) {
       .def_readonly("match", &fastgrad::WholeBackward::Rows::match);
   py::class_<fastgrad::WholeBackward>(module, "WholeBackward")
       .def_readonly("parts", &fastgrad::WholeBackward::parts)
+      .def_readonly("vectorized", &fastgrad::WholeBackward::vectorized)
       .def_readonly("products", &fastgrad::WholeBackward::products)
       .def_readonly("moved", &fastgrad::WholeBackward::moved)
       .def_readonly("add_up", &fastgrad::WholeBackward::add_up)
       .def_readonly("zeros", &fastgrad::WholeBackward::zeros)
-      .def_readonly("undefined", &fastgrad::WholeBackward::undefined)
       .def_readonly("are_zero", &fastgrad::WholeBackward::are_zero)
       .def_readonly("vjps", &fastgrad::WholeBackward::vjps);
   module.def("bucket", torch::wrap_pybind_function_no_gil(&fastgrad::bucket), py::arg("keys"), py::arg("count"));
@@ -93,6 +93,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("is_plain_zero", torch::wrap_pybind_function(&fastgrad::is_plain_zero));
   module.def("largest_errors", torch::wrap_pybind_function(&fastgrad::largest_errors));
   module.def("project_rows_", torch::wrap_pybind_function_no_gil(&fastgrad::project_rows_));
+  module.def("runs_no_python", torch::wrap_pybind_function(&fastgrad::runs_no_python));
   module.def("vjp", torch::wrap_pybind_function(&fastgrad::vjp));
   module.def("with_undefined_grads", torch::wrap_pybind_function(&fastgrad::with_undefined_grads));
   module.def("vjp_of_zeros", torch::wrap_pybind_function(&fastgrad::vjp_of_zeros));

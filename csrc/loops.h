@@ -216,34 +216,41 @@ GradientsMatch vjp_groups(
     const at::Tensor& output, const std::vector<InputBlock>& inputs, const Groups& groups, const at::Tensor& values,
     int64_t n, int64_t repeated, double repeat_scale, bool expand);
 
-// What all VJPs of one small output gave.
+// Whether no Python runs in the backward of `outputs`: no hooks, no Function of the user's. Such code may take one
+// grad_output at a time only, and count on being called for each.
+bool runs_no_python(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs);
+
+// What all VJPs of a small problem gave.
 struct WholeBackward {
   struct Rows {
     at::Tensor rows, repeated;  // as vjp_rows writes them: all rows, and the first ones again
     GradientsMatch match;
   };
-  std::vector<Rows> parts;            // the imaginary parts of the output first; one of a real output
-  at::Tensor products;                // of the cotangents with all rows, as vjp_coordinates writes them
-  bool moved = false;                 // a second run of the first product gave another
-  bool add_up = true;                 // and were seen, of a real output on the CPU, to be what the rows add up to
-  std::vector<at::Tensor> zeros;      // gradients of zeros
-  std::vector<at::Tensor> undefined;  // and of an undefined grad_output, where asked for
-  bool are_zero = true;               // both were seen to be zero, and like their inputs
+  std::vector<Rows> parts;  // output by output, the imaginary parts of complex ones; then their real parts
+  bool vectorized = false;  // some rows, but those that are repeated, are from one VJP of all of them
+  at::Tensor products;      // of the cotangents with all rows, as vjp_coordinates writes them
+  bool moved = false;       // a second run of the first product gave another
+  bool add_up = true;       // the products were seen, on the CPU, to be what the rows add up to
+  // Gradients of zeros; where asked for, of undefined grad_outputs of all outputs and, if there are several, of one
+  // after the other.
+  std::vector<std::vector<at::Tensor>> zeros;
+  bool are_zero = true;  // all of these were seen to be zero, and like their inputs
   int64_t vjps = 0;
 };
 
 // Runs them: of zeros, undefined, one-hot as in vjp_rows, and `cotangents` (float64, shape (count, coordinates of
-// output)), gapped the first and expanded the last; none of these, no products. What the rows add up to may differ
-// by atol, and by rtol of the largest sum.
+// all outputs)), gapped the first and expanded the last; none of these, no products. What the rows add up to may
+// differ by atol, and by rtol of the largest sum. From `vectorized` rows of an output on (0: never) those that are
+// not repeated are one vectorized VJP, if it can be vectorized.
 WholeBackward whole_backward(
-    const at::Tensor& output, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents, int64_t repeated,
-    double repeat_scale, bool undefined, double atol, double rtol);
+    const std::vector<at::Tensor>& outputs, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
+    int64_t repeated, double repeat_scale, bool undefined, int64_t vectorized, double atol, double rtol);
 
-// The largest absolute and relative error of each input in a small Jacobian of a real output; nothing where an entry
-// is wrong, by its input's atol and rtol. rows: analytical, shape (m, n); columns: numerical, shape (n, m); both
-// float64, contiguous, on the CPU.
+// The largest absolute and relative error of each input in some rows of a small Jacobian; nothing where an entry is
+// wrong, by its input's atol and rtol. rows: analytical, of outputs first_row + i row_step, shape (rows, n); columns:
+// numerical, shape (n, m); both float64, contiguous, on the CPU.
 std::optional<std::vector<std::pair<double, double>>> largest_errors(
-    const at::Tensor& rows, const at::Tensor& columns, const std::vector<InputBlock>& inputs,
-    const std::vector<double>& atol, const std::vector<double>& rtol);
+    const at::Tensor& rows, const at::Tensor& columns, int64_t first_row, int64_t row_step,
+    const std::vector<InputBlock>& inputs, const std::vector<double>& atol, const std::vector<double>& rtol);
 
 }  // namespace fastgrad

@@ -1,17 +1,27 @@
-// All VJPs of a check of one small output, in one call.
+// All VJPs of a check of a small problem, in one call.
 #include "loops.h"
 
 #include "kernels/comparison.h"
 #include "ops/project_rows.h"
 #include "rows.h"
 
+#include <ATen/LegacyVmapMode.h>
+#include <ATen/ops/_add_batch_dim.h>
+#include <ATen/ops/_remove_batch_dim.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
+#include <ATen/ops/view_as_real.h>
 #include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/Exceptions.h>
 
 #include <algorithm>
 #include <cmath>
-#include <initializer_list>
+#include <string_view>
+#include <typeinfo>
+#include <unordered_set>
 #include <utility>
 
 namespace fastgrad {
@@ -37,68 +47,237 @@ bool are_close(const at::Tensor& left, const at::Tensor& right, double atol, dou
   return std::equal(a, a + left.numel(), b, [=](double x, double y) { return std::abs(x - y) <= tolerance; });
 }
 
+// Whether a node is a Function of Python; its type is hidden in torch's library, all but the name.
+bool is_python(const torch::autograd::Node& node) {
+  return std::string_view(typeid(node).name()).find("PyNode") != std::string_view::npos;
+}
+
+// torch's own level of vectorization, as torch.autograd.grad takes it for is_grads_batched.
+class BatchLevel {
+ public:
+  BatchLevel() : level(at::impl::VmapMode::increment_nesting()) {}
+  BatchLevel(const BatchLevel&) = delete;
+  BatchLevel& operator=(const BatchLevel&) = delete;
+  ~BatchLevel() { at::impl::VmapMode::decrement_nesting(); }
+
+  const int64_t level;
+};
+
+// Drops warnings: that an operator has no batching rule, and takes one row at a time, is none of the user's business.
+class Silence : public c10::WarningHandler {
+ public:
+  void process(const c10::Warning&) override {}
+};
+
+// Rows first, ..., of one output as vjp_rows gives them, up to rounding, all of them from one vectorized VJP.
+void take_vectorized_rows(
+    const at::Tensor& output, const std::vector<InputBlock>& inputs, const std::vector<at::Tensor>& arguments,
+    int64_t first, bool imaginary, const at::Tensor& rows, GradientsMatch& match) {
+  const int64_t count = rows.size(0) - first;
+  std::vector<int64_t> sizes = output.sizes().vec();
+  sizes.insert(sizes.begin(), count);
+  at::Tensor cotangents;
+  {
+    const BelowAutograd guard;
+    cotangents = at::zeros({count, output.numel()}, output.options());
+    cotangents.diagonal(first).fill_(imaginary ? c10::Scalar(c10::complex<double>(0, 1)) : c10::Scalar(1));
+    cotangents = cotangents.view(sizes);
+  }
+  std::vector<at::Tensor> gradients;
+  {
+    Silence silence;
+    const c10::WarningUtils::WarningHandlerGuard guard(&silence);
+    const BatchLevel batch;
+    gradients = vjp({output}, arguments, {at::_add_batch_dim(cotangents, 0, batch.level)}, /*create_graph=*/false);
+    for (at::Tensor& gradient : gradients) {
+      gradient = gradient.defined() ? at::_remove_batch_dim(gradient, batch.level, count, 0) : gradient;
+    }
+  }
+  const BelowAutograd guard;
+  int64_t offset = 0;
+  for (size_t k = 0; k < inputs.size(); ++k) {
+    const at::Tensor& origin = inputs[k].origin;
+    const int64_t size = coordinate_count(origin);
+    const at::Tensor target = rows.narrow(0, first, count).narrow(1, offset, size);
+    offset += size;
+    if (!gradients[k].defined()) {
+      target.zero_();
+      continue;
+    }
+    match.dtypes = match.dtypes && gradients[k].scalar_type() == origin.scalar_type();
+    match.sizes = match.sizes && gradients[k].sizes().slice(1) == origin.sizes();
+    if (!match.sizes) {
+      return;
+    }
+    const at::Tensor values = with_domain_of(origin, as_strided_layout(gradients[k])).contiguous();
+    target.copy_((values.is_complex() ? at::view_as_real(values) : values).reshape({count, size}));
+  }
+}
+
+// The same; false where the backward cannot be vectorized, which only trying tells.
+bool vectorizes(
+    const at::Tensor& output, const std::vector<InputBlock>& inputs, const std::vector<at::Tensor>& arguments,
+    int64_t first, bool imaginary, const at::Tensor& rows, GradientsMatch& match) {
+  try {
+    take_vectorized_rows(output, inputs, arguments, first, imaginary, rows, match);
+    return true;
+  } catch (const c10::OutOfMemoryError&) {
+    throw;
+  } catch (const c10::Error&) {
+    return false;
+  } catch (const python_error&) {  // of hooks on saved tensors; the engine has set it
+    if (!PyErr_ExceptionMatches(PyExc_Exception) || PyErr_ExceptionMatches(PyExc_MemoryError)) {
+      throw;
+    }
+    PyErr_Clear();
+    return false;
+  }
+}
+
+// Whether the products are what the rows of all outputs add up to.
+bool add_up(
+    const WholeBackward& whole, const std::vector<at::Tensor>& outputs, const at::Tensor& cotangents, double atol,
+    double rtol) {
+  if (!whole.products.is_cpu()) {
+    return false;  // to be seen by operators, which do not wait for the device
+  }
+  const at::Tensor sums = at::zeros({2, cotangents.size(0), whole.products.size(1)}, whole.products.options());
+  const at::Tensor totals = sums.select(0, 0);
+  const at::Tensor squares = sums.select(0, 1);
+  size_t part = 0;
+  for (const bool real_parts : {false, true}) {
+    int64_t first = 0;
+    for (const at::Tensor& output : outputs) {
+      const int64_t width = coordinates_per_element(output);
+      if (!real_parts || width == 2) {
+        const int64_t own = first + (width == 2 && !real_parts ? 1 : 0);
+        project_rows_(totals, squares, cotangents, whole.parts[part++].rows, own, width, 0);
+      }
+      first += coordinate_count(output);
+    }
+  }
+  return are_close(whole.products, totals, atol, rtol);
+}
+
 }  // namespace
 
+bool runs_no_python(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) {
+  using torch::autograd::Node;
+  constexpr size_t most_nodes = 1000;  // a longer way is no small backward
+  const bool hooked = std::any_of(inputs.begin(), inputs.end(), [](const at::Tensor& input) {
+    return !torch::autograd::impl::hooks(input).empty();
+  });
+  if (hooked) {
+    return false;
+  }
+  std::vector<Node*> open;
+  std::unordered_set<Node*> seen;
+  const auto visit = [&](Node* node) {
+    if (node != nullptr && seen.insert(node).second) {
+      open.push_back(node);
+    }
+  };
+  for (const at::Tensor& output : outputs) {
+    visit(output.grad_fn().get());
+  }
+  while (!open.empty()) {
+    Node* const node = open.back();
+    open.pop_back();
+    const bool hooks = !node->pre_hooks().empty() || !node->post_hooks().empty() || !node->tensor_pre_hooks().empty() ||
+                       !node->retains_grad_hooks().empty();
+    if (hooks || is_python(*node) || seen.size() > most_nodes) {
+      return false;
+    }
+    for (const torch::autograd::Edge& edge : node->next_edges()) {
+      visit(edge.function.get());
+    }
+  }
+  return true;
+}
+
 WholeBackward whole_backward(
-    const at::Tensor& output, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents, int64_t repeated,
-    double repeat_scale, bool undefined, double atol, double rtol) {
+    const std::vector<at::Tensor>& outputs, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
+    int64_t repeated, double repeat_scale, bool undefined, int64_t vectorized, double atol, double rtol) {
   WholeBackward whole;
-  const auto count = [&](int64_t vjps) { whole.vjps += vjps; };
   std::vector<at::Tensor> arguments;
   int64_t n = 0;
   for (const InputBlock& input : inputs) {
     arguments.push_back(input.argument);
     n += coordinate_count(input.origin);
   }
-  whole.zeros = vjp_of_zeros({output}, arguments);
-  count(1);
-  whole.are_zero = are_plain_zeros(whole.zeros, arguments);
+  const auto take_zeros = [&](const std::vector<at::Tensor>& trial) {
+    whole.zeros.push_back(vjp_of_zeros(trial, arguments));
+    whole.vjps += 1;
+    whole.are_zero = whole.are_zero && are_plain_zeros(whole.zeros.back(), arguments);
+  };
+  take_zeros(outputs);
   if (undefined) {
-    whole.undefined = vjp_of_zeros(with_undefined_grads({output}), arguments);
-    count(1);
-    whole.are_zero = whole.are_zero && are_plain_zeros(whole.undefined, arguments);
+    const std::vector<at::Tensor> behind = with_undefined_grads(outputs);
+    take_zeros(behind);
+    for (size_t o = 0; outputs.size() > 1 && o < outputs.size(); ++o) {
+      std::vector<at::Tensor> trial = outputs;
+      trial[o] = behind[o];
+      take_zeros(trial);
+    }
   }
-  const auto options = at::TensorOptions().dtype(at::kDouble).device(output.device());
-  const int64_t m = output.numel();
-  const int64_t twice = std::min(m, repeated);
-  const std::initializer_list<bool> real = {false};
-  const std::initializer_list<bool> complex = {true, false};
-  for (const bool imaginary : output.is_complex() ? complex : real) {
-    WholeBackward::Rows rows{at::empty({m, n}, options), at::empty({twice, n}, options), {}};
-    rows.match = vjp_rows(output, inputs, 0, imaginary, rows.rows, rows.repeated, repeat_scale);
-    count(m + twice);
-    whole.parts.push_back(std::move(rows));
+  const auto options = at::TensorOptions().dtype(at::kDouble).device(outputs[0].device());
+  bool repeats_all = true;
+  const auto run_rows = [&](const at::Tensor& output, bool imaginary) {
+    const int64_t count = output.numel();
+    const int64_t twice = std::min(count, repeated);
+    WholeBackward::Rows part{at::empty({count, n}, options), at::empty({twice, n}, options), {}};
+    const bool at_once = vectorized > 0 && count - twice >= vectorized;
+    const at::Tensor singly = at_once ? part.rows.narrow(0, 0, twice) : part.rows;
+    part.match = vjp_rows(output, inputs, 0, imaginary, singly, part.repeated, repeat_scale);
+    GradientsMatch of_others;
+    if (at_once && vectorizes(output, inputs, arguments, twice, imaginary, part.rows, of_others)) {
+      whole.vectorized = true;
+    } else if (at_once) {
+      vectorized = 0;  // nor will the next output
+      const at::Tensor none = part.repeated.narrow(0, 0, 0);
+      of_others =
+          vjp_rows(output, inputs, twice, imaginary, part.rows.narrow(0, twice, count - twice), none, repeat_scale);
+    }
+    part.match.dtypes = part.match.dtypes && of_others.dtypes;
+    part.match.sizes = part.match.sizes && of_others.sizes;
+    whole.vjps += count + twice;
+    repeats_all = repeats_all && twice == count;
+    whole.parts.push_back(std::move(part));
+  };
+  for (const at::Tensor& output : outputs) {
+    run_rows(output, output.is_complex());
+  }
+  for (const at::Tensor& output : outputs) {
+    if (output.is_complex()) {
+      run_rows(output, /*imaginary=*/false);
+    }
   }
   if (cotangents.size(0) == 0) {
     return whole;
   }
   whole.products = at::empty({cotangents.size(0), n}, options);
-  vjp_coordinates({output}, inputs, cotangents, /*gapped=*/1, /*expanded=*/1, whole.products);
-  count(cotangents.size(0));
-  if (twice < m) {
+  vjp_coordinates(outputs, inputs, cotangents, /*gapped=*/1, /*expanded=*/1, whole.products);
+  whole.vjps += cotangents.size(0);
+  if (!repeats_all) {
     const at::Tensor again = at::empty({1, n}, options);
-    vjp_coordinates({output}, inputs, cotangents.narrow(0, 0, 1), /*gapped=*/1, /*expanded=*/0, again);
-    count(1);
+    vjp_coordinates(outputs, inputs, cotangents.narrow(0, 0, 1), /*gapped=*/1, /*expanded=*/0, again);
+    whole.vjps += 1;
     whole.moved = !at::equal(again, whole.products.narrow(0, 0, 1));
   }
-  whole.add_up = whole.parts.size() == 1 && output.is_cpu();
-  if (whole.add_up) {
-    const at::Tensor sums = at::zeros({2, cotangents.size(0), n}, options);
-    project_rows_(sums.select(0, 0), sums.select(0, 1), cotangents, whole.parts[0].rows, 0, 1, 0);
-    whole.add_up = are_close(whole.products, sums.select(0, 0), atol, rtol);
-  }
+  whole.add_up = add_up(whole, outputs, cotangents, atol, rtol);
   return whole;
 }
 
 std::optional<std::vector<std::pair<double, double>>> largest_errors(
-    const at::Tensor& rows, const at::Tensor& columns, const std::vector<InputBlock>& inputs,
-    const std::vector<double>& atol, const std::vector<double>& rtol) {
-  const int64_t m = rows.size(0);
+    const at::Tensor& rows, const at::Tensor& columns, int64_t first_row, int64_t row_step,
+    const std::vector<InputBlock>& inputs, const std::vector<double>& atol, const std::vector<double>& rtol) {
+  const int64_t count = rows.size(0);
   const int64_t n = rows.size(1);
+  const int64_t m = columns.size(1);
   TORCH_CHECK(
-      rows.is_cpu() && rows.is_contiguous() && columns.is_cpu() && columns.is_contiguous() &&
-          columns.sizes() == at::IntArrayRef({n, m}),
-      "largest_errors: rows and columns must be contiguous, on the CPU, and of transposed shapes");
+      rows.is_cpu() && rows.is_contiguous() && columns.is_cpu() && columns.is_contiguous() && columns.size(0) == n &&
+          first_row >= 0 && row_step > 0 && first_row + (count - 1) * row_step < m,
+      "largest_errors: rows and columns must be contiguous, on the CPU, and of one Jacobian");
   const auto* const analytical = rows.const_data_ptr<double>();
   const auto* const numerical = columns.const_data_ptr<double>();
   std::vector<std::pair<double, double>> errors;
@@ -108,13 +287,13 @@ std::optional<std::vector<std::pair<double, double>>> largest_errors(
     const int64_t width = inputs[k].origin.is_complex() ? 2 : 1;
     const int64_t last = first + coordinate_count(inputs[k].origin);
     ComparisonStatistics statistics;
-    for (int64_t i = 0; i < m; ++i) {
+    for (int64_t i = 0; i < count; ++i) {
+      const double* const column = numerical + first_row + i * row_step;
       for (int64_t j = first; j < last; j += width) {
         const double* const a = analytical + i * n + j;
-        const double* const b = numerical + j * m + i;
-        const bool pair = width == 2;
-        const Entry found{a[0], pair ? a[1] : 0.0};
-        const Entry expected{b[0], pair ? b[m] : 0.0};
+        const double* const b = column + j * m;
+        const Entry found{a[0], width == 2 ? a[1] : 0.0};
+        const Entry expected{b[0], width == 2 ? b[m] : 0.0};
         reduce(statistics, found, expected, i, j, atol[k], rtol[k], /*equal_nan=*/false);
       }
     }

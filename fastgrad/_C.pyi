@@ -105,15 +105,15 @@ class WholeBackward:
     @property
     def parts(self) -> list[Rows]: ...
     @property
+    def vectorized(self) -> bool: ...
+    @property
     def products(self) -> Tensor: ...
     @property
     def moved(self) -> bool: ...
     @property
     def add_up(self) -> bool: ...
     @property
-    def zeros(self) -> list[Tensor | None]: ...
-    @property
-    def undefined(self) -> list[Tensor | None]: ...
+    def zeros(self) -> list[list[Tensor | None]]: ...
     @property
     def are_zero(self) -> bool: ...
     @property
@@ -130,7 +130,13 @@ def transpose(starts: Tensor, members: Tensor, targets: int) -> tuple[Tensor, Te
 def flatten_(out: Tensor, tensor: Tensor) -> None: ...
 def is_plain_zero(gradient: Tensor, input: Tensor) -> bool: ...
 def largest_errors(
-    rows: Tensor, columns: Tensor, inputs: Sequence[InputBlock], atol: Sequence[float], rtol: Sequence[float]
+    rows: Tensor,
+    columns: Tensor,
+    first_row: int,
+    row_step: int,
+    inputs: Sequence[InputBlock],
+    atol: Sequence[float],
+    rtol: Sequence[float],
 ) -> list[tuple[float, float]] | None: ...
 def project_rows_(
     sums: Tensor,
@@ -141,6 +147,7 @@ def project_rows_(
     row_step: int,
     first_column: int,
 ) -> None: ...
+def runs_no_python(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool: ...
 def vjp(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor | None], create_graph: bool
 ) -> list[Tensor | None]: ...
@@ -174,12 +181,13 @@ def vjp_rows(
     repeat_scale: float,
 ) -> GradientsMatch: ...
 def whole_backward(
-    output: Tensor,
+    outputs: Sequence[Tensor],
     inputs: Sequence[InputBlock],
     cotangents: Tensor,
     repeated: int,
     repeat_scale: float,
     undefined: bool,
+    vectorized: int,
     atol: float,
     rtol: float,
 ) -> WholeBackward: ...

@@ -78,13 +78,13 @@ def _is_zero(gradient: Tensor, masked: bool = False) -> bool:
 
 
 @phase("undefined grad_outputs")
-def check_undefined_grads(problem: Problem, gradients: Sequence[Tensor | None] | None = None) -> Failure | None:
+def check_undefined_grads(problem: Problem, at_hand: Sequence[Sequence[Tensor | None]] | None = None) -> Failure | None:
     """Undefined grad_outputs, all of them and then one at a time, must work and count as zeros.
 
-    gradients: those of the only output, where they are at hand.
+    at_hand: the gradients that they gave, where these are.
     """
-    if gradients is not None:
-        return _undefined_failure(problem, gradients)
+    if at_hand is not None:
+        return next(filter(None, (_undefined_failure(problem, gradients) for gradients in at_hand)), None)
     outputs = problem.graph()
     undefined = _native.with_undefined_grads(outputs)
     trials = [undefined]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgrad._native import WholeBackward
+from fastgrad._native import Rows, WholeBackward
 from fastgrad._version import __version__
 from fastgrad.attributes import (
     check_batched_gradients,
@@ -136,23 +136,14 @@ def _scales(settings: Settings) -> list[tuple[float, float]]:
 
 
 def _first_failure(problem: Problem, settings: Settings, findings: Findings) -> tuple[Plan, Failure | None]:
-    backward: WholeBackward | None = None
-    early: Exception | None = None
     if sketches(problem, settings):
         plan, failure = make_sketch_plan(settings), _screened(problem, settings, findings)
     else:
-        if is_small(problem, settings):
-            try:
-                backward = whole_backward(problem, settings)
-            except (MemoryError, torch.OutOfMemoryError):
-                raise
-            except Exception as error:
-                early = error
-        plan, failure = _exact(problem, settings, findings, backward)
+        plan, failure = _exact(problem, settings, findings)
     if failure is None and problem.has_graph:
-        failure = _attribute_failure(problem, settings, backward)
-    if failure is None and early is not None:
-        raise early  # of a backward that did not raise again, in its turn
+        failure = _attribute_failure(problem, settings, findings.backward)
+    if failure is None and findings.early is not None:
+        raise findings.early  # of a backward that did not raise again, in its turn
     return plan, failure
 
 
@@ -170,19 +161,14 @@ def _attribute_failure(problem: Problem, settings: Settings, backward: WholeBack
     if backward is not None and backward.are_zero:
         return failure
     if failure is None:
-        failure = check_zero_grad_output(problem, settings, backward.zeros if backward else None)
+        failure = check_zero_grad_output(problem, settings, backward.zeros[0] if backward else None)
     if failure is None and settings.check_undefined_grad:
-        failure = check_undefined_grads(problem, backward.undefined if backward else None)
+        failure = check_undefined_grads(problem, backward.zeros[1:] if backward else None)
     return failure
 
 
-def _exact(
-    problem: Problem, settings: Settings, findings: Findings, backward: WholeBackward | None = None
-) -> tuple[Plan, Failure | None]:
-    """Every entry of every Jacobian: on a pattern, if there is one that repays, or all of them.
-
-    backward: of a small problem, where it is at hand.
-    """
+def _exact(problem: Problem, settings: Settings, findings: Findings) -> tuple[Plan, Failure | None]:
+    """Every entry of every Jacobian: on a pattern, if there is one that repays, or all of them."""
     look = first_look(problem, settings) if looks_first(problem, settings) else None
     if look is not None and tries_structure(problem, settings, look):
         from fastgrad.exact import check_by_structure  # only here: importing fastgrad is to cost little
@@ -193,7 +179,7 @@ def _exact(
     plan = make_plan(problem, settings, look)
     calls = 2 * problem.n + problem.m
     problem.progress.start(calls, dense_seconds(problem, look) if look else 0.0, f"{calls} calls")
-    judge = partial(_jacobian_failure, backward=backward) if problem.has_graph else _nonzero_numerical
+    judge = _jacobian_failure if problem.has_graph else _nonzero_numerical
     if plan.batch is not None or plan.replayed:
         own = Findings()
         try:
@@ -206,6 +192,13 @@ def _exact(
                 return plan, failure
             reason = "a mismatch is looked at one by one"
         plan = replace(plan, batch=None, replayed=False, reason=f"{plan.reason}; {reason}")
+    elif is_small(problem, settings):
+        try:
+            findings.backward = whole_backward(problem, settings, look.seconds if look else problem.seconds)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            findings.early = error
     return plan, judge(problem, plan, settings, findings)
 
 
@@ -267,14 +260,13 @@ def _nonzero_numerical(problem: Problem, plan: Plan, settings: Settings, finding
     return None
 
 
-def _jacobian_failure(
-    problem: Problem, plan: Plan, settings: Settings, findings: Findings, backward: WholeBackward | None = None
-) -> Failure | None:
+def _jacobian_failure(problem: Problem, plan: Plan, settings: Settings, findings: Findings) -> Failure | None:
     """The Jacobians, pass by pass over numerical columns; reverse mode is judged before forward mode."""
     nothing_to_compare = not problem.n and all(block.elements is None for block in problem.inputs)
     if not problem.m or nothing_to_compare:
         return None
     columns_at_hand = dense.numerical_columns(problem, plan, settings)
+    backward = findings.backward
     if backward is not None:
         columns = problem.difference_columns(0, problem.n, settings.eps, plan.record_graph)
         if agrees(problem, settings, backward, columns, findings):
@@ -284,11 +276,15 @@ def _jacobian_failure(
     moving = partial(moving_row, problem, settings, plan.rows_per_block)
     proof = LinearityProof(problem, settings, rows_repeated, moving) if problem.m > 1 else None
     forward = ForwardComparison(problem, plan, settings, findings) if settings.check_forward_ad else None
-    if backward is not None and proof is not None:
-        proof.take(backward.products, backward.moved)
+    rows_at_hand: Sequence[Rows] = ()
+    if backward is not None:
+        # What came vectorized is run again, row by row: vectorizing itself may be at fault.
+        rows_at_hand = () if backward.vectorized else backward.parts
+        if proof is not None:
+            proof.take(backward.products, backward.moved)
     for first, columns in columns_at_hand:
         if settings.check_backward_ad:
-            for blocks in dense.row_blocks(problem, plan, first, columns, backward):
+            for blocks in dense.row_blocks(problem, plan, first, columns, rows_at_hand):
                 failure = _judge(problem, plan, blocks, settings, proof, findings)
                 if failure is not None:
                     return failure

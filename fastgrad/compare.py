@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgrad._native import ops
+from fastgrad._native import WholeBackward, ops
 from fastgrad._torch import phase
 from fastgrad.coordinates import PIECE, Block, pieces
 from fastgrad.problem import Problem
@@ -29,13 +29,23 @@ FEW_PLACES = 8
 
 @dataclass
 class Findings:
-    """What a check gathers on its way to the verdict, beside it."""
+    """What a check gathers on its way to the verdict, beside it.
+
+    Attributes
+    ----------
+    backward
+        All VJPs of a small problem, where they were run at once.
+    early
+        What was raised instead: to be raised in its turn.
+    """
 
     notes: list[str] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)
     certificates: list[Certificate] = field(default_factory=list)
     undecided: float | None = None
     sample: Sample | None = None
+    backward: WholeBackward | None = None
+    early: Exception | None = None
 
     def add(self, other: Findings) -> None:
         """Takes in those of a part of the check."""

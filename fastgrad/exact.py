@@ -72,6 +72,9 @@ class _Learnt:
     refuted: bool = False
 
 
+_NOTHING = _Learnt(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
+
+
 @phase("compressed Jacobians")
 def check_by_structure(problem: Problem, settings: Settings, look: FirstLook, findings: Findings) -> Outcome | None:
     """The verdict on all Jacobians in reverse mode; None where no structure makes it cheaper than the dense engine."""
@@ -163,11 +166,13 @@ def _compressions(problem: Problem, settings: Settings, look: FirstLook) -> Iter
 
 @phase("pattern")
 def _guess(problem: Problem, settings: Settings, look: FirstLook) -> Pattern | None:
-    pattern = sparsity.guess(problem.inputs, problem.outputs)
-    if pattern is None or pattern.nnz > most_entries(settings):
-        return None
-    seen = look.reacted is not None and sparsity.bears_a_look(pattern, look.moved, look.reacted)
-    return pattern if seen else None
+    for guess in (sparsity.guess, sparsity.guess_in_order):
+        pattern = guess(problem.inputs, problem.outputs)
+        if pattern is None or pattern.nnz > most_entries(settings) or look.reacted is None:
+            continue
+        if sparsity.bears_a_look(pattern, look.moved, look.reacted):
+            return pattern
+    return None
 
 
 @phase("pattern")
@@ -356,6 +361,8 @@ class _Verdict:
                 failure = proof.failure()
                 if failure is not None:
                     return failure
+        if all(some is _NOTHING for some in learnt):
+            return None
         rows, columns = (np.concatenate([getattr(some, name) for some in learnt]) for name in ("rows", "columns"))
         if any(some.refuted for some in learnt):
             return _Learnt(rows, columns, refuted=True)
@@ -575,7 +582,7 @@ class _Verdict:
                     return located_failure([found])
             columns = np.flatnonzero(gradient.cpu().numpy())
             learnt.append((np.full(columns.size, row), columns))
-        return replace(_joined(learnt), refuted=len(rows) > MOST_LEADS)
+        return replace(_joined(learnt), refuted=True) if len(rows) > MOST_LEADS else _joined(learnt)
 
     def _follow_columns(self, proof: LinearityProof, leads: list[tuple[int, int]]) -> Failure | _Learnt:
         """Down to the entry of each column that is wrong; or what the pattern lacks in it."""
@@ -595,7 +602,8 @@ class _Verdict:
             learnt.append((np.full(columns.size, row), columns))
             rows = np.flatnonzero(self._single_difference(column).cpu().numpy())
             learnt.append((rows, np.full(rows.size, column)))
-        return replace(_joined(learnt), refuted=bool(learnt) and len(columns_in_turn) > MOST_LEADS)
+        refuted = bool(learnt) and len(columns_in_turn) > MOST_LEADS
+        return replace(_joined(learnt), refuted=True) if refuted else _joined(learnt)
 
     def _entry(self, row: int, column: int) -> Tensor:
         """The analytical entry, zero outside of the pattern."""
@@ -616,6 +624,8 @@ class _Verdict:
 
 
 def _joined(learnt: list[tuple[Indices, Indices]]) -> _Learnt:
+    if not learnt:
+        return _NOTHING
     empty = np.empty(0, dtype=np.int64)
     rows, columns = (np.concatenate([empty, *(pair[side] for pair in learnt)]) for side in (0, 1))
     return _Learnt(rows, columns)

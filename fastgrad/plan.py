@@ -28,8 +28,11 @@ FREE_MEMORY_SHARE = 0.25
 TINY = 24
 """Evaluations and VJPs of the dense engine up to which it costs no more than a sketch."""
 
-SMALL, SMALL_SECONDS = 96, 5e-3
-"""Up to so many, too, where all of them take no longer than this: a sketch's own sums would."""
+SKETCH_SECONDS, SKETCH_CALLS = 0.8e-3, 24
+"""What a sketch takes, beside its evaluations and VJPs; and these, in evaluations."""
+
+COLD_SECONDS = 10e-6
+"""What the first evaluation of a check takes longer than later ones, up to two thirds of it."""
 
 AFFORDABLE_ENTRIES = 4_000_000
 AFFORDABLE_CALLS = 20_000
@@ -37,7 +40,7 @@ AFFORDABLE_CALLS = 20_000
 PAIR_RATIO = 4000.0
 """Errors that cancel in a row or a column are found from this many times the threshold on."""
 
-GUESS_SECONDS = 3e-3
+GUESS_SECONDS = 2e-3
 """What a guessed pattern takes, beside the calls of func and backward, and something to spare."""
 
 PROBE_SECONDS = 30e-3
@@ -70,6 +73,9 @@ COLUMNS_WORTH_PROBING = 32
 COLUMNS_WORTH_A_LOOK = 12
 """Columns from which two cheaper evaluations each repay the four that tell whether a graph is needed."""
 
+
+VECTORIZED_SECONDS = 10e-3
+"""Of evaluations, one for each row of a vectorized VJP, at most."""
 
 TRIAL_COLUMNS = 64
 TRIAL_SECONDS = 20e-3
@@ -173,8 +179,15 @@ def sketches(problem: Problem, settings: Settings) -> bool:
     """Whether fast mode is worth it: exact checks of tiny problems cost less."""
     if not settings.fast_mode or settings.engine != "auto":
         return settings.engine == "sketch"
-    calls = 2 * problem.n + problem.m
-    return calls > TINY and (calls > SMALL or calls * problem.seconds > SMALL_SECONDS)
+    if 2 * problem.n + problem.m <= TINY:
+        return False
+    seconds = _warm_seconds(problem)
+    return _dense_seconds(problem, seconds) > SKETCH_SECONDS + SKETCH_CALLS * seconds
+
+
+def _warm_seconds(problem: Problem) -> float:
+    """What evaluations after the first one take, as far as that tells."""
+    return max(problem.seconds - COLD_SECONDS, problem.seconds / 3)
 
 
 def is_affordable(problem: Problem) -> bool:
@@ -186,7 +199,7 @@ def looks_first(problem: Problem, settings: Settings) -> bool:
     """Whether the problem is large enough for `first_look` to repay."""
     if problem.n < COLUMNS_WORTH_A_LOOK or not problem.m:
         return False
-    return settings.engine == "compressed" or _dense_seconds(problem, problem.seconds) >= GUESS_SECONDS
+    return settings.engine == "compressed" or _dense_seconds(problem, _warm_seconds(problem)) >= GUESS_SECONDS
 
 
 def tries_structure(problem: Problem, settings: Settings, look: FirstLook) -> bool:
@@ -206,7 +219,10 @@ def dense_seconds(problem: Problem, look: FirstLook) -> float:
 
 
 def _dense_seconds(problem: Problem, seconds: float) -> float:
-    return seconds * (2 * problem.n + VJP_COST * problem.m) + VJP_SECONDS * problem.m
+    rows = VJP_COST * seconds + VJP_SECONDS
+    if problem.m <= most_vectorized_rows(problem, seconds):
+        rows = VJP_COST * max(0.0, seconds - VJP_SECONDS)  # what calls take is shared by all
+    return 2 * seconds * problem.n + rows * problem.m
 
 
 def dense_is_small(problem: Problem, settings: Settings) -> bool:
@@ -246,6 +262,14 @@ def is_one_block(problem: Problem, settings: Settings) -> bool:
     """Whether the dense engine has one block of rows, and one pass over the columns."""
     size = 8 * max(1, problem.n) * max(1, problem.m)
     return size <= BLOCK_BYTES and size <= _memory_limit(settings, size)
+
+
+def most_vectorized_rows(problem: Problem, seconds: float) -> int:
+    """Rows of the analytical Jacobian that one vectorized VJP may be, by what one evaluation takes.
+
+    What func holds inside is not known, but it takes time to write: so this bounds memory, too.
+    """
+    return int(VECTORIZED_SECONDS / max(seconds, 1e-6)) if problem.vectorizes else 0
 
 
 def make_plan(problem: Problem, settings: Settings, look: FirstLook | None) -> Plan:

@@ -260,6 +260,13 @@ class Problem:
         """Half an ulp of the coarsest dtype among inputs and outputs."""
         return max(spacing(block.tensor.dtype) for block in (*self.inputs, *self.outputs)) / 2
 
+    @cached_property
+    def vectorizes(self) -> bool:
+        """Whether VJPs may be vectorized: no Python runs in the backward, and it is on the CPU."""
+        return (
+            self.has_graph and self.device.type == "cpu" and _native.runs_no_python(self.graph(), self._input_tensors)
+        )
+
     def name_of(self, block: Block) -> str:
         """What messages call an input."""
         return self._names[block.position] if self._names else f"input {block.position}"
@@ -527,9 +534,16 @@ class Problem:
 
     @phase("backward")
     def whole_backward(
-        self, cotangents: Tensor, repeated: int, scale: float, undefined: bool, atol: float, rtol: float
+        self,
+        cotangents: Tensor,
+        repeated: int,
+        scale: float,
+        undefined: bool,
+        vectorized: int,
+        atol: float,
+        rtol: float,
     ) -> _native.WholeBackward:
-        """All VJPs of a check of one small output, at once.
+        """All VJPs of a check of a small problem, in one call.
 
         Parameters
         ----------
@@ -538,26 +552,38 @@ class Problem:
         repeated, scale
             As of `analytical_rows`.
         undefined
-            Whether to run an undefined grad_output, too.
+            Whether to run undefined grad_outputs, too.
+        vectorized
+            From so many rows on that are not repeated, they may be one vectorized VJP, where no Python runs in
+            the backward; 0: never.
         atol, rtol
             Up to which the products of the cotangents are what the rows add up to; rtol of the largest sum.
         """
-        graph = self.graph()[0]
-        whole = _native.whole_backward(graph, self._natives, cotangents, repeated, scale, undefined, atol, rtol)
+        whole = _native.whole_backward(
+            self.graph(), self._natives, cotangents, repeated, scale, undefined, vectorized, atol, rtol
+        )
         self.vjps += whole.vjps
         self.progress.step(whole.vjps)
         return whole
 
     @phase("comparison")
     def largest_errors(
-        self, rows: Tensor, columns: Tensor, atol: Sequence[float], rtol: Sequence[float]
+        self,
+        rows: Tensor,
+        columns: Tensor,
+        first_row: int,
+        row_step: int,
+        atol: Sequence[float],
+        rtol: Sequence[float],
     ) -> list[tuple[float, float]] | None:
-        """The largest absolute and relative error of each input in a small Jacobian of a real output on the CPU.
+        """The largest absolute and relative error of each input in rows of a small Jacobian on the CPU.
 
         Parameters
         ----------
-        rows, columns
-            All analytical rows, float64, shape (m, n), and all numerical columns, float64, shape (n, m).
+        rows
+            Analytical, of output coordinates first_row + i row_step: float64, shape (rows, n).
+        columns
+            All numerical columns: float64, shape (n, m).
         atol, rtol
             Of each input.
 
@@ -566,7 +592,7 @@ class Problem:
         list
             None where an entry is wrong.
         """
-        return _native.largest_errors(rows, columns, self._natives, atol, rtol)
+        return _native.largest_errors(rows, columns, first_row, row_step, self._natives, atol, rtol)
 
     def vjp(self, cotangents: Tensor, gapped: int = 0, expanded: int = 0, only: Block | None = None) -> Tensor:
         """V J for rows of cotangents, one VJP a row.

@@ -10,26 +10,24 @@ from torch import Tensor
 from fastgrad._native import WholeBackward
 from fastgrad.certify import ALL_KINDS, linear_backward, proof_cotangents
 from fastgrad.compare import Findings
-from fastgrad.engines import REPEAT_SCALE, REPEATED_ROWS
-from fastgrad.plan import is_one_block, looks_first
+from fastgrad.engines import REPEAT_SCALE, REPEATED_ROWS, row_parts
+from fastgrad.plan import is_one_block, most_vectorized_rows
 from fastgrad.problem import Problem
 from fastgrad.report import Pair, Settings
 from fastgrad.tolerances import ROUNDING
 
+FEWEST_VECTORIZED = 6
+"""Rows from which one vectorized VJP takes less time than as many single ones."""
+
 
 def is_small(problem: Problem, settings: Settings) -> bool:
-    """Whether all of backward can be run ahead of the differences: func need not be evaluated for it again.
-
-    Not where there are several outputs: one is judged before the next is differentiated.
-    """
+    """Whether all of backward can be run at once, before the differences, and compared with them at once."""
     return (
         problem.has_graph
         and settings.check_backward_ad
         and not settings.check_forward_ad
-        and len(problem.outputs) == 1
         and all(block.tensor.layout is torch.strided for block in problem.inputs)
         and is_one_block(problem, settings)
-        and not looks_first(problem, settings)
     )
 
 
@@ -39,15 +37,18 @@ def _cotangents(m: int, seed: int, device: torch.device) -> Tensor:
     return proof_cotangents(m, seed, device, ALL_KINDS if m > 1 else ())
 
 
-def whole_backward(problem: Problem, settings: Settings) -> WholeBackward:
-    """All VJPs of a check of a problem that is small."""
+def whole_backward(problem: Problem, settings: Settings, seconds: float) -> WholeBackward:
+    """All VJPs of a check of a problem that is small, vectorized where that can be; seconds: of one evaluation."""
+    m = problem.m
+    vectorized = m >= REPEATED_ROWS + FEWEST_VECTORIZED and m <= most_vectorized_rows(problem, seconds)
     return problem.whole_backward(
-        _cotangents(problem.m, settings.seed, problem.device),
+        _cotangents(m, settings.seed, problem.device),
         REPEATED_ROWS,
         REPEAT_SCALE,
         settings.check_undefined_grad,
+        FEWEST_VECTORIZED if vectorized else 0,
         settings.atol,
-        ROUNDING * problem.unit_roundoff * problem.m**0.5,
+        ROUNDING * problem.unit_roundoff * m**0.5 if m > 1 else 0.0,
     )
 
 
@@ -56,19 +57,24 @@ def agrees(problem: Problem, settings: Settings, backward: WholeBackward, column
 
     columns: all of the numerical Jacobian, float64, shape (n, m).
     """
-    of_rows = backward.parts[0]
-    dtypes_match = of_rows.match.dtypes or not settings.check_grad_dtypes
-    if backward.moved or not (backward.add_up and of_rows.match.repeats and of_rows.match.sizes and dtypes_match):
+    if backward.moved or not backward.add_up:
         return False
-    (output,) = problem.outputs
     own = [settings.of(block.index) for block in problem.inputs]
-    errors = problem.largest_errors(of_rows.rows, columns, [one.atol for one in own], [one.rtol for one in own])
-    if errors is None:
-        return False
-    for block, largest in zip(problem.inputs, errors, strict=True):
-        entries = output.tensor.numel() * block.tensor.numel()
-        places = output.index, block.index, output.position, block.position
-        findings.pairs.append(Pair(*places, "all", "reverse", entries, 0, True, *largest, False))
+    atol, rtol = [one.atol for one in own], [one.rtol for one in own]
+    pairs = []
+    for (output, part), found in zip(row_parts(problem.outputs), backward.parts, strict=True):
+        match = found.match
+        if not (match.repeats and match.sizes and (match.dtypes or not settings.check_grad_dtypes)):
+            return False
+        first = output.first + (1 if part == "imaginary" else 0)
+        errors = problem.largest_errors(found.rows, columns, first, output.width, atol, rtol)
+        if errors is None:
+            return False
+        for block, largest in zip(problem.inputs, errors, strict=True):
+            entries = output.tensor.numel() * block.tensor.numel()
+            places = output.index, block.index, output.position, block.position
+            pairs.append(Pair(*places, part, "reverse", entries, 0, True, *largest, False))
+    findings.pairs += pairs
     if problem.m > 1:
         findings.certificates.append(linear_backward(ALL_KINDS, settings.atol))
     return True

@@ -137,6 +137,14 @@ def guess(inputs: Sequence[Block], outputs: Sequence[Block]) -> Pattern | None:
     )
 
 
+def guess_in_order(inputs: Sequence[Block], outputs: Sequence[Block]) -> Pattern | None:
+    """The pattern of what only reshapes, splits or joins: element by element in C order, the tensors end to end."""
+    n, m = (sum(block.size for block in blocks) for blocks in (inputs, outputs))
+    if n != m or any(block.is_complex for block in (*inputs, *outputs)):
+        return None
+    return Pattern(np.arange(m + 1), np.arange(n), n, "guessed element by element in C order")
+
+
 def _concatenated(arrays: Sequence[Indices], axis: int) -> Indices:
     """One array is what it is, without a copy."""
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis)

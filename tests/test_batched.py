@@ -28,6 +28,7 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tens
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches wherever func takes them, whatever the clock says."""
+    monkeypatch.setattr(plan, "GUESS_SECONDS", 0.0)
     monkeypatch.setattr(plan, "TRIAL_SECONDS", 0.0)
     monkeypatch.setattr(plan, "TRIAL_GAIN", 0.0)
 
@@ -224,6 +225,7 @@ def test_every_input_has_its_own_step_and_tolerance() -> None:
 
 
 def test_the_clock_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "GUESS_SECONDS", 0.0)
     monkeypatch.setattr(plan, "TRIAL_SECONDS", 0.0)
     for seconds, faster in (((0.0, 1.0, 1.1), True), ((0.0, 1.0, 126.0), False)):
         clock = iter(seconds)

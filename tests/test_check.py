@@ -191,9 +191,7 @@ def test_nothing_is_drawn_from_the_global_generator() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_an_output_is_judged_before_the_next_one_is_differentiated() -> None:
-    calls = []
-
+def test_an_output_is_judged_before_what_the_next_one_raises() -> None:
     class Raises(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -201,10 +199,8 @@ def test_an_output_is_judged_before_the_next_one_is_differentiated() -> None:
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Tensor:
-            calls.append(grad)
             raise KeyError("planted")
 
     for checker in (torch.autograd.gradcheck, fastgrad.gradcheck):
         with pytest.raises(GradcheckError, match="Jacobian mismatch for output 0"):
             checker(lambda x: (x.detach() * x, Raises.apply(x)), (leaf(3),))
-    assert not calls

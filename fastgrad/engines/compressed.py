@@ -20,7 +20,7 @@ from fastgrad import coloring
 from fastgrad._native import GradientsMatch, Groups, ops
 from fastgrad._torch import phase
 from fastgrad.coloring import Indices
-from fastgrad.coordinates import Block
+from fastgrad.coordinates import PIECE, Block
 from fastgrad.engines import REPEAT_SCALE
 from fastgrad.problem import Problem
 from fastgrad.report import Plan
@@ -84,7 +84,7 @@ class Compression:
 def compress(problem: Problem, pattern: Pattern) -> Compression:
     """Colors columns and rows."""
     # One group, and one entry a row, make many of these; none is written to.
-    arange = lru_cache(np.arange)
+    arange = lru_cache(np.arange) if problem.n + problem.m > PIECE else np.arange
     rows, columns = (torch.from_numpy(values).to(problem.device) for values in (pattern.rows(arange), pattern.columns))
     if np.diff(pattern.starts).max(initial=0) <= 1:
         colors = np.zeros(pattern.n, dtype=np.int64)  # no two columns share a row: no need to transpose

@@ -5,20 +5,17 @@ Numerical columns are held, as many as the memory limit admits; analytical rows 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from fastgrad import trial
-from fastgrad._native import GradientsMatch, WholeBackward
+from fastgrad._native import GradientsMatch, Rows
 from fastgrad.coordinates import Block
 from fastgrad.engines import REPEAT_SCALE, REPEATED_ROWS, JacobianBlock, TangentBlock, row_parts
 from fastgrad.problem import Problem
 from fastgrad.report import Part, Plan, Settings
-
-Rows = tuple[Tensor, Tensor, GradientsMatch]
-"""What `Problem.analytical_rows` returns."""
 
 
 def row_blocks(
@@ -26,19 +23,18 @@ def row_blocks(
     plan: Plan,
     first: int,
     columns: Tensor,
-    backward: WholeBackward | None = None,
+    at_hand: Sequence[Rows] = (),
 ) -> Iterator[Iterator[JacobianBlock]]:
     """One pass of reverse mode: all rows against the numerical columns from `first` on.
 
     In torch's order of judging: by output and part, one iterator each, that nothing of the next is
     computed before one is judged; then rows, input. Costs one evaluation, m VJPs, and one more for each
-    row that is repeated; nothing where backward holds all of them.
+    row that is repeated; nothing where all of them are at hand.
     """
     inputs = _inputs_within(problem, first, columns)
     for number, (output, part) in enumerate(row_parts(problem.outputs)):
-        known = backward.parts[number] if backward is not None else None
-        rows = (known.rows, known.repeated, known.match) if known is not None else None
-        yield _row_blocks(problem, plan, output, part, inputs, first, columns, rows)
+        known = at_hand[number] if at_hand else None
+        yield _row_blocks(problem, plan, output, part, inputs, first, columns, known)
 
 
 def tangent_blocks(problem: Problem, first: int, columns: Tensor, tangents: Tensor) -> Iterator[TangentBlock]:
@@ -56,7 +52,9 @@ def tangent_blocks(problem: Problem, first: int, columns: Tensor, tangents: Tens
                 )
 
 
-def _rows(problem: Problem, output: Block, part: Part, row: int, count: int, inputs: list[Block]) -> Rows:
+def _rows(
+    problem: Problem, output: Block, part: Part, row: int, count: int, inputs: list[Block]
+) -> tuple[Tensor, Tensor, GradientsMatch]:
     twice = max(0, min(count, REPEATED_ROWS - row))
     return problem.analytical_rows(output, part == "imaginary", row, count, inputs, twice, REPEAT_SCALE)
 
@@ -128,7 +126,10 @@ def _row_blocks(
     elements = output.tensor.numel()
     for row in range(0, elements, plan.rows_per_block):
         count = min(plan.rows_per_block, elements - row)
-        rows, repeated, match = known or _rows(problem, output, part, row, count, inputs)
+        if known is not None:
+            rows, repeated, match = known.rows, known.repeated, known.match
+        else:
+            rows, repeated, match = _rows(problem, output, part, row, count, inputs)
         unspecified = match.unspecified
         held = numerical if count == elements else numerical.narrow(0, row, count)
         start = 0

@@ -188,6 +188,7 @@ def test_verdicts(way: str, device: torch.device, monkeypatch: pytest.MonkeyPatc
         speedup(*arguments)
         return 10.0 if (arguments[4].func is graphs.difference_columns) is (way == "replays") else 0.0
 
+    monkeypatch.setattr(plan, "GUESS_SECONDS", 0.0)
     monkeypatch.setattr(plan, "TRIAL_SECONDS", 0.0)
     monkeypatch.setattr(trial, "speedup", forced)
     right = check(chain, inputs(device), DENSE)
