@@ -216,8 +216,8 @@ GradientsMatch vjp_groups(
     const at::Tensor& output, const std::vector<InputBlock>& inputs, const Groups& groups, const at::Tensor& values,
     int64_t n, int64_t repeated, double repeat_scale, bool expand);
 
-// Whether no Python runs in the backward of `outputs`: no hooks, no Function of the user's. Such code may take one
-// grad_output at a time only, and count on being called for each.
+// Whether no Python runs in the backward of `outputs`: no hook, Function or tensor subclass of the user's. Such code
+// may take one grad_output at a time only, and count on being called for each.
 bool runs_no_python(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs);
 
 // What all VJPs of a small problem gave.
@@ -225,9 +225,10 @@ struct WholeBackward {
   struct Rows {
     at::Tensor rows, repeated;  // as vjp_rows writes them: all rows, and the first ones again
     GradientsMatch match;
+    bool vectorized;  // rows that are not repeated are one vectorized VJP
   };
   std::vector<Rows> parts;  // output by output, the imaginary parts of complex ones; then their real parts
-  bool vectorized = false;  // some rows, but those that are repeated, are from one VJP of all of them
+  bool vectorized = false;  // some of these are
   at::Tensor products;      // of the cotangents with all rows, as vjp_coordinates writes them
   bool moved = false;       // a second run of the first product gave another
   bool add_up = true;       // the products were seen, on the CPU, to be what the rows add up to

@@ -134,6 +134,33 @@ bool vectorizes(
   }
 }
 
+// All rows of one output; no later output is tried to be vectorized once one cannot be.
+WholeBackward::Rows rows_of(
+    const at::Tensor& output, const std::vector<InputBlock>& inputs, const std::vector<at::Tensor>& arguments,
+    int64_t n, bool imaginary, int64_t repeated, double repeat_scale, int64_t& vectorized) {
+  const auto options = at::TensorOptions().dtype(at::kDouble).device(output.device());
+  const int64_t count = output.numel();
+  const int64_t twice = std::min(count, repeated);
+  const int64_t others = count - twice;
+  WholeBackward::Rows part{at::empty({count, n}, options), at::empty({twice, n}, options), {}, false};
+  const bool tries = vectorized > 0 && others >= vectorized;
+  const at::Tensor singly = tries ? part.rows.narrow(0, 0, twice) : part.rows;
+  part.match = vjp_rows(output, inputs, 0, imaginary, singly, part.repeated, repeat_scale);
+  if (!tries) {
+    return part;
+  }
+  GradientsMatch match;
+  part.vectorized = vectorizes(output, inputs, arguments, twice, imaginary, part.rows, match);
+  if (!part.vectorized) {
+    vectorized = 0;
+    const at::Tensor none = part.repeated.narrow(0, 0, 0);
+    match = vjp_rows(output, inputs, twice, imaginary, part.rows.narrow(0, twice, others), none, repeat_scale);
+  }
+  part.match.dtypes = part.match.dtypes && match.dtypes;
+  part.match.sizes = part.match.sizes && match.sizes;
+  return part;
+}
+
 // Whether the products are what the rows of all outputs add up to.
 bool add_up(
     const WholeBackward& whole, const std::vector<at::Tensor>& outputs, const at::Tensor& cotangents, double atol,
@@ -163,11 +190,13 @@ bool add_up(
 
 bool runs_no_python(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) {
   using torch::autograd::Node;
-  constexpr size_t most_nodes = 1000;  // a longer way is no small backward
-  const bool hooked = std::any_of(inputs.begin(), inputs.end(), [](const at::Tensor& input) {
-    return !torch::autograd::impl::hooks(input).empty();
-  });
-  if (hooked) {
+  constexpr size_t most_nodes = 1000;                       // a longer way is no small backward
+  const auto is_of_python = [](const at::Tensor& tensor) {  // a subclass that sees every operator
+    return tensor.key_set().has(c10::DispatchKey::Python);
+  };
+  const auto is_hooked = [](const at::Tensor& input) { return !torch::autograd::impl::hooks(input).empty(); };
+  if (std::any_of(outputs.begin(), outputs.end(), is_of_python) ||
+      std::any_of(inputs.begin(), inputs.end(), is_of_python) || std::any_of(inputs.begin(), inputs.end(), is_hooked)) {
     return false;
   }
   std::vector<Node*> open;
@@ -220,46 +249,30 @@ WholeBackward whole_backward(
       take_zeros(trial);
     }
   }
-  const auto options = at::TensorOptions().dtype(at::kDouble).device(outputs[0].device());
   bool repeats_all = true;
-  const auto run_rows = [&](const at::Tensor& output, bool imaginary) {
-    const int64_t count = output.numel();
-    const int64_t twice = std::min(count, repeated);
-    WholeBackward::Rows part{at::empty({count, n}, options), at::empty({twice, n}, options), {}};
-    const bool at_once = vectorized > 0 && count - twice >= vectorized;
-    const at::Tensor singly = at_once ? part.rows.narrow(0, 0, twice) : part.rows;
-    part.match = vjp_rows(output, inputs, 0, imaginary, singly, part.repeated, repeat_scale);
-    GradientsMatch of_others;
-    if (at_once && vectorizes(output, inputs, arguments, twice, imaginary, part.rows, of_others)) {
-      whole.vectorized = true;
-    } else if (at_once) {
-      vectorized = 0;  // nor will the next output
-      const at::Tensor none = part.repeated.narrow(0, 0, 0);
-      of_others =
-          vjp_rows(output, inputs, twice, imaginary, part.rows.narrow(0, twice, count - twice), none, repeat_scale);
-    }
-    part.match.dtypes = part.match.dtypes && of_others.dtypes;
-    part.match.sizes = part.match.sizes && of_others.sizes;
-    whole.vjps += count + twice;
-    repeats_all = repeats_all && twice == count;
-    whole.parts.push_back(std::move(part));
+  const auto take_rows = [&](const at::Tensor& output, bool imaginary) {
+    whole.parts.push_back(rows_of(output, inputs, arguments, n, imaginary, repeated, repeat_scale, vectorized));
+    const WholeBackward::Rows& part = whole.parts.back();
+    whole.vectorized = whole.vectorized || part.vectorized;
+    whole.vjps += part.rows.size(0) + part.repeated.size(0);
+    repeats_all = repeats_all && part.rows.size(0) == part.repeated.size(0);
   };
   for (const at::Tensor& output : outputs) {
-    run_rows(output, output.is_complex());
+    take_rows(output, output.is_complex());
   }
   for (const at::Tensor& output : outputs) {
     if (output.is_complex()) {
-      run_rows(output, /*imaginary=*/false);
+      take_rows(output, /*imaginary=*/false);
     }
   }
   if (cotangents.size(0) == 0) {
     return whole;
   }
-  whole.products = at::empty({cotangents.size(0), n}, options);
+  whole.products = at::empty({cotangents.size(0), n}, cotangents.options());
   vjp_coordinates(outputs, inputs, cotangents, /*gapped=*/1, /*expanded=*/1, whole.products);
   whole.vjps += cotangents.size(0);
   if (!repeats_all) {
-    const at::Tensor again = at::empty({1, n}, options);
+    const at::Tensor again = at::empty({1, n}, cotangents.options());
     vjp_coordinates(outputs, inputs, cotangents.narrow(0, 0, 1), /*gapped=*/1, /*expanded=*/0, again);
     whole.vjps += 1;
     whole.moved = !at::equal(again, whole.products.narrow(0, 0, 1));

@@ -74,8 +74,8 @@ COLUMNS_WORTH_A_LOOK = 12
 """Columns from which two cheaper evaluations each repay the four that tell whether a graph is needed."""
 
 
-VECTORIZED_SECONDS = 10e-3
-"""Of evaluations, one for each row of a vectorized VJP, at most."""
+MOST_VECTORIZED, VECTORIZED_SECONDS = 1024, 10e-3
+"""Rows of a vectorized VJP, and seconds of an evaluation for each of them, at most."""
 
 TRIAL_COLUMNS = 64
 TRIAL_SECONDS = 20e-3
@@ -269,7 +269,7 @@ def most_vectorized_rows(problem: Problem, seconds: float) -> int:
 
     What func holds inside is not known, but it takes time to write: so this bounds memory, too.
     """
-    return int(VECTORIZED_SECONDS / max(seconds, 1e-6)) if problem.vectorizes else 0
+    return int(min(MOST_VECTORIZED, VECTORIZED_SECONDS / max(seconds, 1e-6))) if problem.vectorizes else 0
 
 
 def make_plan(problem: Problem, settings: Settings, look: FirstLook | None) -> Plan:

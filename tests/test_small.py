@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 import fastgrad
@@ -211,3 +212,27 @@ def test_largest_errors_are_those_of_compare(dtype: torch.dtype) -> None:
         assert problem.largest_errors(rows, columns, first, width, [1e-5, 1e-16], [1e-3, 0.0]) is None
         with pytest.raises(RuntimeError, match="of one Jacobian"):
             problem.largest_errors(rows, columns[:3], first, width, [1e-5] * 2, [1e-3] * 2)
+
+
+class Logged(torch.Tensor):
+    """A wrapper subclass that runs Python for every operator, its own gradients' included."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Logged:
+        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, requires_grad=inner.requires_grad)
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        unwrapped = tree_map(lambda value: value.inner if isinstance(value, Logged) else value, args)
+        result = func(*unwrapped, **(kwargs or {}))
+        return tree_map(lambda value: Logged(value) if isinstance(value, Tensor) else value, result)
+
+
+def test_tensor_subclasses_get_one_grad_output_at_a_time() -> None:
+    with Problem(lambda x: x.sin(), (leaf(10),)) as problem:
+        assert problem.vectorizes
+    with Problem(lambda x: Logged(x.detach()).requires_grad_() * x, (leaf(10),)) as problem:
+        assert not problem.vectorizes
