@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import fields, replace
+from functools import lru_cache
 from numbers import Real
 from typing import Any, Literal, NoReturn
 
@@ -353,6 +354,11 @@ _SECOND_ORDER = {
 }
 """What gradgradcheck calls them."""
 
+_NAMES = {True: tuple(_FIRST_ORDER.values()), False: tuple(_SECOND_ORDER.values())}
+"""The keywords that settings come from, by whether they are gradcheck's."""
+
+_PLAIN = frozenset({float, int, bool, str, type(None)})
+
 _OF_ONE_ORDER: dict[int, dict[str, Any]] = {
     1: {"check_forward_ad": False, "check_backward_ad": True, "check_batched_forward_grad": False},
     2: {
@@ -377,6 +383,15 @@ def _settings(keywords: Mapping[str, Any], made: GradOutputs | None = None) -> S
 
     made: how grad_outputs come about, for second derivatives.
     """
+    names = _NAMES[made is None]
+    given = [keywords[name] for name in names]
+    # Most checks are given what the last ones were. A tensor, which is a number too, may be another one by then.
+    make = _known_settings if _PLAIN.issuperset(map(type, given)) else _new_settings
+    return make(made, *given)
+
+
+def _new_settings(made: GradOutputs | None, *given: Any) -> Settings:
+    keywords = dict(zip(_NAMES[made is None], given, strict=True))
     table = _FIRST_ORDER if made is None else _SECOND_ORDER
     forward, reverse = table["check_forward_ad"], table["check_backward_ad"]
     if not (keywords[forward] or keywords[reverse]):
@@ -414,6 +429,9 @@ def _settings(keywords: Mapping[str, Any], made: GradOutputs | None = None) -> S
     values["seed"] = 0 if seed is None else seed
     values["confidence"] = Settings.confidence if confidence is None else float(confidence)
     return Settings(**values, grad_outputs=made)
+
+
+_known_settings = lru_cache(64, typed=True)(_new_settings)
 
 
 def _second_order(

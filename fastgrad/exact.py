@@ -166,11 +166,20 @@ def _compressions(problem: Problem, settings: Settings, look: FirstLook) -> Iter
 
 @phase("pattern")
 def _guess(problem: Problem, settings: Settings, look: FirstLook) -> Pattern | None:
-    for guess in (sparsity.guess, sparsity.guess_in_order):
-        pattern = guess(problem.inputs, problem.outputs)
-        if pattern is None or pattern.nnz > most_entries(settings) or look.reacted is None:
-            continue
-        if sparsity.bears_a_look(pattern, look.moved, look.reacted):
+    blocks, reacted = (problem.inputs, problem.outputs), look.reacted
+    if reacted is None:
+        return None
+
+    def guesses() -> Iterator[Pattern | None]:
+        yield sparsity.guess(*blocks)
+        if any(block.is_complex for side in blocks for block in side):
+            return  # an entry would be four coordinates
+        yield sparsity.guess_in_order(*blocks)
+        yield sparsity.guess_moved(problem.coordinates().cpu().numpy(), look.base.cpu().numpy(), reacted)
+
+    most = most_entries(settings)
+    for pattern in guesses():
+        if pattern is not None and pattern.nnz <= most and sparsity.bears_a_look(pattern, look.moved, reacted):
             return pattern
     return None
 

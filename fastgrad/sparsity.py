@@ -30,6 +30,9 @@ PATIENCE = 2
 HUB_SHARE = 0.5
 """A target that more than this share of many blocks reach, a shared parameter, is one of a dense row."""
 
+FEW = 16
+"""Results that are looked up among the inputs' values, before all are."""
+
 MOST_HUBS = 1 / 32
 """Of all targets: where more look like dense rows, blocks are still too large to tell."""
 
@@ -140,9 +143,27 @@ def guess(inputs: Sequence[Block], outputs: Sequence[Block]) -> Pattern | None:
 def guess_in_order(inputs: Sequence[Block], outputs: Sequence[Block]) -> Pattern | None:
     """The pattern of what only reshapes, splits or joins: element by element in C order, the tensors end to end."""
     n, m = (sum(block.size for block in blocks) for blocks in (inputs, outputs))
-    if n != m or any(block.is_complex for block in (*inputs, *outputs)):
+    if n != m:
         return None
     return Pattern(np.arange(m + 1), np.arange(n), n, "guessed element by element in C order")
+
+
+def guess_moved(values: NDArray[np.float64], results: NDArray[np.float64], reacted: Mask) -> Pattern | None:
+    """The pattern of what only moves elements: each result that is the value of an input, bit for bit, depends on it.
+
+    values: of the inputs at x, shape (n,), no two of them equal; results: of the outputs, shape (m,); reacted: which of
+    these did to the look.
+    """
+    some = np.flatnonzero(reacted)
+    if not np.isin(values, results[some[:: max(1, some.size // FEW)]]).any():
+        return None  # told without sorting
+    order = np.argsort(values, kind="stable")
+    ascending = values[order]
+    if not values.size or (ascending[1:] == ascending[:-1]).any():
+        return None
+    places = np.minimum(np.searchsorted(ascending, results), values.size - 1)
+    known = ascending[places] == results
+    return Pattern(_starts(known), order[places[known]], values.size, "guessed from values that are only moved")
 
 
 def _concatenated(arrays: Sequence[Indices], axis: int) -> Indices:

@@ -359,3 +359,55 @@ def test_neighbors_closer_than_eps_are_certified_at_smaller_steps() -> None:
     assert report.passed
     assert report.evaluations <= 60
     assert all(certificate.bound < 1e-2 for certificate in report.certificates)
+
+
+INDEX = torch.randint(0, 400, (300,), generator=torch.Generator().manual_seed(1))
+MOVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "flip": lambda x: x.flip(0),
+    "gather": lambda x: x[INDEX],
+    "pad": lambda x: torch.nn.functional.pad(x, (3, 4)),
+    "maximum": lambda x: x.view(20, 20).amax(1),
+    "repeat": lambda x: x.repeat(3),
+    "reshape": lambda x: x.view(20, 20),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_what_only_moves_elements_is_guessed(name: str) -> None:
+    move, x = MOVES[name], normal(400)
+    right = compressed(move, x)
+    assert right.passed
+    assert right.plan is not None
+    assert right.plan.reason.startswith("guessed")
+
+    def wrong(x: Tensor) -> Tensor:
+        moved = move(x)
+        mask = torch.zeros_like(moved)
+        mask.view(-1)[7] = 1.0
+        return moved + (0.99 - 1) * mask * (moved - moved.detach())
+
+    report = check(wrong, (x,), Settings(engine="compressed"))
+    assert report.failure is not None
+    assert report.failure.comparison is not None
+    worst = report.failure.comparison.worst
+    assert worst is not None
+    assert worst.numerical == pytest.approx(1.0, rel=1e-6)
+    assert worst.analytical == pytest.approx(0.99, rel=1e-6)
+
+
+def test_what_looks_moved_at_x_only_is_not_taken_for_it() -> None:
+    x = normal(400)
+    x0 = x.detach().clone()
+
+    def disguised(x: Tensor) -> Tensor:  # at x, the other term is zero
+        return x.flip(0) + 2 * (x - x0).roll(7)
+
+    def forgotten(x: Tensor) -> Tensor:
+        return x.flip(0) + 2 * (x - x0).roll(7).detach()
+
+    assert check(disguised, (x,), Settings(engine="compressed")).passed
+    report = check(forgotten, (x,), Settings(engine="compressed"))
+    assert report.failure is not None
+    assert report.failure.comparison is not None
+    assert report.failure.comparison.worst is not None
+    assert report.failure.comparison.worst.numerical == pytest.approx(2.0, rel=1e-6)

@@ -9,7 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastgrad.coordinates import Block
-from fastgrad.sparsity import Indices, Mask, Pattern, Refinement, bears_a_look, guess, refined
+from fastgrad.sparsity import (
+    Indices,
+    Mask,
+    Pattern,
+    Refinement,
+    bears_a_look,
+    guess,
+    guess_in_order,
+    guess_moved,
+    refined,
+)
 
 
 def blocks(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[Block]:
@@ -56,6 +66,37 @@ def test_a_complex_element_depends_on_both_coordinates() -> None:
 
 def test_no_guess_where_shapes_do_not_broadcast() -> None:
     assert guess(blocks((3, 4)), blocks((4, 3))) is None
+
+
+def test_what_splits_and_joins_is_guessed_in_order() -> None:
+    pattern = guess_in_order(blocks((3, 4), (2,)), blocks((5,), (9,)))
+    assert pattern is not None
+    assert (dense(pattern) == np.eye(14, dtype=bool)).all()
+    assert guess_in_order(blocks((3, 4)), blocks((11,))) is None
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_what_is_moved_is_guessed_from_values(data: st.DataObject) -> None:
+    n, m = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 40))
+    values = np.random.default_rng(data.draw(st.integers(0, 99))).permutation(n) - 0.5
+    sources = np.array(data.draw(st.lists(st.integers(-1, n - 1), min_size=m, max_size=m)))  # -1: a constant
+    results = np.where(sources < 0, 7.25, values[sources])
+    pattern = guess_moved(values, results, sources >= 0)
+    expected = np.zeros((m, n), dtype=bool)
+    expected[np.flatnonzero(sources >= 0), sources[sources >= 0]] = True
+    if not expected.any():
+        assert pattern is None
+        return
+    assert pattern is not None
+    assert (dense(pattern) == expected).all()
+
+
+def test_equal_values_do_not_say_which_was_moved() -> None:
+    values = np.array([1.0, 2.0, 1.0])
+    assert guess_moved(values, values[::-1].copy(), np.ones(3, dtype=bool)) is None
+    assert guess_moved(values + np.arange(3), np.full(3, 9.0), np.ones(3, dtype=bool)) is None
+    assert guess_moved(values[:0], values[:0], np.ones(0, dtype=bool)) is None
 
 
 def test_one_look_refutes_a_guess() -> None:
