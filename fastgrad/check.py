@@ -39,7 +39,7 @@ from fastgrad.plan import (
 from fastgrad.problem import Problem, as_tuple, disabled_gradients
 from fastgrad.progress import Progress
 from fastgrad.report import Certificate, Environment, Failure, Part, Plan, Report, Sample, Settings
-from fastgrad.small import agrees, is_small, whole_backward
+from fastgrad.small import agrees, is_small, single_rows, whole_backward
 from fastgrad.stopwatch import Stopwatch
 from fastgrad.trial import RefusedError
 
@@ -278,8 +278,7 @@ def _jacobian_failure(problem: Problem, plan: Plan, settings: Settings, findings
     forward = ForwardComparison(problem, plan, settings, findings) if settings.check_forward_ad else None
     rows_at_hand: Sequence[Rows] = ()
     if backward is not None:
-        # What came vectorized is run again, row by row: vectorizing itself may be at fault.
-        rows_at_hand = () if backward.vectorized else backward.parts
+        rows_at_hand = single_rows(backward)
         if proof is not None:
             proof.take(backward.products, backward.moved)
     for first, columns in columns_at_hand:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from fastgrad._native import WholeBackward
+from fastgrad._native import Rows, WholeBackward
 from fastgrad.certify import ALL_KINDS, linear_backward, proof_cotangents
 from fastgrad.compare import Findings
 from fastgrad.engines import REPEAT_SCALE, REPEATED_ROWS, row_parts
@@ -53,6 +54,15 @@ def whole_backward(problem: Problem, settings: Settings, seconds: float) -> Whol
         settings.atol,
         ROUNDING * problem.unit_roundoff * m**0.5 if m > 1 else 0.0,
     )
+
+
+def single_rows(backward: WholeBackward) -> Sequence[Rows]:
+    """The rows, if they are as the dense engine would run them.
+
+    None where some were vectorized, which may be at fault, or were to be, and so were not run twice.
+    """
+    usual = all(part.repeated.shape[0] == min(part.rows.shape[0], REPEATED_ROWS) for part in backward.parts)
+    return backward.parts if usual and not backward.vectorized else ()
 
 
 def agrees(problem: Problem, settings: Settings, backward: WholeBackward, columns: Tensor, findings: Findings) -> bool:

@@ -181,6 +181,14 @@ def test_what_cannot_be_vectorized_is_run_singly_without_a_word() -> None:
         assert check(lambda x: x.cumsum(0), (leaf(12),), SETTINGS).passed  # has no batching rule
 
 
+def test_rows_that_were_to_be_vectorized_are_judged_anew() -> None:
+    x = leaf(12)
+    for func in (torch.exp, lambda x: x.split(3), lambda x: x.split(9)):
+        assert not small.single_rows(backward_of(func, (x,)))
+        singly = backward_of(func, (x,), seconds=1.0)
+        assert len(small.single_rows(singly)) == len(singly.parts)
+
+
 def test_a_slow_function_is_not_vectorized() -> None:
     assert backward_of(torch.exp, (leaf(10),), seconds=2e-4).vectorized
     assert not backward_of(torch.exp, (leaf(10),), seconds=2e-3).vectorized
