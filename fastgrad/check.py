@@ -43,7 +43,7 @@ from fastgrad.small import agrees, is_small, single_rows, whole_backward
 from fastgrad.stopwatch import Stopwatch
 from fastgrad.trial import RefusedError
 
-TIMED_COLUMNS = 12
+TIMED_COLUMNS = 32
 TIMED_SECONDS = 1e-3
 """Input coordinates, and seconds of the first evaluation, from which phases are timed: of the quickest checks that
 would be two percent."""

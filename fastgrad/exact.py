@@ -55,6 +55,10 @@ SMALLER = (2.0**-10, 2.0**-14, 2.0**-17)
 """Of the step, at which failed rows are certified again: joint steps cross kinks that single ones do not."""
 
 
+HOPELESS = 1 / 4
+"""Of the rows: where more are wrong, it is not for kinks, and smaller steps do not help."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How the Jacobians were computed, and the failure, if any."""
@@ -541,7 +545,8 @@ class _Verdict:
         if found.is_clear():
             return []
         loud, wrong, bound = found.loud, found.wrong, found.allowed
-        for attempt, share in enumerate(SMALLER, 1):
+        hopeless = int(wrong.sum()) > HOPELESS * wrong.numel()
+        for attempt, share in enumerate(() if hopeless else SMALLER, 1):
             if not bool((wrong if numerical else wrong | loud).any()):
                 break
             # Where joint steps cross kinks, smaller ones do not; but they say less where values are large.

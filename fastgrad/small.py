@@ -20,9 +20,6 @@ from fastgrad.tolerances import ROUNDING
 FEWEST_VECTORIZED = 6
 """Rows from which one vectorized VJP takes less time than as many single ones."""
 
-REPEATED_BESIDE = 1
-"""Rows that are run singly, and twice, where the others are vectorized: what no Python runs in does not count calls."""
-
 
 def is_small(problem: Problem, settings: Settings) -> bool:
     """Whether all of backward can be run at once, before the differences, and compared with them at once."""
@@ -44,10 +41,10 @@ def _cotangents(m: int, seed: int, device: torch.device) -> Tensor:
 def whole_backward(problem: Problem, settings: Settings, seconds: float) -> WholeBackward:
     """All VJPs of a check of a problem that is small, vectorized where that can be; seconds: of one evaluation."""
     m = problem.m
-    vectorized = m >= REPEATED_BESIDE + FEWEST_VECTORIZED and m <= most_vectorized_rows(problem, seconds)
+    vectorized = m >= FEWEST_VECTORIZED and m <= most_vectorized_rows(problem, seconds)
     return problem.whole_backward(
         _cotangents(m, settings.seed, problem.device),
-        REPEATED_BESIDE if vectorized else REPEATED_ROWS,
+        0 if vectorized else REPEATED_ROWS,  # the products tell what moves or is not homogeneous
         REPEAT_SCALE,
         settings.check_undefined_grad,
         FEWEST_VECTORIZED if vectorized else 0,
