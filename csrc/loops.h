@@ -216,19 +216,22 @@ GradientsMatch vjp_groups(
     const at::Tensor& output, const std::vector<InputBlock>& inputs, const Groups& groups, const at::Tensor& values,
     int64_t n, int64_t repeated, double repeat_scale, bool expand);
 
-// Whether no Python runs in the backward of `outputs`: no hook, Function or tensor subclass of the user's. Such code
-// may take one grad_output at a time only, and count on being called for each.
+// The caller's own tensors.
+std::vector<at::Tensor> arguments_of(const std::vector<InputBlock>& inputs);
+
+// Whether no Python is seen to run in the backward of `outputs`: no dispatch mode, and no hook, Function or tensor
+// subclass of the user's. Such code may take one grad_output at a time only, and count on being called for each.
+// Hooks on saved tensors leave no trace in the graph.
 bool runs_no_python(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs);
 
 // What all VJPs of a small problem gave.
 struct WholeBackward {
   struct Rows {
-    at::Tensor rows, repeated;  // as vjp_rows writes them: all rows, and the first ones again
+    at::Tensor rows, repeated;  // as vjp_rows writes them; of vectorized rows none is repeated
     GradientsMatch match;
-    bool vectorized;  // rows that are not repeated are one vectorized VJP
   };
   std::vector<Rows> parts;  // output by output, the imaginary parts of complex ones; then their real parts
-  bool vectorized = false;  // some of these are
+  bool vectorized = false;  // the rows of some are one vectorized VJP
   at::Tensor products;      // of the cotangents with all rows, as vjp_coordinates writes them
   bool moved = false;       // a second run of the first product gave another
   bool add_up = true;       // the products were seen, on the CPU, to be what the rows add up to
@@ -241,17 +244,20 @@ struct WholeBackward {
 
 // Runs them: of zeros, undefined, one-hot as in vjp_rows, and `cotangents` (float64, shape (count, coordinates of
 // all outputs)), gapped the first and expanded the last; none of these, no products. What the rows add up to may
-// differ by atol, and by rtol of the largest sum. From `vectorized` rows of an output on (0: never) those that are
-// not repeated are one vectorized VJP, if it can be vectorized.
+// differ by atol, and by rtol of the largest sum. Of an output of `fewest_vectorized` elements or more (0: of none)
+// the rows are one vectorized VJP, if the backward can be vectorized: pass 0 for `repeated` then.
 WholeBackward whole_backward(
     const std::vector<at::Tensor>& outputs, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
-    int64_t repeated, double repeat_scale, bool undefined, int64_t vectorized, double atol, double rtol);
+    int64_t repeated, double repeat_scale, bool undefined, int64_t fewest_vectorized, double atol, double rtol);
+
+// Of one input: its coordinates, whether two of them are an entry, atol and rtol.
+using InputTolerances = std::tuple<int64_t, bool, double, double>;
 
 // The largest absolute and relative error of each input in some rows of a small Jacobian; nothing where an entry is
-// wrong, by its input's atol and rtol. rows: analytical, of outputs first_row + i row_step, shape (rows, n); columns:
-// numerical, shape (n, m); both float64, contiguous, on the CPU.
+// wrong. rows: analytical, of output coordinates first_row + i row_step, shape (rows, n); columns: numerical, shape
+// (n, m); both float64, contiguous, on the CPU.
 std::optional<std::vector<std::pair<double, double>>> largest_errors(
     const at::Tensor& rows, const at::Tensor& columns, int64_t first_row, int64_t row_step,
-    const std::vector<InputBlock>& inputs, const std::vector<double>& atol, const std::vector<double>& rtol);
+    const std::vector<InputTolerances>& inputs);
 
 }  // namespace fastgrad

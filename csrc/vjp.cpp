@@ -51,6 +51,15 @@ void unflatten_into(const at::Tensor& tensor, const at::Tensor& coordinates) {
 
 }  // namespace
 
+std::vector<at::Tensor> arguments_of(const std::vector<InputBlock>& inputs) {
+  std::vector<at::Tensor> arguments;
+  arguments.reserve(inputs.size());
+  for (const InputBlock& input : inputs) {
+    arguments.push_back(input.argument);
+  }
+  return arguments;
+}
+
 std::vector<at::Tensor> vjp(
     const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
     const std::vector<at::Tensor>& cotangents, bool create_graph) {
@@ -100,15 +109,6 @@ at::Tensor gapped_and_transposed(const at::Tensor& output) {
   std::iota(order.rbegin(), order.rend(), 0);
   const at::Tensor storage = at::full(sizes, std::numeric_limits<double>::quiet_NaN(), output.options());
   return storage.select(-1, 0).permute(order);
-}
-
-std::vector<at::Tensor> arguments_of(const std::vector<InputBlock>& inputs) {
-  std::vector<at::Tensor> arguments;
-  arguments.reserve(inputs.size());
-  for (const InputBlock& input : inputs) {
-    arguments.push_back(input.argument);
-  }
-  return arguments;
 }
 
 // The largest of what the gradients of one sparse input have at elements that it does not specify, row by

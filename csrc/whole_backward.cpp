@@ -1,7 +1,7 @@
 // All VJPs of a check of a small problem, in one call.
 #include "loops.h"
 
-#include "kernels/comparison.h"
+#include "ops/compare.h"
 #include "ops/project_rows.h"
 #include "rows.h"
 
@@ -12,6 +12,7 @@
 #include <ATen/ops/equal.h>
 #include <ATen/ops/view_as_real.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
@@ -69,18 +70,18 @@ class Silence : public c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };
 
-// Rows first, ..., of one output as vjp_rows gives them, up to rounding, all of them from one vectorized VJP.
-void take_vectorized_rows(
-    const at::Tensor& output, const std::vector<InputBlock>& inputs, const std::vector<at::Tensor>& arguments,
-    int64_t first, bool imaginary, const at::Tensor& rows, GradientsMatch& match) {
-  const int64_t count = rows.size(0) - first;
+// All rows of one output as vjp_rows gives them, up to rounding, from one vectorized VJP.
+GradientsMatch vectorized_rows(
+    const at::Tensor& output, const std::vector<InputBlock>& inputs, bool imaginary, const at::Tensor& rows) {
+  GradientsMatch match;
+  const int64_t count = rows.size(0);
   std::vector<int64_t> sizes = output.sizes().vec();
   sizes.insert(sizes.begin(), count);
   at::Tensor cotangents;
   {
     const BelowAutograd guard;
-    cotangents = at::zeros({count, output.numel()}, output.options());
-    cotangents.diagonal(first).fill_(imaginary ? c10::Scalar(c10::complex<double>(0, 1)) : c10::Scalar(1));
+    cotangents = at::zeros({count, count}, output.options());
+    cotangents.diagonal().fill_(imaginary ? c10::Scalar(c10::complex<double>(0, 1)) : c10::Scalar(1));
     cotangents = cotangents.view(sizes);
   }
   std::vector<at::Tensor> gradients;
@@ -88,7 +89,8 @@ void take_vectorized_rows(
     Silence silence;
     const c10::WarningUtils::WarningHandlerGuard guard(&silence);
     const BatchLevel batch;
-    gradients = vjp({output}, arguments, {at::_add_batch_dim(cotangents, 0, batch.level)}, /*create_graph=*/false);
+    gradients =
+        vjp({output}, arguments_of(inputs), {at::_add_batch_dim(cotangents, 0, batch.level)}, /*create_graph=*/false);
     for (at::Tensor& gradient : gradients) {
       gradient = gradient.defined() ? at::_remove_batch_dim(gradient, batch.level, count, 0) : gradient;
     }
@@ -98,7 +100,7 @@ void take_vectorized_rows(
   for (size_t k = 0; k < inputs.size(); ++k) {
     const at::Tensor& origin = inputs[k].origin;
     const int64_t size = coordinate_count(origin);
-    const at::Tensor target = rows.narrow(0, first, count).narrow(1, offset, size);
+    const at::Tensor target = rows.narrow(1, offset, size);
     offset += size;
     if (!gradients[k].defined()) {
       target.zero_();
@@ -107,58 +109,30 @@ void take_vectorized_rows(
     match.dtypes = match.dtypes && gradients[k].scalar_type() == origin.scalar_type();
     match.sizes = match.sizes && gradients[k].sizes().slice(1) == origin.sizes();
     if (!match.sizes) {
-      return;
+      return match;
     }
     const at::Tensor values = with_domain_of(origin, as_strided_layout(gradients[k])).contiguous();
     target.copy_((values.is_complex() ? at::view_as_real(values) : values).reshape({count, size}));
   }
+  return match;
 }
 
-// The same; false where the backward cannot be vectorized, which only trying tells.
-bool vectorizes(
-    const at::Tensor& output, const std::vector<InputBlock>& inputs, const std::vector<at::Tensor>& arguments,
-    int64_t first, bool imaginary, const at::Tensor& rows, GradientsMatch& match) {
+// The same; nothing where the backward cannot be vectorized, which only trying tells.
+std::optional<GradientsMatch> try_vectorized_rows(
+    const at::Tensor& output, const std::vector<InputBlock>& inputs, bool imaginary, const at::Tensor& rows) {
   try {
-    take_vectorized_rows(output, inputs, arguments, first, imaginary, rows, match);
-    return true;
+    return vectorized_rows(output, inputs, imaginary, rows);
   } catch (const c10::OutOfMemoryError&) {
     throw;
   } catch (const c10::Error&) {
-    return false;
+    return std::nullopt;
   } catch (const python_error&) {  // of hooks on saved tensors; the engine has set it
     if (!PyErr_ExceptionMatches(PyExc_Exception) || PyErr_ExceptionMatches(PyExc_MemoryError)) {
       throw;
     }
     PyErr_Clear();
-    return false;
+    return std::nullopt;
   }
-}
-
-// All rows of one output; no later output is tried to be vectorized once one cannot be.
-WholeBackward::Rows rows_of(
-    const at::Tensor& output, const std::vector<InputBlock>& inputs, const std::vector<at::Tensor>& arguments,
-    int64_t n, bool imaginary, int64_t repeated, double repeat_scale, int64_t& vectorized) {
-  const auto options = at::TensorOptions().dtype(at::kDouble).device(output.device());
-  const int64_t count = output.numel();
-  const int64_t twice = std::min(count, repeated);
-  const int64_t others = count - twice;
-  WholeBackward::Rows part{at::empty({count, n}, options), at::empty({twice, n}, options), {}, false};
-  const bool tries = vectorized > 0 && others >= vectorized;
-  const at::Tensor singly = tries ? part.rows.narrow(0, 0, twice) : part.rows;
-  part.match = vjp_rows(output, inputs, 0, imaginary, singly, part.repeated, repeat_scale);
-  if (!tries) {
-    return part;
-  }
-  GradientsMatch match;
-  part.vectorized = vectorizes(output, inputs, arguments, twice, imaginary, part.rows, match);
-  if (!part.vectorized) {
-    vectorized = 0;
-    const at::Tensor none = part.repeated.narrow(0, 0, 0);
-    match = vjp_rows(output, inputs, twice, imaginary, part.rows.narrow(0, twice, others), none, repeat_scale);
-  }
-  part.match.dtypes = part.match.dtypes && match.dtypes;
-  part.match.sizes = part.match.sizes && match.sizes;
-  return part;
 }
 
 // Whether the products are what the rows of all outputs add up to.
@@ -195,7 +169,7 @@ bool runs_no_python(const std::vector<at::Tensor>& outputs, const std::vector<at
     return tensor.key_set().has(c10::DispatchKey::Python);
   };
   const auto is_hooked = [](const at::Tensor& input) { return !torch::autograd::impl::hooks(input).empty(); };
-  if (std::any_of(outputs.begin(), outputs.end(), is_of_python) ||
+  if (c10::impl::TorchDispatchModeTLS::any_modes_set() || std::any_of(outputs.begin(), outputs.end(), is_of_python) ||
       std::any_of(inputs.begin(), inputs.end(), is_of_python) || std::any_of(inputs.begin(), inputs.end(), is_hooked)) {
     return false;
   }
@@ -226,14 +200,11 @@ bool runs_no_python(const std::vector<at::Tensor>& outputs, const std::vector<at
 
 WholeBackward whole_backward(
     const std::vector<at::Tensor>& outputs, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
-    int64_t repeated, double repeat_scale, bool undefined, int64_t vectorized, double atol, double rtol) {
+    int64_t repeated, double repeat_scale, bool undefined, int64_t fewest_vectorized, double atol, double rtol) {
+  TORCH_CHECK(fewest_vectorized == 0 || repeated == 0, "whole_backward: vectorized rows are not repeated");
   WholeBackward whole;
-  std::vector<at::Tensor> arguments;
-  int64_t n = 0;
-  for (const InputBlock& input : inputs) {
-    arguments.push_back(input.argument);
-    n += coordinate_count(input.origin);
-  }
+  const std::vector<at::Tensor> arguments = arguments_of(inputs);
+  const int64_t n = inputs.back().first + coordinate_count(inputs.back().origin);
   const auto take_zeros = [&](const std::vector<at::Tensor>& trial) {
     whole.zeros.push_back(vjp_of_zeros(trial, arguments));
     whole.vjps += 1;
@@ -250,12 +221,22 @@ WholeBackward whole_backward(
     }
   }
   bool repeats_all = true;
+  bool vectorizes = fewest_vectorized > 0;  // until an output shows that it does not
   const auto take_rows = [&](const at::Tensor& output, bool imaginary) {
-    whole.parts.push_back(rows_of(output, inputs, arguments, n, imaginary, repeated, repeat_scale, vectorized));
-    const WholeBackward::Rows& part = whole.parts.back();
-    whole.vectorized = whole.vectorized || part.vectorized;
-    whole.vjps += part.rows.size(0) + part.repeated.size(0);
-    repeats_all = repeats_all && part.rows.size(0) == part.repeated.size(0);
+    const int64_t count = output.numel();
+    const int64_t twice = std::min(count, repeated);
+    const auto options = cotangents.options();
+    WholeBackward::Rows part{at::empty({count, n}, options), at::empty({twice, n}, options), {}};
+    std::optional<GradientsMatch> match;
+    if (vectorizes && count >= fewest_vectorized) {
+      match = try_vectorized_rows(output, inputs, imaginary, part.rows);
+      vectorizes = match.has_value();
+      whole.vectorized = whole.vectorized || vectorizes;
+    }
+    part.match = match ? *match : vjp_rows(output, inputs, 0, imaginary, part.rows, part.repeated, repeat_scale);
+    whole.vjps += count + twice;
+    repeats_all = repeats_all && twice == count;
+    whole.parts.push_back(std::move(part));
   };
   for (const at::Tensor& output : outputs) {
     take_rows(output, output.is_complex());
@@ -283,7 +264,7 @@ WholeBackward whole_backward(
 
 std::optional<std::vector<std::pair<double, double>>> largest_errors(
     const at::Tensor& rows, const at::Tensor& columns, int64_t first_row, int64_t row_step,
-    const std::vector<InputBlock>& inputs, const std::vector<double>& atol, const std::vector<double>& rtol) {
+    const std::vector<InputTolerances>& inputs) {
   const int64_t count = rows.size(0);
   const int64_t n = rows.size(1);
   const int64_t m = columns.size(1);
@@ -291,30 +272,20 @@ std::optional<std::vector<std::pair<double, double>>> largest_errors(
       rows.is_cpu() && rows.is_contiguous() && columns.is_cpu() && columns.is_contiguous() && columns.size(0) == n &&
           first_row >= 0 && row_step > 0 && first_row + (count - 1) * row_step < m,
       "largest_errors: rows and columns must be contiguous, on the CPU, and of one Jacobian");
-  const auto* const analytical = rows.const_data_ptr<double>();
-  const auto* const numerical = columns.const_data_ptr<double>();
   std::vector<std::pair<double, double>> errors;
   errors.reserve(inputs.size());
   int64_t first = 0;
-  for (size_t k = 0; k < inputs.size(); ++k) {
-    const int64_t width = inputs[k].origin.is_complex() ? 2 : 1;
-    const int64_t last = first + coordinate_count(inputs[k].origin);
-    ComparisonStatistics statistics;
-    for (int64_t i = 0; i < count; ++i) {
-      const double* const column = numerical + first_row + i * row_step;
-      for (int64_t j = first; j < last; j += width) {
-        const double* const a = analytical + i * n + j;
-        const double* const b = column + j * m;
-        const Entry found{a[0], width == 2 ? a[1] : 0.0};
-        const Entry expected{b[0], width == 2 ? b[m] : 0.0};
-        reduce(statistics, found, expected, i, j, atol[k], rtol[k], /*equal_nan=*/false);
-      }
-    }
+  for (const auto& [size, is_complex, atol, rtol] : inputs) {
+    const StridedBlock analytical{rows.const_data_ptr<double>() + first, n, 1};
+    const StridedBlock numerical{columns.const_data_ptr<double>() + first * m + first_row, row_step, m};
+    const int64_t entries = is_complex ? size / 2 : size;
+    const ComparisonStatistics statistics =
+        compare_blocks(analytical, numerical, count, entries, atol, rtol, is_complex, /*equal_nan=*/false);
     if (statistics.mismatches != 0) {
       return std::nullopt;
     }
     errors.emplace_back(statistics.largest_absolute, statistics.largest_relative);
-    first = last;
+    first += size;
   }
   return errors;
 }

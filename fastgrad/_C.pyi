@@ -134,9 +134,7 @@ def largest_errors(
     columns: Tensor,
     first_row: int,
     row_step: int,
-    inputs: Sequence[InputBlock],
-    atol: Sequence[float],
-    rtol: Sequence[float],
+    inputs: Sequence[tuple[int, bool, float, float]],
 ) -> list[tuple[float, float]] | None: ...
 def project_rows_(
     sums: Tensor,
@@ -187,7 +185,7 @@ def whole_backward(
     repeated: int,
     repeat_scale: float,
     undefined: bool,
-    vectorized: int,
+    fewest_vectorized: int,
     atol: float,
     rtol: float,
 ) -> WholeBackward: ...

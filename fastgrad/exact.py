@@ -76,9 +76,6 @@ class _Learnt:
     refuted: bool = False
 
 
-_NOTHING = _Learnt(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
-
-
 @phase("compressed Jacobians")
 def check_by_structure(problem: Problem, settings: Settings, look: FirstLook, findings: Findings) -> Outcome | None:
     """The verdict on all Jacobians in reverse mode; None where no structure makes it cheaper than the dense engine."""
@@ -322,7 +319,7 @@ class _Verdict:
             except (MemoryError, torch.OutOfMemoryError):
                 raise
             except Exception:  # one-hot grad_outputs may not raise
-                return replace(_joined([]), refuted=True)
+                return _joined([], refuted=True)
             detail = f"it raised {type(error).__name__} for a constant grad_output, or for a larger one"
             return Failure("nonlinear", detail=detail, cause=error)
         repeat: Failure | None = None
@@ -374,7 +371,7 @@ class _Verdict:
                 failure = proof.failure()
                 if failure is not None:
                     return failure
-        if all(some is _NOTHING for some in learnt):
+        if not any(some.rows.size or some.refuted for some in learnt):
             return None
         rows, columns = (np.concatenate([getattr(some, name) for some in learnt]) for name in ("rows", "columns"))
         if any(some.refuted for some in learnt):
@@ -596,13 +593,13 @@ class _Verdict:
                     return located_failure([found])
             columns = np.flatnonzero(gradient.cpu().numpy())
             learnt.append((np.full(columns.size, row), columns))
-        return replace(_joined(learnt), refuted=True) if len(rows) > MOST_LEADS else _joined(learnt)
+        return _joined(learnt, refuted=len(rows) > MOST_LEADS)
 
     def _follow_columns(self, proof: LinearityProof, leads: list[tuple[int, int]]) -> Failure | _Learnt:
         """Down to the entry of each column that is wrong; or what the pattern lacks in it."""
         learnt: list[tuple[Indices, Indices]] = []
         if leads and dense_is_small(self._problem, self._settings):
-            return replace(_joined(learnt), refuted=True)
+            return _joined(learnt, refuted=True)
         which_of = {column: which for which, column in reversed(leads)}  # of several, the worst
         columns_in_turn = list(dict.fromkeys(column for _, column in leads))
         for column in columns_in_turn[:MOST_LEADS]:
@@ -616,8 +613,7 @@ class _Verdict:
             learnt.append((np.full(columns.size, row), columns))
             rows = np.flatnonzero(self._single_difference(column).cpu().numpy())
             learnt.append((rows, np.full(rows.size, column)))
-        refuted = bool(learnt) and len(columns_in_turn) > MOST_LEADS
-        return replace(_joined(learnt), refuted=True) if refuted else _joined(learnt)
+        return _joined(learnt, refuted=bool(learnt) and len(columns_in_turn) > MOST_LEADS)
 
     def _entry(self, row: int, column: int) -> Tensor:
         """The analytical entry, zero outside of the pattern."""
@@ -637,9 +633,7 @@ class _Verdict:
         return row, self._one_hot_gradient(row)
 
 
-def _joined(learnt: list[tuple[Indices, Indices]]) -> _Learnt:
-    if not learnt:
-        return _NOTHING
+def _joined(learnt: list[tuple[Indices, Indices]], refuted: bool) -> _Learnt:
     empty = np.empty(0, dtype=np.int64)
-    rows, columns = (np.concatenate([empty, *(pair[side] for pair in learnt)]) for side in (0, 1))
-    return _Learnt(rows, columns)
+    rows, columns = zip(*learnt, strict=True) if learnt else ((empty,), (empty,))
+    return _Learnt(np.concatenate(rows), np.concatenate(columns), refuted)

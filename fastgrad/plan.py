@@ -29,10 +29,10 @@ TINY = 24
 """Evaluations and VJPs of the dense engine up to which it costs no more than a sketch."""
 
 SKETCH_SECONDS, SKETCH_CALLS = 0.8e-3, 24
-"""What a sketch takes, beside its evaluations and VJPs; and these, in evaluations."""
+"""What a sketch takes beside its evaluations and VJPs, and what these take, in evaluations."""
 
 COLD_SECONDS = 10e-6
-"""What the first evaluation of a check takes longer than later ones, up to two thirds of it."""
+"""By how much the first evaluation of a check takes longer than later ones, though at most two thirds of it."""
 
 AFFORDABLE_ENTRIES = 4_000_000
 AFFORDABLE_CALLS = 20_000
@@ -72,7 +72,6 @@ COLUMNS_WORTH_PROBING = 32
 
 COLUMNS_WORTH_A_LOOK = 12
 """Columns from which two cheaper evaluations each repay the four that tell whether a graph is needed."""
-
 
 MOST_VECTORIZED, VECTORIZED_SECONDS = 1024, 10e-3
 """Rows of a vectorized VJP, and seconds of an evaluation for each of them, at most."""

@@ -142,6 +142,8 @@ class Problem:
         require grad or, where there is none, all that could.
     has_graph
         Whether any output requires grad.
+    vectorizes
+        Whether VJPs may be vectorized: on the CPU, where no Python is seen to run in backward.
     n, m
         Real coordinates of inputs and outputs.
     device
@@ -183,6 +185,7 @@ class Problem:
         self.m = 0
         self.device = self.inputs[0].tensor.device
         self.has_graph = False
+        self.vectorizes = False
         self.seconds = 0.0
         self.unspecified = 0.0
         self.progress = progress or Progress(False)
@@ -253,19 +256,14 @@ class Problem:
             self.device = self.outputs[0].tensor.device
         if self.has_graph:
             self._graph = tuple(results[position] for position in positions)
+            is_on_cpu = self.device.type == "cpu"
+            self.vectorizes = is_on_cpu and _native.runs_no_python(self._graph, self._input_tensors)
         self._specs = [_native.OutputSpec(block.position, block.tensor) for block in self.outputs]
 
     @cached_property
     def unit_roundoff(self) -> float:
         """Half an ulp of the coarsest dtype among inputs and outputs."""
         return max(spacing(block.tensor.dtype) for block in (*self.inputs, *self.outputs)) / 2
-
-    @cached_property
-    def vectorizes(self) -> bool:
-        """Whether VJPs may be vectorized: no Python runs in the backward, and it is on the CPU."""
-        return (
-            self.has_graph and self.device.type == "cpu" and _native.runs_no_python(self.graph(), self._input_tensors)
-        )
 
     def name_of(self, block: Block) -> str:
         """What messages call an input."""
@@ -539,7 +537,7 @@ class Problem:
         repeated: int,
         scale: float,
         undefined: bool,
-        vectorized: int,
+        fewest_vectorized: int,
         atol: float,
         rtol: float,
     ) -> _native.WholeBackward:
@@ -553,46 +551,18 @@ class Problem:
             As of `analytical_rows`.
         undefined
             Whether to run undefined grad_outputs, too.
-        vectorized
-            From so many rows on that are not repeated, they may be one vectorized VJP, where no Python runs in
-            the backward; 0: never.
+        fewest_vectorized
+            From so many rows of an output on, they are one vectorized VJP, where the backward can be vectorized;
+            0: never. Without `repeated` only.
         atol, rtol
             Up to which the products of the cotangents are what the rows add up to; rtol of the largest sum.
         """
         whole = _native.whole_backward(
-            self.graph(), self._natives, cotangents, repeated, scale, undefined, vectorized, atol, rtol
+            self.graph(), self._natives, cotangents, repeated, scale, undefined, fewest_vectorized, atol, rtol
         )
         self.vjps += whole.vjps
         self.progress.step(whole.vjps)
         return whole
-
-    @phase("comparison")
-    def largest_errors(
-        self,
-        rows: Tensor,
-        columns: Tensor,
-        first_row: int,
-        row_step: int,
-        atol: Sequence[float],
-        rtol: Sequence[float],
-    ) -> list[tuple[float, float]] | None:
-        """The largest absolute and relative error of each input in rows of a small Jacobian on the CPU.
-
-        Parameters
-        ----------
-        rows
-            Analytical, of output coordinates first_row + i row_step: float64, shape (rows, n).
-        columns
-            All numerical columns: float64, shape (n, m).
-        atol, rtol
-            Of each input.
-
-        Returns
-        -------
-        list
-            None where an entry is wrong.
-        """
-        return _native.largest_errors(rows, columns, first_row, row_step, self._natives, atol, rtol)
 
     def vjp(self, cotangents: Tensor, gapped: int = 0, expanded: int = 0, only: Block | None = None) -> Tensor:
         """V J for rows of cotangents, one VJP a row.

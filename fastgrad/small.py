@@ -8,7 +8,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fastgrad._native import Rows, WholeBackward
+from fastgrad._native import Rows, WholeBackward, largest_errors
+from fastgrad._torch import phase
 from fastgrad.certify import ALL_KINDS, linear_backward, proof_cotangents
 from fastgrad.compare import Findings
 from fastgrad.engines import REPEAT_SCALE, REPEATED_ROWS, row_parts
@@ -56,12 +57,13 @@ def whole_backward(problem: Problem, settings: Settings, seconds: float) -> Whol
 def single_rows(backward: WholeBackward) -> Sequence[Rows]:
     """The rows, if they are as the dense engine would run them.
 
-    None where some were vectorized, which may be at fault, or were to be, and so were not run twice.
+    None where some were vectorized, which may be at fault, or were to be: then none were run twice.
     """
     usual = all(part.repeated.shape[0] == min(part.rows.shape[0], REPEATED_ROWS) for part in backward.parts)
-    return backward.parts if usual and not backward.vectorized else ()
+    return backward.parts if usual else ()
 
 
+@phase("comparison")
 def agrees(problem: Problem, settings: Settings, backward: WholeBackward, columns: Tensor, findings: Findings) -> bool:
     """Whether all entries agree, and so does what the rows came with: then there is nothing to be judged part by part.
 
@@ -70,14 +72,16 @@ def agrees(problem: Problem, settings: Settings, backward: WholeBackward, column
     if backward.moved or not backward.add_up:
         return False
     own = [settings.of(block.index) for block in problem.inputs]
-    atol, rtol = [one.atol for one in own], [one.rtol for one in own]
+    inputs = [
+        (block.size, block.is_complex, one.atol, one.rtol) for block, one in zip(problem.inputs, own, strict=True)
+    ]
     pairs = []
     for (output, part), found in zip(row_parts(problem.outputs), backward.parts, strict=True):
         match = found.match
         if not (match.repeats and match.sizes and (match.dtypes or not settings.check_grad_dtypes)):
             return False
         first = output.first + (1 if part == "imaginary" else 0)
-        errors = problem.largest_errors(found.rows, columns, first, output.width, atol, rtol)
+        errors = largest_errors(found.rows, columns, first, output.width, inputs)
         if errors is None:
             return False
         for block, largest in zip(problem.inputs, errors, strict=True):

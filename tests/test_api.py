@@ -255,3 +255,16 @@ def test_nondet_tol_excuses_no_dependence_of_results_without_gradients(fast_mode
         assert verdicts(lambda v: 1 + 1e-12 * torch.rand(30, generator=generator).double(), nondet_tol) == {False}
         assert verdicts(lambda v: v.detach() / 0, nondet_tol) == {False}
         assert verdicts(lambda v: torch.ones_like(v), nondet_tol) == {True}
+
+
+def test_what_was_given_before_excuses_nothing() -> None:
+    assert fastgrad.gradcheck(torch.sin, (x(),), seed=1, progress=False)
+    with pytest.raises(ValueError, match="seed must be None or an integer"):
+        fastgrad.gradcheck(torch.sin, (x(),), seed=True, progress=False)  # equal to 1
+    with pytest.raises(TypeError, match="progress must be None, True or False"):
+        fastgrad.gradcheck(torch.sin, (x(),), seed=1, progress=0)  # type: ignore[arg-type]  # equal to False
+    atol = torch.tensor(1.0)
+    wrong = lambda x: x + 0.5 * x.detach()  # noqa: E731
+    assert fastgrad.gradcheck(wrong, (x(),), atol=atol)
+    atol.fill_(1e-5)  # the same tensor, another number
+    assert not fastgrad.gradcheck(wrong, (x(),), atol=atol, raise_exception=False)

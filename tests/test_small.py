@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fastgrad
 from fastgrad import plan, small
+from fastgrad._native import largest_errors
+from fastgrad._torch import DispatchMode
 from fastgrad.check import check
 from fastgrad.problem import Problem
 from fastgrad.report import Settings
@@ -210,7 +212,9 @@ def test_largest_errors_are_those_of_compare(dtype: torch.dtype) -> None:
         columns = problem.difference_columns(0, problem.n, 1e-6, True)
         first, width = (1, 2) if dtype.is_complex else (0, 1)
         rows = whole.parts[0].rows
-        found = problem.largest_errors(rows, columns, first, width, [1e-5] * 2, [1e-3] * 2)
+        each = [(block.size, dtype.is_complex) for block in problem.inputs]
+        usual = [(*one, 1e-5, 1e-3) for one in each]
+        found = largest_errors(rows, columns, first, width, usual)
         assert found is not None
         numerical = columns.t()[first::width]
         for block, (absolute, _) in zip(problem.inputs, found, strict=True):
@@ -218,9 +222,9 @@ def test_largest_errors_are_those_of_compare(dtype: torch.dtype) -> None:
             error = rows[:, within] - numerical[:, within]
             entries = torch.view_as_complex(error.reshape(6, -1, 2).contiguous()) if dtype.is_complex else error
             assert absolute == pytest.approx(float(entries.abs().max()), rel=1e-12)
-        assert problem.largest_errors(rows, columns, first, width, [1e-5, 1e-16], [1e-3, 0.0]) is None
+        assert largest_errors(rows, columns, first, width, [usual[0], (*each[1], 1e-16, 0.0)]) is None
         with pytest.raises(RuntimeError, match="of one Jacobian"):
-            problem.largest_errors(rows, columns[:3], first, width, [1e-5] * 2, [1e-3] * 2)
+            largest_errors(rows, columns[:3], first, width, usual)
 
 
 class Logged(torch.Tensor):
@@ -244,4 +248,13 @@ def test_tensor_subclasses_get_one_grad_output_at_a_time() -> None:
     with Problem(lambda x: x.sin(), (leaf(10),)) as problem:
         assert problem.vectorizes
     with Problem(lambda x: Logged(x.detach()).requires_grad_() * x, (leaf(10),)) as problem:
+        assert not problem.vectorizes
+
+
+def test_dispatch_modes_get_one_grad_output_at_a_time() -> None:
+    class Watching(DispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    with Watching(), Problem(torch.sin, (leaf(10),)) as problem:
         assert not problem.vectorizes

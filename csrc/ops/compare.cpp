@@ -1,7 +1,6 @@
 // CPU launcher and plain ATen kernel of fastgrad::compare.
 #include "compare.h"
 
-#include "../kernels/comparison.h"
 #include "common.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -41,21 +40,13 @@ void check_compare(const at::Tensor& analytical, const at::Tensor& numerical, bo
       analytical.size(1));
 }
 
-namespace {
-
-at::Tensor compare_cpu(
-    const at::Tensor& analytical, const at::Tensor& numerical, double atol, double rtol, bool complex_entries,
-    bool equal_nan) {
-  check_compare(analytical, numerical, complex_entries);
+ComparisonStatistics compare_blocks(
+    const StridedBlock& analytical, const StridedBlock& numerical, int64_t rows, int64_t entries, double atol,
+    double rtol, bool complex_entries, bool equal_nan) {
   const int64_t width = complex_entries ? 2 : 1;
-  const int64_t rows = analytical.size(0);
-  const int64_t entries = analytical.size(1) / width;
-  const double* a = analytical.const_data_ptr<double>();
-  const double* n = numerical.const_data_ptr<double>();
-  const int64_t a_row = analytical.stride(0), a_column = analytical.stride(1);
-  const int64_t n_row = numerical.stride(0), n_column = numerical.stride(1);
-  const auto entry = [&](const double* column, int64_t stride) {
-    return Entry{column[0], complex_entries ? column[stride] : 0.0};
+  const auto entry = [&](const StridedBlock& block, int64_t row, int64_t k) {
+    const double* const first = block.data + row * block.row_stride + k * width * block.column_stride;
+    return Entry{first[0], complex_entries ? first[block.column_stride] : 0.0};
   };
   const auto compare_stripes = [&](int64_t begin, int64_t end, ComparisonStatistics statistics) {
     for (int64_t first = begin * stripe_columns; first < std::min(end * stripe_columns, entries);
@@ -63,9 +54,7 @@ at::Tensor compare_cpu(
       const int64_t last = std::min(first + stripe_columns, entries);
       for (int64_t i = 0; i < rows; ++i) {
         for (int64_t k = first; k < last; ++k) {
-          reduce(
-              statistics, entry(a + i * a_row + k * width * a_column, a_column),
-              entry(n + i * n_row + k * width * n_column, n_column), i, k, atol, rtol, equal_nan);
+          reduce(statistics, entry(analytical, i, k), entry(numerical, i, k), i, k, atol, rtol, equal_nan);
         }
       }
     }
@@ -73,8 +62,22 @@ at::Tensor compare_cpu(
   };
   const int64_t stripes = (entries + stripe_columns - 1) / stripe_columns;
   const int64_t stripes_per_task = std::max<int64_t>(1, grain_size / std::max<int64_t>(1, rows * stripe_columns));
-  const ComparisonStatistics statistics =
-      at::parallel_reduce(0, stripes, stripes_per_task, ComparisonStatistics{}, compare_stripes, combine);
+  return at::parallel_reduce(0, stripes, stripes_per_task, ComparisonStatistics{}, compare_stripes, combine);
+}
+
+namespace {
+
+StridedBlock strided(const at::Tensor& block) {
+  return {block.const_data_ptr<double>(), block.stride(0), block.stride(1)};
+}
+
+at::Tensor compare_cpu(
+    const at::Tensor& analytical, const at::Tensor& numerical, double atol, double rtol, bool complex_entries,
+    bool equal_nan) {
+  check_compare(analytical, numerical, complex_entries);
+  const int64_t entries = analytical.size(1) / (complex_entries ? 2 : 1);
+  const ComparisonStatistics statistics = compare_blocks(
+      strided(analytical), strided(numerical), analytical.size(0), entries, atol, rtol, complex_entries, equal_nan);
   at::Tensor fields = at::empty({comparison_fields}, analytical.options());
   std::memcpy(fields.mutable_data_ptr<double>(), &statistics, sizeof(statistics));
   return fields;

@@ -1,6 +1,8 @@
 // fastgrad::compare: two Jacobian blocks under the allclose rule, in one pass.
 #pragma once
 
+#include "../kernels/comparison.h"
+
 #include <ATen/core/Tensor.h>
 
 namespace fastgrad {
@@ -16,6 +18,17 @@ namespace fastgrad {
 at::Tensor compare(
     const at::Tensor& analytical, const at::Tensor& numerical, double atol, double rtol, bool complex_entries,
     bool equal_nan);
+
+// Entries in memory, with the strides of rows and columns.
+struct StridedBlock {
+  const double* data;
+  int64_t row_stride, column_stride;
+};
+
+// The same on the CPU, without tensors: of `rows` rows with `entries` entries each.
+ComparisonStatistics compare_blocks(
+    const StridedBlock& analytical, const StridedBlock& numerical, int64_t rows, int64_t entries, double atol,
+    double rtol, bool complex_entries, bool equal_nan);
 
 // What every kernel of it demands.
 void check_compare(const at::Tensor& analytical, const at::Tensor& numerical, bool complex_entries);
