@@ -222,14 +222,22 @@ class LinearityProof:
         rows_repeated: bool,
         moving: Callable[[], Failure | None],
         kinds: tuple[int, ...] = ALL_KINDS,
+        rows_apart: Tensor | None = None,
+        columns_apart: Tensor | None = None,
     ) -> None:
-        """With whether all rows were run twice, who runs all of them twice where one may move, and which v."""
+        """With whether all rows were run twice, who runs all of them twice where one may move, and which v.
+
+        rows_apart, columns_apart: what J leaves out, shapes (m,) and (n,). No v is expanded where there are rows.
+        """
         self._problem = problem
         self._settings = settings
         self._rows_repeated = rows_repeated
         self._moving = moving
         self._kinds = kinds
         self._cotangents = proof_cotangents(problem.m, settings.seed, problem.device, kinds)
+        if rows_apart is not None:
+            self._cotangents.masked_fill_(rows_apart, 0.0)
+        self._columns_apart = columns_apart
         both = torch.zeros(2, len(kinds), problem.n, dtype=torch.float64, device=problem.device)
         self._sums, self._squares = both.unbind()
         self._gradients: Tensor | None = None
@@ -271,6 +279,8 @@ class LinearityProof:
         """The VJPs of the cotangents: float64, shape (3, n)."""
         if self._gradients is None:
             self._gradients = self._vjps()
+            if self._columns_apart is not None:
+                self._sums = torch.where(self._columns_apart, self._gradients, self._sums)
             if self._kinds[0] == GAPPED and not self._rows_repeated:
                 # At once, from the same graph.
                 self._moved = differ(self._vjp(0), self._gradients[:1], 0.0, False)

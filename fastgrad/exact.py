@@ -8,7 +8,7 @@ wrong by itself, or in a larger pattern.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,23 +27,29 @@ from fastgrad.directions import PROBE_COTANGENT, PROBE_DIRECTION, direction
 from fastgrad.engines import EXPANDED, GAPPED, HALVED, compressed, row_parts
 from fastgrad.engines.compressed import Compression
 from fastgrad.engines.sketch import Differences, directional_differences
+from fastgrad.fast import Screening, screen
 from fastgrad.locate import locate
 from fastgrad.plan import (
     ENTRY_BYTES,
+    VJP_COST,
     FirstLook,
     dense_is_small,
     most_entries,
     pays_to_compress,
     prefers_columns,
     probing_budget,
+    takes_long,
 )
 from fastgrad.problem import Problem
 from fastgrad.report import Certificate, Failure, Part, Plan, Settings
 from fastgrad.sparsity import Mask, Pattern
 from fastgrad.tolerances import ROUNDING
 
-ATTEMPTS = 4
+ATTEMPTS = 6
 """Patterns to try: a guess, what probing finds, from both sides or from one, and what certificates add to it."""
+
+BRIEF_PROBES = 512
+"""After so many without an end, dense rows and columns may be in the way."""
 
 MOST_LEADS = 8
 """Rows, and columns, of a failed certificate to follow up."""
@@ -57,6 +63,9 @@ SMALLER = (2.0**-10, 2.0**-14, 2.0**-17)
 
 HOPELESS = 1 / 4
 """Of the rows: where more are wrong, it is not for kinks, and smaller steps do not help."""
+
+
+_Finder = Callable[[Problem, Settings, FirstLook], Pattern | None]
 
 
 @dataclass(frozen=True)
@@ -81,8 +90,12 @@ def check_by_structure(problem: Problem, settings: Settings, look: FirstLook, fi
     """The verdict on all Jacobians in reverse mode; None where no structure makes it cheaper than the dense engine."""
     if look.reacted is None or not bool(look.base.isfinite().all()):
         return None
-    finders = iter((_guess, _probe))
+    finders: Iterator[_Finder] = iter((_guess, _probe))
+    if takes_long(2 * problem.n + problem.m, look):
+        # Dense rows and dense columns may hide a structure from both sides.
+        finders = iter((_guess, _probe_briefly, _probe_beside_hubs, _probe))
     pattern: Pattern | None = None
+    certifies, dense_columns = True, None
     for _ in range(ATTEMPTS):
         while pattern is None:
             find = next(finders, None)
@@ -90,7 +103,7 @@ def check_by_structure(problem: Problem, settings: Settings, look: FirstLook, fi
                 return None
             pattern = find(problem, settings, look)
         guessed = find is _guess
-        compression = compressed.compress(problem, pattern)
+        compression = _compression(problem, look, pattern, certifies, dense_columns)
         column_groups = compression.column_groups.count
         row_groups = sum(grouping.count for grouping in compression.row_groups)
         by_columns = prefers_columns(column_groups, row_groups)
@@ -118,10 +131,20 @@ def check_by_structure(problem: Problem, settings: Settings, look: FirstLook, fi
         if by_columns:
             by_columns, found = verdict.by_columns()
         if not by_columns:
+            if certifies and dense_columns is None and takes_long(VJP_COST * row_groups, look):
+                dense_columns = pattern.dense_columns()
+                if dense_columns.any():
+                    continue
             if not pays_to_compress(problem, settings, column_groups, row_groups):
                 return None
             plan = replace(plan, row_groups=row_groups)
             found = verdict.by_rows()
+        if found is None and compression.leaves_out:
+            screening = verdict.screen_apart()
+            if screening.undecided is not None:
+                certifies, dense_columns = False, None
+                continue
+            found = screening.failure
         if found is None or isinstance(found, Failure):
             if found is None:
                 verdict.record()
@@ -131,6 +154,18 @@ def check_by_structure(problem: Problem, settings: Settings, look: FirstLook, fi
             return None
         pattern = None if found.refuted else pattern.with_entries(found.rows, found.columns)
     return None
+
+
+def _compression(
+    problem: Problem, look: FirstLook, pattern: Pattern, certifies: bool, columns_apart: Mask | None
+) -> Compression:
+    """The groups; without the dense rows, where they may be certified and keep columns apart for long."""
+    compression = compressed.compress(problem, pattern, None, columns_apart)
+    if certifies and takes_long(2 * compression.column_groups.count, look):
+        rows_apart = pattern.dense_rows()
+        if rows_apart.any():
+            return compressed.compress(problem, pattern, rows_apart, columns_apart)
+    return compression
 
 
 def numerical_entries(problem: Problem, settings: Settings, look: FirstLook) -> tuple[Compression, Tensor] | None:
@@ -186,9 +221,22 @@ def _guess(problem: Problem, settings: Settings, look: FirstLook) -> Pattern | N
 
 
 @phase("pattern")
-def _probe(problem: Problem, settings: Settings, look: FirstLook, watch_gradients: bool = True) -> Pattern | None:
-    """The pattern that outputs and, with watch_gradients, gradients show when blocks are moved."""
+def _probe(
+    problem: Problem,
+    settings: Settings,
+    look: FirstLook,
+    *,
+    most: int | None = None,
+    watch_gradients: bool = True,
+    splits_hubs: bool = False,
+) -> Pattern | None:
+    """The pattern that outputs and, with watch_gradients, gradients show when blocks are moved.
+
+    most: how many evaluations and VJPs it may take; None: as many as may repay.
+    """
     budget = probing_budget(problem, settings, look)
+    if most is not None:
+        budget = min(budget, most)
     if not budget:
         return None
     base = look.base.view(torch.int64)
@@ -208,8 +256,10 @@ def _probe(problem: Problem, settings: Settings, look: FirstLook, watch_gradient
         return np.flatnonzero(problem.vjp(rows.unsqueeze(0))[0].cpu().numpy())
 
     try:
-        columns = sparsity.Refinement(reacting_outputs, problem.inputs, problem.m)
-        rows = sparsity.Refinement(reacting_inputs, problem.outputs, problem.n) if watch_gradients else None
+        columns = sparsity.Refinement(reacting_outputs, problem.inputs, problem.m, splits_hubs)
+        rows = None
+        if watch_gradients:
+            rows = sparsity.Refinement(reacting_inputs, problem.outputs, problem.n, splits_hubs)
         return sparsity.refined(columns, rows, problem.inputs, problem.outputs, budget, most_entries(settings))
     except (MemoryError, torch.OutOfMemoryError):
         raise
@@ -219,6 +269,14 @@ def _probe(problem: Problem, settings: Settings, look: FirstLook, watch_gradient
 
 def _probe_columns(problem: Problem, settings: Settings, look: FirstLook) -> Pattern | None:
     return _probe(problem, settings, look, watch_gradients=False)
+
+
+def _probe_briefly(problem: Problem, settings: Settings, look: FirstLook) -> Pattern | None:
+    return _probe(problem, settings, look, most=BRIEF_PROBES)
+
+
+def _probe_beside_hubs(problem: Problem, settings: Settings, look: FirstLook) -> Pattern | None:
+    return _probe(problem, settings, look, most=BRIEF_PROBES, splits_hubs=True)
 
 
 @dataclass(frozen=True)
@@ -291,7 +349,7 @@ class _Verdict:
             raise
         except Exception:  # it cannot be differentiated
             return False, None
-        proofs = self._proofs = list(self._proofs_of((GAPPED, HALVED, EXPANDED), self._analytical))
+        proofs = self._proofs = list(self._proofs_of(self._all_kinds, self._analytical))
         try:
             if any(proof.leads() for proof in proofs):
                 return False, None
@@ -355,7 +413,7 @@ class _Verdict:
         if isinstance(found, Failure):
             return found
         learnt = [found]
-        self._certified_kinds = (GAPPED, HALVED, EXPANDED) if self._proofs else self._kinds
+        self._certified_kinds = self._all_kinds if self._proofs else self._kinds
         for proof in self._proofs or self._proofs_of(self._kinds, self._analytical):
             try:
                 leads = proof.leads()
@@ -380,11 +438,16 @@ class _Verdict:
         return _Learnt(rows, columns) if rows.size and pattern.with_entries(rows, columns).nnz > pattern.nnz else None
 
     @property
+    def _all_kinds(self) -> tuple[int, ...]:
+        """Which cotangents there can be: what is expanded is zero at no row."""
+        return (GAPPED, HALVED, EXPANDED) if self._compression.rows_apart is None else (GAPPED, HALVED)
+
+    @property
     def _kinds(self) -> tuple[int, ...]:
         """Which cotangents to try: not the expanded one where the second run of the only row group was one."""
         outputs = self._problem.outputs
         whole = len(outputs) == 1 and not outputs[0].is_complex and self._compression.row_groups[0].count == 1
-        return (GAPPED, HALVED) if whole else (GAPPED, HALVED, EXPANDED)
+        return (GAPPED, HALVED) if whole else self._all_kinds
 
     def is_certified(self, analytical: Tensor) -> bool:
         """Whether VJPs are what analytical entries add up to."""
@@ -394,7 +457,8 @@ class _Verdict:
         """One of all kinds of cotangents or, where the problem is large and vectors are dear, one at a time."""
         is_small = self._problem.n + self._problem.m <= PIECE
         for some in [kinds] if is_small else [(kind,) for kind in kinds]:
-            proof = LinearityProof(self._problem, self._settings, self._repeats_all, self._moving_group, some)
+            apart = self._compression.rows_apart, self._compression.columns_apart
+            proof = LinearityProof(self._problem, self._settings, self._repeats_all, self._moving_group, some, *apart)
             proof.add_entries(self._compression.rows, self._compression.columns, analytical)
             yield proof
 
@@ -411,6 +475,27 @@ class _Verdict:
                 if failure is not None:
                     return failure
         return None
+
+    def screen_apart(self) -> Screening:
+        """The verdict on dense rows and columns that no group has, as fast mode's on all; certified where it passes."""
+        compression = self._compression
+        screening = Screening()
+        for kind, rows, columns in (
+            ("row", compression.rows_apart, None),
+            ("column", None, compression.columns_apart),
+        ):
+            apart = rows if rows is not None else columns
+            if apart is None:
+                continue
+            screening = screen(self._problem, self._settings, rows, columns)
+            if screening.failure is not None or screening.undecided is not None:
+                break
+            count = int(apart.sum())
+            names = f"{count} dense {kind}{'s' if count > 1 else ''}"
+            self.findings.notes.append(f"{names} certified by random vectors, not compared entry by entry")
+            for certificate in screening.certificates:
+                self.findings.certificates.append(replace(certificate, claim=f"in {names}, {certificate.claim}"))
+        return screening
 
     def record(self) -> None:
         """Of a check that passed: what was compared, and what the certificates vouch for."""
@@ -482,7 +567,10 @@ class _Verdict:
         return (self._analytical[entries] - numerical).abs() / (atol + rtol * numerical.abs())
 
     def _single_difference(self, column: int) -> Tensor:
-        return self._problem.difference_columns(column, 1, self._settings.eps, self._plan.record_graph)[0]
+        """The numerical entries of a column, in rows that are not apart."""
+        difference = self._problem.difference_columns(column, 1, self._settings.eps, self._plan.record_graph)[0]
+        apart = self._compression.rows_apart
+        return difference if apart is None else difference.masked_fill_(apart, 0.0)
 
     def _first_row_failure(self, row: int) -> Failure | None:
         """Whether a single row of a backward that is not linear is wrong by itself: it says more."""
@@ -565,7 +653,14 @@ class _Verdict:
     ) -> _Discrepancies:
         """Derivatives along random directions against what the entries add up to; as `directional_differences`."""
         problem, settings, base = self._problem, self._settings, self._look.base
-        differences = directional_differences(problem, settings, base, eps, count, attempt, extrapolated=extrapolated)
+        rows_apart, columns_apart = self._compression.rows_apart, self._compression.columns_apart
+        differences = directional_differences(
+            problem, settings, base, eps, count, attempt, extrapolated=extrapolated, still=columns_apart
+        )
+        if rows_apart is not None:
+            base = base.masked_fill(rows_apart, 0.0)
+            for values in (differences.derivatives, differences.noise):
+                values.masked_fill_(rows_apart, 0.0)
         error = torch.zeros_like(base)
         for u, derivatives in zip(differences.directions.unbind(), differences.derivatives.unbind(), strict=True):
             total = torch.zeros_like(base)
@@ -574,10 +669,15 @@ class _Verdict:
         return _Discrepancies(differences, error, base, ROUNDING * differences.rounding, settings)
 
     def _one_hot_gradient(self, row: int) -> Tensor:
-        """A row of the backward, the grad_outputs of other outputs being undefined as in torch's checker."""
+        """A row of the backward in columns that are not apart.
+
+        The grad_outputs of other outputs are undefined, as in torch's checker.
+        """
         one_hot = torch.zeros(1, self._problem.m, dtype=torch.float64, device=self._problem.device)
         one_hot[0, row] = 1.0
-        return self._problem.vjp(one_hot, only=block_with(self._problem.outputs, row))[0]
+        gradient = self._problem.vjp(one_hot, only=block_with(self._problem.outputs, row))[0]
+        apart = self._compression.columns_apart
+        return gradient if apart is None else gradient.masked_fill_(apart, 0.0)
 
     def _follow_rows(self, rows: list[int]) -> Failure | _Learnt:
         """Down to the entry of each row that is wrong; or all that its gradient says belongs to it."""

@@ -64,21 +64,28 @@ class Screening:
 
 
 @phase("screen")
-def screen(problem: Problem, settings: Settings) -> Screening:
+def screen(
+    problem: Problem, settings: Settings, rows: Tensor | None = None, columns: Tensor | None = None
+) -> Screening:
     """The verdict on all Jacobians in reverse mode, from a number of evaluations that does not grow with them.
 
     An output counts as verified when the noise of its differences is within its tolerance; outputs
     that are not are tried again at other steps, then one by one.
+
+    rows, columns: on those of the Jacobian that are selected, shapes (m,) and (n,); None: on all.
     """
     count = sketch_size(settings.confidence)
     base = problem.base()
-    pending = torch.ones(problem.m, dtype=torch.bool, device=problem.device)
+    pending = torch.ones(problem.m, dtype=torch.bool, device=problem.device) if rows is None else rows.clone()
+    still = None if columns is None else ~columns
     limit = 0.0
     eps = settings.eps
     first: Differences | None = None
     attempt, extrapolated = 0, 1  # as cheap as can be: where all is well, most often that tells
     while attempt < MOST_STEPS:
-        differences = directional_differences(problem, settings, base, eps, count, attempt, extrapolated=extrapolated)
+        differences = directional_differences(
+            problem, settings, base, eps, count, attempt, extrapolated=extrapolated, still=still
+        )
         first = first or differences
         search = _Search(problem, settings, differences)
         weight = weights(differences.noise, settings.atol, pending)

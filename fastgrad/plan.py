@@ -61,6 +61,9 @@ LINEAR_COST = 2.0
 LINEAR_START = 16
 """Of what else that takes, its proof and making its graph, in evaluations."""
 
+EXACT_SECONDS = 10.0
+"""What columns, or rows, may take one by one, before the few dense ones that keep the others apart are certified."""
+
 CERTIFICATE_COST = 14
 """Of all certificates, in evaluations."""
 
@@ -247,6 +250,11 @@ def most_entries(settings: Settings) -> int:
 def prefers_columns(columns: int, rows: int) -> bool:
     """Whether analytical columns, from differentiating the backward once more, cost less than rows."""
     return LINEAR_COST * columns + LINEAR_START < VJP_COST * rows
+
+
+def takes_long(evaluations: float, look: FirstLook) -> bool:
+    """Whether so many are worth certifying what they are for, instead."""
+    return evaluations * look.seconds > EXACT_SECONDS
 
 
 def pays_to_compress(problem: Problem, settings: Settings, columns: int, rows: int | None) -> bool:

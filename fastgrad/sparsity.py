@@ -30,11 +30,14 @@ PATIENCE = 2
 HUB_SHARE = 0.5
 """A target that more than this share of many blocks reach, a shared parameter, is one of a dense row."""
 
+DENSE_SHARE = 1 / 16
+"""Of the entries of the fullest row: a row with more is dense, too."""
+
 FEW = 16
 """Results that are looked up among the inputs' values, before all are."""
 
 MOST_HUBS = 1 / 32
-"""Of all targets: where more look like dense rows, blocks are still too large to tell."""
+"""Of all targets: where more look like dense rows, blocks are still too large to tell, or all rows are alike."""
 
 BLOCKS_BEFORE_GIVING_UP = 32
 """Where rows have many entries, fewer blocks of columns than this reach every row in any case."""
@@ -79,6 +82,23 @@ class Pattern:
         sizes = np.diff(self.starts)
         return arange(self.m) if bool((sizes == 1).all()) else np.repeat(arange(self.m), sizes)
 
+    def dense_rows(self) -> Mask:
+        """The few rows with far more entries than all others, as a loss has beside its outputs: shape (m,)."""
+        return _few_large(np.diff(self.starts))
+
+    def dense_columns(self) -> Mask:
+        """The few columns with far more entries than all others, as a shared parameter has: shape (n,)."""
+        return _few_large(np.bincount(self.columns, minlength=self.n))
+
+    def without(self, rows: Mask | None, columns: Mask | None) -> Pattern:
+        """With some rows and columns empty: shapes (m,) and (n,); None: none of them."""
+        kept = np.ones(self.nnz, dtype=np.bool_)
+        if rows is not None:
+            kept &= ~np.repeat(rows, np.diff(self.starts))
+        if columns is not None:
+            kept &= ~columns[self.columns]
+        return replace(self, starts=_starts(kept)[self.starts], columns=self.columns[kept])
+
     def transposed(self) -> Pattern:
         """That of the transpose."""
         starts, rows = coloring.transpose(self.starts, self.columns, self.n)
@@ -105,6 +125,11 @@ def _from_entries(rows: Indices, columns: Indices, m: int, n: int, origin: str) 
         rows, columns = rows[~again], columns[~again]
         starts = _starts(np.bincount(rows, minlength=m))
     return Pattern(starts, columns, n, origin)
+
+
+def _few_large(counts: Indices) -> Mask:
+    large: Mask = counts > DENSE_SHARE * counts.max(initial=0)
+    return large if large.sum() <= MOST_HUBS * counts.size else np.zeros_like(large)
 
 
 def _starts(counts: Indices | Mask) -> Indices:
@@ -199,7 +224,7 @@ class Refinement:
         """With respond, which maps a selection of sources (shape (sources,)) to the targets that react.
 
         splits_hubs: whether the few targets that most blocks reach are left out where blocks are kept apart,
-        and taken for dense rows: where the other side has dense columns in their place.
+        and taken for dense rows: what is to tell a structure from the dense rows beside it, on both sides.
         """
         self._splits_hubs = splits_hubs
         self._respond = respond

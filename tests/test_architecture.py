@@ -37,6 +37,7 @@ NEIGHBORS = {
     "engines.dense": {"engines"},
     "engines.sketch": {"compare", "engines"},
     "check": {"evidence", "exact", "fast", "small"},
+    "exact": {"fast"},
     "diagnose": {"places", "rearranged"},
     "confirm": {"compare", "locate", "refine"},
     "linear_map": {"coordinates", "directions"},

@@ -24,7 +24,7 @@ from fastgrad.coordinates import PIECE, Block
 from fastgrad.engines import REPEAT_SCALE
 from fastgrad.problem import Problem
 from fastgrad.report import Plan
-from fastgrad.sparsity import Pattern
+from fastgrad.sparsity import Mask, Pattern
 
 REPEATED_GROUPS = 2
 """Row groups of each output that are run twice; for the others see `certify`."""
@@ -67,6 +67,8 @@ class Compression:
         Of each entry, on the device of the values: int64, shape (nnz,).
     row_groups
         One an output; its coordinates count from the output's first.
+    rows_apart, columns_apart
+        Dense ones that the pattern leaves out, and whose coordinates no group has: shapes (m,) and (n,); None: none.
     """
 
     pattern: Pattern
@@ -74,6 +76,13 @@ class Compression:
     columns: Tensor
     column_groups: Grouping
     row_groups: tuple[Grouping, ...]
+    rows_apart: Tensor | None = None
+    columns_apart: Tensor | None = None
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether there are any."""
+        return self.rows_apart is not None or self.columns_apart is not None
 
     def entries_of(self, output: Block) -> slice:
         """The entries in the rows of an output."""
@@ -81,8 +90,12 @@ class Compression:
 
 
 @phase("coloring")
-def compress(problem: Problem, pattern: Pattern) -> Compression:
-    """Colors columns and rows."""
+def compress(
+    problem: Problem, pattern: Pattern, rows_apart: Mask | None = None, columns_apart: Mask | None = None
+) -> Compression:
+    """Colors columns and rows, but for those that are to be left out: shapes (m,) and (n,)."""
+    if rows_apart is not None or columns_apart is not None:
+        pattern = pattern.without(rows_apart, columns_apart)
     # One group, and one entry a row, make many of these; none is written to.
     arange = lru_cache(np.arange) if problem.n + problem.m > PIECE else np.arange
     rows, columns = (torch.from_numpy(values).to(problem.device) for values in (pattern.rows(arange), pattern.columns))
@@ -93,14 +106,18 @@ def compress(problem: Problem, pattern: Pattern) -> Compression:
         colors = coloring.color(starts, members, pattern.m)
     if problem.mixes_inputs:
         colors = _by_step(problem, colors)
-    column_groups = _grouping(colors, colors[pattern.columns], 0, rows, arange)
+    column_groups = _grouping(colors, colors[pattern.columns], 0, rows, arange, columns_apart)
     row_groups = []
     for output in problem.outputs:
         starts = pattern.starts[output.first : output.first + output.size + 1]
         first, last = starts[0], starts[-1]
         colors = coloring.color(starts - first, pattern.columns[first:last], pattern.n)
-        row_groups.append(_grouping(colors, np.repeat(colors, np.diff(starts)), first, columns, arange))
-    return Compression(pattern, rows, columns, column_groups, tuple(row_groups))
+        own = None if rows_apart is None else rows_apart[output.first : output.first + output.size]
+        row_groups.append(_grouping(colors, np.repeat(colors, np.diff(starts)), first, columns, arange, own))
+    masks = (
+        None if mask is None else torch.from_numpy(mask).to(problem.device) for mask in (rows_apart, columns_apart)
+    )
+    return Compression(pattern, rows, columns, column_groups, tuple(row_groups), *masks)
 
 
 def _by_step(problem: Problem, colors: Indices) -> Indices:
@@ -112,9 +129,19 @@ def _by_step(problem: Problem, colors: Indices) -> Indices:
 
 
 def _grouping(
-    colors: Indices, of_entries: Indices, first_entry: int, positions: Tensor, arange: Callable[[int], Indices]
+    colors: Indices,
+    of_entries: Indices,
+    first_entry: int,
+    positions: Tensor,
+    arange: Callable[[int], Indices],
+    apart: Mask | None,
 ) -> Grouping:
     order, starts = coloring.groups(colors, arange)
+    if apart is not None:
+        kept = ~apart[order]
+        order, starts = order[kept], np.concatenate([[0], kept.cumsum()])[starts]
+        if not order.size:
+            starts = starts[:1]
     entries, entry_starts = coloring.bucket(of_entries, starts.size - 1, arange)
     sorted_entries = torch.from_numpy(entries + first_entry if first_entry else entries).to(positions.device)
     groups = Groups(

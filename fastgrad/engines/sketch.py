@@ -62,7 +62,15 @@ class Differences:
 
 @phase("directional differences")
 def directional_differences(
-    problem: Problem, settings: Settings, base: Tensor, eps: float, count: int, attempt: int, *, extrapolated: int
+    problem: Problem,
+    settings: Settings,
+    base: Tensor,
+    eps: float,
+    count: int,
+    attempt: int,
+    *,
+    extrapolated: int,
+    still: Tensor | None = None,
 ) -> Differences:
     """Differences along random directions; `attempt` numbers the sets of directions of one check.
 
@@ -71,7 +79,8 @@ def directional_differences(
     wrong does not look right by an error of the difference. It is not enough to find that something is wrong.
 
     Inputs that take different steps move one after the other, and what they give adds up; so do inputs of
-    different weights, each of which counts in the unit of its own tolerance.
+    different weights, each of which counts in the unit of its own tolerance. Coordinates that are `still`, shape
+    (n,), do not move.
     """
     found = Differences(
         eps,
@@ -99,6 +108,8 @@ def directional_differences(
     for k in range(count):
         points = len(SCALES) if k < extrapolated else 2
         ops.direction_(drawn, settings.seed, SKETCH_DIRECTIONS + 16 * (attempt * count + k), 0, False)
+        if still is not None:
+            drawn.masked_fill_(still, 0.0)
         if not problem.mixes_inputs:
             difference(points, drawn, eps, found.directions[k], found.derivatives[k], found.noise)
             continue
