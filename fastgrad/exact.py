@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -65,9 +66,6 @@ HOPELESS = 1 / 4
 """Of the rows: where more are wrong, it is not for kinks, and smaller steps do not help."""
 
 
-_Finder = Callable[[Problem, Settings, FirstLook], Pattern | None]
-
-
 @dataclass(frozen=True)
 class Outcome:
     """How the Jacobians were computed, and the failure, if any."""
@@ -90,10 +88,12 @@ def check_by_structure(problem: Problem, settings: Settings, look: FirstLook, fi
     """The verdict on all Jacobians in reverse mode; None where no structure makes it cheaper than the dense engine."""
     if look.reacted is None or not bool(look.base.isfinite().all()):
         return None
-    finders: Iterator[_Finder] = iter((_guess, _probe))
+    patterns = _Patterns(problem, settings, look)
+    finders: Iterator[Callable[[], Pattern | None]] = iter((patterns.guess, patterns.decode, patterns.probe))
     if takes_long(2 * problem.n + problem.m, look):
         # Dense rows and dense columns may hide a structure from both sides.
-        finders = iter((_guess, _probe_briefly, _probe_beside_hubs, _probe))
+        brief = partial(patterns.probe, most=BRIEF_PROBES), partial(patterns.probe, most=BRIEF_PROBES, splits_hubs=True)
+        finders = iter((patterns.guess, patterns.decode, *brief, patterns.probe))
     pattern: Pattern | None = None
     certifies, dense_columns = True, None
     for _ in range(ATTEMPTS):
@@ -101,8 +101,8 @@ def check_by_structure(problem: Problem, settings: Settings, look: FirstLook, fi
             find = next(finders, None)
             if find is None:
                 return None
-            pattern = find(problem, settings, look)
-        guessed = find is _guess
+            pattern = find()
+        guessed = find in (patterns.guess, patterns.decode)
         compression = _compression(problem, look, pattern, certifies, dense_columns)
         column_groups = compression.column_groups.count
         row_groups = sum(grouping.count for grouping in compression.row_groups)
@@ -122,7 +122,7 @@ def check_by_structure(problem: Problem, settings: Settings, look: FirstLook, fi
         if verdict.numerical_leads and dense_is_small(problem, settings):
             return None
         if verdict.numerical_leads is None:
-            pattern, finders = None, iter((_probe_columns,))
+            pattern, finders = None, iter((partial(patterns.probe, watch_gradients=False),))
             continue
         if guessed and len(verdict.numerical_leads) > MOST_LEADS:
             pattern = None  # a wrong guess
@@ -189,8 +189,9 @@ def _compressions(problem: Problem, settings: Settings, look: FirstLook) -> Iter
     """What a guess and what probing lead to, as far as there is something and it repays."""
     if look.reacted is None or not bool(look.base.isfinite().all()):
         return
-    for find in (_guess, _probe, _probe_columns):
-        pattern = find(problem, settings, look)
+    patterns = _Patterns(problem, settings, look)
+    for find in (patterns.guess, patterns.decode, patterns.probe, partial(patterns.probe, watch_gradients=False)):
+        pattern = find()
         if pattern is None:
             continue
         compression = compressed.compress(problem, pattern)
@@ -200,83 +201,106 @@ def _compressions(problem: Problem, settings: Settings, look: FirstLook) -> Iter
             yield compression, _Verdict(problem, settings, plan, compression, look)
 
 
-@phase("pattern")
-def _guess(problem: Problem, settings: Settings, look: FirstLook) -> Pattern | None:
-    blocks, reacted = (problem.inputs, problem.outputs), look.reacted
-    if reacted is None:
+class _Patterns:
+    """Where the entries may be: guesses, and what probes tell."""
+
+    def __init__(self, problem: Problem, settings: Settings, look: FirstLook) -> None:
+        self._problem = problem
+        self._settings = settings
+        self._look = look
+        self._budget = probing_budget(problem, settings, look)
+        self._most_entries = most_entries(settings)
+        self._base = look.base.view(torch.int64)
+
+    @phase("pattern")
+    def guess(self) -> Pattern | None:
+        """What shapes, or values that are only moved, say."""
+        blocks, reacted = (self._problem.inputs, self._problem.outputs), self._look.reacted
+        if reacted is None:
+            return None
+
+        def guesses() -> Iterator[Pattern | None]:
+            yield sparsity.guess(*blocks)
+            if any(block.is_complex for side in blocks for block in side):
+                return  # an entry would be four coordinates
+            yield sparsity.guess_in_order(*blocks)
+            yield sparsity.guess_moved(
+                self._problem.coordinates().cpu().numpy(), self._look.base.cpu().numpy(), reacted
+            )
+
+        for pattern in guesses():
+            if pattern is not None and self._bears(pattern):
+                return pattern
         return None
 
-    def guesses() -> Iterator[Pattern | None]:
-        yield sparsity.guess(*blocks)
-        if any(block.is_complex for side in blocks for block in side):
-            return  # an entry would be four coordinates
-        yield sparsity.guess_in_order(*blocks)
-        yield sparsity.guess_moved(problem.coordinates().cpu().numpy(), look.base.cpu().numpy(), reacted)
+    @phase("pattern")
+    def decode(self) -> Pattern | None:
+        """What the bits of indices say, where each output depends on one element of each input, or the other way."""
+        if not self._budget or not self._is_steady:
+            return None
+        blocks = self._problem.inputs, self._problem.outputs
+        try:
+            pattern = sparsity.decoded(self._reacting_outputs, self._reacting_inputs, *blocks, self._budget)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception:
+            return None  # as below
+        return pattern if pattern is not None and self._bears(pattern) else None
 
-    most = most_entries(settings)
-    for pattern in guesses():
-        if pattern is not None and pattern.nnz <= most and sparsity.bears_a_look(pattern, look.moved, reacted):
-            return pattern
-    return None
+    @phase("pattern")
+    def probe(
+        self, *, most: int | None = None, watch_gradients: bool = True, splits_hubs: bool = False
+    ) -> Pattern | None:
+        """What outputs and, with watch_gradients, gradients show when blocks are moved.
 
+        most: how many evaluations and VJPs it may take; None: as many as may repay.
+        """
+        budget = self._budget if most is None else min(self._budget, most)
+        if not budget or not self._is_steady:
+            return None
+        problem = self._problem
+        blocks = problem.inputs, problem.outputs
+        try:
+            columns = sparsity.Refinement(self._reacting_outputs, problem.inputs, problem.m, splits_hubs)
+            rows = None
+            if watch_gradients:
+                rows = sparsity.Refinement(self._reacting_inputs, problem.outputs, problem.n, splits_hubs)
+            return sparsity.refined(columns, rows, *blocks, budget, self._most_entries)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception:
+            return None  # one-hot cotangents, or single steps, may not raise
 
-@phase("pattern")
-def _probe(
-    problem: Problem,
-    settings: Settings,
-    look: FirstLook,
-    *,
-    most: int | None = None,
-    watch_gradients: bool = True,
-    splits_hubs: bool = False,
-) -> Pattern | None:
-    """The pattern that outputs and, with watch_gradients, gradients show when blocks are moved.
+    def _bears(self, pattern: Pattern) -> bool:
+        """Whether it has room, and does not contradict the first look."""
+        look = self._look
+        assert look.reacted is not None
+        return pattern.nnz <= self._most_entries and sparsity.bears_a_look(pattern, look.moved, look.reacted)
 
-    most: how many evaluations and VJPs it may take; None: as many as may repay.
-    """
-    budget = probing_budget(problem, settings, look)
-    if most is not None:
-        budget = min(budget, most)
-    if not budget:
-        return None
-    base = look.base.view(torch.int64)
-    if not torch.equal(problem.evaluate(look.record_graph).view(torch.int64), base):
-        return None  # evaluations that move by themselves tell nothing
-    u = direction(problem.n, settings.seed, PROBE_DIRECTION).to(problem.device)
-    steps = problem.displacement(u, settings.eps)
-    cotangent = direction(problem.m, settings.seed, PROBE_COTANGENT).to(problem.device)
+    @cached_property
+    def _is_steady(self) -> bool:
+        """Whether evaluations at x are equal in every bit: those that move by themselves tell nothing."""
+        return torch.equal(self._problem.evaluate(self._look.record_graph).view(torch.int64), self._base)
 
-    def reacting_outputs(moved: Mask) -> Indices:
-        displacement = torch.where(torch.from_numpy(moved).to(problem.device), steps, 0.0)
-        values = problem.evaluate(look.record_graph, displacement).view(torch.int64)
-        return np.flatnonzero((values != base).cpu().numpy())
+    @cached_property
+    def _steps(self) -> Tensor:
+        u = direction(self._problem.n, self._settings.seed, PROBE_DIRECTION)
+        return self._problem.displacement(u.to(self._problem.device), self._settings.eps)
 
-    def reacting_inputs(chosen: Mask) -> Indices:
-        rows = torch.where(torch.from_numpy(chosen).to(problem.device), cotangent, 0.0)
-        return np.flatnonzero(problem.vjp(rows.unsqueeze(0))[0].cpu().numpy())
+    @cached_property
+    def _cotangent(self) -> Tensor:
+        return direction(self._problem.m, self._settings.seed, PROBE_COTANGENT).to(self._problem.device)
 
-    try:
-        columns = sparsity.Refinement(reacting_outputs, problem.inputs, problem.m, splits_hubs)
-        rows = None
-        if watch_gradients:
-            rows = sparsity.Refinement(reacting_inputs, problem.outputs, problem.n, splits_hubs)
-        return sparsity.refined(columns, rows, problem.inputs, problem.outputs, budget, most_entries(settings))
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception:
-        return None  # one-hot cotangents, or single steps, may not raise
+    def _reacting_outputs(self, moved: Mask) -> Mask:
+        displacement = torch.where(torch.from_numpy(moved).to(self._problem.device), self._steps, 0.0)
+        values = self._problem.evaluate(self._look.record_graph, displacement).view(torch.int64)
+        reacting: Mask = (values != self._base).cpu().numpy()
+        return reacting
 
-
-def _probe_columns(problem: Problem, settings: Settings, look: FirstLook) -> Pattern | None:
-    return _probe(problem, settings, look, watch_gradients=False)
-
-
-def _probe_briefly(problem: Problem, settings: Settings, look: FirstLook) -> Pattern | None:
-    return _probe(problem, settings, look, most=BRIEF_PROBES)
-
-
-def _probe_beside_hubs(problem: Problem, settings: Settings, look: FirstLook) -> Pattern | None:
-    return _probe(problem, settings, look, most=BRIEF_PROBES, splits_hubs=True)
+    def _reacting_inputs(self, chosen: Mask) -> Mask:
+        rows = torch.where(torch.from_numpy(chosen).to(self._problem.device), self._cotangent, 0.0)
+        reacting: Mask = (self._problem.vjp(rows.unsqueeze(0))[0] != 0).cpu().numpy()
+        return reacting
 
 
 @dataclass(frozen=True)

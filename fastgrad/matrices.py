@@ -237,9 +237,9 @@ def _probe(maps: _Maps) -> Pattern | None:
     def refinement(side: LinearMap, stream: int) -> sparsity.Refinement:
         seed = direction(side.m, 0, stream)
 
-        def respond(chosen: Mask) -> Indices:
-            product = side.product(torch.where(torch.from_numpy(chosen), seed, 0.0))
-            return np.flatnonzero((product != 0).cpu().numpy())
+        def respond(chosen: Mask) -> Mask:
+            reacting: Mask = (side.product(torch.where(torch.from_numpy(chosen), seed, 0.0)) != 0).cpu().numpy()
+            return reacting
 
         return sparsity.Refinement(respond, side.sources, side.n, splits_hubs=maps.symmetric)
 

@@ -191,6 +191,81 @@ def guess_moved(values: NDArray[np.float64], results: NDArray[np.float64], react
     return Pattern(_starts(known), order[places[known]], values.size, "guessed from values that are only moved")
 
 
+def decode(
+    respond: Callable[[Mask], Mask], blocks: Sequence[Block], targets: int, most_probes: int
+) -> tuple[Indices, Indices, int] | None:
+    """The source of each target, where it has one in each tensor at most: found from the bits of the source's index.
+
+    All sources with a one in some bit of their index are probed at once, and the targets that react have it in the
+    index of theirs. Before that, two random halves must share no target: what has more sources is most often told by
+    that; certificates tell the rest. The probes are the whole, the two halves, and one a bit, of each tensor.
+
+    Parameters
+    ----------
+    respond
+        Maps a selection of sources (shape (sources,)) to that of the targets that react (shape (targets,)).
+    blocks, targets
+        The sources' tensors, and how many targets there are.
+    most_probes
+        How many there may be.
+
+    Returns
+    -------
+    tuple or None
+        (targets, sources, probes): an entry for each target and each coordinate of its source. None: not one source.
+    """
+    selection = np.zeros(sum(block.size for block in blocks), dtype=np.bool_)
+    found: list[tuple[Indices, Indices]] = []
+    halves = np.random.default_rng(0)  # not numpy's own state
+    probes = 0
+    for block in blocks:
+        elements = block.size // block.width
+        bits = max(0, elements - 1).bit_length()
+        probes += 3 + bits
+        if probes > most_probes:
+            return None
+        own = selection[block.first : block.first + block.size].reshape(elements, block.width)
+        own[...] = True
+        reacted = np.flatnonzero(respond(selection))
+        own[...] = halves.integers(0, 2, (elements, 1), dtype=np.bool_)
+        of_one_half = respond(selection)
+        own[...] = ~own
+        if (of_one_half & respond(selection)).any():
+            return None
+        source = np.zeros(reacted.size, dtype=np.int64)
+        for bit in range(bits):
+            own[...] = (np.arange(elements) >> bit & 1)[:, None]
+            np.add(source, 1 << bit, out=source, where=respond(selection)[reacted])
+        own[...] = False
+        if (source >= elements).any():
+            return None
+        for within in range(block.width):
+            found.append((reacted, block.first + source * block.width + within))
+    return *(_concatenated(side, 0) for side in zip(*found, strict=True)), probes  # type: ignore[return-value]
+
+
+def decoded(
+    reacting_outputs: Callable[[Mask], Mask],
+    reacting_inputs: Callable[[Mask], Mask],
+    inputs: Sequence[Block],
+    outputs: Sequence[Block],
+    most_probes: int,
+) -> Pattern | None:
+    """The pattern of what has one entry a row and input, or one a column and output; None: neither is so."""
+    n, m = (sum(block.size for block in blocks) for blocks in (inputs, outputs))
+    found = decode(reacting_outputs, inputs, m, most_probes)
+    if found is not None:
+        rows, columns, probes = found
+        origin = f"told by {probes} evaluations, one a bit of the inputs' indices"
+        return _with_whole_elements(_from_entries(rows, columns, m, n, origin), inputs, outputs)
+    found = decode(reacting_inputs, outputs, n, most_probes)
+    if found is None:
+        return None
+    columns, rows, probes = found
+    origin = f"told by {probes} VJPs, one a bit of the outputs' indices"
+    return _with_whole_elements(_from_entries(rows, columns, m, n, origin), inputs, outputs)
+
+
 def _concatenated(arrays: Sequence[Indices], axis: int) -> Indices:
     """One array is what it is, without a copy."""
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis)
@@ -219,9 +294,9 @@ class Refinement:
     """
 
     def __init__(
-        self, respond: Callable[[Mask], Indices], blocks: Sequence[Block], targets: int, splits_hubs: bool = False
+        self, respond: Callable[[Mask], Mask], blocks: Sequence[Block], targets: int, splits_hubs: bool = False
     ) -> None:
-        """With respond, which maps a selection of sources (shape (sources,)) to the targets that react.
+        """With respond, which maps a selection of sources (shape (sources,)) to that of the targets that react.
 
         splits_hubs: whether the few targets that most blocks reach are left out where blocks are kept apart,
         and taken for dense rows: what is to tell a structure from the dense rows beside it, on both sides.
@@ -247,7 +322,7 @@ class Refinement:
 
     def _probe(self, selection: Mask) -> Indices:
         self.probes += 1
-        return self._respond(selection)
+        return np.flatnonzero(self._respond(selection))
 
     def _arrange(self, block: Block) -> Indices:
         """Puts the telling dimensions of a tensor first, and says which targets the whole of it reaches."""
@@ -443,18 +518,22 @@ def refined(
     pattern = Pattern(
         starts, members, n, f"probed by {columns.probes} evaluations and {rows.probes if rows else 0} VJPs"
     )
-    if any(block.is_complex for block in (*inputs, *outputs)):
-        i, j = pattern.rows(), pattern.columns
-        i, row_width = _elements(i, outputs)
-        j, column_width = _elements(j, inputs)
-        entries = []
-        for di in range(2):
-            for dj in range(2):
-                within = (di < row_width) & (dj < column_width)
-                entries.append(((i + di)[within], (j + dj)[within]))
-        i, j = (np.concatenate(side) for side in zip(*entries, strict=True))
-        pattern = _from_entries(i, j, m, n, pattern.origin)
-    return replace(pattern, is_numerical=best is columns)
+    return replace(_with_whole_elements(pattern, inputs, outputs), is_numerical=best is columns)
+
+
+def _with_whole_elements(pattern: Pattern, inputs: Sequence[Block], outputs: Sequence[Block]) -> Pattern:
+    """With all coordinates of an entry of which there are some."""
+    if not any(block.is_complex for block in (*inputs, *outputs)):
+        return pattern
+    i, row_width = _elements(pattern.rows(), outputs)
+    j, column_width = _elements(pattern.columns, inputs)
+    entries = []
+    for di in range(2):
+        for dj in range(2):
+            within = (di < row_width) & (dj < column_width)
+            entries.append(((i + di)[within], (j + dj)[within]))
+    i, j = (np.concatenate(side) for side in zip(*entries, strict=True))
+    return _from_entries(i, j, pattern.m, pattern.n, pattern.origin)
 
 
 def _elements(coordinates: Indices, blocks: Sequence[Block]) -> tuple[Indices, Indices]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -10,11 +12,12 @@ from hypothesis import strategies as st
 
 from fastgrad.coordinates import Block
 from fastgrad.sparsity import (
-    Indices,
     Mask,
     Pattern,
     Refinement,
     bears_a_look,
+    decode,
+    decoded,
     guess,
     guess_in_order,
     guess_moved,
@@ -38,15 +41,14 @@ def dense(pattern: Pattern) -> np.ndarray:
     return matrix
 
 
+def oracle(matrix: np.ndarray) -> tuple[Callable[[Mask], Mask], Callable[[Mask], Mask]]:
+    """What reacts to columns, and to rows, of a matrix that is known."""
+    return lambda columns: matrix[:, columns].any(1), lambda rows: matrix[rows].any(0)
+
+
 def probe(matrix: np.ndarray, inputs: list[Block], outputs: list[Block], budget: int = 10**9) -> Pattern | None:
     """Refinement by an oracle that knows the matrix."""
-
-    def reacting(columns: Mask) -> Indices:
-        return np.flatnonzero(matrix[:, columns].any(1))
-
-    def reached(rows: Mask) -> Indices:
-        return np.flatnonzero(matrix[rows].any(0))
-
+    reacting, reached = oracle(matrix)
     sides = Refinement(reacting, inputs, matrix.shape[0]), Refinement(reached, outputs, matrix.shape[1])
     return refined(*sides, inputs, outputs, budget, 10**9)
 
@@ -135,13 +137,14 @@ def test_a_diagonal_takes_two_probes_a_level() -> None:
     order = np.random.default_rng(0).permutation(n)
     counts = [0, 0]
 
-    def reacting(columns: Mask) -> Indices:
+    def reacting(columns: Mask) -> Mask:
         counts[0] += 1
-        return np.flatnonzero(columns[order])
+        selected: Mask = columns[order]
+        return selected
 
-    def reached(rows: Mask) -> Indices:
+    def reached(rows: Mask) -> Mask:
         counts[1] += 1
-        return np.sort(order[rows])
+        return np.isin(np.arange(n), order[rows])
 
     sides = Refinement(reacting, blocks((n,)), n), Refinement(reached, blocks((n,)), n)
     pattern = refined(*sides, blocks((n,)), blocks((n,)), 1000, 10**6)
@@ -178,3 +181,58 @@ def test_no_structure_is_given_up_early() -> None:
 @pytest.mark.parametrize("budget", [0, 10])
 def test_a_budget_is_kept(budget: int) -> None:
     assert probe(np.eye(1024, dtype=bool), blocks((1024,)), blocks((1024,)), budget) is None
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_single_sources_are_decoded(data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=3))
+    m = data.draw(st.integers(1, 40))
+    matrix = np.zeros((m, sum(sizes)), dtype=bool)
+    first = 0
+    for size in sizes:
+        for row in range(m):
+            source = data.draw(st.integers(-1, size - 1))
+            if source >= 0:
+                matrix[row, first + source] = True
+        first += size
+    inputs, outputs = blocks(*((size,) for size in sizes)), blocks((m,))
+    by_columns = decoded(*oracle(matrix), inputs, outputs, 1000)
+    assert by_columns is not None
+    assert (dense(by_columns) == matrix).all()
+    most = sum(3 + (size - 1).bit_length() for size in sizes)
+    assert by_columns.origin.startswith(f"told by {most} evaluations")
+    assert decode(oracle(matrix)[0], inputs, m, most - 1) is None
+    sources = decode(oracle(matrix.T)[1], inputs, m, 1000)  # the same, seen from the rows
+    assert sources is not None
+    assert (
+        np.sort(sources[0] * 100 + sources[1]) == np.flatnonzero(np.pad(matrix, ((0, 0), (0, 100 - sum(sizes)))))
+    ).all()
+
+
+def test_columns_of_one_entry_are_decoded_from_the_rows() -> None:
+    matrix = np.kron(np.ones((1, 4)), np.eye(32)) > 0  # rows i depend on i, i + 32, ...
+    pattern = decoded(*oracle(matrix), blocks((128,)), blocks((32,)), 1000)
+    assert pattern is not None
+    assert (dense(pattern) == matrix).all()
+    assert pattern.origin == "told by 8 VJPs, one a bit of the outputs' indices"
+
+
+def test_two_sources_are_not_decoded() -> None:
+    probes = [0]
+    reacting, reached = oracle(np.eye(64, dtype=bool) | np.eye(64, k=1, dtype=bool))
+
+    def counted(selection: Mask) -> Mask:
+        probes[0] += 1
+        return reacting(selection)
+
+    assert decoded(counted, reached, blocks((64,)), blocks((64,)), 1000) is None
+    assert probes[0] == 3
+
+
+def test_decoded_entries_are_those_of_whole_complex_elements() -> None:
+    matrix = np.zeros((8, 8), dtype=bool)
+    matrix[np.arange(0, 8, 2), [6, 5, 3, 0]] = True  # only of real parts
+    pattern = decoded(*oracle(matrix), *(blocks((4,), dtype=torch.complex128) for _ in range(2)), 1000)
+    assert pattern is not None
+    assert (dense(pattern) == np.kron(np.eye(4)[::-1], np.ones((2, 2)))).all()
