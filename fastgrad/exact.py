@@ -39,12 +39,14 @@ from fastgrad.plan import (
     pays_to_compress,
     prefers_columns,
     probing_budget,
+    replays_groups,
     takes_long,
 )
 from fastgrad.problem import Problem
 from fastgrad.report import Certificate, Failure, Part, Plan, Settings
 from fastgrad.sparsity import Mask, Pattern
 from fastgrad.tolerances import ROUNDING
+from fastgrad.trial import RefusedError
 
 ATTEMPTS = 6
 """Patterns to try: a guess, what probing finds, from both sides or from one, and what certificates add to it."""
@@ -111,6 +113,8 @@ def check_by_structure(problem: Problem, settings: Settings, look: FirstLook, fi
             return None
         memory = pattern.nnz * ENTRY_BYTES
         plan = Plan("compressed", 0, 0, look.record_graph, pattern.origin, column_groups=column_groups, memory=memory)
+        if replays_groups(problem, settings, look, column_groups):
+            plan = replace(plan, replayed=True, memory=memory + 8 * column_groups * problem.m)
         calls = 2 * column_groups + (column_groups if by_columns else row_groups)
         problem.progress.start(calls, look.seconds * calls, f"{column_groups} column groups")
         try:
@@ -137,7 +141,6 @@ def check_by_structure(problem: Problem, settings: Settings, look: FirstLook, fi
                     continue
             if not pays_to_compress(problem, settings, column_groups, row_groups):
                 return None
-            plan = replace(plan, row_groups=row_groups)
             found = verdict.by_rows()
         if found is None and compression.leaves_out:
             screening = verdict.screen_apart()
@@ -149,7 +152,7 @@ def check_by_structure(problem: Problem, settings: Settings, look: FirstLook, fi
             if found is None:
                 verdict.record()
             findings.add(verdict.findings)
-            return Outcome(plan, found)
+            return Outcome(verdict.plan if by_columns else replace(verdict.plan, row_groups=row_groups), found)
         if dense_is_small(problem, settings):
             return None
         pattern = None if found.refuted else pattern.with_entries(found.rows, found.columns)
@@ -355,13 +358,26 @@ class _Verdict:
     ) -> None:
         self._problem = problem
         self._settings = settings
-        self._plan = plan
+        self.plan = plan
         self._compression = compression
         self._look = look
         self.findings = Findings()
         self._proofs: Iterable[LinearityProof] | None = None
-        self.numerical = compressed.numerical_entries(problem, plan, compression, settings.eps)
+        try:
+            self._measure()
+        except RefusedError as error:
+            self._measure_one_by_one(str(error))
+        if self.plan.replayed and self.numerical_leads != []:
+            self._measure_one_by_one("they do not add up to evaluations one by one")
+
+    def _measure(self) -> None:
+        self.numerical = compressed.numerical_entries(self._problem, self.plan, self._compression, self._settings.eps)
         self.numerical_leads = self._certify_numerical()
+
+    def _measure_one_by_one(self, why: str) -> None:
+        """Instead of replays."""
+        self.plan = replace(self.plan, replayed=False, reason=f"{self.plan.reason}; no replays: {why}")
+        self._measure()
 
     def by_columns(self) -> tuple[bool, Failure | _Learnt | None]:
         """Whether the backward, differentiated, gives proven columns; then as `by_rows`."""
@@ -425,6 +441,9 @@ class _Verdict:
     def _judged(self, repeat: Failure | None) -> Failure | _Learnt | None:
         """The comparison of all entries, then a failure of repeated groups, then the certificates."""
         differs = self._differs()
+        if differs and self.plan.replayed:
+            self._measure_one_by_one("a mismatch is looked at one by one")
+            differs = self._differs()
         failure = self._mismatch() if differs and not self._only_mixed() else None
         failure = failure or repeat
         if failure is not None:
@@ -592,7 +611,7 @@ class _Verdict:
 
     def _single_difference(self, column: int) -> Tensor:
         """The numerical entries of a column, in rows that are not apart."""
-        difference = self._problem.difference_columns(column, 1, self._settings.eps, self._plan.record_graph)[0]
+        difference = self._problem.difference_columns(column, 1, self._settings.eps, self.plan.record_graph)[0]
         apart = self._compression.rows_apart
         return difference if apart is None else difference.masked_fill_(apart, 0.0)
 
@@ -618,7 +637,7 @@ class _Verdict:
             for block in problem.inputs:
                 pair = self._pair(output, part, block)
                 group_of = self._compression.column_groups.group_of
-                failure = mismatch_failure(problem, self._plan, pair, part, self._settings, self.findings, group_of)
+                failure = mismatch_failure(problem, self.plan, pair, part, self._settings, self.findings, group_of)
                 if failure is not None:
                     return failure
         return None

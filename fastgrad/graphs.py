@@ -1,13 +1,13 @@
-"""Numerical columns by replays of a CUDA graph: one column's step is captured once, its number read from the device.
+"""Numerical columns, or groups of them, by replays of a CUDA graph: a captured step reads its number from the device.
 
-The step moves a coordinate to either side, evaluates func at both, puts the coordinate back, writes the difference
-into the column's row and adds one to the numbers of coordinate and row. They live on the device, so that a replay needs
+The step moves a coordinate, or those of one color, to either side, evaluates func at both, puts them back, writes the
+difference into a row and adds one to the number of the column or color. It lives on the device, so that a replay needs
 nothing of the host, and nothing waits.
 
 A graph repeats what func launched on the stream while it was captured. Where func reads values, takes another path,
 draws random numbers, touches memory of the host or works on a stream of its own, a replay is not an evaluation. What
-operators tell of that is looked at before, an invalid capture is refused, and `trial` compares the columns with plain
-evaluations.
+operators tell of that is looked at before, an invalid capture is refused, and `trial` compares the columns, and a
+certificate the groups, with plain evaluations.
 
 Backward passes are not captured: they run on a thread of autograd's, which the guard of a capture against unsafe calls
 does not reach.
@@ -31,10 +31,10 @@ from fastgrad.tolerances import relative_step
 from fastgrad.trial import RefusedError
 
 EAGER_STEPS = 3
-"""Columns taken on the capturing stream first: func's caches, library handles and autotuning are then as later."""
+"""Steps taken on the capturing stream first: func's caches, library handles and autotuning are then as later."""
 
 FEWEST = 16
-"""Columns of an input from which capturing repays."""
+"""Steps from which capturing repays."""
 
 _UNFIT = {
     torch.Tag.data_dependent_output: "reads values of tensors",
@@ -84,6 +84,38 @@ def difference_columns(problem: Problem, first: int, count: int, eps: float, rec
     return columns
 
 
+@phase("numerical columns")
+def difference_groups(
+    problem: Problem, colors: Tensor, count: int, rows: Tensor, columns: Tensor, eps: float, record_graph: bool
+) -> Tensor:
+    """Entries as `Problem.difference_groups` gives them, up to rounding: float64, shape (entries,).
+
+    Parameters
+    ----------
+    colors
+        The group of each column, of `count`; -1: of none. int64, shape (n,).
+    rows, columns
+        Of each entry: int64, shape (entries,).
+
+    Raises
+    ------
+    RefusedError
+        func, or what it calls, cannot be captured.
+    """
+    steps = problem.displacement(torch.ones(problem.n, dtype=torch.float64, device=problem.device), eps)
+    differences = torch.empty(count, problem.m, dtype=torch.float64, device=problem.device)
+    color, rest = torch.zeros(1, dtype=torch.int64, device=problem.device), torch.zeros_like(steps)
+
+    def step() -> None:
+        moved = torch.where(colors == color, steps, rest)
+        difference = problem.evaluate(record_graph, moved) - problem.evaluate(record_graph, moved, -1.0)
+        differences.index_copy_(0, color, difference.unsqueeze(0))
+        color.add_(1)
+
+    _run(problem, step, count)
+    return differences[colors[columns], rows].div_(problem.realized_width(steps, 1.0)[columns])
+
+
 def _replay(problem: Problem, block: Block, first: int, rows: Tensor, eps: float, record_graph: bool) -> None:
     device = problem.device
     values = block.tensor.data  # a version counter of its own, as for perturbations elsewhere
@@ -104,6 +136,13 @@ def _replay(problem: Problem, block: Block, first: int, rows: Tensor, eps: float
         coordinate.add_(1)
         row.add_(1)
 
+    _run(problem, step, rows.shape[0])
+    rows.div_(problem.coordinate_widths(eps)[first : first + rows.shape[0]].unsqueeze(1))
+
+
+def _run(problem: Problem, step: Callable[[], None], count: int) -> None:
+    """Takes a step so many times, the first eagerly, the others by replays."""
+    device = problem.device
     with cuda.device(device):
         current, side = cuda.current_stream(device), cuda.Stream(device)  # type: ignore[no-untyped-call]
         side.wait_stream(current)
@@ -121,13 +160,12 @@ def _replay(problem: Problem, block: Block, first: int, rows: Tensor, eps: float
             current.wait_stream(side)
             problem.restore()
         try:
-            for _ in range(EAGER_STEPS, rows.shape[0]):
+            for _ in range(EAGER_STEPS, count):
                 graph.replay()
                 problem.progress.step(2)
         finally:
             graph.reset()
             del watch  # with what replays used
-    rows.div_(problem.coordinate_widths(eps)[first : first + rows.shape[0]].unsqueeze(1))
 
 
 def _run_eagerly(problem: Problem, step: Callable[[], None]) -> None:

@@ -247,6 +247,21 @@ def most_entries(settings: Settings) -> int:
     return _memory_limit(settings, None) // ENTRY_BYTES
 
 
+def replays_groups(problem: Problem, settings: Settings, look: FirstLook, count: int) -> bool:
+    """Whether so many column groups are worth replays of a CUDA graph, and there is room for them."""
+    if problem.device.type != "cuda" or 2 * count * look.seconds < TRIAL_SECONDS:
+        return False
+    from fastgrad import graphs  # only here: importing fastgrad is to cost little
+
+    needed = 8 * count * problem.m
+    return (
+        count >= graphs.FEWEST
+        and needed <= _memory_limit(settings, needed, problem.device)
+        and trial.obstacle(problem) is None
+        and graphs.obstacle(problem) is None
+    )
+
+
 def prefers_columns(columns: int, rows: int) -> bool:
     """Whether analytical columns, from differentiating the backward once more, cost less than rows."""
     return LINEAR_COST * columns + LINEAR_START < VJP_COST * rows

@@ -326,7 +326,7 @@ class Plan:
         Of the dense engine: columns whose differences come from one vmapped call of func; None: every
         evaluation is a call.
     replayed
-        Of the dense engine: whether evaluations for differences are replays of a CUDA graph.
+        Whether evaluations for numerical columns, or groups of them, are replays of a CUDA graph.
     """
 
     engine: str

@@ -432,7 +432,108 @@ def test_refused_replays_are_told(replaying: Cuda) -> None:
     assert "one by one after all: func reads values of tensors" in report.plan.reason
 
 
+COMPRESSED = Settings(engine="compressed")
+
+
+# Of more than 1,024 elements: less is copied without operators on the CPU, which no double could record.
+
+
+@pytest.fixture
+def replaying_groups(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    monkeypatch.setattr("fastgrad.exact.replays_groups", lambda *_: True)
+    return cuda
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_groups_are_those_of_the_loop(
+    replaying_groups: Cuda, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[tuple[Any, ...]] = []
+    replayed = graphs.difference_groups
+
+    def kept(problem: Problem, *arguments: Any) -> Tensor:
+        found.append((replayed(problem, *arguments), *arguments))
+        return found[-1][0]
+
+    monkeypatch.setattr(graphs, "difference_groups", kept)
+    inputs = leaf(20, 60).to(dtype).detach().t().requires_grad_(), leaf(20, dtype=dtype, seed=1)
+    bits = [v.detach().clone() for v in inputs]
+    report = check(lambda x, y: (x.exp().cumsum(-1) * y, x.exp()), inputs, COMPRESSED)
+    assert report.passed
+    assert report.plan is not None
+    assert report.plan.replayed
+    ((values, _, count, rows, columns, *_),) = found
+    assert replaying_groups.log.count("replay") == count - graphs.EAGER_STEPS
+    with Problem(lambda x, y: (x.exp().cumsum(-1) * y, x.exp()), inputs) as problem:
+        single = problem.difference_columns(0, problem.n, EPS, False)
+    torch.testing.assert_close(values, single[columns, rows], rtol=0, atol=1e-8)
+    assert all(torch.equal(v.detach(), old) and v._version == 0 for v, old in zip(inputs, bits, strict=True))
+
+
+def test_groups_leave_out_what_is_apart(replaying_groups: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastgrad.plan.EXACT_SECONDS", 0.0)
+    report = check(lambda x: (x.cumsum(-1), x.exp().sum()), (leaf(60, 20),), COMPRESSED)
+    assert report.passed
+    assert report.plan is not None
+    assert report.plan.replayed
+    assert report.plan.column_groups == 20
+    assert "1 dense row certified" in report.notes[0]
+
+
+def test_groups_of_a_wrong_gradient_fail_one_by_one(replaying_groups: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(x: Tensor) -> Tensor:
+        return torch.cat([x[:3], x[3:].detach()]).cumsum(-1)
+
+    x = leaf(60, 20)
+    report = check(wrong, (x,), COMPRESSED)
+    monkeypatch.undo()
+    alone = check(wrong, (x,), COMPRESSED)
+    assert report.failure is not None
+    assert alone.failure is not None
+    assert report.failure.comparison == alone.failure.comparison
+    assert report.plan is not None
+    assert not report.plan.replayed
+
+
+def test_groups_that_replays_get_wrong_are_taken_one_by_one(replaying_groups: Cuda) -> None:
+    buffer = torch.ones((), dtype=torch.float64)
+
+    def once() -> None:
+        buffer.fill_(2.0 if replaying_groups.log.count("replay") == 5 else 1.0)
+
+    replaying_groups.while_replaying = once
+    report = check(lambda x: x.cumsum(-1) * buffer, (leaf(60, 20),), COMPRESSED)
+    assert replaying_groups.log.count("replay") >= 5
+    assert report.passed
+    assert report.plan is not None
+    assert not report.plan.replayed
+    assert "no replays: they do not add up" in report.plan.reason
+
+
+def test_groups_that_cannot_be_captured(replaying_groups: Cuda) -> None:
+    report = check(lambda x: x.cumsum(-1) * (1.0 if x.sum() > -1e9 else 2.0), (leaf(60, 20),), COMPRESSED)
+    assert report.passed
+    assert report.plan is not None
+    assert not report.plan.replayed
+    assert "no replays: func reads values of tensors" in report.plan.reason
+
+
 CUDA0 = torch.device("cuda", 0)
+
+
+def test_which_groups_are_replayed(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "obstacle", lambda _: None)
+    monkeypatch.setattr(trial, "obstacle", lambda _: None)
+    problem: Any = SimpleNamespace(m=1000, device=CUDA0)
+    look: Any = SimpleNamespace(seconds=1e-3)
+    roomy = Settings(memory_limit=8 * 64 * 1000)
+    assert plan.replays_groups(problem, roomy, look, 64)
+    assert not plan.replays_groups(problem, roomy, look, 65)
+    assert not plan.replays_groups(problem, roomy, look, graphs.FEWEST - 1)
+    look.seconds = plan.TRIAL_SECONDS / 256
+    assert not plan.replays_groups(problem, roomy, look, 64)
+    look.seconds, problem.device = 1.0, torch.device("cpu")
+    assert not plan.replays_groups(problem, roomy, look, 64)
 
 
 def on(*devices: torch.device) -> Any:

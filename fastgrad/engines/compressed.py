@@ -32,7 +32,7 @@ REPEATED_GROUPS = 2
 
 @dataclass(frozen=True)
 class Grouping:
-    """The columns of a pattern, or the rows of one output, in groups."""
+    """The columns of a pattern, or the rows of one output, in groups; those that are left out have the color -1."""
 
     groups: Groups
     colors: Indices
@@ -140,6 +140,7 @@ def _grouping(
     if apart is not None:
         kept = ~apart[order]
         order, starts = order[kept], np.concatenate([[0], kept.cumsum()])[starts]
+        colors = np.where(apart, -1, colors)
         if not order.size:
             starts = starts[:1]
     entries, entry_starts = coloring.bucket(of_entries, starts.size - 1, arange)
@@ -151,7 +152,21 @@ def _grouping(
 
 
 def numerical_entries(problem: Problem, plan: Plan, compression: Compression, eps: float) -> Tensor:
-    """Entries by central differences: float64, shape (nnz,). Two evaluations a column group."""
+    """Entries by central differences: float64, shape (nnz,). Two evaluations a column group.
+
+    Raises
+    ------
+    RefusedError
+        The plan says to replay, and func cannot be captured.
+    """
+    if plan.replayed:
+        from fastgrad import graphs  # only here: importing fastgrad is to cost little
+
+        colors = torch.from_numpy(compression.column_groups.colors).to(problem.device)
+        entries = compression.rows, compression.columns
+        return graphs.difference_groups(
+            problem, colors, compression.column_groups.count, *entries, eps, plan.record_graph
+        )
     groups = compression.column_groups.groups
     return problem.difference_groups(groups, compression.rows, compression.columns, eps, plan.record_graph)
 

@@ -177,6 +177,21 @@ def test_replays_do_not_wait_for_the_device(device: torch.device, monkeypatch: p
             torch.cuda.set_sync_debug_mode(modes[0])
 
 
+def test_replayed_groups(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "TRIAL_SECONDS", 0.0)
+    x = leaf(60, 20).detach().to(device).requires_grad_()
+    compressed = Settings(engine="compressed")
+    right = check(lambda x: x.cumsum(-1).exp(), (x,), compressed)
+    assert right.passed
+    assert right.plan is not None
+    assert right.plan.replayed, right.plan.reason
+    wrong = check(lambda x: torch.cat([x[:5], x[5:].detach()]).cumsum(-1), (x,), compressed)
+    assert wrong.failure is not None
+    assert wrong.failure.kind == "mismatch"
+    assert wrong.plan is not None
+    assert "one by one" in wrong.plan.reason
+
+
 @pytest.mark.parametrize("way", ["batches", "replays"])
 def test_verdicts(way: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
