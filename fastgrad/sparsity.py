@@ -182,7 +182,7 @@ def guess_moved(values: NDArray[np.float64], results: NDArray[np.float64], react
     some = np.flatnonzero(reacted)
     if not np.isin(values, results[some[:: max(1, some.size // FEW)]]).any():
         return None  # told without sorting
-    order = np.argsort(values, kind="stable")
+    order = np.argsort(values)
     ascending = values[order]
     if not values.size or (ascending[1:] == ascending[:-1]).any():
         return None
