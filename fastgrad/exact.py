@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fastgrad import sparsity
 from fastgrad._native import ops
 from fastgrad._torch import phase
 from fastgrad.certify import LinearityProof, groups_failure, linearity_certificate, one_hot_failure, separate_failure
@@ -24,21 +23,19 @@ from fastgrad.coloring import Indices
 from fastgrad.compare import Findings, PairComparison, largest, tolerances
 from fastgrad.confirm import entry_in_row, located_failure, mismatch_failure, row_entry
 from fastgrad.coordinates import PIECE, Block, block_with
-from fastgrad.directions import PROBE_COTANGENT, PROBE_DIRECTION, direction
 from fastgrad.engines import EXPANDED, GAPPED, HALVED, compressed, row_parts
 from fastgrad.engines.compressed import Compression
 from fastgrad.engines.sketch import Differences, directional_differences
 from fastgrad.fast import Screening, screen
 from fastgrad.locate import locate
+from fastgrad.patterns import Patterns
 from fastgrad.plan import (
     ENTRY_BYTES,
     VJP_COST,
     FirstLook,
     dense_is_small,
-    most_entries,
     pays_to_compress,
     prefers_columns,
-    probing_budget,
     replays_groups,
     takes_long,
 )
@@ -90,7 +87,7 @@ def check_by_structure(problem: Problem, settings: Settings, look: FirstLook, fi
     """The verdict on all Jacobians in reverse mode; None where no structure makes it cheaper than the dense engine."""
     if look.reacted is None or not bool(look.base.isfinite().all()):
         return None
-    patterns = _Patterns(problem, settings, look)
+    patterns = Patterns(problem, settings, look)
     finders: Iterator[Callable[[], Pattern | None]] = iter((patterns.guess, patterns.decode, patterns.probe))
     if takes_long(2 * problem.n + problem.m, look):
         # Dense rows and dense columns may hide a structure from both sides.
@@ -192,7 +189,7 @@ def _compressions(problem: Problem, settings: Settings, look: FirstLook) -> Iter
     """What a guess and what probing lead to, as far as there is something and it repays."""
     if look.reacted is None or not bool(look.base.isfinite().all()):
         return
-    patterns = _Patterns(problem, settings, look)
+    patterns = Patterns(problem, settings, look)
     for find in (patterns.guess, patterns.decode, patterns.probe, partial(patterns.probe, watch_gradients=False)):
         pattern = find()
         if pattern is None:
@@ -202,108 +199,6 @@ def _compressions(problem: Problem, settings: Settings, look: FirstLook) -> Iter
         if pays_to_compress(problem, settings, columns, rows):
             plan = Plan("compressed", 0, 0, look.record_graph, pattern.origin)
             yield compression, _Verdict(problem, settings, plan, compression, look)
-
-
-class _Patterns:
-    """Where the entries may be: guesses, and what probes tell."""
-
-    def __init__(self, problem: Problem, settings: Settings, look: FirstLook) -> None:
-        self._problem = problem
-        self._settings = settings
-        self._look = look
-        self._budget = probing_budget(problem, settings, look)
-        self._most_entries = most_entries(settings)
-        self._base = look.base.view(torch.int64)
-
-    @phase("pattern")
-    def guess(self) -> Pattern | None:
-        """What shapes, or values that are only moved, say."""
-        blocks, reacted = (self._problem.inputs, self._problem.outputs), self._look.reacted
-        if reacted is None:
-            return None
-
-        def guesses() -> Iterator[Pattern | None]:
-            yield sparsity.guess(*blocks)
-            if any(block.is_complex for side in blocks for block in side):
-                return  # an entry would be four coordinates
-            yield sparsity.guess_in_order(*blocks)
-            yield sparsity.guess_moved(
-                self._problem.coordinates().cpu().numpy(), self._look.base.cpu().numpy(), reacted
-            )
-
-        for pattern in guesses():
-            if pattern is not None and self._bears(pattern):
-                return pattern
-        return None
-
-    @phase("pattern")
-    def decode(self) -> Pattern | None:
-        """What the bits of indices say, where each output depends on one element of each input, or the other way."""
-        if not self._budget or not self._is_steady:
-            return None
-        blocks = self._problem.inputs, self._problem.outputs
-        try:
-            pattern = sparsity.decoded(self._reacting_outputs, self._reacting_inputs, *blocks, self._budget)
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception:
-            return None  # as below
-        return pattern if pattern is not None and self._bears(pattern) else None
-
-    @phase("pattern")
-    def probe(
-        self, *, most: int | None = None, watch_gradients: bool = True, splits_hubs: bool = False
-    ) -> Pattern | None:
-        """What outputs and, with watch_gradients, gradients show when blocks are moved.
-
-        most: how many evaluations and VJPs it may take; None: as many as may repay.
-        """
-        budget = self._budget if most is None else min(self._budget, most)
-        if not budget or not self._is_steady:
-            return None
-        problem = self._problem
-        blocks = problem.inputs, problem.outputs
-        try:
-            columns = sparsity.Refinement(self._reacting_outputs, problem.inputs, problem.m, splits_hubs)
-            rows = None
-            if watch_gradients:
-                rows = sparsity.Refinement(self._reacting_inputs, problem.outputs, problem.n, splits_hubs)
-            return sparsity.refined(columns, rows, *blocks, budget, self._most_entries)
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception:
-            return None  # one-hot cotangents, or single steps, may not raise
-
-    def _bears(self, pattern: Pattern) -> bool:
-        """Whether it has room, and does not contradict the first look."""
-        look = self._look
-        assert look.reacted is not None
-        return pattern.nnz <= self._most_entries and sparsity.bears_a_look(pattern, look.moved, look.reacted)
-
-    @cached_property
-    def _is_steady(self) -> bool:
-        """Whether evaluations at x are equal in every bit: those that move by themselves tell nothing."""
-        return torch.equal(self._problem.evaluate(self._look.record_graph).view(torch.int64), self._base)
-
-    @cached_property
-    def _steps(self) -> Tensor:
-        u = direction(self._problem.n, self._settings.seed, PROBE_DIRECTION)
-        return self._problem.displacement(u.to(self._problem.device), self._settings.eps)
-
-    @cached_property
-    def _cotangent(self) -> Tensor:
-        return direction(self._problem.m, self._settings.seed, PROBE_COTANGENT).to(self._problem.device)
-
-    def _reacting_outputs(self, moved: Mask) -> Mask:
-        displacement = torch.where(torch.from_numpy(moved).to(self._problem.device), self._steps, 0.0)
-        values = self._problem.evaluate(self._look.record_graph, displacement).view(torch.int64)
-        reacting: Mask = (values != self._base).cpu().numpy()
-        return reacting
-
-    def _reacting_inputs(self, chosen: Mask) -> Mask:
-        rows = torch.where(torch.from_numpy(chosen).to(self._problem.device), self._cotangent, 0.0)
-        reacting: Mask = (self._problem.vjp(rows.unsqueeze(0))[0] != 0).cpu().numpy()
-        return reacting
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ FLOORS = {
     5: ["__init__", "__main__", "cli", "demo", "functional", "patching", "pytest_plugin", "render"],
 }
 FLOORS[1] += ["arguments", "batched", "linear_map", "trial"]
-FLOORS[2] += ["confirm", "diagnose", "locate", "opinions", "places", "plan", "rearranged", "refine"]
+FLOORS[2] += ["confirm", "diagnose", "locate", "opinions", "patterns", "places", "plan", "rearranged", "refine"]
 FLOORS[5] += ["bench", "doctor", "specs"]
 FLOOR = {module: floor for floor, modules in FLOORS.items() for module in modules}
 
@@ -41,6 +41,7 @@ NEIGHBORS = {
     "diagnose": {"places", "rearranged"},
     "confirm": {"compare", "locate", "refine"},
     "linear_map": {"coordinates", "directions"},
+    "patterns": {"plan"},
     "sparsity": {"coloring", "coordinates"},
     "trial": {"directions", "problem"},
     "api": {"messages"},

@@ -1,0 +1,119 @@
+"""Where the entries of a problem's Jacobian may be: guesses first, then what evaluations and VJPs tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fastgrad import sparsity
+from fastgrad._torch import phase
+from fastgrad.directions import PROBE_COTANGENT, PROBE_DIRECTION, direction
+from fastgrad.plan import FirstLook, most_entries, probing_budget
+from fastgrad.problem import Problem
+from fastgrad.report import Settings
+from fastgrad.sparsity import Mask, Pattern
+
+
+class Patterns:
+    """Where the entries may be: guesses, and what probes tell."""
+
+    def __init__(self, problem: Problem, settings: Settings, look: FirstLook) -> None:
+        self._problem = problem
+        self._settings = settings
+        self._look = look
+        self._budget = probing_budget(problem, settings, look)
+        self._most_entries = most_entries(settings)
+        self._base = look.base.view(torch.int64)
+
+    @phase("pattern")
+    def guess(self) -> Pattern | None:
+        """What shapes, or values that are only moved, say."""
+        blocks, reacted = (self._problem.inputs, self._problem.outputs), self._look.reacted
+        if reacted is None:
+            return None
+
+        def guesses() -> Iterator[Pattern | None]:
+            yield sparsity.guess(*blocks)
+            if any(block.is_complex for side in blocks for block in side):
+                return  # an entry would be four coordinates
+            yield sparsity.guess_in_order(*blocks)
+            yield sparsity.guess_moved(
+                self._problem.coordinates().cpu().numpy(), self._look.base.cpu().numpy(), reacted
+            )
+
+        for pattern in guesses():
+            if pattern is not None and self._bears(pattern):
+                return pattern
+        return None
+
+    @phase("pattern")
+    def decode(self) -> Pattern | None:
+        """What the bits of indices say, where each output depends on one element of each input, or the other way."""
+        if not self._budget or not self._is_steady:
+            return None
+        blocks = self._problem.inputs, self._problem.outputs
+        try:
+            pattern = sparsity.decoded(self._reacting_outputs, self._reacting_inputs, *blocks, self._budget)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception:
+            return None  # as below
+        return pattern if pattern is not None and self._bears(pattern) else None
+
+    @phase("pattern")
+    def probe(
+        self, *, most: int | None = None, watch_gradients: bool = True, splits_hubs: bool = False
+    ) -> Pattern | None:
+        """What outputs and, with watch_gradients, gradients show when blocks are moved.
+
+        most: how many evaluations and VJPs it may take; None: as many as may repay.
+        """
+        budget = self._budget if most is None else min(self._budget, most)
+        if not budget or not self._is_steady:
+            return None
+        problem = self._problem
+        blocks = problem.inputs, problem.outputs
+        try:
+            columns = sparsity.Refinement(self._reacting_outputs, problem.inputs, problem.m, splits_hubs)
+            rows = None
+            if watch_gradients:
+                rows = sparsity.Refinement(self._reacting_inputs, problem.outputs, problem.n, splits_hubs)
+            return sparsity.refined(columns, rows, *blocks, budget, self._most_entries)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception:
+            return None  # one-hot cotangents, or single steps, may not raise
+
+    def _bears(self, pattern: Pattern) -> bool:
+        """Whether it has room, and does not contradict the first look."""
+        look = self._look
+        assert look.reacted is not None
+        return pattern.nnz <= self._most_entries and sparsity.bears_a_look(pattern, look.moved, look.reacted)
+
+    @cached_property
+    def _is_steady(self) -> bool:
+        """Whether evaluations at x are equal in every bit: those that move by themselves tell nothing."""
+        return torch.equal(self._problem.evaluate(self._look.record_graph).view(torch.int64), self._base)
+
+    @cached_property
+    def _steps(self) -> Tensor:
+        u = direction(self._problem.n, self._settings.seed, PROBE_DIRECTION)
+        return self._problem.displacement(u.to(self._problem.device), self._settings.eps)
+
+    @cached_property
+    def _cotangent(self) -> Tensor:
+        return direction(self._problem.m, self._settings.seed, PROBE_COTANGENT).to(self._problem.device)
+
+    def _reacting_outputs(self, moved: Mask) -> Mask:
+        displacement = torch.where(torch.from_numpy(moved).to(self._problem.device), self._steps, 0.0)
+        values = self._problem.evaluate(self._look.record_graph, displacement).view(torch.int64)
+        reacting: Mask = (values != self._base).cpu().numpy()
+        return reacting
+
+    def _reacting_inputs(self, chosen: Mask) -> Mask:
+        rows = torch.where(torch.from_numpy(chosen).to(self._problem.device), self._cotangent, 0.0)
+        reacting: Mask = (self._problem.vjp(rows.unsqueeze(0))[0] != 0).cpu().numpy()
+        return reacting
