@@ -46,7 +46,8 @@ from fastgrad.tolerances import ROUNDING
 from fastgrad.trial import RefusedError
 
 ATTEMPTS = 6
-"""Patterns to try: a guess, what probing finds, from both sides or from one, and what certificates add to it."""
+"""Patterns to try: guesses, what probing finds, from both sides or from one, with and without what is dense, and what
+certificates add to it."""
 
 BRIEF_PROBES = 512
 """After so many without an end, dense rows and columns may be in the way."""
@@ -90,9 +91,9 @@ def check_by_structure(problem: Problem, settings: Settings, look: FirstLook, fi
     patterns = Patterns(problem, settings, look)
     finders: Iterator[Callable[[], Pattern | None]] = iter((patterns.guess, patterns.decode, patterns.probe))
     if takes_long(2 * problem.n + problem.m, look):
-        # Dense rows and dense columns may hide a structure from both sides.
+        # Dense rows and dense columns may hide a structure from both sides, and be all there is.
         brief = partial(patterns.probe, most=BRIEF_PROBES), partial(patterns.probe, most=BRIEF_PROBES, splits_hubs=True)
-        finders = iter((patterns.guess, patterns.decode, *brief, patterns.probe))
+        finders = iter((patterns.guess, patterns.decode, *brief, patterns.probe, patterns.dense))
     pattern: Pattern | None = None
     certifies, dense_columns = True, None
     for _ in range(ATTEMPTS):
@@ -108,10 +109,7 @@ def check_by_structure(problem: Problem, settings: Settings, look: FirstLook, fi
         by_columns = prefers_columns(column_groups, row_groups)
         if not pays_to_compress(problem, settings, column_groups, None if by_columns else row_groups):
             return None
-        memory = pattern.nnz * ENTRY_BYTES
-        plan = Plan("compressed", 0, 0, look.record_graph, pattern.origin, column_groups=column_groups, memory=memory)
-        if replays_groups(problem, settings, look, column_groups):
-            plan = replace(plan, replayed=True, memory=memory + 8 * column_groups * problem.m)
+        plan = _plan(problem, settings, look, compression)
         calls = 2 * column_groups + (column_groups if by_columns else row_groups)
         problem.progress.start(calls, look.seconds * calls, f"{column_groups} column groups")
         try:
@@ -160,12 +158,21 @@ def _compression(
     problem: Problem, look: FirstLook, pattern: Pattern, certifies: bool, columns_apart: Mask | None
 ) -> Compression:
     """The groups; without the dense rows, where they may be certified and keep columns apart for long."""
-    compression = compressed.compress(problem, pattern, None, columns_apart)
-    if certifies and takes_long(2 * compression.column_groups.count, look):
-        rows_apart = pattern.dense_rows()
-        if rows_apart.any():
-            return compressed.compress(problem, pattern, rows_apart, columns_apart)
-    return compression
+    rows_apart: Mask | None = None
+    if certifies and takes_long(2 * int(np.diff(pattern.starts).max(initial=0)), look):
+        dense = pattern.dense_rows()
+        rows_apart = dense if dense.any() else None
+    return compressed.compress(problem, pattern, rows_apart, columns_apart)
+
+
+def _plan(problem: Problem, settings: Settings, look: FirstLook, compression: Compression) -> Plan:
+    pattern, groups = compression.pattern, compression.column_groups.count
+    memory = pattern.nnz * ENTRY_BYTES
+    replayed = replays_groups(problem, settings, look, groups)
+    if replayed:
+        memory += 8 * groups * problem.m
+    record, origin = look.record_graph, pattern.origin
+    return Plan("compressed", 0, 0, record, origin, column_groups=groups, memory=memory, replayed=replayed)
 
 
 def numerical_entries(problem: Problem, settings: Settings, look: FirstLook) -> tuple[Compression, Tensor] | None:

@@ -49,6 +49,11 @@ class Patterns:
                 return pattern
         return None
 
+    def dense(self) -> Pattern | None:
+        """Every entry, of few rows or columns."""
+        pattern = sparsity.guess_dense(self._problem.inputs, self._problem.outputs)
+        return pattern if pattern is not None and self._bears(pattern) else None
+
     @phase("pattern")
     def decode(self) -> Pattern | None:
         """What the bits of indices say, where each output depends on one element of each input, or the other way."""

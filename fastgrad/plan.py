@@ -199,9 +199,10 @@ def is_affordable(problem: Problem) -> bool:
 
 def looks_first(problem: Problem, settings: Settings) -> bool:
     """Whether the problem is large enough for `first_look` to repay."""
-    if problem.n < COLUMNS_WORTH_A_LOOK or not problem.m:
+    seconds = _dense_seconds(problem, _warm_seconds(problem))
+    if not problem.m or (problem.n < COLUMNS_WORTH_A_LOOK and seconds <= EXACT_SECONDS):
         return False
-    return settings.engine == "compressed" or _dense_seconds(problem, _warm_seconds(problem)) >= GUESS_SECONDS
+    return settings.engine == "compressed" or seconds >= GUESS_SECONDS
 
 
 def tries_structure(problem: Problem, settings: Settings, look: FirstLook) -> bool:

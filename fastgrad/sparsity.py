@@ -39,6 +39,9 @@ FEW = 16
 MOST_HUBS = 1 / 32
 """Of all targets: where more look like dense rows, blocks are still too large to tell, or all rows are alike."""
 
+HANDFUL = 8
+"""Rows, or columns, that are few however many there are."""
+
 BLOCKS_BEFORE_GIVING_UP = 32
 """Where rows have many entries, fewer blocks of columns than this reach every row in any case."""
 
@@ -83,7 +86,7 @@ class Pattern:
         return arange(self.m) if bool((sizes == 1).all()) else np.repeat(arange(self.m), sizes)
 
     def dense_rows(self) -> Mask:
-        """The few rows with far more entries than all others, as a loss has beside its outputs: shape (m,)."""
+        """The few rows with far more entries than all others, as a loss has, alone or beside outputs: shape (m,)."""
         return _few_large(np.diff(self.starts))
 
     def dense_columns(self) -> Mask:
@@ -129,7 +132,7 @@ def _from_entries(rows: Indices, columns: Indices, m: int, n: int, origin: str) 
 
 def _few_large(counts: Indices) -> Mask:
     large: Mask = counts > DENSE_SHARE * counts.max(initial=0)
-    return large if large.sum() <= MOST_HUBS * counts.size else np.zeros_like(large)
+    return large if large.sum() <= max(HANDFUL, MOST_HUBS * counts.size) else np.zeros_like(large)
 
 
 def _starts(counts: Indices | Mask) -> Indices:
@@ -163,6 +166,14 @@ def guess(inputs: Sequence[Block], outputs: Sequence[Block]) -> Pattern | None:
     return Pattern(
         np.arange(rows + 1) * per_row, _concatenated(lists, 0).reshape(-1), n, "guessed pointwise from shapes"
     )
+
+
+def guess_dense(inputs: Sequence[Block], outputs: Sequence[Block]) -> Pattern | None:
+    """Every entry, where there is but a handful of rows or columns."""
+    n, m = (sum(block.size for block in blocks) for blocks in (inputs, outputs))
+    if min(n, m) > HANDFUL:
+        return None
+    return Pattern(np.arange(m + 1) * n, np.tile(np.arange(n), m), n, "a handful of dense rows or columns")
 
 
 def guess_in_order(inputs: Sequence[Block], outputs: Sequence[Block]) -> Pattern | None:

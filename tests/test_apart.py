@@ -112,6 +112,44 @@ def test_both_at_once_and_what_they_cost() -> None:
     assert report.evaluations + report.vjps <= 800
 
 
+ALONE: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str, int]] = {
+    # function, inputs, the note, evaluations and VJPs at most
+    "a loss": (lambda x: x.tanh().square().sum(), (normal(N),), "1 dense row", 60),
+    "a handful of outputs": (lambda x: torch.stack([x.mean(), x.std(), x.norm()]), (normal(N),), "3 dense rows", 160),
+    "a factor": (
+        lambda w: scale()(torch.arange(1.0, N, dtype=w.dtype), w),
+        (normal(1).reshape(()),),
+        "1 dense column",
+        80,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_dense_rows_or_columns_alone(name: str) -> None:
+    func, inputs, note, most = ALONE[name]
+    report = run(func, *inputs)
+    assert report.passed
+    assert groups(report)[0] is not None
+    assert report.notes == (f"{note} certified by random vectors, not compared entry by entry",)
+    assert report.evaluations + report.vjps <= most
+
+
+def test_a_wrong_loss_alone_is_named() -> None:
+    report = run(loss(lambda y, grad: 2 * grad * at(y, 117, 0.0)), normal(N))
+    assert report.failure is not None
+    assert report.failure.comparison is not None
+    worst = report.failure.comparison.worst
+    assert worst is not None
+    assert worst.input_index == (117,)
+
+
+def test_many_dense_rows_are_compared_entry_by_entry() -> None:
+    report = run(lambda x: x.softmax(0), normal(100))
+    assert report.passed
+    assert not report.notes
+
+
 def test_a_short_check_is_exact_throughout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastgrad.plan.EXACT_SECONDS", 1e9)
     report = run(lambda x: (x.tanh(), x.tanh().square().sum()), normal(N))
@@ -163,12 +201,14 @@ def test_what_random_vectors_leave_undecided_is_compared_entry_by_entry() -> Non
 
 
 def test_few_rows_that_are_far_fuller_are_dense() -> None:
-    lists = [np.arange(1000) if row in (3, 90) else np.array([row, row + 1]) for row in range(100)]
+    full = set(range(3, 93, 10))  # nine
+    lists = [np.arange(1000) if row in full else np.array([row, row + 1]) for row in range(300)]
     starts = np.concatenate([[0], np.cumsum([row.size for row in lists])])
     pattern = Pattern(starts, np.concatenate(lists), 1000, "")
-    assert np.flatnonzero(pattern.dense_rows()).tolist() == [3, 90]
+    assert set(np.flatnonzero(pattern.dense_rows())) == full
     thin = pattern.without(pattern.dense_rows(), None)
-    assert (thin.nnz, thin.m, thin.n) == (196, 100, 1000)
+    assert (thin.nnz, thin.m, thin.n) == (582, 300, 1000)
     assert not thin.dense_rows().any()
     assert not pattern.dense_columns().any()
-    assert thin.without(None, np.arange(1000) < 50).nnz == 99
+    assert thin.without(None, np.arange(1000) < 295).nnz == 11
+    assert Pattern(starts[:91], pattern.columns[: starts[90]], 1000, "").dense_rows().sum() == 0  # nine of ninety
