@@ -349,18 +349,19 @@ void Evaluator::realize(const at::Tensor& displacement, const at::Tensor& realiz
 }
 
 std::optional<std::tuple<int64_t, int64_t, py::object>> Evaluator::values_along(
-    const at::Tensor& displacement, const std::vector<double>& scales, const at::Tensor& values,
+    const at::Tensor& displacement, const std::vector<double>& scales, const std::vector<at::Tensor>& values,
     const std::vector<OutputSpec>& outputs, bool record_graph) {
   const OnExit restoring([this] { restore(); });
-  for (int64_t s = 0; s < values.size(0); ++s) {
+  for (size_t s = 0; s < values.size(); ++s) {
     displace(displacement, scales[s]);
     const py::object result = call(record_graph, perturbed_arguments());
+    const at::Tensor row = values[s].unsqueeze(0);
     const auto changed =
         visit_outputs(result, outputs, [&](size_t, const at::Tensor& output, int64_t offset, int64_t size) {
-          flatten_into(values, s, offset, size, output);
+          flatten_into(row, 0, offset, size, output);
         });
     if (changed) {
-      return std::make_tuple(s, changed->first, changed->second);
+      return std::make_tuple(static_cast<int64_t>(s), changed->first, changed->second);
     }
     raise_if_interrupted();
   }

@@ -86,10 +86,10 @@ class Evaluator {
   void realize(const at::Tensor& displacement, const at::Tensor& realized, double eps, double relative) const;
 
   // func at x + scale * displacement (float64, shape (coordinates of all inputs,); fastgrad::displace_) for
-  // several scales: row s of `values` (float64, shape (scales, m)) becomes the outputs end to end. Returns as
+  // several scales: each of `values` (float64, shape (m,)) becomes the outputs end to end. Returns as
   // difference_columns does, the place among the scales instead of a coordinate.
   std::optional<std::tuple<int64_t, int64_t, pybind11::object>> values_along(
-      const at::Tensor& displacement, const std::vector<double>& scales, const at::Tensor& values,
+      const at::Tensor& displacement, const std::vector<double>& scales, const std::vector<at::Tensor>& values,
       const std::vector<OutputSpec>& outputs, bool record_graph);
 
   // Numerical columns first, first + 1, ...: row j of `columns` (float64, shape (count, m), m the

@@ -44,7 +44,7 @@ class Evaluator:
         self,
         displacement: Tensor,
         scales: Sequence[float],
-        values: Tensor,
+        values: Sequence[Tensor],
         outputs: Sequence[OutputSpec],
         record_graph: bool,
     ) -> tuple[int, int, Any] | None: ...

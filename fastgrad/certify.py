@@ -238,8 +238,8 @@ class LinearityProof:
         if rows_apart is not None:
             self._cotangents.masked_fill_(rows_apart, 0.0)
         self._columns_apart = columns_apart
-        both = torch.zeros(2, len(kinds), problem.n, dtype=torch.float64, device=problem.device)
-        self._sums, self._squares = both.unbind()
+        self._sums = torch.zeros(len(kinds), problem.n, dtype=torch.float64, device=problem.device)
+        self._squares = torch.zeros_like(self._sums)
         self._gradients: Tensor | None = None
         self._moved = False
 

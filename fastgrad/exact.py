@@ -88,6 +88,7 @@ def check_by_structure(problem: Problem, settings: Settings, look: FirstLook, fi
     """The verdict on all Jacobians in reverse mode; None where no structure makes it cheaper than the dense engine."""
     if look.reacted is None or not bool(look.base.isfinite().all()):
         return None
+    problem.forget_outputs()
     patterns = Patterns(problem, settings, look)
     finders: Iterator[Callable[[], Pattern | None]] = iter((patterns.guess, patterns.decode, patterns.probe))
     if takes_long(2 * problem.n + problem.m, look):
@@ -538,7 +539,7 @@ class _Verdict:
         for output, part in row_parts(problem.outputs):
             for block in problem.inputs:
                 pair = self._pair(output, part, block)
-                group_of = self._compression.column_groups.group_of
+                group_of = self._compression.column_group_of
                 failure = mismatch_failure(problem, self.plan, pair, part, self._settings, self.findings, group_of)
                 if failure is not None:
                     return failure

@@ -132,17 +132,17 @@ def first_look(problem: Problem, settings: Settings) -> FirstLook:
     """
     half = direction(problem.n, settings.seed, GRAPH_STREAM, halved=True)
     displacement = problem.displacement(half.to(problem.device), settings.eps)
-    base = torch.empty(1, problem.m, dtype=torch.float64, device=problem.device)
+    base = torch.empty(problem.m, dtype=torch.float64, device=problem.device)
     next_to_x, plain = torch.empty_like(base), torch.empty_like(base)
     seconds: dict[bool, float] = {}
 
     def evaluate(scale: float, values: Tensor, record: bool) -> None:
         start = time.perf_counter()
-        problem.values_along(displacement, (scale,), values, record)
+        problem.values_along(displacement, (scale,), (values,), record)
         seconds[record] = min(time.perf_counter() - start, seconds.get(record, math.inf))
 
     evaluate(0.0, base, True)
-    look = FirstLook(True, base[0], half.numpy() != 0, None, seconds[True])
+    look = FirstLook(True, base, half.numpy() != 0, None, seconds[True])
     try:
         evaluate(1.0, next_to_x, True)
     except (MemoryError, torch.OutOfMemoryError):
@@ -158,7 +158,7 @@ def first_look(problem: Problem, settings: Settings) -> FirstLook:
                 record_graph |= not torch.equal(recorded, plain)
         except Exception:  # it differentiates inside, say
             record_graph = True
-    reacted = (next_to_x[0].view(torch.int64) != base[0].view(torch.int64)).cpu().numpy()
+    reacted = (next_to_x.view(torch.int64) != base.view(torch.int64)).cpu().numpy()
     return replace(look, record_graph=record_graph, reacted=reacted, seconds=seconds[record_graph])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from time import perf_counter
 from types import TracebackType
@@ -14,7 +15,17 @@ from torch.autograd import forward_ad
 
 from fastgrad import _native, _torch
 from fastgrad._torch import phase
-from fastgrad.coordinates import Block, block_with, blocks_of, memory_of, overlap, overlaps_itself, own_values, pieces
+from fastgrad.coordinates import (
+    PIECE,
+    Block,
+    block_with,
+    blocks_of,
+    memory_of,
+    overlap,
+    overlaps_itself,
+    own_values,
+    pieces,
+)
 from fastgrad.directions import GRAPH_STREAM, uniform_like
 from fastgrad.errors import warn
 from fastgrad.progress import STEP, Progress
@@ -260,6 +271,15 @@ class Problem:
             self.vectorizes = is_on_cpu and _native.runs_no_python(self._graph, self._input_tensors)
         self._specs = [_native.OutputSpec(block.position, block.tensor) for block in self.outputs]
 
+    def forget_outputs(self) -> None:
+        """Frees the memory of the first evaluation's outputs, if it is much; what they look like stays known."""
+        if self.m <= PIECE or any(type(block.tensor) is not Tensor for block in self.outputs):
+            return
+        self.outputs = tuple(
+            replace(block, tensor=block.tensor.new_empty(()).expand(block.tensor.shape)) for block in self.outputs
+        )
+        self._specs = [_native.OutputSpec(block.position, block.tensor) for block in self.outputs]
+
     @cached_property
     def unit_roundoff(self) -> float:
         """Half an ulp of the coarsest dtype among inputs and outputs."""
@@ -333,9 +353,9 @@ class Problem:
         self._evaluator.realize(displacement, realized, eps, relative)
 
     def values_along(
-        self, displacement: Tensor, scales: Sequence[float], values: Tensor, record_graph: bool = True
+        self, displacement: Tensor, scales: Sequence[float], values: Sequence[Tensor], record_graph: bool = True
     ) -> None:
-        """Writes the outputs at x + scale displacement, for several scales, into values: float64, shape (scales, m)."""
+        """Writes the outputs at x + scale displacement, for several scales, into values: float64, shape (m,) each."""
         self._graph = None
         changed = self._evaluator.values_along(displacement, scales, values, self._specs, record_graph)
         if changed is not None:
@@ -365,9 +385,9 @@ class Problem:
         self._graph = None
         if displacement is not None:
             # Copied before the inputs are restored: outputs may be views of them.
-            values = torch.empty(1, self.m, dtype=torch.float64, device=self.device)
-            self.values_along(displacement, (scale,), values, record_graph)
-            return values[0]
+            values = torch.empty(self.m, dtype=torch.float64, device=self.device)
+            self.values_along(displacement, (scale,), (values,), record_graph)
+            return values
         return self._flat(self._selected(self._evaluator.evaluate(record_graph)))
 
     def evaluate_with(self, block: Block, tensor: Tensor) -> tuple[Tensor, ...]:

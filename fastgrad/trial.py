@@ -104,7 +104,7 @@ def agree(
         float64, shape (count, m).
     """
     within = slice(first, first + columns.shape[0])
-    values = torch.empty(len(SCALES), problem.m, dtype=torch.float64, device=problem.device)
+    values = [torch.empty(problem.m, dtype=torch.float64, device=problem.device) for _ in SCALES]
     for which in range(DIRECTIONS):
         u = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
         u[within] = direction(columns.shape[0], seed, TRIAL_STREAM + 16 * which, first).to(problem.device)

@@ -32,10 +32,9 @@ REPEATED_GROUPS = 2
 
 @dataclass(frozen=True)
 class Grouping:
-    """The columns of a pattern, or the rows of one output, in groups; those that are left out have the color -1."""
+    """The columns of a pattern, or the rows of one output, in groups."""
 
     groups: Groups
-    colors: Indices
     order: Indices
     starts: Indices
 
@@ -47,10 +46,6 @@ class Grouping:
     def entries(self) -> tuple[Tensor, ...]:
         """Those of the Jacobian in each group."""
         return torch.split(self.groups.entries, self.groups.entry_starts.diff().tolist())
-
-    def group_of(self, coordinate: int) -> int:
-        """The group of a coordinate."""
-        return int(self.colors[coordinate])
 
     def members(self, group: int) -> Indices:
         """The coordinates of a group."""
@@ -67,6 +62,8 @@ class Compression:
         Of each entry, on the device of the values: int64, shape (nnz,).
     row_groups
         One an output; its coordinates count from the output's first.
+    column_colors
+        The group of each column: shape (n,); -1: of none.
     rows_apart, columns_apart
         Dense ones that the pattern leaves out, and whose coordinates no group has: shapes (m,) and (n,); None: none.
     """
@@ -76,6 +73,7 @@ class Compression:
     columns: Tensor
     column_groups: Grouping
     row_groups: tuple[Grouping, ...]
+    column_colors: Indices
     rows_apart: Tensor | None = None
     columns_apart: Tensor | None = None
 
@@ -83,6 +81,10 @@ class Compression:
     def leaves_out(self) -> bool:
         """Whether there are any."""
         return self.rows_apart is not None or self.columns_apart is not None
+
+    def column_group_of(self, coordinate: int) -> int:
+        """The group of a column."""
+        return int(self.column_colors[coordinate])
 
     def entries_of(self, output: Block) -> slice:
         """The entries in the rows of an output."""
@@ -107,6 +109,7 @@ def compress(
     if problem.mixes_inputs:
         colors = _by_step(problem, colors)
     column_groups = _grouping(colors, colors[pattern.columns], 0, rows, arange, columns_apart)
+    column_colors = colors if columns_apart is None else np.where(columns_apart, -1, colors)
     row_groups = []
     for output in problem.outputs:
         starts = pattern.starts[output.first : output.first + output.size + 1]
@@ -117,7 +120,7 @@ def compress(
     masks = (
         None if mask is None else torch.from_numpy(mask).to(problem.device) for mask in (rows_apart, columns_apart)
     )
-    return Compression(pattern, rows, columns, column_groups, tuple(row_groups), *masks)
+    return Compression(pattern, rows, columns, column_groups, tuple(row_groups), column_colors, *masks)
 
 
 def _by_step(problem: Problem, colors: Indices) -> Indices:
@@ -140,7 +143,6 @@ def _grouping(
     if apart is not None:
         kept = ~apart[order]
         order, starts = order[kept], np.concatenate([[0], kept.cumsum()])[starts]
-        colors = np.where(apart, -1, colors)
         if not order.size:
             starts = starts[:1]
     entries, entry_starts = coloring.bucket(of_entries, starts.size - 1, arange)
@@ -148,7 +150,7 @@ def _grouping(
     groups = Groups(
         torch.from_numpy(order), torch.from_numpy(starts), sorted_entries, torch.from_numpy(entry_starts), positions
     )
-    return Grouping(groups, colors, order, starts)
+    return Grouping(groups, order, starts)
 
 
 def numerical_entries(problem: Problem, plan: Plan, compression: Compression, eps: float) -> Tensor:
@@ -162,7 +164,7 @@ def numerical_entries(problem: Problem, plan: Plan, compression: Compression, ep
     if plan.replayed:
         from fastgrad import graphs  # only here: importing fastgrad is to cost little
 
-        colors = torch.from_numpy(compression.column_groups.colors).to(problem.device)
+        colors = torch.from_numpy(compression.column_colors).to(problem.device)
         entries = compression.rows, compression.columns
         return graphs.difference_groups(
             problem, colors, compression.column_groups.count, *entries, eps, plan.record_graph

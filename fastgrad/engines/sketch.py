@@ -91,7 +91,8 @@ def directional_differences(
     )
     drawn = torch.empty(problem.n, dtype=torch.float64, device=problem.device)
     most = len(SCALES) if extrapolated else 2
-    values = torch.empty(most, problem.m, dtype=torch.float64, device=problem.device)
+    # Not one block: where vectors are large, blocks of several sizes leave holes in the heap.
+    values = [torch.empty(problem.m, dtype=torch.float64, device=problem.device) for _ in range(most)]
     relative = min(1.0, eps / settings.eps)
 
     def difference(
