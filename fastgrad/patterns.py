@@ -61,7 +61,8 @@ class Patterns:
             return None
         blocks = self._problem.inputs, self._problem.outputs
         try:
-            pattern = sparsity.decoded(self._reacting_outputs, self._reacting_inputs, *blocks, self._budget)
+            share = 0.0 if self._look.reacted is None else float(self._look.reacted.mean())
+            pattern = sparsity.decoded(self._reacting_outputs, self._reacting_inputs, *blocks, share, self._budget)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception:

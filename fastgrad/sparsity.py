@@ -39,6 +39,9 @@ FEW = 16
 MOST_HUBS = 1 / 32
 """Of all targets: where more look like dense rows, blocks are still too large to tell, or all rows are alike."""
 
+BEYOND_CHANCE = 6
+"""Standard deviations."""
+
 HANDFUL = 8
 """Rows, or columns, that are few however many there are."""
 
@@ -209,7 +212,7 @@ def decode(
 
     All sources with a one in some bit of their index are probed at once, and the targets that react have it in the
     index of theirs. Before that, two random halves must share no target: what has more sources is most often told by
-    that; certificates tell the rest. The probes are the whole, the two halves, and one a bit, of each tensor.
+    that; certificates tell the rest. The probes are two halves, and one a bit, of each tensor.
 
     Parameters
     ----------
@@ -232,17 +235,17 @@ def decode(
     for block in blocks:
         elements = block.size // block.width
         bits = max(0, elements - 1).bit_length()
-        probes += 3 + bits
+        probes += 2 + bits
         if probes > most_probes:
             return None
         own = selection[block.first : block.first + block.size].reshape(elements, block.width)
-        own[...] = True
-        reacted = np.flatnonzero(respond(selection))
         own[...] = halves.integers(0, 2, (elements, 1), dtype=np.bool_)
-        of_one_half = respond(selection)
+        one_half = respond(selection)
         own[...] = ~own
-        if (of_one_half & respond(selection)).any():
+        other_half = respond(selection)
+        if (one_half & other_half).any():
             return None
+        reacted = np.flatnonzero(one_half | other_half)
         source = np.zeros(reacted.size, dtype=np.int64)
         for bit in range(bits):
             own[...] = (np.arange(elements) >> bit & 1)[:, None]
@@ -260,16 +263,23 @@ def decoded(
     reacting_inputs: Callable[[Mask], Mask],
     inputs: Sequence[Block],
     outputs: Sequence[Block],
+    share: float,
     most_probes: int,
 ) -> Pattern | None:
-    """The pattern of what has one entry a row and input, or one a column and output; None: neither is so."""
+    """The pattern of what has one entry a row and input, or one a column and output; None: neither is so.
+
+    share: of the outputs that react where a random half of all inputs moves. With one source in each of t tensors that
+    would be 1 - 2^-t of them at most, but for chance.
+    """
     n, m = (sum(block.size for block in blocks) for blocks in (inputs, outputs))
-    found = decode(reacting_outputs, inputs, m, most_probes)
+    expected = 1 - 0.5 ** len(inputs)
+    likely = share <= expected + BEYOND_CHANCE * (expected * (1 - expected) / max(1, min(n, m))) ** 0.5
+    found = decode(reacting_outputs, inputs, m, most_probes) if likely else None
     if found is not None:
         rows, columns, probes = found
         origin = f"told by {probes} evaluations, one a bit of the inputs' indices"
         return _with_whole_elements(_from_entries(rows, columns, m, n, origin), inputs, outputs)
-    found = decode(reacting_inputs, outputs, n, most_probes)
+    found = decode(reacting_inputs, outputs, n, most_probes) if max(block.size for block in outputs) <= n else None
     if found is None:
         return None
     columns, rows, probes = found

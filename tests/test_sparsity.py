@@ -197,10 +197,10 @@ def test_single_sources_are_decoded(data: st.DataObject) -> None:
                 matrix[row, first + source] = True
         first += size
     inputs, outputs = blocks(*((size,) for size in sizes)), blocks((m,))
-    by_columns = decoded(*oracle(matrix), inputs, outputs, 1000)
+    by_columns = decoded(*oracle(matrix), inputs, outputs, 0.0, 1000)
     assert by_columns is not None
     assert (dense(by_columns) == matrix).all()
-    most = sum(3 + (size - 1).bit_length() for size in sizes)
+    most = sum(2 + (size - 1).bit_length() for size in sizes)
     assert by_columns.origin.startswith(f"told by {most} evaluations")
     assert decode(oracle(matrix)[0], inputs, m, most - 1) is None
     sources = decode(oracle(matrix.T)[1], inputs, m, 1000)  # the same, seen from the rows
@@ -212,10 +212,10 @@ def test_single_sources_are_decoded(data: st.DataObject) -> None:
 
 def test_columns_of_one_entry_are_decoded_from_the_rows() -> None:
     matrix = np.kron(np.ones((1, 4)), np.eye(32)) > 0  # rows i depend on i, i + 32, ...
-    pattern = decoded(*oracle(matrix), blocks((128,)), blocks((32,)), 1000)
+    pattern = decoded(*oracle(matrix), blocks((128,)), blocks((32,)), 1.0, 1000)
     assert pattern is not None
     assert (dense(pattern) == matrix).all()
-    assert pattern.origin == "told by 8 VJPs, one a bit of the outputs' indices"
+    assert pattern.origin == "told by 7 VJPs, one a bit of the outputs' indices"
 
 
 def test_two_sources_are_not_decoded() -> None:
@@ -226,13 +226,15 @@ def test_two_sources_are_not_decoded() -> None:
         probes[0] += 1
         return reacting(selection)
 
-    assert decoded(counted, reached, blocks((64,)), blocks((64,)), 1000) is None
-    assert probes[0] == 3
+    assert decoded(counted, reached, blocks((64,)), blocks((64,)), 0.5, 1000) is None
+    assert probes[0] == 2
+    assert decoded(counted, reached, blocks((64,)), blocks((64,)), 0.95, 1000) is None
+    assert probes[0] == 2
 
 
 def test_decoded_entries_are_those_of_whole_complex_elements() -> None:
     matrix = np.zeros((8, 8), dtype=bool)
     matrix[np.arange(0, 8, 2), [6, 5, 3, 0]] = True  # only of real parts
-    pattern = decoded(*oracle(matrix), *(blocks((4,), dtype=torch.complex128) for _ in range(2)), 1000)
+    pattern = decoded(*oracle(matrix), *(blocks((4,), dtype=torch.complex128) for _ in range(2)), 0.0, 1000)
     assert pattern is not None
     assert (dense(pattern) == np.kron(np.eye(4)[::-1], np.ones((2, 2)))).all()
