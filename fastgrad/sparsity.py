@@ -83,10 +83,11 @@ class Pattern:
         """Number of entries."""
         return self.columns.size
 
-    def rows(self, arange: Callable[[int], Indices] = np.arange) -> Indices:
-        """The row of each entry, shape (nnz,); arange makes the numbers of the rows."""
+    def rows(self) -> Indices:
+        """The row of each entry, shape (nnz,)."""
         sizes = np.diff(self.starts)
-        return arange(self.m) if bool((sizes == 1).all()) else np.repeat(arange(self.m), sizes)
+        # With one entry a row, the starts are the numbers of the rows: no need of more memory.
+        return self.starts[:-1] if bool((sizes == 1).all()) else np.repeat(np.arange(self.m), sizes)
 
     def dense_rows(self) -> Mask:
         """The few rows with far more entries than all others, as a loss has, alone or beside outputs: shape (m,)."""
@@ -166,9 +167,10 @@ def guess(inputs: Sequence[Block], outputs: Sequence[Block]) -> Pattern | None:
     per_row = lists[0].shape[1]
     rows = sum(columns.shape[0] for columns in lists)
     n = sum(block.size for block in inputs)
-    return Pattern(
-        np.arange(rows + 1) * per_row, _concatenated(lists, 0).reshape(-1), n, "guessed pointwise from shapes"
-    )
+    starts, columns = np.arange(rows + 1), _concatenated(lists, 0).reshape(-1)
+    if np.array_equal(columns, starts[:-1]):
+        columns = starts[:-1]  # of large vectors, every copy counts
+    return Pattern(starts * per_row if per_row > 1 else starts, columns, n, "guessed pointwise from shapes")
 
 
 def guess_dense(inputs: Sequence[Block], outputs: Sequence[Block]) -> Pattern | None:
@@ -184,7 +186,8 @@ def guess_in_order(inputs: Sequence[Block], outputs: Sequence[Block]) -> Pattern
     n, m = (sum(block.size for block in blocks) for blocks in (inputs, outputs))
     if n != m:
         return None
-    return Pattern(np.arange(m + 1), np.arange(n), n, "guessed element by element in C order")
+    starts = np.arange(m + 1)
+    return Pattern(starts, starts[:-1], n, "guessed element by element in C order")
 
 
 def guess_moved(values: NDArray[np.float64], results: NDArray[np.float64], reacted: Mask) -> Pattern | None:

@@ -100,7 +100,7 @@ def compress(
         pattern = pattern.without(rows_apart, columns_apart)
     # One group, and one entry a row, make many of these; none is written to.
     arange = lru_cache(np.arange) if problem.n + problem.m > PIECE else np.arange
-    rows, columns = (torch.from_numpy(values).to(problem.device) for values in (pattern.rows(arange), pattern.columns))
+    rows, columns = (torch.from_numpy(values).to(problem.device) for values in (pattern.rows(), pattern.columns))
     if np.diff(pattern.starts).max(initial=0) <= 1:
         colors = np.zeros(pattern.n, dtype=np.int64)  # no two columns share a row: no need to transpose
     else:
