@@ -82,6 +82,13 @@ class Compression:
         """Whether there are any."""
         return self.rows_apart is not None or self.columns_apart is not None
 
+    def leaves_out_pair(self, output: Block, block: Block) -> bool:
+        """Whether all rows of an output, or all columns of an input, are left out."""
+        sides = (self.rows_apart, output), (self.columns_apart, block)
+        return any(
+            apart is not None and bool(apart[side.first : side.first + side.size].all()) for apart, side in sides
+        )
+
     def column_group_of(self, coordinate: int) -> int:
         """The group of a column."""
         return int(self.column_colors[coordinate])
