@@ -231,8 +231,7 @@ def _screened(problem: Problem, settings: Settings, findings: Findings) -> Failu
         if is_affordable(problem):
             findings.notes.append("what the sketch left open was decided by the exact engine")
             return _exact(problem, settings, findings)[1]
-        findings.notes.append(f"undecided below {found.undecided:.2g}: errors up to this size may be hidden")
-        findings.undecided = max(found.undecided, findings.undecided or 0.0)
+        findings.note_undecided(found.undecided)
     return None
 
 

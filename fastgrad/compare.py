@@ -53,6 +53,13 @@ class Findings:
         self.pairs += other.pairs
         self.certificates += other.certificates
         self.sample = other.sample or self.sample
+        if other.undecided is not None:
+            self.undecided = max(other.undecided, self.undecided or 0.0)
+
+    def note_undecided(self, bound: float) -> None:
+        """Takes in that errors up to a bound may be hidden."""
+        self.notes.append(f"undecided below {bound:.2g}: errors up to this size may be hidden")
+        self.undecided = max(bound, self.undecided or 0.0)
 
     def add_pair(self, pair: Pair) -> None:
         """Takes in a pair; the same one again, as from pass to pass over the columns, counts once."""

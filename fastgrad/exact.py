@@ -26,7 +26,7 @@ from fastgrad.coordinates import PIECE, Block, block_with
 from fastgrad.engines import EXPANDED, GAPPED, HALVED, compressed, row_parts
 from fastgrad.engines.compressed import Compression
 from fastgrad.engines.sketch import Differences, directional_differences
-from fastgrad.fast import Screening, screen
+from fastgrad.fast import QUIET, Screening, screen
 from fastgrad.locate import locate
 from fastgrad.patterns import Patterns
 from fastgrad.plan import (
@@ -41,7 +41,7 @@ from fastgrad.plan import (
 )
 from fastgrad.problem import Problem
 from fastgrad.report import Certificate, Failure, Part, Plan, Settings
-from fastgrad.sparsity import Mask, Pattern
+from fastgrad.sparsity import HANDFUL, Mask, Pattern
 from fastgrad.tolerances import ROUNDING
 from fastgrad.trial import RefusedError
 
@@ -96,7 +96,7 @@ def check_by_structure(problem: Problem, settings: Settings, look: FirstLook, fi
         brief = partial(patterns.probe, most=BRIEF_PROBES), partial(patterns.probe, most=BRIEF_PROBES, splits_hubs=True)
         finders = iter((patterns.guess, patterns.decode, *brief, patterns.probe, patterns.dense))
     pattern: Pattern | None = None
-    certifies, dense_columns = True, None
+    certifies, asked, dense_columns = True, False, None
     for _ in range(ATTEMPTS):
         while pattern is None:
             find = next(finders, None)
@@ -131,9 +131,10 @@ def check_by_structure(problem: Problem, settings: Settings, look: FirstLook, fi
         if by_columns:
             by_columns, found = verdict.by_columns()
         if not by_columns:
-            if certifies and dense_columns is None and takes_long(VJP_COST * row_groups, look):
-                dense_columns = pattern.dense_columns()
-                if dense_columns.any():
+            if certifies and not asked and takes_long(VJP_COST * row_groups, look):
+                asked, dense = True, pattern.dense_columns()
+                if dense.any():
+                    dense_columns = dense
                     continue
             if not pays_to_compress(problem, settings, column_groups, row_groups):
                 return None
@@ -424,24 +425,31 @@ class _Verdict:
 
     def screen_apart(self) -> Screening:
         """The verdict on dense rows and columns that no group has, as fast mode's on all; certified where it passes."""
-        compression = self._compression
-        screening = Screening()
-        for kind, rows, columns in (
-            ("row", compression.rows_apart, None),
-            ("column", None, compression.columns_apart),
-        ):
-            apart = rows if rows is not None else columns
-            if apart is None:
-                continue
-            screening = screen(self._problem, self._settings, rows, columns)
+        problem, settings, compression = self._problem, self._settings, self._compression
+        if compression.rows_apart is not None:
+            screening = screen(problem, settings, rows=compression.rows_apart)
             if screening.failure is not None or screening.undecided is not None:
-                break
-            count = int(apart.sum())
-            names = f"{count} dense {kind}{'s' if count > 1 else ''}"
-            self.findings.notes.append(f"{names} certified by random vectors, not compared entry by entry")
-            for certificate in screening.certificates:
-                self.findings.certificates.append(replace(certificate, claim=f"in {names}, {certificate.claim}"))
+                return screening
+            self._note_certified(int(compression.rows_apart.sum()), "row", screening)
+            if screening.bound > QUIET * settings.atol:
+                self.findings.note_undecided(screening.bound)
+        if compression.columns_apart is None:
+            return Screening()
+        # One by one, as far as they are few: beside the entry of another column, a small one would not be heard.
+        columns = compression.columns_apart.nonzero().reshape(-1)
+        for some in torch.split(columns, 1 if columns.numel() <= HANDFUL else columns.numel()):
+            selected = torch.zeros_like(compression.columns_apart).index_fill_(0, some, True)
+            screening = screen(problem, settings, columns=selected)
+            if screening.failure is not None or screening.undecided is not None:
+                return screening
+        self._note_certified(columns.numel(), "column", screening)
         return screening
+
+    def _note_certified(self, count: int, kind: str, screening: Screening) -> None:
+        names = f"{count} dense {kind}{'s' if count > 1 else ''}"
+        self.findings.notes.append(f"{names} certified by random vectors, not compared entry by entry")
+        for certificate in screening.certificates:
+            self.findings.certificates.append(replace(certificate, claim=f"in {names}, {certificate.claim}"))
 
     def record(self) -> None:
         """Of a check that passed: what was compared, and what the certificates vouch for."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +35,9 @@ MOST_STEPS = 5
 SMALLER, LARGER = 2.0**-5, 2.0**6
 """From one step to the next: smaller where joint steps cross kinks, larger where rounding is loud."""
 
+QUIET, QUIET_STEPS = 16, 3
+"""Times atol that the bound of selected rows is to be, and steps to try for it."""
+
 MOST_ENTRIES = 8
 """Wrong entries to look for."""
 
@@ -56,11 +60,15 @@ class Screening:
         The largest error that may be hidden, where something stays open; None: nothing does.
     certificates
         What the screen vouches for, where it found nothing and leaves nothing open.
+    bound
+        An error of one entry shows from there on, whatever the entry: beside larger ones, a small one may be off by
+        more than its own tolerance.
     """
 
     failure: Failure | None = None
     undecided: float | None = None
     certificates: tuple[Certificate, ...] = ()
+    bound: float = 0.0
 
 
 @phase("screen")
@@ -72,13 +80,14 @@ def screen(
     An output counts as verified when the noise of its differences is within its tolerance; outputs
     that are not are tried again at other steps, then one by one.
 
-    rows, columns: on those of the Jacobian that are selected, shapes (m,) and (n,); None: on all.
+    rows, columns: on those of the Jacobian that are selected, shapes (m,) and (n,); None: on all. For selected rows
+    the step with the smallest bound is looked for.
     """
     count = sketch_size(settings.confidence)
     base = problem.base()
     pending = torch.ones(problem.m, dtype=torch.bool, device=problem.device) if rows is None else rows.clone()
     still = None if columns is None else ~columns
-    limit = 0.0
+    limit, bound, quietest = 0.0, settings.atol, math.inf
     eps = settings.eps
     first: Differences | None = None
     attempt, extrapolated = 0, 1  # as cheap as can be: where all is well, most often that tells
@@ -104,34 +113,47 @@ def screen(
             return Screening(failure)
         if not problem.unspecified <= settings.atol / 4:
             return Screening(undecided=problem.unspecified)
+        if flagged is not None and math.isfinite(quietest):
+            break  # all was well at another step
         if flagged is not None:
             # Nothing confirmed, nothing verified.
             limit = max(limit, 4 * abs(sketch.values[flagged[0]][flagged[1]]))
             if not search.dead:
                 return Screening(undecided=limit)  # off by a little all over: no step changes that
         elif not search.dead and bool((weight == 1).all()):
-            return Screening(certificates=_certificates(settings, count))
+            return _verified(settings, count, bound)
         else:
             tolerance = settings.atol + settings.rtol * differences.size()
             heard = (weight > 0) & (settings.atol / weight <= tolerance)
             heard[search.dead] = False
+            if bool(heard.any()):
+                bound = max(bound, settings.atol / float(weight[heard].min()))
+            if not bool((pending & ~heard).any()):
+                quietest = min(quietest, bound)
+                if rows is None or bound <= QUIET * settings.atol or attempt + 1 >= QUIET_STEPS:
+                    break
+                # All rows anew, at a step beside which rounding is small, and curvature may not be.
+                bound, eps, attempt, extrapolated = settings.atol, eps * LARGER, attempt + 1, count
+                continue
             pending &= ~heard
-            if not bool(pending.any()):
-                return Screening(certificates=_certificates(settings, count))
         eps = _next_step(problem, settings, differences, base, pending)
         attempt += 1
+    if math.isfinite(quietest):
+        return _verified(settings, count, quietest)
     assert first is not None
     return _one_by_one(problem, settings, first, pending, limit)
 
 
-def _certificates(settings: Settings, count: int) -> tuple[Certificate, ...]:
-    """What a sketch without a flag says of the entries."""
+def _verified(settings: Settings, count: int, bound: float) -> Screening:
+    """What sketches without a flag say of the entries."""
     method = f"{count} random directions, {count + 1} cotangents: sums of analytical entries against differences"
     pairs = f"the same sums, with probability {settings.confidence:.10g}"
-    return (
-        Certificate("no single entry is wrong by more than its tolerance", method, settings.atol),
-        Certificate("no two errors cancel each other in a row or a column", pairs, detection_limit(settings)),
+    cancelling = detection_limit(settings) * (bound / settings.atol if settings.atol else 0.0)
+    certificates = (
+        Certificate("no single entry is wrong by more than its tolerance", method, bound),
+        Certificate("no two errors cancel each other in a row or a column", pairs, cancelling),
     )
+    return Screening(certificates=certificates, bound=bound)
 
 
 def _next_step(problem: Problem, settings: Settings, differences: Differences, base: Tensor, pending: Tensor) -> float:

@@ -20,7 +20,7 @@ LARGEST_TENSOR = 4096
 """Elements up to which `Report.to_dict` writes a tensor out."""
 
 Verdict = Literal["passed", "failed", "not converged", "undecided"]
-"""The outcome of a check; "undecided" where fast mode found nothing, and cannot exclude errors below a bound; "not
+"""The outcome of a check; "undecided" where random vectors found nothing, and cannot exclude errors below a bound; "not
 converged" where an entry differs, and no step settles its numerical derivative."""
 
 Part = Literal["all", "real", "imaginary"]
@@ -639,7 +639,7 @@ class Report:
     certificates
         What random vectors vouch for.
     undecided
-        Errors up to this size may be hidden, where fast mode had to leave something open.
+        Errors up to this size may be hidden, where fast mode, or what was certified, had to leave something open.
     phases
         Seconds by phase.
     environment

@@ -212,3 +212,62 @@ def test_few_rows_that_are_far_fuller_are_dense() -> None:
     assert not pattern.dense_columns().any()
     assert thin.without(None, np.arange(1000) < 295).nnz == 11
     assert Pattern(starts[:91], pattern.columns[: starts[90]], 1000, "").dense_rows().sum() == 0  # nine of ninety
+
+
+def weighed(weight: float, offset: float, factor: float) -> Callable[[Tensor], Tensor]:
+    """A loss with one entry of this weight, and another one whose gradient is off by a factor."""
+
+    class Weighed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, y: Tensor) -> Tensor:
+            ctx.save_for_backward(y)
+            return offset + (at(y, 0, weight) * y).sum()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            (y,) = ctx.saved_tensors
+            return 2 * grad * at(at(y, 0, weight), 117, factor)
+
+    return Weighed.apply  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("weight", "offset"), [(1.0, 0.0), (1e6, 0.0), (1.0, 1e7), (1e3, 1e5)])
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_small_entry_beside_a_large_one(weight: float, offset: float, beside: bool) -> None:
+    def run_with(factor: float) -> Report:
+        lost = weighed(weight, offset, factor)
+        return run((lambda x: (x.tanh(), lost(x))) if beside else lost, normal(N))
+
+    assert run_with(1.0).passed
+    report = run_with(1.01)
+    assert report.failure is not None
+    assert report.failure.comparison is not None
+    worst = report.failure.comparison.worst
+    assert worst is not None
+    assert worst.input_index == (117,)
+
+
+def test_what_noise_lets_through_is_said() -> None:
+    report = run(weighed(1e9, 0.0, 1.0), normal(N))
+    assert report.passed
+    assert groups(report)[0] == 1
+    assert report.verdict == "undecided"
+    assert report.undecided == report.certificates[0].bound
+    assert report.undecided > 1e-3
+
+
+def test_no_dense_column_is_none() -> None:
+    class Clamped(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x.square().sum()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            return 2 * grad.clamp(-10, 10) * x
+
+    report = run(lambda x, w: (x.tanh(), Clamped.apply(scale()(x, w))))
+    assert report.passed
+    assert not any(note.startswith("0 ") for note in report.notes)
