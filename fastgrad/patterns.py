@@ -24,6 +24,8 @@ class Patterns:
         self._problem = problem
         self._settings = settings
         self._look = look
+        assert look.reacted is not None  # without it there is nothing to refute a guess
+        self._reacted = look.reacted
         self._budget = probing_budget(problem, settings, look)
         self._most_entries = most_entries(settings)
         self._base = look.base.view(torch.int64)
@@ -31,9 +33,7 @@ class Patterns:
     @phase("pattern")
     def guess(self) -> Pattern | None:
         """What shapes, or values that are only moved, say."""
-        blocks, reacted = (self._problem.inputs, self._problem.outputs), self._look.reacted
-        if reacted is None:
-            return None
+        blocks = self._problem.inputs, self._problem.outputs
 
         def guesses() -> Iterator[Pattern | None]:
             yield sparsity.guess(*blocks)
@@ -41,7 +41,7 @@ class Patterns:
                 return  # an entry would be four coordinates
             yield sparsity.guess_in_order(*blocks)
             yield sparsity.guess_moved(
-                self._problem.coordinates().cpu().numpy(), self._look.base.cpu().numpy(), reacted
+                self._problem.coordinates().cpu().numpy(), self._look.base.cpu().numpy(), self._reacted
             )
 
         for pattern in guesses():
@@ -49,6 +49,7 @@ class Patterns:
                 return pattern
         return None
 
+    @phase("pattern")
     def dense(self) -> Pattern | None:
         """Every entry, of few rows or columns."""
         pattern = sparsity.guess_dense(self._problem.inputs, self._problem.outputs)
@@ -61,7 +62,7 @@ class Patterns:
             return None
         blocks = self._problem.inputs, self._problem.outputs
         try:
-            share = 0.0 if self._look.reacted is None else float(self._look.reacted.mean())
+            share = float(self._reacted.mean())
             pattern = sparsity.decoded(self._reacting_outputs, self._reacting_inputs, *blocks, share, self._budget)
         except (MemoryError, torch.OutOfMemoryError):
             raise
@@ -95,9 +96,8 @@ class Patterns:
 
     def _bears(self, pattern: Pattern) -> bool:
         """Whether it has room, and does not contradict the first look."""
-        look = self._look
-        assert look.reacted is not None
-        return pattern.nnz <= self._most_entries and sparsity.bears_a_look(pattern, look.moved, look.reacted)
+        has_room = pattern.nnz <= self._most_entries
+        return has_room and sparsity.bears_a_look(pattern, self._look.moved, self._reacted)
 
     @cached_property
     def _is_steady(self) -> bool:

@@ -40,7 +40,7 @@ MOST_HUBS = 1 / 32
 """Of all targets: where more look like dense rows, blocks are still too large to tell, or all rows are alike."""
 
 BEYOND_CHANCE = 6
-"""Standard deviations."""
+"""Standard deviations of a share from which it is none of chance."""
 
 HANDFUL = 8
 """Rows, or columns, that are few however many there are."""
@@ -281,12 +281,13 @@ def decoded(
     if found is not None:
         rows, columns, probes = found
         origin = f"told by {probes} evaluations, one a bit of the inputs' indices"
-        return _with_whole_elements(_from_entries(rows, columns, m, n, origin), inputs, outputs)
-    found = decode(reacting_inputs, outputs, n, most_probes) if max(block.size for block in outputs) <= n else None
-    if found is None:
-        return None
-    columns, rows, probes = found
-    origin = f"told by {probes} VJPs, one a bit of the outputs' indices"
+    else:
+        fits = max(block.size for block in outputs) <= n
+        found = decode(reacting_inputs, outputs, n, most_probes) if fits else None
+        if found is None:
+            return None
+        columns, rows, probes = found
+        origin = f"told by {probes} VJPs, one a bit of the outputs' indices"
     return _with_whole_elements(_from_entries(rows, columns, m, n, origin), inputs, outputs)
 
 
