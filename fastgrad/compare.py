@@ -77,6 +77,8 @@ class Findings:
 
 def differ(left: Tensor, right: Tensor, tolerance: float, complex_entries: bool) -> bool:
     """Whether any entry of two blocks differs by more than an absolute tolerance; two NaNs do not."""
+    if left.numel() > 2 * PIECE and torch.equal(left, right):
+        return False
     if left.numel() > 2 * PIECE and not complex_entries and left.is_contiguous() and right.is_contiguous():
         # Most of what is compared so is equal but for rounding; a NaN is looked at below.
         pair = left.view(-1), right.view(-1)

@@ -20,6 +20,7 @@ from fastgrad.engines.sketch import (
     Cotangent,
     Differences,
     Sketch,
+    all_count_fully,
     cotangents,
     directional_differences,
     residual_row,
@@ -120,14 +121,14 @@ def screen(
             limit = max(limit, 4 * abs(sketch.values[flagged[0]][flagged[1]]))
             if not search.dead:
                 return Screening(undecided=limit)  # off by a little all over: no step changes that
-        elif not search.dead and bool((weight == 1).all()):
+        elif not search.dead and all_count_fully(weight):
             return _verified(settings, count, bound)
         else:
-            tolerance = settings.atol + settings.rtol * differences.size()
-            heard = (weight > 0) & (settings.atol / weight <= tolerance)
-            heard[search.dead] = False
-            if bool(heard.any()):
-                bound = max(bound, settings.atol / float(weight[heard].min()))
+            hidden = torch.where(weight > 0, settings.atol / weight, math.inf)
+            heard = (hidden <= settings.atol + settings.rtol * differences.size()) & hidden.isfinite()
+            if search.dead:
+                heard[search.dead] = False
+            bound = max(bound, float(hidden.masked_fill_(~heard, 0.0).amax()))
             if not bool((pending & ~heard).any()):
                 quietest = min(quietest, bound)
                 if rows is None or bound <= QUIET * settings.atol or attempt + 1 >= QUIET_STEPS:
@@ -194,24 +195,19 @@ def _sketch(
     sketch = Sketch([], [], [])
     for number, cotangent in enumerate(cotangents(problem, settings, weight, count, attempt)):
         try:
-            values, allowed, gradient = residual_row(problem, settings, differences, cotangent)
-            # Three runs: what moves every second or third time shows, too.
-            repeats = problem.vjp(cotangent.vector.expand(2, -1)) if (number, attempt) == (1, 0) else None
-            failure = separate_failure(problem, settings, cotangent.vector, gradient) if repeats is not None else None
+            vector = cotangent.vector()
+            values, allowed, gradient = residual_row(problem, settings, differences, cotangent, vector)
+            failure = _repeat_failure(problem, settings, vector, gradient) if (number, attempt) == (1, 0) else None
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # one-hot grad_outputs did not raise
             detail = f"it raised {type(error).__name__} for {cotangent.kind}"
             return sketch, Failure("nonlinear", detail=detail, cause=error)
-        if repeats is not None:
-            tolerance = settings.nondet_tol * float(cotangent.vector.abs().sum())
-            if any(differ(again[None], gradient[None], tolerance, False) for again in repeats):
-                return sketch, Failure("nondeterministic", problem.outputs[0].index, None, problem.outputs[0].position)
         if failure is not None:
             return sketch, failure
         looks_wrong = any(excess(*pair) > 1 for pair in zip(values, allowed, strict=True))
         if looks_wrong and not tentative and (cotangent.gapped or cotangent.expanded):
-            failure = linearity_failure(problem, settings, cotangent.vector, gradient, cotangent.kind)
+            failure = linearity_failure(problem, settings, vector, gradient, cotangent.kind)
             if failure is not None:
                 return sketch, failure
         if cotangent.expanded and not (looks_wrong and tentative):
@@ -222,6 +218,17 @@ def _sketch(
         if looks_wrong and tentative:
             break
     return sketch, None
+
+
+def _repeat_failure(problem: Problem, settings: Settings, vector: Tensor, gradient: Tensor) -> Failure | None:
+    """Whether a VJP, run three times in all, moves, or is not that of each output alone, added up."""
+    # Three runs: what moves every second or third time shows, too.
+    repeats = problem.vjp(vector.expand(2, -1))
+    failure = separate_failure(problem, settings, vector, gradient)
+    tolerance = settings.nondet_tol * float(vector.abs().sum()) if settings.nondet_tol else 0.0
+    if any(differ(again[None], gradient[None], tolerance, False) for again in repeats):
+        return Failure("nondeterministic", problem.outputs[0].index, None, problem.outputs[0].position)
+    return failure
 
 
 class _Search:
@@ -265,8 +272,9 @@ class _Search:
         return located_failure(found) if found else None
 
     def _nonlinear(self, cotangent: Cotangent) -> Failure | None:
-        gradient = self._problem.vjp(cotangent.vector.unsqueeze(0))[0]
-        return linearity_failure(self._problem, self._settings, cotangent.vector, gradient, cotangent.kind)
+        vector = cotangent.vector()
+        gradient = self._problem.vjp(vector.unsqueeze(0))[0]
+        return linearity_failure(self._problem, self._settings, vector, gradient, cotangent.kind)
 
     def _explained(self, entry: Found) -> Tensor:
         """What a found entry adds to its row of (J_num - J_ana) U."""
@@ -282,7 +290,7 @@ class _Search:
             total = float(numerical - (u @ self._problem.vjp(vector.unsqueeze(0))[0]).item())
             return total - sum(vector[entry.row].item() * float(self._explained(entry)[k]) for entry in found)
 
-        return locate(residual, cotangent.vector, value)
+        return locate(residual, cotangent.vector(), value)
 
     def _row_error(self, row: int) -> tuple[Tensor, Tensor]:
         """One output's (J_num - J_ana) U, shape (directions,), and its analytical row, shape (n,)."""

@@ -12,6 +12,14 @@
 
 namespace fastgrad {
 
+// For a loop that arithmetic holds up: compiled for AVX2, too, and the loader takes what the CPU has. Without FMA: both
+// round alike.
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+#define FASTGRAD_AVX2_TOO __attribute__((target_clones("avx2", "default")))
+#else
+#define FASTGRAD_AVX2_TOO
+#endif
+
 // Coordinates below this number are not worth a second thread.
 constexpr int64_t grain_size = 16384;
 

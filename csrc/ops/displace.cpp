@@ -22,6 +22,13 @@ void check_displace(const at::Tensor& x, const at::Tensor& origin, const at::Ten
 
 namespace {
 
+template <typename T>
+FASTGRAD_AVX2_TOO void add_scaled(T* x, const T* origin, const double* displacement, double scale, int64_t count) {
+  for (int64_t c = 0; c < count; ++c) {
+    x[c] = perturbed(origin[c], scale * displacement[c]);
+  }
+}
+
 void displace_cpu(const at::Tensor& x, const at::Tensor& origin, const at::Tensor& displacement, double scale) {
   check_displace(x, origin, displacement);
   const int64_t width = coordinates_per_element(x);
@@ -33,10 +40,7 @@ void displace_cpu(const at::Tensor& x, const at::Tensor& origin, const at::Tenso
     auto* out = static_cast<real_t*>(x.mutable_data_ptr());
     at::parallel_for(0, coordinate_count(x), grain_size, [&](int64_t begin, int64_t end) {
       if (contiguous && stride == 1 && scale != 0) {
-        for (int64_t c = begin; c < end; ++c) {
-          out[c] = perturbed(values[c], scale * steps[c]);
-        }
-        return;
+        return add_scaled(out + begin, values + begin, steps + begin, scale, end - begin);
       }
       for (int64_t c = begin; c < end; ++c) {
         const int64_t target = contiguous ? c : element_offset(x, c / width) * width + c % width;

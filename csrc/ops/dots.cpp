@@ -33,6 +33,30 @@ namespace {
 
 constexpr int64_t lanes = 8;
 
+// The sum of products, and that of their magnitudes.
+FASTGRAD_AVX2_TOO void dot(const double* a, const double* b, int64_t size, double* sums) {
+  // Independent sums: one would wait for the last addition every time.
+  double sum[lanes] = {};
+  double terms[lanes] = {};
+  const auto add = [&](int64_t lane, int64_t j) {
+    const double term = dot_term(a[j], b[j]);
+    sum[lane] += term;
+    terms[lane] += std::fabs(term);
+  };
+  int64_t j = 0;
+  for (; j + lanes <= size; j += lanes) {
+#pragma omp simd
+    for (int64_t lane = 0; lane < lanes; ++lane) {
+      add(lane, j + lane);
+    }
+  }
+  for (; j < size; ++j) {
+    add(0, j);
+  }
+  sums[0] = std::accumulate(sum, sum + lanes, 0.0);
+  sums[1] = std::accumulate(terms, terms + lanes, 0.0);
+}
+
 at::Tensor dots_cpu(const at::Tensor& rows, const at::Tensor& vector) {
   check_dots(rows, vector);
   const int64_t count = rows.size(0);
@@ -44,28 +68,10 @@ at::Tensor dots_cpu(const at::Tensor& rows, const at::Tensor& vector) {
   auto* sums = partial.mutable_data_ptr<double>();
   at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t chunk = begin; chunk < end; ++chunk) {
-      const int64_t last = std::min(size, (chunk + 1) * grain_size);
+      const int64_t first = chunk * grain_size;
       for (int64_t row = 0; row < count; ++row) {
-        // Independent sums: one would wait for the last addition every time.
-        double sum[lanes] = {};
-        double terms[lanes] = {};
-        const auto add = [&](int64_t lane, int64_t j) {
-          const double term = dot_term(a[row * size + j], b[j]);
-          sum[lane] += term;
-          terms[lane] += std::fabs(term);
-        };
-        int64_t j = chunk * grain_size;
-        for (; j + lanes <= last; j += lanes) {
-#pragma omp simd
-          for (int64_t lane = 0; lane < lanes; ++lane) {
-            add(lane, j + lane);
-          }
-        }
-        for (; j < last; ++j) {
-          add(0, j);
-        }
-        sums[(chunk * count + row) * 2] = std::accumulate(sum, sum + lanes, 0.0);
-        sums[(chunk * count + row) * 2 + 1] = std::accumulate(terms, terms + lanes, 0.0);
+        const int64_t some = std::min(grain_size, size - first);
+        dot(a + row * size + first, b + first, some, sums + (chunk * count + row) * 2);
       }
     }
   });

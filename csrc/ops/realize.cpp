@@ -28,6 +28,16 @@ void check_realize(const at::Tensor& displacement, const at::Tensor& realized, c
 
 namespace {
 
+template <typename T>
+FASTGRAD_AVX2_TOO void realize(
+    double* displacement, double* realized, const T* origin, double eps, double relative_step, int64_t count) {
+  for (int64_t j = 0; j < count; ++j) {
+    const double step = displacement[j] * directional_step(origin[j], eps, relative_step);
+    displacement[j] = step;
+    realized[j] = realized_component(origin[j], step, eps);
+  }
+}
+
 void realize_cpu(
     const at::Tensor& displacement, const at::Tensor& realized, const at::Tensor& origin, double eps,
     double relative_step) {
@@ -36,13 +46,8 @@ void realize_cpu(
   auto* out = realized.mutable_data_ptr<double>();
   FASTGRAD_DISPATCH_REAL(origin.scalar_type(), "realize_", [&] {
     const auto* values = static_cast<const real_t*>(origin.const_data_ptr());
-    // Captured by value: a store of a double could change a double that is captured by reference.
-    at::parallel_for(0, displacement.numel(), grain_size, [=](int64_t begin, int64_t end) {
-      for (int64_t j = begin; j < end; ++j) {
-        const double step = steps[j] * directional_step(values[j], eps, relative_step);
-        steps[j] = step;
-        out[j] = realized_component(values[j], step, eps);
-      }
+    at::parallel_for(0, displacement.numel(), grain_size, [&](int64_t begin, int64_t end) {
+      realize(steps + begin, out + begin, values + begin, eps, relative_step, end - begin);
     });
   });
 }

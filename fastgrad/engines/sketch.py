@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -82,6 +83,11 @@ def directional_differences(
     different weights, each of which counts in the unit of its own tolerance. Coordinates that are `still`, shape
     (n,), do not move.
     """
+    drawn = torch.empty(problem.n, dtype=torch.float64, device=problem.device)
+    most = len(SCALES) if extrapolated else 2
+    # Not one block: where vectors are large, blocks of several sizes leave holes in the heap. And before what stays:
+    # memory above that goes back to the system when it is free, and what comes next is made anew, page by page.
+    values = [torch.empty(problem.m, dtype=torch.float64, device=problem.device) for _ in range(most)]
     found = Differences(
         eps,
         torch.empty(count, problem.n, dtype=torch.float64, device=problem.device),
@@ -89,10 +95,6 @@ def directional_differences(
         torch.zeros(problem.m, dtype=torch.float64, device=problem.device),
         2 * problem.unit_roundoff / eps * sum(weight / step for step, weight in problem.scales),
     )
-    drawn = torch.empty(problem.n, dtype=torch.float64, device=problem.device)
-    most = len(SCALES) if extrapolated else 2
-    # Not one block: where vectors are large, blocks of several sizes leave holes in the heap.
-    values = [torch.empty(problem.m, dtype=torch.float64, device=problem.device) for _ in range(most)]
     relative = min(1.0, eps / settings.eps)
 
     def difference(
@@ -147,26 +149,37 @@ def weights(noise: Tensor, atol: float, pending: Tensor) -> Tensor:
     Zero for outputs that are not pending or whose noise is not finite.
     """
     budget = atol / NOISE_SHARE
-    if float(noise.square().sum()) <= budget**2:
+    if float(torch.dot(noise, noise)) <= budget**2:
         return pending.to(torch.float64)
     usable = pending & noise.isfinite()
     heard = torch.where(usable, noise, 0.0)
     # Loud outputs are turned down to a common cap, and the cap takes what the quiet ones leave.
     cap = budget / math.sqrt(max(1, int(usable.sum())))
+    capped, loud = torch.empty_like(heard), -1
     for _ in range(4):
-        loud = heard > cap
-        count = int(loud.sum())
-        quiet = float(torch.where(loud, 0.0, heard).square().sum())
-        cap = max(cap, math.sqrt(max(0.0, budget**2 - quiet) / count)) if count else cap
-    weight = torch.where(heard > cap, cap / heard, 1.0)
-    return torch.where(usable, weight, 0.0)
+        before, loud = loud, int((heard > cap).sum())
+        if loud in (0, before):
+            break
+        torch.clamp(heard, max=cap, out=capped)
+        quiet = float(torch.dot(capped, capped)) - loud * cap**2
+        cap = max(cap, math.sqrt(max(0.0, budget**2 - quiet) / loud))
+    torch.div(cap, heard, out=capped).masked_fill_(heard <= cap, 1.0)
+    return capped.masked_fill_(~usable, 0.0)
+
+
+def all_count_fully(weight: Tensor) -> bool:
+    """Whether every weight is 1."""
+    return not weight.numel() or float(weight.amin()) == 1.0
 
 
 @dataclass(slots=True)
 class Cotangent:
-    """A row of V: its vector in R^m, how autograd gets it, and how much of the threshold it scales."""
+    """A row of V: what makes its vector in R^m, how autograd gets it, and how much of the threshold it scales.
 
-    vector: Tensor
+    The vector is made whenever it is asked for, the same every time: memory is dearer.
+    """
+
+    vector: Callable[[], Tensor]
     kind: str
     scale: float = 1.0
     gapped: bool = False
@@ -176,19 +189,22 @@ class Cotangent:
 def cotangents(problem: Problem, settings: Settings, weight: Tensor, count: int, attempt: int) -> Iterator[Cotangent]:
     """Random ones, weighed, the first non-contiguous; in the first attempt, half-zeroed and expanded ones too."""
     gapped, halved, expanded = COTANGENT_KINDS
+    plain = all_count_fully(weight)
 
-    def weighed(number: int, halve: bool) -> Tensor:
+    def weighed(number: int, halve: bool = False, scale: float = 1.0) -> Tensor:
         vector = torch.empty_like(weight)
         ops.direction_(vector, settings.seed, SKETCH_COTANGENTS + 16 * number, 0, halve)
-        return vector.mul_(weight)
+        if not plain:
+            vector.mul_(weight)
+        return vector if scale == 1.0 else vector.mul_(scale)
 
     for number in range(count):
-        vector = weighed(attempt * (count + 1) + number, halve=False)
+        vector = partial(weighed, attempt * (count + 1) + number)
         yield Cotangent(vector, "a random grad_output" if number else gapped, gapped=number == 0)
     if attempt:
         return
-    yield Cotangent(weighed(count, halve=True).mul_(REPEAT_SCALE), halved, scale=-REPEAT_SCALE)
-    yield Cotangent(torch.full_like(weight, EXPANDED_VALUE), expanded, expanded=True)
+    yield Cotangent(partial(weighed, count, True, REPEAT_SCALE), halved, scale=-REPEAT_SCALE)
+    yield Cotangent(partial(torch.full_like, weight, EXPANDED_VALUE), expanded, expanded=True)
 
 
 @dataclass(slots=True)
@@ -212,21 +228,20 @@ class Sketch:
     def subtract(self, output: int, error: Tensor) -> None:
         """Takes out what one output adds: error is its (J_num - J_ana) U, shape (directions,)."""
         for cotangent, row in zip(self.cotangents, self.values, strict=True):
-            share = cotangent.vector[output].item()
+            share = cotangent.vector()[output].item()
             row[:] = (value - share * own for value, own in zip(row, error.tolist(), strict=True))
 
 
 def residual_row(
-    problem: Problem, settings: Settings, differences: Differences, cotangent: Cotangent
+    problem: Problem, settings: Settings, differences: Differences, cotangent: Cotangent, vector: Tensor
 ) -> tuple[list[float], list[float], Tensor]:
-    """One row of the sketch, what is allowed for it, and the VJP behind it (shape (n,))."""
-    c = cotangent.vector
-    gradient = problem.vjp(c.unsqueeze(0), int(cotangent.gapped), int(cotangent.expanded))[0]
+    """One row of the sketch, of a cotangent and its vector; what is allowed for it; the VJP behind it (shape (n,))."""
+    gradient = problem.vjp(vector.unsqueeze(0), int(cotangent.gapped), int(cotangent.expanded))[0]
     slack = cotangent.scale * settings.atol / 4
     if cotangent.expanded:
         # No weights here.
         slack += 8 * EXPANDED_VALUE * float(torch.linalg.vector_norm(differences.noise).nan_to_num(torch.inf))
-    sums = ops.dots(differences.derivatives, c), ops.dots(differences.directions, gradient)
+    sums = ops.dots(differences.derivatives, vector), ops.dots(differences.directions, gradient)
     # A few numbers each: sooner told here than by operators, and asked of a device at once.
     pairs = list(zip(*torch.stack(sums).tolist(), strict=True))
     values = [numerical[0] - analytical[0] for numerical, analytical in pairs]
