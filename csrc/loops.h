@@ -187,14 +187,14 @@ struct GradientsMatch {
   std::map<int64_t, UnspecifiedEntry> unspecified;  // by input, where there is any
 };
 
-// V J in coordinates: row k of gradients = the VJP of row k of cotangents (float64, shape (count,
-// coordinates of all outputs end to end)); gradients: float64, shape (count, coordinates of all inputs
-// end to end), mutated in place. Autograd is given contiguous grad_outputs, but for the first `gapped`
-// rows ones with the dimensions reversed in memory and gaps of NaN, and for the last `expanded` rows,
-// which must be constant over each output, single values expanded with stride 0, as sum() sends them.
-GradientsMatch vjp_coordinates(
+// V J in coordinates: row k of the result (float64, shape (count, coordinates of all inputs end to end)) = the
+// VJP of row k of cotangents (float64, shape (count, coordinates of all outputs end to end)). Autograd is given
+// contiguous grad_outputs, but for the first `gapped` rows ones with the dimensions reversed in memory and gaps
+// of NaN, and for the last `expanded` rows, which must be constant over each output, single values expanded with
+// stride 0, as sum() sends them. A single row may be autograd's own memory, where nobody else has it.
+std::tuple<at::Tensor, GradientsMatch> vjp_coordinates(
     const std::vector<at::Tensor>& outputs, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
-    int64_t gapped, int64_t expanded, const at::Tensor& gradients);
+    int64_t gapped, int64_t expanded);
 
 // Analytical rows of one output: row i of `rows` becomes the VJP with the one-hot cotangent at element
 // first + i of output, 1 or, for `imaginary`, 1j. Row i of `repeated`, which may have fewer rows,
@@ -232,7 +232,7 @@ struct WholeBackward {
   };
   std::vector<Rows> parts;  // output by output, the imaginary parts of complex ones; then their real parts
   bool vectorized = false;  // the rows of some are one vectorized VJP
-  at::Tensor products;      // of the cotangents with all rows, as vjp_coordinates writes them
+  at::Tensor products;      // of the cotangents with all rows, as of vjp_coordinates
   bool moved = false;       // a second run of the first product gave another
   bool add_up = true;       // the products were seen, on the CPU, to be what the rows add up to
   // Gradients of zeros; where asked for, of undefined grad_outputs of all outputs and, if there are several, of one

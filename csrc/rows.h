@@ -34,14 +34,16 @@ inline at::Tensor with_domain_of(const at::Tensor& tensor, const at::Tensor& val
   return value.is_complex() ? at::real(value) : value.to(c10::toComplexType(value.scalar_type()));
 }
 
-// Whether `tensor` is a few contiguous doubles in this process's memory, with nothing lazy about them: no
-// operator, and no view of the place to go to, is needed to copy them.
-inline bool is_small_and_plain(const at::Tensor& tensor) {
+// Whether `tensor` is contiguous doubles in this process's memory, with nothing lazy about them.
+inline bool is_plain(const at::Tensor& tensor) {
   constexpr auto no_matter = c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset;
-  return tensor.numel() <= small_size && tensor.scalar_type() == at::kDouble &&
+  return tensor.scalar_type() == at::kDouble &&
          tensor.key_set() - no_matter == c10::DispatchKeySet(c10::DispatchKey::CPU) && tensor.is_contiguous() &&
          static_cast<size_t>(tensor.storage_offset() + tensor.numel()) * sizeof(double) <= tensor.storage().nbytes();
 }
+
+// Whether they are few: no operator, and no view of the place to go to, is needed to copy them.
+inline bool is_small_and_plain(const at::Tensor& tensor) { return tensor.numel() <= small_size && is_plain(tensor); }
 
 // matrix[row, offset : offset + size] = the coordinates of `tensor`, divided by a power of two.
 // matrix: float64, two dimensions.

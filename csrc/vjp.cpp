@@ -193,11 +193,23 @@ void flatten_gradients(
   }
 }
 
+// Whether a gradient is an input's coordinates as they are, in memory that nobody else has: a backward may return
+// what it keeps, and writes over next time. Storages around memory of others cannot be resized.
+bool can_be_taken(const at::Tensor& gradient, const InputBlock& input) {
+  return gradient.defined() && is_plain(gradient) && gradient.sizes() == input.argument.sizes() &&
+         input.origin.scalar_type() == at::kDouble && input.argument.layout() == at::kStrided &&
+         gradient.use_count() == 1 && gradient.storage().use_count() == 1 && gradient.storage().resizable();
+}
+
 }  // namespace
 
-GradientsMatch vjp_coordinates(
+std::tuple<at::Tensor, GradientsMatch> vjp_coordinates(
     const std::vector<at::Tensor>& outputs, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
-    int64_t gapped, int64_t expanded, const at::Tensor& gradients) {
+    int64_t gapped, int64_t expanded) {
+  const int64_t n = std::accumulate(inputs.begin(), inputs.end(), int64_t{0}, [](int64_t sum, const InputBlock& input) {
+    return sum + coordinate_count(input.origin);
+  });
+  at::Tensor gradients;
   GradientsMatch match;
   Unspecified unspecified;
   const std::vector<at::Tensor> arguments = arguments_of(inputs);
@@ -223,15 +235,22 @@ GradientsMatch vjp_coordinates(
         offset += size;
       }
     }
-    const std::vector<at::Tensor> found = vjp(outputs, arguments, grad_outputs, /*create_graph=*/false);
+    std::vector<at::Tensor> found = vjp(outputs, arguments, grad_outputs, /*create_graph=*/false);
     {
       const BelowAutograd guard;
-      flatten_gradients(found, inputs, gradients, k, match, unspecified);
+      if (cotangents.size(0) == 1 && found.size() == 1 && can_be_taken(found[0], inputs[0])) {
+        gradients = found[0].view({1, n});
+      } else {
+        if (!gradients.defined()) {
+          gradients = at::empty({cotangents.size(0), n}, cotangents.options());
+        }
+        flatten_gradients(found, inputs, gradients, k, match, unspecified);
+      }
     }
     raise_if_interrupted();
   }
   read_unspecified(unspecified, match);
-  return match;
+  return {gradients.defined() ? gradients : at::empty({0, n}, cotangents.options()), match};
 }
 
 GradientsMatch vjp_rows(

@@ -249,12 +249,11 @@ WholeBackward whole_backward(
   if (cotangents.size(0) == 0) {
     return whole;
   }
-  whole.products = at::empty({cotangents.size(0), n}, cotangents.options());
-  vjp_coordinates(outputs, inputs, cotangents, /*gapped=*/1, /*expanded=*/1, whole.products);
+  whole.products = std::get<0>(vjp_coordinates(outputs, inputs, cotangents, /*gapped=*/1, /*expanded=*/1));
   whole.vjps += cotangents.size(0);
   if (!repeats_all) {
-    const at::Tensor again = at::empty({1, n}, cotangents.options());
-    vjp_coordinates(outputs, inputs, cotangents.narrow(0, 0, 1), /*gapped=*/1, /*expanded=*/0, again);
+    const at::Tensor first = cotangents.narrow(0, 0, 1);
+    const at::Tensor again = std::get<0>(vjp_coordinates(outputs, inputs, first, /*gapped=*/1, /*expanded=*/0));
     whole.vjps += 1;
     whole.moved = !at::equal(again, whole.products.narrow(0, 0, 1));
   }

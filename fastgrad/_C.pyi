@@ -157,8 +157,7 @@ def vjp_coordinates(
     cotangents: Tensor,
     gapped: int,
     expanded: int,
-    gradients: Tensor,
-) -> GradientsMatch: ...
+) -> tuple[Tensor, GradientsMatch]: ...
 def vjp_groups(
     output: Tensor,
     inputs: Sequence[InputBlock],

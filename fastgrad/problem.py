@@ -605,17 +605,15 @@ class Problem:
         Tensor
             The products: float64, shape (count, n); zero where an input does not matter.
         """
-        count = cotangents.shape[0]
-        products = torch.empty(count, self.n, dtype=torch.float64, device=self.device)
         outputs = self.graph()
         if only is not None:
             outputs = outputs[only.index : only.index + 1]
             cotangents = cotangents[:, only.first : only.first + only.size]
-        match = _native.vjp_coordinates(outputs, self._natives, cotangents, gapped, expanded, products)
+        products, match = _native.vjp_coordinates(outputs, self._natives, cotangents, gapped, expanded)
         for entry in match.unspecified.values():
             if not modulus(entry.value) <= self.unspecified:  # a NaN is the largest
                 self.unspecified = modulus(entry.value)
-        self.vjps += count
+        self.vjps += cotangents.shape[0]
         return products
 
     def vjp_of_older_graph(self, cotangents: Tensor, displacement: Tensor, only: Block | None = None) -> Tensor:

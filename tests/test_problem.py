@@ -18,6 +18,7 @@ from torch.autograd.gradcheck import GradcheckError
 from torch.utils.checkpoint import checkpoint
 
 import fastgrad
+from fastgrad.problem import Problem
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
@@ -626,3 +627,26 @@ def test_lazily_conjugated_and_negated_inputs(check: Any, shape: tuple[int, ...]
             assert check(lambda x: x * x.sin(), value)
             assert not fastgrad.gradcheck(lambda x: x.detach() * x, value, raise_exception=False) or not value.numel()
         assert torch.equal(value, before)
+
+
+class KeepsItsGradient(torch.autograd.Function):
+    """2 x, whose backward returns the same memory every time, and writes over it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: Tensor, escapes: Any) -> Tensor:
+        ctx.kept, ctx.escapes = kept, escapes
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.escapes(torch.mul(grad, 2, out=ctx.kept)), None, None
+
+
+@pytest.mark.parametrize("escapes", [lambda kept: kept, lambda kept: kept.view(-1), lambda kept: kept.detach()])
+def test_a_product_is_not_memory_that_backward_keeps(escapes: Any) -> None:
+    x = torch.zeros(3000, dtype=torch.float64, requires_grad=True)
+    kept = torch.zeros(3000, dtype=torch.float64)
+    with Problem(lambda x: KeepsItsGradient.apply(x, kept, escapes), (x,)) as problem:
+        ones = torch.ones(1, 3000, dtype=torch.float64)
+        products = [problem.vjp(scale * ones) for scale in (1.0, 3.0)]
+    assert [product.unique().tolist() for product in products] == [[2.0], [6.0]]
