@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,7 @@ from fastgrad.engines.sketch import (
     cotangents,
     directional_differences,
     residual_row,
+    residual_rows,
     weights,
 )
 from fastgrad.locate import locate
@@ -38,6 +40,12 @@ SMALLER, LARGER = 2.0**-5, 2.0**6
 
 QUIET, QUIET_STEPS = 16, 3
 """Times atol that the bound of selected rows is to be, and steps to try for it."""
+
+REPEATED, RUNS = 1, 3
+"""The cotangent whose VJP is run several times, and how many: what moves every second or third time shows, too."""
+
+MOST_AT_ONCE = 1 << 14
+"""Coordinates of inputs and outputs up to which all cotangents are run in one call."""
 
 MOST_ENTRIES = 8
 """Wrong entries to look for."""
@@ -190,14 +198,44 @@ def _sketch(
 ) -> tuple[Sketch, Failure | None]:
     """The sketch, and how the backward may have failed meanwhile: it moves, it depends on layouts, it raises.
 
-    A tentative one ends with the first cotangent for which something looks wrong.
+    A tentative one ends with the first cotangent for which something looks wrong. A small one is
+    made by one call, and row by row only where something is, and can be told to be, wrong.
     """
+    rows, early = list(cotangents(problem, settings, weight, count, attempt)), None
+    if attempt == 0 and problem.n + problem.m <= MOST_AT_ONCE:
+        try:
+            sketch, vector, (gradient, *repeats) = residual_rows(problem, settings, differences, rows, REPEATED, RUNS)
+            failure = _repeat_failure(problem, settings, vector, gradient, repeats)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            early = error
+        else:
+            if tentative or failure is not None or sketch.worst() is None:
+                return sketch, failure
+    sketch, failure = _row_by_row(problem, settings, differences, rows, attempt == 0, tentative)
+    if early is not None and failure is None and sketch.worst() is None:
+        raise early  # of a backward that did not raise again
+    return sketch, failure
+
+
+def _row_by_row(
+    problem: Problem,
+    settings: Settings,
+    differences: Differences,
+    rows: Sequence[Cotangent],
+    repeat: bool,
+    tentative: bool,
+) -> tuple[Sketch, Failure | None]:
     sketch = Sketch([], [], [])
-    for number, cotangent in enumerate(cotangents(problem, settings, weight, count, attempt)):
+    for number, cotangent in enumerate(rows):
         try:
             vector = cotangent.vector()
             values, allowed, gradient = residual_row(problem, settings, differences, cotangent, vector)
-            failure = _repeat_failure(problem, settings, vector, gradient) if (number, attempt) == (1, 0) else None
+            failure = None
+            if repeat and number == REPEATED:
+                repeats = list(problem.vjp(vector.expand(RUNS - 1, -1)))
+                failure = _repeat_failure(problem, settings, vector, gradient, repeats)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # one-hot grad_outputs did not raise
@@ -220,10 +258,10 @@ def _sketch(
     return sketch, None
 
 
-def _repeat_failure(problem: Problem, settings: Settings, vector: Tensor, gradient: Tensor) -> Failure | None:
-    """Whether a VJP, run three times in all, moves, or is not that of each output alone, added up."""
-    # Three runs: what moves every second or third time shows, too.
-    repeats = problem.vjp(vector.expand(2, -1))
+def _repeat_failure(
+    problem: Problem, settings: Settings, vector: Tensor, gradient: Tensor, repeats: Sequence[Tensor]
+) -> Failure | None:
+    """Whether a VJP, run again, moves, or is not that of each output alone, added up."""
     failure = separate_failure(problem, settings, vector, gradient)
     tolerance = settings.nondet_tol * float(vector.abs().sum()) if settings.nondet_tol else 0.0
     if any(differ(again[None], gradient[None], tolerance, False) for again in repeats):

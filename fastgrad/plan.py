@@ -28,7 +28,7 @@ FREE_MEMORY_SHARE = 0.25
 TINY = 24
 """Evaluations and VJPs of the dense engine up to which it costs no more than a sketch."""
 
-SKETCH_SECONDS, SKETCH_CALLS = 0.8e-3, 24
+SKETCH_SECONDS, SKETCH_CALLS = 0.55e-3, 24
 """What a sketch takes beside its evaluations and VJPs, and what these take, in evaluations."""
 
 COLD_SECONDS = 10e-6

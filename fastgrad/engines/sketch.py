@@ -7,7 +7,7 @@ noise: what a difference could not resolve must not drown the rest.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -222,8 +222,8 @@ class Sketch:
             for row, pairs in enumerate(map(zip, self.values, self.allowed))
             for column, (value, allowed) in enumerate(pairs)
         }
-        worst = max(found, key=found.__getitem__)
-        return worst if found[worst] > 1 else None
+        worst = max(found, key=found.__getitem__, default=None)
+        return worst if worst and found[worst] > 1 else None
 
     def subtract(self, output: int, error: Tensor) -> None:
         """Takes out what one output adds: error is its (J_num - J_ana) U, shape (directions,)."""
@@ -237,13 +237,47 @@ def residual_row(
 ) -> tuple[list[float], list[float], Tensor]:
     """One row of the sketch, of a cotangent and its vector; what is allowed for it; the VJP behind it (shape (n,))."""
     gradient = problem.vjp(vector.unsqueeze(0), int(cotangent.gapped), int(cotangent.expanded))[0]
-    slack = cotangent.scale * settings.atol / 4
-    if cotangent.expanded:
-        # No weights here.
-        slack += 8 * EXPANDED_VALUE * float(torch.linalg.vector_norm(differences.noise).nan_to_num(torch.inf))
     sums = ops.dots(differences.derivatives, vector), ops.dots(differences.directions, gradient)
     # A few numbers each: sooner told here than by operators, and asked of a device at once.
     pairs = list(zip(*torch.stack(sums).tolist(), strict=True))
     values = [numerical[0] - analytical[0] for numerical, analytical in pairs]
+    slack = _slack(settings, differences, cotangent)
     terms = [numerical[1] + analytical[1] for numerical, analytical in pairs]
     return values, [slack + ROUNDING * problem.unit_roundoff * size for size in terms], gradient
+
+
+def residual_rows(
+    problem: Problem, settings: Settings, differences: Differences, rows: Sequence[Cotangent], repeated: int, runs: int
+) -> tuple[Sketch, Tensor, Tensor]:
+    """All rows of a small sketch, the first gapped and the last expanded; row `repeated` is run so many times.
+
+    Returns
+    -------
+    tuple
+        The sketch, empty where nothing looks wrong even without rounding; the vector of the repeated row (shape (m,))
+        and its VJPs (shape (runs, n)).
+    """
+    vectors = [row.vector() for row in rows]
+    order = [*range(repeated), *[repeated] * runs, *range(repeated + 1, len(rows))]
+    stacked = torch.stack([vectors[number] for number in order])
+    gradients = problem.vjp(stacked, 1, 1)
+    derivatives, directions = differences.derivatives.t(), differences.directions.t()
+    values = (stacked @ derivatives).addmm_(gradients, directions, alpha=-1)
+    slack = torch.tensor([[_slack(settings, differences, rows[number])] for number in order], dtype=torch.float64)
+    slack = slack.to(values.device)
+    sketch = Sketch([], [], [])
+    if not bool((values.abs() <= slack).all()):
+        terms = stacked.abs() @ derivatives.abs() + gradients.abs() @ directions.abs()
+        allowed = slack + ROUNDING * problem.unit_roundoff * terms
+        sketch = Sketch([rows[number] for number in order], values.tolist(), allowed.tolist())
+    return sketch, vectors[repeated], gradients[repeated : repeated + runs]
+
+
+def _slack(settings: Settings, differences: Differences, cotangent: Cotangent) -> float:
+    """What a row may be off, beside rounding."""
+    slack = cotangent.scale * settings.atol / 4
+    if cotangent.expanded:
+        # No weights here.
+        noise = float(torch.linalg.vector_norm(differences.noise))
+        slack += 8 * EXPANDED_VALUE * (math.inf if math.isnan(noise) else noise)
+    return slack
