@@ -22,7 +22,9 @@ from torch.nn import functional as F
 import fastgrad
 from benchmarks.cases import Case, leaves
 from benchmarks.measure import RESULTS, geometric_mean, pair_row, time_pair, write
+from fastgrad import graphs
 from fastgrad.check import check
+from fastgrad.problem import Problem
 from fastgrad.report import Settings
 
 ops = torch.ops.fastgrad
@@ -74,6 +76,33 @@ def checks(device: torch.device, rounds: int, budget: float) -> Iterator[dict[st
             yield {"name": case.name, "mode": mode, "n": report.n, "m": report.m, **calls, **pair_row(pair)}
 
 
+def quick(x: Tensor) -> Tensor:
+    """Some kernels of a few microseconds each."""
+    return (x.cumsum(0) * x).sin()
+
+
+def replays(device: torch.device, rounds: int, budget: float) -> Iterator[dict[str, Any]]:
+    """Columns and rows by replays of a CUDA graph, its capture included, against calls one by one: the same values."""
+    (x,) = (value.detach().to(device).requires_grad_() for value in leaves((1000,)))
+    with Problem(quick, (x,)) as problem:
+        (output,) = problem.outputs
+        within = 0, problem.n
+        ways: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = {
+            "columns": (
+                lambda: problem.difference_columns(*within, 1e-6, False),
+                lambda: graphs.difference_columns(problem, *within, 1e-6, False),
+            ),
+            "rows": (
+                lambda: problem.analytical_rows(output, False, *within, problem.inputs, 0, 1.0)[0],
+                lambda: graphs.analytical_rows(problem, output, False, *within, problem.inputs),
+            ),
+        }
+        for name, (loop, replay) in ways.items():
+            torch.testing.assert_close(replay(), loop(), rtol=0, atol=1e-8)
+            pair = time_pair(*(lambda way=way: (way(), synchronize(device)) for way in (loop, replay)), rounds, budget)
+            yield {"name": f"{name}, one by one / replayed", "n": problem.n, **pair_row(pair)}
+
+
 def median_seconds(call: Callable[[], Any], device: torch.device, rounds: int) -> float:
     """Of one call on the device: CUDA events around each, after a warm-up."""
     call()
@@ -123,12 +152,18 @@ def kernels(device: torch.device, n: int, rounds: int) -> Iterator[dict[str, Any
         yield {"kernel": name, "bytes": size, "bytes_per_second": bandwidth, "of_copy": bandwidth / copied}
 
 
-def table(rows: list[dict[str, Any]], found: list[dict[str, Any]], summary: dict[str, Any]) -> str:
+def table(
+    rows: list[dict[str, Any]], replayed: list[dict[str, Any]], found: list[dict[str, Any]], summary: dict[str, Any]
+) -> str:
     lines = ["| check | mode | n x m | torch, ms | fastgrad, ms | ratio | evaluations | VJPs |", "| --- " * 8 + "|"]
     for row in rows:
         times = f"{1e3 * row['baseline']:.1f} | {1e3 * row['candidate']:.1f} | {row['ratio']:.1f}"
         size = f"{row['n']} x {row['m']}"
         lines.append(f"| {row['name']} | {row['mode']} | {size} | {times} | {row['evaluations']} | {row['vjps']} |")
+    lines += ["", "| 1,000 of | one by one, ms | replayed, ms | ratio |", "| --- " * 4 + "|"]
+    for row in replayed:
+        times = f"{1e3 * row['baseline']:.1f} | {1e3 * row['candidate']:.1f}"
+        lines.append(f"| {row['name'].split(',')[0]} | {times} | {row['ratio']:.1f} |")
     lines += ["", "| operator | GB/s | of a copy |", "| --- " * 3 + "|"]
     lines += [f"| {row['kernel']} | {row['bytes_per_second'] / 1e9:.0f} | {row['of_copy']:.2f} |" for row in found]
     lines += ["", *(f"{name}: {value}" for name, value in summary.items()), ""]
@@ -151,6 +186,7 @@ def main() -> int:
     label = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     name = options.name or re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-")
     rows = list(checks(device, options.rounds, options.budget))
+    replayed = list(replays(device, options.rounds, options.budget)) if device.type == "cuda" else []
     found = list(kernels(device, options.size, 20))
     ratio = {mode: geometric_mean(row["ratio"] for row in rows if row["mode"] == mode) for mode in ("slow", "fast")}
     summary = {
@@ -159,8 +195,8 @@ def main() -> int:
         "torch fast / fastgrad fast": ratio["fast"],
         "CUDA": torch.version.cuda,
     }
-    path = write(name, summary, rows + found)
-    text = table(rows, found, summary)
+    path = write(name, summary, rows + replayed + found)
+    text = table(rows, replayed, found, summary)
     (RESULTS / f"{name}.md").write_text(text)
     print(text)
     print(path)

@@ -90,6 +90,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="take every k-th operator")
     parser.add_argument("--fast", action="store_true", help="fast_mode=True on both sides")
     parser.add_argument("--second-order", action="store_true", help="gradgradcheck instead of gradcheck")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--name", default="", help="write results/<name>.json")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -97,7 +98,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     left_out: dict[str, str] = {}
     for op in operators(torch.float64, *["supports_gradgrad"] * options.second_order)[:: options.every]:
-        for case in operator_cases(op, torch.float64, options.limit):
+        for case in operator_cases(op, torch.float64, options.limit, options.device):
             checked = second_order(case) if options.second_order else case
             row = measure(checked, options.fast, options.rounds, options.budget, options.longest)
             if isinstance(row, str):

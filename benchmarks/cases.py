@@ -63,7 +63,7 @@ def operators(dtype: torch.dtype, *supports: str) -> list[Any]:
     ]
 
 
-def operator_cases(op: Any, dtype: torch.dtype, limit: int) -> Iterator[Case]:
+def operator_cases(op: Any, dtype: torch.dtype, limit: int, device: str = "cpu") -> Iterator[Case]:
     """Up to `limit` samples of an operator whose differentiable inputs are strided tensors.
 
     The function takes the tensors that require grad, puts them back into the sample, and applies the
@@ -72,7 +72,7 @@ def operator_cases(op: Any, dtype: torch.dtype, limit: int) -> Iterator[Case]:
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        samples = list(islice(op.sample_inputs("cpu", dtype, requires_grad=True), 4 * limit))
+        samples = list(islice(op.sample_inputs(device, dtype, requires_grad=True), 4 * limit))
     found = 0
     for number, sample in enumerate(samples):
         leaves, spec = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))

@@ -90,6 +90,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("compare", torch::wrap_pybind_function_no_gil(&fastgrad::compare));
   module.def("direction_", torch::wrap_pybind_function_no_gil(&fastgrad::direction_));
   module.def("flatten_", torch::wrap_pybind_function(&fastgrad::flatten_));
+  module.def("backward_streams", torch::wrap_pybind_function(&fastgrad::backward_streams));
   module.def("is_plain_zero", torch::wrap_pybind_function(&fastgrad::is_plain_zero));
   module.def("largest_errors", torch::wrap_pybind_function(&fastgrad::largest_errors));
   module.def("project_rows_", torch::wrap_pybind_function_no_gil(&fastgrad::project_rows_));

@@ -224,6 +224,10 @@ std::vector<at::Tensor> arguments_of(const std::vector<InputBlock>& inputs);
 // Hooks on saved tensors leave no trace in the graph.
 bool runs_no_python(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs);
 
+// The ids of the streams that the backward of `outputs` with respect to `inputs` runs on, each once; of a backward
+// on the CPU none.
+std::vector<int64_t> backward_streams(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs);
+
 // What all VJPs of a small problem gave.
 struct WholeBackward {
   struct Rows {

@@ -53,6 +53,30 @@ bool is_python(const torch::autograd::Node& node) {
   return std::string_view(typeid(node).name()).find("PyNode") != std::string_view::npos;
 }
 
+// Hands each node of a backward to visit(node), which says whether to go on to what follows it.
+template <typename Visit>
+void visit_backward(const std::vector<at::Tensor>& outputs, const Visit& visit) {
+  std::vector<torch::autograd::Node*> open;
+  std::unordered_set<torch::autograd::Node*> seen;
+  const auto add = [&](torch::autograd::Node* node) {
+    if (node != nullptr && seen.insert(node).second) {
+      open.push_back(node);
+    }
+  };
+  for (const at::Tensor& output : outputs) {
+    add(output.grad_fn().get());
+  }
+  while (!open.empty()) {
+    torch::autograd::Node* const node = open.back();
+    open.pop_back();
+    if (visit(*node)) {
+      for (const torch::autograd::Edge& edge : node->next_edges()) {
+        add(edge.function.get());
+      }
+    }
+  }
+}
+
 // torch's own level of vectorization, as torch.autograd.grad takes it for is_grads_batched.
 class BatchLevel {
  public:
@@ -173,29 +197,34 @@ bool runs_no_python(const std::vector<at::Tensor>& outputs, const std::vector<at
       std::any_of(inputs.begin(), inputs.end(), is_of_python) || std::any_of(inputs.begin(), inputs.end(), is_hooked)) {
     return false;
   }
-  std::vector<Node*> open;
-  std::unordered_set<Node*> seen;
-  const auto visit = [&](Node* node) {
-    if (node != nullptr && seen.insert(node).second) {
-      open.push_back(node);
-    }
+  bool found_none = true;
+  size_t nodes = 0;
+  visit_backward(outputs, [&](Node& node) {
+    const bool hooks = !node.pre_hooks().empty() || !node.post_hooks().empty() || !node.tensor_pre_hooks().empty() ||
+                       !node.retains_grad_hooks().empty();
+    found_none = found_none && !hooks && !is_python(node) && ++nodes <= most_nodes;
+    return found_none;
+  });
+  return found_none;
+}
+
+std::vector<int64_t> backward_streams(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) {
+  using torch::autograd::Node;
+  std::vector<torch::autograd::Edge> ends;
+  for (const at::Tensor& input : inputs) {
+    ends.push_back(torch::autograd::impl::gradient_edge(input));
+  }
+  const auto is_end = [&](const Node& node) {
+    return std::any_of(ends.begin(), ends.end(), [&](const auto& end) { return end.function.get() == &node; });
   };
-  for (const at::Tensor& output : outputs) {
-    visit(output.grad_fn().get());
-  }
-  while (!open.empty()) {
-    Node* const node = open.back();
-    open.pop_back();
-    const bool hooks = !node->pre_hooks().empty() || !node->post_hooks().empty() || !node->tensor_pre_hooks().empty() ||
-                       !node->retains_grad_hooks().empty();
-    if (hooks || is_python(*node) || seen.size() > most_nodes) {
-      return false;
+  std::unordered_set<int64_t> streams;
+  visit_backward(outputs, [&](Node& node) {
+    if (const auto stream = node.stream()) {
+      streams.insert(stream->id());
     }
-    for (const torch::autograd::Edge& edge : node->next_edges()) {
-      visit(edge.function.get());
-    }
-  }
-  return true;
+    return !is_end(node);
+  });
+  return {streams.begin(), streams.end()};
 }
 
 WholeBackward whole_backward(

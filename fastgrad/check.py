@@ -180,18 +180,19 @@ def _exact(problem: Problem, settings: Settings, findings: Findings) -> tuple[Pl
     calls = 2 * problem.n + problem.m
     problem.progress.start(calls, dense_seconds(problem, look) if look else 0.0, f"{calls} calls")
     judge = _jacobian_failure if problem.has_graph else _nonzero_numerical
-    if plan.batch is not None or plan.replayed:
+    if plan.batch is not None or plan.replayed or plan.rows_replayed:
         own = Findings()
         try:
             failure = judge(problem, plan, settings, own)
         except RefusedError as error:
             reason = f"one by one after all: {error}"
         else:
-            if failure is None or failure.kind not in ("mismatch", "nonzero numerical gradient"):
+            if failure is None:
                 findings.add(own)
-                return plan, failure
-            reason = "a mismatch is looked at one by one"
-        plan = replace(plan, batch=None, replayed=False, reason=f"{plan.reason}; {reason}")
+                return plan, None
+            reason = "what looks wrong is looked at one by one"
+        reason = f"{plan.reason}; {reason}"
+        plan = replace(plan, batch=None, replayed=False, rows_replayed=False, reason=reason)
     elif is_small(problem, settings):
         try:
             findings.backward = whole_backward(problem, settings, look.seconds if look else problem.seconds)

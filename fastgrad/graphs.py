@@ -1,28 +1,30 @@
-"""Numerical columns, or groups of them, by replays of a CUDA graph: a captured step reads its number from the device.
+"""Columns, groups of them, or rows, by replays of a CUDA graph: a captured step reads its number from the device.
 
-The step moves a coordinate, or those of one color, to either side, evaluates func at both, puts them back, writes the
-difference into a row and adds one to the number of the column or color. It lives on the device, so that a replay needs
-nothing of the host, and nothing waits.
+For a column, the step moves a coordinate, or those of one color, to either side, evaluates func at both, puts them back
+and writes the difference into a row; for a row, it runs the VJP of a one-hot cotangent. Then it adds one to the number
+of the column, color or row. That lives on the device, so that a replay needs nothing of the host, and nothing waits.
 
 A graph repeats what func launched on the stream while it was captured. Where func reads values, takes another path,
 draws random numbers, touches memory of the host or works on a stream of its own, a replay is not an evaluation. What
 operators tell of that is looked at before, an invalid capture is refused, and `trial` compares the columns, and a
 certificate the groups, with plain evaluations.
 
-Backward passes are not captured: they run on a thread of autograd's, which the guard of a capture against unsafe calls
-does not reach.
+Backward runs on a thread of autograd's, and each of its nodes on the stream that was current when the forward made it.
+So the graph to differentiate is made on the capturing stream, whoever else's nodes are in it keep it from being
+captured, and the guard of the capture against unsafe calls is for all threads: where others run, there is none.
 """
 
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, cuda
 
-from fastgrad import _torch
+from fastgrad import _native, _torch
 from fastgrad._native import ops
 from fastgrad._torch import phase
 from fastgrad.coordinates import Block
@@ -35,6 +37,13 @@ EAGER_STEPS = 3
 
 FEWEST = 16
 """Steps from which capturing repays."""
+
+_ERROR_MODES = {"func": "thread_local", "backward": "global"}
+"""Whose unsafe calls end a capture. Never nobody's: memory that is freed behind torch's back would be written to by
+every replay."""
+
+_CALLS = {"func": 2, "backward": 1}
+"""In a step."""
 
 _UNFIT = {
     torch.Tag.data_dependent_output: "reads values of tensors",
@@ -112,8 +121,63 @@ def difference_groups(
         differences.index_copy_(0, color, difference.unsqueeze(0))
         color.add_(1)
 
-    _run(problem, step, count)
+    _run(problem, lambda: step, count)
     return differences[colors[columns], rows].div_(problem.realized_width(steps, 1.0)[columns])
+
+
+@phase("analytical rows")
+def analytical_rows(
+    problem: Problem, output: Block, imaginary: bool, first: int, count: int, inputs: Sequence[Block]
+) -> Tensor:
+    """Rows as `Problem.analytical_rows` gives them, none of them repeated; few are run plainly.
+
+    Returns
+    -------
+    Tensor
+        float64, shape (count, coordinates of `inputs` end to end).
+
+    Raises
+    ------
+    RefusedError
+        Backward cannot be captured, or makes gradients of other shapes, dtypes or layouts than the inputs'.
+    """
+    if count < FEWEST:
+        return problem.analytical_rows(output, imaginary, first, count, inputs, 0, 1.0)[0]
+    if threading.active_count() > 1:
+        raise RefusedError("other threads run, and a capture of backward is not to disturb them")
+    device = problem.device
+    tensors = [block.tensor for block in inputs]
+    like = [(tensor.shape, tensor.dtype, tensor.layout) for tensor in tensors]
+    gradient = torch.empty(sum(block.size for block in inputs), dtype=torch.float64, device=device)
+    segments = torch.split(gradient, [block.size for block in inputs])
+    rows = torch.empty(count, gradient.numel(), dtype=torch.float64, device=device)
+    cotangent = torch.empty(output.tensor.numel(), dtype=output.tensor.dtype, device=device)
+    element, row = (torch.full((1,), start, dtype=torch.int64, device=device) for start in (first, 0))
+
+    def begin() -> Callable[[], None]:
+        results = problem.graph_of_its_own()[output.index : output.index + 1]
+        if not {cuda.current_stream(device).stream_id}.issuperset(_native.backward_streams(results, tensors)):
+            raise RefusedError("backward runs on streams of its own")
+
+        def step() -> None:
+            cotangent.zero_().index_fill_(0, element, 1j if imaginary else 1.0)
+            found = _native.vjp(results, tensors, [cotangent.view(output.tensor.shape)], False)
+            for segment, expected, own in zip(segments, like, found, strict=True):
+                if own is None:
+                    segment.zero_()
+                elif (own.shape, own.dtype, own.layout) == expected:
+                    _native.flatten_(segment, own)
+                else:
+                    raise RefusedError("gradients are not like their inputs")
+            rows.index_copy_(0, row, gradient.unsqueeze(0))
+            element.add_(1)
+            row.add_(1)
+
+        return step
+
+    _run(problem, begin, count, "backward")
+    problem.vjps += count
+    return rows
 
 
 def _replay(problem: Problem, block: Block, first: int, rows: Tensor, eps: float, record_graph: bool) -> None:
@@ -136,57 +200,60 @@ def _replay(problem: Problem, block: Block, first: int, rows: Tensor, eps: float
         coordinate.add_(1)
         row.add_(1)
 
-    _run(problem, step, rows.shape[0])
+    _run(problem, lambda: step, rows.shape[0])
     rows.div_(problem.coordinate_widths(eps)[first : first + rows.shape[0]].unsqueeze(1))
 
 
-def _run(problem: Problem, step: Callable[[], None], count: int) -> None:
-    """Takes a step so many times, the first eagerly, the others by replays."""
+def _run(
+    problem: Problem, begin: Callable[[], Callable[[], None]], count: int, who: Literal["func", "backward"] = "func"
+) -> None:
+    """Takes a step of func or backward, which `begin` makes, so many times, the first eagerly, others by replays."""
     device = problem.device
     with cuda.device(device):
         current, side = cuda.current_stream(device), cuda.Stream(device)  # type: ignore[no-untyped-call]
         side.wait_stream(current)
         try:
             with cuda.stream(side):
-                _run_eagerly(problem, step)
-                watch = _Watch(device)
+                step = begin()
+                _run_eagerly(problem, step, who)
+                watch = _Watch(device, who)
                 with watch:
-                    graph = _capture(step, device)
+                    graph = _capture(step, device, _ERROR_MODES[who])
         except RefusedError:
             raise
         except Exception as error:
-            raise RefusedError(f"func cannot be captured ({type(error).__name__})") from error
+            raise RefusedError(f"{who} cannot be captured ({type(error).__name__})") from error
         finally:
             current.wait_stream(side)
             problem.restore()
         try:
             for _ in range(EAGER_STEPS, count):
                 graph.replay()
-                problem.progress.step(2)
+                problem.progress.step(_CALLS[who])
         finally:
             graph.reset()
             del watch  # with what replays used
 
 
-def _run_eagerly(problem: Problem, step: Callable[[], None]) -> None:
-    """The first columns, watched."""
+def _run_eagerly(problem: Problem, step: Callable[[], None], who: str) -> None:
+    """The first steps, watched."""
     generator = cuda.default_generators[problem.device.index]
     drawn = generator.get_state()
-    with _Watch(problem.device):
+    with _Watch(problem.device, who):
         step()
     for _ in range(EAGER_STEPS - 1):
         step()
     if not torch.equal(generator.get_state(), drawn):
-        raise RefusedError("func draws random numbers")
+        raise RefusedError(f"{who} draws random numbers")
     if problem.mutates_inputs:
         raise RefusedError("func changes its inputs")
 
 
-def _capture(step: Callable[[], None], device: torch.device) -> Any:
+def _capture(step: Callable[[], None], device: torch.device, error_mode: str) -> Any:
     """The step as a CUDA graph, on the current stream; nothing of it is executed.
 
-    Where that fails, stream, generator and allocator are as before: torch ends a valid capture in order, of an
-    invalid one, depending on its version, hardly more than the stream's part.
+    error_mode: whose unsafe calls end it. Where it fails, stream, generator and allocator are as before: torch ends a
+    valid capture in order, of an invalid one, depending on its version, hardly more than the stream's part.
     """
     generator = cuda.default_generators[device.index]
     state = generator.clone_state()
@@ -196,8 +263,7 @@ def _capture(step: Callable[[], None], device: torch.device) -> Any:
     gc.disable()  # what dies may call CUDA, which would invalidate the capture
     try:
         try:
-            # Not "relaxed": memory that func frees behind torch's back would be written to by every replay.
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool, capture_error_mode=error_mode)
             step()
         finally:
             graph.capture_end()
@@ -216,13 +282,14 @@ def _capture(step: Callable[[], None], device: torch.device) -> Any:
 
 
 class _Watch(_torch.DispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses func where an operator does what a replay would not; and keeps what it found.
+    """Refuses func, or backward, where an operator does what a replay would not; and keeps what it found.
 
     A replay reads and writes where the capture did: tensors that were made before must not die before it.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, who: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._who = who
         self._device = device
         self._stream = cuda.current_stream(device)
         self._made: set[int] = set()
@@ -234,19 +301,19 @@ class _Watch(_torch.DispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         for tag, what in _UNFIT.items():
             if tag in op.tags:
-                raise RefusedError(f"func {what}")
+                raise RefusedError(f"{self._who} {what}")
         if cuda.current_stream(self._device) != self._stream:
-            raise RefusedError("func uses streams of its own")
+            raise RefusedError(f"{self._who} uses streams of its own")
         result = op(*args, **kwargs)
         for given in _torch.tensors_in((args, kwargs)):
             # A CPU scalar is part of the launch, the same in every replay, if it is not copied.
             if given.device != self._device and (given.dim() > 0 or "copy" in op.__name__):
-                raise RefusedError("func uses memory of another device")
+                raise RefusedError(f"{self._who} uses memory of another device")
             if _memory(given) not in self._made:
                 self._kept.append(given)
         for made in _torch.tensors_in(result):
             if made.device != self._device:
-                raise RefusedError("func uses memory of another device")
+                raise RefusedError(f"{self._who} uses memory of another device")
             self._made.add(_memory(made))
         return result
 

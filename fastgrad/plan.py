@@ -22,6 +22,9 @@ from fastgrad.report import Plan, Settings
 BLOCK_BYTES = 1 << 20
 """Analytical rows held at a time: a few blocks of this size stay in the cache."""
 
+DEVICE_BLOCK_BYTES = 64 << 20
+"""Those that replays of a CUDA graph give at a time."""
+
 FREE_MEMORY_SHARE = 0.25
 """The default memory limit, as a share of what is free."""
 
@@ -82,6 +85,9 @@ MOST_VECTORIZED, VECTORIZED_SECONDS = 1024, 10e-3
 TRIAL_COLUMNS = 64
 TRIAL_SECONDS = 20e-3
 """Columns, and seconds of their evaluations one by one, from which a trial of vmapped batches, or replays, repays."""
+
+TRIAL_SHARE = 16
+"""One in so many columns, or rows, is tried."""
 
 TRIAL_GAIN = 1.25
 """Times as fast as one by one that they must be."""
@@ -309,11 +315,22 @@ def make_plan(problem: Problem, settings: Settings, look: FirstLook | None) -> P
 
         held = batch * batched.column_bytes(problem)
     columns = max(2, min(problem.n, (limit - held if settings.memory_limit is not None else limit) // column_bytes))
-    rows = max(1, BLOCK_BYTES // (8 * max(1, problem.n)))
-    record_graph = True if look is None else look.record_graph
+    rows_replayed, also_said = _rows_way(problem, settings, look) if look is not None else (False, "")
+    # Each block of replays is captured anew, and a device has no cache worth a small one.
+    block_bytes = max(BLOCK_BYTES, min(DEVICE_BLOCK_BYTES, limit // 8)) if rows_replayed else BLOCK_BYTES
+    rows = max(1, block_bytes // (8 * max(1, problem.n)))
     reason = "engine='dense' was asked for" if settings.engine == "dense" else "no structure makes another cheaper"
-    memory = columns * column_bytes + min(rows, problem.m) * 8 * problem.n + held
-    return Plan("dense", columns, rows, record_graph, reason + said, memory=memory, batch=batch, replayed=replayed)
+    return Plan(
+        "dense",
+        columns,
+        rows,
+        True if look is None else look.record_graph,
+        reason + said + also_said,
+        memory=columns * column_bytes + min(rows, problem.m) * 8 * problem.n + held,
+        batch=batch,
+        replayed=replayed,
+        rows_replayed=rows_replayed,
+    )
 
 
 def _way(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int | None, bool, str]:
@@ -330,6 +347,8 @@ def _way(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int | N
 
     eps, record_graph = settings.eps, look.record_graph
     size = batched.largest(problem, settings.memory_limit)
+    block = max(problem.inputs, key=lambda block: block.size)
+    single = partial(problem.difference_columns, eps=eps, record_graph=record_graph)
     batch = partial(batched.difference_columns, problem, size=size, eps=eps)
     replay = partial(graphs.difference_columns, problem, eps=eps, record_graph=record_graph)
     ways: list[tuple[int | None, bool, str, Callable[[int, int], Tensor], int, int]] = []
@@ -344,8 +363,9 @@ def _way(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int | N
     found: tuple[int | None, bool] = None, False
     best = TRIAL_GAIN
     for columns_a_batch, replayed, name, columns, fewest, most in ways:
+        count = _sample(block.size, fewest, most)
         try:
-            gain = trial.speedup(problem, eps, settings.atol, record_graph, columns, fewest, most)
+            gain = trial.speedup(problem, settings.atol, block.first, count, single, columns)
         except trial.RefusedError as error:
             said += f"; {name}: {error}"
             continue
@@ -353,6 +373,40 @@ def _way(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int | N
         if gain >= best:
             found, best = (columns_a_batch, replayed), gain
     return *found, said
+
+
+def _rows_way(problem: Problem, settings: Settings, look: FirstLook) -> tuple[bool, str]:
+    """Whether rows come from replays of a VJP, if that is faster than one by one; and what is to be said of it."""
+    seconds = VJP_COST * look.seconds * problem.m
+    if problem.device.type != "cuda" or not settings.check_backward_ad or seconds < TRIAL_SECONDS:
+        return False, ""
+    from fastgrad import graphs  # only here: importing fastgrad is to cost little
+
+    output = max(problem.outputs, key=lambda block: block.tensor.numel())
+    count = _sample(output.tensor.numel(), graphs.FEWEST, output.tensor.numel())
+    if count < graphs.FEWEST or trial.obstacle(problem) is not None or graphs.obstacle(problem) is not None:
+        return False, ""
+
+    def single(first: int, count: int) -> Tensor:
+        return problem.analytical_rows(output, False, first, count, problem.inputs, 0, 1.0)[0]
+
+    def replay(first: int, count: int) -> Tensor:
+        return graphs.analytical_rows(problem, output, False, first, count, problem.inputs)
+
+    try:
+        gain = trial.speedup(problem, settings.atol, 0, count, single, replay)
+    except trial.RefusedError as error:
+        return False, f"; replays of a VJP: {error}"
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception:  # of backward: it is to raise in its turn
+        return False, ""
+    return gain >= TRIAL_GAIN, f"; replays of a VJP: {gain:.2g} times as fast as one by one"
+
+
+def _sample(size: int, fewest: int, most: int) -> int:
+    """How many columns, or rows, of one input or output to try."""
+    return min(size, max(fewest, min(most, size // TRIAL_SHARE)))
 
 
 def make_sketch_plan(settings: Settings) -> Plan:

@@ -301,6 +301,13 @@ class Problem:
                     )
         return self._graph
 
+    def graph_of_its_own(self) -> tuple[Tensor, ...]:
+        """The outputs of another evaluation at x, whose graph nobody else has: it runs on the current stream."""
+        self._graph = None
+        graph = self.graph()
+        self._graph = None
+        return graph
+
     def displacement(self, direction: Tensor, eps: float) -> Tensor:
         """Steps times a direction u: of at least eps each, and large enough to move every coordinate.
 

@@ -327,6 +327,8 @@ class Plan:
         evaluation is a call.
     replayed
         Whether evaluations for numerical columns, or groups of them, are replays of a CUDA graph.
+    rows_replayed
+        Whether VJPs for the rows of the dense engine are.
     """
 
     engine: str
@@ -340,6 +342,7 @@ class Plan:
     memory: int | None = None
     batch: int | None = None
     replayed: bool = False
+    rows_replayed: bool = False
 
 
 def modulus(value: complex) -> float:

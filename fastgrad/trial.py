@@ -1,4 +1,4 @@
-"""Numerical columns from elsewhere than evaluations one by one: whether they may, repay, and are the same.
+"""Columns and rows from elsewhere than calls one by one: whether they may, repay, and are the same.
 
 Batches of points and replays of a captured graph can be slower than plain calls, and wrong where func does
 more than it shows. They are timed on a few columns first, and count only if they agree with plain calls.
@@ -44,41 +44,36 @@ def obstacle(problem: Problem) -> str | None:
     return None
 
 
-@phase("trial of columns")
+@phase("trial of replays or batches")
 def speedup(
     problem: Problem,
-    eps: float,
     atol: float,
-    record_graph: bool,
-    columns: Callable[[int, int], Tensor],
-    fewest: int,
-    most: int,
+    first: int,
+    count: int,
+    single: Callable[[int, int], Tensor],
+    several: Callable[[int, int], Tensor],
 ) -> float:
-    """How many times as fast as one by one columns are, measured on a few of the largest input.
+    """How many times as fast as one by one columns, or rows, come otherwise, measured on `count` of them.
 
     Parameters
     ----------
-    columns
-        Gives columns first, ..., first + count - 1: float64, shape (count, m).
-    fewest, most
-        How many to ask for at a time.
+    single, several
+        Give columns or rows first, ..., first + count - 1: float64, shape (count, coordinates).
 
     Raises
     ------
     RefusedError
-        They differ; or as `columns` does.
+        They differ; or as `several` does.
     """
-    block = max(problem.inputs, key=lambda block: block.size)
-    count = min(block.size, max(fewest, min(most, problem.n // 16)))
     singles = min(SINGLE_COLUMNS, count)
-    last = block.first + count - singles
-    columns(last, 1)  # refused at little cost, or warmed up
+    last = first + count - singles
+    several(last, 1)  # refused at little cost, or warmed up
     begin = _clock(problem.device)
-    single = problem.difference_columns(last, singles, eps, record_graph)
+    expected = single(last, singles)
     between = _clock(problem.device)
-    found = columns(block.first, count)
+    found = several(first, count)
     end = _clock(problem.device)
-    if not torch.allclose(found[-singles:], single, rtol=0.0, atol=atol):
+    if not torch.allclose(found[-singles:], expected, rtol=0.0, atol=atol):
         raise RefusedError("other values than one by one")
     return (between - begin) / singles * count / (end - between)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastgrad import _torch, batched, graphs, plan, trial
 from fastgrad.check import check
+from fastgrad.engines import REPEATED_ROWS
 from fastgrad.problem import Problem
 from fastgrad.report import Plan, Settings
 from tests.test_batched import leaf
@@ -143,6 +145,10 @@ class Stream:
     log: list[str]
     name: str
 
+    @property
+    def stream_id(self) -> int:
+        return hash(self.name)
+
     def wait_stream(self, other: Stream) -> None:
         self.log.append(f"{self.name} waits")
 
@@ -261,7 +267,7 @@ def test_what_a_replay_would_not_repeat_is_refused_before_a_capture(
 
 
 def test_a_cpu_scalar_is_part_of_the_launch(cuda: Cuda) -> None:
-    watch = graphs._Watch(torch.device("meta"))
+    watch = graphs._Watch(torch.device("meta"), "func")
     x = torch.zeros(3, device="meta")
     half = torch.tensor(0.5)
     with watch:
@@ -276,7 +282,7 @@ def test_a_cpu_scalar_is_part_of_the_launch(cuda: Cuda) -> None:
 
 def test_memory_that_a_capture_found_is_kept(cuda: Cuda) -> None:
     x, buffer = torch.ones(3), torch.zeros(3)
-    found, watch = {value.data_ptr() for value in (x, buffer)}, graphs._Watch(x.device)
+    found, watch = {value.data_ptr() for value in (x, buffer)}, graphs._Watch(x.device, "func")
     with watch:
         torch.zeros(3).add_(buffer.copy_(x)).view(3, 1).t()
         del buffer
@@ -397,6 +403,16 @@ def replaying(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> Cuda:
     return cuda
 
 
+def planned_rows(problem: Problem, settings: Settings, look: Any) -> Plan:
+    return replace(plan.make_plan(problem, settings, look), rows_replayed=True)
+
+
+@pytest.fixture
+def replaying_rows(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    monkeypatch.setitem(check.__globals__, "make_plan", planned_rows)
+    return cuda
+
+
 DENSE = Settings(engine="dense")
 
 
@@ -430,6 +446,164 @@ def test_refused_replays_are_told(replaying: Cuda) -> None:
     assert report.plan is not None
     assert not report.plan.replayed
     assert "one by one after all: func reads values of tensors" in report.plan.reason
+
+
+def rows_of(problem: Problem, first: int, count: int, replayed: bool) -> list[Tensor]:
+    """By output, real and imaginary parts."""
+    return [
+        graphs.analytical_rows(problem, output, imaginary, first, count, problem.inputs)
+        if replayed
+        else problem.analytical_rows(output, imaginary, first, count, problem.inputs, 0, 1.0)[0]
+        for output in problem.outputs
+        for imaginary in ((False, True) if output.is_complex else (False,))
+    ]
+
+
+@pytest.mark.parametrize(("func", "inputs"), [case for case in FUNCS if case[0] is not FUNCS[-1][0]])
+def test_rows_are_those_of_the_loop(cuda: Cuda, func: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
+    tensors = [v for v in inputs if isinstance(v, Tensor)]
+    bits = [v.detach().clone() for v in tensors]
+    with Problem(func, inputs) as problem:
+        fewest = min(output.tensor.numel() for output in problem.outputs)
+        single = rows_of(problem, 1, fewest - 1, replayed=False)
+        evaluations, vjps = problem.evaluations, problem.vjps
+        for rows, expected in zip(rows_of(problem, 1, fewest - 1, replayed=True), single, strict=True):
+            torch.testing.assert_close(rows, expected, rtol=1e-14, atol=0)
+        assert problem.vjps - vjps == (fewest - 1) * len(single)
+        assert problem.evaluations - evaluations == len(single)
+    assert cuda.log.count("replay") == (fewest - 1 - graphs.EAGER_STEPS) * len(single)
+    assert {mode for _, mode in cuda.modes} == {"global"}
+    assert cuda.streams == ["current"]
+    assert all(torch.equal(v.detach(), old) and v._version == 0 for v, old in zip(tensors, bits, strict=True))
+
+
+def test_few_rows_are_run_plainly(cuda: Cuda) -> None:
+    with Problem(lambda x: x.cumsum(0), (leaf(40),)) as problem:
+        rows = rows_of(problem, 3, graphs.FEWEST - 1, replayed=True)
+        assert torch.equal(rows[0], rows_of(problem, 3, graphs.FEWEST - 1, replayed=False)[0])
+    assert cuda.log == []
+
+
+def doubled_backward(change: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return 2 * x.cumsum(0)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            return change(2 * grad.flip(0).cumsum(0).flip(0))
+
+    return Doubled.apply  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda grad: grad * (1.0 if grad.sum() > -1e9 else 2.0), "backward reads values"),
+        (lambda grad: grad + 0 * torch.rand(40), "backward draws random numbers"),
+        (lambda grad: grad[grad > -9], "backward has results whose shape depends"),
+    ],
+)
+def test_a_backward_that_a_replay_would_not_repeat_is_refused(
+    cuda: Cuda, change: Callable[[Tensor], Any], reason: str
+) -> None:
+    with Problem(doubled_backward(change), (leaf(40),)) as problem, pytest.raises(trial.RefusedError, match=reason):
+        rows_of(problem, 0, 40, replayed=True)
+    assert "begin" not in cuda.log
+    assert cuda.log[-1] == "current waits"
+
+
+def test_rows_beside_other_threads_are_refused(cuda: Cuda) -> None:
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    try:
+        refused = pytest.raises(trial.RefusedError, match="other threads")
+        with Problem(lambda x: x.cumsum(0), (leaf(40),)) as problem, refused:
+            rows_of(problem, 0, 40, replayed=True)
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_a_backward_on_other_streams_is_refused(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs._native, "backward_streams", lambda *_: [Stream([], "other").stream_id])
+    refused = pytest.raises(trial.RefusedError, match="backward runs on streams of its own")
+    with Problem(lambda x: x.cumsum(0), (leaf(40),)) as problem, refused:
+        rows_of(problem, 0, 40, replayed=True)
+    assert "begin" not in cuda.log
+
+
+def test_a_backward_on_the_cpu_runs_on_no_stream() -> None:
+    x = leaf(3)
+    assert graphs._native.backward_streams([x.sin().exp()], [x]) == []
+
+
+def test_a_right_gradient_passes_by_replayed_rows(replaying_rows: Cuda) -> None:
+    report = check(lambda x: x.cumsum(0).sin(), (leaf(40),), DENSE)
+    assert report.passed
+    assert report.plan is not None
+    assert report.plan.rows_replayed
+    assert replaying_rows.log.count("replay") == 40 - REPEATED_ROWS - graphs.EAGER_STEPS
+
+
+def test_a_wrong_row_fails_one_by_one(replaying_rows: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = doubled_backward(lambda grad: torch.cat([grad[:7], 3 * grad[7:]]))
+    report = check(wrong, (leaf(40),), DENSE)
+    monkeypatch.undo()
+    alone = check(wrong, (leaf(40),), DENSE)
+    assert report.failure is not None
+    assert alone.failure is not None
+    assert report.failure.comparison == alone.failure.comparison
+    assert report.plan is not None
+    assert not report.plan.rows_replayed
+    assert "one by one" in report.plan.reason
+
+
+def test_rows_that_replays_get_wrong_are_run_one_by_one(replaying_rows: Cuda) -> None:
+    factor = torch.ones((), dtype=torch.float64)
+
+    def once() -> None:
+        factor.fill_(1.5 if replaying_rows.log.count("replay") == 5 else 1.0)
+
+    replaying_rows.while_replaying = once
+    report = check(doubled_backward(lambda grad: grad * factor), (leaf(40),), DENSE)
+    assert replaying_rows.log.count("replay") >= 5
+    assert report.passed
+    assert report.plan is not None
+    assert not report.plan.rows_replayed
+
+
+def test_rows_that_cannot_be_captured_are_run_one_by_one(replaying_rows: Cuda) -> None:
+    report = check(doubled_backward(lambda grad: grad * (1.0 if grad.sum() > -1e9 else 2.0)), (leaf(40),), DENSE)
+    assert report.passed
+    assert report.plan is not None
+    assert not report.plan.rows_replayed
+    assert "one by one after all: backward reads values of tensors" in report.plan.reason
+
+
+def test_which_rows_are_replayed(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def speedup(problem: Any, atol: float, first: int, count: int, *ways: Any) -> float:
+        asked.append(count)
+        return 2.0
+
+    monkeypatch.setattr(graphs, "obstacle", lambda _: None)
+    monkeypatch.setattr(trial, "obstacle", lambda _: None)
+    monkeypatch.setattr(trial, "speedup", speedup)
+    outputs = [SimpleNamespace(tensor=torch.empty(size)) for size in (10, 800)]
+    problem: Any = SimpleNamespace(m=810, device=CUDA0, outputs=outputs)
+    look: Any = SimpleNamespace(seconds=1e-3)
+    assert plan._rows_way(problem, Settings(), look) == (True, "; replays of a VJP: 2 times as fast as one by one")
+    assert asked == [50]
+    assert not plan._rows_way(problem, Settings(check_backward_ad=False), look)[0]
+    look.seconds = 1e-6
+    assert not plan._rows_way(problem, Settings(), look)[0]
+    look.seconds, problem.device = 1.0, torch.device("cpu")
+    assert not plan._rows_way(problem, Settings(), look)[0]
+    assert asked == [50]
 
 
 COMPRESSED = Settings(engine="compressed")
@@ -581,7 +755,7 @@ def test_the_faster_way_is_chosen(
     chosen: tuple[int | None, bool],
 ) -> None:
     def speedup(*arguments: Any) -> float:
-        gain = batches if arguments[4].func is batched.difference_columns else replays
+        gain = batches if arguments[-1].func is batched.difference_columns else replays
         if gain is None:
             raise trial.RefusedError("func raises ValueError")
         return gain
@@ -590,7 +764,8 @@ def test_the_faster_way_is_chosen(
     monkeypatch.setattr(graphs, "obstacle", lambda _: None)
     monkeypatch.setattr(batched, "largest", lambda *_: 100)
     monkeypatch.setattr(trial, "speedup", speedup)
-    problem: Any = SimpleNamespace(n=1000, device=CUDA0)
+    block = SimpleNamespace(first=0, size=1000)
+    problem: Any = SimpleNamespace(n=1000, device=CUDA0, inputs=[block], difference_columns=torch.empty)
     look: Any = SimpleNamespace(record_graph=record_graph, seconds=1.0)
     *found, said = plan._way(problem, Settings(), look)
     assert tuple(found) == chosen

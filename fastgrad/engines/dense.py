@@ -30,6 +30,11 @@ def row_blocks(
     In torch's order of judging: by output and part, one iterator each, that nothing of the next is
     computed before one is judged; then rows, input. Costs one evaluation, m VJPs, and one more for each
     row that is repeated; nothing where all of them are at hand.
+
+    Raises
+    ------
+    RefusedError
+        The plan asks for replays, and they cannot be had.
     """
     inputs = _inputs_within(problem, first, columns)
     for number, (output, part) in enumerate(row_parts(problem.outputs)):
@@ -53,10 +58,18 @@ def tangent_blocks(problem: Problem, first: int, columns: Tensor, tangents: Tens
 
 
 def _rows(
-    problem: Problem, output: Block, part: Part, row: int, count: int, inputs: list[Block]
+    problem: Problem, plan: Plan, output: Block, part: Part, row: int, count: int, inputs: list[Block]
 ) -> tuple[Tensor, Tensor, GradientsMatch]:
     twice = max(0, min(count, REPEATED_ROWS - row))
-    return problem.analytical_rows(output, part == "imaginary", row, count, inputs, twice, REPEAT_SCALE)
+    imaginary = part == "imaginary"
+    if not plan.rows_replayed:
+        return problem.analytical_rows(output, imaginary, row, count, inputs, twice, REPEAT_SCALE)
+    from fastgrad import graphs  # only here: importing fastgrad is to cost little
+
+    # Those that are run twice are run plainly; of replays, the sums of all rows are certified.
+    rows, repeated, match = problem.analytical_rows(output, imaginary, row, twice, inputs, twice, REPEAT_SCALE)
+    others = graphs.analytical_rows(problem, output, imaginary, row + twice, count - twice, inputs)
+    return torch.cat([rows, others]), repeated, match
 
 
 def _inputs_within(problem: Problem, first: int, columns: Tensor) -> list[Block]:
@@ -129,7 +142,7 @@ def _row_blocks(
         if known is not None:
             rows, repeated, match = known.rows, known.repeated, known.match
         else:
-            rows, repeated, match = _rows(problem, output, part, row, count, inputs)
+            rows, repeated, match = _rows(problem, plan, output, part, row, count, inputs)
         unspecified = match.unspecified
         held = numerical if count == elements else numerical.narrow(0, row, count)
         start = 0

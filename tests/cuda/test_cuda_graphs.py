@@ -87,6 +87,81 @@ def test_replayed_columns_are_those_of_the_loop(device: torch.device, record_gra
 
 
 @pytest.mark.usefixtures("as_before")
+def test_replayed_rows_are_those_of_the_loop(device: torch.device) -> None:
+    for func, arguments in (
+        (chain, inputs(device)),
+        (complex_func, (leaf(40, dtype=torch.complex128).detach().to(device).requires_grad_(),)),
+    ):
+        with Problem(func, arguments) as problem:
+            problem.vjp(torch.ones(1, problem.m, dtype=torch.float64, device=device))  # a graph on this stream, too
+            for output in problem.outputs:
+                for imaginary in (False, True) if output.is_complex else (False,):
+                    count = output.tensor.numel()
+                    single, _, _ = problem.analytical_rows(output, imaginary, 0, count, problem.inputs, 0, 1.0)
+                    rows = graphs.analytical_rows(problem, output, imaginary, 0, count, problem.inputs)
+                    torch.testing.assert_close(rows, single, rtol=1e-10, atol=1e-12)
+
+
+def scaled_backward(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            return change(2 * grad)
+
+    return Scaled.apply  # type: ignore[no-any-return]
+
+
+def waits(grad: Tensor) -> Tensor:
+    torch.cuda.synchronize(grad.device)
+    return grad
+
+
+def elsewhere(grad: Tensor) -> Tensor:
+    with torch.cuda.stream(torch.cuda.default_stream(grad.device)):
+        return grad * 1
+
+
+@pytest.mark.usefixtures("as_before")
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda grad: grad * (1.0 if grad.sum() > -9 else 2.0), "backward reads values"),
+        (lambda grad: grad + 0 * torch.rand_like(grad), "backward draws random numbers"),
+        (elsewhere, "backward uses streams of its own"),
+        (waits, "backward cannot be captured"),  # which is invalid, and no operator tells
+    ],
+)
+def test_refused_rows(
+    change: Callable[[Tensor], Tensor], reason: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = leaf(40).detach().to(device).requires_grad_()
+    monkeypatch.setattr(graphs, "_abandoned", KEPT)
+    generator = torch.cuda.default_generators[device.index]
+    state = generator.get_state()
+    with Problem(scaled_backward(change), (x,)) as problem:
+        (output,) = problem.outputs
+        with pytest.raises(trial.RefusedError, match=reason):
+            graphs.analytical_rows(problem, output, False, 0, 40, problem.inputs)
+        rows, _, _ = problem.analytical_rows(output, False, 0, 40, problem.inputs, 0, 1.0)
+    generator.set_state(state)
+    torch.testing.assert_close(rows, 2 * torch.eye(40, dtype=torch.float64, device=device))
+
+
+def test_a_graph_of_the_users_keeps_rows_from_being_captured(device: torch.device) -> None:
+    x = leaf(40).detach().to(device).requires_grad_()
+    kept = x.sin()  # its node of x is of this stream, and is everybody's
+    with Problem(lambda x: x.cumsum(0), (x,)) as problem:
+        refused = pytest.raises(trial.RefusedError, match="backward runs on streams of its own")
+        with refused:
+            graphs.analytical_rows(problem, problem.outputs[0], False, 0, 40, problem.inputs)
+    assert kept.requires_grad
+
+
+@pytest.mark.usefixtures("as_before")
 def test_batched_columns_are_those_of_the_loop(device: torch.device) -> None:
     with Problem(chain, inputs(device)) as problem:
         single = problem.difference_columns(0, problem.n, EPS, False)
@@ -201,7 +276,8 @@ def test_verdicts(way: str, device: torch.device, monkeypatch: pytest.MonkeyPatc
 
     def forced(*arguments: Any) -> float:
         speedup(*arguments)
-        return 10.0 if (arguments[4].func is graphs.difference_columns) is (way == "replays") else 0.0
+        of_batches = getattr(arguments[-1], "func", None) is batched.difference_columns
+        return 10.0 if of_batches is (way == "batches") else 0.0
 
     monkeypatch.setattr(plan, "GUESS_SECONDS", 0.0)
     monkeypatch.setattr(plan, "TRIAL_SECONDS", 0.0)
@@ -210,6 +286,7 @@ def test_verdicts(way: str, device: torch.device, monkeypatch: pytest.MonkeyPatc
     assert right.passed
     assert right.plan is not None
     assert (right.plan.replayed, right.plan.batch is not None) == (way == "replays", way == "batches")
+    assert right.plan.rows_replayed == (way == "replays"), right.plan.reason
     failed = check(wrong, inputs(device), DENSE)
     assert failed.failure is not None
     assert failed.failure.kind == "mismatch"
