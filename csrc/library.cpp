@@ -16,7 +16,9 @@ TORCH_LIBRARY(fastgrad, library) {
       "central_difference_(Tensor(a!) column, Tensor minus, Tensor origin, int coordinate, float eps, "
       "float relative_step) -> ()");
   library.def(
-      "realize_(Tensor(a!) displacement, Tensor(b!) realized, Tensor origin, float eps, float relative_step) -> ()");
+      "realize_(Tensor(a!) displacement, Tensor(b!) realized, Tensor origin, int seed, int stream, int first, float "
+      "eps, "
+      "float relative_step) -> ()");
   library.def(
       "decompress_(Tensor(a!) values, Tensor compressed, Tensor? subtrahend, Tensor positions, Tensor entries) -> ()");
   library.def("dots(Tensor rows, Tensor vector) -> Tensor");

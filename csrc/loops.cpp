@@ -338,13 +338,15 @@ void Evaluator::displace(const at::Tensor& displacement, double scale) {
   }
 }
 
-void Evaluator::realize(const at::Tensor& displacement, const at::Tensor& realized, double eps, double relative) const {
+void Evaluator::realize(
+    const at::Tensor& displacement, const at::Tensor& realized, int64_t seed, int64_t stream, double eps,
+    double relative) const {
   const BelowAutograd guard;
   for (const InputBlock& block : blocks_) {
     const int64_t size = coordinate_count(block.origin);
     realize_(
         displacement.narrow(0, block.first, size), realized.narrow(0, block.first, size),
-        block.origin.to(displacement.device()), eps, relative * block.relative_step);
+        block.origin.to(displacement.device()), seed, stream, block.first, eps, relative * block.relative_step);
   }
 }
 

@@ -80,10 +80,12 @@ class Evaluator {
   // func at x; gradients are recorded where record_graph and the caller's grad mode say so.
   pybind11::object evaluate(bool record_graph);
 
-  // Both for a direction in R^n (float64, shape (coordinates of all inputs,)), in place, by realize_:
-  // displacement holds it on entry and h u on return, realized what rounding leaves of it. The inputs'
-  // relative steps count times `relative`.
-  void realize(const at::Tensor& displacement, const at::Tensor& realized, double eps, double relative) const;
+  // Both for a direction u in R^n of a seed and stream, by realize_: displacement (float64, shape (coordinates
+  // of all inputs,)) becomes h u, realized (likewise) what rounding leaves of u. The inputs' relative steps count
+  // times `relative`.
+  void realize(
+      const at::Tensor& displacement, const at::Tensor& realized, int64_t seed, int64_t stream, double eps,
+      double relative) const;
 
   // func at x + scale * displacement (float64, shape (coordinates of all inputs,); fastgrad::displace_) for
   // several scales: each of `values` (float64, shape (m,)) becomes the outputs end to end. Returns as

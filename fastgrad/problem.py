@@ -345,19 +345,23 @@ class Problem:
             if weight and bool(part.any()):
                 yield part, step, weight
 
-    def realize(self, displacement: Tensor, realized: Tensor, eps: float, relative: float = 1.0) -> None:
-        """From a direction, its `displacement` and what `values_along` it, extrapolated, really measure.
+    def realize(
+        self, displacement: Tensor, realized: Tensor, seed: int, stream: int, eps: float, relative: float = 1.0
+    ) -> None:
+        """Of a random direction, the `displacement` and what `values_along` it, extrapolated, really measure.
 
         Parameters
         ----------
         displacement
-            The direction on entry, the displacement on return: float64, shape (n,).
+            Written: float64, shape (n,).
         realized
             Written: the displacement over eps, up to rounding to the inputs' dtypes. Float64, shape (n,).
+        seed, stream
+            Which direction, as of `directions.direction`.
         relative
             A factor of the relative steps at large magnitudes.
         """
-        self._evaluator.realize(displacement, realized, eps, relative)
+        self._evaluator.realize(displacement, realized, seed, stream, eps, relative)
 
     def values_along(
         self, displacement: Tensor, scales: Sequence[float], values: Sequence[Tensor], record_graph: bool = True

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import fastgrad  # noqa: F401  (registers the operators)
+from fastgrad.directions import direction  # registers the operators, too
 
 ops = torch.ops.fastgrad
 REAL = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -163,7 +163,7 @@ WEIGHTS = torch.ones(2, 8, dtype=torch.float64)
 SHARED: dict[str, Callable[[], Any]] = {
     "direction_": lambda: ops.direction_(LARGE[0], 0, 0, 0, False),
     "displace_": lambda: ops.displace_(*LARGE[:3], 1e-6),
-    "realize_": lambda: ops.realize_(*LARGE[:3], 1e-6, STEP),
+    "realize_": lambda: ops.realize_(*LARGE[:3], 0, 1, 2, 1e-6, STEP),
     "perturb_coordinates_": lambda: ops.perturb_coordinates_(*LARGE[:2], INDICES, 1, 1e-6, STEP),
     "flatten_": lambda: ops.flatten_(*LARGE[:2]),
     "decompress_": lambda: ops.decompress_(*LARGE[:3], INDICES, INDICES),
@@ -254,9 +254,9 @@ def test_realize(kernel: str, dtype: torch.dtype) -> None:
     origin = tensor(dtype, 3, 4)
     origin[0, 0], origin[0, 1] = 1e9, math.inf
     values = coordinates(origin)
-    u = tensor(torch.float64, values.size)
-    displacement, realized = u.clone(), torch.zeros_like(u)
-    call(kernel, ops.realize_, displacement, realized, origin, 1e-3, STEP)
+    u = direction(values.size, 3, 1, 5)
+    displacement, realized = torch.zeros_like(u), torch.zeros_like(u)
+    call(kernel, ops.realize_, displacement, realized, origin, 3, 1, 5, 1e-3, STEP)
     finite = np.isfinite(values)
     steps = np.maximum(1e-3, STEP * np.abs(values.astype(np.float64)))
     np.testing.assert_allclose(displacement.numpy()[finite], (steps * u.numpy())[finite], rtol=1e-15)
@@ -461,7 +461,7 @@ def samples() -> list[Any]:
             id="project_entries_",
         ),
         pytest.param(ops.displace_, (x.clone(), x, real, 0.5), id="displace_"),
-        pytest.param(ops.realize_, (real.clone(), real.clone(), x, 1e-6, STEP), id="realize_"),
+        pytest.param(ops.realize_, (real.clone(), real.clone(), x, 3, 1, 2, 1e-6, STEP), id="realize_"),
         pytest.param(ops.dots, (block, block[0].clone()), id="dots"),
         pytest.param(ops.richardson_, (real.clone(), real.clone(), *[real] * 5, 1e-6, 2.0**-52), id="richardson_"),
         pytest.param(ops.direction_, (real.clone(), 0, 1, 2, True), id="direction_"),

@@ -179,15 +179,16 @@ void central_difference_cuda(
 }
 
 void realize_cuda(
-    const at::Tensor& displacement, const at::Tensor& realized, const at::Tensor& origin, double eps,
-    double relative_step) {
-  check_realize(displacement, realized, origin);
+    const at::Tensor& displacement, const at::Tensor& realized, const at::Tensor& origin, int64_t seed, int64_t stream,
+    int64_t first, double eps, double relative_step) {
+  check_realize(displacement, realized, origin, first);
   check_one_device("realize_", displacement, {realized, origin});
   const c10::cuda::CUDAGuard guard(displacement.device());
   C10_CUDA_CHECK(
       cuda::launch_realize(
           displacement.mutable_data_ptr<double>(), realized.mutable_data_ptr<double>(), origin.const_data_ptr(),
-          real_type("realize_", origin), displacement.numel(), eps, relative_step, c10::cuda::getCurrentCUDAStream()));
+          real_type("realize_", origin), displacement.numel(), seed, stream, first, eps, relative_step,
+          c10::cuda::getCurrentCUDAStream()));
 }
 
 void richardson_cuda(

@@ -14,41 +14,47 @@
 #include <limits>
 
 namespace fastgrad {
+void write_direction(
+    double* out, int64_t stride, int64_t count, int64_t seed, int64_t stream, int64_t first, bool halved) {
+#ifdef FASTGRAD_HAS_AVX2
+  static const bool has_avx2 = __builtin_cpu_supports("avx2");
+#endif
+  const int64_t end = first + count;
+  // Group by group: four components for each call of the generator; whole groups without a test for each.
+  for (int64_t group = first >> 2; group <= (end - 1) >> 2; ++group) {
+    const int64_t own = 4 * group;
+#ifdef FASTGRAD_HAS_AVX2
+    if (has_avx2 && stride == 1 && group > 0 && own >= first && end - own >= 4 * groups_at_once) {
+      write_groups_avx2(out + (own - first), seed, stream, group, halved);
+      group += groups_at_once - 1;
+      continue;
+    }
+#endif
+    const Words4 words = direction_words(seed, stream, group);
+    const auto write = [&](int64_t coordinate) {
+      out[(coordinate - first) * stride] = component_of(words, coordinate, halved);
+    };
+    if (own >= first && own + 4 <= end) {
+      for (int64_t k = 0; k < 4; ++k) {
+        write(own + k);
+      }
+      continue;
+    }
+    const int64_t last = std::min(end, own + 4);
+    for (int64_t coordinate = std::max(first, own); coordinate < last; ++coordinate) {
+      write(coordinate);
+    }
+  }
+}
+
 namespace {
 
 void direction_cpu(const at::Tensor& out, int64_t seed, int64_t stream, int64_t first, bool halved) {
   check_direction(out, first);
   auto* values = out.mutable_data_ptr<double>();
   const int64_t stride = out.stride(0);
-#ifdef FASTGRAD_HAS_AVX2
-  static const bool has_avx2 = __builtin_cpu_supports("avx2");
-#endif
   at::parallel_for(0, out.numel(), grain_size, [&](int64_t begin, int64_t end) {
-    // Group by group: four components for each call of the generator; whole groups without a test for each.
-    for (int64_t group = (first + begin) >> 2; group <= (first + end - 1) >> 2; ++group) {
-      const int64_t own = 4 * group;
-#ifdef FASTGRAD_HAS_AVX2
-      if (has_avx2 && stride == 1 && group > 0 && own >= first + begin && first + end - own >= 4 * groups_at_once) {
-        write_groups_avx2(values + (own - first), seed, stream, group, halved);
-        group += groups_at_once - 1;
-        continue;
-      }
-#endif
-      const Words4 words = direction_words(seed, stream, group);
-      const auto write = [&](int64_t coordinate) {
-        values[(coordinate - first) * stride] = component_of(words, coordinate, halved);
-      };
-      if (own >= first + begin && own + 4 <= first + end) {
-        for (int64_t k = 0; k < 4; ++k) {
-          write(own + k);
-        }
-        continue;
-      }
-      const int64_t last = std::min(first + end, own + 4);
-      for (int64_t coordinate = std::max(first + begin, own); coordinate < last; ++coordinate) {
-        write(coordinate);
-      }
-    }
+    write_direction(values + begin * stride, stride, end - begin, seed, stream, first + begin, halved);
   });
 }
 

@@ -13,4 +13,8 @@ void direction_(const at::Tensor& out, int64_t seed, int64_t stream, int64_t fir
 // What every kernel of it demands: that the numbers of the components, rounded up to groups of four, exist.
 void check_direction(const at::Tensor& out, int64_t first);
 
+// Writes `count` components, one at least, to memory of this process, `stride` elements from one to the next.
+void write_direction(
+    double* out, int64_t stride, int64_t count, int64_t seed, int64_t stream, int64_t first, bool halved);
+
 }  // namespace fastgrad

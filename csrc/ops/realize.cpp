@@ -3,6 +3,7 @@
 
 #include "../kernels/difference.h"
 #include "common.h"
+#include "direction.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/abs.h>
@@ -12,9 +13,13 @@
 #include <ATen/TensorOperators.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 namespace fastgrad {
 
-void check_realize(const at::Tensor& displacement, const at::Tensor& realized, const at::Tensor& origin) {
+void check_realize(
+    const at::Tensor& displacement, const at::Tensor& realized, const at::Tensor& origin, int64_t first) {
+  check_direction(displacement, first);
   check_differentiable("realize_", "origin", origin);
   TORCH_CHECK(origin.is_contiguous(), "realize_: origin must be contiguous, got strides ", origin.strides());
   for (const auto& [name, tensor] : {std::pair("displacement", displacement), std::pair("realized", realized)}) {
@@ -28,6 +33,9 @@ void check_realize(const at::Tensor& displacement, const at::Tensor& realized, c
 
 namespace {
 
+constexpr int64_t piece = 2048;  // the direction stays in the cache until it is used
+
+// displacement: the direction on entry.
 template <typename T>
 FASTGRAD_AVX2_TOO void realize(
     double* displacement, double* realized, const T* origin, double eps, double relative_step, int64_t count) {
@@ -39,25 +47,30 @@ FASTGRAD_AVX2_TOO void realize(
 }
 
 void realize_cpu(
-    const at::Tensor& displacement, const at::Tensor& realized, const at::Tensor& origin, double eps,
-    double relative_step) {
-  check_realize(displacement, realized, origin);
+    const at::Tensor& displacement, const at::Tensor& realized, const at::Tensor& origin, int64_t seed, int64_t stream,
+    int64_t first, double eps, double relative_step) {
+  check_realize(displacement, realized, origin, first);
   auto* steps = displacement.mutable_data_ptr<double>();
   auto* out = realized.mutable_data_ptr<double>();
   FASTGRAD_DISPATCH_REAL(origin.scalar_type(), "realize_", [&] {
     const auto* values = static_cast<const real_t*>(origin.const_data_ptr());
     at::parallel_for(0, displacement.numel(), grain_size, [&](int64_t begin, int64_t end) {
-      realize(steps + begin, out + begin, values + begin, eps, relative_step, end - begin);
+      for (int64_t j = begin; j < end; j += piece) {
+        const int64_t count = std::min(piece, end - j);
+        write_direction(steps + j, 1, count, seed, stream, first + j, /*halved=*/false);
+        realize(steps + j, out + j, values + j, eps, relative_step, count);
+      }
     });
   });
 }
 
 void realize_composite(
-    const at::Tensor& displacement, const at::Tensor& realized, const at::Tensor& origin, double eps,
-    double relative_step) {
-  check_realize(displacement, realized, origin);
+    const at::Tensor& displacement, const at::Tensor& realized, const at::Tensor& origin, int64_t seed, int64_t stream,
+    int64_t first, double eps, double relative_step) {
+  check_realize(displacement, realized, origin, first);
   const at::Tensor own = real_coordinates(origin);
   const at::Tensor values = own.to(at::kDouble);
+  direction_(displacement, seed, stream, first, /*halved=*/false);
   displacement.mul_((at::abs(values) * relative_step).clamp_min(eps));
   const auto width = [&](double scale) {
     const auto moved = [&](double sign) {
@@ -69,17 +82,17 @@ void realize_composite(
   realized.copy_((8.0 * width(0.5) - width(1.0)) / (6.0 * eps));
 }
 
-void realize_meta(const at::Tensor&, const at::Tensor&, const at::Tensor&, double, double) {
+void realize_meta(const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t, int64_t, int64_t, double, double) {
 }  // sizes may be symbolic here
 
 }  // namespace
 
 void realize_(
-    const at::Tensor& displacement, const at::Tensor& realized, const at::Tensor& origin, double eps,
-    double relative_step) {
+    const at::Tensor& displacement, const at::Tensor& realized, const at::Tensor& origin, int64_t seed, int64_t stream,
+    int64_t first, double eps, double relative_step) {
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("fastgrad::realize_", "").typed<decltype(realize_)>();
-  op.call(displacement, realized, origin, eps, relative_step);
+  op.call(displacement, realized, origin, seed, stream, first, eps, relative_step);
 }
 
 TORCH_LIBRARY_IMPL(fastgrad, CPU, library) { library.impl("realize_", &realize_cpu); }

@@ -83,7 +83,7 @@ def directional_differences(
     different weights, each of which counts in the unit of its own tolerance. Coordinates that are `still`, shape
     (n,), do not move.
     """
-    drawn = torch.empty(problem.n, dtype=torch.float64, device=problem.device)
+    displacement = torch.empty(problem.n, dtype=torch.float64, device=problem.device)
     most = len(SCALES) if extrapolated else 2
     # Not one block: where vectors are large, blocks of several sizes leave holes in the heap. And before what stays:
     # memory above that goes back to the system when it is free, and what comes next is made anew, page by page.
@@ -98,9 +98,12 @@ def directional_differences(
     relative = min(1.0, eps / settings.eps)
 
     def difference(
-        points: int, displacement: Tensor, step: float, u: Tensor, derivative: Tensor, noise: Tensor
+        points: int, stream: int, still: Tensor | None, step: float, u: Tensor, derivative: Tensor, noise: Tensor
     ) -> None:
-        problem.realize(displacement, u, step, relative)
+        problem.realize(displacement, u, settings.seed, stream, step, relative)
+        if still is not None:
+            displacement.masked_fill_(still, 0.0)
+            u.masked_fill_(still, 0.0)
         problem.values_along(displacement, SCALES[:points], values[:points])
         rule: Callable[..., None] = ops.richardson_ if points == len(SCALES) else _central_difference
         for output in problem.outputs:
@@ -110,17 +113,16 @@ def directional_differences(
 
     for k in range(count):
         points = len(SCALES) if k < extrapolated else 2
-        ops.direction_(drawn, settings.seed, SKETCH_DIRECTIONS + 16 * (attempt * count + k), 0, False)
-        if still is not None:
-            drawn.masked_fill_(still, 0.0)
+        stream = SKETCH_DIRECTIONS + 16 * (attempt * count + k)
         if not problem.mixes_inputs:
-            difference(points, drawn, eps, found.directions[k], found.derivatives[k], found.noise)
+            difference(points, stream, still, eps, found.directions[k], found.derivatives[k], found.noise)
             continue
         total_noise = torch.zeros_like(found.noise)
         found.directions[k], found.derivatives[k] = 0.0, 0.0
-        for part, step, weight in problem.parts_of(drawn):
+        for part, step, weight in problem.parts_of(torch.ones_like(displacement)):
             u, derivative, noise = torch.zeros_like(part), torch.zeros_like(base), torch.zeros_like(base)
-            difference(points, part, eps * step, u, derivative, noise)
+            others = part == 0 if still is None else (part == 0) | still
+            difference(points, stream, others, eps * step, u, derivative, noise)
             found.directions[k] += weight * u
             found.derivatives[k] += weight * derivative
             total_noise += weight * noise

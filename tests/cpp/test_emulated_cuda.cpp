@@ -162,17 +162,18 @@ TYPED_TEST(Emulated, Displace) {
 TYPED_TEST(Emulated, Realize) {
   for (const int64_t size : this->sizes) {
     const std::vector<TypeParam> origin = origins<TypeParam>(size);
-    std::vector<double> displacement = numbers(size, 2);
+    std::vector<double> displacement(size + 1, 7.0);
     std::vector<double> steps = displacement;
     std::vector<double> realized(size + 1, -7.0);
     std::vector<double> expected = realized;
     for (int64_t c = 0; c < size; ++c) {
-      steps[c] *= directional_step(origin[c], 1e-3, 0x1p-7);
+      steps[c] = direction_component(3, 1, 5 + c) * directional_step(origin[c], 1e-3, 0x1p-7);
       expected[c] = realized_component(origin[c], steps[c], 1e-3);
     }
     ASSERT_EQ(
         launch_realize(
-            displacement.data(), realized.data(), origin.data(), type_of<TypeParam>(), size, 1e-3, 0x1p-7, nullptr),
+            displacement.data(), realized.data(), origin.data(), type_of<TypeParam>(), size, 3, 1, 5, 1e-3, 0x1p-7,
+            nullptr),
         cudaSuccess);
     ASSERT_TRUE(same_bits(displacement, steps));
     ASSERT_TRUE(same_bits(realized, expected));

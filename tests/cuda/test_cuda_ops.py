@@ -125,7 +125,7 @@ def test_displace_and_realize(size: int, dtype: torch.dtype, layout: str, device
     steps = numbers(torch.float64, 2 * n)[::2]
     for scale in (1.0, -0.5, 0.0):
         assert_same_bits(ops.displace_, (x, origin, steps, scale), device)
-    assert_same_bits(ops.realize_, (steps.contiguous(), torch.zeros(n).double(), origin, 1e-3, STEP), device)
+    assert_same_bits(ops.realize_, (*torch.zeros(2, n).double().unbind(), origin, 3, 1, 5, 1e-3, STEP), device)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
