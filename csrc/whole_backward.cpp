@@ -235,9 +235,15 @@ WholeBackward whole_backward(
   const std::vector<at::Tensor> arguments = arguments_of(inputs);
   const int64_t n = inputs.back().first + coordinate_count(inputs.back().origin);
   const auto take_zeros = [&](const std::vector<at::Tensor>& trial) {
-    whole.zeros.push_back(vjp_of_zeros(trial, arguments));
+    std::vector<at::Tensor> found = vjp_of_zeros(trial, arguments);
     whole.vjps += 1;
-    whole.are_zero = whole.are_zero && are_plain_zeros(whole.zeros.back(), arguments);
+    whole.are_zero = whole.are_zero && are_plain_zeros(found, arguments);
+    for (size_t k = 0; k < found.size(); ++k) {
+      if (found[k].defined() && !is_plain_zero(found[k], arguments[k])) {
+        found[k] = found[k].clone();  // to be judged later, when backward may have written over what it returned
+      }
+    }
+    whole.zeros.push_back(std::move(found));
   };
   take_zeros(outputs);
   if (undefined) {

@@ -454,9 +454,9 @@ def one_hot_failure(problem: Problem, settings: Settings) -> Failure | None:
 
 
 def linearity_failure(
-    problem: Problem, settings: Settings, cotangent: Tensor, gradient: Tensor, kind: str
+    problem: Problem, settings: Settings, cotangent: Tensor, gradient: Tensor, kind: str, part: Tensor | None = None
 ) -> Failure | None:
-    """Whether a VJP is what the VJPs of two halves of its cotangent, each contiguous, add up to.
+    """Whether a VJP is not what the VJPs of two parts of its cotangent, each contiguous, add up to.
 
     Parameters
     ----------
@@ -464,14 +464,18 @@ def linearity_failure(
         float64, shape (m,).
     gradient
         Its VJP, in whatever layout: float64, shape (n,).
+    part
+        One of the two parts, shape (m,); None: a random half of the elements.
     """
-    half = torch.empty_like(cotangent)
-    ops.direction_(half, settings.seed, COTANGENT_STREAM, 0, True)
-    some = torch.where(half == 0, 0.0, cotangent)
-    halves = torch.stack([some, cotangent - some])
-    parts = problem.vjp(halves)
-    failure = _sum_failure(problem, settings, gradient, parts, f"for {kind}", "those of its two halves")
-    if failure is not None and differ(problem.vjp(halves), parts, settings.nondet_tol, False):
+    addends = "those of two grad_outputs that add up to it"
+    if part is None:
+        half = torch.empty_like(cotangent)
+        ops.direction_(half, settings.seed, COTANGENT_STREAM, 0, True)
+        part, addends = torch.where(half == 0, 0.0, cotangent), "those of its two halves"
+    both = torch.stack([part, cotangent - part])
+    parts = problem.vjp(both)
+    failure = _sum_failure(problem, settings, gradient, parts, f"for {kind}", addends)
+    if failure is not None and differ(problem.vjp(both), parts, settings.nondet_tol, False):
         return Failure("nondeterministic", problem.outputs[0].index, None, problem.outputs[0].position)
     return failure
 

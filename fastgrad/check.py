@@ -221,6 +221,12 @@ def _screened(problem: Problem, settings: Settings, findings: Findings) -> Failu
             if not is_affordable(problem):
                 raise
             return _exact(problem, settings, findings)[1]
+        if found.raised is not None:
+            # To be raised in its turn, or, if it is not raised again, after all.
+            failure = _exact(problem, settings, findings)[1] if is_affordable(problem) else None
+            if failure is None:
+                raise found.raised
+            return failure
         if found.failure is not None and found.failure.kind == "nonlinear" and is_affordable(problem):
             # Every entry may say which output and input it is about.
             return _exact(problem, settings, findings)[1] or found.failure

@@ -425,9 +425,9 @@ class _Verdict:
 
     def screen_apart(self) -> Screening:
         """The verdict on dense rows and columns that no group has, as fast mode's on all; certified where it passes."""
-        problem, settings, compression = self._problem, self._settings, self._compression
+        settings, compression = self._settings, self._compression
         if compression.rows_apart is not None:
-            screening = screen(problem, settings, rows=compression.rows_apart)
+            screening = self._screen(rows=compression.rows_apart)
             if screening.failure is not None or screening.undecided is not None:
                 return screening
             self._note_certified(int(compression.rows_apart.sum()), "row", screening)
@@ -439,10 +439,16 @@ class _Verdict:
         columns = compression.columns_apart.nonzero().reshape(-1)
         for some in torch.split(columns, 1 if columns.numel() <= HANDFUL else columns.numel()):
             selected = torch.zeros_like(compression.columns_apart).index_fill_(0, some, True)
-            screening = screen(problem, settings, columns=selected)
+            screening = self._screen(columns=selected)
             if screening.failure is not None or screening.undecided is not None:
                 return screening
         self._note_certified(columns.numel(), "column", screening)
+        return screening
+
+    def _screen(self, rows: Tensor | None = None, columns: Tensor | None = None) -> Screening:
+        screening = screen(self._problem, self._settings, rows, columns)
+        if screening.raised is not None:
+            raise screening.raised
         return screening
 
     def _note_certified(self, count: int, kind: str, screening: Screening) -> None:

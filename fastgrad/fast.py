@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,6 +67,8 @@ class Screening:
         Confirmed, if any.
     undecided
         The largest error that may be hidden, where something stays open; None: nothing does.
+    raised
+        By backward, for a one-hot grad_output.
     certificates
         What the screen vouches for, where it found nothing and leaves nothing open.
     bound
@@ -76,6 +78,7 @@ class Screening:
 
     failure: Failure | None = None
     undecided: float | None = None
+    raised: Exception | None = None
     certificates: tuple[Certificate, ...] = ()
     bound: float = 0.0
 
@@ -100,6 +103,7 @@ def screen(
     eps = settings.eps
     first: Differences | None = None
     attempt, extrapolated = 0, 1  # as cheap as can be: where all is well, most often that tells
+    earlier: tuple[Tensor, Mapping[int, Tensor]] | None = None
     while attempt < MOST_STEPS:
         differences = directional_differences(
             problem, settings, base, eps, count, attempt, extrapolated=extrapolated, still=still
@@ -107,14 +111,21 @@ def screen(
         first = first or differences
         search = _Search(problem, settings, differences)
         weight = weights(differences.noise, settings.atol, pending)
-        failure = one_hot_failure(problem, settings) if attempt == 0 else None
+        try:
+            failure = one_hot_failure(problem, settings) if attempt == 0 else None
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            return Screening(raised=error)
         if failure is None:
             tentative = extrapolated < count
-            sketch, failure = _sketch(problem, settings, differences, weight, count, attempt, tentative)
+            same = earlier[1] if earlier and attempt == 0 and torch.equal(earlier[0], weight) else {}
+            sketch, failure = _sketch(problem, settings, differences, weight, count, attempt, tentative, same)
         flagged = sketch.worst() if failure is None else None
         if flagged is not None:
             if tentative:
                 extrapolated = count  # differences that can say that something is wrong
+                earlier = weight, sketch.gradients
                 continue
             failure = search.run(sketch)
             flagged = sketch.worst()
@@ -158,8 +169,10 @@ def _verified(settings: Settings, count: int, bound: float) -> Screening:
     method = f"{count} random directions, {count + 1} cotangents: sums of analytical entries against differences"
     pairs = f"the same sums, with probability {settings.confidence:.10g}"
     cancelling = detection_limit(settings) * (bound / settings.atol if settings.atol else 0.0)
+    # Beside larger entries of its row, a small one may be off by more than its own tolerance.
+    size = "its tolerance" if bound <= settings.atol else "the bound"
     certificates = (
-        Certificate("no single entry is wrong by more than its tolerance", method, bound),
+        Certificate(f"no single entry is wrong by more than {size}", method, bound),
         Certificate("no two errors cancel each other in a row or a column", pairs, cancelling),
     )
     return Screening(certificates=certificates, bound=bound)
@@ -195,28 +208,34 @@ def _sketch(
     count: int,
     attempt: int,
     tentative: bool,
+    earlier: Mapping[int, Tensor],
 ) -> tuple[Sketch, Failure | None]:
     """The sketch, and how the backward may have failed meanwhile: it moves, it depends on layouts, it raises.
 
     A tentative one ends with the first cotangent for which something looks wrong. A small one is
     made by one call, and row by row only where something is, and can be told to be, wrong.
+
+    earlier: VJPs of the same cotangents, by their numbers.
     """
-    rows, early = list(cotangents(problem, settings, weight, count, attempt)), None
-    if attempt == 0 and problem.n + problem.m <= MOST_AT_ONCE:
-        try:
-            sketch, vector, (gradient, *repeats) = residual_rows(problem, settings, differences, rows, REPEATED, RUNS)
-            failure = _repeat_failure(problem, settings, vector, gradient, repeats)
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            early = error
-        else:
-            if tentative or failure is not None or sketch.worst() is None:
-                return sketch, failure
-    sketch, failure = _row_by_row(problem, settings, differences, rows, attempt == 0, tentative)
-    if early is not None and failure is None and sketch.worst() is None:
-        raise early  # of a backward that did not raise again
-    return sketch, failure
+    rows = list(cotangents(problem, settings, weight, count, attempt))
+    if attempt or problem.n + problem.m > MOST_AT_ONCE:
+        return _row_by_row(problem, settings, differences, rows, attempt == 0, tentative, earlier)
+    try:
+        sketch, vector, repeats = residual_rows(problem, settings, differences, rows, REPEATED, RUNS)
+        failure = _repeat_failure(problem, settings, vector, sketch.gradients[REPEATED], repeats)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        sketch, failure = _row_by_row(problem, settings, differences, rows, True, tentative, {})
+        if failure is None:
+            detail = f"it raised {type(error).__name__} in one of several runs"
+            failure = Failure("nonlinear", detail=detail, cause=error)
+        return sketch, failure
+    if failure is None and any(_moves(settings, sketch.gradients[k], known) for k, known in earlier.items()):
+        failure = _moving(problem)
+    if tentative or failure is not None or sketch.worst() is None:
+        return sketch, failure
+    return _row_by_row(problem, settings, differences, rows, True, tentative, sketch.gradients)
 
 
 def _row_by_row(
@@ -226,21 +245,24 @@ def _row_by_row(
     rows: Sequence[Cotangent],
     repeat: bool,
     tentative: bool,
+    earlier: Mapping[int, Tensor],
 ) -> tuple[Sketch, Failure | None]:
-    sketch = Sketch([], [], [])
+    sketch = Sketch()
     for number, cotangent in enumerate(rows):
         try:
             vector = cotangent.vector()
             values, allowed, gradient = residual_row(problem, settings, differences, cotangent, vector)
             failure = None
             if repeat and number == REPEATED:
-                repeats = list(problem.vjp(vector.expand(RUNS - 1, -1)))
+                repeats = problem.vjp(vector.expand(RUNS - 1, -1))
                 failure = _repeat_failure(problem, settings, vector, gradient, repeats)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # one-hot grad_outputs did not raise
             detail = f"it raised {type(error).__name__} for {cotangent.kind}"
             return sketch, Failure("nonlinear", detail=detail, cause=error)
+        if failure is None and number in earlier and _moves(settings, gradient, earlier[number]):
+            failure = _moving(problem)
         if failure is not None:
             return sketch, failure
         looks_wrong = any(excess(*pair) > 1 for pair in zip(values, allowed, strict=True))
@@ -254,19 +276,29 @@ def _row_by_row(
         sketch.values.append(values)
         sketch.allowed.append(allowed)
         if looks_wrong and tentative:
+            sketch.gradients[number] = gradient
             break
     return sketch, None
 
 
 def _repeat_failure(
-    problem: Problem, settings: Settings, vector: Tensor, gradient: Tensor, repeats: Sequence[Tensor]
+    problem: Problem, settings: Settings, vector: Tensor, gradient: Tensor, repeats: Tensor
 ) -> Failure | None:
     """Whether a VJP, run again, moves, or is not that of each output alone, added up."""
     failure = separate_failure(problem, settings, vector, gradient)
     tolerance = settings.nondet_tol * float(vector.abs().sum()) if settings.nondet_tol else 0.0
     if any(differ(again[None], gradient[None], tolerance, False) for again in repeats):
-        return Failure("nondeterministic", problem.outputs[0].index, None, problem.outputs[0].position)
+        return _moving(problem)
     return failure
+
+
+def _moves(settings: Settings, gradient: Tensor, earlier: Tensor) -> bool:
+    """Whether a VJP is not that of the same cotangent in an earlier sketch; where some movement is allowed, unknown."""
+    return not settings.nondet_tol and differ(gradient[None], earlier[None], 0.0, False)
+
+
+def _moving(problem: Problem) -> Failure:
+    return Failure("nondeterministic", problem.outputs[0].index, None, problem.outputs[0].position)
 
 
 class _Search:
@@ -299,7 +331,7 @@ class _Search:
             if found:
                 break
             if entry is None:
-                failure = self._nonlinear(sketch.cotangents[which])
+                failure = self._nonlinear(sketch.cotangents[which], sketch.cotangents[0])
                 if failure is not None:
                     return failure
             error, _ = self._row_error(row)
@@ -309,10 +341,12 @@ class _Search:
             leads += 1
         return located_failure(found) if found else None
 
-    def _nonlinear(self, cotangent: Cotangent) -> Failure | None:
+    def _nonlinear(self, cotangent: Cotangent, dense: Cotangent) -> Failure | None:
         vector = cotangent.vector()
         gradient = self._problem.vjp(vector.unsqueeze(0))[0]
-        return linearity_failure(self._problem, self._settings, vector, gradient, cotangent.kind)
+        # What has zeros is told from what has none: two halves of it would be wrong alike.
+        part = dense.vector() if cotangent.scale != 1.0 else None
+        return linearity_failure(self._problem, self._settings, vector, gradient, cotangent.kind, part)
 
     def _explained(self, entry: Found) -> Tensor:
         """What a found entry adds to its row of (J_num - J_ana) U."""

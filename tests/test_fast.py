@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -285,3 +285,70 @@ def test_results_that_are_views_of_the_input() -> None:
     worst = report.failure.comparison.worst
     assert worst is not None
     assert (worst.output_index, worst.input_index) == ((39, 49), (777,))
+
+
+def doubled(change: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor], Tensor]:
+    """2 x, whose backward gives change(gradient, number of its call)."""
+    calls = 0
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            nonlocal calls
+            calls += 1
+            return change(2 * grad, calls)
+
+    return Doubled.apply  # type: ignore[no-any-return]
+
+
+LARGE = 9000
+"""Of inputs and outputs together, more than is run in one call."""
+
+
+@pytest.mark.parametrize("call", range(1, 10))
+@pytest.mark.parametrize("n", [40, 2000, LARGE])
+def test_a_backward_that_raises_once_does_not_pass(n: int, call: int) -> None:
+    def change(gradient: Tensor, calls: int) -> Tensor:
+        if calls == call:
+            raise ValueError("once")
+        return gradient
+
+    settings = Settings(fast_mode=True, engine="sketch")
+    try:
+        report = check(doubled(change), (normal(n),), settings)
+    except ValueError:
+        return
+    assert report.failure is not None
+    assert report.failure.kind == "nonlinear"
+
+
+@pytest.mark.parametrize("n", [40, 2000])
+@pytest.mark.parametrize("calls", [range(9, 10**6, 9), range(1, 7), range(3, 7), range(7, 9), [3], [7], range(1, 9)])
+def test_a_backward_that_is_wrong_for_a_while_does_not_pass(n: int, calls: Sequence[int]) -> None:
+    wrong = doubled(lambda gradient, call: 1.1 * gradient if call in calls else gradient)
+    assert not check(wrong, (normal(n),), Settings(fast_mode=True, engine="sketch")).passed
+
+
+@pytest.mark.parametrize("n", [40, 2000, LARGE])
+@pytest.mark.parametrize("wrong", [lambda g: -g, lambda g: 1.5 * g])
+def test_a_path_for_sparse_grad_outputs(n: int, wrong: Callable[[Tensor], Tensor]) -> None:
+    def change(gradient: Tensor, _: int) -> Tensor:
+        return wrong(gradient) if 1 < int(gradient.count_nonzero()) < gradient.numel() else gradient
+
+    report = check(doubled(change), (normal(n),), Settings(fast_mode=True, engine="sketch"))
+    assert report.failure is not None
+    assert report.failure.kind == "nonlinear"
+
+
+@pytest.mark.parametrize("most", [4.0, 5.0])
+def test_clamps_of_large_grad_outputs(most: float) -> None:
+    def change(gradient: Tensor, _: int) -> Tensor:
+        return 2 * (gradient / 2).clamp(-most, most)
+
+    report = check(doubled(change), (normal(500),), Settings(fast_mode=True, engine="sketch"))
+    assert report.failure is not None
+    assert report.failure.kind == "nonlinear"

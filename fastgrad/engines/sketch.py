@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -211,11 +211,15 @@ def cotangents(problem: Problem, settings: Settings, weight: Tensor, count: int,
 
 @dataclass(slots=True)
 class Sketch:
-    """S = V^T (J_num - J_ana) U and what is allowed for it: lists of rows, one a cotangent, one column a direction."""
+    """S = V^T (J_num - J_ana) U and what is allowed for it: lists of rows, one a cotangent, one column a direction.
 
-    cotangents: list[Cotangent]
-    values: list[list[float]]
-    allowed: list[list[float]]
+    gradients: VJPs at hand, by the number of their cotangent.
+    """
+
+    cotangents: list[Cotangent] = field(default_factory=list)
+    values: list[list[float]] = field(default_factory=list)
+    allowed: list[list[float]] = field(default_factory=list)
+    gradients: dict[int, Tensor] = field(default_factory=dict)
 
     def worst(self) -> tuple[int, int] | None:
         """The entry (cotangent, direction) furthest beyond what is allowed, if any is beyond: NaN is the furthest."""
@@ -251,13 +255,13 @@ def residual_row(
 def residual_rows(
     problem: Problem, settings: Settings, differences: Differences, rows: Sequence[Cotangent], repeated: int, runs: int
 ) -> tuple[Sketch, Tensor, Tensor]:
-    """All rows of a small sketch, the first gapped and the last expanded; row `repeated` is run so many times.
+    """A small sketch, the first row gapped and the last expanded; row `repeated` is run so many times.
 
     Returns
     -------
     tuple
-        The sketch, empty where nothing looks wrong even without rounding; the vector of the repeated row (shape (m,))
-        and its VJPs (shape (runs, n)).
+        The sketch, but for its gradients empty where nothing looks wrong even without rounding; of the repeated row the
+        vector (shape (m,)) and the other VJPs (shape (runs - 1, n)).
     """
     vectors = [row.vector() for row in rows]
     order = [*range(repeated), *[repeated] * runs, *range(repeated + 1, len(rows))]
@@ -267,12 +271,13 @@ def residual_rows(
     values = (stacked @ derivatives).addmm_(gradients, directions, alpha=-1)
     slack = torch.tensor([[_slack(settings, differences, rows[number])] for number in order], dtype=torch.float64)
     slack = slack.to(values.device)
-    sketch = Sketch([], [], [])
+    sketch = Sketch(gradients={number: gradients[order.index(number)] for number in range(len(rows))})
     if not bool((values.abs() <= slack).all()):
         terms = stacked.abs() @ derivatives.abs() + gradients.abs() @ directions.abs()
         allowed = slack + ROUNDING * problem.unit_roundoff * terms
-        sketch = Sketch([rows[number] for number in order], values.tolist(), allowed.tolist())
-    return sketch, vectors[repeated], gradients[repeated : repeated + runs]
+        sketch.cotangents, sketch.values = [rows[number] for number in order], values.tolist()
+        sketch.allowed = allowed.tolist()
+    return sketch, vectors[repeated], gradients[repeated + 1 : repeated + runs]
 
 
 def _slack(settings: Settings, differences: Differences, cotangent: Cotangent) -> float:
