@@ -377,8 +377,8 @@ def _way(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int | N
 
 def _rows_way(problem: Problem, settings: Settings, look: FirstLook) -> tuple[bool, str]:
     """Whether rows come from replays of a VJP, if that is faster than one by one; and what is to be said of it."""
-    seconds = VJP_COST * look.seconds * problem.m
-    if problem.device.type != "cuda" or not settings.check_backward_ad or seconds < TRIAL_SECONDS:
+    are_run = problem.has_graph and settings.check_backward_ad
+    if problem.device.type != "cuda" or not are_run or VJP_COST * look.seconds * problem.m < TRIAL_SECONDS:
         return False, ""
     from fastgrad import graphs  # only here: importing fastgrad is to cost little
 

@@ -594,12 +594,14 @@ def test_which_rows_are_replayed(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(trial, "obstacle", lambda _: None)
     monkeypatch.setattr(trial, "speedup", speedup)
     outputs = [SimpleNamespace(tensor=torch.empty(size)) for size in (10, 800)]
-    problem: Any = SimpleNamespace(m=810, device=CUDA0, outputs=outputs)
+    problem: Any = SimpleNamespace(m=810, device=CUDA0, outputs=outputs, has_graph=True)
     look: Any = SimpleNamespace(seconds=1e-3)
     assert plan._rows_way(problem, Settings(), look) == (True, "; replays of a VJP: 2 times as fast as one by one")
     assert asked == [50]
     assert not plan._rows_way(problem, Settings(check_backward_ad=False), look)[0]
-    look.seconds = 1e-6
+    problem.has_graph = False
+    assert not plan._rows_way(problem, Settings(), look)[0]
+    problem.has_graph, look.seconds = True, 1e-6
     assert not plan._rows_way(problem, Settings(), look)[0]
     look.seconds, problem.device = 1.0, torch.device("cpu")
     assert not plan._rows_way(problem, Settings(), look)[0]
