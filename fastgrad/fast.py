@@ -247,6 +247,7 @@ def _row_by_row(
     tentative: bool,
     earlier: Mapping[int, Tensor],
 ) -> tuple[Sketch, Failure | None]:
+    """The same, one VJP after the other; repeat: whether one of them is run several times."""
     sketch = Sketch()
     for number, cotangent in enumerate(rows):
         try:

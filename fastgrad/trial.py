@@ -24,12 +24,12 @@ SCALES = (1.0, -1.0, 0.5, -0.5)
 SHARE = 1 / 8
 """Of atol, that columns may differ from those taken one by one, by rounding."""
 
-SINGLE_COLUMNS = 4
-"""Taken one by one, to compare with."""
+SINGLES = 4
+"""Columns, or rows, taken one by one to compare with."""
 
 
 class RefusedError(Exception):
-    """Columns are not to be had, or not to be trusted; the message says why."""
+    """Columns, or rows, are not to be had, or not to be trusted; the message says why."""
 
 
 def obstacle(problem: Problem) -> str | None:
@@ -65,7 +65,7 @@ def speedup(
     RefusedError
         They differ; or as `several` does.
     """
-    singles = min(SINGLE_COLUMNS, count)
+    singles = min(SINGLES, count)
     last = first + count - singles
     several(last, 1)  # refused at little cost, or warmed up
     begin = _clock(problem.device)

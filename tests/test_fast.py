@@ -306,7 +306,7 @@ def doubled(change: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor], Tenso
 
 
 LARGE = 9000
-"""Of inputs and outputs together, more than is run in one call."""
+"""Elements: with as many outputs, more than is run in one call."""
 
 
 @pytest.mark.parametrize("call", range(1, 10))
@@ -317,9 +317,8 @@ def test_a_backward_that_raises_once_does_not_pass(n: int, call: int) -> None:
             raise ValueError("once")
         return gradient
 
-    settings = Settings(fast_mode=True, engine="sketch")
     try:
-        report = check(doubled(change), (normal(n),), settings)
+        report = fast(doubled(change), normal(n))
     except ValueError:
         return
     assert report.failure is not None
@@ -330,7 +329,7 @@ def test_a_backward_that_raises_once_does_not_pass(n: int, call: int) -> None:
 @pytest.mark.parametrize("calls", [range(9, 10**6, 9), range(1, 7), range(3, 7), range(7, 9), [3], [7], range(1, 9)])
 def test_a_backward_that_is_wrong_for_a_while_does_not_pass(n: int, calls: Sequence[int]) -> None:
     wrong = doubled(lambda gradient, call: 1.1 * gradient if call in calls else gradient)
-    assert not check(wrong, (normal(n),), Settings(fast_mode=True, engine="sketch")).passed
+    assert not fast(wrong, normal(n)).passed
 
 
 @pytest.mark.parametrize("n", [40, 2000, LARGE])
@@ -339,7 +338,7 @@ def test_a_path_for_sparse_grad_outputs(n: int, wrong: Callable[[Tensor], Tensor
     def change(gradient: Tensor, _: int) -> Tensor:
         return wrong(gradient) if 1 < int(gradient.count_nonzero()) < gradient.numel() else gradient
 
-    report = check(doubled(change), (normal(n),), Settings(fast_mode=True, engine="sketch"))
+    report = fast(doubled(change), normal(n))
     assert report.failure is not None
     assert report.failure.kind == "nonlinear"
 
@@ -349,6 +348,6 @@ def test_clamps_of_large_grad_outputs(most: float) -> None:
     def change(gradient: Tensor, _: int) -> Tensor:
         return 2 * (gradient / 2).clamp(-most, most)
 
-    report = check(doubled(change), (normal(500),), Settings(fast_mode=True, engine="sketch"))
+    report = fast(doubled(change), normal(500))
     assert report.failure is not None
     assert report.failure.kind == "nonlinear"

@@ -25,6 +25,7 @@ from fastgrad.engines import REPEATED_ROWS
 from fastgrad.problem import Problem
 from fastgrad.report import Plan, Settings
 from tests.test_batched import leaf
+from tests.test_fast import doubled
 
 EPS = 1e-6
 
@@ -484,19 +485,6 @@ def test_few_rows_are_run_plainly(cuda: Cuda) -> None:
     assert cuda.log == []
 
 
-def doubled_backward(change: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
-    class Doubled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return 2 * x.cumsum(0)
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Any:
-            return change(2 * grad.flip(0).cumsum(0).flip(0))
-
-    return Doubled.apply  # type: ignore[no-any-return]
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -508,7 +496,10 @@ def doubled_backward(change: Callable[[Tensor], Any]) -> Callable[[Tensor], Tens
 def test_a_backward_that_a_replay_would_not_repeat_is_refused(
     cuda: Cuda, change: Callable[[Tensor], Any], reason: str
 ) -> None:
-    with Problem(doubled_backward(change), (leaf(40),)) as problem, pytest.raises(trial.RefusedError, match=reason):
+    with (
+        Problem(doubled(lambda grad, _: change(grad)), (leaf(40),)) as problem,
+        pytest.raises(trial.RefusedError, match=reason),
+    ):
         rows_of(problem, 0, 40, replayed=True)
     assert "begin" not in cuda.log
     assert cuda.log[-1] == "current waits"
@@ -549,7 +540,7 @@ def test_a_right_gradient_passes_by_replayed_rows(replaying_rows: Cuda) -> None:
 
 
 def test_a_wrong_row_fails_one_by_one(replaying_rows: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = doubled_backward(lambda grad: torch.cat([grad[:7], 3 * grad[7:]]))
+    wrong = doubled(lambda grad, _: torch.cat([grad[:7], 3 * grad[7:]]))
     report = check(wrong, (leaf(40),), DENSE)
     monkeypatch.undo()
     alone = check(wrong, (leaf(40),), DENSE)
@@ -568,7 +559,7 @@ def test_rows_that_replays_get_wrong_are_run_one_by_one(replaying_rows: Cuda) ->
         factor.fill_(1.5 if replaying_rows.log.count("replay") == 5 else 1.0)
 
     replaying_rows.while_replaying = once
-    report = check(doubled_backward(lambda grad: grad * factor), (leaf(40),), DENSE)
+    report = check(doubled(lambda grad, _: grad * factor), (leaf(40),), DENSE)
     assert replaying_rows.log.count("replay") >= 5
     assert report.passed
     assert report.plan is not None
@@ -576,7 +567,7 @@ def test_rows_that_replays_get_wrong_are_run_one_by_one(replaying_rows: Cuda) ->
 
 
 def test_rows_that_cannot_be_captured_are_run_one_by_one(replaying_rows: Cuda) -> None:
-    report = check(doubled_backward(lambda grad: grad * (1.0 if grad.sum() > -1e9 else 2.0)), (leaf(40),), DENSE)
+    report = check(doubled(lambda grad, _: grad * (1.0 if grad.sum() > -1e9 else 2.0)), (leaf(40),), DENSE)
     assert report.passed
     assert report.plan is not None
     assert not report.plan.rows_replayed

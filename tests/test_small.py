@@ -22,6 +22,7 @@ from fastgrad._torch import DispatchMode
 from fastgrad.check import check
 from fastgrad.problem import Problem
 from fastgrad.report import Settings
+from tests.test_problem import KeepsItsGradient
 
 SETTINGS = Settings()
 CHECKING = sys.modules["fastgrad.check"]  # the package has a function of that name
@@ -262,22 +263,9 @@ def test_dispatch_modes_get_one_grad_output_at_a_time() -> None:
         assert not problem.vectorizes
 
 
-class Keeps(torch.autograd.Function):
-    """2 x, whose backward returns the same memory every time."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, kept: Tensor) -> Tensor:
-        ctx.kept = kept
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return torch.mul(grad, 2, out=ctx.kept), None
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
 @pytest.mark.parametrize("engine", ["auto", "dense"])
 def test_a_backward_that_returns_what_it_keeps_passes(engine: Any, dtype: torch.dtype) -> None:
     x = torch.randn(4, 5, dtype=dtype, generator=torch.Generator().manual_seed(0)).t().requires_grad_()
     kept = torch.zeros(4, 5, dtype=dtype).t()
-    assert fastgrad.gradcheck(lambda x: Keeps.apply(x, kept), (x,), engine=engine)
+    assert fastgrad.gradcheck(lambda x: KeepsItsGradient.apply(x, kept, lambda kept: kept), (x,), engine=engine)

@@ -15,8 +15,8 @@ REPEATED_ROWS = 2
 shows it as in torch's checker, which runs all twice; for the others see `certify`."""
 
 REPEAT_SCALE = -4.0
-"""The second cotangent against the first: another sign and size, so that every clamp, sign or square
-of grad_output shows too; a power of two, so that a linear backward gives the same bits."""
+"""The second cotangent against the first: another sign and size, so that a clamp up to some 5, a sign or
+a square of grad_output shows too; a power of two, so that a linear backward gives the same bits."""
 
 EXPANDED_VALUE = 1.25
 """Of an expanded cotangent: not 1, so that a constant 1 in its place shows."""

@@ -16,6 +16,7 @@ from fastgrad.check import check
 from fastgrad.problem import Problem
 from fastgrad.report import Settings
 from tests.test_batched import leaf
+from tests.test_fast import doubled
 
 EPS = 1e-6
 DENSE = Settings(engine="dense")
@@ -102,19 +103,6 @@ def test_replayed_rows_are_those_of_the_loop(device: torch.device) -> None:
                     torch.testing.assert_close(rows, single, rtol=1e-10, atol=1e-12)
 
 
-def scaled_backward(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    class Scaled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return 2 * x
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Any:
-            return change(2 * grad)
-
-    return Scaled.apply  # type: ignore[no-any-return]
-
-
 def waits(grad: Tensor) -> Tensor:
     torch.cuda.synchronize(grad.device)
     return grad
@@ -142,7 +130,7 @@ def test_refused_rows(
     monkeypatch.setattr(graphs, "_abandoned", KEPT)
     generator = torch.cuda.default_generators[device.index]
     state = generator.get_state()
-    with Problem(scaled_backward(change), (x,)) as problem:
+    with Problem(doubled(lambda grad, _: change(grad)), (x,)) as problem:
         (output,) = problem.outputs
         with pytest.raises(trial.RefusedError, match=reason):
             graphs.analytical_rows(problem, output, False, 0, 40, problem.inputs)
