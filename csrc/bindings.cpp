@@ -94,7 +94,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("is_plain_zero", torch::wrap_pybind_function(&fastgrad::is_plain_zero));
   module.def("largest_errors", torch::wrap_pybind_function(&fastgrad::largest_errors));
   module.def("project_rows_", torch::wrap_pybind_function_no_gil(&fastgrad::project_rows_));
-  module.def("runs_no_python", torch::wrap_pybind_function(&fastgrad::runs_no_python));
+  module.def("runs_no_custom_code", torch::wrap_pybind_function(&fastgrad::runs_no_custom_code));
   module.def("vjp", torch::wrap_pybind_function(&fastgrad::vjp));
   module.def("with_undefined_grads", torch::wrap_pybind_function(&fastgrad::with_undefined_grads));
   module.def("vjp_of_zeros", torch::wrap_pybind_function(&fastgrad::vjp_of_zeros));

@@ -224,7 +224,7 @@ std::vector<at::Tensor> arguments_of(const std::vector<InputBlock>& inputs);
 // Whether no Python is seen to run in the backward of `outputs`: no dispatch mode, and no hook, Function or tensor
 // subclass of the user's. Such code may take one grad_output at a time only, and count on being called for each.
 // Hooks on saved tensors leave no trace in the graph.
-bool runs_no_python(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs);
+bool runs_no_custom_code(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs);
 
 // The ids of the streams that the backward of `outputs` with respect to `inputs` runs on, each once; of a backward
 // on the CPU none.

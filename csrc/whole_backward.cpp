@@ -48,9 +48,10 @@ bool are_close(const at::Tensor& left, const at::Tensor& right, double atol, dou
   return std::equal(a, a + left.numel(), b, [=](double x, double y) { return std::abs(x - y) <= tolerance; });
 }
 
-// Whether a node is a Function of Python; its type is hidden in torch's library, all but the name.
-bool is_python(const torch::autograd::Node& node) {
-  return std::string_view(typeid(node).name()).find("PyNode") != std::string_view::npos;
+// Whether a node is a custom Function, of Python or C++; their types are hidden or templates, all but the names.
+bool is_custom(const torch::autograd::Node& node) {
+  const std::string_view name = typeid(node).name();
+  return name.find("PyNode") != std::string_view::npos || name.find("CppNode") != std::string_view::npos;
 }
 
 // Hands each node of a backward to visit(node), which says whether to go on to what follows it.
@@ -186,7 +187,7 @@ bool add_up(
 
 }  // namespace
 
-bool runs_no_python(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) {
+bool runs_no_custom_code(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) {
   using torch::autograd::Node;
   constexpr size_t most_nodes = 1000;                       // a longer way is no small backward
   const auto is_of_python = [](const at::Tensor& tensor) {  // a subclass that sees every operator
@@ -202,7 +203,7 @@ bool runs_no_python(const std::vector<at::Tensor>& outputs, const std::vector<at
   visit_backward(outputs, [&](Node& node) {
     const bool hooks = !node.pre_hooks().empty() || !node.post_hooks().empty() || !node.tensor_pre_hooks().empty() ||
                        !node.retains_grad_hooks().empty();
-    found_none = found_none && !hooks && !is_python(node) && ++nodes <= most_nodes;
+    found_none = found_none && !hooks && !is_custom(node) && ++nodes <= most_nodes;
     return found_none;
   });
   return found_none;
@@ -245,16 +246,18 @@ WholeBackward whole_backward(
     }
     whole.zeros.push_back(std::move(found));
   };
-  take_zeros(outputs);
-  if (undefined) {
-    const std::vector<at::Tensor> behind = with_undefined_grads(outputs);
-    take_zeros(behind);
-    for (size_t o = 0; outputs.size() > 1 && o < outputs.size(); ++o) {
-      std::vector<at::Tensor> trial = outputs;
-      trial[o] = behind[o];
-      take_zeros(trial);
+  const auto take_all_zeros = [&] {
+    take_zeros(outputs);
+    if (undefined) {
+      const std::vector<at::Tensor> behind = with_undefined_grads(outputs);
+      take_zeros(behind);
+      for (size_t o = 0; outputs.size() > 1 && o < outputs.size(); ++o) {
+        std::vector<at::Tensor> trial = outputs;
+        trial[o] = behind[o];
+        take_zeros(trial);
+      }
     }
-  }
+  };
   bool repeats_all = true;
   bool vectorizes = fewest_vectorized > 0;  // until an output shows that it does not
   const auto take_rows = [&](const at::Tensor& output, bool imaginary) {
@@ -281,6 +284,7 @@ WholeBackward whole_backward(
       take_rows(output, /*imaginary=*/false);
     }
   }
+  take_all_zeros();  // after the rows: a backward that is wrong in its first calls shows in what is compared
   if (cotangents.size(0) == 0) {
     return whole;
   }

@@ -8,8 +8,9 @@ the VJP of v.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -29,6 +30,8 @@ from fastgrad.engines import (
     HALVED,
     REPEAT_SCALE,
     REPEATED_ROWS,
+    SPARSE,
+    SPARSE_STRIDE,
     JacobianBlock,
     TangentBlock,
 )
@@ -36,12 +39,36 @@ from fastgrad.problem import Problem
 from fastgrad.report import Certificate, Failure, Part, Settings, Tolerances
 from fastgrad.tolerances import ROUNDING
 
-ALL_KINDS = GAPPED, HALVED, EXPANDED
+ALL_KINDS = GAPPED, HALVED, SPARSE, EXPANDED
+
+REPEAT_SHARES = 0.0, 0.5
+"""Where among all rows, counted from the seed on, those are that are run early and late."""
+
+MOST_CALLS = 128
+"""VJPs that a custom backward is run for, at least, where torch's checker runs as many: the number of a call from which
+on it may be wrong."""
 
 RERUNS = 3
 """Further runs of a VJP that was not what it should have been to the last bit: what moves every third time shows."""
 
-_KINDS_IN_SHORT = ("dense and non-contiguous", "half of it zero", "constant and expanded")
+TERM_ROUNDING, SUM_ROUNDING = 8.0, 2.0
+"""Units of rounding that a sum of c terms, relative to the root of the sum of their squares, may be off: the first for
+the few operations behind each term, the second times sqrt(c), since the errors of additions have random signs."""
+
+NEGLIGIBLE = 1e-9
+"""Share of atol below which a component of a product is not looked at."""
+
+RESCALED = 1.3, -0.7
+"""Factors of a cotangent, not powers of two, whose VJPs, divided by them, show how a backward rounds."""
+
+MEASURED = 8.0
+"""What a sum may be off, in units of the rounding that `RESCALED` cotangents show: two samples may both be small."""
+
+LARGEST_MEASURED = 0.5
+"""Exponent: rounding that is measured counts up to the unit roundoff to this power, relative to the product. What
+moves more than half of the digits is no rounding, but a backward that is not linear."""
+
+_KINDS_IN_SHORT = ("dense and non-contiguous", "half of it zero", "most of it zero", "constant and expanded")
 
 
 @lru_cache(8)
@@ -172,19 +199,19 @@ def _disagreement(
     settings: Settings,
     atol: float | Tensor,
     rtol: float | Tensor,
+    movement: Callable[[], Tensor] | None = None,
 ) -> tuple[int, int, Tensor] | None:
     """Where products of a map with `vectors` are not what its entries add up to: vector, component, allowed.
 
     A component passes within atol max|v| + rtol times the root of the sum of squares of its terms: the
     check's own tolerance for the entries, were their errors independent. atol, rtol: one for all components,
-    or one for each.
+    or one for each. movement: by how much the products were seen to move from run to run, where they may.
     """
     if not differ(products, sums, settings.atol, False):
         return None  # closer than any tolerance below
-    size = vectors.abs()
-    allowed = (
-        atol * size.amax(1, keepdim=True) + settings.nondet_tol * size.sum(1, keepdim=True) + rtol * squares.sqrt()
-    )
+    allowed = atol * vectors.abs().amax(1, keepdim=True) + rtol * squares.sqrt()
+    if settings.nondet_tol and movement is not None:
+        allowed = allowed + movement()
     # Not "error > allowed": a NaN must count. An infinite sum was compared entry by entry already.
     wrong = ~((products - sums).abs() <= allowed) & sums.isfinite()
     if not bool(wrong.any()):
@@ -193,26 +220,33 @@ def _disagreement(
     return which, component, allowed
 
 
-def proof_cotangents(m: int, seed: int, device: torch.device, kinds: tuple[int, ...] = ALL_KINDS) -> Tensor:
-    """The cotangents of a `LinearityProof`: float64, shape (kinds, m)."""
+def proof_cotangents(
+    m: int, seed: int, device: torch.device, kinds: tuple[int, ...] = ALL_KINDS, number: int = 0
+) -> Tensor:
+    """The cotangents of a `LinearityProof`, the `number`th of their kinds: float64, shape (kinds, m)."""
     cotangents = torch.empty(len(kinds), m, dtype=torch.float64, device=device)
     for kind, cotangent in zip(kinds, cotangents.unbind(), strict=True):
         if kind == EXPANDED:
             cotangent.fill_(EXPANDED_VALUE)
-        else:
-            ops.direction_(cotangent, seed, COTANGENT_STREAM, 0, kind == HALVED)
+            continue
+        # Each from a stream of its own: what one does not tell apart, another may.
+        ops.direction_(cotangent, seed, COTANGENT_STREAM + 16 * (kind + len(ALL_KINDS) * number), 0, kind == HALVED)
         if kind == HALVED:
             cotangent.mul_(REPEAT_SCALE)
+        elif kind == SPARSE:
+            first = seed % min(m, SPARSE_STRIDE)
+            kept = cotangent[first::SPARSE_STRIDE].clone()
+            cotangent.zero_()[first::SPARSE_STRIDE] = kept
     return cotangents
 
 
 class LinearityProof:
     """v^T J against the VJP of v, for three v in R^m over all outputs at once.
 
-    The first v is dense, with components +-[0.5, 1.5), and handed over non-contiguous; the second is
-    the first times REPEAT_SCALE with a random half zeroed; the third is constant and handed over
-    expanded from one value, as sum() does. A single row, m = 1, needs no proof: it was repeated at
-    another scale.
+    Components of v are +-[0.5, 1.5). The first v is dense and handed over non-contiguous; the second is
+    REPEAT_SCALE times as large, with a random half zeroed; of the third, only one in SPARSE_STRIDE is not
+    zero; the last is constant and handed over expanded from one value, as sum() does. A single row, m = 1,
+    needs no proof: it was repeated at another scale.
     """
 
     def __init__(
@@ -224,17 +258,19 @@ class LinearityProof:
         kinds: tuple[int, ...] = ALL_KINDS,
         rows_apart: Tensor | None = None,
         columns_apart: Tensor | None = None,
+        number: int = 0,
     ) -> None:
         """With whether all rows were run twice, who runs all of them twice where one may move, and which v.
 
         rows_apart, columns_apart: what J leaves out, shapes (m,) and (n,). No v is expanded where there are rows.
+        number: as of `proof_cotangents`.
         """
         self._problem = problem
         self._settings = settings
         self._rows_repeated = rows_repeated
         self._moving = moving
         self._kinds = kinds
-        self._cotangents = proof_cotangents(problem.m, settings.seed, problem.device, kinds)
+        self._cotangents = proof_cotangents(problem.m, settings.seed, problem.device, kinds, number)
         if rows_apart is not None:
             self._cotangents.masked_fill_(rows_apart, 0.0)
         self._columns_apart = columns_apart
@@ -242,6 +278,8 @@ class LinearityProof:
         self._squares = torch.zeros_like(self._sums)
         self._gradients: Tensor | None = None
         self._moved = False
+        self._most_terms = 1.0
+        self.resolution = 0.0
 
     def take(self, gradients: Tensor, moved: bool) -> None:
         """Takes over the VJPs of the cotangents, and whether the first one, run again, was another."""
@@ -249,7 +287,8 @@ class LinearityProof:
 
     def certificate(self) -> Certificate:
         """What it vouches for where it found no failure."""
-        return linear_backward(self._kinds, self._settings.atol)
+        error = (self.gradients() - self._sums).nan_to_num(0.0, 0.0, 0.0)  # infinite ones were compared
+        return linear_backward(self._kinds, max(self._settings.atol, largest(error)))
 
     def add(self, block: JacobianBlock) -> None:
         """Takes a block of analytical rows into v^T J."""
@@ -258,8 +297,12 @@ class LinearityProof:
         first_column = block.input.first + block.first_column
         ops.project_rows_(self._sums, self._squares, self._cotangents, block.analytical, first_row, width, first_column)
 
-    def add_entries(self, rows: Tensor, columns: Tensor, analytical: Tensor) -> None:
-        """Takes the entries of a sparse Jacobian, at coordinates rows and columns, into v^T J."""
+    def add_entries(self, rows: Tensor, columns: Tensor, analytical: Tensor, most_terms: int) -> None:
+        """Takes the entries of a sparse Jacobian, at coordinates rows and columns, into v^T J.
+
+        most_terms: entries of the fullest column.
+        """
+        self._most_terms = float(most_terms)
         each = (vectors.unbind() for vectors in (self._cotangents, self._sums, self._squares))
         for cotangent, total, square in zip(*each, strict=True):
             ops.project_entries_(total, square, cotangent, rows, columns, analytical)
@@ -289,18 +332,51 @@ class LinearityProof:
     def leads(self) -> list[tuple[int, int]]:
         """Where a VJP is not what the entries add up to, to rounding: (number of v, coordinate), the worst first.
 
-        An entry that is missing from a sparse Jacobian, alone in its column, shows here from atol / 2 on.
+        Rounding that is larger than that of a few operations is measured. An entry that is missing from a sparse
+        Jacobian shows here, whatever the other entries of its column.
         """
-        if not differ(self.gradients(), self._sums, self._settings.atol / 8, False):
+        gradients = self.gradients()
+        if torch.equal(gradients, self._sums):
             return []
-        size = self._cotangents.abs()
-        allowed = self._settings.atol / 8 * size.amax(1, keepdim=True)
-        allowed = allowed + self._settings.nondet_tol * size.sum(1, keepdim=True)
-        rounding = ROUNDING * self._problem.unit_roundoff * self._squares.sqrt() * self._problem.m**0.5
-        excess = ((self.gradients() - self._sums).abs() / (allowed + rounding)).nan_to_num(torch.inf)
-        which, column = (excess > 1).nonzero(as_tuple=True)
-        order = excess[which, column].argsort(descending=True)
+        negligible = NEGLIGIBLE * self._settings.atol
+        rounding = TERM_ROUNDING + SUM_ROUNDING * self._most_terms**0.5
+        allowed = (rounding * self._problem.unit_roundoff * self._squares.sqrt()).add_(negligible)
+        error = (gradients - self._sums).abs_()
+        found = ~(error <= allowed) & self._sums.isfinite()
+        if bool(found.any()):
+            allowed = torch.maximum(allowed, self._measured_rounding(gradients))
+            found = ~(error <= allowed) & self._sums.isfinite()
+        self.resolution = float(allowed.amax()) if allowed.numel() else 0.0
+        which, column = found.nonzero(as_tuple=True)
+        order = (error / allowed)[which, column].nan_to_num(torch.inf).argsort(descending=True)
         return list(zip(which[order].tolist(), column[order].tolist(), strict=True))
+
+    def error_at(self, which: int, coordinate: int) -> float:
+        """How far a component of a VJP is from what the entries add up to."""
+        return abs(float(self.gradients()[which, coordinate] - self._sums[which, coordinate]))
+
+    def replace_row(self, row: int, change: Tensor) -> None:
+        """Takes a change of a row of J into v^T J: float64, shape (n,)."""
+        self._sums.addr_(self._cotangents[:, row], change)
+
+    def _measured_rounding(self, gradients: Tensor) -> Tensor:
+        """How a backward rounds, and how far it moves where it may: float64, shape (kinds, n)."""
+        rounding = torch.zeros_like(gradients)
+        for factor in RESCALED:
+            scaled = self._vjps(factor).div_(factor)
+            rounding = torch.maximum(rounding, scaled.sub_(gradients).abs_().mul_(MEASURED))
+        rounding = torch.minimum(rounding, self._problem.unit_roundoff**LARGEST_MEASURED * self._squares.sqrt())
+        if self._settings.nondet_tol:
+            rounding = torch.maximum(rounding, self._movement_allowed(gradients))
+        return rounding.nan_to_num_(0.0)
+
+    def _movement_allowed(self, gradients: Tensor) -> Tensor:
+        """What VJPs may be off where they may move from run to run: float64, shape (kinds, n)."""
+        moved = torch.zeros_like(gradients)
+        for _ in range(RERUNS):
+            moved = torch.maximum(moved, (self._vjps() - gradients).abs_())
+        at_most = self._settings.nondet_tol * self._cotangents.abs().sum(1, keepdim=True)
+        return torch.minimum(moved * MEASURED, at_most)
 
     def cotangent(self, which: int) -> Tensor:
         """One of the cotangents: float64, shape (m,)."""
@@ -308,11 +384,13 @@ class LinearityProof:
 
     def _nonlinear(self, gradients: Tensor) -> Failure | None:
         own = tolerances(self._problem, self._settings)
-        found = _disagreement(self._cotangents, gradients, self._sums, self._squares, self._settings, *own)
+        measured = partial(self._movement_allowed, gradients)
+        found = _disagreement(self._cotangents, gradients, self._sums, self._squares, self._settings, *own, measured)
         return self._diagnosed(*found[:2], gradients, found[2]) if found else None
 
-    def _vjps(self) -> Tensor:
-        return self._problem.vjp(self._cotangents, int(GAPPED in self._kinds), int(EXPANDED in self._kinds))
+    def _vjps(self, scale: float = 1.0) -> Tensor:
+        cotangents = self._cotangents if scale == 1.0 else self._cotangents * scale
+        return self._problem.vjp(cotangents, int(GAPPED in self._kinds), int(EXPANDED in self._kinds))
 
     def _vjp(self, which: int) -> Tensor:
         """One of the VJPs again, shape (1, n)."""
@@ -361,6 +439,78 @@ class LinearityProof:
             f"{self._sums[which, coordinate].item():.6g} (allowed difference {allowed[which, coordinate].item():.2g})"
         )
         return Failure("nonlinear", input=block.index, input_position=block.position, detail=detail)
+
+
+class RepeatedCalls:
+    """A few VJPs run before all others, and again after them: a backward that keeps state shows.
+
+    Only a custom backward can. One that is wrong from some call on is found as by torch's checker, which runs each row
+    twice, if that call is among the first MOST_CALLS.
+
+    Attributes
+    ----------
+    rows
+        Rows of the Jacobian that were run by themselves: float64, shape (n,), by their numbers.
+    """
+
+    def __init__(self, problem: Problem, settings: Settings) -> None:
+        """Runs them; what is raised is kept for `failure`."""
+        self._problem = problem
+        self._settings = settings
+        self.rows: dict[int, Tensor] = {}
+        self._sparse: Tensor | None = None
+        self._raised: Exception | None = None
+        m = problem.m
+        self._is_needed = problem.is_custom and m > len(REPEAT_SHARES)
+        if not self._is_needed:
+            return
+        try:
+            for share in REPEAT_SHARES:
+                row = (settings.seed + int(share * m)) % m
+                self.rows[row] = self._row(row)
+            self._sparse = self._product()
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            self._raised = error
+
+    @phase("repeated calls")
+    def failure(self) -> Failure | None:
+        """Whether any is another one, once all others have run; raises what was raised before."""
+        if self._raised is not None:
+            raise self._raised
+        if not self._is_needed:
+            return None
+        most = min(2 * self._problem.m, MOST_CALLS)
+        for row in itertools.cycle(self.rows):
+            if self._moves(self._row(row), self.rows[row], self._settings.nondet_tol):
+                output = block_with(self._problem.outputs, row)
+                return Failure("nondeterministic", output.index, None, output.position)
+            if self._problem.vjps >= most and row == next(reversed(self.rows)):
+                break
+        assert self._sparse is not None
+        rounding = ROUNDING * self._problem.unit_roundoff * largest(self._sparse)
+        movement = self._settings.nondet_tol * float(self._cotangent().abs().sum())
+        if self._moves(self._product(), self._sparse, max(rounding, movement)):
+            return Failure("nondeterministic", self._problem.outputs[0].index, None, self._problem.outputs[0].position)
+        return None
+
+    def _row(self, row: int) -> Tensor:
+        one_hot = torch.zeros(1, self._problem.m, dtype=torch.float64, device=self._problem.device)
+        one_hot[0, row] = 1.0
+        return self._problem.vjp(one_hot, only=block_with(self._problem.outputs, row))[0]
+
+    def _cotangent(self) -> Tensor:
+        return proof_cotangents(self._problem.m, self._settings.seed, self._problem.device, (SPARSE,))
+
+    def _product(self) -> Tensor:
+        return self._problem.vjp(self._cotangent())[0]
+
+    def _moves(self, again: Tensor, gradient: Tensor, tolerance: float) -> bool:
+        return any(
+            differ(left, right, tolerance, False)
+            for _, left, right in _by_inputs(self._problem, self._settings, again[None], gradient[None])
+        )
 
 
 class TangentProof:
@@ -424,6 +574,12 @@ class TangentProof:
 
 def one_hot_failure(problem: Problem, settings: Settings) -> Failure | None:
     """Dtype, size, determinism and homogeneity of the backward of each output, at one element of each part."""
+    return one_hot_rows(problem, settings)[0]
+
+
+def one_hot_rows(problem: Problem, settings: Settings) -> tuple[Failure | None, dict[int, Tensor]]:
+    """`one_hot_failure`, and the rows that it looked at: float64, shape (n,), by their numbers."""
+    found: dict[int, Tensor] = {}
     for imaginary in (True, False):
         for output in problem.outputs:
             if (imaginary and not output.is_complex) or not output.size:
@@ -433,24 +589,27 @@ def one_hot_failure(problem: Problem, settings: Settings) -> Failure | None:
             rows, again, match = problem.analytical_rows(
                 output, imaginary, element, 1, problem.inputs, repeated=1, scale=REPEAT_SCALE
             )
+            found[output.first + element * output.width + int(imaginary)] = rows[0]
             places = output.index, None, output.position, None, part
             if settings.check_grad_dtypes and not match.dtypes:
-                return Failure("dtype", *places)
+                return Failure("dtype", *places), found
             if not match.sizes:
-                return Failure("size", *places)
-            if match.repeats:
-                continue
-            if _rows_move(problem, output, part, element, 1, settings.nondet_tol):
-                return Failure("nondeterministic", *places)
-            if any(
-                differ(left, right, own.atol, False) for own, left, right in _by_inputs(problem, settings, rows, again)
-            ):
+                return Failure("size", *places), found
+            if not match.repeats and _rows_move(problem, output, part, element, 1, settings.nondet_tol):
+                return Failure("nondeterministic", *places), found
+            pairs = _by_inputs(problem, settings, rows, again)
+            if not match.repeats and any(differ(left, right, own.atol, False) for own, left, right in pairs):
                 detail = (
                     f"grad_outputs of 1 and of {REPEAT_SCALE:g} at element {list(output.element_index(element))} of "
                     f"output {output.index} give gradients that are not multiples of each other"
                 )
-                return Failure("nonlinear", *places, detail=detail)
-    return None
+                return Failure("nonlinear", *places, detail=detail), found
+            if output.tensor.numel() > 1:
+                # A backward may return what it kept of the first one.
+                other = (element + output.tensor.numel() // 2) % output.tensor.numel()
+                rows, _, _ = problem.analytical_rows(output, imaginary, other, 1, problem.inputs, repeated=0, scale=1.0)
+                found[output.first + other * output.width + int(imaginary)] = rows[0]
+    return None, found
 
 
 def linearity_failure(

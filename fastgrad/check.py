@@ -21,7 +21,7 @@ from fastgrad.attributes import (
     check_undefined_tangents,
     check_zero_grad_output,
 )
-from fastgrad.certify import LinearityProof, TangentProof, moving_repeat, moving_row, nonlinear_repeat
+from fastgrad.certify import LinearityProof, RepeatedCalls, TangentProof, moving_repeat, moving_row, nonlinear_repeat
 from fastgrad.compare import Findings, PairComparison
 from fastgrad.confirm import located_pair, mismatch_failure
 from fastgrad.coordinates import block_with
@@ -168,17 +168,29 @@ def _attribute_failure(problem: Problem, settings: Settings, backward: WholeBack
 
 
 def _exact(problem: Problem, settings: Settings, findings: Findings) -> tuple[Plan, Failure | None]:
+    """Every entry of every Jacobian, and whether the same VJPs are the same before and after."""
+    runs_backward = problem.has_graph and settings.check_backward_ad
+    calls = RepeatedCalls(problem, settings) if runs_backward else None
+    plan, failure = _all_entries(problem, settings, calls, findings)
+    if failure is None and calls is not None and findings.early is None:
+        failure = calls.failure()
+    return plan, failure
+
+
+def _all_entries(
+    problem: Problem, settings: Settings, calls: RepeatedCalls | None, findings: Findings
+) -> tuple[Plan, Failure | None]:
     """Every entry of every Jacobian: on a pattern, if there is one that repays, or all of them."""
     look = first_look(problem, settings) if looks_first(problem, settings) else None
     if look is not None and tries_structure(problem, settings, look):
         from fastgrad.exact import check_by_structure  # only here: importing fastgrad is to cost little
 
-        outcome = check_by_structure(problem, settings, look, findings)
+        outcome = check_by_structure(problem, settings, look, calls.rows if calls else {}, findings)
         if outcome is not None:
             return outcome.plan, outcome.failure
     plan = make_plan(problem, settings, look)
-    calls = 2 * problem.n + problem.m
-    problem.progress.start(calls, dense_seconds(problem, look) if look else 0.0, f"{calls} calls")
+    count = 2 * problem.n + problem.m
+    problem.progress.start(count, dense_seconds(problem, look) if look else 0.0, f"{count} calls")
     judge = _jacobian_failure if problem.has_graph else _nonzero_numerical
     if plan.batch is not None or plan.replayed or plan.rows_replayed:
         own = Findings()

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from fastgrad._native import ops
 from fastgrad._torch import phase
-from fastgrad.certify import linearity_failure, one_hot_failure, separate_failure
-from fastgrad.compare import differ
+from fastgrad.certify import linearity_failure, one_hot_rows, separate_failure
+from fastgrad.compare import differ, largest
 from fastgrad.confirm import Found, column_entry, difference_along, entry_in_row, located_failure
 from fastgrad.coordinates import block_with
 from fastgrad.directions import SKETCH_DIRECTIONS, TANGENT_STREAM, direction
 from fastgrad.engines import REPEAT_SCALE
 from fastgrad.engines.sketch import (
+    NOISE_SHARE,
     Cotangent,
     Differences,
     Sketch,
@@ -110,9 +111,9 @@ def screen(
         )
         first = first or differences
         search = _Search(problem, settings, differences)
-        weight = weights(differences.noise, settings.atol, pending)
+        weight = weights(_noise(problem, settings, differences), settings.atol, pending)
         try:
-            failure = one_hot_failure(problem, settings) if attempt == 0 else None
+            failure = _one_hot(problem, settings, search, differences) if attempt == 0 else None
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -140,10 +141,10 @@ def screen(
             limit = max(limit, 4 * abs(sketch.values[flagged[0]][flagged[1]]))
             if not search.dead:
                 return Screening(undecided=limit)  # off by a little all over: no step changes that
-        elif not search.dead and all_count_fully(weight):
+        elif not search.dead and all_count_fully(weight) and not sketch.granted:
             return _verified(settings, count, bound)
         else:
-            hidden = torch.where(weight > 0, settings.atol / weight, math.inf)
+            hidden = torch.where(weight > 0, (settings.atol + 4 * sketch.granted) / weight, math.inf)
             heard = (hidden <= settings.atol + settings.rtol * differences.size()) & hidden.isfinite()
             if search.dead:
                 heard[search.dead] = False
@@ -176,6 +177,31 @@ def _verified(settings: Settings, count: int, bound: float) -> Screening:
         Certificate("no two errors cancel each other in a row or a column", pairs, cancelling),
     )
     return Screening(certificates=certificates, bound=bound)
+
+
+def _noise(problem: Problem, settings: Settings, differences: Differences) -> Tensor:
+    """What differences of each output may be off, and the rounding of gradients as large: float64, shape (m,)."""
+    rounding = ROUNDING * problem.unit_roundoff
+    if rounding * largest(differences.derivatives) * problem.m**0.5 <= settings.atol / (4 * NOISE_SHARE):
+        return differences.noise
+    return differences.noise + rounding * differences.size()
+
+
+def _one_hot(problem: Problem, settings: Settings, search: _Search, differences: Differences) -> Failure | None:
+    """How the backward fails for a one-hot grad_output of each output, by itself or beside differences."""
+    failure, rows = one_hot_rows(problem, settings)
+    for row, gradient in rows.items() if failure is None else ():
+        error = differences.derivatives[:, row] - differences.directions @ gradient
+        allowed = settings.atol / 4 + 4 * differences.noise[row] + ROUNDING * problem.unit_roundoff * gradient.norm()
+        if bool((error.abs() <= allowed).all()):
+            continue
+        found = search.look_into(row)
+        if found is not None and found.survivor is not None:
+            return located_failure([found])
+        if _moves(settings, search.row_alone(row), gradient):
+            return _moving(problem)
+        search.dead.append(row)
+    return failure
 
 
 def _next_step(problem: Problem, settings: Settings, differences: Differences, base: Tensor, pending: Tensor) -> float:
@@ -276,6 +302,7 @@ def _row_by_row(
         sketch.cotangents.append(cotangent)
         sketch.values.append(values)
         sketch.allowed.append(allowed)
+        sketch.granted = max(sketch.granted, max(allowed) / cotangent.scale - settings.atol / 4)
         if looks_wrong and tentative:
             sketch.gradients[number] = gradient
             break
@@ -365,11 +392,15 @@ class _Search:
 
         return locate(residual, cotangent.vector(), value)
 
-    def _row_error(self, row: int) -> tuple[Tensor, Tensor]:
-        """One output's (J_num - J_ana) U, shape (directions,), and its analytical row, shape (n,)."""
+    def row_alone(self, row: int) -> Tensor:
+        """The analytical row, by a one-hot grad_output: float64, shape (n,)."""
         one_hot = torch.zeros(self._problem.m, dtype=torch.float64, device=self._problem.device)
         one_hot[row] = 1.0
-        gradient = self._problem.vjp(one_hot.unsqueeze(0))[0]
+        return self._problem.vjp(one_hot.unsqueeze(0))[0]
+
+    def _row_error(self, row: int) -> tuple[Tensor, Tensor]:
+        """One output's (J_num - J_ana) U, shape (directions,), and its analytical row, shape (n,)."""
+        gradient = self.row_alone(row)
         return self._differences.derivatives[:, row] - self._differences.directions @ gradient, gradient
 
     def look_into(self, row: int, k: int = 0, found: list[Found] | None = None) -> Found | None:

@@ -52,6 +52,10 @@ PROBE_SECONDS = 30e-3
 SMALL_CALLS = 1000
 """Evaluations and VJPs of the dense engine up to which it follows up leads: an entry re-measured takes fifty."""
 
+MOST_DENSE_CALLS = 400_000
+"""Evaluations and VJPs of the dense engine up to which it decides what no pattern explains; above, the check is
+undecided. Of a function that takes a millisecond, they take some minutes."""
+
 VJP_SECONDS = 10e-6
 """What autograd's engine takes for a VJP, however quick backward is."""
 
@@ -237,6 +241,11 @@ def _dense_seconds(problem: Problem, seconds: float) -> float:
 def dense_is_small(problem: Problem, settings: Settings) -> bool:
     """Whether the dense engine costs less than following up what a certificate found."""
     return settings.engine != "compressed" and 2 * problem.n + problem.m <= SMALL_CALLS
+
+
+def can_be_dense(problem: Problem, settings: Settings) -> bool:
+    """Whether the dense engine may decide what a pattern does not explain."""
+    return settings.engine != "compressed" and 2 * problem.n + problem.m <= MOST_DENSE_CALLS
 
 
 def probing_budget(problem: Problem, settings: Settings, look: FirstLook) -> int:

@@ -153,8 +153,10 @@ class Problem:
         require grad or, where there is none, all that could.
     has_graph
         Whether any output requires grad.
+    is_custom
+        Whether a custom Function, a hook or other code of the user's is seen to run in backward.
     vectorizes
-        Whether VJPs may be vectorized: on the CPU, where no Python is seen to run in backward.
+        Whether VJPs may be vectorized: on the CPU, where no such code is.
     n, m
         Real coordinates of inputs and outputs.
     device
@@ -196,7 +198,7 @@ class Problem:
         self.m = 0
         self.device = self.inputs[0].tensor.device
         self.has_graph = False
-        self.vectorizes = False
+        self.is_custom = self.vectorizes = False
         self.seconds = 0.0
         self.unspecified = 0.0
         self.progress = progress or Progress(False)
@@ -267,8 +269,8 @@ class Problem:
             self.device = self.outputs[0].tensor.device
         if self.has_graph:
             self._graph = tuple(results[position] for position in positions)
-            is_on_cpu = self.device.type == "cpu"
-            self.vectorizes = is_on_cpu and _native.runs_no_python(self._graph, self._input_tensors)
+            self.is_custom = not _native.runs_no_custom_code(self._graph, self._input_tensors)
+            self.vectorizes = self.device.type == "cpu" and not self.is_custom
         self._specs = [_native.OutputSpec(block.position, block.tensor) for block in self.outputs]
 
     def forget_outputs(self) -> None:

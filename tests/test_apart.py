@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fastgrad.certify import MOST_CALLS
 from fastgrad.check import check
 from fastgrad.report import Report, Settings
 from fastgrad.sparsity import Pattern
@@ -120,7 +121,7 @@ ALONE: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str, int]] = {
         lambda w: scale()(torch.arange(1.0, N, dtype=w.dtype), w),
         (normal(1).reshape(()),),
         "1 dense column",
-        80,
+        80 + MOST_CALLS,
     ),
 }
 

@@ -21,10 +21,15 @@ a square of grad_output shows too; a power of two, so that a linear backward giv
 EXPANDED_VALUE = 1.25
 """Of an expanded cotangent: not 1, so that a constant 1 in its place shows."""
 
-GAPPED, HALVED, EXPANDED = range(3)
+SPARSE_STRIDE = 17
+"""One element in so many is not zero in a sparse cotangent: more than three quarters are zero, where kernels may take
+another path, and a prime shares no period with the sizes of tensors."""
+
+GAPPED, HALVED, SPARSE, EXPANDED = range(4)
 COTANGENT_KINDS = (
     "a random grad_output, dense and non-contiguous",
     "a random grad_output, with half of its elements zero",
+    "a random grad_output, with most of its elements zero",
     "a constant grad_output, expanded with stride 0",
 )
 """What beside one-hot, contiguous grad_outputs a backward must take; for messages."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -92,6 +92,15 @@ class Compression:
     def column_group_of(self, coordinate: int) -> int:
         """The group of a column."""
         return int(self.column_colors[coordinate])
+
+    @cached_property
+    def most_in_column(self) -> int:
+        """Entries of the fullest column."""
+        return int(np.bincount(self.pattern.columns).max(initial=0))
+
+    def entries_of_row(self, row: int) -> slice:
+        """The entries of a row."""
+        return slice(int(self.pattern.starts[row]), int(self.pattern.starts[row + 1]))
 
     def entries_of(self, output: Block) -> slice:
         """The entries in the rows of an output."""

@@ -18,7 +18,7 @@ from fastgrad._native import ops
 from fastgrad._torch import phase
 from fastgrad.compare import largest
 from fastgrad.directions import SKETCH_COTANGENTS, SKETCH_DIRECTIONS
-from fastgrad.engines import COTANGENT_KINDS, EXPANDED_VALUE, REPEAT_SCALE
+from fastgrad.engines import COTANGENT_KINDS, EXPANDED_VALUE, REPEAT_SCALE, SPARSE_STRIDE
 from fastgrad.problem import Problem
 from fastgrad.report import Settings
 from fastgrad.tolerances import ROUNDING, excess, spacing
@@ -72,8 +72,9 @@ def directional_differences(
     *,
     extrapolated: int,
     still: Tensor | None = None,
+    first: int = 0,
 ) -> Differences:
-    """Differences along random directions; `attempt` numbers the sets of directions of one check.
+    """Differences along random directions; `attempt` numbers the sets of directions of one check, first one of a set.
 
     The first `extrapolated` directions take four evaluations each and measure their noise. The others take two,
     and are off by about as much as these unless there is a kink. That is enough to find that all is well: what is
@@ -113,7 +114,7 @@ def directional_differences(
 
     for k in range(count):
         points = len(SCALES) if k < extrapolated else 2
-        stream = SKETCH_DIRECTIONS + 16 * (attempt * count + k)
+        stream = SKETCH_DIRECTIONS + 16 * (attempt * count + first + k)
         if not problem.mixes_inputs:
             difference(points, stream, still, eps, found.directions[k], found.derivatives[k], found.noise)
             continue
@@ -189,8 +190,8 @@ class Cotangent:
 
 
 def cotangents(problem: Problem, settings: Settings, weight: Tensor, count: int, attempt: int) -> Iterator[Cotangent]:
-    """Random ones, weighed, the first non-contiguous; in the first attempt, half-zeroed and expanded ones too."""
-    gapped, halved, expanded = COTANGENT_KINDS
+    """Random ones, weighed, the first non-contiguous; in the first attempt, some with zeros and an expanded one too."""
+    gapped, halved, sparse, expanded = COTANGENT_KINDS
     plain = all_count_fully(weight)
 
     def weighed(number: int, halve: bool = False, scale: float = 1.0) -> Tensor:
@@ -206,6 +207,14 @@ def cotangents(problem: Problem, settings: Settings, weight: Tensor, count: int,
     if attempt:
         return
     yield Cotangent(partial(weighed, count, True, REPEAT_SCALE), halved, scale=-REPEAT_SCALE)
+
+    def mostly_zero() -> Tensor:
+        vector, first = weighed(count), settings.seed % min(problem.m, SPARSE_STRIDE)
+        kept = vector[first::SPARSE_STRIDE].clone()
+        vector.zero_()[first::SPARSE_STRIDE] = kept
+        return vector
+
+    yield Cotangent(mostly_zero, sparse)
     yield Cotangent(partial(torch.full_like, weight, EXPANDED_VALUE), expanded, expanded=True)
 
 
@@ -213,13 +222,15 @@ def cotangents(problem: Problem, settings: Settings, weight: Tensor, count: int,
 class Sketch:
     """S = V^T (J_num - J_ana) U and what is allowed for it: lists of rows, one a cotangent, one column a direction.
 
-    gradients: VJPs at hand, by the number of their cotangent.
+    gradients: VJPs at hand, by the number of their cotangent. granted: what rounding was allowed beside the threshold,
+    relative to the cotangent's scale.
     """
 
     cotangents: list[Cotangent] = field(default_factory=list)
     values: list[list[float]] = field(default_factory=list)
     allowed: list[list[float]] = field(default_factory=list)
     gradients: dict[int, Tensor] = field(default_factory=dict)
+    granted: float = 0.0
 
     def worst(self) -> tuple[int, int] | None:
         """The entry (cotangent, direction) furthest beyond what is allowed, if any is beyond: NaN is the furthest."""
@@ -248,8 +259,17 @@ def residual_row(
     pairs = list(zip(*torch.stack(sums).tolist(), strict=True))
     values = [numerical[0] - analytical[0] for numerical, analytical in pairs]
     slack = _slack(settings, differences, cotangent)
-    terms = [numerical[1] + analytical[1] for numerical, analytical in pairs]
-    return values, [slack + ROUNDING * problem.unit_roundoff * size for size in terms], gradient
+    allowed = [slack] * len(values)
+    for k, value in enumerate(values):
+        if abs(value) > slack:  # only then does it matter what rounding may do
+            terms = differences.derivatives[k] * vector, differences.directions[k] * gradient
+            allowed[k] += _rounding(problem, [float(torch.linalg.vector_norm(some)) for some in terms])
+    return values, allowed, gradient
+
+
+def _rounding(problem: Problem, norms: Sequence[float]) -> float:
+    """What rounding may do to sums of terms, whose errors have random signs; norms: of the terms."""
+    return ROUNDING * problem.unit_roundoff * math.hypot(*norms)
 
 
 def residual_rows(
@@ -273,10 +293,12 @@ def residual_rows(
     slack = slack.to(values.device)
     sketch = Sketch(gradients={number: gradients[order.index(number)] for number in range(len(rows))})
     if not bool((values.abs() <= slack).all()):
-        terms = stacked.abs() @ derivatives.abs() + gradients.abs() @ directions.abs()
-        allowed = slack + ROUNDING * problem.unit_roundoff * terms
+        terms = (stacked.square() @ derivatives.square()).addmm_(gradients.square(), directions.square()).sqrt_()
+        allowed = torch.where(values.abs() <= slack, slack, slack + ROUNDING * problem.unit_roundoff * terms)
         sketch.cotangents, sketch.values = [rows[number] for number in order], values.tolist()
         sketch.allowed = allowed.tolist()
+        scales = torch.tensor([[rows[number].scale] for number in order], dtype=torch.float64, device=values.device)
+        sketch.granted = float(((allowed - slack) / scales)[:-1].amax())
     return sketch, vectors[repeated], gradients[repeated + 1 : repeated + runs]
 
 

@@ -1,0 +1,312 @@
+"""Whether outputs move along random directions as the entries of a sparse Jacobian say.
+
+A pattern is a guess until then: an entry that it lacks shows in the derivative of its output along any direction, by
+itself or added to another entry of its row that was measured together with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastgrad._native import ops
+from fastgrad.coloring import Indices
+from fastgrad.compare import largest
+from fastgrad.confirm import Found, entry_in_row, located_failure
+from fastgrad.engines.compressed import Compression
+from fastgrad.engines.sketch import Differences, directional_differences
+from fastgrad.problem import Problem
+from fastgrad.report import Certificate, Failure, Settings
+
+MOST_LEADS = 8
+"""Rows, and columns, of a failed certificate to follow up."""
+
+MOST_PEELED = 8
+"""Harmless entries of a row to take out of what is not explained there."""
+
+DIRECTIONS, DIRECTIONS_WATCHED = 3, 2
+"""Directions of the numerical certificate; and where outputs were watched, bit by bit, to find the pattern."""
+
+ROUNDING = 16.0
+"""Units of rounding of an output that a derivative along a direction, over its step, may be off."""
+
+NEGLIGIBLE = 2.0**-10
+"""Share of atol below which a derivative along a direction is not looked at: three directions tell a thousand times as
+much, with the default confidence."""
+
+STARTS = (1.0, 2.0**2, 2.0**4, 2.0**6, 2.0**9, 2.0**12)
+"""Steps to begin with, in units of eps: the smallest at which rounding is negligible."""
+
+LARGEST_TWO_POINT = 2.0**4
+"""Step, in units of eps, up to which two evaluations give a derivative along a direction."""
+
+STEPS = (1.0, 2.0**6, 2.0**12, 2.0**-10, 2.0**-14, 2.0**-17)
+"""Steps of the numerical certificate, in units of eps: beside larger ones rounding is small, and smaller ones do not
+cross the kinks that a joint step crosses and a single one does not."""
+
+HOPELESS = 1 / 4
+"""Of the rows: where more are wrong, it is not for kinks, and smaller steps do not help."""
+
+
+@dataclass(frozen=True)
+class Incomplete:
+    """What a certificate found missing: entries that a pattern lacks, or something that none explains.
+
+    Attributes
+    ----------
+    rows, columns
+        Of each entry: shape (entries,).
+    refuted
+        Whether there are too many to be told one by one.
+    unexplained
+        What no entry explains of a derivative or of a product; None: all is explained.
+    """
+
+    rows: Indices
+    columns: Indices
+    refuted: bool = False
+    unexplained: float | None = None
+
+    @property
+    def ends(self) -> bool:
+        """Whether this pattern leads nowhere."""
+        return self.refuted or self.unexplained is not None
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether nothing is missing."""
+        return not self.ends and not self.rows.size
+
+
+def incomplete(
+    learnt: list[tuple[Indices, Indices]], refuted: bool = False, unexplained: float | None = None
+) -> Incomplete:
+    """One of entries found in several places: (rows, columns) each."""
+    empty = np.empty(0, dtype=np.int64)
+    rows, columns = zip(*learnt, strict=True) if learnt else ((empty,), (empty,))
+    return Incomplete(np.concatenate(rows), np.concatenate(columns), refuted, unexplained)
+
+
+@dataclass(frozen=True)
+class _Discrepancies:
+    """Directional derivatives of each output against what the entries of a pattern add up to.
+
+    Attributes
+    ----------
+    error
+        The largest difference: float64, shape (m,).
+    base, rounding
+        The outputs, and what rounding may do to a derivative, relative to them.
+    """
+
+    differences: Differences
+    error: Tensor
+    base: Tensor
+    rounding: float
+    settings: Settings
+
+    @cached_property
+    def allowed(self) -> Tensor:
+        """What rounding and noise explain of an error: float64, shape (m,)."""
+        allowed = self.base.abs().mul_(self.rounding).add_(self.differences.noise, alpha=4.0)
+        return allowed.clamp_(min=NEGLIGIBLE * self.settings.atol)
+
+    @property
+    def wrong(self) -> Tensor:
+        """Where more differs than is explained; a NaN does."""
+        return ~(self.error <= self.allowed)
+
+
+class NumericalCertificate:
+    """That no entry of func lies outside of a pattern, and that the entries on it are those of func.
+
+    Attributes
+    ----------
+    bound
+        The size from which an entry outside of the pattern shows, once `certify` has run.
+    """
+
+    def __init__(self, problem: Problem, settings: Settings, compression: Compression, base: Tensor) -> None:
+        """With the outputs at x: float64, shape (m,)."""
+        self._problem = problem
+        self._settings = settings
+        self._compression = compression
+        self._base = base
+        self.bound, self._margin = 0.0, 1.0
+
+    @property
+    def hides(self) -> bool:
+        """Whether rounding, or noise, may hide entries that matter."""
+        return self.bound > self.asked
+
+    def certificate(self) -> Certificate:
+        """What it vouches for where nothing is missing."""
+        watched = self._compression.pattern.is_numerical
+        method = f"{DIRECTIONS_WATCHED if watched else DIRECTIONS} random directions" + watched * ", and bit by bit"
+        method += ": the derivatives along them against the sums of entries"
+        return Certificate("no numerical entry outside of the pattern", method, self.bound)
+
+    def screen(self, numerical: Tensor) -> list[int]:
+        """Outputs that one direction shows not to move as the entries say, worst first."""
+        scale = largest(self._base) * ROUNDING * 2 * self._problem.unit_roundoff / self._settings.eps
+        enough = (step for step in STARTS if scale <= NEGLIGIBLE * self._settings.atol * step)
+        self._start = next(enough, STARTS[-1])
+        self._first = self._differences_along(self._start, 1, extrapolated=1)
+        if not bool(self._compared(self._first, numerical, self._entry_rounding).wrong.any()):
+            return []
+        return self._unexplained_rows(1, numerical, None)
+
+    def certify(self, numerical: Tensor, analytical: Tensor | None) -> list[int] | None:
+        """That outputs move along random directions as entries say: the analytical ones, or else the numerical ones.
+
+        Analytical entries, which products explain, are known better than numerical ones, and no entry that func has
+        and the backward lacks adds to them.
+        """
+        watched = self._compression.pattern.is_numerical
+        count = DIRECTIONS_WATCHED if watched else DIRECTIONS
+        # Two errors of one row may cancel each other: they count times the difference of two components, which is as
+        # small as a share s with probability s; in all directions with s^count.
+        self._margin = (1 - self._settings.confidence) ** (1 / count)
+        entries, rounding = (numerical, self._entry_rounding) if analytical is None else (analytical, None)
+        found = self._compared(self._first, entries, rounding)
+        for k in range(1, count):
+            if bool(found.wrong.any()):
+                break
+            more = int(self._start > LARGEST_TWO_POINT)
+            differences = self._differences_along(self._start, 1, extrapolated=more, first=k)
+            if not more:
+                torch.maximum(differences.noise, self._first.noise, out=differences.noise)
+            found = self._compared(differences, entries, rounding)
+        if not bool(found.wrong.any()):
+            self.bound = largest(found.allowed) / self._margin
+            rows: list[int] = []
+        else:
+            rows = self._unexplained_rows(count, numerical, analytical)
+        if self.bound > self.asked and watched:
+            # What moves no bit of an output, no difference shows.
+            self.bound = min(self.bound, self.asked)
+        return None if self.bound > self.asked else rows
+
+    def follow(self, rows: list[int], row_of: Callable[[int], Tensor]) -> Failure | Incomplete:
+        """Down to the entry of each row that is wrong; or all that its gradient says belongs to it."""
+        learnt: list[tuple[Indices, Indices]] = []
+        for row in rows[:MOST_LEADS]:
+            gradient = row_of(row)
+            found = self._peeled(row, gradient)
+            if not isinstance(found, list):
+                return found
+            columns = np.union1d(np.flatnonzero(gradient.cpu().numpy()), [j for entry in found for j in entry.columns])
+            learnt.append((np.full(columns.size, row), columns.astype(np.int64)))
+        return incomplete(learnt, refuted=len(rows) > MOST_LEADS)
+
+    def _unexplained_rows(self, count: int, numerical: Tensor, analytical: Tensor | None) -> list[int]:
+        """Outputs that do not move as entries say, from several steps in the same directions, worst first.
+
+        For each output the step that resolves most decides; and it clears what another step found only if it would
+        have seen as much.
+        """
+        watched = self._compression.pattern.is_numerical
+        size = self._base.shape
+        bounds = torch.full((2, *size), torch.inf, dtype=torch.float64, device=self._problem.device)
+        refuted = torch.zeros_like(bounds)
+        rows = torch.ones(size, dtype=torch.bool, device=self._problem.device)
+        for step in STEPS:
+            differences = self._differences_along(step, count, extrapolated=count)
+            found = [self._compared(differences, numerical, self._entry_rounding)]
+            if analytical is not None:
+                found.append(self._compared(differences, analytical, None))
+            for bound, refutation, one in zip(bounds, refuted, found, strict=False):
+                torch.minimum(bound, one.allowed.masked_fill(one.wrong, torch.inf), out=bound)
+                torch.maximum(refutation, one.error.nan_to_num(torch.inf).masked_fill_(~one.wrong, 0.0), out=refutation)
+            known = torch.where((bounds <= refuted / 2) | (refuted == 0), bounds, torch.inf).amin(0)
+            loud = known / self._margin > self.asked
+            now = known.isinf() if watched or bool(known.isinf().any()) else loud
+            if step == STEPS[0] or int(now.sum()) < int(rows.sum()):
+                self._differences, self._explained = differences, found[-1].allowed
+            rows = now
+            if not bool(loud.any()) or (step == STEPS[0] and int(known.isinf().sum()) > HOPELESS * rows.numel()):
+                break
+        self.bound = largest(known.masked_fill(rows, 0.0)) / self._margin
+        worst_first = refuted[0][rows].argsort(descending=True)
+        return rows.nonzero().reshape(-1)[worst_first].tolist()
+
+    def _peeled(self, row: int, gradient: Tensor) -> list[Found] | Failure | Incomplete:
+        """The harmless entries that explain, with its gradient, how a row's output moves along all directions."""
+        problem, settings, differences = self._problem, self._settings, self._differences
+        allowed = float(self._explained[row]) + NEGLIGIBLE * settings.atol
+        found: list[Found] = []
+
+        def explained(vector: Tensor) -> float:
+            return sum(
+                vector[column].item() * error
+                for entry in found
+                for column, error in zip(entry.columns, entry.errors, strict=True)
+            )
+
+        while True:
+            along = differences.derivatives[:, row] - differences.directions @ gradient
+            errors = torch.stack([error - explained(u) for error, u in zip(along, differences.directions, strict=True)])
+            k = int(errors.abs().nan_to_num(torch.inf).argmax())
+            if abs(errors[k].item()) <= allowed:
+                return found
+            if len(found) == MOST_PEELED:
+                break
+            where = row, gradient, differences.directions[k], differences.eps, errors[k].item(), explained
+            entry = entry_in_row(problem, settings, *where)
+            if entry.survivor is not None:
+                return located_failure([entry])
+            if any(entry.columns == known.columns for known in found):
+                break
+            found.append(entry)
+        return incomplete([], unexplained=2 * abs(errors[k].item()))
+
+    @cached_property
+    def asked(self) -> float:
+        """The size from which an entry outside of the pattern matters: atol, or what moves an output by one bit."""
+        one_bit = 4 * self._problem.unit_roundoff * largest(self._base) / self._settings.eps
+        return max(self._settings.atol, one_bit)
+
+    @property
+    def _entry_rounding(self) -> float:
+        """What rounding may do to a sum of numerical entries, relative to the output."""
+        return ROUNDING * 2 * self._problem.unit_roundoff / self._settings.eps
+
+    def _differences_along(self, step: float, count: int, extrapolated: int, first: int = 0) -> Differences:
+        """As `directional_differences`, of what is not apart; step in units of eps, first: of the directions.
+
+        The same numbers are the same directions at every step.
+        """
+        compression = self._compression
+        differences = directional_differences(
+            self._problem,
+            self._settings,
+            self._base,
+            self._settings.eps * step,
+            count,
+            0,
+            extrapolated=extrapolated,
+            still=compression.columns_apart,
+            first=first,
+        )
+        if compression.rows_apart is not None:
+            for values in (differences.derivatives, differences.noise):
+                values.masked_fill_(compression.rows_apart, 0.0)
+        return differences
+
+    def _compared(self, differences: Differences, entries: Tensor, rounding: float | None) -> _Discrepancies:
+        """Derivatives along random directions against what entries, off by rounding themselves, add up to."""
+        base = self._base
+        if self._compression.rows_apart is not None:
+            base = base.masked_fill(self._compression.rows_apart, 0.0)
+        error = torch.zeros_like(base)
+        for u, derivatives in zip(differences.directions.unbind(), differences.derivatives.unbind(), strict=True):
+            total = torch.zeros_like(base)
+            ops.project_entries_(total, None, u, self._compression.columns, self._compression.rows, entries)
+            torch.maximum(error, total.sub_(derivatives).abs_(), out=error)
+        own = ROUNDING * differences.rounding
+        return _Discrepancies(differences, error, base, max(own, rounding or 0.0), self._settings)

@@ -1,0 +1,273 @@
+"""Wrong gradients that certificates, tolerances or a few calls may miss: all fail; their right twins pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+import fastgrad
+
+SEEDS = 10
+LARGE_SEEDS = 3
+
+Func = Callable[..., Any]
+
+
+def custom(forward: Callable[..., Tensor], backward: Callable[..., Any]) -> Func:
+    """A Function whose backward gets grad_output and the inputs."""
+
+    class Custom(Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+            ctx.save_for_backward(*inputs)
+            return forward(*inputs)
+
+        @staticmethod
+        def backward(ctx: Any, grad_output: Tensor) -> Any:
+            return backward(grad_output, *ctx.saved_tensors)
+
+    return Custom.apply
+
+
+@dataclass(frozen=True)
+class Case:
+    """Makes the wrong function and its right twin anew: a backward may keep state."""
+
+    name: str
+    wrong: Callable[[], Func]
+    right: Callable[[], Func]
+    inputs: int = 1
+    keywords: dict[str, Any] = field(default_factory=dict)
+
+
+def scaled(factor: float, row: int, column: int, extra: float) -> Case:
+    """forward: factor x. The backward adds an entry beside that of [column, column], which is much larger."""
+
+    def wrong(grad: Tensor, x: Tensor) -> Tensor:
+        result = factor * grad
+        result[column] += extra * grad[row]
+        return result
+
+    def right(grad: Tensor, x: Tensor) -> Tensor:
+        return factor * grad
+
+    name = f"entry {extra:g} beside {factor:g}"
+    return Case(name, lambda: custom(lambda x: factor * x, wrong), lambda: custom(lambda x: factor * x, right))
+
+
+def lacking(factor: float, extra: float) -> Case:
+    """The forward has an entry that the backward lacks, beside a much larger one."""
+
+    def forward(x: Tensor) -> Tensor:
+        result = factor * x
+        result[1] += extra * x[-1]
+        return result
+
+    def right(grad: Tensor, x: Tensor) -> Tensor:
+        result = factor * grad
+        result[-1] += extra * grad[1]
+        return result
+
+    def wrong(grad: Tensor, x: Tensor) -> Tensor:
+        return factor * grad
+
+    return Case(
+        f"entry {extra:g} missing beside {factor:g}", lambda: custom(forward, wrong), lambda: custom(forward, right)
+    )
+
+
+def ten_rows() -> Case:
+    def wrong(grad: Tensor, x: Tensor) -> Tensor:
+        result = 2 * grad
+        result[1] += 1e-4 * grad[2:12].sum()
+        return result
+
+    def right(grad: Tensor, x: Tensor) -> Tensor:
+        return 2 * grad
+
+    return Case(
+        "a column collects ten rows", lambda: custom(lambda x: 2 * x, wrong), lambda: custom(lambda x: 2 * x, right)
+    )
+
+
+def beside_harmless() -> Case:
+    """One missing entry beyond the tolerance among many within it, all in one row."""
+
+    def forward(x: Tensor) -> Tensor:
+        result = 2 * x
+        result[3] += 0.9e-5 * x.sum() + 3e-5 * x[77 % x.numel()]
+        return result
+
+    def right(grad: Tensor, x: Tensor) -> Tensor:
+        result = 2 * grad + 0.9e-5 * grad[3]
+        result[77 % x.numel()] += 3e-5 * grad[3]
+        return result
+
+    def wrong(grad: Tensor, x: Tensor) -> Tensor:
+        return 2 * grad
+
+    return Case("one entry among harmless ones", lambda: custom(forward, wrong), lambda: custom(forward, right))
+
+
+def products() -> Case:
+    def wrong(grad: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        first = grad * y
+        first[-1] += 1e-3 * grad[1]
+        return first, grad * x
+
+    def right(grad: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return grad * y, grad * x
+
+    return Case("entry beside x * y", lambda: custom(torch.mul, wrong), lambda: custom(torch.mul, right), inputs=2)
+
+
+def detached() -> Case:
+    def wrong(x: Tensor) -> Tensor:
+        return 2e3 * x + 0.5 * x.sum().detach()
+
+    def right(x: Tensor) -> Tensor:
+        return 2e3 * x + 0.5 * x.sum()
+
+    return Case("a detached sum", lambda: wrong, lambda: right)
+
+
+def right_sine() -> Func:
+    return custom(torch.sin, lambda grad, x: grad * x.cos())
+
+
+def by_call(name: str, is_wrong: Callable[[int], bool]) -> Case:
+    """Wrong in some calls, counted from 1."""
+
+    def make() -> Func:
+        calls = 0
+
+        def backward(grad: Tensor, x: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            return grad * x.cos() * (1.5 if is_wrong(calls) else 1.0)
+
+        return custom(torch.sin, backward)
+
+    return Case(f"wrong {name}", make, right_sine)
+
+
+def by_zeros(share: float) -> Case:
+    """Wrong where more than a share of grad_output is zero."""
+
+    def backward(grad: Tensor, x: Tensor) -> Tensor:
+        return grad * x.cos() * (1.5 if (grad == 0).double().mean() > share else 1.0)
+
+    return Case(f"wrong for {share:.0%} zeros", lambda: custom(torch.sin, backward), right_sine)
+
+
+def cached(name: str, key: Callable[[Tensor], Any]) -> Case:
+    """Returns what it once returned for a grad_output that looks alike."""
+
+    def make() -> Func:
+        known: dict[Any, Tensor] = {}
+
+        def backward(grad: Tensor, x: Tensor) -> Tensor:
+            return known.setdefault(key(grad), grad * x.cos()).clone()
+
+        return custom(torch.sin, backward)
+
+    return Case(f"cached by {name}", make, right_sine)
+
+
+def permuted() -> Case:
+    def order(x: Tensor) -> Tensor:
+        return torch.randperm(x.numel(), generator=torch.Generator().manual_seed(1))
+
+    def right(grad: Tensor, x: Tensor) -> Tensor:
+        return torch.empty_like(grad).index_copy_(0, order(x), grad)
+
+    def wrong(grad: Tensor, x: Tensor) -> Tensor:
+        return grad[order(x)]
+
+    def forward(x: Tensor) -> Tensor:
+        return x[order(x)]
+
+    makers = (lambda: custom(forward, wrong)), (lambda: custom(forward, right))
+    return Case("the inverse forgotten, beside nondet_tol", *makers, keywords={"nondet_tol": 1e-4})
+
+
+CASES = [
+    scaled(1e6, 1, -1, 900.0),
+    scaled(1e3, 1, -1, 0.9),
+    scaled(2.0, 1, -1, 1e-3),
+    scaled(1e9, 1, -1, 5e5),
+    lacking(2.0, 1.9e-3),
+    lacking(1e3, 0.5),
+    lacking(1e6, 100.0),
+    ten_rows(),
+    beside_harmless(),
+    products(),
+    detached(),
+    by_call("in its first call", lambda call: call == 1),
+    by_call("in its second call", lambda call: call == 2),
+    by_call("from its 5th call on", lambda call: call >= 5),
+    by_call("from its 20th call on", lambda call: call >= 20),
+    by_call("from its 100th call on", lambda call: call >= 100),
+    by_zeros(0.5),
+    by_zeros(0.75),
+    by_zeros(0.9),
+    cached("sum", lambda grad: grad.sum().item()),
+    cached("norm", lambda grad: grad.norm().item()),
+    cached("ends", lambda grad: (grad[0].item(), grad[-1].item())),
+    permuted(),
+]
+
+BY_NAME = {case.name: case for case in CASES}
+ENGINES = "auto", "dense", "compressed"
+
+
+def leaves(case: Case, n: int, seed: int) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(n, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(case.inputs))
+
+
+def verdicts(case: Case, n: int, seed: int, **keywords: Any) -> tuple[str, str]:
+    """Of the wrong function and of the right one."""
+    inputs = leaves(case, n, seed)
+    found = (
+        fastgrad.check(make(), inputs, seed=seed, **case.keywords, **keywords) for make in (case.wrong, case.right)
+    )
+    wrong, right = (report.verdict for report in found)
+    return wrong, right
+
+
+def torch_calls(n: int) -> int:
+    """Calls of backward that torch's slow mode makes for its rows: each twice."""
+    return 2 * n
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", BY_NAME)
+def test_wrong_gradients_fail_and_right_ones_pass(name: str, engine: str) -> None:
+    for n in (12, 600):
+        if "100th" in name and torch_calls(n) < 100:
+            continue  # nobody calls it as often
+        for seed in range(SEEDS if engine == "auto" else 2):
+            wrong, right = verdicts(BY_NAME[name], n, seed, engine=engine)
+            assert wrong == "failed", (n, seed)
+            assert right == "passed", (n, seed)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in BY_NAME if name not in ("a detached sum", "one entry among harmless ones")]
+)
+def test_larger_ones(name: str) -> None:
+    for seed in range(LARGE_SEEDS):
+        assert verdicts(BY_NAME[name], 10_000, seed) == ("failed", "passed"), seed
+
+
+def test_many_entries_that_no_search_explains_end_in_the_dense_engine() -> None:
+    case = BY_NAME["a detached sum"]
+    report = fastgrad.check(case.wrong(), leaves(case, 2_000, 0))
+    assert not report.passed
