@@ -13,23 +13,14 @@ PACKAGE = Path(__file__).parents[1] / "fastgrad"
 FLOORS = {
     0: ["_build", "_native", "_torch", "_version", "errors", "report", "stopwatch"],
     1: ["coloring", "coordinates", "directions", "graphs", "problem", "progress", "sparsity", "tolerances"],
-    2: [
-        "analytical_certificate",
-        "numerical_certificate",
-        "attributes",
-        "certify",
-        "compare",
-        "engines",
-        "engines.compressed",
-        "engines.dense",
-        "engines.sketch",
-    ],
+    2: ["attributes", "certify", "compare", "engines", "engines.compressed", "engines.dense", "engines.sketch"],
     3: ["check", "evidence", "exact", "fast", "matrices", "second_order", "small"],
     4: ["api", "differences", "forms", "jacobians", "messages", "numerical", "reference"],
     5: ["__init__", "__main__", "cli", "demo", "functional", "patching", "pytest_plugin", "render"],
 }
 FLOORS[1] += ["arguments", "batched", "linear_map", "trial"]
 FLOORS[2] += ["confirm", "diagnose", "locate", "opinions", "patterns", "places", "plan", "rearranged", "refine"]
+FLOORS[2] += ["analytical_certificate", "numerical_certificate"]
 FLOORS[5] += ["bench", "doctor", "specs"]
 FLOOR = {module: floor for floor, modules in FLOORS.items() for module in modules}
 
@@ -43,13 +34,7 @@ NEIGHBORS = {
     "batched": {"coordinates", "problem", "tolerances", "trial"},
     "certify": {"compare", "engines"},
     "analytical_certificate": {
-        "certify",
-        "compare",
-        "engines",
-        "engines.compressed",
-        "locate",
-        "numerical_certificate",
-        "plan",
+        *("certify", "compare", "engines", "engines.compressed", "locate", "numerical_certificate", "plan"),
     },
     "numerical_certificate": {"compare", "confirm", "engines.compressed", "engines.sketch"},
     "compare": {"refine"},
