@@ -29,11 +29,8 @@ PYBIND11_MODULE(_C, module) {
       .def(py::init<int64_t, at::Tensor>(), py::arg("position"), py::arg("like"));
   py::class_<Groups>(module, "Groups")
       .def(
-          py::init([](const at::Tensor& coordinates, const at::Tensor& starts, const at::Tensor& entries,
-                      const at::Tensor& entry_starts, const at::Tensor& positions) {
-            return Groups{coordinates, starts, entries, entry_starts, positions};
-          }),
-          py::arg("coordinates"), py::arg("starts"), py::arg("entries"), py::arg("entry_starts"), py::arg("positions"))
+          py::init<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>(), py::arg("coordinates"),
+          py::arg("starts"), py::arg("entries"), py::arg("entry_starts"), py::arg("positions"))
       .def("part", torch::wrap_pybind_function(&Groups::part))
       .def_readonly("coordinates", &Groups::coordinates)
       .def_readonly("starts", &Groups::starts)
@@ -90,6 +87,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("compare", torch::wrap_pybind_function_no_gil(&fastgrad::compare));
   module.def("direction_", torch::wrap_pybind_function_no_gil(&fastgrad::direction_));
   module.def("flatten_", torch::wrap_pybind_function(&fastgrad::flatten_));
+  module.def("at_dual_level", torch::wrap_pybind_function(&fastgrad::at_dual_level));
   module.def("backward_streams", torch::wrap_pybind_function(&fastgrad::backward_streams));
   module.def("is_plain_zero", torch::wrap_pybind_function(&fastgrad::is_plain_zero));
   module.def("largest_errors", torch::wrap_pybind_function(&fastgrad::largest_errors));

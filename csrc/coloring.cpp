@@ -18,19 +18,6 @@
 namespace fastgrad {
 namespace {
 
-void check_range(const char* name, const char* argument, const at::Tensor& indices, int64_t size) {
-  TORCH_CHECK(size >= 0, name, ": the bound of ", argument, " must be >= 0, got ", size);
-  const auto* index = indices.const_data_ptr<int64_t>();
-  int64_t least = 0;
-  int64_t most = -1;
-  for (int64_t k = 0; k < indices.numel(); ++k) {
-    least = std::min(least, index[k]);
-    most = std::max(most, index[k]);
-  }
-  TORCH_CHECK(
-      least >= 0 && most < size, name, ": ", argument, " must be in [0, ", size, "), got ", least < 0 ? least : most);
-}
-
 // A pattern whose indices were checked.
 struct Pattern {
   Pattern(const char* name, const at::Tensor& starts, const at::Tensor& members, int64_t targets) : targets(targets) {
@@ -47,6 +34,7 @@ struct Pattern {
     TORCH_CHECK(
         start[0] == 0 && start[vertices] == nonzeros && std::is_sorted(start, start + vertices + 1), name,
         ": starts must rise from 0 to the number of members, ", nonzeros, ", got ", start[0], " to ", start[vertices]);
+    TORCH_CHECK(targets >= 0, name, ": targets must be >= 0, got ", targets);
     check_range(name, "members", members, targets);
   }
 
@@ -258,7 +246,7 @@ at::Tensor star_color(const at::Tensor& starts, const at::Tensor& members, int64
   std::iota(order.begin(), order.end(), 0);
   const auto count = Stars(pattern).first_fit(order, most, natural.mutable_data_ptr<int64_t>());
   order = largest_first(pattern);
-  if (count.value_or(most + 1) > 2 && !std::is_sorted(order.begin(), order.end())) {
+  if ((!count || *count > 2) && !std::is_sorted(order.begin(), order.end())) {
     const at::Tensor other = at::empty({pattern.vertices}, at::kLong);
     if (Stars(pattern).first_fit(order, count ? *count - 1 : most, other.mutable_data_ptr<int64_t>())) {
       return other;
@@ -285,6 +273,7 @@ std::tuple<at::Tensor, at::Tensor> transpose(const at::Tensor& starts, const at:
 std::tuple<at::Tensor, at::Tensor> bucket(const at::Tensor& keys, int64_t count) {
   check_indices("bucket", "keys", keys);
   TORCH_CHECK(keys.is_cpu(), "bucket: keys must be on the CPU, got ", keys.device());
+  TORCH_CHECK(count >= 0, "bucket: count must be >= 0, got ", count);
   check_range("bucket", "keys", keys, count);
   const auto* key = keys.const_data_ptr<int64_t>();
   at::Tensor starts = starts_of(key, keys.numel(), count);

@@ -24,6 +24,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
 #include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
@@ -70,7 +71,35 @@ bool looks_like(PyObject* object, const at::Tensor& like) {
     return false;
   }
   const at::Tensor& tensor = THPVariable_Unpack(object);
-  return tensor.scalar_type() == like.scalar_type() && tensor.sizes() == like.sizes();
+  return tensor.scalar_type() == like.scalar_type() && tensor.sizes() == like.sizes() &&
+         tensor.device() == like.device();
+}
+
+// The coordinates of all outputs, end to end.
+int64_t total(const std::vector<OutputSpec>& outputs) {
+  int64_t sum = 0;
+  for (const OutputSpec& output : outputs) {
+    sum += coordinate_count(output.like);
+  }
+  return sum;
+}
+
+void check_columns(const char* what, const at::Tensor& columns, const std::vector<OutputSpec>& outputs) {
+  check_float64(what, "columns", columns, 2);
+  TORCH_CHECK(
+      columns.size(1) == total(outputs), what, ": columns must have ", total(outputs),
+      " elements each, one for each real coordinate of the outputs, got ", columns.size(1));
+  check_written(what, "columns", columns);
+}
+
+void check_vector(const char* what, const char* name, const at::Tensor& vector, int64_t size) {
+  check_float64(what, name, vector, 1);
+  TORCH_CHECK(vector.numel() == size, what, ": ", name, " must have ", size, " elements, got ", vector.numel());
+}
+
+void check_widths(const char* what, const at::Tensor& widths, int64_t size) {
+  check_vector(what, "widths", widths, size);
+  check_contiguous_float64(what, "widths", widths);
 }
 
 // Moves one coordinate of an input by its step, sign -1 or 1, or puts it back, sign 0.
@@ -136,6 +165,45 @@ at::Tensor memory_of(const at::Tensor& tensor) {
   return (layout == at::kSparse ? data._values() : data.values()).variable_data();
 }
 
+bool has_its_storage(const at::Tensor& values) {
+  return !values.has_storage() || bytes_reached(values) <= static_cast<int64_t>(values.storage().nbytes());
+}
+
+// Whether an input still lies where it lay: perturbing block.values perturbs it.
+bool is_in_place(const InputBlock& block) {
+  if (!has_its_storage(block.values) || (block.own_values.defined() && !has_its_storage(block.own_values))) {
+    return false;
+  }
+  const at::Tensor& now = block.argument;
+  const at::Tensor& then = block.values;
+  return now.layout() != at::kStrided || is_wrapper_subclass(now) ||
+         (now.scalar_type() == then.scalar_type() && now.sizes() == then.sizes() && now.strides() == then.strides() &&
+          now.storage_offset() == then.storage_offset() && now.storage().is_alias_of(then.storage()));
+}
+
+// Copies a snapshot back, into memory made anew where it was freed.
+void copy_back(const at::Tensor& values, const at::Tensor& origin) {
+  if (is_small_and_plain(values)) {
+    std::copy_n(origin.const_data_ptr<double>(), values.numel(), values.mutable_data_ptr<double>());
+    return;
+  }
+  if (!has_its_storage(values)) {
+    const at::Tensor bytes = at::empty({0}, values.options().dtype(at::kByte));
+    bytes.set_(values.storage()).resize_({bytes_reached(values)});
+  }
+  values.copy_(origin);
+}
+
+// The memory of an argument that its coordinates lie in.
+const at::Tensor& checked_values(const at::Tensor& argument, const std::optional<at::Tensor>& values) {
+  const at::Tensor& found = values ? *values : argument;
+  check_differentiable("InputBlock", "values", found);
+  TORCH_CHECK(
+      found.scalar_type() == argument.scalar_type(), "InputBlock: values must have the argument's dtype, ",
+      argument.scalar_type(), ", got ", found.scalar_type());
+  return found;
+}
+
 }  // namespace
 
 InputBlock::InputBlock(
@@ -143,21 +211,111 @@ InputBlock::InputBlock(
     const std::optional<at::Tensor>& values, const std::optional<at::Tensor>& elements)
     : argument(argument),
       stand_in(stand_in.value_or(at::Tensor())),
-      values(values.value_or(argument).variable_data()),
+      values(checked_values(argument, values).variable_data()),
       origin(this->values.clone(at::MemoryFormat::Contiguous)),
       elements(elements.value_or(at::Tensor())),
       first(first),
       relative_step(relative_step) {
+  TORCH_CHECK(first >= 0, "InputBlock: first must be >= 0, got ", first);
+  const int64_t expected = elements ? elements->numel() : argument.numel();
+  TORCH_CHECK(
+      this->values.numel() == expected, "InputBlock: values must have ", expected,
+      " elements, as many as the argument has coordinates for, got ", this->values.numel());
+  if (elements.has_value()) {
+    check_indices("InputBlock", "elements", *elements);
+  }
   if (stand_in.has_value()) {
+    TORCH_CHECK(
+        stand_in->sizes() == argument.sizes() && stand_in->scalar_type() == argument.scalar_type(),
+        "InputBlock: stand_in must look like the argument, ", argument.scalar_type(), argument.sizes(), ", got ",
+        stand_in->scalar_type(), stand_in->sizes());
     own_values = memory_of(argument);
     own_origin = own_values.clone();
   }
 }
 
+void check_in_place(const std::vector<InputBlock>& inputs) {
+  for (size_t k = 0; k < inputs.size(); ++k) {
+    TORCH_CHECK(
+        is_in_place(inputs[k]), "func, or its backward, freed or replaced the memory of differentiable input ", k,
+        ", as `x.data = ...` and `x.untyped_storage().resize_(0)` do: gradients are checked in that memory, so leave "
+        "it to the input, and change its values in place or a copy of it.");
+  }
+}
+
+OutputSpec::OutputSpec(int64_t position, at::Tensor like) : position(position), like(std::move(like)) {
+  TORCH_CHECK(position >= 0, "OutputSpec: position must be >= 0, got ", position);
+}
+
+Groups::Groups(
+    at::Tensor coordinates, at::Tensor starts, at::Tensor entries, at::Tensor entry_starts, at::Tensor positions)
+    : coordinates(std::move(coordinates)),
+      starts(std::move(starts)),
+      entries(std::move(entries)),
+      entry_starts(std::move(entry_starts)),
+      positions(std::move(positions)) {
+  check_indices("Groups", "coordinates", this->coordinates);
+  check_indices("Groups", "starts", this->starts);
+  check_indices("Groups", "entries", this->entries);
+  check_indices("Groups", "entry_starts", this->entry_starts);
+  check_indices("Groups", "positions", this->positions);
+  TORCH_CHECK(
+      this->coordinates.is_cpu() && this->starts.is_cpu() && this->entry_starts.is_cpu(),
+      "Groups: coordinates, starts and entry_starts must be on the CPU, got ", this->coordinates.device(), ", ",
+      this->starts.device(), " and ", this->entry_starts.device());
+  TORCH_CHECK(
+      this->starts.numel() > 0 && this->starts.numel() == this->entry_starts.numel(),
+      "Groups: starts and entry_starts must each have an element more than there are groups, got ",
+      this->starts.numel(), " and ", this->entry_starts.numel());
+}
+
+Groups Groups::part(int64_t first, int64_t last) const {
+  TORCH_CHECK(
+      first >= 0 && first <= std::min(last, count()), "Groups: a part must begin in [0, ", count(),
+      "] and not after its end, got ", first, " to ", last);
+  const int64_t bounds = std::min(last, count()) - first + 1;
+  return {coordinates, starts.narrow(0, first, bounds), entries, entry_starts.narrow(0, first, bounds), positions};
+}
+
+namespace {
+
+std::pair<int64_t, int64_t> bounds_of(const at::Tensor& starts, int64_t g, int64_t size) {
+  const auto* const start = starts.const_data_ptr<int64_t>() + g;
+  TORCH_CHECK(
+      0 <= start[0] && start[0] <= start[1] && start[1] <= size, "Groups: starts of groups must rise within [0, ", size,
+      "], got ", start[0], " to ", start[1], " for group ", g);
+  return {start[0], start[1]};
+}
+
+}  // namespace
+
+std::pair<int64_t, int64_t> Groups::coordinates_of(int64_t g) const {
+  return bounds_of(starts, g, coordinates.numel());
+}
+
+at::Tensor Groups::entries_of(int64_t g) const {
+  const auto [begin, end] = bounds_of(entry_starts, g, entries.numel());
+  return entries.narrow(0, begin, end - begin);
+}
+
 Evaluator::Evaluator(py::object func, py::tuple arguments, std::vector<InputBlock> blocks)
-    : func_(std::move(func)), arguments_(std::move(arguments)), blocks_(std::move(blocks)) {}
+    : func_(std::move(func)), arguments_(std::move(arguments)), blocks_(std::move(blocks)) {
+  for (const InputBlock& block : blocks_) {
+    TORCH_CHECK(
+        block.first == size_, "Evaluator: blocks must lie end to end, got one that begins at ", block.first,
+        " where the last one ends at ", size_);
+    size_ += coordinate_count(block.origin);
+  }
+}
+
+void Evaluator::check_coordinates(const char* what, int64_t first, int64_t count) const {
+  TORCH_CHECK(
+      first >= 0 && first <= size_ && count <= size_ - first, what, ": coordinates must be in [0, ", size_, "), got ",
+      count, " from ", first, " on");
+}
 
 py::object Evaluator::call(bool record_graph, const py::tuple& arguments) {
+  check_in_place(blocks_);
   std::vector<uint32_t> versions;
   versions.reserve(blocks_.size());
   for (const InputBlock& block : blocks_) {
@@ -175,6 +333,7 @@ py::object Evaluator::call(bool record_graph, const py::tuple& arguments) {
   if (!result) {
     throw py::error_already_set();
   }
+  check_in_place(blocks_);
   return result;
 }
 
@@ -202,19 +361,18 @@ py::tuple Evaluator::perturbed_arguments() const {
 void Evaluator::restore() {
   const BelowAutograd guard;
   for (const InputBlock& block : blocks_) {
-    if (is_small_and_plain(block.values)) {
-      std::copy_n(block.origin.const_data_ptr<double>(), block.values.numel(), block.values.mutable_data_ptr<double>());
-    } else {
-      check_differentiable("restore", "an input", block.values);
-      block.values.copy_(block.origin);
-    }
+    copy_back(block.values, block.origin);
     if (block.own_values.defined()) {
-      block.own_values.copy_(block.own_origin);
+      copy_back(block.own_values, block.own_origin);
+    }
+    if (!is_in_place(block)) {
+      block.argument.set_data(block.values);
     }
   }
 }
 
 bool Evaluator::inputs_changed() const {
+  check_in_place(blocks_);
   const BelowAutograd guard;
   const auto changed = [](const InputBlock& block) {
     // As real coordinates: at::equal knows no complex32.
@@ -275,6 +433,10 @@ bool widths_on_cpu(const InputBlock& block, const at::Tensor& widths, const Step
 
 void Evaluator::coordinate_widths(const at::Tensor& widths, const std::vector<double>& eps) const {
   const BelowAutograd guard;
+  check_widths("coordinate_widths", widths, size_);
+  TORCH_CHECK(
+      eps.size() == blocks_.size(), "coordinate_widths: eps must have an element for each of ", blocks_.size(),
+      " inputs, got ", eps.size());
   for (size_t b = 0; b < blocks_.size(); ++b) {
     const InputBlock& block = blocks_[b];
     const bool told =
@@ -296,6 +458,9 @@ void Evaluator::coordinate_widths(const at::Tensor& widths, const std::vector<do
 
 void Evaluator::realized_widths(const at::Tensor& widths, const at::Tensor& displacement, double scale) const {
   const BelowAutograd guard;
+  check_widths("realized_widths", widths, size_);
+  check_vector("realized_widths", "displacement", displacement, size_);
+  check_same_or_apart("realized_widths", "widths", widths, "displacement", displacement);
   const at::Tensor all = displacement.contiguous();
   for (const InputBlock& block : blocks_) {
     const auto* const steps = all.is_cpu() ? all.const_data_ptr<double>() + block.first : nullptr;
@@ -320,6 +485,9 @@ at::Tensor Evaluator::coordinates() const {
   for (const InputBlock& block : blocks_) {
     parts.push_back(real_coordinates(block.origin).to(at::kCPU, at::kDouble));
   }
+  if (parts.empty()) {
+    return at::empty({0}, at::kDouble);
+  }
   return parts.size() == 1 ? parts[0] : at::cat(parts);
 }
 
@@ -342,6 +510,8 @@ void Evaluator::realize(
     const at::Tensor& displacement, const at::Tensor& realized, int64_t seed, int64_t stream, double eps,
     double relative) const {
   const BelowAutograd guard;
+  check_vector("realize", "displacement", displacement, size_);
+  check_vector("realize", "realized", realized, size_);
   for (const InputBlock& block : blocks_) {
     const int64_t size = coordinate_count(block.origin);
     realize_(
@@ -353,6 +523,14 @@ void Evaluator::realize(
 std::optional<std::tuple<int64_t, int64_t, py::object>> Evaluator::values_along(
     const at::Tensor& displacement, const std::vector<double>& scales, const std::vector<at::Tensor>& values,
     const std::vector<OutputSpec>& outputs, bool record_graph) {
+  check_vector("values_along", "displacement", displacement, size_);
+  TORCH_CHECK(
+      values.size() == scales.size(), "values_along: values must be as many as scales, ", scales.size(), ", got ",
+      values.size());
+  for (const at::Tensor& row : values) {
+    check_vector("values_along", "values", row, total(outputs));
+    check_written("values_along", "values", row);
+  }
   const OnExit restoring([this] { restore(); });
   for (size_t s = 0; s < values.size(); ++s) {
     displace(displacement, scales[s]);
@@ -372,6 +550,8 @@ std::optional<std::tuple<int64_t, int64_t, py::object>> Evaluator::values_along(
 
 std::optional<std::tuple<int64_t, int64_t, py::object>> Evaluator::difference_columns(
     int64_t first, const at::Tensor& columns, const std::vector<OutputSpec>& outputs, double eps, bool record_graph) {
+  check_columns("difference_columns", columns, outputs);
+  check_coordinates("difference_columns", first, columns.size(0));
   if (mutates_inputs_) {
     restore();
   }
@@ -421,9 +601,9 @@ void Evaluator::perturb_together(
     const Groups& groups, int64_t g, const std::vector<at::Tensor>& copies, int64_t sign, double eps) {
   const BelowAutograd guard;
   const auto* const all = groups.coordinates.const_data_ptr<int64_t>();
-  const auto* const bounds = groups.starts.const_data_ptr<int64_t>();
-  const auto* begin = all + bounds[g];
-  const auto* const end = all + bounds[g + 1];
+  const auto bounds = groups.coordinates_of(g);
+  const auto* begin = all + bounds.first;
+  const auto* const end = all + bounds.second;
   for (size_t b = 0; b < blocks_.size(); ++b) {
     const InputBlock& block = blocks_[b];
     const auto* const last = std::lower_bound(begin, end, block.first + coordinate_count(block.origin));
@@ -434,11 +614,17 @@ void Evaluator::perturb_together(
     }
     begin = last;
   }
+  TORCH_CHECK(
+      begin == end, "difference_groups: coordinates of group ", g, " must be in [0, ", size_, "), got ", *begin);
 }
 
 std::optional<std::tuple<int64_t, int64_t, py::object>> Evaluator::difference_groups(
     const Groups& groups, const at::Tensor& values, int64_t m, const std::vector<OutputSpec>& outputs, double eps,
     bool record_graph) {
+  check_vector("difference_groups", "values", values, groups.positions.numel());
+  TORCH_CHECK(
+      m == total(outputs), "difference_groups: m must be the number of real coordinates of the outputs, ",
+      total(outputs), ", got ", m);
   if (mutates_inputs_) {
     restore();
   }
@@ -459,12 +645,12 @@ std::optional<std::tuple<int64_t, int64_t, py::object>> Evaluator::difference_gr
             flatten_(side.narrow(0, offset, size), output);
           });
       if (changed) {
-        const int64_t first = slice(groups.coordinates, groups.starts, g)[0].item<int64_t>();
+        const int64_t first = groups.coordinates[groups.coordinates_of(g).first].item<int64_t>();
         return std::make_tuple(first, changed->first, changed->second);
       }
     }
     const BelowAutograd guard;
-    decompress_(values, sides[0], sides[1], groups.positions, slice(groups.entries, groups.entry_starts, g));
+    decompress_(values, sides[0], sides[1], groups.positions, groups.entries_of(g));
     raise_if_interrupted();
   }
   return std::nullopt;
@@ -480,6 +666,11 @@ py::object Evaluator::evaluate_at(const py::tuple& arguments) {
 std::tuple<std::optional<std::tuple<int64_t, int64_t, py::object>>, bool> Evaluator::tangent_columns(
     int64_t first, const at::Tensor& columns, const std::vector<OutputSpec>& outputs, const py::tuple& duals,
     const std::vector<at::Tensor>& tangents) {
+  check_columns("tangent_columns", columns, outputs);
+  check_coordinates("tangent_columns", first, columns.size(0));
+  TORCH_CHECK(
+      tangents.size() == blocks_.size(), "tangent_columns: tangents must be one for each of ", blocks_.size(),
+      " inputs, got ", tangents.size());
   std::vector<at::Tensor> zeros;
   for (const at::Tensor& tangent : tangents) {
     zeros.push_back(at::zeros_like(tangent, {}, at::MemoryFormat::Contiguous));
@@ -518,6 +709,58 @@ std::tuple<std::optional<std::tuple<int64_t, int64_t, py::object>>, bool> Evalua
     raise_if_interrupted();
   }
   return {std::nullopt, domains_match};
+}
+
+namespace {
+
+// A turn at torch's level of forward-mode AD: the lock of Python can be taken again by the thread that has it, and
+// Ctrl-C ends waiting for it.
+class Turn {
+ public:
+  Turn() { lock().attr("acquire")(); }
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+  ~Turn() { lock().attr("release")(); }
+
+ private:
+  static const py::object& lock() {
+    PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<py::object> storage;
+    return storage.call_once_and_store_result([] { return py::module_::import("threading").attr("RLock")(); })
+        .get_stored();
+  }
+};
+
+// As torch.autograd.forward_ad.dual_level, which an interrupt can leave between its steps.
+class DualLevel {
+ public:
+  DualLevel()
+      : module_(py::module_::import("torch.autograd.forward_ad")),
+        outer_(module_.attr("_current_level")),
+        level_(torch::autograd::forward_ad::enter_dual_level()) {
+    module_.attr("_current_level") = level_;
+  }
+  DualLevel(const DualLevel&) = delete;
+  DualLevel& operator=(const DualLevel&) = delete;
+  ~DualLevel() {
+    module_.attr("_current_level") = outer_;
+    try {
+      torch::autograd::forward_ad::exit_dual_level(level_);
+    } catch (const c10::Error&) {
+      // func has left it itself; a destructor cannot say so.
+    }
+  }
+
+ private:
+  py::object module_, outer_;
+  uint64_t level_;
+};
+
+}  // namespace
+
+py::object at_dual_level(const py::object& body) {
+  const Turn turn;
+  const DualLevel level;
+  return body();
 }
 
 }  // namespace fastgrad

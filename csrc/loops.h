@@ -17,7 +17,7 @@ namespace fastgrad {
 
 // One differentiable input of the function under test: a block of consecutive real coordinates.
 struct InputBlock {
-  // stand_in, values, elements: as below; none for a strided argument.
+  // stand_in, values, elements: as below; none for a strided argument. Refuses what does not fit together.
   InputBlock(
       const at::Tensor& argument, int64_t first, double relative_step, const std::optional<at::Tensor>& stand_in,
       const std::optional<at::Tensor>& values, const std::optional<at::Tensor>& elements);
@@ -34,8 +34,13 @@ struct InputBlock {
   at::Tensor own_values, own_origin;
 };
 
+// Refuses inputs whose memory somebody freed or replaced, so that perturbing `values` would not perturb them.
+void check_in_place(const std::vector<InputBlock>& inputs);
+
 // One differentiable output: where func returns it and what it must look like when perturbed.
 struct OutputSpec {
+  OutputSpec(int64_t position, at::Tensor like);
+
   int64_t position;  // in the tuple that func returns
   at::Tensor like;   // same shape, dtype and device; the values are never read
 };
@@ -44,6 +49,9 @@ struct OutputSpec {
 // difference, or one VJP, serves a group. All int64, contiguous, on the CPU, but `entries` and
 // `positions`, which live with the values.
 struct Groups {
+  // Refuses tensors of other types and places, and starts that are not one each for both.
+  Groups(at::Tensor coordinates, at::Tensor starts, at::Tensor entries, at::Tensor entry_starts, at::Tensor positions);
+
   at::Tensor coordinates;   // group by group, ascending within: of the inputs, or of one output
   at::Tensor starts;        // shape (groups + 1,): where each group's coordinates start
   at::Tensor entries;       // of the Jacobian, group by group
@@ -52,11 +60,12 @@ struct Groups {
 
   int64_t count() const { return starts.numel() - 1; }
 
-  // Groups first, ..., last - 1 alone.
-  Groups part(int64_t first, int64_t last) const {
-    const int64_t bounds = std::min(last, count()) - first + 1;
-    return {coordinates, starts.narrow(0, first, bounds), entries, entry_starts.narrow(0, first, bounds), positions};
-  }
+  // Groups first, ..., last - 1 alone, or as many of them as there are.
+  Groups part(int64_t first, int64_t last) const;
+
+  // Where the coordinates of group g begin and end, and its entries. What is there is left to who reads it.
+  std::pair<int64_t, int64_t> coordinates_of(int64_t g) const;
+  at::Tensor entries_of(int64_t g) const;
 };
 
 // Calls func with the caller's own arguments, unperturbed or perturbed in place. After every call,
@@ -66,7 +75,8 @@ class Evaluator {
  public:
   Evaluator(pybind11::object func, pybind11::tuple arguments, std::vector<InputBlock> blocks);
 
-  // Whether the inputs hold other values than their origins; a NaN counts as another.
+  // Whether the inputs hold other values than their origins; a NaN counts as another. Refuses inputs whose memory
+  // func freed or replaced, as every evaluation does.
   bool inputs_changed() const;
 
   // The real coordinates of all inputs at x, end to end: float64, on the CPU; not to be written to.
@@ -121,7 +131,7 @@ class Evaluator {
       int64_t first, const at::Tensor& columns, const std::vector<OutputSpec>& outputs, const pybind11::tuple& duals,
       const std::vector<at::Tensor>& tangents);
 
-  // Puts the origins back into every input.
+  // Puts the origins back into every input, and an input's own memory back where func replaced or freed it.
   void restore();
 
   // Calls of func so far.
@@ -134,6 +144,9 @@ class Evaluator {
 
  private:
   pybind11::object call(bool record_graph, const pybind11::tuple& arguments);
+
+  // Refuses coordinates first, ..., first + count - 1 that the inputs do not have.
+  void check_coordinates(const char* what, int64_t first, int64_t count) const;
 
   // Moves all inputs to x + scale * displacement.
   void displace(const at::Tensor& displacement, double scale);
@@ -152,9 +165,15 @@ class Evaluator {
   pybind11::object func_;
   pybind11::tuple arguments_;
   std::vector<InputBlock> blocks_;
+  int64_t size_ = 0;  // the coordinates of all inputs
   int64_t evaluations_ = 0;
   bool mutates_inputs_ = false;
 };
+
+// What body() returns, called at a level of forward-mode AD. torch has one level for all threads: they take turns, and
+// a thread that waits for its turn has released the GIL. The level ends with the call, however that ends: no signal is
+// looked at between entering and leaving it but by body itself.
+pybind11::object at_dual_level(const pybind11::object& body);
 
 // The vector-Jacobian product: gradients of sum_o <cotangents[o], outputs[o]> with respect to the
 // inputs, undefined where there is none; recorded for differentiation where create_graph says so. An
@@ -217,6 +236,9 @@ GradientsMatch vjp_rows(
 GradientsMatch vjp_groups(
     const at::Tensor& output, const std::vector<InputBlock>& inputs, const Groups& groups, const at::Tensor& values,
     int64_t n, int64_t repeated, double repeat_scale, bool expand);
+
+// The coordinates of all inputs, end to end.
+int64_t total(const std::vector<InputBlock>& inputs);
 
 // The caller's own tensors.
 std::vector<at::Tensor> arguments_of(const std::vector<InputBlock>& inputs);

@@ -45,12 +45,12 @@ inline bool is_plain(const at::Tensor& tensor) {
 // Whether they are few: no operator, and no view of the place to go to, is needed to copy them.
 inline bool is_small_and_plain(const at::Tensor& tensor) { return tensor.numel() <= small_size && is_plain(tensor); }
 
-// matrix[row, offset : offset + size] = the coordinates of `tensor`, divided by a power of two.
-// matrix: float64, two dimensions.
+// matrix[row, offset : offset + size], which must be within it, = the `size` coordinates of `tensor`, divided by a
+// power of two. matrix: float64, two dimensions.
 inline void flatten_into(
     const at::Tensor& matrix, int64_t row, int64_t offset, int64_t size, const at::Tensor& tensor,
     double divisor = 1.0) {
-  if (is_small_and_plain(tensor) && matrix.is_cpu() && matrix.is_contiguous()) {
+  if (is_small_and_plain(tensor) && tensor.numel() == size && matrix.is_cpu() && matrix.is_contiguous()) {
     const double* const values = tensor.const_data_ptr<double>();
     double* const target = matrix.mutable_data_ptr<double>() + row * matrix.size(1) + offset;
     std::transform(values, values + size, target, [&](double value) { return value / divisor; });
@@ -61,12 +61,6 @@ inline void flatten_into(
   if (divisor != 1.0) {
     segment.div_(divisor);
   }
-}
-
-// Those of group g, of values that lie group by group.
-inline at::Tensor slice(const at::Tensor& values, const at::Tensor& starts, int64_t g) {
-  const auto* const bounds = starts.const_data_ptr<int64_t>();
-  return values.narrow(0, bounds[g], bounds[g + 1] - bounds[g]);
 }
 
 inline at::Tensor as_strided_layout(const at::Tensor& tensor) {

@@ -42,7 +42,7 @@ void set_one_hot(const at::Tensor& cotangent, int64_t coordinate, double value) 
 
 // Coordinates (float64, one dimension) as the values of a tensor.
 void unflatten_into(const at::Tensor& tensor, const at::Tensor& coordinates) {
-  if (is_small_and_plain(tensor) && is_small_and_plain(coordinates)) {
+  if (is_small_and_plain(tensor) && is_small_and_plain(coordinates) && coordinates.numel() == tensor.numel()) {
     std::copy_n(coordinates.const_data_ptr<double>(), tensor.numel(), tensor.mutable_data_ptr<double>());
     return;
   }
@@ -63,6 +63,18 @@ std::vector<at::Tensor> arguments_of(const std::vector<InputBlock>& inputs) {
 std::vector<at::Tensor> vjp(
     const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
     const std::vector<at::Tensor>& cotangents, bool create_graph) {
+  // What backward saved may lie there: torch would read memory that is gone.
+  for (const at::Tensor& output : outputs) {
+    check_storage("vjp", "an output", output);
+  }
+  for (const at::Tensor& input : inputs) {
+    check_storage("vjp", "an input", input);
+  }
+  for (const at::Tensor& cotangent : cotangents) {
+    if (cotangent.defined()) {
+      check_storage("vjp", "a cotangent", cotangent);
+    }
+  }
   const py::gil_scoped_release released;
   return torch::autograd::grad(outputs, inputs, cotangents, /*retain_graph=*/true, create_graph, /*allow_unused=*/true);
 }
@@ -164,6 +176,7 @@ void read_unspecified(const Unspecified& entries, GradientsMatch& match) {
 void flatten_gradients(
     const std::vector<at::Tensor>& gradients, const std::vector<InputBlock>& inputs, const at::Tensor& rows,
     int64_t row, GradientsMatch& match, Unspecified& unspecified, double divisor = 1.0) {
+  check_in_place(inputs);  // a backward can reach them, too
   int64_t end = 0;
   for (size_t k = 0; k < inputs.size(); ++k) {
     const at::Tensor& argument = inputs[k].argument;
@@ -201,14 +214,38 @@ bool can_be_taken(const at::Tensor& gradient, const InputBlock& input) {
          gradient.use_count() == 1 && gradient.storage().use_count() == 1 && gradient.storage().resizable();
 }
 
+// The coordinates of all outputs, end to end.
+int64_t total(const std::vector<at::Tensor>& outputs) {
+  return std::accumulate(outputs.begin(), outputs.end(), int64_t{0}, [](int64_t sum, const at::Tensor& output) {
+    return sum + coordinate_count(output);
+  });
+}
+
+// Refuses rows that do not have an element for each coordinate of all inputs.
+void check_rows(const char* what, const char* name, const at::Tensor& rows, const std::vector<InputBlock>& inputs) {
+  check_float64(what, name, rows, 2);
+  TORCH_CHECK(
+      rows.size(1) == total(inputs), what, ": ", name, " must have ", total(inputs),
+      " columns, one for each real coordinate of the inputs, got ", rows.size(1));
+  check_written(what, name, rows);
+}
+
 }  // namespace
+
+int64_t total(const std::vector<InputBlock>& inputs) {
+  return std::accumulate(inputs.begin(), inputs.end(), int64_t{0}, [](int64_t sum, const InputBlock& input) {
+    return sum + coordinate_count(input.origin);
+  });
+}
 
 std::tuple<at::Tensor, GradientsMatch> vjp_coordinates(
     const std::vector<at::Tensor>& outputs, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
     int64_t gapped, int64_t expanded) {
-  const int64_t n = std::accumulate(inputs.begin(), inputs.end(), int64_t{0}, [](int64_t sum, const InputBlock& input) {
-    return sum + coordinate_count(input.origin);
-  });
+  check_float64("vjp_coordinates", "cotangents", cotangents, 2);
+  TORCH_CHECK(
+      cotangents.size(1) == total(outputs), "vjp_coordinates: cotangents must have ", total(outputs),
+      " columns, one for each real coordinate of the outputs, got ", cotangents.size(1));
+  const int64_t n = total(inputs);
   at::Tensor gradients;
   GradientsMatch match;
   Unspecified unspecified;
@@ -239,6 +276,7 @@ std::tuple<at::Tensor, GradientsMatch> vjp_coordinates(
     {
       const BelowAutograd guard;
       if (cotangents.size(0) == 1 && found.size() == 1 && can_be_taken(found[0], inputs[0])) {
+        check_in_place(inputs);
         gradients = found[0].view({1, n});
       } else {
         if (!gradients.defined()) {
@@ -256,6 +294,16 @@ std::tuple<at::Tensor, GradientsMatch> vjp_coordinates(
 GradientsMatch vjp_rows(
     const at::Tensor& output, const std::vector<InputBlock>& inputs, int64_t first, bool imaginary,
     const at::Tensor& rows, const at::Tensor& repeated, double repeat_scale) {
+  check_rows("vjp_rows", "rows", rows, inputs);
+  check_rows("vjp_rows", "repeated", repeated, inputs);
+  const int64_t count = rows.size(0);
+  TORCH_CHECK(
+      first >= 0 && first <= output.numel() && count <= output.numel() - first, "vjp_rows: elements must be in [0, ",
+      output.numel(), "), got ", count, " from ", first, " on");
+  TORCH_CHECK(
+      repeated.size(0) <= count, "vjp_rows: repeated must have at most as many rows as rows, ", count, ", got ",
+      repeated.size(0));
+  TORCH_CHECK(!imaginary || output.is_complex(), "vjp_rows: output must be complex to have imaginary parts");
   GradientsMatch match;
   Unspecified unspecified;
   const int64_t width = coordinates_per_element(output);
@@ -288,6 +336,10 @@ GradientsMatch vjp_rows(
 GradientsMatch vjp_groups(
     const at::Tensor& output, const std::vector<InputBlock>& inputs, const Groups& groups, const at::Tensor& values,
     int64_t n, int64_t repeated, double repeat_scale, bool expand) {
+  check_contiguous_float64("vjp_groups", "values", values);
+  TORCH_CHECK(
+      n == total(inputs), "vjp_groups: n must be the number of real coordinates of the inputs, ", total(inputs),
+      ", got ", n);
   GradientsMatch match;
   Unspecified unspecified;
   const std::vector<at::Tensor> arguments = arguments_of(inputs);
@@ -316,12 +368,12 @@ GradientsMatch vjp_groups(
     }
   };
   for (int64_t g = 0; g < groups.count(); ++g) {
-    const at::Tensor rows = slice(coordinates, groups.starts, g);
+    const auto [begin, end] = groups.coordinates_of(g);
+    const at::Tensor rows = coordinates.narrow(0, begin, end - begin);
     run(rows, 1.0, gradient);
     {
       const BelowAutograd guard;
-      decompress_(
-          values, gradient.select(0, 0), std::nullopt, groups.positions, slice(groups.entries, groups.entry_starts, g));
+      decompress_(values, gradient.select(0, 0), std::nullopt, groups.positions, groups.entries_of(g));
     }
     if (g < repeated) {
       run(rows, repeat_scale, again);

@@ -234,9 +234,10 @@ WholeBackward whole_backward(
   TORCH_CHECK(fewest_vectorized == 0 || repeated == 0, "whole_backward: vectorized rows are not repeated");
   WholeBackward whole;
   const std::vector<at::Tensor> arguments = arguments_of(inputs);
-  const int64_t n = inputs.back().first + coordinate_count(inputs.back().origin);
+  const int64_t n = total(inputs);
   const auto take_zeros = [&](const std::vector<at::Tensor>& trial) {
     std::vector<at::Tensor> found = vjp_of_zeros(trial, arguments);
+    check_in_place(inputs);
     whole.vjps += 1;
     whole.are_zero = whole.are_zero && are_plain_zeros(found, arguments);
     for (size_t k = 0; k < found.size(); ++k) {
@@ -303,17 +304,26 @@ WholeBackward whole_backward(
 std::optional<std::vector<std::pair<double, double>>> largest_errors(
     const at::Tensor& rows, const at::Tensor& columns, int64_t first_row, int64_t row_step,
     const std::vector<InputTolerances>& inputs) {
+  check_float64("largest_errors", "rows", rows, 2);
+  check_float64("largest_errors", "columns", columns, 2);
   const int64_t count = rows.size(0);
   const int64_t n = rows.size(1);
   const int64_t m = columns.size(1);
   TORCH_CHECK(
-      rows.is_cpu() && rows.is_contiguous() && columns.is_cpu() && columns.is_contiguous() && columns.size(0) == n &&
-          first_row >= 0 && row_step > 0 && first_row + (count - 1) * row_step < m,
-      "largest_errors: rows and columns must be contiguous, on the CPU, and of one Jacobian");
+      rows.is_cpu() && rows.is_contiguous() && columns.is_cpu() && columns.is_contiguous() && columns.size(0) == n,
+      "largest_errors: rows and columns must be contiguous, on the CPU, and of one Jacobian, got ", rows.sizes(),
+      " and ", columns.sizes());
+  // No sums and products of what was given: they may overflow.
+  TORCH_CHECK(
+      first_row >= 0 && row_step > 0 && (count == 0 || (first_row < m && count - 1 <= (m - 1 - first_row) / row_step)),
+      "largest_errors: ", count, " rows from ", first_row, " on (step ", row_step, ") must lie within ", m, " rows");
   std::vector<std::pair<double, double>> errors;
   errors.reserve(inputs.size());
   int64_t first = 0;
   for (const auto& [size, is_complex, atol, rtol] : inputs) {
+    TORCH_CHECK(
+        size >= 0 && size <= n - first && (!is_complex || size % 2 == 0), "largest_errors: inputs must have ", n,
+        " coordinates in all, two for each complex element, got one with ", size, " from ", first, " on");
     const StridedBlock analytical{rows.const_data_ptr<double>() + first, n, 1};
     const StridedBlock numerical{columns.const_data_ptr<double>() + first * m + first_row, row_step, m};
     const int64_t entries = is_complex ? size / 2 : size;

@@ -1,9 +1,11 @@
 """Types of the compiled module; csrc/loops.h and csrc/coloring.h document it."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
+
+Result = TypeVar("Result")
 
 class InputBlock:
     def __init__(
@@ -121,6 +123,7 @@ class WholeBackward:
     @property
     def vjps(self) -> int: ...
 
+def at_dual_level(body: Callable[[], Result]) -> Result: ...
 def backward_streams(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[int]: ...
 def bucket(keys: Tensor, count: int) -> tuple[Tensor, Tensor]: ...
 def color(starts: Tensor, members: Tensor, targets: int) -> Tensor: ...

@@ -118,9 +118,9 @@ def _operators(device: str) -> list[tuple[str, Callable[..., Any], tuple[Tensor,
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=torch.float64, generator=generator).to(device).requires_grad_()
+        return torch.randn(*shape, dtype=torch.float64, generator=generator, device="cpu").to(device).requires_grad_()
 
-    index = torch.randint(64, (96,), generator=generator).to(device)
+    index = torch.randint(64, (96,), generator=generator, device="cpu").to(device)
     return [
         ("sin, small", torch.sin, (normal(3, 4),)),
         ("sin", torch.sin, (normal(32, 32),)),

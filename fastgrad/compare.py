@@ -101,11 +101,12 @@ def tolerances(
     """The atol and rtol of coordinates of the inputs: float64, shape (columns,), or numbers where all are the same."""
     if not settings.inputs:
         return settings.atol, settings.rtol
-    sizes = torch.tensor([block.size for block in problem.inputs])
+    sizes = torch.tensor([block.size for block in problem.inputs], device="cpu")
     own = [settings.of(block.index) for block in problem.inputs]
 
     def of_coordinates(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64).repeat_interleave(sizes).to(problem.device)[columns]
+        own = torch.tensor(values, dtype=torch.float64, device="cpu")
+        return own.repeat_interleave(sizes).to(problem.device)[columns]
 
     return of_coordinates([one.atol for one in own]), of_coordinates([one.rtol for one in own])
 

@@ -200,7 +200,7 @@ def _extent(entries: list[Entry], output: Block, input_: Block) -> Extent:
         (input_, [entry.input_index for entry in entries]),
     ):
         shape = block.tensor.shape
-        places.append(spans(torch.tensor([element_number(index, shape) for index in indices]), shape))
+        places.append(spans(torch.tensor([element_number(index, shape) for index in indices], device="cpu"), shape))
     return Extent(*places)
 
 

@@ -145,7 +145,7 @@ def _specified_elements(tensor: Tensor, values: Tensor) -> Tensor:
     compressed, plain, _ = _compression(tensor)
     layout = tensor.layout
     numbered = torch.sparse_compressed_tensor(
-        compressed, plain, numbers, tensor.shape, layout=layout, check_invariants=False
+        compressed, plain, numbers, tensor.shape, layout=layout, device=values.device, check_invariants=False
     )
     where = numbered.to_dense().reshape(-1)
     specified = where.nonzero().reshape(-1)
@@ -166,7 +166,9 @@ def _densified_coo(tensor: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
     sparse = tensor.shape[: tensor.sparse_dim()]
     indices = torch.ones(sparse, device=tensor.device).nonzero().t()
     values = dense.reshape(indices.shape[1], *tensor.shape[tensor.sparse_dim() :])
-    return torch.sparse_coo_tensor(indices, values, tensor.shape, is_coalesced=True, check_invariants=False), dense
+    return torch.sparse_coo_tensor(
+        indices, values, tensor.shape, device=values.device, is_coalesced=True, check_invariants=False
+    ), dense
 
 
 def _densified(tensor: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
@@ -192,6 +194,7 @@ def _densified(tensor: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
         values,
         tensor.shape,
         layout=tensor.layout,
+        device=values.device,
         check_invariants=False,
     )
     return stand_in, logical

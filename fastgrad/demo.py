@@ -58,7 +58,7 @@ def operators() -> list[Operator]:
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-        return torch.randn(*shape, dtype=dtype, generator=generator).requires_grad_()
+        return torch.randn(*shape, dtype=dtype, generator=generator, device="cpu").requires_grad_()
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         # Spelled out: torch's fused kernel has no second derivative.

@@ -189,7 +189,7 @@ def second_derivatives(
             pairs = list(combinations(range(n), 2))
             mixed = [(bend(axis(i) + axis(j)) - own[i] - own[j]) / 2 for i, j in pairs]
             values, errors = _settled_bends([*own, *mixed], rounding)
-            i, j = (torch.tensor([*range(n), *(pair[side] for pair in pairs)], dtype=torch.int64) for side in (0, 1))
+            i, j = (torch.tensor([*range(n), *(pair[side] for pair in pairs)], device="cpu") for side in (0, 1))
             i, j = i.to(values.device), j.to(values.device)
             matrices = []
             for found in (values, errors):

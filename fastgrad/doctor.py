@@ -68,7 +68,7 @@ def is_well(found: dict[str, Any]) -> bool:
 def _self_test(device: str) -> list[dict[str, Any]]:
     """A right operator and one that forgot a factor, with each engine."""
     generator = torch.Generator().manual_seed(0)
-    x: Tensor = torch.randn(20, 10, dtype=torch.float64, generator=generator).to(device).requires_grad_()
+    x: Tensor = torch.randn(20, 10, dtype=torch.float64, generator=generator, device="cpu").to(device).requires_grad_()
     rows = []
     for engine in ("dense", "compressed", "sketch"):
         for operator, expected in ((SquaredReLU, "passed"), (ForgottenFactor, "failed")):

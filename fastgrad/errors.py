@@ -33,6 +33,19 @@ class GradcheckError(TorchGradcheckError):
         return type(self), (str(self), self.report)
 
 
+def as_raised(error: BaseException) -> BaseException:
+    """What func or a backward raised, where Python made a RuntimeError of it: a StopIteration that left a generator.
+
+    Only of fastgrad's own generators; anything else is returned as it is.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    ours = trace is not None and trace.tb_frame.f_code.co_filename.startswith(_HERE)
+    stopped = ours and isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration)
+    return error.__cause__ if stopped and error.__cause__ is not None else error
+
+
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warns about the line that called into fastgrad, however many frames of fastgrad lie between."""
     frame, level = sys._getframe(1), 2

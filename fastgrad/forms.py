@@ -100,7 +100,9 @@ def sparse_part(rows: Tensor, columns: Tensor, values: Tensor, output: torch.Siz
     """A COO tensor of shape (*output, *value) from the entries of a matrix of elements, row by row, columns rising."""
     indices = [*_unraveled(rows, output), *_unraveled(columns, value)]
     where = torch.stack(indices) if indices else rows.new_empty(0, values.numel())
-    return torch.sparse_coo_tensor(where, values, (*output, *value), is_coalesced=True, check_invariants=False)
+    return torch.sparse_coo_tensor(
+        where, values, (*output, *value), device=values.device, is_coalesced=True, check_invariants=False
+    )
 
 
 def _unraveled(flat: Tensor, shape: torch.Size) -> list[Tensor]:

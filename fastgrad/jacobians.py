@@ -117,7 +117,9 @@ def analytical_jacobian(
     with Problem(func, as_tuple(inputs)) as problem:
         _check_strided(problem)
         if not problem.has_graph:
-            return _dense(problem, torch.zeros(problem.m, problem.n, dtype=torch.float64), layout)
+            return _dense(
+                problem, torch.zeros(problem.m, problem.n, dtype=torch.float64, device=problem.device), layout
+            )
         if mode == "forward":
             return _dense(problem, problem.tangent_columns(0, problem.n)[0].t(), layout)
         if problem.n and problem.m:
@@ -173,7 +175,9 @@ def _sparse(problem: Problem, rows: Tensor, columns: Tensor, values: Tensor, lay
         i, j = rows - output.first, columns - block.first
         within = (i >= 0) & (i < output.size) & (j >= 0) & (j < block.size)
         indices, size = torch.stack([i[within], j[within]]), (output.size, block.size)
-        found = torch.sparse_coo_tensor(indices, values[within], size, is_coalesced=True, check_invariants=False)
+        found = torch.sparse_coo_tensor(
+            indices, values[within], size, device=values.device, is_coalesced=True, check_invariants=False
+        )
         if layout is torch.strided:
             return found.to_dense().reshape(*_shape(output), *_shape(block))
         return found if layout is torch.sparse_coo else found.to_sparse_csr()

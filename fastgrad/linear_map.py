@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from fastgrad import _native, _torch
 from fastgrad.coordinates import Block, blocks_of
@@ -127,6 +126,9 @@ def tangents_along(
     func: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], tangents: Sequence[Tensor]
 ) -> list[Tensor | None]:
     """The tangents of func's outputs at inputs with tangents, None where an output has none."""
-    with forward_ad.dual_level():
+
+    def evaluate() -> list[Tensor | None]:
         duals = [_torch.make_dual(value, tangent) for value, tangent in zip(inputs, tangents, strict=True)]
         return [_torch.tangent_of(output) for output in func(*duals)]
+
+    return _native.at_dual_level(evaluate)

@@ -103,7 +103,7 @@ class _Scheme:
         positions = torch.from_numpy(self.positions[entries]).to(self.map.device)
         places = torch.from_numpy(entries).to(self.map.device)
         for g in range(self.count):
-            seed = torch.zeros(self.map.m, dtype=torch.float64)
+            seed = torch.zeros(self.map.m, dtype=torch.float64, device="cpu")
             seed[torch.from_numpy(order[starts[g] : starts[g + 1]])] = 1.0
             own = slice(entry_starts[g], entry_starts[g + 1])
             found[places[own]] = self.map.product(seed)[positions[own]]
@@ -204,7 +204,7 @@ def _guess_band(maps: _Maps) -> Pattern | None:
     if rows.m < WORTH_PROBING or len(rows.sources) != 1 or len(rows.targets) != 1:
         return None
     chosen = np.arange(BAND // 2, rows.m, BAND)
-    seed = torch.zeros(rows.m, dtype=torch.float64)
+    seed = torch.zeros(rows.m, dtype=torch.float64, device="cpu")
     seed[torch.from_numpy(chosen)] = direction(chosen.size, 0, PROBE_COTANGENT)
     reacted = np.flatnonzero((rows.product(seed) != 0).cpu().numpy())
     offsets = np.unique(reacted - chosen[np.minimum(reacted // BAND, chosen.size - 1)])

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from fastgrad import _native, _torch
 from fastgrad._torch import phase
@@ -27,7 +26,7 @@ from fastgrad.coordinates import (
     pieces,
 )
 from fastgrad.directions import GRAPH_STREAM, uniform_like
-from fastgrad.errors import warn
+from fastgrad.errors import as_raised, warn
 from fastgrad.progress import STEP, Progress
 from fastgrad.report import modulus
 from fastgrad.tolerances import relative_step, spacing
@@ -119,6 +118,28 @@ def _differentiable_inputs(inputs: tuple[Any, ...], names: tuple[str, ...], warn
                     "copies."
                 )
     return positions
+
+
+def evaluated_apart(func: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """What func returns for arguments that no problem is made of yet; strided ones that require grad are restored."""
+    checked: list[Tensor] = []
+    for value in arguments:
+        is_checked = isinstance(value, Tensor) and value.requires_grad and not value.is_nested
+        if is_checked and value.layout is torch.strided and not any(value is other for other in checked):
+            checked.append(value)
+    blocks = [
+        _native.InputBlock(block.tensor, block.first, 0.0)
+        for block in blocks_of(checked, range(len(checked)), once=True)
+    ]
+    evaluator = _native.Evaluator(func, arguments, blocks)
+    try:
+        results = evaluator.evaluate(True)
+        if evaluator.inputs_changed():
+            evaluator.restore()
+    except BaseException:
+        evaluator.restore()
+        raise
+    return results
 
 
 def _check_outputs(results: tuple[Any, ...]) -> None:
@@ -233,6 +254,9 @@ class Problem:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.restore()
+        raised = None if error is None else as_raised(error)
+        if raised is not None and raised is not error:
+            raise raised from raised.__cause__
 
     def restore(self) -> None:
         """Puts the bits that they had at first back into all inputs."""
@@ -415,7 +439,7 @@ class Problem:
             # Where func gets stand-ins while inputs are perturbed, it may depend on what they specify.
             stands_in = any(memory is not None and memory.stand_in is not None for memory in self._memories.values())
             if stands_in:
-                self._base = self.evaluate(True, torch.zeros(self.n, dtype=torch.float64))
+                self._base = self.evaluate(True, torch.zeros(self.n, dtype=torch.float64, device="cpu"))
             elif self.evaluations == 1:
                 self._base = self._flat(block.tensor for block in self.outputs)
             else:
@@ -435,7 +459,9 @@ class Problem:
         for block in self.outputs:
             found = results[block.position] if block.position < len(results) else None
             expected = block.tensor
-            if not isinstance(found, Tensor) or (found.shape, found.dtype) != (expected.shape, expected.dtype):
+            if not isinstance(found, Tensor) or (
+                (found.shape, found.dtype, found.device) != (expected.shape, expected.dtype, expected.device)
+            ):
                 raise AssertionError(_changed(block, found, "evaluated again"))
             selected.append(found)
         return tuple(selected)
@@ -702,9 +728,12 @@ class Problem:
         self._graph = None
         self._require_forward_ad()
         columns = torch.empty(count, self.m, dtype=torch.float64, device=self.device)
-        with forward_ad.dual_level():
+
+        def evaluate() -> tuple[tuple[int, int, Any] | None, bool]:
             duals, tangents = self._duals([torch.zeros_like(block.tensor.detach()) for block in self.inputs])
-            changed, domains_match = self._evaluator.tangent_columns(first, columns, self._specs, duals, tangents)
+            return self._evaluator.tangent_columns(first, columns, self._specs, duals, tangents)
+
+        changed, domains_match = _native.at_dual_level(evaluate)
         self.jvps += count
         if changed is not None:
             self._raise_changed(*changed, 0.0)
@@ -714,11 +743,14 @@ class Problem:
         """Tangents of `outputs` for tangents of `inputs`, None being undefined; one evaluation."""
         self._graph = None
         self._require_forward_ad()
-        with forward_ad.dual_level():
+
+        def evaluate() -> list[Tensor | None]:
             duals, _ = self._duals(tangents)
             results = self._selected(self._evaluator.evaluate_at(duals))
             self.jvps += 1
             return [_torch.tangent_of(result) for result in results]
+
+        return _native.at_dual_level(evaluate)
 
     def jvp_coordinates(self, direction: Tensor) -> Tensor:
         """J u for a direction u (float64, shape (n,)) by forward-mode AD: float64, shape (m,); one evaluation."""
@@ -767,7 +799,9 @@ class Problem:
 
 def _changed(expected: Block, found: Any, when: str) -> str:
     """What to say when func returned another kind of output than at first."""
-    if not isinstance(found, Tensor):
+    if isinstance(found, Tensor) and found.device != expected.tensor.device:
+        what, got = "on the same device", f"devices {expected.tensor.device} and {found.device}"
+    elif not isinstance(found, Tensor):
         what, got = "as a tensor in the same place", f"{found!r} as result {expected.position}"
     elif found.shape != expected.tensor.shape:
         what, got = "with the same shape", f"shapes {expected.tensor.shape} and {found.shape}"

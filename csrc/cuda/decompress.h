@@ -5,10 +5,11 @@
 
 namespace fastgrad::cuda {
 
-// For entries[k], k in [0, count); subtrahend: null where there is none. Does not synchronize; returns the
-// launch error.
+// For entries[k], k in [0, count); values and positions have nonzeros elements, compressed and subtrahend, which is
+// null where there is none, `size`: an entry outside of the first writes nothing, a position outside of the second
+// gives NaN. Does not synchronize; returns the launch error.
 cudaError_t launch_decompress(
-    double* values, const double* compressed, const double* subtrahend, const int64_t* positions,
-    const int64_t* entries, int64_t count, cudaStream_t cuda_stream);
+    double* values, int64_t nonzeros, const double* compressed, const double* subtrahend, int64_t size,
+    const int64_t* positions, const int64_t* entries, int64_t count, cudaStream_t cuda_stream);
 
 }  // namespace fastgrad::cuda

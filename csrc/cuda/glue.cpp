@@ -103,8 +103,8 @@ void perturb_coordinates_cuda(
     C10_CUDA_CHECK(
         cuda::launch_perturb_coordinates(
             target.mutable_data_ptr(), origin.const_data_ptr(), real_type("perturb_coordinates_", values),
-            coordinates.const_data_ptr<int64_t>(), coordinates.numel(), static_cast<int>(sign), eps, relative_step,
-            c10::cuda::getCurrentCUDAStream()));
+            coordinate_count(values), coordinates.const_data_ptr<int64_t>(), coordinates.numel(),
+            static_cast<int>(sign), eps, relative_step, c10::cuda::getCurrentCUDAStream()));
   });
 }
 
@@ -212,9 +212,10 @@ void decompress_cuda(
   const c10::cuda::CUDAGuard guard(values.device());
   C10_CUDA_CHECK(
       cuda::launch_decompress(
-          values.mutable_data_ptr<double>(), compressed.const_data_ptr<double>(),
-          subtrahend ? subtrahend->const_data_ptr<double>() : nullptr, positions.const_data_ptr<int64_t>(),
-          entries.const_data_ptr<int64_t>(), entries.numel(), c10::cuda::getCurrentCUDAStream()));
+          values.mutable_data_ptr<double>(), values.numel(), compressed.const_data_ptr<double>(),
+          subtrahend ? subtrahend->const_data_ptr<double>() : nullptr, compressed.numel(),
+          positions.const_data_ptr<int64_t>(), entries.const_data_ptr<int64_t>(), entries.numel(),
+          c10::cuda::getCurrentCUDAStream()));
 }
 
 at::Tensor dots_cuda(const at::Tensor& rows, const at::Tensor& vector) {
@@ -273,9 +274,10 @@ void project_entries_cuda(
   const c10::cuda::CUDAGuard guard(sums.device());
   C10_CUDA_CHECK(
       cuda::launch_project_entries(
-          sums.mutable_data_ptr<double>(), squares ? squares->mutable_data_ptr<double>() : nullptr,
-          vector.const_data_ptr<double>(), sources.const_data_ptr<int64_t>(), targets.const_data_ptr<int64_t>(),
-          entries.const_data_ptr<double>(), entries.numel(), c10::cuda::getCurrentCUDAStream()));
+          sums.mutable_data_ptr<double>(), squares ? squares->mutable_data_ptr<double>() : nullptr, sums.numel(),
+          vector.const_data_ptr<double>(), vector.numel(), sources.const_data_ptr<int64_t>(),
+          targets.const_data_ptr<int64_t>(), entries.const_data_ptr<double>(), entries.numel(),
+          c10::cuda::getCurrentCUDAStream()));
 }
 
 }  // namespace

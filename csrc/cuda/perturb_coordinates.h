@@ -5,10 +5,10 @@
 
 namespace fastgrad::cuda {
 
-// values[c] = origin[c], moved, for c = coordinates[k], k in [0, count); values, origin: contiguous, of a
-// type. Does not synchronize; returns the launch error.
+// values[c] = origin[c], moved, for c = coordinates[k], k in [0, count), and nothing for c outside of [0, size);
+// values, origin: contiguous, of a type, `size` coordinates. Does not synchronize; returns the launch error.
 cudaError_t launch_perturb_coordinates(
-    void* values, const void* origin, RealType type, const int64_t* coordinates, int64_t count, int sign, double eps,
-    double relative_step, cudaStream_t cuda_stream);
+    void* values, const void* origin, RealType type, int64_t size, const int64_t* coordinates, int64_t count, int sign,
+    double eps, double relative_step, cudaStream_t cuda_stream);
 
 }  // namespace fastgrad::cuda

@@ -24,6 +24,9 @@ void check_central_difference(
   TORCH_CHECK(
       coordinate >= 0 && coordinate < coordinate_count(origin), "central_difference_: coordinate must be in [0, ",
       coordinate_count(origin), "), got ", coordinate);
+  check_written("central_difference_", "column", column);
+  check_same_or_apart("central_difference_", "column", column, "minus", minus);
+  check_apart("central_difference_", "column", column, "origin", origin);
 }
 
 namespace {
@@ -80,8 +83,6 @@ void central_difference_(
 
 TORCH_LIBRARY_IMPL(fastgrad, CPU, library) { library.impl("central_difference_", &central_difference_cpu); }
 TORCH_LIBRARY_IMPL(fastgrad, Meta, library) { library.impl("central_difference_", &central_difference_meta); }
-TORCH_LIBRARY_IMPL(fastgrad, CompositeExplicitAutograd, library) {
-  library.impl("central_difference_", &central_difference_composite);
-}
+FASTGRAD_COMPOSITE("central_difference_", &central_difference_composite)
 
 }  // namespace fastgrad

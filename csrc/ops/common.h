@@ -34,11 +34,17 @@ at::Tensor real_coordinates(const at::Tensor& tensor);
 // kernels/difference.h's coordinate_step in plain ATen, for a zero-dimensional real `value`.
 at::Tensor coordinate_step(const at::Tensor& value, double eps, double relative_step);
 
-// Refuses an argument that is not a strided tensor of floating or complex dtype, or whose storage was
-// freed or shrunk underneath it.
+// Bytes of storage, from its first, that a strided tensor reaches.
+int64_t bytes_reached(const at::Tensor& tensor);
+
+// Refuses a tensor whose storage was freed or shrunk underneath it. What refuses an argument's kind, as below, looks
+// at its storage, too.
+void check_storage(const char* op, const char* name, const at::Tensor& tensor);
+
+// Refuses an argument that is not a strided tensor of floating or complex dtype.
 void check_differentiable(const char* op, const char* name, const at::Tensor& tensor);
 
-// Refuses an argument that is not a float64 tensor with `dim` dimensions.
+// Refuses an argument that is not a strided float64 tensor with `dim` dimensions.
 void check_float64(const char* op, const char* name, const at::Tensor& tensor, int64_t dim);
 
 // Refuses an argument that is not a contiguous float64 tensor with one dimension.
@@ -47,7 +53,22 @@ void check_contiguous_float64(const char* op, const char* name, const at::Tensor
 // Refuses an argument that is not a contiguous int64 tensor with one dimension.
 void check_indices(const char* op, const char* name, const at::Tensor& tensor);
 
-// Refuses an origin that is not a C-contiguous snapshot of `x`, the argument `name`.
+// Refuses indices, int64 on the CPU, outside of [0, size).
+void check_range(const char* op, const char* name, const at::Tensor& indices, int64_t size);
+
+// Refuses an argument to be written that has, by its strides, several elements at one place.
+void check_written(const char* op, const char* name, const at::Tensor& tensor);
+
+// Refuses an argument to be written, `out`, that shares memory with another one: it would be read as it is no more.
+void check_apart(
+    const char* op, const char* out_name, const at::Tensor& out, const char* name, const at::Tensor& tensor);
+
+// The same where each element is read before that in its place is written: both may be the same memory, but not a
+// part of it.
+void check_same_or_apart(
+    const char* op, const char* out_name, const at::Tensor& out, const char* name, const at::Tensor& tensor);
+
+// Refuses an `x`, the argument `name`, that cannot be written, and an origin that is not a C-contiguous snapshot of it.
 void check_origin(const char* op, const at::Tensor& x, const at::Tensor& origin, const char* name = "x");
 
 // Whether a Python subclass intercepts the operators on `tensor`: it knows ATen's, not ours.
@@ -67,6 +88,14 @@ inline int64_t element_offset(const at::Tensor& tensor, int64_t index) {
 }
 
 }  // namespace fastgrad
+
+// Registers the plain ATen kernel of an operator that writes into its arguments, for every device that has no kernel of
+// its own and for lazily conjugated or negated arguments: torch's own fallback for these corrupts its stack where an
+// operator returns nothing.
+#define FASTGRAD_COMPOSITE(NAME, KERNEL)                                                           \
+  TORCH_LIBRARY_IMPL(fastgrad, CompositeExplicitAutograd, library) { library.impl(NAME, KERNEL); } \
+  TORCH_LIBRARY_IMPL(fastgrad, Conjugate, library) { library.impl(NAME, KERNEL); }                 \
+  TORCH_LIBRARY_IMPL(fastgrad, Negative, library) { library.impl(NAME, KERNEL); }
 
 // Runs the lambda with `real_t` bound to the real type underneath a floating or complex dtype.
 #define FASTGRAD_DISPATCH_REAL(DTYPE, NAME, ...)                                                           \

@@ -10,6 +10,8 @@
 #include <ATen/TensorOperators.h>
 #include <torch/library.h>
 
+#include <atomic>
+
 namespace fastgrad {
 
 void check_decompress(
@@ -28,6 +30,10 @@ void check_decompress(
   TORCH_CHECK(
       positions.numel() == values.numel(), "decompress_: positions must have as many elements as values, ",
       values.numel(), ", got ", positions.numel());
+  check_apart("decompress_", "values", values, "compressed", compressed);
+  check_apart("decompress_", "values", values, "subtrahend", subtrahend.value_or(compressed));
+  check_apart("decompress_", "values", values, "positions", positions);
+  check_apart("decompress_", "values", values, "entries", entries);
 }
 
 namespace {
@@ -41,12 +47,27 @@ void decompress_cpu(
   const double* less = subtrahend ? subtrahend->const_data_ptr<double>() : nullptr;
   const int64_t* position = positions.const_data_ptr<int64_t>();
   const int64_t* entry = entries.const_data_ptr<int64_t>();
-  at::parallel_for(0, entries.numel(), grain_size, [=](int64_t begin, int64_t end) {
+  const int64_t nonzeros = values.numel();
+  const int64_t size = compressed.numel();
+  std::atomic<bool> all_within = true;
+  at::parallel_for(0, entries.numel(), grain_size, [&](int64_t begin, int64_t end) {
+    bool within = true;
     for (int64_t k = begin; k < end; ++k) {
       const int64_t e = entry[k];
-      out[e] = decompressed(minuend, less, position[e]);
+      if (is_within(e, nonzeros) && is_within(position[e], size)) {
+        out[e] = decompressed(minuend, less, position[e]);
+      } else {
+        within = false;
+      }
+    }
+    if (!within) {
+      all_within = false;
     }
   });
+  if (!all_within) {  // which of them only now: a pass beforehand would take as long as all of this
+    check_range("decompress_", "entries", entries, nonzeros);
+    check_range("decompress_", "positions of entries", at::index_select(positions, 0, entries), size);
+  }
 }
 
 void decompress_composite(
@@ -77,6 +98,6 @@ void decompress_(
 
 TORCH_LIBRARY_IMPL(fastgrad, CPU, library) { library.impl("decompress_", &decompress_cpu); }
 TORCH_LIBRARY_IMPL(fastgrad, Meta, library) { library.impl("decompress_", &decompress_meta); }
-TORCH_LIBRARY_IMPL(fastgrad, CompositeExplicitAutograd, library) { library.impl("decompress_", &decompress_composite); }
+FASTGRAD_COMPOSITE("decompress_", &decompress_composite)
 
 }  // namespace fastgrad

@@ -71,6 +71,7 @@ void direction_meta(const at::Tensor&, int64_t, int64_t, int64_t, bool) {}  // s
 
 void check_direction(const at::Tensor& out, int64_t first) {
   check_float64("direction_", "out", out, 1);
+  check_written("direction_", "out", out);
   TORCH_CHECK(
       first >= 0 && first <= std::numeric_limits<int64_t>::max() - out.numel() - 3,
       "direction_: first must be in [0, 2^63 - elements - 3), got ", first);
@@ -84,6 +85,6 @@ void direction_(const at::Tensor& out, int64_t seed, int64_t stream, int64_t fir
 
 TORCH_LIBRARY_IMPL(fastgrad, CPU, library) { library.impl("direction_", &direction_cpu); }
 TORCH_LIBRARY_IMPL(fastgrad, Meta, library) { library.impl("direction_", &direction_meta); }
-TORCH_LIBRARY_IMPL(fastgrad, CompositeExplicitAutograd, library) { library.impl("direction_", &direction_composite); }
+FASTGRAD_COMPOSITE("direction_", &direction_composite)
 
 }  // namespace fastgrad

@@ -18,6 +18,7 @@ void check_displace(const at::Tensor& x, const at::Tensor& origin, const at::Ten
   TORCH_CHECK(
       displacement.numel() == coordinate_count(x), "displace_: displacement must have ", coordinate_count(x),
       " elements, one for each real coordinate of x, got ", displacement.numel());
+  check_same_or_apart("displace_", "x", x, "displacement", displacement);
 }
 
 namespace {
@@ -76,11 +77,6 @@ void displace_(const at::Tensor& x, const at::Tensor& origin, const at::Tensor& 
 
 TORCH_LIBRARY_IMPL(fastgrad, CPU, library) { library.impl("displace_", &displace_cpu); }
 TORCH_LIBRARY_IMPL(fastgrad, Meta, library) { library.impl("displace_", &displace_meta); }
-TORCH_LIBRARY_IMPL(fastgrad, CompositeExplicitAutograd, library) { library.impl("displace_", &displace_composite); }
-
-// torch's own fallback for lazily conjugated or negated tensors corrupts its stack where an operator
-// mutates one and returns nothing.
-TORCH_LIBRARY_IMPL(fastgrad, Conjugate, library) { library.impl("displace_", &displace_composite); }
-TORCH_LIBRARY_IMPL(fastgrad, Negative, library) { library.impl("displace_", &displace_composite); }
+FASTGRAD_COMPOSITE("displace_", &displace_composite)
 
 }  // namespace fastgrad

@@ -15,6 +15,8 @@ void check_flatten(const at::Tensor& out, const at::Tensor& tensor) {
   TORCH_CHECK(
       out.numel() == coordinate_count(tensor), "flatten_: out must have ", coordinate_count(tensor),
       " elements, one for each real coordinate of tensor, got ", out.numel());
+  check_written("flatten_", "out", out);
+  check_same_or_apart("flatten_", "out", out, "tensor", tensor);
 }
 
 namespace {
@@ -54,6 +56,6 @@ void flatten_(const at::Tensor& out, const at::Tensor& tensor) {
 
 TORCH_LIBRARY_IMPL(fastgrad, CPU, library) { library.impl("flatten_", &flatten_cpu); }
 TORCH_LIBRARY_IMPL(fastgrad, Meta, library) { library.impl("flatten_", &flatten_meta); }
-TORCH_LIBRARY_IMPL(fastgrad, CompositeExplicitAutograd, library) { library.impl("flatten_", &flatten_composite); }
+FASTGRAD_COMPOSITE("flatten_", &flatten_composite)
 
 }  // namespace fastgrad

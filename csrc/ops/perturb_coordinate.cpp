@@ -79,13 +79,6 @@ void perturb_coordinate_(
 
 TORCH_LIBRARY_IMPL(fastgrad, CPU, library) { library.impl("perturb_coordinate_", &perturb_coordinate_cpu); }
 TORCH_LIBRARY_IMPL(fastgrad, Meta, library) { library.impl("perturb_coordinate_", &perturb_coordinate_meta); }
-TORCH_LIBRARY_IMPL(fastgrad, CompositeExplicitAutograd, library) {
-  library.impl("perturb_coordinate_", &perturb_coordinate_composite);
-}
-
-// torch's own fallback for lazily conjugated or negated tensors corrupts its stack where an operator
-// mutates one and returns nothing.
-TORCH_LIBRARY_IMPL(fastgrad, Conjugate, library) { library.impl("perturb_coordinate_", &perturb_coordinate_composite); }
-TORCH_LIBRARY_IMPL(fastgrad, Negative, library) { library.impl("perturb_coordinate_", &perturb_coordinate_composite); }
+FASTGRAD_COMPOSITE("perturb_coordinate_", &perturb_coordinate_composite)
 
 }  // namespace fastgrad

@@ -19,6 +19,7 @@ void check_perturb_coordinates(
   check_origin("perturb_coordinates_", values, origin, "values");
   check_indices("perturb_coordinates_", "coordinates", coordinates);
   TORCH_CHECK(sign >= -1 && sign <= 1, "perturb_coordinates_: sign must be -1, 0 or 1, got ", sign);
+  check_apart("perturb_coordinates_", "values", values, "coordinates", coordinates);
   const int64_t count = coordinates.numel();
   if (count == 0 || !coordinates.is_cpu() || is_wrapper_subclass(coordinates)) {
     return;  // reading them would wait for the device
@@ -91,17 +92,6 @@ void perturb_coordinates_(
 
 TORCH_LIBRARY_IMPL(fastgrad, CPU, library) { library.impl("perturb_coordinates_", &perturb_coordinates_cpu); }
 TORCH_LIBRARY_IMPL(fastgrad, Meta, library) { library.impl("perturb_coordinates_", &perturb_coordinates_meta); }
-TORCH_LIBRARY_IMPL(fastgrad, CompositeExplicitAutograd, library) {
-  library.impl("perturb_coordinates_", &perturb_coordinates_composite);
-}
-
-// torch's own fallback for lazily conjugated or negated tensors corrupts its stack where an operator
-// mutates one and returns nothing.
-TORCH_LIBRARY_IMPL(fastgrad, Conjugate, library) {
-  library.impl("perturb_coordinates_", &perturb_coordinates_composite);
-}
-TORCH_LIBRARY_IMPL(fastgrad, Negative, library) {
-  library.impl("perturb_coordinates_", &perturb_coordinates_composite);
-}
+FASTGRAD_COMPOSITE("perturb_coordinates_", &perturb_coordinates_composite)
 
 }  // namespace fastgrad

@@ -2,6 +2,7 @@
 #include "project_entries.h"
 
 #include "../kernels/products.h"
+#include "../kernels/sparse.h"
 #include "common.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -29,6 +30,17 @@ void check_project_entries(
       sources.numel() == entries.numel() && targets.numel() == entries.numel(),
       "project_entries_: sources and targets must have as many elements as entries, ", entries.numel(), ", got ",
       sources.numel(), " and ", targets.numel());
+  const auto check_sums = [&](const char* name, const at::Tensor& tensor) {
+    check_apart("project_entries_", name, tensor, "vector", vector);
+    check_apart("project_entries_", name, tensor, "sources", sources);
+    check_apart("project_entries_", name, tensor, "targets", targets);
+    check_apart("project_entries_", name, tensor, "entries", entries);
+  };
+  check_sums("sums", sums);
+  if (squares) {
+    check_sums("squares", *squares);
+    check_apart("project_entries_", "sums", sums, "squares", *squares);
+  }
 }
 
 namespace {
@@ -44,15 +56,26 @@ void project_entries_cpu(
   const int64_t* source = sources.const_data_ptr<int64_t>();
   const int64_t* target = targets.const_data_ptr<int64_t>();
   const double* entry = entries.const_data_ptr<double>();
-  const int64_t count = entries.numel();
-  if (square == nullptr) {
-    for (int64_t e = 0; e < count; ++e) {
-      sum[target[e]] += weight[source[e]] * entry[e];
+  const int64_t weights = vector.numel();
+  const int64_t size = sums.numel();
+  const auto add_all = [&](const auto& add) {
+    bool all_within = true;
+    for (int64_t e = 0; e < entries.numel(); ++e) {
+      if (is_within(source[e], weights) && is_within(target[e], size)) {
+        add(e);
+      } else {
+        all_within = false;
+      }
     }
-    return;
-  }
-  for (int64_t e = 0; e < count; ++e) {
-    add_term(sum[target[e]], square[target[e]], weight[source[e]], entry[e]);
+    return all_within;
+  };
+  const bool all_within =
+      square == nullptr
+          ? add_all([&](int64_t e) { sum[target[e]] += weight[source[e]] * entry[e]; })
+          : add_all([&](int64_t e) { add_term(sum[target[e]], square[target[e]], weight[source[e]], entry[e]); });
+  if (!all_within) {  // which of them only now: a pass beforehand would take as long as all of this
+    check_range("project_entries_", "sources", sources, weights);
+    check_range("project_entries_", "targets", targets, size);
   }
 }
 
@@ -84,8 +107,6 @@ void project_entries_(
 
 TORCH_LIBRARY_IMPL(fastgrad, CPU, library) { library.impl("project_entries_", &project_entries_cpu); }
 TORCH_LIBRARY_IMPL(fastgrad, Meta, library) { library.impl("project_entries_", &project_entries_meta); }
-TORCH_LIBRARY_IMPL(fastgrad, CompositeExplicitAutograd, library) {
-  library.impl("project_entries_", &project_entries_composite);
-}
+FASTGRAD_COMPOSITE("project_entries_", &project_entries_composite)
 
 }  // namespace fastgrad

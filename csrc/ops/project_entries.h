@@ -10,8 +10,9 @@ namespace fastgrad {
 // sums[targets[e]] += vector[sources[e]] * entries[e] for each e, and the squares of these terms to squares.
 // J u: sources are the columns of the entries, targets their rows; v^T J: the other way round.
 // sums, squares: float64, shape (any,), mutated in place. vector: float64, shape (any,). sources, targets:
-// int64, entries: float64, shape (nonzeros,). All contiguous. That sources lie within vector, and targets
-// within sums, is the caller's contract: it is not checked.
+// int64, entries: float64, shape (nonzeros,). All contiguous; sums and squares share no memory with each other
+// or the rest. Sources outside of vector and targets outside of sums are refused, after the terms of the others were
+// added. A device is not waited for, to say so: there, sources outside give NaN, and targets outside nothing.
 void project_entries_(
     const at::Tensor& sums, const std::optional<at::Tensor>& squares, const at::Tensor& vector,
     const at::Tensor& sources, const at::Tensor& targets, const at::Tensor& entries);

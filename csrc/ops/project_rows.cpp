@@ -27,12 +27,19 @@ void check_project_rows(
       sums.sizes(), ", ", squares.sizes(), " and ", cotangents.sizes());
   // No sums and products of what was given: they may overflow.
   const bool rows_within =
-      rows.size(0) == 0 || (first_row < cotangents.size(1) &&
+      rows.size(0) == 0 || (first_row >= 0 && first_row < cotangents.size(1) &&
                             rows.size(0) - 1 <= (cotangents.size(1) - 1 - first_row) / std::max<int64_t>(row_step, 1));
   TORCH_CHECK(
       first_row >= 0 && row_step > 0 && first_column >= 0 && rows_within && first_column <= sums.size(1) - rows.size(1),
       "project_rows_: rows of shape ", rows.sizes(), " at row ", first_row, " (step ", row_step, ") and column ",
       first_column, " must lie within ", cotangents.size(1), " rows and ", sums.size(1), " columns");
+  check_written("project_rows_", "sums", sums);
+  check_written("project_rows_", "squares", squares);
+  check_apart("project_rows_", "sums", sums, "squares", squares);
+  for (const auto& [name, tensor] : {std::pair("cotangents", cotangents), std::pair("rows", rows)}) {
+    check_apart("project_rows_", "sums", sums, name, tensor);
+    check_apart("project_rows_", "squares", squares, name, tensor);
+  }
 }
 
 namespace {
@@ -93,8 +100,6 @@ void project_rows_(
 
 TORCH_LIBRARY_IMPL(fastgrad, CPU, library) { library.impl("project_rows_", &project_rows_cpu); }
 TORCH_LIBRARY_IMPL(fastgrad, Meta, library) { library.impl("project_rows_", &project_rows_meta); }
-TORCH_LIBRARY_IMPL(fastgrad, CompositeExplicitAutograd, library) {
-  library.impl("project_rows_", &project_rows_composite);
-}
+FASTGRAD_COMPOSITE("project_rows_", &project_rows_composite)
 
 }  // namespace fastgrad

@@ -28,7 +28,9 @@ void check_realize(
         tensor.is_contiguous() && tensor.numel() == coordinate_count(origin), "realize_: ", name,
         " must be contiguous with ", coordinate_count(origin),
         " elements, one for each real coordinate of origin, got ", tensor.numel());
+    check_apart("realize_", name, tensor, "origin", origin);
   }
+  check_apart("realize_", "displacement", displacement, "realized", realized);
 }
 
 namespace {
@@ -97,6 +99,6 @@ void realize_(
 
 TORCH_LIBRARY_IMPL(fastgrad, CPU, library) { library.impl("realize_", &realize_cpu); }
 TORCH_LIBRARY_IMPL(fastgrad, Meta, library) { library.impl("realize_", &realize_meta); }
-TORCH_LIBRARY_IMPL(fastgrad, CompositeExplicitAutograd, library) { library.impl("realize_", &realize_composite); }
+FASTGRAD_COMPOSITE("realize_", &realize_composite)
 
 }  // namespace fastgrad

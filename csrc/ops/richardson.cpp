@@ -23,13 +23,19 @@ void check_richardson(
         tensor.is_contiguous() && tensor.numel() == derivative.numel(), "richardson_: ", name,
         " must be contiguous with as many elements as derivative, ", derivative.numel(), ", got ", tensor.numel());
   };
+  const auto check_read = [&](const char* name, const at::Tensor& tensor) {
+    check(name, tensor);
+    check_apart("richardson_", "derivative", derivative, name, tensor);
+    check_apart("richardson_", "noise", noise, name, tensor);
+  };
   check("derivative", derivative);
   check("noise", noise);
-  check("base", base);
-  check("plus", plus);
-  check("minus", minus);
-  check("half_plus", half_plus);
-  check("half_minus", half_minus);
+  check_apart("richardson_", "derivative", derivative, "noise", noise);
+  check_read("base", base);
+  check_read("plus", plus);
+  check_read("minus", minus);
+  check_read("half_plus", half_plus);
+  check_read("half_minus", half_minus);
 }
 
 namespace {
@@ -92,6 +98,6 @@ void richardson_(
 
 TORCH_LIBRARY_IMPL(fastgrad, CPU, library) { library.impl("richardson_", &richardson_cpu); }
 TORCH_LIBRARY_IMPL(fastgrad, Meta, library) { library.impl("richardson_", &richardson_meta); }
-TORCH_LIBRARY_IMPL(fastgrad, CompositeExplicitAutograd, library) { library.impl("richardson_", &richardson_composite); }
+FASTGRAD_COMPOSITE("richardson_", &richardson_composite)
 
 }  // namespace fastgrad

@@ -16,6 +16,8 @@ void check_unflatten(const at::Tensor& tensor, const at::Tensor& coordinates) {
   TORCH_CHECK(
       coordinates.numel() == coordinate_count(tensor), "unflatten_: coordinates must have ", coordinate_count(tensor),
       " elements, one for each real coordinate of tensor, got ", coordinates.numel());
+  check_written("unflatten_", "tensor", tensor);
+  check_same_or_apart("unflatten_", "tensor", tensor, "coordinates", coordinates);
 }
 
 namespace {
@@ -63,11 +65,6 @@ void unflatten_(const at::Tensor& tensor, const at::Tensor& coordinates) {
 
 TORCH_LIBRARY_IMPL(fastgrad, CPU, library) { library.impl("unflatten_", &unflatten_cpu); }
 TORCH_LIBRARY_IMPL(fastgrad, Meta, library) { library.impl("unflatten_", &unflatten_meta); }
-TORCH_LIBRARY_IMPL(fastgrad, CompositeExplicitAutograd, library) { library.impl("unflatten_", &unflatten_composite); }
-
-// torch's own fallback for lazily conjugated or negated tensors corrupts its stack where an operator
-// mutates one and returns nothing.
-TORCH_LIBRARY_IMPL(fastgrad, Conjugate, library) { library.impl("unflatten_", &unflatten_composite); }
-TORCH_LIBRARY_IMPL(fastgrad, Negative, library) { library.impl("unflatten_", &unflatten_composite); }
+FASTGRAD_COMPOSITE("unflatten_", &unflatten_composite)
 
 }  // namespace fastgrad

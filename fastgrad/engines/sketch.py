@@ -289,7 +289,9 @@ def residual_rows(
     gradients = problem.vjp(stacked, 1, 1)
     derivatives, directions = differences.derivatives.t(), differences.directions.t()
     values = (stacked @ derivatives).addmm_(gradients, directions, alpha=-1)
-    slack = torch.tensor([[_slack(settings, differences, rows[number])] for number in order], dtype=torch.float64)
+    slack = torch.tensor(
+        [[_slack(settings, differences, rows[number])] for number in order], dtype=torch.float64, device="cpu"
+    )
     slack = slack.to(values.device)
     sketch = Sketch(gradients={number: gradients[order.index(number)] for number in range(len(rows))})
     if not bool((values.abs() <= slack).all()):

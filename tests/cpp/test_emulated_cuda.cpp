@@ -129,14 +129,24 @@ TYPED_TEST(Emulated, PerturbCoordinates) {
     for (const int sign : {-1, 0, 1}) {
       std::vector<TypeParam> x(origin.size(), static_cast<TypeParam>(7.0));
       std::vector<TypeParam> expected = x;
+      const auto perturb = [&] {
+        return launch_perturb_coordinates(
+            x.data(), origin.data(), type_of<TypeParam>(), origin.size(), chosen.data(), size, sign, 1e-3, 0x1p-7,
+            nullptr);
+      };
       for (const int64_t c : chosen) {
         expected[c] = moved_coordinate(origin[c], sign, 1e-3, 0x1p-7);
       }
-      ASSERT_EQ(
-          launch_perturb_coordinates(
-              x.data(), origin.data(), type_of<TypeParam>(), chosen.data(), size, sign, 1e-3, 0x1p-7, nullptr),
-          cudaSuccess);
+      ASSERT_EQ(perturb(), cudaSuccess);
       ASSERT_TRUE(same_bits(x, expected));
+      std::vector<int64_t> outside = {-1, static_cast<int64_t>(origin.size()), INT64_MIN, INT64_MAX};
+      outside.resize(std::min(size, int64_t{4}));
+      std::copy(outside.begin(), outside.end(), chosen.begin());
+      ASSERT_EQ(perturb(), cudaSuccess);
+      ASSERT_TRUE(same_bits(x, expected));
+      for (size_t k = 0; k < outside.size(); ++k) {
+        chosen[k] = static_cast<int64_t>(2 * k + (k % 2));
+      }
     }
   }
 }
@@ -263,10 +273,24 @@ TEST_P(EmulatedDoubles, Decompress) {
     for (const int64_t e : entries) {
       expected[e] = decompressed(compressed.data(), less, positions[e]);
     }
-    ASSERT_EQ(
-        launch_decompress(values.data(), compressed.data(), less, positions.data(), entries.data(), count, nullptr),
-        cudaSuccess);
+    const auto decompress = [&] {
+      return launch_decompress(
+          values.data(), values.size(), compressed.data(), less, 17, positions.data(), entries.data(), count, nullptr);
+    };
+    ASSERT_EQ(decompress(), cudaSuccess);
     ASSERT_TRUE(same_bits(values, expected));
+    if (count < 2) {
+      continue;
+    }
+    const std::vector<int64_t> positions_within = positions;
+    const std::vector<int64_t> entries_within = entries;
+    positions[entries[0]] = 17;
+    entries[1] = -1;
+    ASSERT_EQ(decompress(), cudaSuccess);
+    expected[entries[0]] = nan;
+    ASSERT_TRUE(same_bits(values, expected));
+    positions = positions_within;
+    entries = entries_within;
   }
 }
 
@@ -285,14 +309,20 @@ TEST_P(EmulatedDoubles, ProjectEntries) {
     for (int64_t e = 0; e < count; ++e) {
       add_term(expected[targets[e]], expected_squares[targets[e]], vector[sources[e]], entries[e]);
     }
-    ASSERT_EQ(
-        launch_project_entries(
-            sums.data(), squared ? squares.data() : nullptr, vector.data(), sources.data(), targets.data(),
-            entries.data(), count, nullptr),
-        cudaSuccess);
+    const auto project = [&](const std::vector<int64_t>& from, const std::vector<int64_t>& to) {
+      return launch_project_entries(
+          sums.data(), squared ? squares.data() : nullptr, 19, vector.data(), 13, from.data(), to.data(),
+          entries.data(), count, nullptr);
+    };
+    ASSERT_EQ(project(sources, targets), cudaSuccess);
+    ASSERT_EQ(project(sources, std::vector<int64_t>(count, 19)), cudaSuccess);  // adds nothing
     for (int64_t t = 0; t < 19; ++t) {
       ASSERT_NEAR(sums[t], expected[t], 1e-13 * (1 + count));
       ASSERT_NEAR(squares[t], squared ? expected_squares[t] : -7.0, 1e-13 * (1 + count));
+    }
+    ASSERT_EQ(project(std::vector<int64_t>(count, -1), targets), cudaSuccess);
+    for (const int64_t target : targets) {
+      ASSERT_TRUE(std::isnan(sums[target]));
     }
   }
 }

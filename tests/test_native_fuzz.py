@@ -1,0 +1,337 @@
+"""Whatever a native call is given, it returns or raises: wrong shapes, types, strides, indices, empties, overlaps.
+
+In a process of its own, since a crash ends it; FASTGRAD_FUZZ_CALLS is the number of calls of each function.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgrad import _native
+from tests.test_ops import call, samples
+
+CALLS = int(os.environ.get("FASTGRAD_FUZZ_CALLS", "120"))
+"""Calls of each function: so few take some seconds in all."""
+
+SEED = int(os.environ.get("FASTGRAD_FUZZ_SEED", "0"))
+
+NUMBERS = (-(2**63), -(2**62), -2, -1, 0, 1, 2, 3, 4, 5, 6, 7, 2**60, 2**62, 2**63 - 1)
+"""Sizes and indices: those between would allocate gigabytes."""
+
+REALS = (0.0, -1.0, 1e-6, 0.5, 1e300, float("nan"), float("inf"))
+SHAPES = ((), (0,), (1,), (2,), (3,), (6,), (7,), (1100,), (2, 6), (6, 2), (3, 0), (0, 3), (2, 1, 3))
+DTYPES = (
+    *[torch.float64] * 6,
+    *[torch.int64] * 4,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex128,
+    torch.complex64,
+    torch.complex32,
+    torch.int32,
+    torch.bool,
+    torch.float8_e4m3fn,
+)
+JUNK = (None, "x", 1.5, 3, [], (), object())
+
+Make = random.Random
+
+
+def wide(make: Make, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """A contiguous tensor; integers are indices, some of them wrong."""
+    count = torch.Size(shape).numel()
+    if dtype is torch.int64:
+        numbers = range(-1, 8) if make.random() < 0.8 else NUMBERS
+        values = [make.choice(numbers) for _ in range(count)]
+        return torch.tensor(sorted(values) if make.random() < 0.5 else values, dtype=dtype).reshape(shape)
+    return torch.randint(-3, 4, shape).to(dtype)
+
+
+def freed(tensor: Tensor, size: int) -> Tensor:
+    tensor.untyped_storage().resize_(size)
+    return tensor
+
+
+LAYOUTS: tuple[Callable[[Tensor], Tensor], ...] = (
+    *[lambda t: t] * 6,
+    lambda t: t.t() if t.dim() == 2 else t.flip(0) if t.dim() else t,
+    lambda t: torch.stack([t, t], -1).select(-1, 0),
+    lambda t: t[:1].expand(t.shape) if t.dim() and t.shape[0] else t,
+    lambda t: torch.as_strided(t.clone(), t.shape, [1] * t.dim()),
+    lambda t: torch.cat([t.reshape(-1), t.reshape(-1)])[t.numel() :].reshape(t.shape),
+    lambda t: freed(t.clone(), 0),
+    lambda t: freed(t.clone(), 8),
+    lambda t: t.clone().requires_grad_(),
+    lambda t: torch._neg_view(t),
+    lambda t: t.conj(),
+    lambda t: t.to("meta"),
+    lambda t: t.to_sparse(),
+    lambda t: t.to_sparse_csr(),
+    lambda t: t.to_mkldnn(),
+    lambda t: torch.nested.nested_tensor([t, t]),
+    lambda t: torch.quantize_per_tensor(t.float(), 1.0, 0, torch.quint8),
+    lambda t: torch.nn.Parameter(t.clone()),
+    lambda t: torch._efficientzerotensor(t.shape, dtype=t.dtype),
+)
+
+
+def any_tensor(make: Make) -> Tensor:
+    """A tensor of any kind."""
+    while True:
+        plain = wide(make, make.choice(DTYPES), make.choice(SHAPES))
+        try:
+            return make.choice(LAYOUTS)(plain)
+        except (RuntimeError, NotImplementedError, IndexError):  # not with this dtype, or shape
+            continue
+
+
+def resembling(make: Make, tensor: Tensor) -> Tensor:
+    """A tensor of the same shape and dtype, in another layout or with other indices."""
+    try:
+        plain = wide(make, tensor.dtype, tuple(tensor.shape)) if make.random() < 0.5 else tensor.detach().clone()
+        return make.choice(LAYOUTS)(plain)
+    except (RuntimeError, NotImplementedError, IndexError):
+        return tensor
+
+
+def sharing(make: Make, tensor: Tensor, other: Tensor) -> Tensor:
+    """A tensor like the first in the memory of the second."""
+    try:
+        memory = other.view(tensor.dtype) if other.element_size() == tensor.element_size() else other
+        offset = make.randrange(3)
+        return memory.reshape(-1)[offset : offset + tensor.numel()].view(tensor.shape)
+    except (RuntimeError, NotImplementedError, IndexError, TypeError):
+        return other
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def changed(make: Make, value: Any, others: list[Tensor]) -> Any:
+    """Something in the place of an argument."""
+    if make.random() < 0.03:
+        return make.choice(JUNK)
+    if isinstance(value, Tensor):
+        kind = make.random()
+        if kind < 0.4:
+            return resembling(make, value)
+        return sharing(make, value, make.choice(others)) if kind < 0.6 else any_tensor(make)
+    if isinstance(value, bool):
+        return make.random() < 0.5
+    if isinstance(value, int):
+        return make.choice(NUMBERS)
+    if isinstance(value, float):
+        return make.choice(REALS)
+    if isinstance(value, (list, tuple)):
+        items = list(value)
+        if items and make.random() < 0.7:
+            k = make.randrange(len(items))
+            items[k] = changed(make, items[k], others)
+        elif items and make.random() < 0.5:
+            items.pop()
+        else:
+            items += items[:1]
+        return type(value)(items)
+    return make.choice(JUNK) if make.random() < 0.1 else value
+
+
+def copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value if value.requires_grad else value.clone()
+    return type(value)(map(copied, value)) if isinstance(value, (list, tuple)) else value
+
+
+def f64(*shape: int) -> Tensor:
+    return torch.ones(*shape, dtype=torch.float64)
+
+
+def i64(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def pattern() -> tuple[Tensor, Tensor]:
+    return i64(0, 2, 3, 5), i64(0, 1, 2, 0, 2)
+
+
+def block_arguments() -> tuple[Any, ...]:
+    x = torch.ones(2, 3, dtype=torch.float64)
+    return x, 0, 1e-8, x.clone(), x.clone(), None
+
+
+def groups_arguments() -> tuple[Any, ...]:
+    return i64(0, 2, 4, 1, 3), i64(0, 3, 5), i64(0, 1, 2, 3, 4), i64(0, 3, 5), i64(0, 4, 3, 1, 2)
+
+
+class Scene:
+    """A function of five coordinates in two inputs, one of them complex, and all that native calls take of it."""
+
+    def __init__(self, make: Make) -> None:
+        self.x = torch.ones(3, dtype=torch.float64, requires_grad=True)
+        self.z = torch.ones(1, dtype=torch.complex128, requires_grad=True)
+        self.make = make
+        self.blocks = [_native.InputBlock(self.x, 0, 1e-8), _native.InputBlock(self.z, 3, 1e-8)]
+        self.arguments = (self.x, self.z)
+        self.evaluator = _native.Evaluator(self.func, self.arguments, self.blocks)
+        self.graph = [self.x.sin(), self.z * self.z]
+        self.specs = [_native.OutputSpec(k, value.detach()) for k, value in enumerate(self.graph)]
+        self.groups = _native.Groups(*groups_arguments())
+
+    def func(self, *_: Any) -> Any:
+        if self.make.random() < 0.1:
+            return tuple(any_tensor(self.make) for _ in range(self.make.randrange(3)))
+        outputs = self.x.sin(), self.z * self.z
+        if self.make.random() < 0.05:
+            memory = self.make.choice((self.x, self.z, *outputs)).detach()
+            memory.untyped_storage().resize_(self.make.choice((0, 8, 1000)))
+        elif self.make.random() < 0.05:
+            self.x.data = self.make.choice((f64(0), f64(3), f64(5), f64(3).float(), self.x.detach().flip(0)))
+        return outputs
+
+    def duals(self) -> tuple[Any, ...]:
+        """Evaluator.tangent_columns at a level of its own."""
+        tangents = [torch.zeros(3, dtype=torch.float64), torch.zeros(1, dtype=torch.complex128)]
+        return 0, f64(5, 5), self.specs, self.arguments, tangents
+
+    def calls(self) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+        """Functions by name, with arguments that are right."""
+        e, blocks, specs, groups, graph = self.evaluator, self.blocks, self.specs, self.groups, self.graph
+        v = f64(5)
+        return {
+            "Evaluator": (_native.Evaluator, (self.func, self.arguments, blocks)),
+            "Groups": (self.groups_used, groups_arguments()),
+            "InputBlock": (self.block_used, block_arguments()),
+            "OutputSpec": (self.spec_used, (0, graph[0].detach())),
+            "part": (lambda *given: self.groups_used_in(groups.part(*given)), (0, 2)),
+            "coordinate_widths": (e.coordinate_widths, (v, [1e-6, 1e-6])),
+            "realized_widths": (e.realized_widths, (v, v.clone(), 1.0)),
+            "realize": (e.realize, (v, v.clone(), 0, 1, 1e-6, 1.0)),
+            "evaluate": (e.evaluate, (True,)),
+            "evaluate_at": (e.evaluate_at, (self.arguments,)),
+            "inputs_changed": (e.inputs_changed, ()),
+            "restore": (e.restore, ()),
+            "values_along": (e.values_along, (v, [1.0, -1.0], [f64(5), f64(5)], specs, False)),
+            "difference_columns": (e.difference_columns, (0, f64(5, 5), specs, 1e-6, False)),
+            "difference_groups": (e.difference_groups, (groups, v, 5, specs, 1e-6, False)),
+            "tangent_columns": (
+                lambda *given: _native.at_dual_level(lambda: e.tangent_columns(*given)),
+                self.duals(),
+            ),
+            "at_dual_level": (_native.at_dual_level, (lambda: None,)),
+            "vjp": (_native.vjp, (graph, list(self.arguments), [f64(3), graph[1].detach()], False)),
+            "vjp_of_zeros": (_native.vjp_of_zeros, (graph, list(self.arguments))),
+            "with_undefined_grads": (_native.with_undefined_grads, (graph,)),
+            "vjp_coordinates": (_native.vjp_coordinates, (graph, blocks, f64(2, 5), 1, 1)),
+            "vjp_rows": (_native.vjp_rows, (graph[1], blocks, 0, True, f64(1, 5), f64(1, 5), 2.0)),
+            "vjp_groups": (_native.vjp_groups, (graph[0], blocks, groups, v, 5, 1, 2.0, True)),
+            "whole_backward": (_native.whole_backward, (graph, blocks, f64(3, 5), 1, 2.0, True, 0, 1e-5, 1e-3)),
+            "whole_backward, vectorized": (
+                _native.whole_backward,
+                (graph, blocks, f64(3, 5), 0, 2.0, False, 1, 1e-5, 1e-3),
+            ),
+            "runs_no_python": (_native.runs_no_python, (graph, list(self.arguments))),
+            "backward_streams": (_native.backward_streams, (graph, list(self.arguments))),
+            "is_plain_zero": (_native.is_plain_zero, (v, v.clone())),
+            "largest_errors": (
+                _native.largest_errors,
+                (f64(2, 5), f64(5, 6), 0, 2, [(3, False, 1e-5, 1e-3), (2, True, 1e-5, 1e-3)]),
+            ),
+            "bucket": (_native.bucket, (i64(2, 0, 1, 2), 3)),
+            "color": (_native.color, (*pattern(), 3)),
+            "star_color": (_native.star_color, (*pattern(), 3)),
+            "transpose": (_native.transpose, (*pattern(), 3)),
+            "compare": (_native.ops.compare, (f64(2, 6), f64(2, 6), 1e-5, 1e-3, True, False)),
+            "direction_": (_native.ops.direction_, (v, 0, 1, 2, True)),
+            "flatten_": (_native.flatten_, (v, v.clone())),
+            "project_rows_": (_native.ops.project_rows_, (f64(2, 6), f64(2, 6), f64(2, 2), f64(2, 6), 0, 1, 0)),
+        }
+
+    def groups_used(self, *given: Any) -> None:
+        self.groups_used_in(_native.Groups(*given))
+
+    def groups_used_in(self, groups: _native.Groups) -> None:
+        """What reads groups, also where they were changed since."""
+        if self.make.random() < 0.2:
+            for tensor in (groups.coordinates, groups.starts, groups.entries, groups.entry_starts):
+                tensor.resize_(self.make.choice((0, 1, 2, 3))) if self.make.random() < 0.2 else tensor.add_(1)
+        values = torch.zeros(5, dtype=torch.float64)
+        try:
+            self.evaluator.difference_groups(groups, values, 5, self.specs, 1e-6, False)
+        finally:
+            _native.vjp_groups(self.graph[0], self.blocks, groups, values, 5, 1, 2.0, True)
+
+    def block_used(self, argument: Any, *given: Any) -> None:
+        """An evaluator over a block, whose func asks nothing of its arguments."""
+        block = _native.InputBlock(argument, *given)
+        evaluator = _native.Evaluator(self.func, (argument,), [block])
+        size = evaluator.coordinates().numel()
+        evaluator.evaluate(True)
+        evaluator.inputs_changed()
+        evaluator.difference_columns(0, f64(size, 5), self.specs, 1e-6, False)
+        evaluator.values_along(f64(size), [1.0], [f64(5)], self.specs, False)
+        evaluator.coordinate_widths(f64(size), [1e-6])
+        _native.vjp_coordinates(self.graph, [block], f64(1, 5), 0, 0)
+
+    def spec_used(self, *given: Any) -> None:
+        spec = _native.OutputSpec(*given)
+        self.evaluator.values_along(f64(5), [1.0], [f64(given[1].numel())], [spec], False)
+
+
+def operators() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """Every operator, as dispatched and by its plain ATen kernel, with arguments that are right."""
+    found: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
+    for sample in samples():
+        op, arguments = sample.values
+        found[f"ops.{sample.id}"] = op, arguments
+        found[f"ops.{sample.id}, plain"] = (
+            lambda *given, op=op: call("CompositeExplicitAutograd", op, *given),
+            arguments,
+        )
+    return found
+
+
+def fuzz(calls: int, seed: int) -> None:
+    """Calls everything; says before each function, and after a crash by its seed, which it was."""
+    warnings.simplefilter("ignore")
+    names = [*operators(), *Scene(random.Random(seed)).calls()]
+    returned = 0
+    for name in names:
+        for number in range(calls):
+            print(f"\r{name}, seed {seed}, call {number}", end="", flush=True)
+            make = random.Random(f"{name} {seed} {number}")
+            torch.manual_seed(number)
+            func, arguments = (operators() if name.startswith("ops.") else Scene(make).calls())[name]
+            given = list(copied(arguments))
+            others = list(tensors_in(given)) or [f64(6)]
+            for _ in range(make.randrange(4)):
+                if given:
+                    k = make.randrange(len(given))
+                    given[k] = changed(make, given[k], others)
+            try:
+                func(*given)
+                returned += 1
+            except Exception as error:
+                assert not isinstance(error, SystemError), error
+    print(f"\n{calls} calls each of {len(names)} functions, {returned} of them returned")
+
+
+def test_no_call_crashes() -> None:
+    code = f"from tests.test_native_fuzz import fuzz; fuzz({CALLS}, {SEED})"
+    run = subprocess.run([sys.executable, "-X", "faulthandler", "-c", code], capture_output=True, text=True, check=False)
+    last = run.stdout.splitlines()[-1:]
+    assert run.returncode == 0, f"{last}\n{run.stderr[-6000:]}"
+    assert f"{CALLS} calls each" in last[0]
