@@ -34,7 +34,6 @@ struct Pattern {
     TORCH_CHECK(
         start[0] == 0 && start[vertices] == nonzeros && std::is_sorted(start, start + vertices + 1), name,
         ": starts must rise from 0 to the number of members, ", nonzeros, ", got ", start[0], " to ", start[vertices]);
-    TORCH_CHECK(targets >= 0, name, ": targets must be >= 0, got ", targets);
     check_range(name, "members", members, targets);
   }
 
@@ -273,7 +272,6 @@ std::tuple<at::Tensor, at::Tensor> transpose(const at::Tensor& starts, const at:
 std::tuple<at::Tensor, at::Tensor> bucket(const at::Tensor& keys, int64_t count) {
   check_indices("bucket", "keys", keys);
   TORCH_CHECK(keys.is_cpu(), "bucket: keys must be on the CPU, got ", keys.device());
-  TORCH_CHECK(count >= 0, "bucket: count must be >= 0, got ", count);
   check_range("bucket", "keys", keys, count);
   const auto* key = keys.const_data_ptr<int64_t>();
   at::Tensor starts = starts_of(key, keys.numel(), count);

@@ -95,6 +95,7 @@ std::vector<at::Tensor> with_undefined_grads(const std::vector<at::Tensor>& outp
   std::vector<at::Tensor> behind;
   behind.reserve(outputs.size());
   for (const at::Tensor& output : outputs) {
+    check_storage("with_undefined_grads", "an output", output);
     behind.push_back((*std::make_shared<torch::autograd::UndefinedGrad>())({output}).at(0));
   }
   return behind;

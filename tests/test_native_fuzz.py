@@ -62,6 +62,14 @@ def freed(tensor: Tensor, size: int) -> Tensor:
     return tensor
 
 
+def is_freed(tensor: Tensor) -> bool:
+    """Whether torch itself would read what is not there."""
+    if tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
+        return False
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (tensor.storage_offset() + reach + 1) * tensor.element_size() > tensor.untyped_storage().nbytes()
+
+
 LAYOUTS: tuple[Callable[[Tensor], Tensor], ...] = (
     *[lambda t: t] * 6,
     lambda t: t.t() if t.dim() == 2 else t.flip(0) if t.dim() else t,
@@ -97,6 +105,8 @@ def any_tensor(make: Make) -> Tensor:
 
 def resembling(make: Make, tensor: Tensor) -> Tensor:
     """A tensor of the same shape and dtype, in another layout or with other indices."""
+    if is_freed(tensor):
+        return tensor
     try:
         plain = wide(make, tensor.dtype, tuple(tensor.shape)) if make.random() < 0.5 else tensor.detach().clone()
         return make.choice(LAYOUTS)(plain)
@@ -106,6 +116,8 @@ def resembling(make: Make, tensor: Tensor) -> Tensor:
 
 def sharing(make: Make, tensor: Tensor, other: Tensor) -> Tensor:
     """A tensor like the first in the memory of the second."""
+    if is_freed(tensor) or is_freed(other):
+        return other
     try:
         memory = other.view(tensor.dtype) if other.element_size() == tensor.element_size() else other
         offset = make.randrange(3)

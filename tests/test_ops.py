@@ -502,7 +502,7 @@ def test_every_operator_has_all_its_kernels() -> None:
             "displacement must have 2 elements",
         ),
         (
-            lambda: ops.richardson_(*[torch.zeros(2).double()] * 6, torch.zeros(3).double(), 1.0, 0.0),
+            lambda: ops.richardson_(*(torch.zeros(size).double() for size in (2, 2, 2, 2, 2, 2, 3)), 1.0, 0.0),
             "half_minus must be contiguous with as many elements as derivative, 2, got 3",
         ),
         (

@@ -56,8 +56,8 @@ void check_differentiable(const char* op, const char* name, const at::Tensor& te
 void check_float64(const char* op, const char* name, const at::Tensor& tensor, int64_t dim) {
   TORCH_CHECK(
       tensor.layout() == at::kStrided && tensor.scalar_type() == at::kDouble && tensor.dim() == dim, op, ": ", name,
-      " must be a float64 tensor with ", dim, " dimensions, strided, got ", tensor.layout(), " ", tensor.scalar_type(),
-      " with ", tensor.dim());
+      " must be a float64 tensor with ", dim, " dimensions, got ", tensor.scalar_type(), " with ", tensor.dim(), ", ",
+      tensor.layout());
   check_storage(op, name, tensor);
 }
 
@@ -70,12 +70,13 @@ void check_indices(const char* op, const char* name, const at::Tensor& tensor) {
   TORCH_CHECK(
       tensor.layout() == at::kStrided && tensor.scalar_type() == at::kLong && tensor.dim() == 1 &&
           tensor.is_contiguous(),
-      op, ": ", name, " must be a contiguous int64 tensor with one dimension, got ", tensor.layout(), " ",
-      tensor.scalar_type(), " with ", tensor.dim());
+      op, ": ", name, " must be a contiguous int64 tensor with one dimension, got ", tensor.scalar_type(), " with ",
+      tensor.dim(), ", ", tensor.layout());
   check_storage(op, name, tensor);
 }
 
 void check_range(const char* op, const char* name, const at::Tensor& indices, int64_t size) {
+  TORCH_CHECK(size >= 0, op, ": the bound of ", name, " must be >= 0, got ", size);
   const auto* index = indices.const_data_ptr<int64_t>();
   int64_t least = std::numeric_limits<int64_t>::max();
   int64_t most = -1;
