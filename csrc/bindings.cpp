@@ -86,6 +86,7 @@ PYBIND11_MODULE(_C, module) {
       py::arg("targets"));
   module.def("compare", torch::wrap_pybind_function_no_gil(&fastgrad::compare));
   module.def("direction_", torch::wrap_pybind_function_no_gil(&fastgrad::direction_));
+  module.def("check_memory", torch::wrap_pybind_function(&fastgrad::check_memory));
   module.def("flatten_", torch::wrap_pybind_function(&fastgrad::flatten_));
   module.def("at_dual_level", torch::wrap_pybind_function(&fastgrad::at_dual_level));
   module.def("backward_streams", torch::wrap_pybind_function(&fastgrad::backward_streams));

@@ -230,6 +230,7 @@ InputBlock::InputBlock(
         "InputBlock: stand_in must look like the argument, ", argument.scalar_type(), argument.sizes(), ", got ",
         stand_in->scalar_type(), stand_in->sizes());
     own_values = memory_of(argument);
+    check_storage("InputBlock", "argument", own_values);
     own_origin = own_values.clone();
   }
 }
@@ -240,6 +241,12 @@ void check_in_place(const std::vector<InputBlock>& inputs) {
         is_in_place(inputs[k]), "func, or its backward, freed or replaced the memory of differentiable input ", k,
         ", as `x.data = ...` and `x.untyped_storage().resize_(0)` do: gradients are checked in that memory, so leave "
         "it to the input, and change its values in place or a copy of it.");
+  }
+}
+
+void check_memory(const std::vector<at::Tensor>& inputs) {
+  for (const at::Tensor& input : inputs) {
+    check_storage("func", "an input", input);
   }
 }
 

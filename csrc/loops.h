@@ -37,6 +37,9 @@ struct InputBlock {
 // Refuses inputs whose memory somebody freed or replaced, so that perturbing `values` would not perturb them.
 void check_in_place(const std::vector<InputBlock>& inputs);
 
+// Refuses tensors whose storage func freed or shrunk: torch would read what is not there.
+void check_memory(const std::vector<at::Tensor>& inputs);
+
 // One differentiable output: where func returns it and what it must look like when perturbed.
 struct OutputSpec {
   OutputSpec(int64_t position, at::Tensor like);

@@ -116,6 +116,7 @@ class Backward:
     def _outputs(self, inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
         """A forward pass."""
         outputs = differentiable_outputs(self._func(*inputs))
+        _native.check_memory([inputs[i] for i in self._inputs])
         if not outputs:
             disabled = disabled_gradients()
             because = f": {disabled}" if disabled else ""
