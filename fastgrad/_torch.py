@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fastgrad.memory import told_as_memory_error
 from fastgrad.stopwatch import running
 
 Parameters = ParamSpec("Parameters")
@@ -63,10 +64,13 @@ def hidden_from_dynamo(func: Callable[Parameters, Result]) -> Callable[Parameter
 def phase(name: str) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
     """Decorates a function to be timed as a phase of the check that runs, and to show in torch.profiler.
 
-    The range there is `fastgrad: name`; it costs eight microseconds, a phase without one half of one.
+    The range there is `fastgrad: name`; it costs eight microseconds, a phase without one half of one. What the CPU's
+    allocator raises is a MemoryError.
     """
 
     def decorate(func: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+        func = told_as_memory_error(func)
+
         def ranged(*arguments: Parameters.args, **keywords: Parameters.kwargs) -> Result:
             with torch.profiler.record_function(f"fastgrad: {name}"):
                 return func(*arguments, **keywords)

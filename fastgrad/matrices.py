@@ -19,7 +19,8 @@ from fastgrad._torch import phase
 from fastgrad.coloring import Indices
 from fastgrad.directions import COTANGENT_STREAM, PROBE_COTANGENT, PROBE_DIRECTION, direction
 from fastgrad.linear_map import LinearMap
-from fastgrad.plan import most_entries
+from fastgrad.memory import OUT_OF_MEMORY
+from fastgrad.plan import admitted_entries
 from fastgrad.report import Settings
 from fastgrad.sparsity import Mask, Pattern
 from fastgrad.tolerances import ROUNDING
@@ -138,7 +139,7 @@ def entries_by_structure(
                 if _is_certified(rows, pattern, values):
                     i, j = (torch.from_numpy(side).to(rows.device) for side in (pattern.rows(), pattern.columns))
                     return Entries(i, j, values, rows.m, rows.n)
-    except (MemoryError, torch.OutOfMemoryError):
+    except OUT_OF_MEMORY:
         raise
     except Exception:  # seeds of one row each may not raise
         return None
@@ -193,7 +194,7 @@ def _guess(maps: _Maps) -> Pattern | None:
     """A pointwise pattern, if a product with half of the rows reaches nothing else."""
     rows = maps.rows
     pattern = sparsity.guess(rows.targets, rows.sources)
-    if pattern is None or pattern.nnz > most_entries(Settings()):
+    if pattern is None or pattern.nnz > admitted_entries(Settings(), rows.m * rows.n):
         return None
     return pattern if _bears_a_look(rows, pattern) else None
 
@@ -210,7 +211,7 @@ def _guess_band(maps: _Maps) -> Pattern | None:
     offsets = np.unique(reacted - chosen[np.minimum(reacted // BAND, chosen.size - 1)])
     if maps.symmetric:
         offsets = np.union1d(offsets, -offsets)
-    if not 0 < offsets.size <= BAND // 2 or rows.m * offsets.size > most_entries(Settings()):
+    if not 0 < offsets.size <= BAND // 2 or rows.m * offsets.size > admitted_entries(Settings(), rows.m * rows.n):
         return None
     columns = np.arange(rows.m)[:, None] + offsets
     within = (columns >= 0) & (columns < rows.n)
@@ -232,7 +233,10 @@ def _probe(maps: _Maps) -> Pattern | None:
     rows = maps.rows
     if rows.m < WORTH_PROBING:
         return None
-    budget, most = rows.m // PROBING_SHARE, most_entries(Settings())
+    budget, most = rows.m // PROBING_SHARE, admitted_entries(Settings(), rows.m * rows.n)
+
+    def has_room(entries: int) -> bool:
+        return entries <= most
 
     def refinement(side: LinearMap, stream: int) -> sparsity.Refinement:
         seed = direction(side.m, 0, stream)
@@ -246,11 +250,11 @@ def _probe(maps: _Maps) -> Pattern | None:
     by_rows = refinement(rows, PROBE_COTANGENT)
     columns = None if maps.symmetric else maps.columns
     if columns is None:
-        pattern = sparsity.refined(by_rows, None, rows.sources, rows.targets, budget, most)
+        pattern = sparsity.refined(by_rows, None, rows.sources, rows.targets, budget, has_room)
         pattern = pattern and pattern.transposed()
     else:
         by_columns = refinement(columns, PROBE_DIRECTION)
-        pattern = sparsity.refined(by_columns, by_rows, rows.targets, rows.sources, budget, most)
+        pattern = sparsity.refined(by_columns, by_rows, rows.targets, rows.sources, budget, has_room)
     if pattern is not None and maps.symmetric:
         pattern = pattern.with_entries(pattern.columns, pattern.rows())
     return pattern

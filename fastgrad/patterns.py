@@ -11,7 +11,8 @@ from torch import Tensor
 from fastgrad import sparsity
 from fastgrad._torch import phase
 from fastgrad.directions import PROBE_COTANGENT, PROBE_DIRECTION, direction
-from fastgrad.plan import FirstLook, most_entries, probing_budget
+from fastgrad.memory import OUT_OF_MEMORY
+from fastgrad.plan import FirstLook, admitted_entries, paying_entries, probing_budget, worth_another_look
 from fastgrad.problem import Problem
 from fastgrad.report import Settings
 from fastgrad.sparsity import Mask, Pattern
@@ -27,7 +28,9 @@ class Patterns:
         assert look.reacted is not None  # without it there is nothing to refute a guess
         self._reacted = look.reacted
         self._budget = probing_budget(problem, settings, look)
-        self._most_entries = most_entries(settings)
+        self._paying = paying_entries(problem, settings, look)
+        self._room = admitted_entries(settings, problem.n * problem.m)
+        self._spent = 0
         self._base = look.base.view(torch.int64)
 
     @phase("pattern")
@@ -58,13 +61,13 @@ class Patterns:
     @phase("pattern")
     def decode(self) -> Pattern | None:
         """What the bits of indices say, where each output depends on one element of each input, or the other way."""
-        if not self._budget or not self._is_steady:
+        if not self._left or not self._is_steady:
             return None
         blocks = self._problem.inputs, self._problem.outputs
         try:
             share = float(self._reacted.mean())
-            pattern = sparsity.decoded(self._reacting_outputs, self._reacting_inputs, *blocks, share, self._budget)
-        except (MemoryError, torch.OutOfMemoryError):
+            pattern = sparsity.decoded(self._reacting_outputs, self._reacting_inputs, *blocks, share, self._left)
+        except OUT_OF_MEMORY:
             raise
         except Exception:
             return None  # as below
@@ -78,26 +81,51 @@ class Patterns:
 
         most: how many evaluations and VJPs it may take; None: as many as may repay.
         """
-        budget = self._budget if most is None else min(self._budget, most)
-        if not budget or not self._is_steady:
-            return None
+        budget = self._left if most is None else min(self._left, most)
         problem = self._problem
         blocks = problem.inputs, problem.outputs
+        if sum(map(sparsity.probes_to_arrange, blocks)) >= budget or not self._is_steady:
+            return None
         try:
             columns = sparsity.Refinement(self._reacting_outputs, problem.inputs, problem.m, splits_hubs)
             rows = None
             if watch_gradients:
                 rows = sparsity.Refinement(self._reacting_inputs, problem.outputs, problem.n, splits_hubs)
-            return sparsity.refined(columns, rows, *blocks, budget, self._most_entries)
-        except (MemoryError, torch.OutOfMemoryError):
+            return sparsity.refined(columns, rows, *blocks, budget, self._has_room)
+        except OUT_OF_MEMORY:
             raise
         except Exception:
             return None  # one-hot cotangents, or single steps, may not raise
 
     def _bears(self, pattern: Pattern) -> bool:
-        """Whether it has room, and does not contradict the first look."""
-        has_room = pattern.nnz <= self._most_entries
-        return has_room and sparsity.bears_a_look(pattern, self._look.moved, self._reacted)
+        """Whether it repays, has room, and bears the first look, or another one where that could not tell."""
+        moved = self._look.moved
+        if not (self._has_room(pattern.nnz) and sparsity.bears_a_look(pattern, moved, self._reacted)):
+            return False
+        if not pattern.touched(moved).all():
+            return True
+        telling = sparsity.telling_columns(pattern)
+        if not telling.any():
+            return True
+        if not worth_another_look(self._problem, self._settings):
+            return False
+        try:
+            return sparsity.bears_a_look(pattern, telling, self._reacting_outputs(telling))
+        except OUT_OF_MEMORY:
+            raise
+        except Exception:
+            return False  # it takes single steps only
+
+    def _has_room(self, entries: int) -> bool:
+        """Whether a pattern of so many entries may repay, and memory admits it."""
+        if self._room < entries <= self._paying:
+            self._look.obstacles.append(f"memory for {self._room} entries of a pattern, which has {entries}")
+        return entries <= min(self._paying, self._room)
+
+    @property
+    def _left(self) -> int:
+        """Of the budget."""
+        return max(0, self._budget - self._spent)
 
     @cached_property
     def _is_steady(self) -> bool:
@@ -114,12 +142,14 @@ class Patterns:
         return direction(self._problem.m, self._settings.seed, PROBE_COTANGENT).to(self._problem.device)
 
     def _reacting_outputs(self, moved: Mask) -> Mask:
+        self._spent += 1
         displacement = torch.where(torch.from_numpy(moved).to(self._problem.device), self._steps, 0.0)
         values = self._problem.evaluate(self._look.record_graph, displacement).view(torch.int64)
         reacting: Mask = (values != self._base).cpu().numpy()
         return reacting
 
     def _reacting_inputs(self, chosen: Mask) -> Mask:
+        self._spent += 1
         rows = torch.where(torch.from_numpy(chosen).to(self._problem.device), self._cotangent, 0.0)
         reacting: Mask = (self._problem.vjp(rows.unsqueeze(0))[0] != 0).cpu().numpy()
         return reacting

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -16,8 +15,10 @@ from torch import Tensor
 
 from fastgrad import trial
 from fastgrad.directions import GRAPH_STREAM, direction
+from fastgrad.memory import OUT_OF_MEMORY, free_bytes
 from fastgrad.problem import Problem
 from fastgrad.report import Plan, Settings
+from fastgrad.sparsity import few
 
 BLOCK_BYTES = 1 << 20
 """Analytical rows held at a time: a few blocks of this size stay in the cache."""
@@ -28,14 +29,21 @@ DEVICE_BLOCK_BYTES = 64 << 20
 FREE_MEMORY_SHARE = 0.25
 """The default memory limit, as a share of what is free."""
 
+SMALL_BYTES = 64 << 20
+"""What Jacobians may take without asking the system how much is free."""
+
 TINY = 24
 """Evaluations and VJPs of the dense engine up to which it costs no more than a sketch."""
 
 SKETCH_SECONDS, SKETCH_CALLS = 0.55e-3, 24
 """What a sketch takes beside its evaluations and VJPs, and what these take, in evaluations."""
 
-COLD_SECONDS = 10e-6
-"""By how much the first evaluation of a check takes longer than later ones, though at most two thirds of it."""
+CALL_SECONDS, COORDINATE_SECONDS = 30e-6, 2e-9
+"""What an evaluation takes where nothing else is known: of an ordinary operator, and for each coordinate."""
+
+SLOW_SECONDS, SLOW_FACTOR = 10e-3, 10
+"""Func is slow where an evaluation takes longer than this, and than so many times what is usual: its seconds count
+then. Else counts and sizes decide alone, so that a busy machine chooses as an idle one does."""
 
 AFFORDABLE_ENTRIES = 4_000_000
 AFFORDABLE_CALLS = 20_000
@@ -78,10 +86,23 @@ ENTRY_BYTES = 96
 """What an entry of a compressed Jacobian takes, with its indices and what coloring needs."""
 
 COLUMNS_WORTH_PROBING = 32
-"""Columns from which probing may find groups that repay it."""
+"""Columns from which probing may find groups that repay it, and a guess of which nothing was seen one more look."""
 
 COLUMNS_WORTH_A_LOOK = 12
-"""Columns from which two cheaper evaluations each repay the four that tell whether a graph is needed."""
+"""Columns from which two cheaper evaluations each repay the two that tell whether a graph is needed."""
+
+EXPLORING_SHARE = 10
+"""Of the dense engine's calls, one in so many may be spent on a structure of which nothing was seen."""
+
+LIKELY_SHARE = 4
+"""One in so many where the first look shows that outputs depend on few inputs."""
+
+FEWEST_PROBES = 14
+"""With fewer, at three halvings, probing ends before it finds anything."""
+
+PAYS_SHARE, LARGE_PAYS_SHARE = 0.8, 1 / 8
+"""What the compressed engine may cost, against the dense one; and what it may where its pattern takes more memory than
+two whole Jacobians."""
 
 MOST_VECTORIZED, VECTORIZED_SECONDS = 1024, 10e-3
 """Rows of a vectorized VJP, and seconds of an evaluation for each of them, at most."""
@@ -97,17 +118,17 @@ TRIAL_GAIN = 1.25
 """Times as fast as one by one that they must be."""
 
 
-def _memory_limit(settings: Settings, needed: int | None, device: torch.device | None = None) -> int:
+def _memory_limit(settings: Settings, needed: int, device: torch.device | None = None) -> int:
     """Bytes for the Jacobians, on a device; asks the system only where `needed` could matter."""
     if settings.memory_limit is not None:
         return settings.memory_limit
-    if needed is not None and needed <= 1 << 26:
+    if needed <= SMALL_BYTES:
         return needed
     if device is not None and device.type == "cuda":
         # What torch holds and does not use is free, too.
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(FREE_MEMORY_SHARE * (torch.cuda.mem_get_info(device)[0] + held))
-    return int(FREE_MEMORY_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return int(FREE_MEMORY_SHARE * free_bytes())
 
 
 @dataclass(frozen=True)
@@ -125,7 +146,11 @@ class FirstLook:
     reacted
         The outputs that do: shape (m,). None where func raises there.
     seconds
-        What one evaluation takes.
+        What one evaluation takes: of its usual cost and, if it is slow, by the clock.
+    measured
+        By the clock in any case: for what is to be told and tried, and chooses no engine.
+    obstacles
+        What kept another engine than the dense one from being used, in words; added to as it turns up.
     """
 
     record_graph: bool
@@ -133,43 +158,48 @@ class FirstLook:
     moved: NDArray[np.bool_]
     reacted: NDArray[np.bool_] | None
     seconds: float
+    measured: float
+    obstacles: list[str] = field(default_factory=list)
 
 
 def first_look(problem: Problem, settings: Settings) -> FirstLook:
-    """Looks, at both points, for any difference in any value between func with and without a graph.
+    """Looks, at a point next to x, for any difference in any value between func with and without a graph.
 
-    A func that differentiates inside fails without a graph, or sees to its own. Four evaluations.
+    A func that differentiates inside fails without a graph, or sees to its own. Two evaluations beside the first one
+    at x: the point next to it stands for all, and x itself is compared where bits are to tell a pattern.
     """
     half = direction(problem.n, settings.seed, GRAPH_STREAM, halved=True)
     displacement = problem.displacement(half.to(problem.device), settings.eps)
-    base = torch.empty(problem.m, dtype=torch.float64, device=problem.device)
+    # Outputs that are views of inputs do not survive that these are restored.
+    base = problem.evaluate(True) if problem.mutates_inputs else problem.base()
     next_to_x, plain = torch.empty_like(base), torch.empty_like(base)
-    seconds: dict[bool, float] = {}
+    moved = half.numpy() != 0
 
-    def evaluate(scale: float, values: Tensor, record: bool) -> None:
+    def evaluate(values: Tensor, record: bool) -> float:
         start = time.perf_counter()
-        problem.values_along(displacement, (scale,), (values,), record)
-        seconds[record] = min(time.perf_counter() - start, seconds.get(record, math.inf))
+        problem.values_along(displacement, (1.0,), (values,), record)
+        return time.perf_counter() - start
 
-    evaluate(0.0, base, True)
-    look = FirstLook(True, base, half.numpy() != 0, None, seconds[True])
+    def look(record: bool, reacted: NDArray[np.bool_] | None, seconds: float) -> FirstLook:
+        return FirstLook(record, base, moved, reacted, _usual_seconds(problem, seconds), seconds)
+
     try:
-        evaluate(1.0, next_to_x, True)
-    except (MemoryError, torch.OutOfMemoryError):
+        seconds = evaluate(next_to_x, True)
+    except OUT_OF_MEMORY:
         raise
     except Exception:  # it takes single steps only
-        return look
-    record_graph = True
+        return look(True, None, problem.seconds)
+    reacted = (next_to_x.view(torch.int64) != base.view(torch.int64)).cpu().numpy()
     if torch.is_grad_enabled():
         try:
-            record_graph = False
-            for scale, recorded in ((0.0, base), (1.0, next_to_x)):
-                evaluate(scale, plain, False)
-                record_graph |= not torch.equal(recorded, plain)
+            without = evaluate(plain, False)
+        except OUT_OF_MEMORY:
+            raise
         except Exception:  # it differentiates inside, say
-            record_graph = True
-    reacted = (next_to_x.view(torch.int64) != base.view(torch.int64)).cpu().numpy()
-    return replace(look, record_graph=record_graph, reacted=reacted, seconds=seconds[record_graph])
+            return look(True, reacted, seconds)
+        if torch.equal(next_to_x, plain):
+            return look(False, reacted, without)
+    return look(True, reacted, seconds)
 
 
 def sketch_size(confidence: float) -> int:
@@ -193,13 +223,14 @@ def sketches(problem: Problem, settings: Settings) -> bool:
         return settings.engine == "sketch"
     if 2 * problem.n + problem.m <= TINY:
         return False
-    seconds = _warm_seconds(problem)
+    seconds = _usual_seconds(problem, problem.seconds)
     return _dense_seconds(problem, seconds) > SKETCH_SECONDS + SKETCH_CALLS * seconds
 
 
-def _warm_seconds(problem: Problem) -> float:
-    """What evaluations after the first one take, as far as that tells."""
-    return max(problem.seconds - COLD_SECONDS, problem.seconds / 3)
+def _usual_seconds(problem: Problem, measured: float) -> float:
+    """What one evaluation is taken to cost: by the number of coordinates alone, unless it is slow by far."""
+    usual = CALL_SECONDS + COORDINATE_SECONDS * (problem.n + problem.m)
+    return measured if measured > max(SLOW_SECONDS, SLOW_FACTOR * usual) else usual
 
 
 def is_affordable(problem: Problem) -> bool:
@@ -209,7 +240,7 @@ def is_affordable(problem: Problem) -> bool:
 
 def looks_first(problem: Problem, settings: Settings) -> bool:
     """Whether the problem is large enough for `first_look` to repay."""
-    seconds = _dense_seconds(problem, _warm_seconds(problem))
+    seconds = _dense_seconds(problem, _usual_seconds(problem, problem.seconds))
     if not problem.m or (problem.n < COLUMNS_WORTH_A_LOOK and seconds <= EXACT_SECONDS):
         return False
     return settings.engine == "compressed" or seconds >= GUESS_SECONDS
@@ -253,19 +284,49 @@ def probing_budget(problem: Problem, settings: Settings, look: FirstLook) -> int
     calls = 2 * problem.n + problem.m
     if settings.engine == "compressed":
         return max(64, calls)
-    if problem.n < COLUMNS_WORTH_PROBING:
+    if problem.n < COLUMNS_WORTH_PROBING or dense_seconds(problem, look) < PROBE_SECONDS:
         return 0
-    return calls // 4 if dense_seconds(problem, look) >= PROBE_SECONDS else 0
+    is_likely = look.reacted is not None and not look.reacted.all()
+    budget = calls // (LIKELY_SHARE if is_likely else EXPLORING_SHARE)
+    return budget if budget >= FEWEST_PROBES else 0
 
 
-def most_entries(settings: Settings) -> int:
-    """Entries of a compressed Jacobian that memory admits."""
-    return _memory_limit(settings, None) // ENTRY_BYTES
+def worth_another_look(problem: Problem, settings: Settings) -> bool:
+    """Whether a guess of which the first look says nothing is worth one more evaluation."""
+    return settings.engine == "compressed" or problem.n >= COLUMNS_WORTH_PROBING
+
+
+def paying_entries(problem: Problem, settings: Settings, look: FirstLook) -> int:
+    """Entries up to which a pattern may repay: so many a row and a column take as many groups, at least.
+
+    One that takes more memory than two whole Jacobians must save many calls. Where single calls would take long, few
+    dense rows and columns may be left out of the groups.
+    """
+    n, m = problem.n, problem.m
+    if settings.engine == "compressed":
+        return n * m
+    dense_cost = 2 * n + VJP_COST * m
+    within_two_jacobians = max(SMALL_BYTES, 2 * 8 * n * m) // ENTRY_BYTES
+    paying = min(within_two_jacobians, _paying_entries(n, m, PAYS_SHARE * dense_cost))
+    paying = max(paying, _paying_entries(n, m, LARGE_PAYS_SHARE * dense_cost))
+    return paying + (n * few(m) + m * few(n) if takes_long(2 * n + m, look) else 0)
+
+
+def _paying_entries(n: int, m: int, cost: float) -> int:
+    """The entries whose groups, were all rows and columns alike, would cost so much, by rows or by columns."""
+    by_rows = (cost - CERTIFICATE_COST) / (2 / m + VJP_COST / n)
+    by_columns = (cost - CERTIFICATE_COST - LINEAR_START) * m / (2 + LINEAR_COST)
+    return int(max(0.0, by_rows, by_columns))
+
+
+def admitted_entries(settings: Settings, most: int) -> int:
+    """Entries of a sparse matrix, out of `most`, that memory admits."""
+    return _memory_limit(settings, ENTRY_BYTES * most) // ENTRY_BYTES
 
 
 def replays_groups(problem: Problem, settings: Settings, look: FirstLook, count: int) -> bool:
     """Whether so many column groups are worth replays of a CUDA graph, and there is room for them."""
-    if problem.device.type != "cuda" or 2 * count * look.seconds < TRIAL_SECONDS:
+    if problem.device.type != "cuda" or 2 * count * look.measured < TRIAL_SECONDS:
         return False
     from fastgrad import graphs  # only here: importing fastgrad is to cost little
 
@@ -293,7 +354,7 @@ def pays_to_compress(problem: Problem, settings: Settings, columns: int, rows: i
     if settings.engine == "compressed":
         return True
     analytical = LINEAR_COST * columns + LINEAR_START if rows is None else VJP_COST * rows
-    return 2 * columns + analytical + CERTIFICATE_COST < 0.8 * (2 * problem.n + VJP_COST * problem.m)
+    return 2 * columns + analytical + CERTIFICATE_COST < PAYS_SHARE * (2 * problem.n + VJP_COST * problem.m)
 
 
 def is_one_block(problem: Problem, settings: Settings) -> bool:
@@ -347,7 +408,7 @@ def _way(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int | N
 
     Also what is to be said of it.
     """
-    if problem.n < TRIAL_COLUMNS or 2 * problem.n * look.seconds < TRIAL_SECONDS:
+    if problem.n < TRIAL_COLUMNS or 2 * problem.n * look.measured < TRIAL_SECONDS:
         return None, False, ""
     reason = trial.obstacle(problem)
     if reason is not None:
@@ -387,7 +448,7 @@ def _way(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int | N
 def _rows_way(problem: Problem, settings: Settings, look: FirstLook) -> tuple[bool, str]:
     """Whether rows come from replays of a VJP, if that is faster than one by one; and what is to be said of it."""
     are_run = problem.has_graph and settings.check_backward_ad
-    if problem.device.type != "cuda" or not are_run or VJP_COST * look.seconds * problem.m < TRIAL_SECONDS:
+    if problem.device.type != "cuda" or not are_run or VJP_COST * look.measured * problem.m < TRIAL_SECONDS:
         return False, ""
     from fastgrad import graphs  # only here: importing fastgrad is to cost little
 
@@ -406,7 +467,7 @@ def _rows_way(problem: Problem, settings: Settings, look: FirstLook) -> tuple[bo
         gain = trial.speedup(problem, settings.atol, 0, count, single, replay)
     except trial.RefusedError as error:
         return False, f"; replays of a VJP: {error}"
-    except (MemoryError, torch.OutOfMemoryError):
+    except OUT_OF_MEMORY:
         raise
     except Exception:  # of backward: it is to raise in its turn
         return False, ""

@@ -27,6 +27,7 @@ from fastgrad.coordinates import (
 )
 from fastgrad.directions import GRAPH_STREAM, uniform_like
 from fastgrad.errors import as_raised, warn
+from fastgrad.memory import told_as_memory_error
 from fastgrad.progress import STEP, Progress
 from fastgrad.report import modulus
 from fastgrad.tolerances import relative_step, spacing
@@ -315,6 +316,7 @@ class Problem:
         """What messages call an input."""
         return self._names[block.position] if self._names else f"input {block.position}"
 
+    @told_as_memory_error
     def graph(self) -> tuple[Tensor, ...]:
         """The outputs of an evaluation at x, recorded by autograd; made anew after any other evaluation."""
         if self._graph is None:
@@ -389,6 +391,7 @@ class Problem:
         """
         self._evaluator.realize(displacement, realized, seed, stream, eps, relative)
 
+    @told_as_memory_error
     def values_along(
         self, displacement: Tensor, scales: Sequence[float], values: Sequence[Tensor], record_graph: bool = True
     ) -> None:
@@ -411,6 +414,7 @@ class Problem:
         self._evaluator.realized_widths(widths, displacement, scale)
         return widths
 
+    @told_as_memory_error
     def evaluate(self, record_graph: bool, displacement: Tensor | None = None, scale: float = 1.0) -> Tensor:
         """The outputs at x or, with a displacement (float64, shape (n,)), at x + scale displacement.
 
@@ -623,6 +627,7 @@ class Problem:
         self.progress.step(whole.vjps)
         return whole
 
+    @told_as_memory_error
     def vjp(self, cotangents: Tensor, gapped: int = 0, expanded: int = 0, only: Block | None = None) -> Tensor:
         """V J for rows of cotangents, one VJP a row.
 
@@ -665,6 +670,7 @@ class Problem:
         finally:
             self._graph = None
 
+    @told_as_memory_error
     def zero_gradients(self, outputs: Sequence[Tensor]) -> list[Tensor | None]:
         """Autograd's gradients of `outputs` for zero grad_outputs, one an input block, as backward made them.
 
@@ -739,6 +745,7 @@ class Problem:
             self._raise_changed(*changed, 0.0)
         return columns, domains_match
 
+    @told_as_memory_error
     def jvp(self, tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Tangents of `outputs` for tangents of `inputs`, None being undefined; one evaluation."""
         self._graph = None

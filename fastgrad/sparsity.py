@@ -97,6 +97,12 @@ class Pattern:
         """The few columns with far more entries than all others, as a shared parameter has: shape (n,)."""
         return _few_large(np.bincount(self.columns, minlength=self.n))
 
+    def touched(self, columns: Mask) -> Mask:
+        """The rows with an entry in one of these columns: shapes (n,) and (m,)."""
+        before = np.zeros(self.nnz + 1, dtype=np.int64)
+        np.cumsum(columns[self.columns], out=before[1:])
+        return before[self.starts[1:]] > before[self.starts[:-1]]
+
     def without(self, rows: Mask | None, columns: Mask | None) -> Pattern:
         """With some rows and columns empty: shapes (m,) and (n,); None: none of them."""
         kept = np.ones(self.nnz, dtype=np.bool_)
@@ -134,9 +140,14 @@ def _from_entries(rows: Indices, columns: Indices, m: int, n: int, origin: str) 
     return Pattern(starts, columns, n, origin)
 
 
+def few(size: int) -> int:
+    """How many rows, or columns, out of so many, may be taken for dense ones."""
+    return max(HANDFUL, int(MOST_HUBS * size))
+
+
 def _few_large(counts: Indices) -> Mask:
     large: Mask = counts > DENSE_SHARE * counts.max(initial=0)
-    return large if large.sum() <= max(HANDFUL, MOST_HUBS * counts.size) else np.zeros_like(large)
+    return large if large.sum() <= few(counts.size) else np.zeros_like(large)
 
 
 def _starts(counts: Indices | Mask) -> Indices:
@@ -298,10 +309,22 @@ def _concatenated(arrays: Sequence[Indices], axis: int) -> Indices:
 
 def bears_a_look(pattern: Pattern, moved: Mask, reacted: Mask) -> bool:
     """Whether each row that reacted, shape (m,), has an entry in one of the columns that moved, shape (n,)."""
-    expected = np.zeros(pattern.nnz + 1, dtype=np.int64)
-    np.cumsum(moved[pattern.columns], out=expected[1:])
-    moves = expected[pattern.starts[1:]] > expected[pattern.starts[:-1]]
-    return bool((moves | ~reacted).all())
+    return bool((pattern.touched(moved) | ~reacted).all())
+
+
+def telling_columns(pattern: Pattern) -> Mask:
+    """Columns, shape (n,), that are to leave every second row as it is: a look at them, and a dense row, tell much."""
+    still = np.zeros(pattern.m, dtype=np.bool_)
+    still[::2] = True
+    telling = np.ones(pattern.n, dtype=np.bool_)
+    telling[pattern.columns[np.repeat(still, np.diff(pattern.starts))]] = False
+    return telling
+
+
+def probes_to_arrange(blocks: Sequence[Block]) -> int:
+    """What a `Refinement` takes before its first level."""
+    wide = (sum(size > 1 for size in block.tensor.shape) for block in blocks if block.size)
+    return sum(1 + dims for dims in wide if dims > 1)
 
 
 class Refinement:
@@ -509,9 +532,9 @@ def refined(
     inputs: Sequence[Block],
     outputs: Sequence[Block],
     most_probes: int,
-    most_entries: int,
+    has_room: Callable[[int], bool],
 ) -> Pattern | None:
-    """The pattern from the side that settles first; None where that takes more probes or entries than given.
+    """The pattern from the side that settles first; None where that takes more probes than given, or has_room says no to its entries.
 
     The two sides take turns, each until it has taken twice as many probes as the other: a Jacobian may
     be hopeless from one side and trivial from the other, and VJPs after evaluations need a new graph. A
@@ -535,7 +558,7 @@ def refined(
         if sum(each.probes for each in sides) + side.next_cost > most_probes:
             return None
         side.refine()
-    if best.entries > most_entries:
+    if not has_room(best.entries):
         return None
     starts, members = best.targets()
     if best is columns:

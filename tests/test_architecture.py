@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "fastgrad"
 
 # The module map, also of rooms that are not built yet.
 FLOORS = {
-    0: ["_build", "_native", "_torch", "_version", "errors", "report", "stopwatch"],
+    0: ["_build", "_native", "_torch", "_version", "errors", "memory", "report", "stopwatch"],
     1: ["coloring", "coordinates", "directions", "graphs", "problem", "progress", "sparsity", "tolerances"],
     2: ["attributes", "certify", "compare", "engines", "engines.compressed", "engines.dense", "engines.sketch"],
     3: ["check", "evidence", "exact", "fast", "matrices", "second_order", "small"],
@@ -28,7 +28,7 @@ FLOOR = {module: floor for floor, modules in FLOORS.items() for module in module
 NEIGHBORS = {
     "_native": {"_build"},
     "errors": {"report"},
-    "_torch": {"stopwatch"},
+    "_torch": {"memory", "stopwatch"},
     "graphs": {"coordinates", "problem", "tolerances", "trial"},
     "problem": {"coordinates", "directions", "progress", "tolerances"},
     "batched": {"coordinates", "problem", "tolerances", "trial"},

@@ -1,0 +1,133 @@
+"""How much memory is free to a check, and how the want of it is told."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+import torch
+
+try:
+    import resource
+except ImportError:  # not a POSIX system
+    resource = None  # type: ignore[assignment]
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
+"""What says that memory ran out; what the CPU's allocator raises beside these, `told_as_memory_error` makes one of."""
+
+UNKNOWN_BYTES = 4 << 30
+"""What is taken to be free where the system does not tell, in bytes: less than most machines have."""
+
+CPU_ALLOCATOR = "can't allocate memory"
+"""What torch's allocator for the CPU says in a plain RuntimeError."""
+
+
+def free_bytes(
+    proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup"), address_space: int | None = None
+) -> int:
+    """Bytes that this process may still allocate: the least of what all limits leave.
+
+    Memory that the system keeps for files and gives back when asked counts as free.
+
+    Parameters
+    ----------
+    proc, cgroups
+        Where these file systems are mounted.
+    address_space
+        The limit of the process's virtual memory, in bytes; None: its own (RLIMIT_AS).
+    """
+    limits = [*_left_by_groups(proc, cgroups)]
+    system = _left_by_system(proc)
+    if system is not None:
+        limits.append(system)
+    space = _address_space() if address_space is None else address_space
+    used = _first_number(proc / "self" / "statm")
+    if space is not None and used is not None:
+        limits.append(space - used * os.sysconf("SC_PAGE_SIZE"))
+    return max(0, min(limits, default=UNKNOWN_BYTES))
+
+
+def _left_by_system(proc: Path) -> int | None:
+    """Of /proc/meminfo; where there is none, the pages that are free, or half of all."""
+    kilobytes = _fields(proc / "meminfo").get("MemAvailable")
+    if kilobytes is not None:
+        return 1024 * kilobytes
+    for name, share in (("SC_AVPHYS_PAGES", 1), ("SC_PHYS_PAGES", 2)):
+        try:
+            return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") // share
+        except (AttributeError, OSError, ValueError):  # it does not tell
+            continue
+    return None
+
+
+def _left_by_groups(proc: Path, cgroups: Path) -> Iterator[int]:
+    """What each control group that the process is in, and each group around it, leaves, of version 1 and 2."""
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            root, names, reclaimable = cgroups, ("memory.max", "memory.current"), "inactive_file"
+        elif "memory" in controllers.split(","):
+            root, names = cgroups / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            reclaimable = "total_inactive_file"
+        else:
+            continue
+        group = root / path.lstrip("/")
+        # In a container the path may be the host's, and only the root is there: files that are missing say nothing.
+        for directory in (group, *group.parents):
+            limit, used = (_first_number(directory / name) for name in names)
+            if limit is not None and used is not None:
+                yield limit - used + min(used, _fields(directory / "memory.stat").get(reclaimable, 0))
+            if directory == root:
+                break
+
+
+def _address_space() -> int | None:
+    if resource is None:
+        return None
+    soft = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _first_number(path: Path) -> int | None:
+    """The number that a file begins with, if it is there and does ("max" is no limit)."""
+    try:
+        return int(path.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """A file of names and numbers, as `MemAvailable: 1024 kB` or `inactive_file 1024`; empty where there is none."""
+    try:
+        lines = [line.split() for line in path.read_text().splitlines()]
+    except OSError:
+        return {}
+    return {words[0].rstrip(":"): int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
+
+
+def told_as_memory_error(func: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Decorates what allocates: the CPU allocator's RuntimeError becomes a MemoryError.
+
+    Else it would look like an error of func, or of backward, which may say something of a gradient.
+    """
+
+    @functools.wraps(func)
+    def telling(*arguments: Parameters.args, **keywords: Parameters.kwargs) -> Result:
+        try:
+            return func(*arguments, **keywords)
+        except RuntimeError as error:
+            if CPU_ALLOCATOR not in str(error):
+                raise
+            raise MemoryError(str(error)) from error
+
+    return telling
