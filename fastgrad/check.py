@@ -26,8 +26,9 @@ from fastgrad.compare import Findings, PairComparison
 from fastgrad.confirm import located_pair, mismatch_failure
 from fastgrad.coordinates import block_with
 from fastgrad.engines import REPEATED_ROWS, JacobianBlock, dense
+from fastgrad.memory import OUT_OF_MEMORY
 from fastgrad.plan import (
-    dense_seconds,
+    FirstLook,
     first_look,
     is_affordable,
     looks_first,
@@ -35,6 +36,7 @@ from fastgrad.plan import (
     make_sketch_plan,
     sketches,
     tries_structure,
+    with_less_memory,
 )
 from fastgrad.problem import Problem, as_tuple, disabled_gradients
 from fastgrad.progress import Progress
@@ -181,16 +183,47 @@ def _all_entries(
     problem: Problem, settings: Settings, calls: RepeatedCalls | None, findings: Findings
 ) -> tuple[Plan, Failure | None]:
     """Every entry of every Jacobian: on a pattern, if there is one that repays, or all of them."""
-    look = first_look(problem, settings) if looks_first(problem, settings) else None
-    if look is not None and tries_structure(problem, settings, look):
-        from fastgrad.exact import check_by_structure  # only here: importing fastgrad is to cost little
+    look, obstacle = None, ""
+    try:
+        look = first_look(problem, settings) if looks_first(problem, settings) else None
+        if look is not None and tries_structure(problem, settings, look):
+            from fastgrad.exact import check_by_structure  # only here: importing fastgrad is to cost little
 
-        outcome = check_by_structure(problem, settings, look, calls.rows if calls else {}, findings)
-        if outcome is not None:
-            return outcome.plan, outcome.failure
+            outcome = check_by_structure(problem, settings, look, calls.rows if calls else {}, findings)
+            if outcome is not None:
+                return outcome.plan, outcome.failure
+    except OUT_OF_MEMORY:
+        obstacle = "; the compressed engine ran out of memory"
     plan = make_plan(problem, settings, look)
+    plan = replace(plan, reason=plan.reason + obstacle) if obstacle else plan
     count = 2 * problem.n + problem.m
-    problem.progress.start(count, dense_seconds(problem, look) if look else 0.0, f"{count} calls")
+    problem.progress.start(count, look.measured * count if look else 0.0, f"{count} calls")
+    while True:
+        own = Findings()
+        try:
+            plan, failure = _dense(problem, plan, settings, look, own)
+        except OUT_OF_MEMORY as error:
+            smaller = with_less_memory(problem, plan)
+            if smaller is None:
+                raise MemoryError(_want_of_memory(problem, plan, settings, error)) from error
+            plan = smaller
+        else:
+            findings.add(own)
+            return plan, failure
+
+
+def _want_of_memory(problem: Problem, plan: Plan, settings: Settings, error: BaseException) -> str:
+    limit = "by default a share of what is free" if settings.memory_limit is None else f"now {settings.memory_limit}"
+    return (
+        f"The check ran out of memory, with {plan.memory} bytes for {plan.columns_per_pass} of {problem.n} columns of "
+        f"the Jacobian at a time: {str(error) or type(error).__name__} What func and its graph take comes on top: "
+        f"make the inputs smaller, or leave func more by a lower memory_limit= (in bytes; {limit})."
+    )
+
+
+def _dense(
+    problem: Problem, plan: Plan, settings: Settings, look: FirstLook | None, findings: Findings
+) -> tuple[Plan, Failure | None]:
     judge = _jacobian_failure if problem.has_graph else _nonzero_numerical
     if plan.batch is not None or plan.replayed or plan.rows_replayed:
         own = Findings()
@@ -207,8 +240,8 @@ def _all_entries(
         plan = replace(plan, batch=None, replayed=False, rows_replayed=False, reason=reason)
     elif is_small(problem, settings):
         try:
-            findings.backward = whole_backward(problem, settings, look.seconds if look else problem.seconds)
-        except (MemoryError, torch.OutOfMemoryError):
+            findings.backward = whole_backward(problem, settings, look.measured if look else problem.seconds)
+        except OUT_OF_MEMORY:
             raise
         except Exception as error:
             findings.early = error
@@ -226,7 +259,7 @@ def _screened(problem: Problem, settings: Settings, findings: Findings) -> Failu
     for run in screens:
         try:
             found = run(problem, settings)
-        except (MemoryError, torch.OutOfMemoryError):
+        except OUT_OF_MEMORY:
             raise
         except Exception:
             # Of func, next to x: where it takes single steps only, the exact engine may still decide.

@@ -53,6 +53,7 @@ class Findings:
         self.pairs += other.pairs
         self.certificates += other.certificates
         self.sample = other.sample or self.sample
+        self.backward, self.early = other.backward or self.backward, other.early or self.early
         if other.undecided is not None:
             self.undecided = max(other.undecided, self.undecided or 0.0)
 

@@ -119,7 +119,8 @@ class Patterns:
     def _has_room(self, entries: int) -> bool:
         """Whether a pattern of so many entries may repay, and memory admits it."""
         if self._room < entries <= self._paying:
-            self._look.obstacles.append(f"memory for {self._room} entries of a pattern, which has {entries}")
+            obstacle = f"memory admits {self._room} entries of a sparse Jacobian that may have {entries}"
+            self._look.obstacles.append(obstacle)
         return entries <= min(self._paying, self._room)
 
     @property

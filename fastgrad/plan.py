@@ -23,11 +23,14 @@ from fastgrad.sparsity import few
 BLOCK_BYTES = 1 << 20
 """Analytical rows held at a time: a few blocks of this size stay in the cache."""
 
+FEWEST_COLUMNS = 2
+"""Of the numerical Jacobian at a time: the coordinates of a complex element, which are judged together."""
+
 DEVICE_BLOCK_BYTES = 64 << 20
 """Those that replays of a CUDA graph give at a time."""
 
-FREE_MEMORY_SHARE = 0.25
-"""The default memory limit, as a share of what is free."""
+FREE_MEMORY_SHARE = 0.5
+"""The default memory limit, as a share of what is free; func and its graph have the rest."""
 
 SMALL_BYTES = 64 << 20
 """What Jacobians may take without asking the system how much is free."""
@@ -82,8 +85,9 @@ EXACT_SECONDS = 10.0
 CERTIFICATE_COST = 14
 """Of all certificates, in evaluations."""
 
-ENTRY_BYTES = 96
-"""What an entry of a compressed Jacobian takes, with its indices and what coloring needs."""
+ENTRY_BYTES = 56
+"""What an entry of a compressed Jacobian takes, with its indices and what coloring needs: six numbers of 8 bytes at a
+time (49 bytes are measured for a softmax of 64 rows of 500), and some room."""
 
 COLUMNS_WORTH_PROBING = 32
 """Columns from which probing may find groups that repay it, and a guess of which nothing was seen one more look."""
@@ -371,6 +375,22 @@ def most_vectorized_rows(problem: Problem, seconds: float) -> int:
     return int(min(MOST_VECTORIZED, VECTORIZED_SECONDS / max(seconds, 1e-6))) if problem.vectorizes else 0
 
 
+def with_less_memory(problem: Problem, plan: Plan) -> Plan | None:
+    """A dense plan for when one ran out of memory: a quarter of its columns; None: there are no fewer."""
+    columns = max(FEWEST_COLUMNS, plan.columns_per_pass // 4)
+    if columns >= min(plan.columns_per_pass, problem.n):
+        return None
+    return replace(
+        plan,
+        columns_per_pass=columns,
+        memory=8 * (columns * problem.m + min(plan.rows_per_block, problem.m) * problem.n),
+        reason=f"{plan.reason}; out of memory: {columns} of {problem.n} columns at a time, one by one",
+        batch=None,
+        replayed=False,
+        rows_replayed=False,
+    )
+
+
 def make_plan(problem: Problem, settings: Settings, look: FirstLook | None) -> Plan:
     """The plan of the dense engine for a problem whose outputs are known; look: where there was one.
 
@@ -384,12 +404,17 @@ def make_plan(problem: Problem, settings: Settings, look: FirstLook | None) -> P
         from fastgrad import batched
 
         held = batch * batched.column_bytes(problem)
-    columns = max(2, min(problem.n, (limit - held if settings.memory_limit is not None else limit) // column_bytes))
+    room = limit - held if settings.memory_limit is not None else limit
+    columns = max(FEWEST_COLUMNS, min(problem.n, room // column_bytes))
     rows_replayed, also_said = _rows_way(problem, settings, look) if look is not None else (False, "")
     # Each block of replays is captured anew, and a device has no cache worth a small one.
     block_bytes = max(BLOCK_BYTES, min(DEVICE_BLOCK_BYTES, limit // 8)) if rows_replayed else BLOCK_BYTES
     rows = max(1, block_bytes // (8 * max(1, problem.n)))
     reason = "engine='dense' was asked for" if settings.engine == "dense" else "no structure makes another cheaper"
+    if look is not None and look.obstacles:
+        reason = "; ".join(look.obstacles)
+    if columns < problem.n:
+        said += f"; memory for {columns} of {problem.n} columns at a time"
     return Plan(
         "dense",
         columns,

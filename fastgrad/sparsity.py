@@ -534,7 +534,7 @@ def refined(
     most_probes: int,
     has_room: Callable[[int], bool],
 ) -> Pattern | None:
-    """The pattern from the side that settles first; None where that takes more probes than given, or has_room says no to its entries.
+    """The pattern from the side that settles first; None where that takes more probes, or entries, than given.
 
     The two sides take turns, each until it has taken twice as many probes as the other: a Jacobian may
     be hopeless from one side and trivial from the other, and VJPs after evaluations need a new graph. A
@@ -573,20 +573,23 @@ def _with_whole_elements(pattern: Pattern, inputs: Sequence[Block], outputs: Seq
     """With all coordinates of an entry of which there are some."""
     if not any(block.is_complex for block in (*inputs, *outputs)):
         return pattern
-    i, row_width = _elements(pattern.rows(), outputs)
-    j, column_width = _elements(pattern.columns, inputs)
+    first_row, row_widths = _elements(outputs)
+    first_column, column_widths = _elements(inputs)
+    # Each element's entry once, before it becomes up to four: patterns may be what memory just admits.
+    keys = np.unique(first_row[pattern.rows()] * pattern.n + first_column[pattern.columns])
+    i, j = np.divmod(keys, pattern.n)
     entries = []
     for di in range(2):
         for dj in range(2):
-            within = (di < row_width) & (dj < column_width)
-            entries.append(((i + di)[within], (j + dj)[within]))
+            within = (di < row_widths[i]) & (dj < column_widths[j])
+            entries.append((i[within] + di, j[within] + dj))
     i, j = (np.concatenate(side) for side in zip(*entries, strict=True))
     return _from_entries(i, j, pattern.m, pattern.n, pattern.origin)
 
 
-def _elements(coordinates: Indices, blocks: Sequence[Block]) -> tuple[Indices, Indices]:
-    """The first coordinate of the element that each coordinate belongs to, and how many that element has."""
-    firsts = np.array([block.first for block in blocks])
-    widths = np.array([block.width for block in blocks])
-    which = np.searchsorted(firsts, coordinates, side="right") - 1
-    return coordinates - (coordinates - firsts[which]) % widths[which], widths[which]
+def _elements(blocks: Sequence[Block]) -> tuple[Indices, Indices]:
+    """Of each coordinate: the first one of the element that it belongs to, and how many that has."""
+    widths = np.repeat([block.width for block in blocks], [block.size for block in blocks])
+    coordinates = np.arange(widths.size)
+    firsts = np.repeat([block.first for block in blocks], [block.size for block in blocks])
+    return coordinates - (coordinates - firsts) % widths, widths

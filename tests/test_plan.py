@@ -1,0 +1,148 @@
+"""What looking for structure may cost where there is none, and that engines are chosen by counts and sizes."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastgrad
+from fastgrad import plan
+from fastgrad.report import Report
+
+Func = Callable[..., Any]
+
+
+def leaf(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
+
+
+def mix(n: int, m: int) -> Func:
+    weight = leaf(m, n, seed=5).detach() / n**0.5  # or tanh is flat
+    return lambda *xs: torch.tanh(weight @ torch.cat([x.reshape(-1) for x in xs]))
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However quick func is, structure is looked for, and neither batches nor vectorized rows are tried."""
+    monkeypatch.setattr(plan, "GUESS_SECONDS", 0.0)
+    monkeypatch.setattr(plan, "PROBE_SECONDS", 0.0)
+    monkeypatch.setattr(plan, "CERTIFICATE_COST", 0)
+    monkeypatch.setattr(plan, "TRIAL_COLUMNS", 10**9)
+
+
+def run(func: Func, *inputs: Tensor, **keywords: Any) -> Report:
+    report = fastgrad.check(func, inputs, check_undefined_grad=False, **keywords)
+    assert report.passed
+    return report
+
+
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("shapes", "m"),
+    [(((12,),), 4), (((4,),) * 3, 4), (((8,),) * 3, 8), (((12,),) * 2, 12), (((24,),), 24), (((4, 6),), 8)],
+)
+def test_where_there_is_no_structure_the_look_costs_little(shapes: tuple[Any, ...], m: int, seed: int) -> None:
+    inputs = [leaf(*shape, seed=k) for k, shape in enumerate(shapes)]
+    n = sum(x.numel() for x in inputs)
+    report = run(mix(n, m), *inputs, seed=seed)
+    assert report.plan is not None
+    assert report.plan.engine == "dense"
+    assert report.evaluations <= 2 * n + 4
+    assert report.vjps <= m + 6 + 1  # and that of a zero grad_output
+
+
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize(
+    ("shapes", "m"),
+    [(((40,),), 4), (((40,),), 40), (((24,),) * 2, 24), (((10, 10),), 100), (((4, 5, 6),), 50), (((40, 2),) * 8, 9)],
+)
+def test_exploring_takes_a_tenth_of_the_dense_engines_calls(shapes: tuple[Any, ...], m: int) -> None:
+    inputs = [leaf(*shape, seed=k) for k, shape in enumerate(shapes)]
+    n = sum(x.numel() for x in inputs)
+    func = mix(n, m)
+    report, dense = run(func, *inputs), run(func, *inputs, engine="dense")
+    assert report.plan is not None
+    assert report.plan.engine == "dense"
+    explored = report.evaluations + report.vjps - dense.evaluations - dense.vjps
+    assert explored <= (2 * n + m) / plan.EXPLORING_SHARE
+    assert report.evaluations <= 2 * n + 4 + (2 * n + m) / plan.EXPLORING_SHARE
+
+
+@pytest.mark.usefixtures("slow")
+def test_what_is_seen_is_worth_more() -> None:
+    # Every output depends on two inputs, which nothing guesses.
+    x, order = leaf(200), torch.randperm(200, generator=torch.Generator().manual_seed(1))
+    report = run(lambda x: x[order].reshape(100, 2).prod(1), x)
+    assert report.plan is not None
+    assert report.plan.engine == "compressed"
+
+
+def ordinary() -> list[tuple[str, Func, tuple[Tensor, ...]]]:
+    """Forty checks of usual size."""
+    pointwise = [torch.sin, torch.exp, torch.tanh, torch.sigmoid, torch.square]
+    cases: list[tuple[str, Func, tuple[Tensor, ...]]] = []
+    for size in (3, 10, 30, 100):
+        cases += [(f"{func.__name__} {size}", func, (leaf(size),)) for func in pointwise]
+        cases.append((f"mul {size}", torch.mul, (leaf(size), leaf(size, seed=1))))
+        cases.append((f"sum {size}", torch.sum, (leaf(size),)))
+        cases.append((f"cumsum {size}", lambda x: x.cumsum(0).sin(), (leaf(size),)))
+    cases += [
+        ("matmul", torch.matmul, (leaf(4, 5), leaf(5, 3))),
+        ("larger matmul", torch.matmul, (leaf(8, 9), leaf(9, 7))),
+        ("bmm", torch.bmm, (leaf(3, 4, 5), leaf(3, 5, 2))),
+        ("softmax", lambda x: x.softmax(-1), (leaf(6, 10),)),
+        ("layer norm", lambda x: torch.nn.functional.layer_norm(x, (8,)), (leaf(5, 8),)),
+        ("linear", torch.nn.functional.linear, (leaf(6, 8), leaf(4, 8), leaf(4))),
+        ("conv", torch.nn.functional.conv1d, (leaf(2, 3, 9), leaf(4, 3, 3))),
+        ("inverse", torch.linalg.inv, (leaf(4, 4),)),
+    ]
+    return cases
+
+
+def test_a_busy_machine_chooses_as_an_idle_one_does() -> None:
+    jitter = random.Random(0)
+    cases = ordinary()
+    assert len(cases) == 40
+    for name, func, inputs in cases:
+
+        def late(*arguments: Tensor, func: Func = func) -> Any:
+            time.sleep(jitter.random() * 1e-3)
+            return func(*arguments)
+
+        quiet, noisy = fastgrad.check(func, inputs), fastgrad.check(late, inputs)
+        assert quiet.plan is not None
+        assert noisy.plan is not None
+        assert (name, quiet.verdict, quiet.plan.engine) == (name, noisy.verdict, noisy.plan.engine)
+
+
+@pytest.mark.parametrize("fast_mode", [False, True])
+def test_measured_seconds_choose_no_engine(fast_mode: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def engines(factor: float) -> list[str]:
+        clock = time.perf_counter
+        monkeypatch.setattr("fastgrad.plan.time.perf_counter", lambda: factor * clock())
+        monkeypatch.setattr("fastgrad.problem.perf_counter", lambda: factor * clock())
+        reports = [fastgrad.check(func, inputs, fast_mode=fast_mode) for _, func, inputs in ordinary()]
+        monkeypatch.undo()
+        return [report.plan.engine for report in reports if report.plan is not None]
+
+    assert engines(0.1) == engines(4.0)
+
+
+def test_what_is_slow_by_far_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = leaf(16)
+    quick = run(torch.sin, x)
+    clock = time.perf_counter
+    monkeypatch.setattr("fastgrad.plan.time.perf_counter", lambda: 1e5 * clock())
+    monkeypatch.setattr("fastgrad.problem.perf_counter", lambda: 1e5 * clock())
+    slow = run(torch.sin, x)
+    assert quick.plan is not None
+    assert slow.plan is not None
+    assert (quick.plan.engine, slow.plan.engine) == ("dense", "compressed")
