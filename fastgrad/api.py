@@ -116,7 +116,7 @@ def gradcheck(
         Show a bar of the calls of func and backward, by tqdm; by default where a check will take long, on a
         terminal, and tqdm is there.
     memory_limit
-        Bytes for the block of numerical columns that is held at a time; by default a quarter of what
+        Bytes for the block of numerical columns that is held at a time; by default half of what
         is free. A smaller limit repeats more VJPs, and admits fewer entries of a compressed Jacobian.
 
     Returns

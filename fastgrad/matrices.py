@@ -250,11 +250,11 @@ def _probe(maps: _Maps) -> Pattern | None:
     by_rows = refinement(rows, PROBE_COTANGENT)
     columns = None if maps.symmetric else maps.columns
     if columns is None:
-        pattern = sparsity.refined(by_rows, None, rows.sources, rows.targets, budget, has_room)
+        pattern = sparsity.refined(by_rows, None, rows.sources, rows.targets, has_room, budget)
         pattern = pattern and pattern.transposed()
     else:
         by_columns = refinement(columns, PROBE_DIRECTION)
-        pattern = sparsity.refined(by_columns, by_rows, rows.targets, rows.sources, budget, has_room)
+        pattern = sparsity.refined(by_columns, by_rows, rows.targets, rows.sources, has_room, budget)
     if pattern is not None and maps.symmetric:
         pattern = pattern.with_entries(pattern.columns, pattern.rows())
     return pattern

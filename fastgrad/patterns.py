@@ -27,7 +27,7 @@ class Patterns:
         self._look = look
         assert look.reacted is not None  # without it there is nothing to refute a guess
         self._reacted = look.reacted
-        self._budget = probing_budget(problem, settings, look)
+        self._budget, self._budget_if_likely = probing_budget(problem, settings, look)
         self._paying = paying_entries(problem, settings, look)
         self._room = admitted_entries(settings, problem.n * problem.m)
         self._spent = 0
@@ -61,12 +61,12 @@ class Patterns:
     @phase("pattern")
     def decode(self) -> Pattern | None:
         """What the bits of indices say, where each output depends on one element of each input, or the other way."""
-        if not self._left or not self._is_steady:
+        if not self._budget or not self._is_steady:
             return None
         blocks = self._problem.inputs, self._problem.outputs
         try:
             share = float(self._reacted.mean())
-            pattern = sparsity.decoded(self._reacting_outputs, self._reacting_inputs, *blocks, share, self._left)
+            pattern = sparsity.decoded(self._reacting_outputs, self._reacting_inputs, *blocks, share, self._budget)
         except OUT_OF_MEMORY:
             raise
         except Exception:
@@ -81,7 +81,9 @@ class Patterns:
 
         most: how many evaluations and VJPs it may take; None: as many as may repay.
         """
-        budget = self._left if most is None else min(self._left, most)
+        budget, if_likely = (total - self._spent for total in (self._budget, self._budget_if_likely))
+        if most is not None:
+            budget, if_likely = min(budget, most), min(if_likely, most)
         problem = self._problem
         blocks = problem.inputs, problem.outputs
         if sum(map(sparsity.probes_to_arrange, blocks)) >= budget or not self._is_steady:
@@ -91,7 +93,7 @@ class Patterns:
             rows = None
             if watch_gradients:
                 rows = sparsity.Refinement(self._reacting_inputs, problem.outputs, problem.n, splits_hubs)
-            return sparsity.refined(columns, rows, *blocks, budget, self._has_room)
+            return sparsity.refined(columns, rows, *blocks, self._has_room, budget, if_likely)
         except OUT_OF_MEMORY:
             raise
         except Exception:
@@ -122,11 +124,6 @@ class Patterns:
             obstacle = f"memory admits {self._room} entries of a sparse Jacobian that may have {entries}"
             self._look.obstacles.append(obstacle)
         return entries <= min(self._paying, self._room)
-
-    @property
-    def _left(self) -> int:
-        """Of the budget."""
-        return max(0, self._budget - self._spent)
 
     @cached_property
     def _is_steady(self) -> bool:

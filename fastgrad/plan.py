@@ -44,7 +44,7 @@ SKETCH_SECONDS, SKETCH_CALLS = 0.55e-3, 24
 CALL_SECONDS, COORDINATE_SECONDS = 30e-6, 2e-9
 """What an evaluation takes where nothing else is known: of an ordinary operator, and for each coordinate."""
 
-SLOW_SECONDS, SLOW_FACTOR = 10e-3, 10
+SLOW_SECONDS, SLOW_FACTOR = 3e-3, 10
 """Func is slow where an evaluation takes longer than this, and than so many times what is usual: its seconds count
 then. Else counts and sizes decide alone, so that a busy machine chooses as an idle one does."""
 
@@ -99,7 +99,8 @@ EXPLORING_SHARE = 10
 """Of the dense engine's calls, one in so many may be spent on a structure of which nothing was seen."""
 
 LIKELY_SHARE = 4
-"""One in so many where the first look shows that outputs depend on few inputs."""
+"""One in so many where the first look shows that outputs depend on few inputs, or probing that some block does not
+reach all of them."""
 
 FEWEST_PROBES = 14
 """With fewer, at three halvings, probing ends before it finds anything."""
@@ -184,8 +185,10 @@ def first_look(problem: Problem, settings: Settings) -> FirstLook:
         problem.values_along(displacement, (1.0,), (values,), record)
         return time.perf_counter() - start
 
-    def look(record: bool, reacted: NDArray[np.bool_] | None, seconds: float) -> FirstLook:
-        return FirstLook(record, base, moved, reacted, _usual_seconds(problem, seconds), seconds)
+    def look(record: bool, reacted: NDArray[np.bool_] | None, *seconds: float) -> FirstLook:
+        # The least of them: another process may have been in the way of one.
+        usual = _usual_seconds(problem, min(problem.seconds, *seconds))
+        return FirstLook(record, base, moved, reacted, usual, seconds[-1])
 
     try:
         seconds = evaluate(next_to_x, True)
@@ -202,7 +205,7 @@ def first_look(problem: Problem, settings: Settings) -> FirstLook:
         except Exception:  # it differentiates inside, say
             return look(True, reacted, seconds)
         if torch.equal(next_to_x, plain):
-            return look(False, reacted, without)
+            return look(False, reacted, seconds, without)
     return look(True, reacted, seconds)
 
 
@@ -283,16 +286,16 @@ def can_be_dense(problem: Problem, settings: Settings) -> bool:
     return settings.engine != "compressed" and 2 * problem.n + problem.m <= MOST_DENSE_CALLS
 
 
-def probing_budget(problem: Problem, settings: Settings, look: FirstLook) -> int:
-    """How many evaluations and VJPs may be spent on finding a pattern."""
+def probing_budget(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int, int]:
+    """How many evaluations and VJPs may be spent on finding a pattern; and on one that begins to show."""
     calls = 2 * problem.n + problem.m
     if settings.engine == "compressed":
-        return max(64, calls)
+        return max(64, calls), max(64, calls)
     if problem.n < COLUMNS_WORTH_PROBING or dense_seconds(problem, look) < PROBE_SECONDS:
-        return 0
+        return 0, 0
     is_likely = look.reacted is not None and not look.reacted.all()
     budget = calls // (LIKELY_SHARE if is_likely else EXPLORING_SHARE)
-    return budget if budget >= FEWEST_PROBES else 0
+    return (budget, calls // LIKELY_SHARE) if budget >= FEWEST_PROBES else (0, 0)
 
 
 def worth_another_look(problem: Problem, settings: Settings) -> bool:

@@ -339,6 +339,8 @@ class Refinement:
     ----------
     probes
         Calls of respond so far.
+    tells
+        Whether some half of a block was seen to reach fewer targets than the block.
     """
 
     def __init__(
@@ -354,6 +356,7 @@ class Refinement:
         self._targets = targets
         self._sources = sum(block.size for block in blocks)
         self.probes = 0
+        self.tells = False
         self._order = np.arange(self._sources)
         self._is_in_order = True
         blocks = [block for block in blocks if block.size]
@@ -389,6 +392,7 @@ class Refinement:
                 np.moveaxis(own, dim, 0)[: shape[dim] // 2] = True
                 if self._probe(selection).size <= SEPARATES * reached.size:
                     telling.append(dim)
+            self.tells |= bool(telling)
             order = telling + [dim for dim in order if dim not in telling]
             coordinates = np.arange(block.first, block.first + block.size).reshape(*shape, width)
             permuted = coordinates.transpose(*order, len(shape))
@@ -493,6 +497,7 @@ class Refinement:
         pairs, starts = coloring.bucket(children, 2 * active.size)
         before, after = np.diff(self._starts)[active], np.diff(starts).reshape(-1, 2)
         told = (after <= SEPARATES * before[:, None]).any(1)
+        self.tells |= bool(told.any())
         idle = np.where(told, 0, self._idle[active] + 1)
         rest = np.delete(np.arange(self._first.size), active)
         rest_starts, rest_members = _select(self._starts, self._members, rest)
@@ -531,14 +536,16 @@ def refined(
     rows: Refinement | None,
     inputs: Sequence[Block],
     outputs: Sequence[Block],
-    most_probes: int,
     has_room: Callable[[int], bool],
+    most_probes: int,
+    most_if_likely: int = 0,
 ) -> Pattern | None:
     """The pattern from the side that settles first; None where that takes more probes, or entries, than given.
 
     The two sides take turns, each until it has taken twice as many probes as the other: a Jacobian may
     be hopeless from one side and trivial from the other, and VJPs after evaluations need a new graph. A
-    side that gives up, with most entries possible, ends nothing. Without rows, columns go alone.
+    side that gives up, with most entries possible, ends nothing. Without rows, columns go alone. Once any
+    block is seen to reach less than the whole, most_if_likely probes are allowed, if that is more.
     """
 
     def spent(side: Refinement) -> int:
@@ -555,7 +562,8 @@ def refined(
         other = sides[sides.index(side) - 1]
         if side.is_done or (not other.is_done and spent(side) > 2 * spent(other)):
             side = other
-        if sum(each.probes for each in sides) + side.next_cost > most_probes:
+        most = max(most_probes, most_if_likely) if any(each.tells for each in sides) else most_probes
+        if sum(each.probes for each in sides) + side.next_cost > most:
             return None
         side.refine()
     if not has_room(best.entries):

@@ -50,7 +50,7 @@ def probe(matrix: np.ndarray, inputs: list[Block], outputs: list[Block], budget:
     """Refinement by an oracle that knows the matrix."""
     reacting, reached = oracle(matrix)
     sides = Refinement(reacting, inputs, matrix.shape[0]), Refinement(reached, outputs, matrix.shape[1])
-    return refined(*sides, inputs, outputs, budget, lambda entries: True)
+    return refined(*sides, inputs, outputs, lambda entries: True, budget)
 
 
 def test_a_pointwise_guess() -> None:
@@ -147,7 +147,7 @@ def test_a_diagonal_takes_two_probes_a_level() -> None:
         return np.isin(np.arange(n), order[rows])
 
     sides = Refinement(reacting, blocks((n,)), n), Refinement(reached, blocks((n,)), n)
-    pattern = refined(*sides, blocks((n,)), blocks((n,)), 1000, lambda entries: True)
+    pattern = refined(*sides, blocks((n,)), blocks((n,)), lambda entries: True, 1000)
     assert pattern is not None
     assert (pattern.columns == order).all()
     assert pattern.nnz == n
