@@ -586,7 +586,7 @@ def test_which_rows_are_replayed(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(trial, "speedup", speedup)
     outputs = [SimpleNamespace(tensor=torch.empty(size)) for size in (10, 800)]
     problem: Any = SimpleNamespace(m=810, device=CUDA0, outputs=outputs, has_graph=True)
-    look: Any = SimpleNamespace(seconds=1e-3)
+    look: Any = SimpleNamespace(measured=1e-3)
     assert plan._rows_way(problem, Settings(), look) == (True, "; replays of a VJP: 2 times as fast as one by one")
     assert asked == [50]
     assert not plan._rows_way(problem, Settings(check_backward_ad=False), look)[0]
@@ -692,7 +692,7 @@ def test_which_groups_are_replayed(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(graphs, "obstacle", lambda _: None)
     monkeypatch.setattr(trial, "obstacle", lambda _: None)
     problem: Any = SimpleNamespace(m=1000, device=CUDA0)
-    look: Any = SimpleNamespace(seconds=1e-3)
+    look: Any = SimpleNamespace(measured=1e-3)
     roomy = Settings(memory_limit=8 * 64 * 1000)
     assert plan.replays_groups(problem, roomy, look, 64)
     assert not plan.replays_groups(problem, roomy, look, 65)
@@ -759,7 +759,7 @@ def test_the_faster_way_is_chosen(
     monkeypatch.setattr(trial, "speedup", speedup)
     block = SimpleNamespace(first=0, size=1000)
     problem: Any = SimpleNamespace(n=1000, device=CUDA0, inputs=[block], difference_columns=torch.empty)
-    look: Any = SimpleNamespace(record_graph=record_graph, seconds=1.0)
+    look: Any = SimpleNamespace(record_graph=record_graph, measured=1.0)
     *found, said = plan._way(problem, Settings(), look)
     assert tuple(found) == chosen
     if None in (batches, replays):
