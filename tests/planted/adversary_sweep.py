@@ -43,7 +43,7 @@ def _late(*_: Any) -> None:
 
 
 def own(attack: Attack, seed: int, mode: str, engine: str) -> dict[str, Any]:
-    """fastgrad's verdict, and the size of the error beside what the report says may be hidden."""
+    """Fastgrad's verdict, and the size of the error beside what the report says may be hidden."""
     f, inputs = attack.make(seed, attack.size(seed))
     error = getattr(f, "error", None) or attack.error
     start = time.perf_counter()
@@ -71,7 +71,7 @@ def own(attack: Attack, seed: int, mode: str, engine: str) -> dict[str, Any]:
 
 
 def torchs(attack: Attack, seed: int) -> dict[str, Any]:
-    """torch's slow mode's verdict."""
+    """Torch's slow mode's verdict."""
     f, inputs = attack.make(seed, attack.size(seed))
     try:
         passed = torch.autograd.gradcheck(f, inputs, raise_exception=False, **dict(attack.keywords))
