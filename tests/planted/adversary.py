@@ -348,7 +348,7 @@ def matrix(extra: Tensor) -> Change:
 def _place(jacobian: Jacobian, rng: Generator, where: str) -> tuple[int, int, float]:
     """An entry, and what is allowed there: in the pattern, outside of it, or the last nonzero one."""
     order = reversed(range(jacobian.rows)) if where == "last" else torch.randperm(jacobian.rows, generator=rng).tolist()
-    for i in itertools.islice(order, 50):
+    for i in order:
         row = jacobian.row(i)
         there = (row == 0 if where == "outside" else row != 0).nonzero().view(-1)
         if len(there):
@@ -696,6 +696,47 @@ def cancels() -> Iterable[Attack]:
         yield changed(
             "errors below the tolerance that cancel", host, cancelling(kind, 1e-6), False, sizes=small(host, 600)
         )
+
+
+def coupled(host: Host, size: float) -> Host:
+    """The host with one more dependence, of the slope size, of an output on an input that it did not depend on."""
+
+    def maker(rng: Generator, n: int) -> Problem:
+        f, inputs = host.make(rng, n)
+        i, j, _ = _place(Jacobian(f, inputs, {}), rng, "outside")
+
+        def with_coupling(*arguments: Tensor) -> Tensor:
+            y = f(*arguments)
+            flat = torch.cat([x.reshape(-1) for x in arguments])
+            return y + size * flat[j] * (torch.arange(y.numel()) == i).view(y.shape)
+
+        with_coupling.coupling = (i, j, -size)  # type: ignore[attr-defined]
+        return with_coupling, inputs
+
+    return Host(f"{host.name} with a coupling of {size:g}", maker, host.sizes)
+
+
+def couplings() -> Iterable[Attack]:
+    """Entries of the true Jacobian that the gradient lacks."""
+    chosen = hosts(
+        "sine",
+        "products of neighbours",
+        "permutation",
+        "block diagonal",
+        "matmul",
+        "softmax of rows",
+        "three inputs",
+        "random sparse",
+        "conv2d, fixed weight",
+        "max pool",
+        "gather with repeats",
+        "outer product",
+    )
+    for number, host in enumerate(chosen):
+        for size in (3e-5, 1e-4, 1e-3, 1e-2)[number % 2 :: 2]:
+            host_too = coupled(host, size)
+            yield changed("without the coupling", host_too, lambda jacobian, rng: entries([jacobian.f.coupling]), True)
+            yield changed("right", host_too, right, False)
 
 
 def beside_huge() -> Iterable[Attack]:
@@ -1601,7 +1642,7 @@ def large() -> Iterable[Attack]:
 
 
 FAMILIES: list[Callable[[], Iterable[Attack]]] = [
-    tolerances, cancels, beside_huge, calls, caches, grad_outputs, nondeterminism, scales, precision, complex_numbers,
-    mistakes, kinks, large,
+    tolerances, cancels, couplings, beside_huge, calls, caches, grad_outputs, nondeterminism, scales, precision,
+    complex_numbers, mistakes, kinks, large,
 ]  # fmt: skip
 ATTACKS: list[Attack] = [attack for family in FAMILIES for attack in family()]

@@ -31,6 +31,9 @@ TORCH_MOST = 3000
 """Input elements. Above, torch's slow mode takes minutes and gigabytes, and the truth is the construction's."""
 
 CACHE = Path("build/adversary-torch.json")
+WALL = 8
+"""Seconds by the clock for each second of processor time that a check may take: the machine may be busy."""
+
 BAD = ("MISSED", "FALSE ALARM", "HANG")
 
 
@@ -84,18 +87,18 @@ def work(pipe: Connection, mode: str, engine: str) -> None:
     """A worker: answers (kind, row, seed, limit) until it gets None."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    signal.signal(signal.SIGALRM, _late)
+    signal.signal(signal.SIGPROF, _late)
     while (job := pipe.recv()) is not None:
         kind, row, seed, limit = job
         try:
-            signal.alarm(limit)
+            signal.setitimer(signal.ITIMER_PROF, limit)
             attack = ATTACKS[row]
             answer = own(attack, seed, mode, engine) if kind == "own" else torchs(attack, seed)
-            signal.alarm(0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
         except Late:
             answer = {"late": True}
         except Exception as raised:  # of the factory: a mistake of the table
-            signal.alarm(0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
             answer = {"broken": repr(raised)}
         pipe.send(answer)
 
@@ -116,7 +119,7 @@ class Worker:
         self.job: Any = None
 
     def give(self, job: tuple[str, int, int, int]) -> None:
-        self.job, self.until = job, time.monotonic() + job[3] + 5
+        self.job, self.until = job, time.monotonic() + WALL * job[3]
         self.pipe.send(job)
 
     def replace(self) -> None:
@@ -147,9 +150,12 @@ def sweep(arguments: argparse.Namespace) -> list[tuple[str, Attack, int, dict[st
     source = zlib.crc32(Path(adversary.__file__).read_bytes())
     cache = json.loads(CACHE.read_text()) if CACHE.exists() else {}
     cache = cache if cache.get("source") == source else {"source": source}
-    chosen = [i for i, a in enumerate(ATTACKS) if arguments.only in a.name]
+    stop = time.monotonic() + 60 * arguments.minutes
+    seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     jobs = collections.deque(
-        ("own", row, seed, arguments.limit) for seed, row in itertools.product(range(arguments.seeds), chosen)
+        ("own", row, seed, arguments.limit)
+        for seed, (row, attack) in itertools.product(seeds, enumerate(ATTACKS))
+        if arguments.only in attack.name and attack.size(seed) <= arguments.most
     )
     answers: dict[tuple[int, int], dict[str, Any]] = {}
     results = []
@@ -178,6 +184,8 @@ def sweep(arguments: argparse.Namespace) -> list[tuple[str, Attack, int, dict[st
             save(cache)
 
     while jobs or any(worker.job for worker in workers):
+        if time.monotonic() > stop:
+            jobs.clear()
         for worker in workers:
             if worker.job is None and jobs:
                 worker.give(jobs.popleft())
@@ -225,8 +233,11 @@ def main() -> int:
     parser.add_argument("--engine", choices=["auto", "dense", "compressed", "sketch"], default="auto")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--only", default="", help="rows whose name contains this")
-    parser.add_argument("--limit", type=int, default=60, help="seconds for a check")
-    parser.add_argument("--torch-limit", type=int, default=120, help="seconds for torch's check")
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--most", type=int, default=10**9, help="leave out larger sizes")
+    parser.add_argument("--limit", type=int, default=60, help="seconds of processor time for a check")
+    parser.add_argument("--torch-limit", type=int, default=120, help="the same for torch's check")
+    parser.add_argument("--minutes", type=float, default=1e6, help="stop after that, and print what there is")
     parser.add_argument("--all", action="store_true", help="run torch on every row, and print where the table differs")
     arguments = parser.parse_args()
     results = sweep(arguments)
