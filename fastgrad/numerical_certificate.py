@@ -6,6 +6,7 @@ itself or added to another entry of its row that was measured together with it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,7 +33,7 @@ MOST_PEELED = 8
 DIRECTIONS, DIRECTIONS_WATCHED = 3, 2
 """Directions of the numerical certificate; and where outputs were watched, bit by bit, to find the pattern."""
 
-ROUNDING = 16.0
+ROUNDING = 8.0
 """Units of rounding of an output that a derivative along a direction, over its step, may be off."""
 
 NEGLIGIBLE = 2.0**-10
@@ -45,9 +46,13 @@ STARTS = (1.0, 2.0**2, 2.0**4, 2.0**6, 2.0**9, 2.0**12)
 LARGEST_TWO_POINT = 2.0**4
 """Step, in units of eps, up to which two evaluations give a derivative along a direction."""
 
-STEPS = (1.0, 2.0**6, 2.0**12, 2.0**-10, 2.0**-14, 2.0**-17)
-"""Steps of the numerical certificate, in units of eps: beside larger ones rounding is small, and smaller ones do not
-cross the kinks that a joint step crosses and a single one does not."""
+SMALLER, LARGER = (2.0**-10, 2.0**-14, 2.0**-17), (2.0**6, 2.0**12)
+"""Further steps, in units of eps: smaller ones do not cross the kinks that a joint step crosses and a single one does
+not; beside larger ones rounding is small."""
+
+FEW_HIDING = 2.0**-8
+"""Share of the outputs, beside kinks say, that may hide entries which matter: the check is undecided then. Where more
+do, outputs are watched bit by bit instead."""
 
 HOPELESS = 1 / 4
 """Of the rows: where more are wrong, it is not for kinks, and smaller steps do not help."""
@@ -137,7 +142,7 @@ class NumericalCertificate:
         self._settings = settings
         self._compression = compression
         self._base = base
-        self.bound, self._margin = 0.0, 1.0
+        self.bound, self._margin, self._shares = 0.0, 1.0, (1.0, 1.0)
 
     @property
     def hides(self) -> bool:
@@ -159,7 +164,7 @@ class NumericalCertificate:
         self._first = self._differences_along(self._start, 1, extrapolated=1)
         if not bool(self._compared(self._first, numerical, self._entry_rounding).wrong.any()):
             return []
-        return self._unexplained_rows(1, numerical, None)
+        return self._unexplained_rows(1, numerical, None)[0]
 
     def certify(self, numerical: Tensor, analytical: Tensor | None) -> list[int] | None:
         """That outputs move along random directions as entries say: the analytical ones, or else the numerical ones.
@@ -169,9 +174,11 @@ class NumericalCertificate:
         """
         watched = self._compression.pattern.is_numerical
         count = DIRECTIONS_WATCHED if watched else DIRECTIONS
-        # Two errors of one row may cancel each other: they count times the difference of two components, which is as
-        # small as a share s with probability s; in all directions with s^count.
-        self._margin = (1 - self._settings.confidence) ** (1 / count)
+        # An entry counts times a component of a direction or, where it was measured together with another one, times the
+        # difference of two, which is as small as a share s with probability s; in all directions with s^count.
+        together = (1 - self._settings.confidence) ** (1 / count)
+        self._margin = together if analytical is None else 0.5
+        self._shares = (self._margin / together, 1.0)
         entries, rounding = (numerical, self._entry_rounding) if analytical is None else (analytical, None)
         found = self._compared(self._first, entries, rounding)
         for k in range(1, count):
@@ -182,15 +189,17 @@ class NumericalCertificate:
             if not more:
                 torch.maximum(differences.noise, self._first.noise, out=differences.noise)
             found = self._compared(differences, entries, rounding)
-        if not bool(found.wrong.any()):
-            self.bound = largest(found.allowed) / self._margin
-            rows: list[int] = []
+        if bool(found.wrong.any()):
+            rows, hiding = self._unexplained_rows(count, numerical, analytical)
         else:
-            rows = self._unexplained_rows(count, numerical, analytical)
-        if self.bound > self.asked and watched:
+            rows, hiding = [], int((found.allowed / self._margin > self.asked).sum())
+            self.bound = largest(found.allowed) / self._margin
+        if watched:
             # What moves no bit of an output, no difference shows.
             self.bound = min(self.bound, self.asked)
-        return None if self.bound > self.asked else rows
+        elif hiding > FEW_HIDING * self._base.numel():
+            return None
+        return rows
 
     def follow(self, rows: list[int], row_of: Callable[[int], Tensor]) -> Failure | Incomplete:
         """Down to the entry of each row that is wrong; or all that its gradient says belongs to it."""
@@ -204,18 +213,19 @@ class NumericalCertificate:
             learnt.append((np.full(columns.size, row), columns.astype(np.int64)))
         return incomplete(learnt, refuted=len(rows) > MOST_LEADS)
 
-    def _unexplained_rows(self, count: int, numerical: Tensor, analytical: Tensor | None) -> list[int]:
-        """Outputs that do not move as entries say, from several steps in the same directions, worst first.
+    def _unexplained_rows(self, count: int, numerical: Tensor, analytical: Tensor | None) -> tuple[list[int], int]:
+        """Outputs that do not move as entries say, worst first, and the number of those that may hide entries.
 
-        For each output the step that resolves most decides; and it clears what another step found only if it would
-        have seen as much.
+        Several steps in the same directions tell. For each output the step that resolves most decides; and it clears
+        what another step found only if it would have seen as much.
         """
-        watched = self._compression.pattern.is_numerical
         size = self._base.shape
         bounds = torch.full((2, *size), torch.inf, dtype=torch.float64, device=self._problem.device)
         refuted = torch.zeros_like(bounds)
-        rows = torch.ones(size, dtype=torch.bool, device=self._problem.device)
-        for step in STEPS:
+        steps = [1.0]
+        fewest = math.inf
+        while steps:
+            step = steps.pop(0)
             differences = self._differences_along(step, count, extrapolated=count)
             found = [self._compared(differences, numerical, self._entry_rounding)]
             if analytical is not None:
@@ -223,17 +233,18 @@ class NumericalCertificate:
             for bound, refutation, one in zip(bounds, refuted, found, strict=False):
                 torch.minimum(bound, one.allowed.masked_fill(one.wrong, torch.inf), out=bound)
                 torch.maximum(refutation, one.error.nan_to_num(torch.inf).masked_fill_(~one.wrong, 0.0), out=refutation)
-            known = torch.where((bounds <= refuted / 2) | (refuted == 0), bounds, torch.inf).amin(0)
-            loud = known / self._margin > self.asked
-            now = known.isinf() if watched or bool(known.isinf().any()) else loud
-            if step == STEPS[0] or int(now.sum()) < int(rows.sum()):
-                self._differences, self._explained = differences, found[-1].allowed
-            rows = now
-            if not bool(loud.any()) or (step == STEPS[0] and int(known.isinf().sum()) > HOPELESS * rows.numel()):
+            shown = torch.where((bounds <= refuted / 2) | (refuted == 0), bounds, torch.inf)
+            known = torch.minimum(shown[0] * self._shares[0], shown[1] * self._shares[1])
+            rows, hiding = known.isinf(), known / self._margin > self.asked
+            if int(rows.sum()) < fewest:
+                self._differences, self._explained, fewest = differences, found[-1].allowed, int(rows.sum())
+            if not bool(hiding.any()) or (step == 1.0 and fewest > HOPELESS * rows.numel()):
                 break
+            if step == 1.0:
+                steps += [*SMALLER, *LARGER] if fewest else [*LARGER, *SMALLER]
         self.bound = largest(known.masked_fill(rows, 0.0)) / self._margin
         worst_first = refuted[0][rows].argsort(descending=True)
-        return rows.nonzero().reshape(-1)[worst_first].tolist()
+        return rows.nonzero().reshape(-1)[worst_first].tolist(), int((hiding & ~rows).sum())
 
     def _peeled(self, row: int, gradient: Tensor) -> list[Found] | Failure | Incomplete:
         """The harmless entries that explain, with its gradient, how a row's output moves along all directions."""
