@@ -12,8 +12,9 @@ except ImportError:
     ) from None
 
 
-def _release(version: str) -> str:
-    return version.split("+")[0]
+def _release(version: str) -> list[str]:
+    """Major and minor: releases of one minor number have the same binary interface."""
+    return version.split(".")[:2]
 
 
 if _release(_build.TORCH) != _release(str(torch.__version__)) or _build.CUDA not in (None, torch.version.cuda):

@@ -34,6 +34,13 @@ def test_another_torch_is_one_clear_sentence(torch_version: str | None, cuda: st
     assert "undefined symbol" not in result.stderr
 
 
+def test_a_patch_release_is_no_other_torch() -> None:
+    import torch
+
+    major, minor, *_ = str(torch.__version__).split(".")
+    assert run(FAKE.format(torch=f"{major}.{minor}.99+cpu", cuda=None)).returncode == 0
+
+
 def test_an_unbuilt_tree_says_how_to_build() -> None:
     result = run("import sys; sys.modules['fastgrad._build'] = None; import fastgrad")
     last = result.stderr.strip().splitlines()[-1]
