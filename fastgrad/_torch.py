@@ -32,6 +32,17 @@ def may_overlap_itself(tensor: Tensor) -> bool:
     return bool(torch._debug_has_internal_overlap(tensor) != 0)
 
 
+def is_dispatched_to_python(tensor: Tensor) -> bool:
+    """Whether a tensor's operators are Python's (`__torch_dispatch__`), of a subclass say."""
+    return bool(torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python))
+
+
+def unconjugated(tensor: Tensor) -> Tensor:
+    """The memory behind a tensor that may be lazily conjugated or negated."""
+    tensor = tensor.conj() if tensor.is_conj() else tensor
+    return torch._neg_view(tensor) if tensor.is_neg() else tensor
+
+
 def batched(func: Callable[..., Any]) -> Callable[..., Any]:
     """Vectorizes func over a leading dimension, by the vmap that torch uses for batched gradients."""
     return _vmap(func)

@@ -13,10 +13,10 @@ from typing import Any, Literal, NoReturn
 from torch import Tensor
 from torch.nn import Module
 
-from fastgrad._torch import hidden_from_dynamo
 from fastgrad.arguments import Call, Wrt, flatten
+from fastgrad.caller import keeps_the_callers_state
 from fastgrad.check import check as run
-from fastgrad.errors import GradcheckError, warn
+from fastgrad.errors import warn
 from fastgrad.problem import as_tuple
 from fastgrad.report import GradOutputs, Report, Settings, Tolerances
 from fastgrad.second_order import Backward, grad_outputs_for, made_by
@@ -30,7 +30,7 @@ OneOrEach = float | Sequence[float] | Mapping[str, float]
 """One number for all inputs, one for each, or by the names of the inputs."""
 
 
-@hidden_from_dynamo
+@keeps_the_callers_state
 def gradcheck(
     func: Callable[..., Any],
     inputs: TensorOrTensors,
@@ -150,7 +150,7 @@ def gradcheck(
     return _raise_or_return(func, inputs, _settings(keywords), raise_exception)
 
 
-@hidden_from_dynamo
+@keeps_the_callers_state
 def gradgradcheck(
     func: Callable[..., Any],
     inputs: TensorOrTensors,
@@ -209,7 +209,7 @@ def gradgradcheck(
     return _raise_or_return(backward, arguments, settings, raise_exception)
 
 
-@hidden_from_dynamo
+@keeps_the_callers_state
 def check(
     func: Callable[..., Any],
     inputs: Any,
@@ -537,7 +537,5 @@ def _raise_or_return(
             "check_undefined_grad=False leaves them out."
         )
     if raise_exception:
-        from fastgrad.messages import failure_message  # only here: a check that passes needs none
-
-        raise GradcheckError(failure_message(report), report) from report.failure.cause
+        report.raise_if_failed()
     return False

@@ -67,9 +67,9 @@ def _measured(name: str, func: Callable[..., Any], inputs: tuple[Tensor, ...], f
     return Row(
         operator=name,
         fast_mode=fast_mode,
-        n=report.n if report else 0,
-        m=report.m if report else 0,
-        engine=report.plan.engine if report and report.plan else "none",
+        n=0 if report is None else report.n,
+        m=0 if report is None else report.m,
+        engine=report.plan.engine if report is not None and report.plan else "none",
         verdict=check.ours.verdict,
         torch_verdict=check.torch.verdict,
         seconds=statistics.median(check.ours.seconds for check in checks),

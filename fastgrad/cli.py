@@ -190,7 +190,7 @@ def _document(name: str, report: Report | None, error: Exception | None) -> dict
     """A check as JSON fields."""
     return {
         "checker": name,
-        "verdict": report.verdict if report else "raised",
+        "verdict": "raised" if report is None else report.verdict,
         "error": None if error is None else {"type": type(error).__name__, "message": str(error)},
         "message": None if report is None else str(report),
         "report": None if report is None else report.to_dict(),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fastgrad import _native, _torch
-from fastgrad._torch import hidden_from_dynamo
+from fastgrad.caller import keeps_the_callers_state
 from fastgrad.forms import (
     OUTPUTS,
     Parts,
@@ -66,7 +66,7 @@ class _Options:
     sparse: Sparse
 
 
-@hidden_from_dynamo
+@keeps_the_callers_state
 def jacobian(
     func: Func,
     inputs: Any,
@@ -150,7 +150,7 @@ def jacobian(
         return nested(_reverse(outputs, primals, options), outputs_are_tuple, is_tuple)
 
 
-@hidden_from_dynamo
+@keeps_the_callers_state
 def hessian(
     func: Func,
     inputs: Any,
@@ -216,7 +216,7 @@ def hessian(
         return nested(_reverse(gradients, primals, options, symmetric=True), is_tuple, is_tuple)
 
 
-@hidden_from_dynamo
+@keeps_the_callers_state
 def vjp(
     func: Func,
     inputs: Any,
@@ -264,7 +264,7 @@ def vjp(
     return form(outputs, outputs_are_tuple, create_graph), form(product, is_tuple, create_graph)
 
 
-@hidden_from_dynamo
+@keeps_the_callers_state
 def jvp(
     func: Func,
     inputs: Any,
@@ -322,7 +322,7 @@ def jvp(
     return form(outputs, outputs_are_tuple, create_graph), form(product, outputs_are_tuple, create_graph)
 
 
-@hidden_from_dynamo
+@keeps_the_callers_state
 def vhp(
     func: Func,
     inputs: Any,
@@ -357,7 +357,7 @@ def vhp(
     return _hessian_product("vhp", func, inputs, v, create_graph, strict, numerical, return_error)
 
 
-@hidden_from_dynamo
+@keeps_the_callers_state
 def hvp(
     func: Func,
     inputs: Any,

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fastgrad.caller import keeps_the_callers_state
 from fastgrad.coordinates import Block
 from fastgrad.plan import first_look
 from fastgrad.problem import Problem, as_tuple
@@ -18,6 +19,7 @@ Jacobians = tuple[tuple[Tensor, ...], ...]
 _LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr)
 
 
+@keeps_the_callers_state
 def numerical_jacobian(
     func: Callable[..., Any],
     inputs: Any,
@@ -76,6 +78,7 @@ def numerical_jacobian(
         return _dense(problem, problem.difference_columns(0, problem.n, eps, look.record_graph).t(), layout)
 
 
+@keeps_the_callers_state
 def analytical_jacobian(
     func: Callable[..., Any],
     inputs: Any,

@@ -47,6 +47,15 @@ def summary(report: Report) -> str:
     return "\n".join([*lines, *_notes(report)])
 
 
+def short(report: Report) -> str:
+    """A report in brackets, on one line."""
+    verdict = report.verdict if report.failure is None else f"{report.verdict} ({report.failure.kind})"
+    parts = [f"{report.m} x {report.n}", report.plan.engine if report.plan else "no engine"]
+    parts += [_count(report.evaluations, "evaluation"), _count(report.vjps, "VJP")]
+    parts += [_count(report.jvps, "JVP")] * bool(report.jvps)
+    return f"<Report: {', '.join([verdict, *parts])}>"
+
+
 def bound_text(certificate: Certificate) -> str:
     """From which size on errors show."""
     return f"errors show from {certificate.bound:.2g} on" if certificate.bound else "any error shows"

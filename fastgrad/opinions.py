@@ -10,9 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fastgrad._torch import hidden_from_dynamo
+from fastgrad.caller import keeps_the_callers_state
 from fastgrad.directions import OPINION_STREAM, direction
 from fastgrad.problem import Problem, as_tuple
+from fastgrad.report import Told
 from fastgrad.tolerances import ROUNDING
 
 LARGEST_STEP = 2.0**-6
@@ -28,9 +29,9 @@ LEAST_RATE = 1.5
 """Halfway between the rate of a wrong gradient, 1, and that of a right one, 2 or more."""
 
 
-@dataclass(frozen=True)
-class AdjointTest:
-    """What forward and reverse mode say of ``<v, J u>``, for each trial, output and input.
+@dataclass(frozen=True, eq=False)
+class AdjointTest(Told):
+    """What forward and reverse mode say of ``<v, J u>``, for each trial, output and input; true where it passed.
 
     Outputs and inputs are the differentiable ones, as in the messages of `gradcheck`.
 
@@ -61,10 +62,19 @@ class AdjointTest:
     forward: Tensor
     reverse: Tensor
 
+    def __bool__(self) -> bool:
+        """`passed`."""
+        return self.passed
 
-@dataclass(frozen=True)
-class TaylorTest:
-    """How fast ``|f(x + h u) - f(x) - h J u|`` shrinks with h.
+    def __repr__(self) -> str:
+        """One line, without the products."""
+        verdict = "passed" if self.passed else f"failed for output {self.output} and input {self.input}"
+        return f"<AdjointTest: {verdict}, error {self.error:.2g}, allowed {self.rtol:.2g}>"
+
+
+@dataclass(frozen=True, eq=False)
+class TaylorTest(Told):
+    """How fast ``|f(x + h u) - f(x) - h J u|`` shrinks with h; true where it passed.
 
     Attributes
     ----------
@@ -87,8 +97,16 @@ class TaylorTest:
     remainders: tuple[float, ...]
     derivative: float
 
+    def __bool__(self) -> bool:
+        """`passed`."""
+        return self.passed
 
-@hidden_from_dynamo
+    def __repr__(self) -> str:
+        """One line, without the remainders."""
+        return f"<TaylorTest: {'passed' if self.passed else 'failed'}, rate {self.rate:.3g}, {len(self.steps)} steps>"
+
+
+@keeps_the_callers_state
 def adjoint_test(
     func: Callable[..., Any],
     inputs: Any,
@@ -143,7 +161,7 @@ def adjoint_test(
         return adjoint(problem, trials, rtol, seed)
 
 
-@hidden_from_dynamo
+@keeps_the_callers_state
 def taylor_test(
     func: Callable[..., Any],
     inputs: Any,

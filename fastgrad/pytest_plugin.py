@@ -47,9 +47,9 @@ class Summary:
 
     def add(self, check: Check, test: str) -> None:
         """Counts a check of a test."""
-        engine = check.report.plan.engine if check.report and check.report.plan else None
+        engine = check.report.plan.engine if check.report is not None and check.report.plan else None
         self.checkers[check.name] += 1
-        self.verdicts[check.report.verdict if check.report else "raised"] += 1
+        self.verdicts["raised" if check.report is None else check.report.verdict] += 1
         if engine is not None:
             self.engines[engine] += 1
         if check.ours.verdict == "raised":

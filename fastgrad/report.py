@@ -79,6 +79,22 @@ CauseName = Literal[
 """What may be behind a failure."""
 
 
+class Told:
+    """Data with tensors in it: equal where `_plain`, which JSON knows, is."""
+
+    def _told(self) -> str:
+        return json.dumps(_plain(self), allow_nan=False)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both say the same, tensors of more than LARGEST_TENSOR elements by shape and dtype."""
+        if not isinstance(other, Told) or type(self) is not type(other):
+            return NotImplemented
+        return self._told() == other._told()
+
+    def __hash__(self) -> int:
+        return hash(self._told())
+
+
 @dataclass(frozen=True)
 class Cause:
     """What is probably behind a failure.
@@ -101,8 +117,8 @@ class Cause:
     confidence: float
 
 
-@dataclass(frozen=True)
-class Sample:
+@dataclass(frozen=True, eq=False)
+class Sample(Told):
     """Entries of the failing Jacobian of one output with respect to one input, right and wrong ones.
 
     Attributes
@@ -160,8 +176,8 @@ class Explanation:
     error: float
 
 
-@dataclass(frozen=True)
-class Evidence:
+@dataclass(frozen=True, eq=False)
+class Evidence(Told):
     """What experiments around a failure gave; None: not made, beyond the budget, or dropped because it raised.
 
     Gradients are VJPs of one random dense cotangent v with respect to all inputs, and deviations the largest
@@ -447,8 +463,8 @@ class Difference:
     estimate: complex
 
 
-@dataclass(frozen=True)
-class Comparison:
+@dataclass(frozen=True, eq=False)
+class Comparison(Told):
     """The Jacobian of one output with respect to one input, analytical against numerical.
 
     Attributes
@@ -552,8 +568,8 @@ class Environment:
     device: str
 
 
-@dataclass(frozen=True)
-class Failure:
+@dataclass(frozen=True, eq=False)
+class Failure(Told):
     """Why a check failed.
 
     Attributes
@@ -598,9 +614,16 @@ class Failure:
     convergence: tuple[Difference, ...] = ()
 
 
-@dataclass(frozen=True)
-class Report:
-    """The outcome of one check.
+_SAID = "failure", "settings", "n", "m", "input_names", "output_names", "pairs", "undecided"
+"""The fields of a report that make it equal to another."""
+
+
+@dataclass(frozen=True, eq=False)
+class Report(Told):
+    """The outcome of one check: true where it passed.
+
+    Two reports are equal that say the same of the same: settings, sizes, names, failure, bounds and largest errors
+    count, and plan, calls, times and experiments, which may depend on what else the machine does, do not.
 
     docs/report.md describes it, and its parts, as plain data.
 
@@ -682,6 +705,24 @@ class Report:
             return "not converged" if self.failure.trouble == "not converged" else "failed"
         return "passed" if self.undecided is None else "undecided"
 
+    def __bool__(self) -> bool:
+        """`passed`, so that ``assert fastgrad.check(func, inputs)`` does what it says."""
+        return self.passed
+
+    def raise_if_failed(self) -> None:
+        """Raises a failure, as `gradcheck` does.
+
+        Raises
+        ------
+        GradcheckError
+            With `str` of this report for its message, and this as its `report`.
+        """
+        __tracebackhide__ = True  # under pytest a failure shows the caller's line
+        if self.failure is not None:
+            from fastgrad import errors
+
+            raise errors.GradcheckError(str(self), self) from self.failure.cause
+
     def to_dict(self) -> dict[str, Any]:
         """The report as numbers, strings, lists and dicts, as docs/report.md describes them.
 
@@ -713,6 +754,15 @@ class Report:
         from fastgrad import render
 
         return render.figure(self)
+
+    def __repr__(self) -> str:
+        """One line: verdict, size of the Jacobian, engine and calls."""
+        from fastgrad import messages
+
+        return messages.short(self)
+
+    def _told(self) -> str:
+        return json.dumps([_plain(getattr(self, name)) for name in _SAID], allow_nan=False)
 
     def __str__(self) -> str:
         """What a person reads: of a failure, the error's message."""

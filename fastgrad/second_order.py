@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastgrad import _native
+from fastgrad.caller import Kept
 from fastgrad.directions import GRAD_OUTPUT_STREAM, uniform_like
 from fastgrad.problem import as_tuple, disabled_gradients, evaluated_apart
 from fastgrad.report import GradOutputs
@@ -51,7 +52,8 @@ def grad_outputs_for(
     func: Callable[..., Any], inputs: tuple[Any, ...], made: GradOutputs, seed: int
 ) -> tuple[Tensor, ...]:
     """Grad_outputs that are not given: one for each output that requires grad. Calls func."""
-    outputs = differentiable_outputs(evaluated_apart(func, inputs))
+    with Kept(inputs):
+        outputs = differentiable_outputs(evaluated_apart(func, inputs))
     if made == "ones":
         return tuple(torch.ones_like(output, requires_grad=False) for output in outputs)
     return random_grad_outputs(outputs, seed, made == "non-contiguous")

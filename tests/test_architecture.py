@@ -18,7 +18,7 @@ FLOORS = {
     4: ["api", "differences", "forms", "jacobians", "messages", "numerical", "reference"],
     5: ["__init__", "__main__", "cli", "demo", "functional", "patching", "pytest_plugin", "render"],
 }
-FLOORS[1] += ["arguments", "batched", "linear_map", "trial"]
+FLOORS[1] += ["arguments", "batched", "caller", "linear_map", "trial"]
 FLOORS[2] += ["confirm", "diagnose", "locate", "opinions", "patterns", "places", "plan", "rearranged", "refine"]
 FLOORS[2] += ["analytical_certificate", "numerical_certificate"]
 FLOORS[5] += ["bench", "doctor", "specs"]
@@ -31,6 +31,7 @@ NEIGHBORS = {
     "_torch": {"memory", "stopwatch"},
     "graphs": {"coordinates", "problem", "tolerances", "trial"},
     "problem": {"coordinates", "directions", "progress", "tolerances"},
+    "caller": {"arguments", "coordinates"},
     "batched": {"coordinates", "problem", "tolerances", "trial"},
     "certify": {"compare", "engines"},
     "analytical_certificate": {
@@ -61,7 +62,7 @@ NEIGHBORS = {
 }
 
 # Imports within functions, of what presents the data: methods of a report that nothing else here calls.
-LATE = {"report": {"messages", "render"}}
+LATE = {"report": {"errors", "messages", "render"}}
 
 MODULES = sorted(path for path in PACKAGE.rglob("*.py"))
 

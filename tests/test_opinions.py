@@ -140,3 +140,21 @@ def test_a_func_without_forward_mode_says_so() -> None:
     with pytest.raises(NotImplementedError, match="jvp"):
         fastgrad.adjoint_test(Reverse.apply, leaf(2))
     assert fastgrad.taylor_test(Reverse.apply, leaf(2)).passed
+
+
+def test_results_are_true_where_they_passed_and_compare() -> None:
+    x = leaf(3)
+    right, wrong = fastgrad.adjoint_test(sine(), x), fastgrad.adjoint_test(sine(jvp=1.1), x)
+    assert right
+    assert not wrong
+    assert right == fastgrad.adjoint_test(sine(), x)
+    assert len({right, wrong}) == 2
+    assert repr(wrong).startswith("<AdjointTest: failed for output 0 and input 0, error 0.0")
+    assert repr(right).startswith("<AdjointTest: passed, error ")
+    steep, flat = fastgrad.taylor_test(sine(), x), fastgrad.taylor_test(sine(backward=1.1), x)
+    assert steep
+    assert not flat
+    assert steep == fastgrad.taylor_test(sine(), x)
+    assert len({steep, flat}) == 2
+    assert repr(flat) == "<TaylorTest: failed, rate 1, 19 steps>"
+    assert repr(steep) == "<TaylorTest: passed, rate 2, 19 steps>"

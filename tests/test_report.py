@@ -615,3 +615,52 @@ def test_values_that_json_does_not_know() -> None:
 def test_a_report_holds_nothing_that_it_cannot_write() -> None:
     with pytest.raises(TypeError, match="cannot hold a set"):
         dataclasses.replace(synthetic(), notes={1}).to_dict()  # type: ignore[arg-type]
+
+
+def test_a_report_is_true_where_it_passed() -> None:
+    passed, failed = run(torch.sin, uniform(3)), run(scaled(0), uniform(3))
+    assert passed
+    assert not failed
+    undecided = dataclasses.replace(passed, undecided=1e-3)
+    assert undecided
+    assert undecided.verdict == "undecided"
+    for report in (passed, undecided):
+        report.raise_if_failed()
+    with pytest.raises(fastgrad.GradcheckError, match="Jacobian mismatch") as raised:
+        failed.raise_if_failed()
+    assert raised.value.report is failed
+    assert str(raised.value) == str(failed)
+
+
+def test_a_failure_is_raised_from_its_exception() -> None:
+    with pytest.raises(fastgrad.GradcheckError) as raised:
+        dataclasses.replace(synthetic(), seconds=0.1).raise_if_failed()
+    assert isinstance(raised.value.__cause__, ValueError)
+
+
+def test_reports_are_equal_that_say_the_same() -> None:
+    x = uniform(3)
+    passed, failed = run(torch.sin, x), run(scaled(0), x)
+    again = run(scaled(0), x)
+    assert failed == again
+    assert hash(failed) == hash(again)
+    assert failed == pickle.loads(pickle.dumps(failed))
+    assert {passed, failed, again, run(torch.sin, x)} == {passed, failed}
+    assert failed != passed
+    assert failed != run(scaled(0), x, atol=1e-7)
+    assert failed != run(scaled(0), x + 1)
+    assert passed != "passed"
+    # Times, and what rests on them, do not count; NaN equals NaN.
+    slower = dataclasses.replace(synthetic(), seconds=3.0, phases={}, plan=None, evaluations=99)
+    assert synthetic() == slower
+    assert synthetic() != dataclasses.replace(slower, undecided=1e-2)
+
+
+def test_a_report_shows_in_one_line() -> None:
+    report = dataclasses.replace(run(torch.sin, uniform(3)), evaluations=1, vjps=14, m=12)
+    assert repr(report) == "<Report: passed, 12 x 3, dense, 1 evaluation, 14 VJPs>"
+    failed = dataclasses.replace(synthetic(), jvps=2)
+    assert repr(failed) == "<Report: failed (mismatch), 1 x 8, compressed, 18 evaluations, 5 VJPs, 2 JVPs>"
+    assert (
+        repr([dataclasses.replace(report, plan=None)]) == "[<Report: passed, 12 x 3, no engine, 1 evaluation, 14 VJPs>]"
+    )
