@@ -106,12 +106,12 @@ class _KeptTensor:
         self._memory = None if self._alias is None else _memory(self._alias, self._requires_grad)
         self._bits = None if self._memory is None else self._memory.clone()
         # `x.data = ...` and `x.resize_()` move a tensor.
-        self._moves = self._alias is not None and self._alias.layout is torch.strided
-        self._place = _place(tensor) if self._moves else None
+        is_strided = self._alias is not None and self._alias.layout is torch.strided
+        self._place = _place(tensor) if is_strided else None
 
     def restore(self) -> None:
         tensor = self._tensor
-        if self._moves and _place(tensor) != self._place:
+        if self._alias is not None and self._place is not None and _place(tensor) != self._place:
             tensor.data = self._alias
         if self._memory is not None and self._bits is not None:
             self._write(self._memory, self._bits)

@@ -14,8 +14,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -111,8 +110,6 @@ def differentiates(fuse: Fuse, *tensors: Tensor) -> Tensor:
 
 
 FUNCS = (pure, wrong, elementwise, writes_past_counters, writes_in_place, moves_its_data, differentiates)
-
-WRITING = {writes_past_counters, writes_in_place, moves_its_data}
 
 
 @dataclass
@@ -247,18 +244,21 @@ def case(pick: random.Random) -> Case:
     return Case(text, run, fuse, state)
 
 
-@contextmanager
-def alarm(seconds: float) -> Iterator[None]:
-    """KeyboardInterrupt after some time, as Ctrl-C raises it: between any two steps of the interpreter."""
+def interrupted(run: Callable[[], object], seconds: float) -> None:
+    """Runs, with a KeyboardInterrupt after some time, as Ctrl-C raises it: between any two steps of the interpreter."""
+    runs = False
 
     def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt("alarm")
+        if runs:
+            raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        yield
+        runs = True
+        run()
     finally:
+        runs = False
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
@@ -289,8 +289,7 @@ def run_one(seed: int, at_a_time: bool) -> tuple[str, str, list[str]]:
     cut = case(random.Random(seed))
     if at_a_time:
         moment = pick.uniform(1e-5, seconds)
-        with alarm(moment):
-            ended = outcome(cut.run)
+        ended = outcome(partial(interrupted, cut.run, moment))
         return f"{cut.text}; alarm after {moment:.2g} s", ended, cut.state.changes()
     # Early calls are special: the first may come before anything is saved.
     cut.fuse.at = min(pick.choice((1, 2, 3, pick.randint(1, whole.fuse.calls))), whole.fuse.calls)
