@@ -124,7 +124,9 @@ class _KeptTensor:
 
     def _write(self, memory: Tensor, bits: Tensor) -> None:
         # What is not checked is nobody's to write but func's: it may be mapped read-only.
-        if not self._requires_grad and torch.equal(memory, bits):
+        if memory.layout is torch.strided and not _is_backed(memory):
+            memory.untyped_storage().resize_(_bytes_needed(memory))  # func freed it
+        elif not self._requires_grad and torch.equal(memory, bits):
             return
         if memory.is_inference():
             with torch.inference_mode():
@@ -144,6 +146,19 @@ def _place(tensor: Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
+def _bytes_needed(tensor: Tensor) -> int:
+    """Bytes of storage up to the last element of a strided tensor."""
+    if not tensor.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.storage_offset() + last + 1) * tensor.element_size()
+
+
+def _is_backed(tensor: Tensor) -> bool:
+    """Whether a strided tensor's storage is as large as its elements need."""
+    return tensor.untyped_storage().nbytes() >= _bytes_needed(tensor)
+
+
 def _is_opaque(tensor: Tensor) -> bool:
     """Whether a tensor has no memory of its own that can be looked at."""
     is_plain = type(tensor) in (Tensor, Parameter)
@@ -156,7 +171,7 @@ def _memory(tensor: Tensor, is_written: bool) -> Tensor | None:
     Each place once. is_written: the values as they are; otherwise as integers, which are equal where all bits are.
     """
     values = own_values(tensor)
-    if values is None:
+    if values is None or (values.layout is torch.strided and not _is_backed(values)):
         return None
     if not is_written:
         values = _torch.unconjugated(values)

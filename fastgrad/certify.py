@@ -31,9 +31,9 @@ from fastgrad.engines import (
     REPEAT_SCALE,
     REPEATED_ROWS,
     SPARSE,
-    SPARSE_STRIDE,
     JacobianBlock,
     TangentBlock,
+    thin_out,
 )
 from fastgrad.problem import Problem
 from fastgrad.report import Certificate, Failure, Part, Settings, Tolerances
@@ -234,9 +234,7 @@ def proof_cotangents(
         if kind == HALVED:
             cotangent.mul_(REPEAT_SCALE)
         elif kind == SPARSE:
-            first = seed % min(m, SPARSE_STRIDE)
-            kept = cotangent[first::SPARSE_STRIDE].clone()
-            cotangent.zero_()[first::SPARSE_STRIDE] = kept
+            thin_out(cotangent, seed)
     return cotangents
 
 

@@ -198,7 +198,8 @@ def _one_hot(problem: Problem, settings: Settings, search: _Search, differences:
         found = search.look_into(row)
         if found is not None and found.survivor is not None:
             return located_failure([found])
-        if _moves(settings, search.row_alone(row), gradient):
+        rounding = ROUNDING * problem.unit_roundoff * largest(gradient)
+        if differ(search.row_alone(row)[None], gradient[None], max(rounding, settings.nondet_tol), False):
             return _moving(problem)
         search.dead.append(row)
     return failure

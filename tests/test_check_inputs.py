@@ -19,6 +19,7 @@ import fastgrad
 from fastgrad.confirm import difference_along
 from fastgrad.engines.sketch import directional_differences
 from fastgrad.messages import failure_message
+from fastgrad.numerical_certificate import STARTS
 from fastgrad.problem import Problem
 from fastgrad.report import Report, Settings
 
@@ -488,9 +489,10 @@ def test_every_input_takes_its_own_step(engine: dict[str, Any], order: Any, func
     assert report.notes == ()
     assert report.plan is not None
     assert report.plan.engine == engine["engine"]
-    # Joint steps are up to 1.5 times as large.
+    # Joint steps are up to 1.5 times as large; those that certify a pattern are a few times eps, of all inputs alike.
+    most = 1.51 * (STARTS[2] if engine["engine"] == "compressed" else 1.0)
     for moved, step in zip(largest, eps.values(), strict=True):
-        assert 0.99 * step <= moved <= 1.51 * step
+        assert 0.99 * step <= moved <= most * step
     assert [own.eps for own in report.settings.inputs][:2] == [1e-4, 1e-6]
 
 

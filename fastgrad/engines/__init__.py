@@ -96,3 +96,10 @@ def row_parts(outputs: tuple[Block, ...]) -> list[tuple[Block, Part]]:
     """Outputs in the order of judging: imaginary parts come, with the real outputs, before real parts."""
     groups: list[tuple[Block, Part]] = [(output, "imaginary" if output.is_complex else "all") for output in outputs]
     return groups + [(output, "real") for output in outputs if output.is_complex]
+
+
+def thin_out(vector: Tensor, seed: int) -> None:
+    """Leaves one in SPARSE_STRIDE components of a vector, shape (size,), and at least one, where there are any."""
+    first = seed % max(1, min(vector.numel(), SPARSE_STRIDE))
+    kept = vector[first::SPARSE_STRIDE].clone()
+    vector.zero_()[first::SPARSE_STRIDE] = kept

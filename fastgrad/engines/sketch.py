@@ -18,7 +18,7 @@ from fastgrad._native import ops
 from fastgrad._torch import phase
 from fastgrad.compare import largest
 from fastgrad.directions import SKETCH_COTANGENTS, SKETCH_DIRECTIONS
-from fastgrad.engines import COTANGENT_KINDS, EXPANDED_VALUE, REPEAT_SCALE, SPARSE_STRIDE
+from fastgrad.engines import COTANGENT_KINDS, EXPANDED_VALUE, REPEAT_SCALE, thin_out
 from fastgrad.problem import Problem
 from fastgrad.report import Settings
 from fastgrad.tolerances import ROUNDING, excess, spacing
@@ -209,9 +209,8 @@ def cotangents(problem: Problem, settings: Settings, weight: Tensor, count: int,
     yield Cotangent(partial(weighed, count, True, REPEAT_SCALE), halved, scale=-REPEAT_SCALE)
 
     def mostly_zero() -> Tensor:
-        vector, first = weighed(count), settings.seed % min(problem.m, SPARSE_STRIDE)
-        kept = vector[first::SPARSE_STRIDE].clone()
-        vector.zero_()[first::SPARSE_STRIDE] = kept
+        vector = weighed(count)
+        thin_out(vector, settings.seed)
         return vector
 
     yield Cotangent(mostly_zero, sparse)
