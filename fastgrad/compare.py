@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastgrad import coloring
 from fastgrad._native import WholeBackward, ops
 from fastgrad._torch import phase
 from fastgrad.coordinates import PIECE, Block, pieces
@@ -22,6 +23,9 @@ SMALL = 256
 
 MOST_WORST = 8
 """Entries that a comparison names."""
+
+CROWDED = 4
+"""Where more than one in so many columns is heard by the outputs that differ, no two are worth moving together."""
 
 FEW_PLACES = 8
 """Places along a dimension up to which an extent names each."""
@@ -135,6 +139,8 @@ class PairComparison:
     matrices: tuple[Tensor, Tensor] | None = None
     unspecified: bool = False
     failing: list[tuple[Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
+    heard: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    is_crowded: bool = False
     on_pattern: bool = False
     entries_at_hand: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 
@@ -224,12 +230,19 @@ class PairComparison:
     ) -> None:
         """Keeps the entries of a block that differ: elements along rows and columns, and both values."""
         values = [_matrix(block, width) for block in (analytical, numerical)]
-        # Not ">": a NaN differs.
-        rows, columns = (~((values[0] - values[1]).abs() <= self.atol + self.rtol * values[1].abs())).nonzero(
-            as_tuple=True
-        )
+        differing = self._differ(*values)
+        rows, columns = differing.nonzero(as_tuple=True)
         found, wanted = (value[rows, columns].to(torch.complex128) for value in values)
         self.failing.append((*elements(rows, columns), found, wanted))
+        # Of each output that differs all elements that it hears; in forward mode, of each element all outputs.
+        heard = differing.any(1, keepdim=True) & (differing | (values[1] != 0))
+        self.is_crowded |= int(heard.sum()) > heard.numel() // CROWDED
+        if not self.is_crowded:
+            self.heard.append(elements(*heard.nonzero(as_tuple=True)))
+
+    def _differ(self, analytical: Tensor, numerical: Tensor) -> Tensor:
+        """Where entries differ: by torch's rule, which takes equal infinities for close, and nothing else."""
+        return ~torch.isclose(analytical, numerical, rtol=self.rtol, atol=self.atol)
 
     def _failing(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The entries that differ: elements of the output and of the input, analytical and numerical values."""
@@ -240,22 +253,19 @@ class PairComparison:
     def _excess(self, analytical: Tensor, numerical: Tensor) -> Tensor:
         return ((analytical - numerical).abs() / (self.atol + self.rtol * numerical.abs())).nan_to_num(torch.inf)
 
-    def worst_entries(self, count: int, but_inputs: Collection[tuple[int, ...]] = ()) -> list[Entry]:
-        """The entries that differ most at eps, without those of some elements of the input."""
-        if not self.failing or count <= 0:
+    def worst_entries(self, count: int) -> list[Entry]:
+        """The entries that differ most at eps."""
+        if not self.failing:
             return []
         outputs, inputs, analytical, numerical = self._failing()
         real = self._width() == 1
         order = self._excess(analytical, numerical).argsort(descending=True, stable=True)
         entries: list[Entry] = []
-        for which in order[: count + min(len(but_inputs), PIECE)].tolist():
-            input_index = self.input.element_index(int(inputs[which]))
-            if input_index in but_inputs or len(entries) == count:
-                continue
+        for which in order[:count].tolist():
             a, n = complex(analytical[which]), complex(numerical[which])
             allowed = self.atol + self.rtol * modulus(n)
-            output_index = self.output.element_index(int(outputs[which]))
-            entries.append(Entry(output_index, input_index, a.real if real else a, n.real if real else n, allowed))
+            places = self.output.element_index(int(outputs[which])), self.input.element_index(int(inputs[which]))
+            entries.append(Entry(*places, a.real if real else a, n.real if real else n, allowed))
         return entries
 
     def _extent(self) -> Extent | None:
@@ -270,34 +280,45 @@ class PairComparison:
             )
         )
 
-    def suspects(self, part: Part) -> Iterator[Suspects]:
-        """The entries that differ, one input element at a time, that with the largest difference first."""
-        if not self.failing:
-            return
+    def suspects(self, part: Part) -> Suspects:
+        """The entries that differ, of which there are some, that with the largest difference first."""
         outputs, inputs, analytical, numerical = self._failing()
+        order = self._excess(analytical, numerical).argsort(descending=True, stable=True)
+        outputs, inputs, analytical, numerical = (values[order] for values in (outputs, inputs, analytical, numerical))
+
+        def coordinates(block: Block, elements: Tensor, judged_by_parts: bool) -> Tensor:
+            first = block.first + elements.unsqueeze(1) * block.width
+            if judged_by_parts:
+                return first + (part == "imaginary")
+            return torch.cat([first, first + 1], 1) if block.width == 2 else first
+
         forward = self.mode == "forward"
-        worst_first = self._excess(analytical, numerical).argsort(descending=True)
-        along_input, along_output = (block.width for block in (self.input, self.output))
-        imaginary = 1 if part == "imaginary" else 0
-        by_input = inputs.argsort(stable=True)
-        elements, counts = torch.unique_consecutive(inputs[by_input], return_counts=True)
-        members = dict(zip(elements.tolist(), torch.split(by_input, counts.tolist()), strict=True))
-        for element in dict.fromkeys(inputs[worst_first].tolist()):
-            mine = members[element]
-            first = self.input.first + element * along_input
-            coordinates = self.output.first + outputs[mine].unsqueeze(1) * along_output
-            if not forward:
-                coordinates = coordinates + imaginary
-            elif along_output == 2:
-                coordinates = torch.cat([coordinates, coordinates + 1], 1)
-            yield Suspects(
-                (first + imaginary,) if forward else tuple(range(first, first + along_input)),
-                coordinates,
-                analytical[mine],
-                numerical[mine],
-                self.input.element_index(element),
-                [self.output.element_index(output) for output in outputs[mine].tolist()],
-            )
+        return Suspects(
+            coordinates(self.input, inputs, forward),
+            coordinates(self.output, outputs, not forward),
+            analytical,
+            numerical,
+            inputs,
+            outputs,
+        )
+
+    def groups(self, elements: Tensor) -> Tensor:
+        """Numbers of groups of elements of the input that may be moved together: int64, shape (elements,).
+
+        Of two in one group, neither is heard, at eps, by an output at which the other one's entry differs.
+        """
+        if self.is_crowded:
+            return elements
+        sides = [torch.cat(side).cpu() for side in zip(*self.heard, strict=True)]
+        outputs, inputs = reversed(sides) if self.mode == "forward" else sides
+        moved, which = torch.unique(elements.cpu(), return_inverse=True)
+        chosen = torch.isin(inputs, moved)
+        columns = torch.searchsorted(moved, inputs[chosen])
+        rows, row = torch.unique(outputs[chosen], return_inverse=True)
+        starts = torch.cat([columns.new_zeros(1), columns.bincount(minlength=moved.numel()).cumsum(0)])
+        members = row[columns.argsort(stable=True)]
+        colors = coloring.color(starts.numpy(), members.numpy(), rows.numel())
+        return torch.from_numpy(colors)[which].to(elements.device)
 
     def add_unspecified(self, row: int, element: int, value: complex) -> None:
         """Takes in an analytical entry where masked semantics allow none: the numerical one is zero."""
@@ -324,7 +345,7 @@ class PairComparison:
             elements.cpu(),
             wide[0],
             wide[1],
-            ~((wide[0] - wide[1]).abs() <= self.atol + self.rtol * wide[1].abs()),
+            self._differ(*wide),
         )
 
     def result(self) -> Comparison:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -14,12 +13,15 @@ from fastgrad.compare import MOST_WORST, Findings, PairComparison, spans
 from fastgrad.coordinates import Block, block_with, element_number
 from fastgrad.locate import locate
 from fastgrad.problem import Problem
-from fastgrad.refine import Survivor, Suspects, surviving
+from fastgrad.refine import Survivor, Suspects, not_finite, surviving
 from fastgrad.report import Comparison, Entry, Extent, Failure, Mode, Pair, Part, Plan, Settings, modulus
 from fastgrad.tolerances import excess
 
 WORST = 64
-"""Input elements that are re-measured before all others."""
+"""Entries that are re-measured before all others."""
+
+MOST_GROUPS = 64
+"""Groups of elements that are re-measured before the next look at what came of it."""
 
 
 @dataclass(slots=True)
@@ -120,12 +122,14 @@ def _confirm(
     differences = [problem.difference_columns(j, 1, settings.eps, True)[0] for j in columns]
     numerical = [difference[i].item() for difference in differences for i in rows]
     wanted, got = (complex(*values) for values in (numerical, analytical))
-    place, element = output.index_at(rows[0]), block.index_at(columns[0])
+    own, survivor = settings.of(block.index), None
     found, expected = (torch.tensor([value], dtype=torch.complex128, device=problem.device) for value in (got, wanted))
-    suspects = Suspects(columns, torch.tensor([rows], device=problem.device), found, expected, element, [place])
-    survivor, own = None, settings.of(block.index)
-    if not modulus(got - wanted) <= own.atol + own.rtol * modulus(wanted):
-        survivor = surviving(problem, True, settings, [suspects])
+    if not torch.isclose(found, expected, rtol=own.rtol, atol=own.atol):
+        inputs, outputs = (torch.tensor([places], device=problem.device) for places in (columns, rows))
+        elements = (inputs[:, 0] - block.first) // block.width, (outputs[:, 0] - output.first) // output.width
+        suspects = Suspects(inputs, outputs, found, expected, *elements)
+        survivor = not_finite(problem, True, settings, suspects)
+        survivor = survivor or surviving(problem, True, settings, [suspects])[0]
     errors = [number - value for number, value in zip(numerical, analytical, strict=True)]
     return Found(output, block, part, mode, rows[0], columns, errors, survivor)
 
@@ -213,13 +217,39 @@ def _relative(analytical: complex, numerical: complex) -> float:
     return modulus(analytical - numerical) / size if size else float("inf")
 
 
-def _batches(suspected: Iterator[Suspects], group_of: Callable[[int], int] | None) -> Iterator[list[Suspects]]:
-    """Suspects that can be moved together, the worst ones first: mostly these decide, and the others may be many."""
-    for some in (itertools.islice(suspected, WORST), suspected):
-        batches: dict[int, list[Suspects]] = {}
-        for number, suspects in enumerate(some):
-            batches.setdefault(group_of(suspects.inputs[0]) if group_of else number, []).append(suspects)
-        yield from batches.values()
+def _survivor(
+    problem: Problem, record_graph: bool, settings: Settings, suspects: Suspects, groups: Tensor
+) -> tuple[Survivor | None, Tensor]:
+    """The first suspected entry that is wrong after re-measuring, and which ones were: bool, shape (entries,).
+
+    groups: the number of each entry's group, whose elements are moved together; what looks wrong then is moved alone.
+    """
+    measured = torch.zeros_like(groups, dtype=torch.bool)
+    elements, block = suspects.input_elements, suspects.blocks(problem, 0)[1]
+    # A wrong entry is mostly among the worst; the others may be many.
+    for most in (WORST, len(groups)):
+        left = (~measured[:most]).nonzero().reshape(-1)
+        numbers, which = torch.unique(groups[left], return_inverse=True)
+        # Groups by their worst entry, a few at first.
+        worst = torch.full_like(numbers, most).scatter_reduce_(0, which, left, "amin")
+        in_turn, count = worst.argsort(), 1
+        while in_turn.numel():
+            chosen = [left[which == number] for number in in_turn[:count]]
+            survivor, wrong = surviving(problem, record_graph, settings, [suspects.of(some) for some in chosen])
+            some = torch.cat(chosen)
+            measured[some] = True
+            if survivor is not None and any(bool((elements[own] != elements[own[0]]).any()) for own in chosen):
+                accused = suspects.of(some[wrong])
+                others = (survivor.entry, *survivor.others)
+                survivor, alone = _survivor(problem, record_graph, settings, accused, accused.input_elements)
+                if survivor is not None:
+                    known = {block.element_index(int(element)) for element in accused.input_elements[alone]}
+                    others = tuple(entry for entry in others if entry.input_index not in known)
+                    survivor = replace(survivor, others=survivor.others + others)
+            if survivor is not None:
+                return survivor, measured
+            in_turn, count = in_turn[count:], min(MOST_GROUPS, count * 4)
+    return None, measured
 
 
 def mismatch_failure(
@@ -241,15 +271,23 @@ def mismatch_failure(
     comparison = pair.result()
     survivor: Survivor | None = None
     if not pair.unspecified:
-        measured: set[tuple[int, ...]] = set()
-        for batch in _batches(pair.suspects(part), group_of):
-            survivor = surviving(problem, plan.record_graph, settings, batch)
-            measured.update(suspects.input_index for suspects in batch)
-            if survivor is not None:
-                worst = [survivor.entry, *sorted(survivor.others, key=_excess, reverse=True)]
-                worst += pair.worst_entries(MOST_WORST - len(worst), measured)
-                comparison = replace(comparison, worst=survivor.entry, worst_entries=tuple(worst))
-                break
+        suspects = pair.suspects(part)
+        elements = suspects.input_elements
+        if group_of is None:
+            groups = pair.groups(elements)
+        else:
+            groups = torch.tensor([group_of(coordinate) for coordinate in suspects.inputs[:, 0].tolist()])
+            groups = groups.to(elements.device)
+        survivor = not_finite(problem, plan.record_graph, settings, suspects)
+        measured = torch.zeros_like(groups, dtype=torch.bool)
+        if survivor is None:
+            survivor, measured = _survivor(problem, plan.record_graph, settings, suspects, groups)
+        if survivor is not None:
+            worst = [survivor.entry, *sorted(survivor.others, key=_excess, reverse=True)]
+            others = (~measured).nonzero().reshape(-1)[: MOST_WORST + len(worst)].tolist()
+            entries = [suspects.entry(problem, which, settings.of(pair.input.index)) for which in others]
+            worst += [entry for entry in entries if entry not in worst]
+            comparison = replace(comparison, worst=survivor.entry, worst_entries=tuple(worst[:MOST_WORST]))
         else:
             findings.notes.append(
                 f"{pair.mismatches} of {pair.entries} entries of output {pair.output.index} with respect to input "

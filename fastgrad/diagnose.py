@@ -109,6 +109,8 @@ def _of_func(failure: Failure, evidence: Evidence, settings: Settings) -> Iterat
         yield Cause("low precision", failure.detail, "differences over many steps", 0.9)
     elif failure.trouble == "kink":
         yield Cause("kink", failure.detail, "differences on either side", 0.95)
+    elif failure.trouble == "not finite":
+        yield Cause("not finite", failure.detail, "values at x", 0.98)
     worst = failure.comparison.worst if failure.comparison else None
     own = settings.of(failure.input or 0)
     if worst is not None and evidence.slopes:

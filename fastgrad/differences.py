@@ -69,8 +69,8 @@ def jacobian_by_differences(func: Callable[..., Any], inputs: Sequence[Tensor]) 
             if found is None:
                 every = torch.arange(problem.m, device=problem.device)
                 for column in range(problem.n):
-                    refined = _refined(problem, [column], [every], look.record_graph)
-                    columns.append((every, torch.full_like(every, column), *refined))
+                    own = torch.full_like(every, column)
+                    columns.append((every, own, *_refined(problem, own, every, look.record_graph)))
             else:
                 columns.extend(_groups(problem, found[0], look))
         if not columns:
@@ -84,21 +84,15 @@ def _groups(problem: Problem, compression: Any, look: FirstLook) -> Iterator[tup
     """Rows, columns, values and errors of each column group."""
     for entries in compression.column_groups.entries():
         columns, rows = compression.columns[entries], compression.rows[entries]
-        order = columns.argsort(stable=True)
-        columns, rows = columns[order], rows[order]
-        chosen, counts = columns.unique_consecutive(return_counts=True)
-        if chosen.numel():
-            refined = _refined(problem, chosen.tolist(), rows.split(counts.tolist()), look.record_graph)
-            yield rows, columns, *refined
+        if columns.numel():
+            yield rows, columns, *_refined(problem, columns, rows, look.record_graph)
 
 
-def _refined(
-    problem: Problem, coordinates: Sequence[int], rows: Sequence[Tensor], record_graph: bool
-) -> tuple[Tensor, Tensor]:
+def _refined(problem: Problem, columns: Tensor, rows: Tensor, record_graph: bool) -> tuple[Tensor, Tensor]:
     """Derivatives and their errors: at a kink the mean of both sides, and half of the gap between them."""
     settings = Settings()
     # Tolerances that make the smallest absolute error the best.
-    found = refine(problem, coordinates, rows, record_graph, settings.eps, atol=1.0, rtol=0.0)
+    found = refine(problem, columns, rows, record_graph, settings.eps, atol=1.0, rtol=0.0)
     mean, gap = (found.left + found.right) / 2, (found.left - found.right).abs()
     is_open = found.values.isnan()
     values = torch.where(is_open, mean, found.values)
@@ -106,20 +100,18 @@ def _refined(
     errors = torch.where(is_open, torch.inf, found.errors)
     kink = gap > 2 * (settings.atol + settings.rtol * size)
     if bool(kink.any()):
-        kink &= _gap_closer(problem, coordinates, rows, record_graph) >= gap / 2
+        kink &= _gap_closer(problem, columns, rows, record_graph) >= gap / 2
     return values, torch.where(kink, torch.maximum(errors.nan_to_num(posinf=0.0), gap / 2), errors)
 
 
-def _gap_closer(problem: Problem, coordinates: Sequence[int], rows: Sequence[Tensor], record_graph: bool) -> Tensor:
-    """Of one-sided derivatives with smaller steps than those of `refine`: float64, as its rows."""
+def _gap_closer(problem: Problem, columns: Tensor, rows: Tensor, record_graph: bool) -> Tensor:
+    """Of one-sided derivatives with smaller steps than those of `refine`: float64, as its entries."""
     direction = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
-    where = torch.tensor(coordinates, device=problem.device)
-    direction[where] = 1.0
+    direction[columns] = 1.0
     displacement = problem.displacement(direction, Settings().eps)
     base, plus, minus = (problem.evaluate(record_graph, displacement, scale * CLOSER) for scale in (0.0, 1.0, -1.0))
-    steps = displacement[where] * CLOSER
     bends = (plus - base - (base - minus)).abs()
-    return torch.cat([bends[own] / step for own, step in zip(rows, steps, strict=True)])
+    return bends[rows] / (displacement[columns] * CLOSER)
 
 
 def derivative_along(
@@ -148,7 +140,7 @@ def derivative_along(
         every = torch.arange(problem.m, device=problem.device)
         if not problem.m:
             return problem.outputs, every.double(), every.double()
-        values, errors = _refined(problem, [0], [every], first_look(problem, Settings()).record_graph)
+        values, errors = _refined(problem, torch.zeros_like(every), every, first_look(problem, Settings()).record_graph)
         return problem.outputs, values / scale, errors / scale
 
 

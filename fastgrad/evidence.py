@@ -661,8 +661,7 @@ def _wide(values: Tensor) -> Tensor:
 
 
 def _failing(analytical: Tensor, numerical: Tensor, atol: float, rtol: float) -> Tensor:
-    # Not ">": a NaN differs.
-    return ~((analytical - numerical).abs() <= atol + rtol * numerical.abs())
+    return ~torch.isclose(analytical, numerical, rtol=rtol, atol=atol)
 
 
 def _thinned(failing: Tensor, seed: int) -> Tensor:

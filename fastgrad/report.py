@@ -73,6 +73,7 @@ CauseName = Literal[
     "rounding",
     "kink",
     "low precision",
+    "not finite",
     "modes disagree",
     "both modes wrong",
 ]
@@ -247,8 +248,9 @@ class Evidence(Told):
     explanation: Explanation | None = None
 
 
-Trouble = Literal["kink", "low precision", "not converged"]
-"""What re-measuring over many steps found beside, or in place of, a derivative."""
+Trouble = Literal["kink", "low precision", "not converged", "not finite"]
+"""What re-measuring over many steps found beside, or in place of, a derivative; "not finite": func, x or the analytical
+derivative is not, and no step settles it."""
 
 
 @dataclass(frozen=True)
