@@ -224,7 +224,7 @@ std::tuple<at::Tensor, GradientsMatch> vjp_coordinates(
 // first + i of output, 1 or, for `imaginary`, 1j. Row i of `repeated`, which may have fewer rows,
 // becomes the VJP with `repeat_scale` times that cotangent, run right after and divided by
 // repeat_scale, a power of two: exact, so that equal rows mean a backward that is deterministic and,
-// for a scale other than 1, homogeneous.
+// for a scale other than 1, homogeneous. Where that overflows and the row does not, the scale is 1 / repeat_scale.
 // rows, repeated: float64, shape (count, coordinates of all inputs end to end), mutated in place.
 GradientsMatch vjp_rows(
     const at::Tensor& output, const std::vector<InputBlock>& inputs, int64_t first, bool imaginary,
@@ -234,7 +234,7 @@ GradientsMatch vjp_rows(
 // its column, the cotangent being 1 (at imaginary coordinates: 1j) on all rows of its group. Each of
 // the first `repeated` groups is run again with `repeat_scale`, a power of two, times its cotangent,
 // with `expand` handed over expanded with stride 0 where the group is the whole of a real output;
-// `repeats` of what is returned says whether all gave equal gradients.
+// `repeats` of what is returned says whether all gave equal gradients, as above.
 // values: float64, shape (entries of the Jacobian,), mutated in place; n: coordinates of all inputs.
 GradientsMatch vjp_groups(
     const at::Tensor& output, const std::vector<InputBlock>& inputs, const Groups& groups, const at::Tensor& values,

@@ -12,6 +12,7 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/isfinite.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -38,6 +39,20 @@ void set_one_hot(const at::Tensor& cotangent, int64_t coordinate, double value) 
   }
   cotangent.zero_();
   perturb_coordinate_(cotangent, /*origin=*/cotangent, coordinate, value < 0 ? -1 : 1, std::abs(value), 0.0);
+}
+
+// Whether a gradient and that of a multiple of its cotangent, divided by it, are equal. Where only the latter
+// overflowed, it is run again by a smaller multiple.
+template <typename Rerun>
+bool is_repeated(const at::Tensor& gradient, const at::Tensor& again, const Rerun& rerun) {
+  if (at::equal(gradient, again)) {
+    return true;
+  }
+  if (at::isfinite(again).all().item<bool>() || !at::isfinite(gradient).all().item<bool>()) {
+    return false;
+  }
+  rerun();
+  return at::equal(gradient, again);
 }
 
 // Coordinates (float64, one dimension) as the values of a tensor.
@@ -330,6 +345,13 @@ GradientsMatch vjp_rows(
   }
   const int64_t twice = repeated.size(0);
   match.repeats = twice == 0 || at::equal(twice == rows.size(0) ? rows : rows.narrow(0, 0, twice), repeated);
+  if (!match.repeats) {
+    match.repeats = true;
+    for (int64_t i = 0; i < twice; ++i) {
+      const auto rerun = [&] { run(i, 1 / repeat_scale, repeated); };
+      match.repeats = is_repeated(rows.select(0, i), repeated.select(0, i), rerun) && match.repeats;
+    }
+  }
   read_unspecified(unspecified, match);
   return match;
 }
@@ -378,7 +400,7 @@ GradientsMatch vjp_groups(
     }
     if (g < repeated) {
       run(rows, repeat_scale, again);
-      match.repeats = match.repeats && at::equal(gradient, again);
+      match.repeats = is_repeated(gradient, again, [&] { run(rows, 1 / repeat_scale, again); }) && match.repeats;
     }
     raise_if_interrupted();
   }

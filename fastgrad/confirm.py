@@ -286,7 +286,8 @@ def mismatch_failure(
             worst = [survivor.entry, *sorted(survivor.others, key=_excess, reverse=True)]
             others = (~measured).nonzero().reshape(-1)[: MOST_WORST + len(worst)].tolist()
             entries = [suspects.entry(problem, which, settings.of(pair.input.index)) for which in others]
-            worst += [entry for entry in entries if entry not in worst]
+            named = {(entry.output_index, entry.input_index) for entry in worst}
+            worst += [entry for entry in entries if (entry.output_index, entry.input_index) not in named]
             comparison = replace(comparison, worst=survivor.entry, worst_entries=tuple(worst[:MOST_WORST]))
         else:
             findings.notes.append(

@@ -348,12 +348,13 @@ class Problem:
         -------
         Tensor
             float64, shape (n,): max(eps, r |x_j|) u_j, r the `relative_step` of the input's dtype, eps that
-            of the input.
+            of the input; eps u_j where x_j is not finite.
         """
         steps = self.coordinates().abs()
         for block in self.inputs:
             within = steps[block.first : block.first + block.size]
-            within.mul_(relative_step(block.tensor.dtype)).clamp_(min=eps * block.step)
+            own_eps = eps * block.step
+            within.mul_(relative_step(block.tensor.dtype)).nan_to_num_(own_eps, posinf=own_eps).clamp_(min=own_eps)
         return steps.mul_(direction)
 
     def parts_of(self, vector: Tensor) -> Iterator[tuple[Tensor, float, float]]:

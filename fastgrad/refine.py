@@ -99,10 +99,12 @@ class Measured:
 
     Attributes
     ----------
-    base, rounding
-        The outputs at x, and what rounding may do to them: float64, shape (entries,).
+    rounding
+        What it may do to the outputs: float64, shape (entries,).
     left, right
-        One-sided derivatives with the step eps, of that length: float64, shape (entries,); and a number.
+        One-sided derivatives with the step eps: float64, shape (entries,).
+    eps
+        That step.
     steps, widths, changes, bends
         How far the coordinate was moved to either side; what is between the two points, zero where it takes no
         step as small as this; f(x + h) - f(x - h); f(x + h) - 2 f(x) + f(x - h): shape (steps, entries).
@@ -171,8 +173,7 @@ def measured(problem: Problem, inputs: Tensor, outputs: Tensor, record_graph: bo
 def settled(found: Sequence[Measured], atol: float, rtol: float) -> Refinement:
     """The derivatives that measurements, of inputs that take one step, tell; end to end."""
     most = max(len(one.steps) for one in found)
-    ends = (torch.cat([getattr(one, name) for one in found]) for name in ("rounding", "left", "right"))
-    rounding, left, right = ends
+    rounding, left, right = (torch.cat([getattr(one, name) for one in found]) for name in ("rounding", "left", "right"))
     steps, widths, changes, bends = (
         torch.cat([pad(getattr(one, name), (0, 0, 0, most - len(one.steps))) for one in found], 1)
         for name in ("steps", "widths", "changes", "bends")

@@ -108,7 +108,6 @@ SILENT = [
     "third input only",
     "beside an empty input",
     "a single number",
-    "one element is not a number",
     "input's memory read in order",
     "clamp's mask inverted",
     "not holomorphic, half of it",
@@ -121,6 +120,13 @@ def test_a_wrong_formula_has_no_named_cause(name: str) -> None:
     report = check(row.wrong, row.inputs(), Settings(**row.keywords))
     assert report.failure is not None
     assert [cause for cause in report.causes if cause.confidence > 0.5] == []
+
+
+def test_a_derivative_that_is_not_finite_is_named() -> None:
+    row = next(row for row in TABLE if row.name == "one element is not a number")
+    report = check(row.wrong, row.inputs(), Settings(**row.keywords))
+    assert report.causes[0].name == "not finite"
+    assert report.causes[0].text.startswith("the analytical derivative is not finite: nan, where input 0 at [1, 2] is ")
 
 
 def test_a_passed_check_has_no_causes() -> None:

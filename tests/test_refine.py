@@ -53,6 +53,69 @@ def test_eps_is_not_the_last_word(name: str, mode: dict[str, Any]) -> None:
     assert not fastgrad.gradcheck(scaled(func, 1.01), (x,), **mode, raise_exception=False)
 
 
+SEEDS = range(10)
+
+
+def _near_ties(seed: int) -> Tensor:
+    x = torch.rand(6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    x[3] = x[0] + 1e-10
+    return x
+
+
+def _random(size: float, shape: tuple[int, ...] = (3,)) -> Callable[[int], Tensor]:
+    def values(seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return size * (0.5 + torch.rand(shape, dtype=torch.float64, generator=generator))
+
+    return values
+
+
+AT_RANDOM: dict[str, tuple[Func, Callable[[int], Tensor]]] = {
+    "sqrt": (torch.sqrt, _random(1e-6)),
+    "1/x": (torch.reciprocal, _random(1e-5)),
+    "log": (torch.log, _random(1e-5)),
+    "linear at 1e9": (lambda v: 3 * v, _random(1e9)),
+    "linear at 1e12": (lambda v: 3 * v, _random(1e12)),
+    "sin of 1e5 x": (lambda v: (1e5 * v).sin(), _random(1.0)),
+    "inverse of a Hilbert matrix": (lambda v: torch.linalg.inv(HILBERT * v), _random(1.0, ())),
+    "near ties": (lambda v: v.sort().values, _near_ties),
+    "rectifier next to zero": (torch.relu, lambda seed: _random(1e-8)(seed) - 1e-8),
+    "1e8 added and taken away": (lambda v: (v + 1e8) - 1e8, _random(0.5)),
+}
+
+
+@pytest.mark.parametrize("engine", ["dense", "compressed"])
+@pytest.mark.parametrize("name", AT_RANDOM)
+def test_one_percent_shows_at_hard_points(name: str, engine: str) -> None:
+    func, inputs = AT_RANDOM[name]
+    off = lambda v: scaled(func, 1.01)(v) + 0.02 * (name == "rectifier next to zero") * (v - v.detach())  # noqa: E731
+    for seed in SEEDS:
+        x = inputs(seed).requires_grad_()
+        assert fastgrad.gradcheck(func, (x,), engine=engine), seed
+        assert not fastgrad.gradcheck(off, (x,), engine=engine, raise_exception=False), seed
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["exact", "fast"])
+def test_what_is_rounded_inside(mode: dict[str, Any]) -> None:
+    """A rounding far below eps excuses no gradient but that of func without it, and a coarser one none."""
+    x = leaf(0.3, 0.6, 0.8)
+    shifted = lambda v: (v + 1e8) - 1e8  # noqa: E731
+    assert not torch.autograd.gradcheck(shifted, (x,), raise_exception=False)
+    assert fastgrad.gradcheck(shifted, (x,), **mode)
+    for factor in (0.0, 0.99, 1.01, -1.0):
+        assert not fastgrad.gradcheck(scaled(shifted, factor), (x,), **mode, raise_exception=False)
+    for digits in (1e3, 1e4, 1e5, 1e6 / 3):
+        rounded = lambda v, digits=digits: v + ((digits * v).round() / digits - v).detach()  # noqa: E731
+        assert not fastgrad.gradcheck(rounded, (x,), **mode, raise_exception=False)
+
+
+def test_a_kink_far_below_eps_is_no_rounding() -> None:
+    for gap in (1e-7, 1e-9, 5e-11):
+        assert fastgrad.gradcheck(lambda v: v.sort().values, (leaf(0.9, 0.9 + gap),))
+    for gap in (1e-7, 1e-9, 1e-11, 1e-13):  # near zero, func tells that it rounds less
+        assert fastgrad.gradcheck(torch.relu, (leaf(gap, -gap),))
+
+
 @pytest.mark.parametrize("mode", MODES, ids=["exact", "fast"])
 @pytest.mark.parametrize("x", [0.0, 1e-13, 1e-9, 1e-5])
 @pytest.mark.parametrize("name", CANCELLING)

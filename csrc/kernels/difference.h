@@ -54,11 +54,13 @@ FASTGRAD_HOST_DEVICE double realized_component(T x, double displacement, double 
   return (8.0 * realized_width(x, displacement / 2) - realized_width(x, displacement)) / (6.0 * eps);
 }
 
-// The step length along a direction, where one joint step serves coordinates of all sizes.
+// The step length along a direction, where one joint step serves coordinates of all sizes. An infinite x takes eps,
+// by which it does not move; x - inf would be none.
 template <typename T>
 FASTGRAD_HOST_DEVICE double directional_step(T x, double eps, double relative_step) {
   const double size = static_cast<double>(x) < 0 ? -static_cast<double>(x) : static_cast<double>(x);
-  return size * relative_step > eps ? size * relative_step : eps;
+  const double step = size * relative_step;
+  return step > eps && step - step == 0 ? step : eps;  // isfinite, in a form that vectorizes
 }
 
 }  // namespace fastgrad

@@ -73,7 +73,8 @@ void realize_composite(
   const at::Tensor own = real_coordinates(origin);
   const at::Tensor values = own.to(at::kDouble);
   direction_(displacement, seed, stream, first, /*halved=*/false);
-  displacement.mul_((at::abs(values) * relative_step).clamp_min(eps));
+  const at::Tensor steps = (at::abs(values) * relative_step).clamp_min(eps);
+  displacement.mul_(at::where(at::isfinite(steps), steps, eps));
   const auto width = [&](double scale) {
     const auto moved = [&](double sign) {
       return (values + sign * scale * displacement).to(own.scalar_type()).to(at::kDouble);

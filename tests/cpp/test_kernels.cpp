@@ -169,4 +169,9 @@ TEST(Difference, RealizedComponentIsTheDirectionUpToRounding) {
   EXPECT_NEAR(fastgrad::realized_component(std::numeric_limits<double>::infinity(), step, 1e-6), 1.25, 1e-12);
 }
 
+TEST(Difference, AnInfiniteCoordinateTakesAFiniteStep) {
+  EXPECT_EQ(fastgrad::directional_step(-std::numeric_limits<double>::infinity(), 1e-6, 0x1p-24), 1e-6);
+  EXPECT_EQ(fastgrad::directional_step(0x1p30, 1e-6, 0x1p-24), 64.0);
+}
+
 }  // namespace

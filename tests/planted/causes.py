@@ -850,6 +850,14 @@ NUMBERS = [
         entry=lambda o, i: o == (0,) and i in ((0, 1), (0, 2)),
     ),
     Planted(
+        "logarithm of zero",
+        "not finite",
+        wrong=torch.log,
+        right=torch.log1p,
+        inputs=leaves(torch.tensor([0.3, 0.0, 1.5], dtype=torch.float64)),
+        entry=lambda o, i: o == i == (1,),
+    ),
+    Planted(
         "computed in single precision",
         "low precision",
         wrong=lambda x: x.float().exp().double(),

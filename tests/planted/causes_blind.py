@@ -1361,6 +1361,24 @@ plant(
     at_values(_quantized, lambda x: x == 1),
 )
 
+# Not finite.
+
+
+def _row_of_zeros() -> tuple[Tensor]:
+    x = first(normal((3, 4))).clone()
+    x[1] = 0.0
+    return (x.requires_grad_(),)
+
+
+add(
+    "root of a sum of squares that are all zero",
+    "not finite",
+    lambda x: x.square().sum(1).sqrt(),
+    lambda x: (x.square().sum(1) + 0.01).sqrt(),
+    _row_of_zeros,
+    lambda output, input: input[:1] == (1,),
+)
+
 # Low precision inside.
 
 plant(
