@@ -19,6 +19,7 @@ from fastgrad.coordinates import PIECE, block_with
 from fastgrad.engines import EXPANDED, GAPPED, compressed
 from fastgrad.engines.compressed import Compression
 from fastgrad.locate import locate
+from fastgrad.memory import OUT_OF_MEMORY
 from fastgrad.numerical_certificate import Incomplete, incomplete
 from fastgrad.plan import dense_is_small
 from fastgrad.problem import Problem
@@ -108,7 +109,7 @@ class AnalyticalCertificate:
         """What a proof leads to."""
         try:
             proof.gradients()
-        except (MemoryError, torch.OutOfMemoryError):
+        except OUT_OF_MEMORY:
             raise
         except Exception:
             failure = proof.failure()  # says for which grad_output it raised, or raises again

@@ -35,6 +35,7 @@ from fastgrad.engines import (
     TangentBlock,
     thin_out,
 )
+from fastgrad.memory import OUT_OF_MEMORY
 from fastgrad.problem import Problem
 from fastgrad.report import Certificate, Failure, Part, Settings, Tolerances
 from fastgrad.tolerances import ROUNDING
@@ -310,7 +311,7 @@ class LinearityProof:
         """Compares with the VJPs, coordinate by coordinate, once all rows are in."""
         try:
             gradients = self.gradients()
-        except (MemoryError, torch.OutOfMemoryError):
+        except OUT_OF_MEMORY:
             raise
         except Exception as error:
             return self._raised(error)
@@ -458,19 +459,22 @@ class RepeatedCalls:
         self.rows: dict[int, Tensor] = {}
         self._sparse: Tensor | None = None
         self._raised: Exception | None = None
-        m = problem.m
-        self._is_needed = problem.is_custom and m > len(REPEAT_SHARES)
+        self._is_needed = problem.is_custom and problem.m > len(REPEAT_SHARES)
         if not self._is_needed:
             return
         try:
-            for share in REPEAT_SHARES:
-                row = (settings.seed + int(share * m)) % m
-                self.rows[row] = self._row(row)
-            self._sparse = self._product()
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
+            self._run_first()
+        except OUT_OF_MEMORY:
+            self._run_first()  # it may have been wanted for a moment only
         except Exception as error:
             self._raised = error
+
+    def _run_first(self) -> None:
+        m = self._problem.m
+        for share in REPEAT_SHARES:
+            row = (self._settings.seed + int(share * m)) % m
+            self.rows[row] = self._row(row)
+        self._sparse = self._product()
 
     @phase("repeated calls")
     def failure(self) -> Failure | None:
@@ -549,7 +553,7 @@ class TangentProof:
         for product, direction in zip(products, self._directions, strict=True):
             try:
                 product.copy_(self._problem.jvp_coordinates(direction))
-            except (MemoryError, torch.OutOfMemoryError):
+            except OUT_OF_MEMORY:
                 raise
             except Exception as error:  # one-hot tangents did not raise
                 detail = f"it raised {type(error).__name__} for a random tangent"

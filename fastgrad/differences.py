@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fastgrad.coordinates import Block
 from fastgrad.exact import numerical_entries
+from fastgrad.memory import OUT_OF_MEMORY
 from fastgrad.plan import COLUMNS_WORTH_PROBING, FirstLook, first_look
 from fastgrad.problem import Problem
 from fastgrad.refine import extrapolate, refine
@@ -205,7 +206,7 @@ def _second_differences(problem: Problem, record_graph: bool, base: Tensor, dire
     for s, step in enumerate(SECOND_STEPS):
         try:
             plus, minus = (problem.evaluate(record_graph, direction, sign * step)[0] for sign in (1.0, -1.0))
-        except (MemoryError, torch.OutOfMemoryError):
+        except OUT_OF_MEMORY:
             raise
         except Exception:  # outside of func's domain: a smaller step may be inside
             continue

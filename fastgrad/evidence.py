@@ -20,6 +20,7 @@ from fastgrad.diagnose import diagnose
 from fastgrad.directions import EVIDENCE_STREAM, direction
 from fastgrad.engines import EXPANDED_VALUE
 from fastgrad.engines.sketch import directional_differences
+from fastgrad.memory import OUT_OF_MEMORY
 from fastgrad.opinions import adjoint
 from fastgrad.problem import Problem
 from fastgrad.rearranged import ADJOINT, MOST_SHIFTS, Rearrangement, rearrangements
@@ -696,7 +697,7 @@ def _deviation(found: Tensor, expected: Tensor) -> float:
 def _deviation_or_raised(run: Callable[[], Tensor], expected: Tensor) -> float | None:
     try:
         return _deviation(run(), expected)
-    except (MemoryError, torch.OutOfMemoryError):
+    except OUT_OF_MEMORY:
         return None
     except Exception:
         return math.inf

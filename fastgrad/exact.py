@@ -27,6 +27,7 @@ from fastgrad.coordinates import Block
 from fastgrad.engines import compressed, row_parts
 from fastgrad.engines.compressed import Compression
 from fastgrad.fast import QUIET, Screening, screen
+from fastgrad.memory import OUT_OF_MEMORY
 from fastgrad.numerical_certificate import MOST_LEADS, Incomplete, NumericalCertificate, incomplete
 from fastgrad.patterns import Patterns
 from fastgrad.plan import (
@@ -98,7 +99,7 @@ def check_by_structure(
         problem.progress.start(calls, look.seconds * calls, f"{column_groups} column groups")
         try:
             verdict = _Verdict(problem, settings, plan, compression, look, rows)
-        except (MemoryError, torch.OutOfMemoryError):
+        except OUT_OF_MEMORY:
             raise
         except Exception:  # of func, which may take single steps only
             return None
@@ -252,7 +253,7 @@ class _Verdict:
         problem.graph()  # what func raises is not about its backward
         try:
             values = compressed.linear_entries(problem, self._compression)
-        except (MemoryError, torch.OutOfMemoryError):
+        except OUT_OF_MEMORY:
             raise
         except Exception:  # it cannot be differentiated
             return False, None
@@ -260,7 +261,7 @@ class _Verdict:
         try:
             if not self._of_backward.explains_products():
                 return False, None
-        except (MemoryError, torch.OutOfMemoryError):
+        except OUT_OF_MEMORY:
             raise
         except Exception:  # for some layout
             return False, None
@@ -275,12 +276,12 @@ class _Verdict:
         problem.graph()  # what func raises is not about its backward
         try:
             values, matches = compressed.analytical_entries(problem, compression)
-        except (MemoryError, torch.OutOfMemoryError):
+        except OUT_OF_MEMORY:
             raise
         except Exception as error:
             try:
                 compressed.analytical_entries(problem, compression, repeat=False)
-            except (MemoryError, torch.OutOfMemoryError):
+            except OUT_OF_MEMORY:
                 raise
             except Exception:  # one-hot grad_outputs may not raise
                 return incomplete([], refuted=True)

@@ -30,6 +30,7 @@ from fastgrad.engines.sketch import (
     weights,
 )
 from fastgrad.locate import locate
+from fastgrad.memory import OUT_OF_MEMORY
 from fastgrad.plan import detection_limit, sketch_size
 from fastgrad.problem import Problem
 from fastgrad.report import Certificate, Failure, FailureKind, Settings
@@ -114,7 +115,7 @@ def screen(
         weight = weights(_noise(problem, settings, differences), settings.atol, pending)
         try:
             failure = _one_hot(problem, settings, search, differences) if attempt == 0 else None
-        except (MemoryError, torch.OutOfMemoryError):
+        except OUT_OF_MEMORY:
             raise
         except Exception as error:
             return Screening(raised=error)
@@ -250,7 +251,7 @@ def _sketch(
     try:
         sketch, vector, repeats = residual_rows(problem, settings, differences, rows, REPEATED, RUNS)
         failure = _repeat_failure(problem, settings, vector, sketch.gradients[REPEATED], repeats)
-    except (MemoryError, torch.OutOfMemoryError):
+    except OUT_OF_MEMORY:
         raise
     except Exception as error:
         sketch, failure = _row_by_row(problem, settings, differences, rows, True, tentative, {})
@@ -284,7 +285,7 @@ def _row_by_row(
             if repeat and number == REPEATED:
                 repeats = problem.vjp(vector.expand(RUNS - 1, -1))
                 failure = _repeat_failure(problem, settings, vector, gradient, repeats)
-        except (MemoryError, torch.OutOfMemoryError):
+        except OUT_OF_MEMORY:
             raise
         except Exception as error:  # one-hot grad_outputs did not raise
             detail = f"it raised {type(error).__name__} for {cotangent.kind}"
@@ -441,7 +442,7 @@ def screen_forward(problem: Problem, settings: Settings) -> Screening:
                 return Screening(Failure("tangent dtype", mode="forward"))
         try:
             tangents = torch.stack([problem.jvp_coordinates(u) for u in differences.directions])
-        except (MemoryError, torch.OutOfMemoryError):
+        except OUT_OF_MEMORY:
             raise
         except Exception as error:  # a one-hot tangent did not raise
             detail = f"it raised {type(error).__name__} for a random tangent"

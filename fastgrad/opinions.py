@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fastgrad.caller import keeps_the_callers_state
 from fastgrad.directions import OPINION_STREAM, direction
+from fastgrad.memory import OUT_OF_MEMORY
 from fastgrad.problem import Problem, as_tuple
 from fastgrad.report import Told
 from fastgrad.tolerances import ROUNDING
@@ -269,7 +270,7 @@ def taylor(problem: Problem, mode: Literal["reverse", "forward"], seed: int) -> 
         h = LARGEST_STEP * 2.0**-k
         try:
             change = problem.evaluate(True, unit, h) - base
-        except (MemoryError, torch.OutOfMemoryError):
+        except OUT_OF_MEMORY:
             raise
         except Exception:  # outside of func's domain, say: a smaller step may be inside
             continue

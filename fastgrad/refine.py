@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 
 from fastgrad._torch import phase
 from fastgrad.coordinates import Block, block_with
+from fastgrad.memory import OUT_OF_MEMORY
 from fastgrad.problem import Problem
 from fastgrad.report import Difference, Entry, Settings, Tolerances, Trouble, modulus
 from fastgrad.tolerances import spacing
@@ -154,7 +155,7 @@ def measured(problem: Problem, inputs: Tensor, outputs: Tensor, record_graph: bo
         displacement[where] = torch.where(step >= smallest, step, 0.0)
         try:
             plus, minus = (problem.evaluate(record_graph, displacement, sign)[outputs] for sign in (1.0, -1.0))
-        except (MemoryError, torch.OutOfMemoryError):
+        except OUT_OF_MEMORY:
             raise
         except Exception:  # outside of func's domain, say: a smaller step may be inside
             step = step / RATIO
@@ -267,7 +268,7 @@ def _one_sided(
     step = displacement[where][owner]
     try:
         plus, minus = (problem.evaluate(record_graph, displacement, sign)[rows] for sign in (1.0, -1.0))
-    except (MemoryError, torch.OutOfMemoryError):
+    except OUT_OF_MEMORY:
         raise
     except Exception:  # one side is outside of func's domain
         missing = torch.full_like(base, torch.nan)

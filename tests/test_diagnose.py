@@ -43,6 +43,8 @@ CONFUSED: dict[str, CauseName | None] = {
     "activation changed in place after it was kept": None,
     "output kept, then scaled in place": None,
     "one workspace for two layers": None,
+    # The inverse of a permutation is its transpose: both are true, and the first explains all entries exactly.
+    "sort, gradient gathered instead of scattered": "transposed",
 }
 
 

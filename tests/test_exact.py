@@ -352,13 +352,14 @@ def test_memory_stays_near_the_vectors() -> None:
 
 
 def test_neighbors_closer_than_eps_are_certified_at_smaller_steps() -> None:
-    """Closest values 4.5e-10 apart: joint steps of eps, and of 1e-9, swap them."""
+    """Closest values 4.5e-10 apart: steps that do not swap them are so small that rounding hides what is below 6e-5."""
     generator = torch.Generator().manual_seed(4)
     x = (torch.rand(20_000, generator=generator, dtype=torch.float64) + 0.5).requires_grad_()
     report = fastgrad.check(lambda v: v.sort()[0], x, engine="compressed")
-    assert report.passed
-    assert report.evaluations <= 60
-    assert all(certificate.bound < 1e-2 for certificate in report.certificates)
+    assert report.failure is None
+    assert report.verdict == "undecided"
+    assert report.evaluations <= 110
+    assert all(certificate.bound < 1e-4 for certificate in report.certificates)
 
 
 INDEX = torch.randint(0, 400, (300,), generator=torch.Generator().manual_seed(1))

@@ -58,7 +58,7 @@ def test_right_gradients_pass_at_a_fixed_cost(name: str) -> None:
         report = fast(FUNCS[name], normal(2000, seed=seed), seed=seed)
         assert report.passed, seed
         assert report.evaluations <= 10
-        assert report.vjps <= 11
+        assert report.vjps <= 13
         assert report.notes == ()
 
 
