@@ -592,9 +592,9 @@ def test_which_rows_are_replayed(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) ->
     assert not plan._rows_way(problem, Settings(check_backward_ad=False), look)[0]
     problem.has_graph = False
     assert not plan._rows_way(problem, Settings(), look)[0]
-    problem.has_graph, look.seconds = True, 1e-6
+    problem.has_graph, look.measured = True, 1e-6
     assert not plan._rows_way(problem, Settings(), look)[0]
-    look.seconds, problem.device = 1.0, torch.device("cpu")
+    look.measured, problem.device = 1.0, torch.device("cpu")
     assert not plan._rows_way(problem, Settings(), look)[0]
     assert asked == [50]
 
@@ -697,9 +697,9 @@ def test_which_groups_are_replayed(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) 
     assert plan.replays_groups(problem, roomy, look, 64)
     assert not plan.replays_groups(problem, roomy, look, 65)
     assert not plan.replays_groups(problem, roomy, look, graphs.FEWEST - 1)
-    look.seconds = plan.TRIAL_SECONDS / 256
+    look.measured = plan.TRIAL_SECONDS / 256
     assert not plan.replays_groups(problem, roomy, look, 64)
-    look.seconds, problem.device = 1.0, torch.device("cpu")
+    look.measured, problem.device = 1.0, torch.device("cpu")
     assert not plan.replays_groups(problem, roomy, look, 64)
 
 
