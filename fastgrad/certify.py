@@ -335,9 +335,9 @@ class LinearityProof:
         Jacobian shows here, whatever the other entries of its column.
         """
         gradients = self.gradients()
+        negligible = self.resolution = NEGLIGIBLE * self._settings.atol
         if torch.equal(gradients, self._sums):
             return []
-        negligible = NEGLIGIBLE * self._settings.atol
         rounding = TERM_ROUNDING + SUM_ROUNDING * self._most_terms**0.5
         allowed = (rounding * self._problem.unit_roundoff * self._squares.sqrt()).add_(negligible)
         error = (gradients - self._sums).abs_()

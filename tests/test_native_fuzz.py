@@ -264,7 +264,7 @@ class Scene:
                 _native.whole_backward,
                 (graph, blocks, f64(3, 5), 0, 2.0, False, 1, 1e-5, 1e-3),
             ),
-            "runs_no_python": (_native.runs_no_python, (graph, list(self.arguments))),
+            "runs_no_custom_code": (_native.runs_no_custom_code, (graph, list(self.arguments))),
             "backward_streams": (_native.backward_streams, (graph, list(self.arguments))),
             "is_plain_zero": (_native.is_plain_zero, (v, v.clone())),
             "largest_errors": (

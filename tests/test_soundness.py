@@ -233,12 +233,12 @@ def leaves(case: Case, n: int, seed: int) -> tuple[Tensor, ...]:
 
 
 def verdicts(case: Case, n: int, seed: int, **keywords: Any) -> tuple[str, str]:
-    """Of the wrong function and of the right one."""
+    """Of the wrong function and of the right one; a derivative that does not converge is a failure, too."""
     inputs = leaves(case, n, seed)
     found = (
         fastgrad.check(make(), inputs, seed=seed, **case.keywords, **keywords) for make in (case.wrong, case.right)
     )
-    wrong, right = (report.verdict for report in found)
+    wrong, right = ("failed" if report.failure is not None else report.verdict for report in found)
     return wrong, right
 
 
@@ -255,7 +255,9 @@ def test_wrong_gradients_fail_and_right_ones_pass(name: str, engine: str) -> Non
             continue  # nobody calls it as often
         for seed in range(SEEDS if engine == "auto" else 2):
             wrong, right = verdicts(BY_NAME[name], n, seed, engine=engine)
-            assert wrong == "failed", (n, seed)
+            # With no dense engine to go to, what no search explains is left undecided.
+            undecided = engine == "compressed" and name == "one entry among harmless ones"
+            assert wrong == "failed" or (undecided and wrong == "undecided"), (n, seed)
             assert right == "passed", (n, seed)
 
 

@@ -232,6 +232,7 @@ def test_the_profiler_shows_the_phases() -> None:
             "analytical rows",
             "comparison",
             "linearity of backward",
+            "repeated calls",
             "analytical columns",
             "linearity of jvp",
             "undefined tangents",
