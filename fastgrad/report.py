@@ -249,8 +249,7 @@ class Evidence(Told):
 
 
 Trouble = Literal["kink", "low precision", "not converged", "not finite"]
-"""What re-measuring over many steps found beside, or in place of, a derivative; "not finite": func, x or the analytical
-derivative is not, and no step settles it."""
+"""What re-measuring over many steps found beside a derivative or in place of one."""
 
 
 @dataclass(frozen=True)
