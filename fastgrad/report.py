@@ -81,7 +81,7 @@ CauseName = Literal[
 
 
 class Told:
-    """Data with tensors in it: equal where all that `Report.to_dict` would tell of it is."""
+    """Data with tensors in it: equal where all that a report in JSON would tell of it is."""
 
     def _told(self) -> str:
         return json.dumps(_plain(self), allow_nan=False)
