@@ -339,7 +339,7 @@ class LinearityProof:
         if torch.equal(gradients, self._sums):
             return []
         rounding = TERM_ROUNDING + SUM_ROUNDING * self._most_terms**0.5
-        allowed = (rounding * self._problem.unit_roundoff * self._squares.sqrt()).add_(negligible)
+        allowed = self._squares.sqrt().mul_(rounding * self._problem.unit_roundoff).add_(negligible)
         error = (gradients - self._sums).abs_()
         found = ~(error <= allowed) & self._sums.isfinite()
         if bool(found.any()):
