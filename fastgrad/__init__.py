@@ -1,17 +1,18 @@
 """Gradient checks for PyTorch operators of real size: right, fast and helpful."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from fastgrad._version import __version__
 from fastgrad.api import check, gradcheck, gradgradcheck
 from fastgrad.errors import GradcheckError
 from fastgrad.jacobians import analytical_jacobian, numerical_jacobian
-from fastgrad.opinions import AdjointTest, TaylorTest, adjoint_test, taylor_test
-from fastgrad.patching import patch
 from fastgrad.report import Report
 
 if TYPE_CHECKING:
     from fastgrad import functional as functional
+    from fastgrad.opinions import AdjointTest, TaylorTest, adjoint_test, taylor_test
+    from fastgrad.patching import patch
 
 __all__ = [
     "AdjointTest",
@@ -30,10 +31,21 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """`fastgrad.functional`, imported when it is first asked for: a gradient check needs none of it."""
-    if name == "functional":
-        import importlib
+_IMPORTED_WHEN_ASKED_FOR = {
+    "AdjointTest": "fastgrad.opinions",
+    "TaylorTest": "fastgrad.opinions",
+    "adjoint_test": "fastgrad.opinions",
+    "patch": "fastgrad.patching",
+    "taylor_test": "fastgrad.opinions",
+}
+"""Modules, by the name of what is theirs: a gradient check needs none of them."""
 
+
+def __getattr__(name: str) -> Any:
+    """What is imported when it is first asked for; and `fastgrad.functional`."""
+    if name == "functional":
         return importlib.import_module("fastgrad.functional")
+    if name in _IMPORTED_WHEN_ASKED_FOR:
+        value = globals()[name] = getattr(importlib.import_module(_IMPORTED_WHEN_ASKED_FOR[name]), name)
+        return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,7 +6,7 @@ A product shows both, to rounding. The rows behind it are run by themselves, unt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -62,7 +62,8 @@ class AnalyticalCertificate:
         self._compression = compression
         self._row_failure = row_failure
         self._replaced: dict[int, Tensor] = {}
-        self._proofs: Iterable[LinearityProof] | None = None
+        self._proofs: Sequence[LinearityProof] = ()
+        self._proven_kinds: tuple[int, ...] = ()
         self.values = values
         self.bound = 0.0
 
@@ -73,7 +74,7 @@ class AnalyticalCertificate:
     def certificate(self) -> Certificate:
         """What it vouches for where nothing is missing."""
         claim = "no analytical entry outside of it, and backward is linear in grad_output"
-        return linearity_certificate(claim, self._all_kinds if self._proofs else self._kinds, self.bound)
+        return linearity_certificate(claim, self._proven_kinds, self.bound)
 
     def compare_rows(self, rows: Mapping[int, Tensor]) -> Failure | Incomplete:
         """Rows that were run by themselves against those that were computed together with others."""
@@ -96,7 +97,9 @@ class AnalyticalCertificate:
         """That products of the backward are what the entries add up to."""
         learnt = []
         resolution = 0.0
-        for proof in self._proofs or self._proofs_of(self._kinds):
+        self._proven_kinds = self._all_kinds if self._proofs else self._kinds
+        proofs, self._proofs = self._proofs or self._proofs_of(self._proven_kinds), ()
+        for proof in proofs:
             found = self._proven(proof)
             if isinstance(found, Failure) or found.ends:
                 return found
@@ -223,13 +226,12 @@ class AnalyticalCertificate:
 
     def explains_products(self) -> bool:
         """Whether products are what the entries add up to, to rounding; keeps the products."""
-        proofs = list(self._proofs_of(self._all_kinds))
-        self._proofs = proofs
-        return not any(proof.leads() for proof in proofs)
+        self._proofs = list(self._proofs_of(self._all_kinds))
+        return not any(proof.leads() for proof in self._proofs)
 
     def first_product(self) -> tuple[Tensor, Tensor]:
         """A cotangent of those, and its VJP: float64, shapes (m,) and (n,)."""
-        proof = next(iter(self._proofs or ()))
+        proof = self._proofs[0]
         return proof.cotangent(0), proof.gradients()[0]
 
     def _proofs_of(self, kinds: tuple[int, ...], number: int = 0) -> Iterator[LinearityProof]:

@@ -173,6 +173,7 @@ def _memory(tensor: Tensor, is_written: bool) -> Tensor | None:
     values = own_values(tensor)
     if values is None or (values.layout is torch.strided and not _is_backed(values)):
         return None
+    values = values.detach()  # views of a sparse tensor's values are not views of that tensor
     if not is_written:
         values = _torch.unconjugated(values)
         if values.is_complex():

@@ -22,7 +22,7 @@ from fastgrad._torch import phase
 from fastgrad.analytical_certificate import AnalyticalCertificate
 from fastgrad.certify import groups_failure, one_hot_failure, separate_failure
 from fastgrad.compare import Findings, PairComparison, tolerances
-from fastgrad.confirm import located_failure, mismatch_failure, row_entry
+from fastgrad.confirm import mismatch_failure
 from fastgrad.coordinates import Block
 from fastgrad.engines import compressed, row_parts
 from fastgrad.engines.compressed import Compression
@@ -226,8 +226,13 @@ class _Verdict:
             self._measure_one_by_one("they do not add up to evaluations one by one")
 
     def _measure(self) -> None:
-        self.numerical = compressed.numerical_entries(self._problem, self.plan, self._compression, self._settings.eps)
-        self.numerical_leads = self._of_func.screen(self.numerical)
+        numerical = compressed.numerical_entries(self._problem, self.plan, self._compression, self._settings.eps)
+        self.numerical_leads = self._of_func.screen(numerical)
+
+    @property
+    def numerical(self) -> Tensor:
+        """The numerical entries: float64, shape (nnz,)."""
+        return self._of_func.values
 
     def _measure_one_by_one(self, why: str) -> None:
         """Instead of replays."""
@@ -241,7 +246,7 @@ class _Verdict:
 
     def is_certified_numerically(self) -> bool:
         """Whether outputs move along random directions as the numerical entries say."""
-        return not self.numerical_leads and self._of_func.certify(self.numerical, None) == []
+        return not self.numerical_leads and self._of_func.certify(None) == []
 
     def is_certified(self, values: Tensor) -> bool:
         """Whether analytical entries add up to products of the backward."""
@@ -302,7 +307,7 @@ class _Verdict:
                 repeat = groups_failure(problem, self._settings, output, groups)
                 if repeat is not None and repeat.kind == "nonlinear":
                     first = output.first + int(groups[0][0])
-                    repeat = self._row_failure(first, self._of_backward.row_alone(first)) or repeat
+                    repeat = self._of_func.row_failure(first, self._of_backward.row_alone(first)) or repeat
         if repeat is not None and repeat.kind == "nondeterministic":
             return repeat
         return self._judged(repeat)
@@ -323,7 +328,8 @@ class _Verdict:
         return found or (self._mismatch() if differs else None)
 
     def _certificate_of(self, values: Tensor) -> AnalyticalCertificate:
-        return AnalyticalCertificate(self._problem, self._settings, self._compression, values, self._row_failure)
+        row_failure = self._of_func.row_failure
+        return AnalyticalCertificate(self._problem, self._settings, self._compression, values, row_failure)
 
     def _certified(self) -> Failure | Incomplete | None:
         """That nothing lies outside of the pattern, and that the backward is linear."""
@@ -345,7 +351,7 @@ class _Verdict:
 
     def _certify_func(self) -> Failure | Incomplete:
         """That outputs move as the entries say, once products have explained the analytical ones."""
-        rows = self._of_func.certify(self.numerical, self._of_backward.values)
+        rows = self._of_func.certify(self._of_backward.values)
         if rows is None:
             return incomplete([], refuted=True)
         return self._of_func.follow(rows, self._of_backward.row_alone)
@@ -459,19 +465,6 @@ class _Verdict:
         difference = self._problem.difference_columns(column, 1, self._settings.eps, self.plan.record_graph)[0]
         apart = self._compression.rows_apart
         return difference if apart is None else difference.masked_fill_(apart, 0.0)
-
-    def _row_failure(self, row: int, gradient: Tensor) -> Failure | None:
-        """Whether a row that was run by itself is wrong by the allclose rule."""
-        mine = self._compression.entries_of_row(row)
-        expected = torch.zeros_like(gradient)
-        expected[self._compression.columns[mine]] = self.numerical[mine]
-        atol, rtol = tolerances(self._problem, self._settings)
-        error = (gradient - expected).abs() / (atol + rtol * expected.abs())
-        column = int(error.nan_to_num(torch.inf).argmax())
-        if error[column] <= 1:
-            return None
-        found = row_entry(self._problem, self._settings, row, gradient, column)
-        return located_failure([found]) if found.survivor is not None else None
 
     def _mismatch(self) -> Failure | None:
         """Every entry of the pattern under the allclose rule, in torch's order of judging."""

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from fastgrad._native import ops
 from fastgrad.coloring import Indices
-from fastgrad.compare import largest
-from fastgrad.confirm import Found, entry_in_row, located_failure
+from fastgrad.compare import largest, tolerances
+from fastgrad.confirm import Found, entry_in_row, located_failure, row_entry
 from fastgrad.engines.compressed import Compression
 from fastgrad.engines.sketch import Differences, directional_differences
 from fastgrad.problem import Problem
@@ -105,12 +105,14 @@ class _Discrepancies:
     ----------
     error
         The largest difference: float64, shape (m,).
+    noise
+        What the derivatives may be off: float64, shape (m,).
     base, rounding
         The outputs, and what rounding may do to a derivative, relative to them.
     """
 
-    differences: Differences
     error: Tensor
+    noise: Tensor
     base: Tensor
     rounding: float
     settings: Settings
@@ -118,7 +120,7 @@ class _Discrepancies:
     @cached_property
     def allowed(self) -> Tensor:
         """What rounding and noise explain of an error: float64, shape (m,)."""
-        allowed = self.base.abs().mul_(self.rounding).add_(self.differences.noise, alpha=4.0)
+        allowed = self.base.abs().mul_(self.rounding).add_(self.noise, alpha=4.0)
         return allowed.clamp_(min=NEGLIGIBLE * self.settings.atol)
 
     @property
@@ -132,9 +134,13 @@ class NumericalCertificate:
 
     Attributes
     ----------
+    values
+        The entries on the pattern: float64, shape (nnz,).
     bound
         The size from which an entry outside of the pattern shows, once `certify` has run.
     """
+
+    values: Tensor
 
     def __init__(self, problem: Problem, settings: Settings, compression: Compression, base: Tensor) -> None:
         """With the outputs at x: float64, shape (m,)."""
@@ -156,17 +162,18 @@ class NumericalCertificate:
         method += ": the derivatives along them against the sums of entries"
         return Certificate("no numerical entry outside of the pattern", method, self.bound)
 
-    def screen(self, numerical: Tensor) -> list[int]:
+    def screen(self, values: Tensor) -> list[int]:
         """Outputs that one direction shows not to move as the entries say, worst first."""
+        self.values = values
         scale = largest(self._base) * ROUNDING * 2 * self._problem.unit_roundoff / self._settings.eps
         enough = (step for step in STARTS if scale <= NEGLIGIBLE * self._settings.atol * step)
         self._start = next(enough, STARTS[-1])
         self._first = self._differences_along(self._start, 1, extrapolated=1)
-        if not bool(self._compared(self._first, numerical, self._entry_rounding).wrong.any()):
+        if not bool(self._compared(self._first, values, self._entry_rounding).wrong.any()):
             return []
-        return self._unexplained_rows(1, numerical, None)[0]
+        return self._unexplained_rows(1, None)[0]
 
-    def certify(self, numerical: Tensor, analytical: Tensor | None) -> list[int] | None:
+    def certify(self, analytical: Tensor | None) -> list[int] | None:
         """That outputs move along random directions as entries say: the analytical ones, or else the numerical ones.
 
         Analytical entries, which products explain, are known better than numerical ones, and no entry that func has
@@ -179,18 +186,19 @@ class NumericalCertificate:
         together = (1 - self._settings.confidence) ** (1 / count)
         self._margin = together if analytical is None else 0.5
         self._shares = (self._margin / together, 1.0)
-        entries, rounding = (numerical, self._entry_rounding) if analytical is None else (analytical, None)
-        found = self._compared(self._first, entries, rounding)
+        entries, rounding = (self.values, self._entry_rounding) if analytical is None else (analytical, None)
+        noise, found = self._first.noise, self._compared(self._first, entries, rounding)
+        del self._first  # the memory of several vectors
         for k in range(1, count):
             if bool(found.wrong.any()):
                 break
             more = int(self._start > LARGEST_TWO_POINT)
             differences = self._differences_along(self._start, 1, extrapolated=more, first=k)
             if not more:
-                torch.maximum(differences.noise, self._first.noise, out=differences.noise)
+                torch.maximum(differences.noise, noise, out=differences.noise)
             found = self._compared(differences, entries, rounding)
         if bool(found.wrong.any()):
-            rows, hiding = self._unexplained_rows(count, numerical, analytical)
+            rows, hiding = self._unexplained_rows(count, analytical)
         else:
             rows, hiding = [], int((found.allowed / self._margin > self.asked).sum())
             self.bound = largest(found.allowed) / self._margin
@@ -213,7 +221,20 @@ class NumericalCertificate:
             learnt.append((np.full(columns.size, row), columns.astype(np.int64)))
         return incomplete(learnt, refuted=len(rows) > MOST_LEADS)
 
-    def _unexplained_rows(self, count: int, numerical: Tensor, analytical: Tensor | None) -> tuple[list[int], int]:
+    def row_failure(self, row: int, gradient: Tensor) -> Failure | None:
+        """Whether a row of the backward, run by itself, float64, shape (n,), is wrong by the allclose rule."""
+        mine = self._compression.entries_of_row(row)
+        expected = torch.zeros_like(gradient)
+        expected[self._compression.columns[mine]] = self.values[mine]
+        atol, rtol = tolerances(self._problem, self._settings)
+        error = (gradient - expected).abs() / (atol + rtol * expected.abs())
+        column = int(error.nan_to_num(torch.inf).argmax())
+        if error[column] <= 1:
+            return None
+        found = row_entry(self._problem, self._settings, row, gradient, column)
+        return located_failure([found]) if found.survivor is not None else None
+
+    def _unexplained_rows(self, count: int, analytical: Tensor | None) -> tuple[list[int], int]:
         """Outputs that do not move as entries say, worst first, and the number of those that may hide entries.
 
         Several steps in the same directions tell. For each output the step that resolves most decides; and it clears
@@ -227,7 +248,7 @@ class NumericalCertificate:
         while steps:
             step = steps.pop(0)
             differences = self._differences_along(step, count, extrapolated=count)
-            found = [self._compared(differences, numerical, self._entry_rounding)]
+            found = [self._compared(differences, self.values, self._entry_rounding)]
             if analytical is not None:
                 found.append(self._compared(differences, analytical, None))
             for bound, refutation, one in zip(bounds, refuted, found, strict=False):
@@ -320,4 +341,4 @@ class NumericalCertificate:
             ops.project_entries_(total, None, u, self._compression.columns, self._compression.rows, entries)
             torch.maximum(error, total.sub_(derivatives).abs_(), out=error)
         own = ROUNDING * differences.rounding
-        return _Discrepancies(differences, error, base, max(own, rounding or 0.0), self._settings)
+        return _Discrepancies(error, differences.noise, base, max(own, rounding or 0.0), self._settings)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +15,6 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 import fastgrad
-from benchmarks.measure import PeakMemory
 from fastgrad import sparsity
 from fastgrad.check import check
 from fastgrad.report import Report, Settings
@@ -341,14 +344,29 @@ def test_the_engine_asked_for_is_in_the_message(engine: str) -> None:
     assert expected in str(raised.value)
 
 
+VECTORS_HELD = """
+import torch, fastgrad
+from benchmarks.measure import PeakMemory
+n = 1_000_000
+x = torch.randn(n, dtype=torch.float64, requires_grad=True)
+fastgrad.gradcheck(torch.sin, x)  # what the first check of a process allocates for good
+with PeakMemory() as peak:
+    fastgrad.gradcheck(torch.sin, x)
+print(peak.mib * 2**20 / (8 * n))
+"""
+
+
 def test_memory_stays_near_the_vectors() -> None:
-    n = 1_000_000
-    x = normal(n)
-    fastgrad.gradcheck(torch.sin, x)  # what the first check of a process allocates for good
-    with PeakMemory() as peak:
-        fastgrad.gradcheck(torch.sin, x)
-    vectors = peak.mib * 2**20 / (8 * n)
-    assert 5 < vectors <= 36, "five at least: it is measured at all"
+    # Every vector mapped by itself: what is held counts, not what the heap keeps of what was freed.
+    result = subprocess.run(
+        [sys.executable, "-c", VECTORS_HELD],
+        cwd=Path(__file__).parents[1],
+        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert 5 < float(result.stdout) <= 20, "five at least: it is measured at all"
 
 
 def test_neighbors_closer_than_eps_are_certified_at_smaller_steps() -> None:

@@ -57,9 +57,10 @@ def test_the_version_is_stated_once() -> None:
 
 
 def test_import_costs_little_beyond_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    # With bytecode, as installed. Processor time: wall time would measure what else the machine is doing.
+    # With bytecode, as installed. Processor time, beside that of importing torch: machines are faster and slower.
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path))
-    code = "import torch, time; s = time.process_time(); import fastgrad; print(time.process_time() - s)"
-    # The first run writes the bytecode; what else the machine does makes any run longer, and none shorter.
-    assert any(float(run(code).stdout) < 0.05 for _ in range(20))
+    clock = "time.process_time()"
+    code = f"import time; s = {clock}; import torch; t = {clock}; import fastgrad; print(({clock} - t) / (t - s))"
+    # The first run writes the bytecode.
+    assert min(float(run(code).stdout) for _ in range(5)) < 1 / 16

@@ -56,7 +56,8 @@ def test_where_there_is_no_structure_the_look_costs_little(shapes: tuple[Any, ..
     assert report.plan is not None
     assert report.plan.engine == "dense"
     assert report.evaluations <= 2 * n + 4
-    assert report.vjps <= m + 6 + 1  # and that of a zero grad_output
+    # Two rows run twice, a zero grad_output, and the products of four cotangents, of which one runs twice.
+    assert report.vjps <= m + 2 + 1 + 4 + 1
 
 
 @pytest.mark.usefixtures("slow")

