@@ -77,7 +77,9 @@ def test_memory_taken_away_is_an_error_and_is_given_back(
             act(x)
         return y
 
-    with pytest.raises(RuntimeError, match=r"memory|storage|invalid gradient|shape|size of tensor"):
+    # Of second order, func differentiates: what torch says of a gradient of another shape is func's own error.
+    message = "freed or replaced the memory" if check is fastgrad.gradcheck else None
+    with pytest.raises(RuntimeError, match=message):
         check(func, (x,), **engine)
     assert x.is_set_to(memory)
     assert torch.equal(x, before)

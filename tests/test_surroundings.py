@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 import fastgrad
+from fastgrad import _torch
 
 each_check = pytest.mark.parametrize("check", [fastgrad.gradcheck, fastgrad.gradgradcheck], ids=lambda f: f.__name__)
 
 
 def leaf(*shape: int) -> Tensor:
-    return torch.linspace(0.2, 0.9, torch.Size(shape).numel(), dtype=torch.float64).view(shape).requires_grad_()
+    values = torch.linspace(0.2, 0.9, torch.Size(shape).numel(), dtype=torch.float64, device="cpu")
+    return values.view(shape).requires_grad_()
 
 
 def square(x: Tensor) -> Tensor:
@@ -153,6 +155,112 @@ def test_default_dtype_and_device_do_not_matter_and_stay(check: Any, dtype: torc
     finally:
         torch.set_default_dtype(before)
     assert torch.get_default_device().type == "cpu"
+
+
+class AllRolled(torch.autograd.Function):
+    """Sin, whose backward gives each element the gradient of another."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+        return (grad_output * ctx.saved_tensors[0].cos()).roll(1)
+
+
+def whole_row(x: Tensor) -> Tensor:
+    return torch.stack([(x * x).sum(), x[0] * x[1]])
+
+
+ENGINES: list[dict[str, Any]] = [
+    {},
+    {"engine": "dense"},
+    {"engine": "compressed"},
+    {"fast_mode": True},
+    {"fast_mode": True, "engine": "sketch"},
+]
+
+
+def verdicts(engine: dict[str, Any]) -> list[str]:
+    """What checks say, with their causes, of right and wrong functions of both orders, in both modes."""
+    sparse = torch.eye(4, dtype=torch.float64, device="cpu").to_sparse().requires_grad_()
+    found = []
+    for func, inputs in (
+        (square, (leaf(40),)),
+        (whole_row, (leaf(40),)),
+        (lambda x, y: (x @ y).exp(), (leaf(3, 4), leaf(4, 2))),
+        (lambda x: torch.view_as_complex(x) ** 2, (leaf(20, 2),)),
+        (AllRolled.apply, (leaf(40),)),
+        (half_wrong, (leaf(40),)),
+        (half_wrong, (leaf(3),)),
+        (lambda s: torch.sparse.mm(s, s.to_dense()), (sparse,)),
+    ):
+        for order in (1, 2):
+            for forward in ({}, {"check_forward_ad" if order == 1 else "check_fwd_over_rev": True}):
+                try:
+                    report = fastgrad.check(func, inputs, order=order, **forward, **engine)
+                    causes = [cause.name for cause in report.causes]
+                    rests_on = [certificate.claim for certificate in report.certificates]
+                    found.append(f"{report.passed} {report.failure and report.failure.kind} {causes} {rests_on}")
+                except Exception as error:
+                    found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("engine", "dtype"),
+    [*zip(ENGINES, [torch.float16, torch.float32] * 2 + [torch.float16], strict=True), (ENGINES[0], torch.float32)],
+    ids=str,
+)
+def test_verdicts_and_causes_are_those_without_defaults(engine: dict[str, Any], dtype: torch.dtype) -> None:
+    expected = verdicts(engine)
+    assert sum(verdict.startswith("True") for verdict in expected) > 10
+    assert sum(verdict.startswith("False") for verdict in expected) > 3
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            assert verdicts(engine) == expected
+    finally:
+        torch.set_default_dtype(before)
+
+
+def derivatives() -> list[Tensor]:
+    """What the functional API, and the numerical Jacobians, give: dense and sparse, by rows and by structure."""
+    x, y = leaf(40), leaf(3, 4)
+    ones = torch.ones(40, dtype=torch.float64, device="cpu")
+    functional = fastgrad.functional
+    found: list[Any] = [
+        functional.jacobian(square, x),
+        functional.jacobian(whole_row, x),
+        functional.jacobian(lambda v: v.diff(), leaf(200)),
+        functional.jacobian(square, x, sparse=True),
+        functional.jacobian(square, x, numerical=True),
+        functional.hessian(lambda v: (v.diff() ** 3).sum(), x, numerical=True),
+        functional.vhp(lambda v: (v**3).sum(), x, ones, numerical=True)[1],
+        fastgrad.numerical_jacobian(square, (x,), layout=torch.sparse_coo),
+        functional.hessian(lambda v: (v.diff() ** 3).sum(), x),
+        functional.jvp(square, x, ones)[1],
+        functional.vjp(square, x, ones)[1],
+        functional.hvp(lambda v: (v**3).sum(), x, ones)[1],
+        functional.vhp(lambda v: (v**3).sum(), x, ones)[1],
+        fastgrad.numerical_jacobian(square, (x,)),
+        fastgrad.analytical_jacobian(square, (x,)),
+        fastgrad.analytical_jacobian(square, (x,), mode="forward"),
+        fastgrad.analytical_jacobian(lambda v: torch.ones(2, dtype=torch.float64, device="cpu"), (x,)),
+        fastgrad.numerical_jacobian(lambda v: v @ v.t(), (y,)),
+    ]
+    return [part.to_dense() for part in _torch.tensors_in(found)]
+
+
+def test_derivatives_are_those_without_a_default_device() -> None:
+    expected = derivatives()
+    with torch.device("meta"):
+        found = derivatives()
+    assert len(found) == len(expected)
+    assert all(torch.equal(left, right) for left, right in zip(found, expected, strict=True))
 
 
 @pytest.fixture
