@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import threading
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeGuard
 
 from fastgrad import api, reference
 from fastgrad._torch import hidden_from_dynamo
@@ -80,8 +81,8 @@ def patch(*, compare: bool = False) -> Iterator[list[Check]]:
 
     The functions themselves forward the call, so it does not matter how they are reached: as attributes of
     torch.autograd, by names imported before or within the context, from a `functools.partial`, a class or a
-    closure, or through `torch.testing`'s own wrappers, whose defaults stay in force. It holds for all threads.
-    Contexts may be nested: the innermost one decides and records. What lies below the two functions
+    closure, or through the wrappers of `torch.testing` and of other people, whose defaults stay in force. It holds
+    for all threads. Contexts may be nested: the innermost one decides and records. What lies below the two functions
     (`get_numerical_jacobian`, say) remains torch's.
 
     Parameters
@@ -191,31 +192,54 @@ def _gradgradcheck(
 class _Diversion:
     """One of torch's checkers, a copy that stays what it was, and the body that it gets meanwhile."""
 
-    def __init__(self, name: str, body: Any) -> None:
-        # Not torch.autograd.gradcheck: that attribute is the function, which hides the module of its name.
-        self.function: FunctionType = getattr(import_module("torch.autograd.gradcheck"), name)
+    def __init__(self, function: FunctionType, body: Any) -> None:
+        self.function = function
         code, function_globals = self.function.__code__, self.function.__globals__
-        self.original = FunctionType(code, function_globals, name, self.function.__defaults__)
+        self.original = FunctionType(
+            code, function_globals, f"{function.__name__} of torch", self.function.__defaults__
+        )
         self.original.__kwdefaults__ = self.function.__kwdefaults__
-        self.body = body.__code__
+        # Suites ask for the signature to learn which keywords this torch has.
+        vars(self.function)["__signature__"] = inspect.signature(self.function)
+        self.function.__code__ = body.__code__
+
+    def undo(self) -> None:
+        """Gives the function its own body back."""
+        self.function.__code__ = self.original.__code__
+        del vars(self.function)["__signature__"]
 
 
-_TORCH = {
-    "gradcheck": _Diversion("gradcheck", _gradcheck),
-    "gradgradcheck": _Diversion("gradgradcheck", _gradgradcheck),
-}
+def _torchs_own(name: str) -> FunctionType:
+    """The function that torch has made, whatever its name stands for by now: wrappers call it in the end."""
+    # Not torch.autograd.gradcheck: that attribute is the function, which hides the module of its name.
+    module = import_module("torch.autograd.gradcheck")
+
+    def is_torchs(value: object) -> TypeGuard[FunctionType]:
+        if type(value) is not FunctionType or value.__name__ != name:
+            return False
+        return (value.__code__.co_name, value.__code__.co_filename) == (name, module.__file__)
+
+    there = getattr(module, name)
+    # A wrapper may hold it in a closure, an attribute or wherever else.
+    found = there if is_torchs(there) else next(filter(is_torchs, gc.get_objects()), None)
+    if found is None:
+        raise RuntimeError(f"torch's {name} cannot be patched: it is gone, and {there!r} is in its place.")
+    return found
+
+
+_BODIES = {"gradcheck": _gradcheck, "gradgradcheck": _gradgradcheck}
+_TORCH: dict[str, _Diversion] = {}
+"""Of the last `patch`: a thread may be on its way through one that is over."""
 _lock = threading.Lock()
 _sessions: list[_Session] = []
 
 
 def _divert() -> None:
-    for diversion in _TORCH.values():
-        # Suites ask for the signature to learn which keywords this torch has.
-        vars(diversion.function)["__signature__"] = inspect.signature(diversion.function)
-        diversion.function.__code__ = diversion.body
+    functions = {name: _torchs_own(name) for name in _BODIES}  # all or none
+    for name, body in _BODIES.items():
+        _TORCH[name] = _Diversion(functions[name], body)
 
 
 def _restore() -> None:
     for diversion in _TORCH.values():
-        diversion.function.__code__ = diversion.original.__code__
-        del vars(diversion.function)["__signature__"]
+        diversion.undo()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import pickle
+import subprocess
 import sys
 import threading
 import warnings
@@ -234,3 +236,108 @@ def test_what_fastgrad_does_not_check_torch_does_not_either(kind: str) -> None:
         fastgrad.gradcheck(func, inputs, **keywords)
     with pytest.raises((RuntimeError, AttributeError, NotImplementedError)):
         torch.autograd.gradcheck(func, inputs, **keywords)
+
+
+WRAPPED = """
+import functools, torch
+
+calls = []
+
+def wrap(check):
+    {wrapper}
+
+torch.autograd.gradcheck = wrap(torch.autograd.gradcheck)
+module = __import__("sys").modules["torch.autograd.gradcheck"]
+module.gradcheck, own = torch.autograd.gradcheck, module.gradcheck
+before = own.__code__, dict(vars(own))
+
+import fastgrad
+assert torch.autograd.gradcheck is module.gradcheck
+assert (own.__code__, dict(vars(own))) == before
+
+def rolled(x):
+    return Rolled.apply(x)
+
+class Rolled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return 2 * grad_output.roll(1)
+
+x = torch.rand(5, dtype=torch.float64, requires_grad=True)
+for _ in range(2):
+    with fastgrad.patch() as checks:
+        for check in (torch.autograd.gradcheck, own):
+            try:
+                check(rolled, (x,))
+            except fastgrad.GradcheckError:
+                pass
+        torch.autograd.gradgradcheck(torch.sin, (x,))
+    assert [check.name for check in checks] == ["gradcheck", "gradcheck", "gradgradcheck"], checks
+    assert (own.__code__, dict(vars(own))) == before
+    assert torch.autograd.gradcheck(torch.sin, (x,))
+    with fastgrad.patch(compare=True) as checks:
+        torch.autograd.gradcheck(torch.sin, (x,))
+    assert [check.torch.verdict for check in checks] == ["passed"]
+assert calls
+"""
+
+WRAPPERS = {
+    "wraps": """
+    @functools.wraps(check)
+    def wrapped(*arguments, **keywords):
+        calls.append(1)
+        return check(*arguments, **keywords)
+    return wrapped
+""",
+    "closure": "return lambda *arguments, **keywords: calls.append(1) or check(*arguments, **keywords)",
+    "callable object": """
+    class Wrapped:
+        def __init__(self):
+            self.held = [check]
+        def __call__(self, *arguments, **keywords):
+            calls.append(1)
+            return self.held[0](*arguments, **keywords)
+    return Wrapped()
+""",
+    "partial": "calls.append(1); return functools.partial(check, eps=1e-6)",
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS.values(), ids=WRAPPERS)
+def test_checkers_that_somebody_wrapped_before(wrapper: str) -> None:
+    code = WRAPPED.format(wrapper=wrapper.strip())
+    result = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_contexts_may_end_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = early.__code__
+    first, second = fastgrad.patch(), fastgrad.patch()
+    with first as outer:
+        # Wrapped while patched, and still wrapped afterwards.
+        monkeypatch.setattr(torch.autograd, "gradcheck", functools.partial(early, eps=1e-5))
+        inner = second.__enter__()
+    assert torch.autograd.gradcheck(torch.sin, normal(3))
+    assert (len(outer), [check.report.settings.eps for check in inner]) == (0, [1e-5])
+    second.__exit__(None, None, None)
+    assert early.__code__ is code
+    assert torch.autograd.gradcheck(torch.sin, normal(3))
+    assert len(inner) == 1
+
+
+def test_a_checker_that_is_gone_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["torch.autograd.gradcheck"], "gradcheck", len)
+    monkeypatch.setattr(gc, "get_objects", list)
+    with (
+        pytest.raises(RuntimeError, match=r"torch's gradcheck cannot be patched: .* is in its place"),
+        fastgrad.patch(),
+    ):
+        pass
+    monkeypatch.undo()
+    with fastgrad.patch() as checks:
+        early(torch.sin, normal(2))
+    assert len(checks) == 1
