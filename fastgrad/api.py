@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn
 from torch import Tensor
 from torch.nn import Module
 
-from fastgrad.arguments import Call, Wrt, flatten
+from fastgrad.arguments import Call, Wrt, flatten, refuse_function_class
 from fastgrad.caller import keeps_the_callers_state
 from fastgrad.check import check as run
 from fastgrad.errors import warn
@@ -438,6 +438,7 @@ def _second_order(
     func: Callable[..., Any], inputs: tuple[Any, ...], grad_outputs: Any, settings: Settings
 ) -> tuple[Backward, tuple[Any, ...]]:
     """The function that a check of second derivatives is about, and its arguments; calls func where it makes some."""
+    refuse_function_class(func)
     made = settings.grad_outputs or "given"
     if made != "given":
         grads = grad_outputs_for(func, inputs, made, settings.seed)
@@ -533,8 +534,8 @@ def _raise_or_return(
         return True
     if report.failure.kind.startswith("undefined grad"):
         warn(
-            "Backwards compatibility: undefined grad_outputs are checked by default; "
-            "check_undefined_grad=False leaves them out."
+            "Backwards compatibility: New undefined gradient support checking feature: undefined grad_outputs are "
+            "checked by default; check_undefined_grad=False leaves them out."
         )
     if raise_exception:
         report.raise_if_failed()

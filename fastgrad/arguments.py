@@ -71,6 +71,12 @@ def _dataclass_children(value: Any) -> Children:
     return [(f".{name}", getattr(value, name)) for name in names], make
 
 
+def refuse_function_class(func: object) -> None:
+    """Says what to pass instead of a torch.autograd.Function, which torch refuses to call."""
+    if isinstance(func, type) and issubclass(func, torch.autograd.Function):
+        raise TypeError(f"func is the class {func.__name__}: pass {func.__name__}.apply, which calls it.")
+
+
 class Call:
     """func(*inputs, **kwargs) as a function of the tensors among them that are checked, flat in and flat out.
 
@@ -91,6 +97,7 @@ class Call:
     """
 
     def __init__(self, func: Callable[..., Any], inputs: tuple[Any, ...], kwargs: Mapping[str, Any], wrt: Wrt) -> None:
+        refuse_function_class(func)
         self._func = func
         self._inputs, self._kwargs = inputs, dict(kwargs)
         self._parameters: list[_Parameter] = []

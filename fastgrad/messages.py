@@ -269,8 +269,8 @@ def _headline(failure: Failure, report: Report) -> str:
             return "Forward AD gradient has dtype mismatch: a tangent is complex for a real output, or the reverse."
         case "undefined tangent":
             return (
-                f"Mismatch in tangent values for {output} when the tangent of {input_} is undefined, which stands for "
-                f"zero: {failure.detail}."
+                f"Mismatch in tangent values for output with index: {failure.output} when the tangent of {input_} is "
+                f"undefined, which stands for zero: {failure.detail}."
             )
         case "batched raises":
             return f"While computing batched gradients, got: {failure.detail}\n\n{_batched_note(failure)}"

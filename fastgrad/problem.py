@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fastgrad import _native, _torch
 from fastgrad._torch import phase
+from fastgrad.arguments import refuse_function_class
 from fastgrad.coordinates import (
     PIECE,
     Block,
@@ -65,7 +66,8 @@ def _differentiable_inputs(inputs: tuple[Any, ...], names: tuple[str, ...], warn
 
     positions = [i for i, value in enumerate(inputs) if isinstance(value, Tensor) and value.requires_grad]
     for i, value in enumerate(inputs):
-        if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) and v.requires_grad for v in value):
+        held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+        if any(isinstance(v, Tensor) and v.requires_grad for v in held):
             raise TypeError(
                 f"Input {i} is a {type(value).__name__} of tensors that require grad: pass them one by one, or use "
                 "fastgrad.check."
@@ -208,6 +210,7 @@ class Problem:
         warn_of_precision: bool = True,
     ) -> None:
         """With what messages call the arguments, if they do, and the step and weight of each checked one."""
+        refuse_function_class(func)
         positions = _differentiable_inputs(arguments, names, warn_of_precision)
         memories = {position: memory_of(arguments[position], masked) for position in positions}
         self._memories = memories

@@ -268,3 +268,34 @@ def test_what_was_given_before_excuses_nothing() -> None:
     assert fastgrad.gradcheck(wrong, (x(),), atol=atol)
     atol.fill_(1e-5)  # the same tensor, another number
     assert not fastgrad.gradcheck(wrong, (x(),), atol=atol, raise_exception=False)
+
+
+def test_dict_inputs_are_told_of_check() -> None:
+    x = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    for inputs in ({"x": x}, ({"x": x},)):
+        for check in (fastgrad.gradcheck, fastgrad.gradgradcheck):
+            with pytest.raises(TypeError, match=r"Input 0 is a dict of tensors that require grad: .* fastgrad\.check"):
+                check(lambda d: d["x"].sin(), inputs)
+        assert fastgrad.check(lambda d: d["x"].sin(), inputs)
+
+
+def test_a_function_class_is_told_of_apply() -> None:
+    class Cube(torch.autograd.Function):
+        pass
+
+    x = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    checks = [fastgrad.gradcheck, fastgrad.gradgradcheck, fastgrad.check, fastgrad.adjoint_test]
+    for check in (*checks, fastgrad.taylor_test, fastgrad.numerical_jacobian, fastgrad.analytical_jacobian):
+        with pytest.raises(TypeError, match=r"func is the class Cube: pass Cube\.apply"):
+            check(Cube, (x,))
+    with pytest.raises(TypeError, match=r"pass Cube\.apply"):
+        fastgrad.check(Cube, x, order=2)
+
+
+@pytest.mark.parametrize("check", ["check", "adjoint_test", "taylor_test", "numerical_jacobian", "analytical_jacobian"])
+def test_warnings_point_at_the_caller_of_any_function(check: str) -> None:
+    single = torch.ones(2, requires_grad=True)
+    with pytest.warns(UserWarning, match="not a double precision") as caught:
+        getattr(fastgrad, check)(torch.sin, single)
+    line = inspect.currentframe().f_lineno - 1  # type: ignore[union-attr]
+    assert [(each.filename, each.lineno) for each in caught] == [(__file__, line)]

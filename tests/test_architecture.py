@@ -30,7 +30,7 @@ NEIGHBORS = {
     "errors": {"report"},
     "_torch": {"memory", "stopwatch"},
     "graphs": {"coordinates", "problem", "tolerances", "trial"},
-    "problem": {"coordinates", "directions", "progress", "tolerances"},
+    "problem": {"arguments", "coordinates", "directions", "progress", "tolerances"},
     "caller": {"arguments", "coordinates"},
     "batched": {"coordinates", "problem", "tolerances", "trial"},
     "certify": {"compare", "engines"},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -308,3 +310,127 @@ def test_a_nan_is_reported_as_such() -> None:
     z = torch.zeros(2, dtype=torch.complex128, requires_grad=True)
     with pytest.raises(fastgrad.GradcheckError, match="analytical nan"):
         fastgrad.gradgradcheck(lambda v: torch.linalg.norm(v, 0.5), (z,), torch.ones((), dtype=torch.float64))
+
+
+class Derived(torch.autograd.Function):
+    """The identity, with a backward and a jvp of the test's making."""
+
+    backward_of: Callable[[torch.Tensor | None], Any] = staticmethod(lambda g: g)
+    jvp_of: Callable[[torch.Tensor | None], Any] = staticmethod(lambda t: t)
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        return x.to_dense() if x.layout is not torch.strided else x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor | None) -> Any:
+        return Derived.backward_of(grad_output)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor | None) -> Any:
+        return Derived.jvp_of(tangent)
+
+
+def no_undefined(grad_output: torch.Tensor | None) -> torch.Tensor:
+    if grad_output is None:
+        raise RuntimeError("no grad_output")
+    return grad_output * 1
+
+
+def item(g: torch.Tensor | None) -> torch.Tensor | None:
+    return None if g is None else g * (g * 0 + 1).sum().div(g.numel()).item()
+
+
+RUNS = iter(range(1 << 30))
+FORWARD = {"check_forward_ad": True, "check_backward_ad": False}
+
+PHRASES: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None, dict[str, Any]]] = {
+    "Jacobian mismatch for output 0 with respect to input 0": (lambda g: g if g is None else 2 * g, None, {}),
+    "Jacobian computed with forward mode mismatch for output 0 with respect to input 0": (
+        lambda g: g,
+        lambda t: t if t is None else 2 * t,
+        FORWARD,
+    ),
+    "Backward is not reentrant, i.e., ": (lambda g: g if g is None else g * (1 + 1e-3 * next(RUNS)), None, {}),
+    "The tolerance for nondeterminism was 0.0": (lambda g: g if g is None else g * (1 + next(RUNS)), None, {}),
+    "backward not multiplied by grad_output": (lambda g: g if g is None else g + (g == 0).all(), None, {}),
+    "Expected backward function to handle undefined output grads": (no_undefined, None, {}),
+    "Expected all input grads to be undefined or zero": (
+        lambda g: torch.ones(3, dtype=torch.float64) if g is None else g * 1,
+        None,
+        {},
+    ),
+    "gradcheck or gradgradcheck failed while testing batched gradient computation": (
+        item,
+        None,
+        {"check_batched_grad": True},
+    ),
+    "While computing batched gradients, got:": (item, None, {"check_batched_grad": True}),
+    "gradcheck failed while testing batched gradient computation with forward-mode AD": (
+        lambda g: g,
+        item,
+        {**FORWARD, "check_batched_forward_grad": True, "check_undefined_grad": False},
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("phrase", PHRASES)
+def test_key_phrases_are_in_both_messages(phrase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    backward, jvp, keywords = PHRASES[phrase]
+    monkeypatch.setattr(Derived, "backward_of", staticmethod(backward))
+    monkeypatch.setattr(Derived, "jvp_of", staticmethod(jvp or Derived.jvp_of))
+    x = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    for check in (torch.autograd.gradcheck, fastgrad.gradcheck):
+        with pytest.raises(RuntimeError, match=re.escape(phrase)):
+            check(Derived.apply, (x,), **keywords)
+
+
+def test_key_phrases_of_errors_and_warnings_are_in_both_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.tensor([0.5, -1.0], dtype=torch.float64, requires_grad=True)
+    y = torch.ones(2, dtype=torch.float64)
+    backward = {"check_backward_ad": False}
+    for phrase, error, func, inputs, keywords in (
+        ("gradcheck expects at least one input tensor to require gradient", ValueError, torch.sin, y, {}),
+        ("The 0th input has a dimension with stride 0.", RuntimeError, torch.sin, x[0].expand(3), {}),
+        ("Sparse output is not supported at gradcheck yet.", ValueError, lambda v: v.to_sparse(), x, {}),
+        ("Numerical gradient for function expected to be zero", RuntimeError, lambda v: v.detach() * 2, x, {}),
+        (
+            "Expected at least one of check_forward_ad or check_backward_ad to be True",
+            AssertionError,
+            abs,
+            x,
+            backward,
+        ),
+        (
+            "Setting check_batched_grad=True requires check_backward_ad to be True",
+            AssertionError,
+            torch.sin,
+            x,
+            {**FORWARD, "check_batched_grad": True},
+        ),
+        (
+            "Setting check_batched_forward_grad=True requires check_forward_ad to be True",
+            AssertionError,
+            torch.sin,
+            x,
+            {"check_batched_forward_grad": True},
+        ),
+    ):
+        for check in (torch.autograd.gradcheck, fastgrad.gradcheck):
+            with pytest.raises(error, match=re.escape(phrase)):
+                check(func, inputs, **keywords)
+    monkeypatch.setattr(Derived, "backward_of", staticmethod(no_undefined))
+    for check in (torch.autograd.gradcheck, fastgrad.gradcheck):
+        with pytest.warns(UserWarning, match="Input #0 requires gradient and is not a double precision floating point"):
+            check(torch.sin, x.detach().float().requires_grad_(), raise_exception=False)
+        with pytest.warns(
+            UserWarning, match="Backwards compatibility: New undefined gradient support checking feature"
+        ):
+            assert not check(Derived.apply, x, raise_exception=False)
+
+
+def test_undefined_tangents_have_torchs_phrase() -> None:
+    failure = Failure("undefined tangent", 1, 0, 1, 0, mode="forward", detail="1 for the undefined tangent, 0 for zero")
+    assert failure_message(report(failure)).startswith("Mismatch in tangent values for output with index: 1 when ")
