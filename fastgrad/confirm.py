@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import cast
@@ -26,7 +27,10 @@ MOST_GROUPS = 64
 
 @dataclass(slots=True)
 class Found:
-    """A located entry: coordinates, what it adds to J_num - J_ana, and how it looks if it is wrong."""
+    """A located entry: coordinates, what it adds to J_num - J_ana, and how it looks if it is wrong.
+
+    unresolved: what it may be off, where it agrees as far as its derivative is known, not to the tolerance.
+    """
 
     output: Block
     input: Block
@@ -36,6 +40,7 @@ class Found:
     columns: tuple[int, ...]
     errors: list[float]
     survivor: Survivor | None
+    unresolved: float = 0.0
 
 
 def entry_in_row(
@@ -122,16 +127,17 @@ def _confirm(
     differences = [problem.difference_columns(j, 1, settings.eps, True)[0] for j in columns]
     numerical = [difference[i].item() for difference in differences for i in rows]
     wanted, got = (complex(*values) for values in (numerical, analytical))
-    own, survivor = settings.of(block.index), None
+    own, survivor, unresolved = settings.of(block.index), None, 0.0
     found, expected = (torch.tensor([value], dtype=torch.complex128, device=problem.device) for value in (got, wanted))
     if not torch.isclose(found, expected, rtol=own.rtol, atol=own.atol):
         inputs, outputs = (torch.tensor([places], device=problem.device) for places in (columns, rows))
         elements = (inputs[:, 0] - block.first) // block.width, (outputs[:, 0] - output.first) // output.width
         suspects = Suspects(inputs, outputs, found, expected, *elements)
         survivor = not_finite(problem, True, settings, suspects)
-        survivor = survivor or surviving(problem, True, settings, [suspects])[0]
+        if survivor is None:
+            survivor, _, unresolved = surviving(problem, True, settings, [suspects])
     errors = [number - value for number, value in zip(numerical, analytical, strict=True)]
-    return Found(output, block, part, mode, rows[0], columns, errors, survivor)
+    return Found(output, block, part, mode, rows[0], columns, errors, survivor, unresolved)
 
 
 def _element_coordinates(block: Block, coordinate: int) -> tuple[int, ...]:
@@ -219,13 +225,15 @@ def _relative(analytical: complex, numerical: complex) -> float:
 
 def _survivor(
     problem: Problem, record_graph: bool, settings: Settings, suspects: Suspects, groups: Tensor
-) -> tuple[Survivor | None, Tensor]:
+) -> tuple[Survivor | None, Tensor, float]:
     """The first suspected entry that is wrong after re-measuring, and which ones were: bool, shape (entries,).
 
-    groups: the number of each entry's group, whose elements are moved together; what looks wrong then is moved alone.
+    Last, what some may be off that no step resolves to the tolerance. groups: the number of each entry's group, whose
+    elements are moved together; what looks wrong then is moved alone.
     """
     measured = torch.zeros_like(groups, dtype=torch.bool)
     elements, block = suspects.input_elements, suspects.blocks(problem, 0)[1]
+    unresolved = 0.0
     # A wrong entry is mostly among the worst; the others may be many.
     for most in (WORST, len(groups)):
         left = (~measured[:most]).nonzero().reshape(-1)
@@ -235,21 +243,69 @@ def _survivor(
         in_turn, count = worst.argsort(), 1
         while in_turn.numel():
             chosen = [left[which == number] for number in in_turn[:count]]
-            survivor, wrong = surviving(problem, record_graph, settings, [suspects.of(some) for some in chosen])
+            survivor, wrong, off = surviving(problem, record_graph, settings, [suspects.of(some) for some in chosen])
+            unresolved = max(unresolved, off)
             some = torch.cat(chosen)
             measured[some] = True
             if survivor is not None and any(bool((elements[own] != elements[own[0]]).any()) for own in chosen):
                 accused = suspects.of(some[wrong])
                 others = (survivor.entry, *survivor.others)
-                survivor, alone = _survivor(problem, record_graph, settings, accused, accused.input_elements)
+                survivor, alone, off = _survivor(problem, record_graph, settings, accused, accused.input_elements)
+                unresolved = max(unresolved, off)
                 if survivor is not None:
                     known = {block.element_index(int(element)) for element in accused.input_elements[alone]}
                     others = tuple(entry for entry in others if entry.input_index not in known)
                     survivor = replace(survivor, others=survivor.others + others)
             if survivor is not None:
-                return survivor, measured
+                return survivor, measured, unresolved
             in_turn, count = in_turn[count:], min(MOST_GROUPS, count * 4)
-    return None, measured
+    return None, measured, unresolved
+
+
+def entries_failure(
+    problem: Problem, settings: Settings, rows: Tensor, columns: Tensor, analytical: Tensor, numerical: Tensor
+) -> tuple[Failure | None, float]:
+    """The failure of some real entries that differ at eps, if any differs after re-measuring; and what is unresolved.
+
+    Parameters
+    ----------
+    rows, columns
+        Their coordinates: int64, shape (entries,). Columns that share none of these rows are moved together.
+    analytical, numerical
+        float64, shape (entries,).
+    """
+    unresolved = 0.0
+    groups = _groups_without_a_common_row(rows, columns)
+    for output, block in itertools.product(problem.outputs, problem.inputs):
+        elements = columns - block.first, rows - output.first
+        own = (elements[0] >= 0) & (elements[0] < block.size) & (elements[1] >= 0) & (elements[1] < output.size)
+        if not bool(own.any()):
+            continue
+        got, wanted = (one[own].to(torch.complex128) for one in (analytical, numerical))
+        places = columns[own].unsqueeze(1), rows[own].unsqueeze(1)
+        suspects = Suspects(*places, got, wanted, elements[0][own], elements[1][own])
+        survivor, _, off = _survivor(problem, True, settings, suspects, groups[own])
+        unresolved = max(unresolved, off)
+        if survivor is not None:
+            found = Found(output, block, "all", "reverse", 0, (), [], survivor)
+            return located_failure([found]), unresolved
+    return None, unresolved
+
+
+def _groups_without_a_common_row(rows: Tensor, columns: Tensor) -> Tensor:
+    """A group of each entry, the same for all of a column: int64, shape (entries,)."""
+    rows_of: dict[int, set[int]] = {}
+    for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
+        rows_of.setdefault(column, set()).add(row)
+    taken: list[set[int]] = []
+    group_of: dict[int, int] = {}
+    for column, own in rows_of.items():
+        group = next((k for k, some in enumerate(taken) if not some & own), len(taken))
+        if group == len(taken):
+            taken.append(set())
+        taken[group] |= own
+        group_of[column] = group
+    return torch.tensor([group_of[column] for column in columns.tolist()], device=columns.device)
 
 
 def mismatch_failure(
@@ -276,12 +332,14 @@ def mismatch_failure(
         if group_of is None:
             groups = pair.groups(elements)
         else:
-            groups = torch.tensor([group_of(coordinate) for coordinate in suspects.inputs[:, 0].tolist()])
-            groups = groups.to(elements.device)
+            numbers = [group_of(coordinate) for coordinate in suspects.inputs[:, 0].tolist()]
+            groups = torch.tensor(numbers, device=elements.device)
         survivor = not_finite(problem, plan.record_graph, settings, suspects)
         measured = torch.zeros_like(groups, dtype=torch.bool)
         if survivor is None:
-            survivor, measured = _survivor(problem, plan.record_graph, settings, suspects, groups)
+            survivor, measured, unresolved = _survivor(problem, plan.record_graph, settings, suspects, groups)
+            if unresolved:
+                findings.note_undecided(unresolved)
         if survivor is not None:
             worst = [survivor.entry, *sorted(survivor.others, key=_excess, reverse=True)]
             others = (~measured).nonzero().reshape(-1)[: MOST_WORST + len(worst)].tolist()

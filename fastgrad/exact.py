@@ -354,6 +354,8 @@ class _Verdict:
         rows = self._of_func.certify(self._of_backward.values)
         if rows is None:
             return incomplete([], refuted=True)
+        if isinstance(rows, Failure):
+            return rows
         return self._of_func.follow(rows, self._of_backward.row_alone)
 
     def screen_apart(self) -> Screening:

@@ -133,6 +133,7 @@ def screen(
             flagged = sketch.worst()
         if failure is not None:
             return Screening(failure)
+        bound = max(bound, search.unresolved)
         if not problem.unspecified <= settings.atol / 4:
             return Screening(undecided=problem.unspecified)
         if flagged is not None and math.isfinite(quietest):
@@ -339,6 +340,7 @@ class _Search:
         self._settings = settings
         self._differences = differences
         self.dead: list[int] = []
+        self.unresolved = 0.0
 
     def run(self, sketch: Sketch) -> Failure | None:
         """The confirmed entries, up to MOST_ENTRIES; takes what it explains out of the sketch."""
@@ -423,7 +425,9 @@ class _Search:
                 for column, error in zip(entry.columns, entry.errors, strict=True)
             )
 
-        return entry_in_row(self._problem, self._settings, row, gradient, u, eps, value, explained)
+        entry = entry_in_row(self._problem, self._settings, row, gradient, u, eps, value, explained)
+        self.unresolved = max(self.unresolved, entry.unresolved)
+        return entry
 
 
 @phase("forward-mode screen")

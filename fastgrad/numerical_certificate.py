@@ -6,7 +6,6 @@ itself or added to another entry of its row that was measured together with it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +17,7 @@ from torch import Tensor
 from fastgrad._native import ops
 from fastgrad.coloring import Indices
 from fastgrad.compare import largest, tolerances
-from fastgrad.confirm import Found, entry_in_row, located_failure, row_entry
+from fastgrad.confirm import Found, entries_failure, entry_in_row, located_failure, row_entry
 from fastgrad.engines.compressed import Compression
 from fastgrad.engines.sketch import Differences, directional_differences
 from fastgrad.problem import Problem
@@ -53,6 +52,9 @@ not; beside larger ones rounding is small."""
 FEW_HIDING = 2.0**-8
 """Share of the outputs, beside kinks say, that may hide entries which matter: the check is undecided then. Where more
 do, outputs are watched bit by bit instead."""
+
+MOST_SEPARATED = 64
+"""Outputs that may hide entries, and columns of these, to look at by themselves."""
 
 HOPELESS = 1 / 4
 """Of the rows: where more are wrong, it is not for kinks, and smaller steps do not help."""
@@ -129,6 +131,14 @@ class _Discrepancies:
         return ~(self.error <= self.allowed)
 
 
+@dataclass(frozen=True)
+class _Apart:
+    """Outputs that are looked at by themselves (bool, shape (m,)), and the columns that are measured one by one."""
+
+    are_rows: Tensor
+    columns: Tensor
+
+
 class NumericalCertificate:
     """That no entry of func lies outside of a pattern, and that the entries on it are those of func.
 
@@ -149,6 +159,7 @@ class NumericalCertificate:
         self._compression = compression
         self._base = base
         self.bound, self._margin, self._shares = 0.0, 1.0, (1.0, 1.0)
+        self._explained, self._unresolved = 0.0, 0.0
 
     @property
     def hides(self) -> bool:
@@ -171,10 +182,12 @@ class NumericalCertificate:
         self._first = self._differences_along(self._start, 1, extrapolated=1)
         if not bool(self._compared(self._first, values, self._entry_rounding).wrong.any()):
             return []
-        return self._unexplained_rows(1, None)[0]
+        return self._unexplained_rows(1, None)
 
-    def certify(self, analytical: Tensor | None) -> list[int] | None:
+    def certify(self, analytical: Tensor | None) -> Failure | list[int] | None:
         """That outputs move along random directions as entries say: the analytical ones, or else the numerical ones.
+
+        Outputs that do not; None: so many may hide entries that the pattern is to be found in another way.
 
         Analytical entries, which products explain, are known better than numerical ones, and no entry that func has
         and the backward lacks adds to them.
@@ -197,15 +210,19 @@ class NumericalCertificate:
             if not more:
                 torch.maximum(differences.noise, noise, out=differences.noise)
             found = self._compared(differences, entries, rounding)
-        if bool(found.wrong.any()):
-            rows, hiding = self._unexplained_rows(count, analytical)
+        if not bool(found.wrong.any()):
+            self._explained_to(found.allowed / self._margin)
+            rows = []
         else:
-            rows, hiding = [], int((found.allowed / self._margin > self.asked).sum())
-            self.bound = largest(found.allowed) / self._margin
+            rows = self._unexplained_rows(count, analytical)
+            if analytical is not None:
+                failure, rows = self._separated(rows, count, analytical)
+                if failure is not None:
+                    return failure
         if watched:
             # What moves no bit of an output, no difference shows.
             self.bound = min(self.bound, self.asked)
-        elif hiding > FEW_HIDING * self._base.numel():
+        elif self._hiding.numel() > FEW_HIDING * self._base.numel():
             return None
         return rows
 
@@ -232,45 +249,95 @@ class NumericalCertificate:
         if error[column] <= 1:
             return None
         found = row_entry(self._problem, self._settings, row, gradient, column)
+        self._unresolved = max(self._unresolved, found.unresolved)
         return located_failure([found]) if found.survivor is not None else None
 
-    def _unexplained_rows(self, count: int, analytical: Tensor | None) -> tuple[list[int], int]:
-        """Outputs that do not move as entries say, worst first, and the number of those that may hide entries.
+    def _unexplained_rows(self, count: int, analytical: Tensor | None, apart: _Apart | None = None) -> list[int]:
+        """Outputs that do not move as entries say, worst first; notes those that may hide entries.
 
         Several steps in the same directions tell. For each output the step that resolves most decides; and it clears
-        what another step found only if it would have seen as much.
+        what another step found only if it would have seen as much. Of outputs that are apart, only these are asked for,
+        and columns that are apart do not move.
         """
         size = self._base.shape
         bounds = torch.full((2, *size), torch.inf, dtype=torch.float64, device=self._problem.device)
         refuted = torch.zeros_like(bounds)
         steps = [1.0]
-        fewest = math.inf
+        times, refuting = torch.ones_like(self._base), torch.zeros_like(self._base)
         while steps:
             step = steps.pop(0)
-            differences = self._differences_along(step, count, extrapolated=count)
+            differences = self._differences_along(step, count, extrapolated=count, apart=apart)
             found = [self._compared(differences, self.values, self._entry_rounding)]
             if analytical is not None:
                 found.append(self._compared(differences, analytical, None))
             for bound, refutation, one in zip(bounds, refuted, found, strict=False):
                 torch.minimum(bound, one.allowed.masked_fill(one.wrong, torch.inf), out=bound)
                 torch.maximum(refutation, one.error.nan_to_num(torch.inf).masked_fill_(~one.wrong, 0.0), out=refutation)
+            beyond = (found[-1].error / found[-1].allowed).nan_to_num(torch.inf)
+            refuting.masked_fill_(beyond > times, step)
+            torch.maximum(times, beyond, out=times)
             shown = torch.where((bounds <= refuted / 2) | (refuted == 0), bounds, torch.inf)
             known = torch.minimum(shown[0] * self._shares[0], shown[1] * self._shares[1])
+            if apart is not None:
+                known = known.where(apart.are_rows, 0.0)
             rows, hiding = known.isinf(), known / self._margin > self.asked
-            if int(rows.sum()) < fewest:
-                self._differences, self._explained, fewest = differences, found[-1].allowed, int(rows.sum())
-            if not bool(hiding.any()) or (step == 1.0 and fewest > HOPELESS * rows.numel()):
+            unexplained = int(rows.sum())
+            if not bool(hiding.any()) or (step == 1.0 and unexplained > HOPELESS * rows.numel()):
                 break
             if step == 1.0:
-                steps += [*SMALLER, *LARGER] if fewest else [*LARGER, *SMALLER]
-        self.bound = largest(known.masked_fill(rows, 0.0)) / self._margin
-        worst_first = refuted[0][rows].argsort(descending=True)
-        return rows.nonzero().reshape(-1)[worst_first].tolist(), int((hiding & ~rows).sum())
+                steps += [*SMALLER, *LARGER] if unexplained else [*LARGER, *SMALLER]
+        self._explained_to(known.masked_fill(rows, 0.0) / self._margin, apart)
+        worst_first = rows.nonzero().reshape(-1)[refuted[0][rows].argsort(descending=True)]
+        self._refuting = dict(zip(worst_first[:MOST_LEADS].tolist(), refuting[worst_first].tolist(), strict=False))
+        self._count, self._apart = count, apart
+        self._against = (self.values, self._entry_rounding) if analytical is None else (analytical, None)
+        return worst_first.tolist()
+
+    def _explained_to(self, sizes: Tensor, apart: _Apart | None = None) -> None:
+        """Takes the sizes up to which outputs may hide entries: float64, shape (m,)."""
+        earlier = self._explained if apart is not None else 0.0
+        self._explained = max(earlier, largest(sizes.where(sizes <= self.asked, 0.0)))
+        self._hiding = (sizes > self.asked).nonzero().reshape(-1)
+        self.bound = max(self._explained, largest(sizes), self._unresolved)
+
+    def _separated(self, unexplained: list[int], count: int, analytical: Tensor) -> tuple[Failure | None, list[int]]:
+        """Looks again at outputs that are not explained or may hide entries, if they are few; as `certify`.
+
+        These may be beside kinks: their own columns, moved together with others, cross them at every step beside which
+        rounding is small. So these columns are measured one by one, and all others move together.
+        """
+        compression, blocks = self._compression, (*self._problem.inputs, *self._problem.outputs)
+        rows = torch.unique(torch.cat([self._hiding, self._hiding.new_tensor(unexplained)]))
+        if not 0 < rows.numel() <= MOST_SEPARATED or any(block.is_complex for block in blocks):
+            return None, unexplained
+        mine = torch.isin(compression.rows, rows)
+        columns = torch.unique(compression.columns[mine])
+        if columns.numel() > MOST_SEPARATED:
+            return None, unexplained
+        apart = _Apart(torch.zeros_like(self._base, dtype=torch.bool).index_fill_(0, rows, True), columns)
+        expected = analytical.new_zeros(columns.numel(), rows.numel())
+        places = zip((columns, rows), (compression.columns[mine], compression.rows[mine]), strict=True)
+        expected[tuple(torch.searchsorted(known, own) for known, own in places)] = analytical[mine]
+        differences = self._problem.difference_columns
+        found = torch.stack([differences(column, 1, self._settings.eps, True)[0][rows] for column in columns.tolist()])
+        atol, rtol = tolerances(self._problem, self._settings, columns.unsqueeze(1))
+        which = (~((expected - found).abs() <= atol + rtol * found.abs())).nonzero(as_tuple=True)
+        coordinates = rows[which[1]], columns[which[0]]
+        failure, unresolved = entries_failure(
+            self._problem, self._settings, *coordinates, expected[which], found[which]
+        )
+        if failure is not None:
+            return failure, []
+        self._unresolved = max(self._unresolved, unresolved)
+        return None, self._unexplained_rows(count, analytical, apart)
 
     def _peeled(self, row: int, gradient: Tensor) -> list[Found] | Failure | Incomplete:
         """The harmless entries that explain, with its gradient, how a row's output moves along all directions."""
-        problem, settings, differences = self._problem, self._settings, self._differences
-        allowed = float(self._explained[row]) + NEGLIGIBLE * settings.atol
+        problem, settings = self._problem, self._settings
+        step = self._refuting[row]
+        differences = self._differences_along(step, self._count, extrapolated=self._count, apart=self._apart)
+        entries, rounding = self._against
+        allowed = float(self._compared(differences, entries, rounding).allowed[row]) + NEGLIGIBLE * settings.atol
         found: list[Found] = []
 
         def explained(vector: Tensor) -> float:
@@ -292,6 +359,7 @@ class NumericalCertificate:
             entry = entry_in_row(problem, settings, *where)
             if entry.survivor is not None:
                 return located_failure([entry])
+            self._unresolved = max(self._unresolved, entry.unresolved)
             if any(entry.columns == known.columns for known in found):
                 break
             found.append(entry)
@@ -308,12 +376,18 @@ class NumericalCertificate:
         """What rounding may do to a sum of numerical entries, relative to the output."""
         return ROUNDING * 2 * self._problem.unit_roundoff / self._settings.eps
 
-    def _differences_along(self, step: float, count: int, extrapolated: int, first: int = 0) -> Differences:
+    def _differences_along(
+        self, step: float, count: int, extrapolated: int, first: int = 0, apart: _Apart | None = None
+    ) -> Differences:
         """As `directional_differences`, of what is not apart; step in units of eps, first: of the directions.
 
         The same numbers are the same directions at every step.
         """
         compression = self._compression
+        still = compression.columns_apart
+        if apart is not None:
+            none = torch.zeros(self._problem.n, dtype=torch.bool, device=self._problem.device)
+            still = (none if still is None else still).index_fill(0, apart.columns, True)
         differences = directional_differences(
             self._problem,
             self._settings,
@@ -322,7 +396,7 @@ class NumericalCertificate:
             count,
             0,
             extrapolated=extrapolated,
-            still=compression.columns_apart,
+            still=still,
             first=first,
         )
         if compression.rows_apart is not None:

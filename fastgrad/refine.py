@@ -44,6 +44,10 @@ FINEST = 4
 TOGETHER = 1 << 11
 """Entries whose estimates, some 200 each, are compared at a time."""
 
+UNRESOLVED = 64.0
+"""What the derivative of an entry may be off, in units of its tolerance, for the entry to be left open: rounding beside
+a kink. Beyond, the derivative did not converge."""
+
 MOST_OTHERS = 7
 """Wrong entries to tell of beside the worst."""
 
@@ -436,9 +440,10 @@ def _number(coordinates: Tensor) -> str:
 @phase("re-measuring")
 def surviving(
     problem: Problem, record_graph: bool, settings: Settings, groups: Sequence[Suspects]
-) -> tuple[Survivor | None, Tensor]:
+) -> tuple[Survivor | None, Tensor, float]:
     """The worst of some suspected entries, if any is wrong after re-measuring; and which ones are: bool, end to end.
 
+    Last, what those may be off that agree as far as their derivatives are known, and are not known to the tolerance.
     groups: of one input; the entries of each are moved together.
     """
     own = settings.of(block_with(problem.inputs, int(groups[0].inputs[0, 0])).index)
@@ -467,9 +472,13 @@ def surviving(
     doubtful = torch.stack([column.doubtful.reshape(shape).any(1) for column in columns]).any(0)
     # What is left of func below its own rounding excuses no gradient.
     converged &= ~(doubtful & (difference <= allowed))
-    wrong = ~(converged & (difference <= allowed))
+    agrees = difference <= allowed
+    off = errors.abs()
+    is_open = agrees & ~converged & ~doubtful & (off <= UNRESOLVED * allowed)
+    unresolved = float(off[is_open].amax()) if bool(is_open.any()) else 0.0
+    wrong = ~(agrees & (converged | is_open))
     if not bool(wrong.any()):
-        return None, wrong
+        return None, wrong, unresolved
     # Converged entries first: they are sure. A NaN is never sure.
     excess = torch.where(wrong, torch.where(converged, difference / allowed, 0.0), -1.0)
     worst_first = excess.argsort(descending=True, stable=True)
@@ -480,7 +489,8 @@ def surviving(
         entries.append(suspects.entry(problem, which, own, *refined))
     worst = order[0]
     trouble = _trouble(columns, suspects, worst, bool(converged[worst]), own)
-    return Survivor(entries[0], *trouble, _convergence(columns, shape, worst), tuple(entries[1:])), wrong
+    survivor = Survivor(entries[0], *trouble, _convergence(columns, shape, worst), tuple(entries[1:]))
+    return survivor, wrong, unresolved
 
 
 def _convergence(columns: list[Refinement], shape: torch.Size, entry: int) -> tuple[Difference, ...]:

@@ -369,15 +369,51 @@ def test_memory_stays_near_the_vectors() -> None:
     assert 5 < float(result.stdout) <= 20, "five at least: it is measured at all"
 
 
-def test_neighbors_closer_than_eps_are_certified_at_smaller_steps() -> None:
+def uniform(n: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.rand(n, generator=generator, dtype=torch.float64) + 0.5).requires_grad_()
+
+
+def test_neighbors_closer_than_eps_are_measured_one_by_one() -> None:
     """Closest values 4.5e-10 apart: steps that do not swap them are so small that rounding hides what is below 6e-5."""
-    generator = torch.Generator().manual_seed(4)
-    x = (torch.rand(20_000, generator=generator, dtype=torch.float64) + 0.5).requires_grad_()
-    report = fastgrad.check(lambda v: v.sort()[0], x, engine="compressed")
-    assert report.failure is None
+    report = fastgrad.check(lambda v: v.sort()[0], uniform(20_000, seed=4), engine="compressed")
+    assert report.passed
+    assert report.evaluations <= 220
+    assert all(certificate.bound <= 1e-5 for certificate in report.certificates)
+
+
+def test_what_no_step_resolves_to_the_tolerance_is_left_open() -> None:
+    """Closest values 4.7e-11 apart: steps that do not swap them tell their entries to 1.2e-5, not to 1e-5."""
+    report = fastgrad.check(lambda v: v.sort()[0], uniform(100_000, seed=0))
     assert report.verdict == "undecided"
-    assert report.evaluations <= 110
-    assert all(certificate.bound < 1e-4 for certificate in report.certificates)
+    assert report.undecided is not None
+    assert 1e-5 < report.undecided < 1.3e-5
+    assert report.evaluations <= 350
+
+
+class SortOffByOne(torch.autograd.Function):
+    """sort whose backward swaps the gradients of the two closest values, and adds `extra` to the one behind."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, extra: float, swaps: bool) -> Tensor:
+        values, order = x.sort()
+        ctx.closest, ctx.order, ctx.extra, ctx.swaps = int(values.diff().argmin()), order, extra, swaps
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        k, order = ctx.closest, ctx.order.clone()
+        if ctx.swaps:
+            order[k], order[k + 1] = order[k + 1].clone(), order[k].clone()
+        gradient = torch.empty_like(grad_output).scatter_(0, order, grad_output)
+        gradient[order[k + 7]] += ctx.extra * grad_output[k]
+        return gradient, None, None
+
+
+@pytest.mark.parametrize(("extra", "swaps"), [(0.0, True), (3e-5, False), (3e-5, True)])
+def test_a_wrong_gradient_of_neighbors_closer_than_eps_fails(extra: float, swaps: bool) -> None:
+    report = fastgrad.check(lambda v: SortOffByOne.apply(v, extra, swaps), uniform(20_000, seed=4))
+    assert report.verdict == "failed"
 
 
 INDEX = torch.randint(0, 400, (300,), generator=torch.Generator().manual_seed(1))
