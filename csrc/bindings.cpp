@@ -60,7 +60,8 @@ PYBIND11_MODULE(_C, module) {
       .def_readonly("unspecified", &fastgrad::GradientsMatch::unspecified)
       .def_readonly("dtypes", &fastgrad::GradientsMatch::dtypes)
       .def_readonly("sizes", &fastgrad::GradientsMatch::sizes)
-      .def_readonly("repeats", &fastgrad::GradientsMatch::repeats);
+      .def_readonly("repeats", &fastgrad::GradientsMatch::repeats)
+      .def_readonly("movement", &fastgrad::GradientsMatch::movement);
   py::class_<fastgrad::WholeBackward::Rows>(module, "Rows")
       .def_readonly("rows", &fastgrad::WholeBackward::Rows::rows)
       .def_readonly("repeated", &fastgrad::WholeBackward::Rows::repeated)
@@ -69,7 +70,7 @@ PYBIND11_MODULE(_C, module) {
       .def_readonly("parts", &fastgrad::WholeBackward::parts)
       .def_readonly("vectorized", &fastgrad::WholeBackward::vectorized)
       .def_readonly("products", &fastgrad::WholeBackward::products)
-      .def_readonly("moved", &fastgrad::WholeBackward::moved)
+      .def_readonly("movement", &fastgrad::WholeBackward::movement)
       .def_readonly("add_up", &fastgrad::WholeBackward::add_up)
       .def_readonly("zeros", &fastgrad::WholeBackward::zeros)
       .def_readonly("are_zero", &fastgrad::WholeBackward::are_zero)

@@ -538,6 +538,7 @@ std::optional<std::tuple<int64_t, int64_t, py::object>> Evaluator::values_along(
     check_vector("values_along", "values", row, total(outputs));
     check_written("values_along", "values", row);
   }
+  check_in_place(blocks_);
   const OnExit restoring([this] { restore(); });
   for (size_t s = 0; s < values.size(); ++s) {
     displace(displacement, scales[s]);
@@ -559,6 +560,7 @@ std::optional<std::tuple<int64_t, int64_t, py::object>> Evaluator::difference_co
     int64_t first, const at::Tensor& columns, const std::vector<OutputSpec>& outputs, double eps, bool record_graph) {
   check_columns("difference_columns", columns, outputs);
   check_coordinates("difference_columns", first, columns.size(0));
+  check_in_place(blocks_);
   if (mutates_inputs_) {
     restore();
   }
@@ -632,6 +634,7 @@ std::optional<std::tuple<int64_t, int64_t, py::object>> Evaluator::difference_gr
   TORCH_CHECK(
       m == total(outputs), "difference_groups: m must be the number of real coordinates of the outputs, ",
       total(outputs), ", got ", m);
+  check_in_place(blocks_);
   if (mutates_inputs_) {
     restore();
   }

@@ -208,6 +208,7 @@ struct GradientsMatch {
   bool dtypes = true;                               // all had the dtype of their inputs
   bool sizes = true;                                // all had the size of their inputs; one that had not leaves zeros
   bool repeats = true;                              // a second run, where there was one, gave equal values
+  double movement = 0.0;                            // of groups: by how much one that did not was another, at most
   std::map<int64_t, UnspecifiedEntry> unspecified;  // by input, where there is any
 };
 
@@ -240,6 +241,9 @@ GradientsMatch vjp_groups(
     const at::Tensor& output, const std::vector<InputBlock>& inputs, const Groups& groups, const at::Tensor& values,
     int64_t n, int64_t repeated, double repeat_scale, bool expand);
 
+// By how much two tensors of one shape, float64, differ at most; infinite where either holds a NaN and they differ.
+double largest_difference(const at::Tensor& left, const at::Tensor& right);
+
 // The coordinates of all inputs, end to end.
 int64_t total(const std::vector<InputBlock>& inputs);
 
@@ -264,7 +268,7 @@ struct WholeBackward {
   std::vector<Rows> parts;  // output by output, the imaginary parts of complex ones; then their real parts
   bool vectorized = false;  // the rows of some are one vectorized VJP
   at::Tensor products;      // of the cotangents with all rows, as of vjp_coordinates
-  bool moved = false;       // a second run of the first product gave another
+  double movement = 0.0;    // by how much a second run of the first product was another
   bool add_up = true;       // the products were seen, on the CPU, to be what the rows add up to
   // Gradients of zeros; where asked for, of undefined grad_outputs of all outputs and, if there are several, of one
   // after the other.

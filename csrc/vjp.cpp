@@ -13,6 +13,7 @@
 #include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/isfinite.h>
+#include <ATen/ops/sub.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -54,6 +55,18 @@ bool is_repeated(const at::Tensor& gradient, const at::Tensor& again, const Reru
   rerun();
   return at::equal(gradient, again);
 }
+
+}  // namespace
+
+double largest_difference(const at::Tensor& left, const at::Tensor& right) {
+  if (at::equal(left, right)) {
+    return 0.0;
+  }
+  const double largest = at::sub(left, right).abs_().max().item<double>();
+  return std::isnan(largest) ? std::numeric_limits<double>::infinity() : largest;
+}
+
+namespace {
 
 // Coordinates (float64, one dimension) as the values of a tensor.
 void unflatten_into(const at::Tensor& tensor, const at::Tensor& coordinates) {
@@ -400,7 +413,10 @@ GradientsMatch vjp_groups(
     }
     if (g < repeated) {
       run(rows, repeat_scale, again);
-      match.repeats = is_repeated(gradient, again, [&] { run(rows, 1 / repeat_scale, again); }) && match.repeats;
+      if (!is_repeated(gradient, again, [&] { run(rows, 1 / repeat_scale, again); })) {
+        match.repeats = false;
+        match.movement = std::max(match.movement, largest_difference(gradient, again));
+      }
     }
     raise_if_interrupted();
   }

@@ -295,7 +295,7 @@ WholeBackward whole_backward(
     const at::Tensor first = cotangents.narrow(0, 0, 1);
     const at::Tensor again = std::get<0>(vjp_coordinates(outputs, inputs, first, /*gapped=*/1, /*expanded=*/0));
     whole.vjps += 1;
-    whole.moved = !at::equal(again, whole.products.narrow(0, 0, 1));
+    whole.movement = largest_difference(again, whole.products.narrow(0, 0, 1));
   }
   whole.add_up = add_up(whole, outputs, cotangents, atol, rtol);
   return whole;

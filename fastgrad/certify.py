@@ -9,6 +9,7 @@ the VJP of v.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 
@@ -44,6 +45,9 @@ ALL_KINDS = GAPPED, HALVED, SPARSE, EXPANDED
 
 REPEAT_SHARES = 0.0, 0.5
 """Where among all rows, counted from the seed on, those are that are run early and late."""
+
+REPEATED_PRODUCTS = SPARSE, GAPPED
+"""Kinds of cotangents, all contiguous here, that are run early and late, too: few rows, and all of them."""
 
 MOST_CALLS = 128
 """VJPs that a custom backward is run for, at least, where torch's checker runs as many: the number of a call from which
@@ -192,6 +196,20 @@ def _rows_move(problem: Problem, output: Block, part: Part, first: int, count: i
     )
 
 
+def _term_sizes(squares: Tensor, sums: Tensor) -> Tensor:
+    """The root of a sum of squares of terms or, where these overflow, the size of the sum: rounding beside either."""
+    sizes = squares.sqrt()
+    return sizes if math.isfinite(largest(sizes)) else torch.where(sizes.isinf(), sums.abs(), sizes)
+
+
+def _movement(again: Tensor, gradient: Tensor) -> float:
+    """By how much a second run differs from the first, at most; infinite where it does and one holds a NaN."""
+    if torch.equal(again, gradient):
+        return 0.0
+    difference = largest(again - gradient)
+    return math.inf if math.isnan(difference) else difference
+
+
 def _disagreement(
     vectors: Tensor,
     products: Tensor,
@@ -210,7 +228,7 @@ def _disagreement(
     """
     if not differ(products, sums, settings.atol, False):
         return None  # closer than any tolerance below
-    allowed = atol * vectors.abs().amax(1, keepdim=True) + rtol * squares.sqrt()
+    allowed = atol * vectors.abs().amax(1, keepdim=True) + rtol * _term_sizes(squares, sums)
     if settings.nondet_tol and movement is not None:
         allowed = allowed + movement()
     # Not "error > allowed": a NaN must count. An infinite sum was compared entry by entry already.
@@ -276,13 +294,13 @@ class LinearityProof:
         self._sums = torch.zeros(len(kinds), problem.n, dtype=torch.float64, device=problem.device)
         self._squares = torch.zeros_like(self._sums)
         self._gradients: Tensor | None = None
-        self._moved = False
+        self._moves_by = 0.0
         self._most_terms = 1.0
         self.resolution = 0.0
 
-    def take(self, gradients: Tensor, moved: bool) -> None:
-        """Takes over the VJPs of the cotangents, and whether the first one, run again, was another."""
-        self._gradients, self._moved = gradients, moved
+    def take(self, gradients: Tensor, movement: float) -> None:
+        """Takes over the VJPs of the cotangents, and by how much the first one, run again, was another."""
+        self._gradients, self._moves_by = gradients, movement
 
     def certificate(self) -> Certificate:
         """What it vouches for where it found no failure."""
@@ -325,7 +343,7 @@ class LinearityProof:
                 self._sums = torch.where(self._columns_apart, self._gradients, self._sums)
             if self._kinds[0] == GAPPED and not self._rows_repeated:
                 # At once, from the same graph.
-                self._moved = differ(self._vjp(0), self._gradients[:1], 0.0, False)
+                self._moves_by = _movement(self._vjp(0), self._gradients[:1])
         return self._gradients
 
     def leads(self) -> list[tuple[int, int]]:
@@ -339,7 +357,7 @@ class LinearityProof:
         if torch.equal(gradients, self._sums):
             return []
         rounding = TERM_ROUNDING + SUM_ROUNDING * self._most_terms**0.5
-        allowed = self._squares.sqrt().mul_(rounding * self._problem.unit_roundoff).add_(negligible)
+        allowed = self._term_sizes.mul_(rounding * self._problem.unit_roundoff).add_(negligible)
         error = (gradients - self._sums).abs_()
         found = ~(error <= allowed) & self._sums.isfinite()
         if bool(found.any()):
@@ -364,10 +382,14 @@ class LinearityProof:
         for factor in RESCALED:
             scaled = self._vjps(factor).div_(factor)
             rounding = torch.maximum(rounding, scaled.sub_(gradients).abs_().mul_(MEASURED))
-        rounding = torch.minimum(rounding, self._problem.unit_roundoff**LARGEST_MEASURED * self._squares.sqrt())
+        rounding = torch.minimum(rounding, self._problem.unit_roundoff**LARGEST_MEASURED * self._term_sizes)
         if self._settings.nondet_tol:
             rounding = torch.maximum(rounding, self._movement_allowed(gradients))
         return rounding.nan_to_num_(0.0)
+
+    @property
+    def _term_sizes(self) -> Tensor:
+        return _term_sizes(self._squares, self._sums)
 
     def _movement_allowed(self, gradients: Tensor) -> Tensor:
         """What VJPs may be off where they may move from run to run: float64, shape (kinds, n)."""
@@ -412,6 +434,11 @@ class LinearityProof:
         tolerance = ROUNDING * self._problem.unit_roundoff * self._problem.m**0.5 * largest(self._sums)
         return not differ(gradients, self._sums, tolerance, False)
 
+    @property
+    def _rounding(self) -> float:
+        """What adding up the same terms in another order may do, at most."""
+        return ROUNDING * self._problem.unit_roundoff * self._problem.m * largest(self._term_sizes)
+
     def _movement(self, gradients: Tensor) -> Failure | None:
         """Determinism of the rows that were run once only: more runs of the same cotangents, bit by bit.
 
@@ -419,8 +446,17 @@ class LinearityProof:
         been added up in another order and no single row move: only all rows run twice can tell.
         """
         if not self._agree(gradients):
-            self._moved |= any(differ(self._vjps(), gradients, 0.0, False) for _ in range(RERUNS))
-        return self._moving() if self._moved else None
+            self._moves_by = max(self._moves_by, *(_movement(self._vjps(), gradients) for _ in range(RERUNS)))
+        if not self._moves_by:
+            return None
+        failure = self._moving()
+        if failure is None and self._moves_by > max(self._rounding, self._settings.nondet_tol * self._sizes()):
+            return _nondeterministic(self._problem.outputs[0])
+        return failure
+
+    def _sizes(self) -> float:
+        """The largest sum of |v|, which is how often a movement of a row may count."""
+        return float(self._cotangents.abs().sum(1).amax())
 
     def _diagnosed(self, which: int, coordinate: int, gradients: Tensor, allowed: Tensor) -> Failure:
         block = block_with(self._problem.inputs, coordinate)
@@ -457,8 +493,9 @@ class RepeatedCalls:
         self._problem = problem
         self._settings = settings
         self.rows: dict[int, Tensor] = {}
-        self._sparse: Tensor | None = None
+        self._products: list[Tensor] = []
         self._raised: Exception | None = None
+        self._moved: Block | None = None
         self._is_needed = problem.is_custom and problem.m > len(REPEAT_SHARES)
         if not self._is_needed:
             return
@@ -474,45 +511,75 @@ class RepeatedCalls:
         for share in REPEAT_SHARES:
             row = (self._settings.seed + int(share * m)) % m
             self.rows[row] = self._row(row)
-        self._sparse = self._product()
+        self._products = [self._product(which) for which in range(len(REPEATED_PRODUCTS))]
+
+    def see(self, block: JacobianBlock) -> None:
+        """Compares rows that are run again meanwhile."""
+        width, count = block.output.width, block.analytical.shape[0]
+        first = block.output.first + block.first_row * width + int(block.part == "imaginary")
+        start = block.input.first + block.first_column
+        for row, gradient in self.rows.items():
+            which, other = divmod(row - first, width)
+            if other or not 0 <= which < count:
+                continue
+            known = gradient[None, start : start + block.analytical.shape[1]]
+            if differ(block.analytical[which : which + 1], known, self._settings.nondet_tol, False):
+                self._moved = block.output
 
     @phase("repeated calls")
     def failure(self) -> Failure | None:
         """Whether any is another one, once all others have run; raises what was raised before."""
         if self._raised is not None:
             raise self._raised
+        if self._moved is not None:
+            return _nondeterministic(self._moved)
         if not self._is_needed:
             return None
         most = min(2 * self._problem.m, MOST_CALLS)
-        for row in itertools.cycle(self.rows):
-            if self._moves(self._row(row), self.rows[row], self._settings.nondet_tol):
-                output = block_with(self._problem.outputs, row)
-                return Failure("nondeterministic", output.index, None, output.position)
-            if self._problem.vjps >= most and row == next(reversed(self.rows)):
-                break
-        assert self._sparse is not None
-        rounding = ROUNDING * self._problem.unit_roundoff * largest(self._sparse)
-        movement = self._settings.nondet_tol * float(self._cotangent().abs().sum())
-        if self._moves(self._product(), self._sparse, max(rounding, movement)):
-            return Failure("nondeterministic", self._problem.outputs[0].index, None, self._problem.outputs[0].position)
+        rows, (few, all_) = list(self.rows), range(len(REPEATED_PRODUCTS))
+        once = [partial(self._row_moves, rows[0]), partial(self._product_moves, all_)]
+        once += [partial(self._row_moves, rows[1]), partial(self._product_moves, few)]
+        # An odd number, so that what is wrong in every second or fourth call shows in each.
+        for which, moves in enumerate(itertools.cycle([*once, once[1]])):
+            if which >= len(once) and self._problem.vjps >= most:
+                return None
+            moved = moves()
+            if moved is not None:
+                return _nondeterministic(moved)
         return None
+
+    def _row_moves(self, row: int) -> Block | None:
+        moves = self._moves(self._row(row), self.rows[row], self._settings.nondet_tol)
+        return block_with(self._problem.outputs, row) if moves else None
+
+    def _product_moves(self, which: int) -> Block | None:
+        product = self._products[which]
+        rounding = ROUNDING * self._problem.unit_roundoff * largest(product)
+        movement = self._settings.nondet_tol * float(self._cotangent(which).abs().sum())
+        moves = self._moves(self._product(which), product, max(rounding, movement))
+        return self._problem.outputs[0] if moves else None
 
     def _row(self, row: int) -> Tensor:
         one_hot = torch.zeros(1, self._problem.m, dtype=torch.float64, device=self._problem.device)
         one_hot[0, row] = 1.0
         return self._problem.vjp(one_hot, only=block_with(self._problem.outputs, row))[0]
 
-    def _cotangent(self) -> Tensor:
-        return proof_cotangents(self._problem.m, self._settings.seed, self._problem.device, (SPARSE,))
+    def _cotangent(self, which: int) -> Tensor:
+        kinds = REPEATED_PRODUCTS[which : which + 1]
+        return proof_cotangents(self._problem.m, self._settings.seed, self._problem.device, kinds)
 
-    def _product(self) -> Tensor:
-        return self._problem.vjp(self._cotangent())[0]
+    def _product(self, which: int) -> Tensor:
+        return self._problem.vjp(self._cotangent(which))[0]
 
     def _moves(self, again: Tensor, gradient: Tensor, tolerance: float) -> bool:
         return any(
             differ(left, right, tolerance, False)
             for _, left, right in _by_inputs(self._problem, self._settings, again[None], gradient[None])
         )
+
+
+def _nondeterministic(output: Block) -> Failure:
+    return Failure("nondeterministic", output.index, None, output.position)
 
 
 class TangentProof:

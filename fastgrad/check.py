@@ -201,7 +201,7 @@ def _all_entries(
     while True:
         own = Findings()
         try:
-            plan, failure = _dense(problem, plan, settings, look, own)
+            plan, failure = _dense(problem, plan, settings, look, own, calls)
         except OUT_OF_MEMORY as error:
             smaller = with_less_memory(problem, plan)
             if smaller is None:
@@ -222,13 +222,18 @@ def _want_of_memory(problem: Problem, plan: Plan, settings: Settings, error: Bas
 
 
 def _dense(
-    problem: Problem, plan: Plan, settings: Settings, look: FirstLook | None, findings: Findings
+    problem: Problem,
+    plan: Plan,
+    settings: Settings,
+    look: FirstLook | None,
+    findings: Findings,
+    calls: RepeatedCalls | None,
 ) -> tuple[Plan, Failure | None]:
     judge = _jacobian_failure if problem.has_graph else _nonzero_numerical
     if plan.batch is not None or plan.replayed or plan.rows_replayed:
         own = Findings()
         try:
-            failure = judge(problem, plan, settings, own)
+            failure = judge(problem, plan, settings, own, calls)
         except RefusedError as error:
             reason = f"one by one after all: {error}"
         else:
@@ -245,7 +250,7 @@ def _dense(
             raise
         except Exception as error:
             findings.early = error
-    return plan, judge(problem, plan, settings, findings)
+    return plan, judge(problem, plan, settings, findings, calls)
 
 
 def _screened(problem: Problem, settings: Settings, findings: Findings) -> Failure | None:
@@ -293,7 +298,9 @@ def _environment(device: torch.device) -> Environment:
     return Environment(__version__, str(torch.__version__), platform.python_version(), name)
 
 
-def _nonzero_numerical(problem: Problem, plan: Plan, settings: Settings, findings: Findings) -> Failure | None:
+def _nonzero_numerical(
+    problem: Problem, plan: Plan, settings: Settings, findings: Findings, _: RepeatedCalls | None
+) -> Failure | None:
     """Where no output requires grad, func must not depend on its inputs."""
     for first, columns in dense.numerical_columns(problem, plan, settings):
         if bool(columns.any()):
@@ -311,7 +318,9 @@ def _nonzero_numerical(problem: Problem, plan: Plan, settings: Settings, finding
     return None
 
 
-def _jacobian_failure(problem: Problem, plan: Plan, settings: Settings, findings: Findings) -> Failure | None:
+def _jacobian_failure(
+    problem: Problem, plan: Plan, settings: Settings, findings: Findings, calls: RepeatedCalls | None
+) -> Failure | None:
     """The Jacobians, pass by pass over numerical columns; reverse mode is judged before forward mode."""
     nothing_to_compare = not problem.n and all(block.elements is None for block in problem.inputs)
     if not problem.m or nothing_to_compare:
@@ -331,11 +340,11 @@ def _jacobian_failure(problem: Problem, plan: Plan, settings: Settings, findings
     if backward is not None:
         rows_at_hand = single_rows(backward)
         if proof is not None:
-            proof.take(backward.products, backward.moved)
+            proof.take(backward.products, backward.movement)
     for first, columns in columns_at_hand:
         if settings.check_backward_ad:
             for blocks in dense.row_blocks(problem, plan, first, columns, rows_at_hand):
-                failure = _judge(problem, plan, blocks, settings, proof, findings)
+                failure = _judge(problem, plan, blocks, settings, proof, findings, calls)
                 if failure is not None:
                     return failure
         if forward is not None:
@@ -407,6 +416,7 @@ def _judge(
     settings: Settings,
     proof: LinearityProof | None,
     findings: Findings,
+    calls: RepeatedCalls | None,
 ) -> Failure | None:
     """One part of one output: dtype, size, determinism, then the comparison, inputs in their order."""
     pairs: dict[int, PairComparison] = {}
@@ -430,6 +440,8 @@ def _judge(
             pair.add_unspecified(block.first_row + entry.row, entry.element, entry.value)
         if proof is not None:
             proof.add(block)
+        if calls is not None:
+            calls.see(block)
     if settings.check_grad_dtypes and not dtypes_match:
         return Failure("dtype", output=block.output.index, output_position=block.output.position, part=block.part)
     if not sizes_match:

@@ -344,12 +344,13 @@ def constant_factor(comparison: Comparison) -> tuple[float, float] | None:
 
     residual is |analytical - k numerical| / |analytical|; at least two entries are needed.
     """
-    if comparison.mismatches < 2 or not comparison.sum_analytical * comparison.sum_numerical > 0:
+    if comparison.mismatches < 2 or not 0 < comparison.sum_analytical * comparison.sum_numerical < math.inf:
         return None
     if abs(comparison.sum_product.imag) > RESIDUAL * abs(comparison.sum_product):
         return None
     factor = comparison.sum_product.real / comparison.sum_numerical
-    unexplained = 1 - abs(comparison.sum_product) ** 2 / (comparison.sum_analytical * comparison.sum_numerical)
+    product = abs(comparison.sum_product)
+    unexplained = 1 - product * product / (comparison.sum_analytical * comparison.sum_numerical)
     residual = math.sqrt(max(0.0, unexplained))
     return (factor, residual) if residual <= RESIDUAL else None
 

@@ -21,7 +21,7 @@ from fastgrad._native import ops
 from fastgrad._torch import phase
 from fastgrad.analytical_certificate import AnalyticalCertificate
 from fastgrad.certify import groups_failure, one_hot_failure, separate_failure
-from fastgrad.compare import Findings, PairComparison, tolerances
+from fastgrad.compare import Findings, PairComparison, largest, tolerances
 from fastgrad.confirm import mismatch_failure
 from fastgrad.coordinates import Block
 from fastgrad.engines import compressed, row_parts
@@ -308,6 +308,9 @@ class _Verdict:
                 if repeat is not None and repeat.kind == "nonlinear":
                     first = output.first + int(groups[0][0])
                     repeat = self._of_func.row_failure(first, self._of_backward.row_alone(first)) or repeat
+                own = self._settings.loosest()
+                if repeat is None and match.movement > own.atol + own.rtol * largest(values):
+                    repeat = Failure("nondeterministic", *places)  # it did not come again
         if repeat is not None and repeat.kind == "nondeterministic":
             return repeat
         return self._judged(repeat)

@@ -475,6 +475,9 @@ def surviving(
     agrees = difference <= allowed
     off = errors.abs()
     is_open = agrees & ~converged & ~doubtful & (off <= UNRESOLVED * allowed)
+    for which in map(int, is_open.nonzero().reshape(-1)):  # subclasses have no tolist
+        rows = range(which * shape[1], (which + 1) * shape[1])
+        is_open[which] = all(column.is_kink(row, atol, rtol) for column in columns for row in rows)
     unresolved = float(off[is_open].amax()) if bool(is_open.any()) else 0.0
     wrong = ~(agrees & (converged | is_open))
     if not bool(wrong.any()):

@@ -69,7 +69,7 @@ def agrees(problem: Problem, settings: Settings, backward: WholeBackward, column
 
     columns: all of the numerical Jacobian, float64, shape (n, m).
     """
-    if backward.moved or not backward.add_up:
+    if backward.movement or not backward.add_up:
         return False
     own = [settings.of(block.index) for block in problem.inputs]
     inputs = [

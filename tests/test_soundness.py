@@ -141,8 +141,8 @@ def right_sine() -> Func:
     return custom(torch.sin, lambda grad, x: grad * x.cos())
 
 
-def by_call(name: str, is_wrong: Callable[[int], bool]) -> Case:
-    """Wrong in some calls, counted from 1."""
+def by_call(name: str, is_wrong: Callable[[int], bool], last_alone: bool = False) -> Case:
+    """Wrong in some calls, counted from 1; in its last element alone, perhaps."""
 
     def make() -> Func:
         calls = 0
@@ -150,11 +150,36 @@ def by_call(name: str, is_wrong: Callable[[int], bool]) -> Case:
         def backward(grad: Tensor, x: Tensor) -> Tensor:
             nonlocal calls
             calls += 1
-            return grad * x.cos() * (1.5 if is_wrong(calls) else 1.0)
+            factor = torch.ones_like(x)
+            factor[-1 if last_alone else slice(None)] = 1.5 if is_wrong(calls) else 1.0
+            return grad * x.cos() * factor
 
         return custom(torch.sin, backward)
 
-    return Case(f"wrong {name}", make, right_sine)
+    return Case(f"wrong {name}{', in its last element' * last_alone}", make, right_sine)
+
+
+def by_graph(name: str, is_wrong: Callable[[int, int], bool]) -> Case:
+    """Wrong in some graphs and calls of a graph's backward, both counted from 1."""
+
+    def make() -> Func:
+        graphs = 0
+
+        def func(x: Tensor) -> Tensor:
+            nonlocal graphs
+            graphs += 1
+            graph, calls = graphs, 0
+
+            def backward(grad: Tensor, x: Tensor) -> Tensor:
+                nonlocal calls
+                calls += 1
+                return grad * x.cos() * (1.5 if is_wrong(graph, calls) else 1.0)
+
+            return custom(torch.sin, backward)(x)
+
+        return func
+
+    return Case(f"wrong in {name}", make, right_sine)
 
 
 def by_zeros(share: float) -> Case:
@@ -214,6 +239,11 @@ CASES = [
     by_call("from its 5th call on", lambda call: call >= 5),
     by_call("from its 20th call on", lambda call: call >= 20),
     by_call("from its 100th call on", lambda call: call >= 100),
+    by_call("in its 5th call", lambda call: call == 5),
+    by_call("from its 20th call on", lambda call: call >= 20, last_alone=True),
+    by_call("in every third call", lambda call: call % 3 == 0, last_alone=True),
+    by_graph("the first graph", lambda graph, _: graph == 1),
+    by_graph("the second call of each graph", lambda _, call: call == 2),
     by_zeros(0.5),
     by_zeros(0.75),
     by_zeros(0.9),
