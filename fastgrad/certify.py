@@ -480,7 +480,7 @@ class RepeatedCalls:
     """A few VJPs run before all others, and again after them: a backward that keeps state shows.
 
     Only a custom backward can. One that is wrong from some call on is found as by torch's checker, which runs each row
-    twice, if that call is among the first MOST_CALLS.
+    twice, if that call is among the first `most`.
 
     Attributes
     ----------
@@ -488,10 +488,11 @@ class RepeatedCalls:
         Rows of the Jacobian that were run by themselves: float64, shape (n,), by their numbers.
     """
 
-    def __init__(self, problem: Problem, settings: Settings) -> None:
-        """Runs them; what is raised is kept for `failure`."""
+    def __init__(self, problem: Problem, settings: Settings, most: int = MOST_CALLS) -> None:
+        """Runs them; what is raised is kept for `failure`. most: as MOST_CALLS."""
         self._problem = problem
         self._settings = settings
+        self._most = min(2 * problem.m, most)
         self.rows: dict[int, Tensor] = {}
         self._products: list[Tensor] = []
         self._raised: Exception | None = None
@@ -535,13 +536,12 @@ class RepeatedCalls:
             return _nondeterministic(self._moved)
         if not self._is_needed:
             return None
-        most = min(2 * self._problem.m, MOST_CALLS)
         rows, (few, all_) = list(self.rows), range(len(REPEATED_PRODUCTS))
         once = [partial(self._row_moves, rows[0]), partial(self._product_moves, all_)]
         once += [partial(self._row_moves, rows[1]), partial(self._product_moves, few)]
         # An odd number, so that what is wrong in every second or fourth call shows in each.
         for which, moves in enumerate(itertools.cycle([*once, once[1]])):
-            if which >= len(once) and self._problem.vjps >= most:
+            if which >= len(once) and self._problem.vjps >= self._most:
                 return None
             moved = moves()
             if moved is not None:

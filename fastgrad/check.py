@@ -139,7 +139,11 @@ def _scales(settings: Settings) -> list[tuple[float, float]]:
 
 def _first_failure(problem: Problem, settings: Settings, findings: Findings) -> tuple[Plan, Failure | None]:
     if sketches(problem, settings):
+        runs_backward = problem.has_graph and settings.check_backward_ad
+        calls = RepeatedCalls(problem, settings, most=0) if runs_backward else None
         plan, failure = make_sketch_plan(settings), _screened(problem, settings, findings)
+        if failure is None and calls is not None:
+            failure = calls.failure()
     else:
         plan, failure = _exact(problem, settings, findings)
     if failure is None and problem.has_graph:
