@@ -111,6 +111,8 @@ class _Discrepancies:
         What the derivatives may be off: float64, shape (m,).
     base, rounding
         The outputs, and what rounding may do to a derivative, relative to them.
+    share
+        By how much rounding and noise count: more than once where entries have them, too.
     """
 
     error: Tensor
@@ -118,11 +120,12 @@ class _Discrepancies:
     base: Tensor
     rounding: float
     settings: Settings
+    share: float
 
     @cached_property
     def allowed(self) -> Tensor:
         """What rounding and noise explain of an error: float64, shape (m,)."""
-        allowed = self.base.abs().mul_(self.rounding).add_(self.noise, alpha=4.0)
+        allowed = self.base.abs().mul_(self.rounding * self.share).add_(self.noise, alpha=4.0 * self.share)
         return allowed.clamp_(min=NEGLIGIBLE * self.settings.atol)
 
     @property
@@ -415,4 +418,6 @@ class NumericalCertificate:
             ops.project_entries_(total, None, u, self._compression.columns, self._compression.rows, entries)
             torch.maximum(error, total.sub_(derivatives).abs_(), out=error)
         own = ROUNDING * differences.rounding
-        return _Discrepancies(error, differences.noise, base, max(own, rounding or 0.0), self._settings)
+        # Errors of the numerical entries of a row have random signs, and add up.
+        share = 1.0 if rounding is None else max(1, self._compression.most_in_row) ** 0.5
+        return _Discrepancies(error, differences.noise, base, max(own, rounding or 0.0), self._settings, share)

@@ -95,8 +95,8 @@ def test_one_wrong_entry_among_a_million_is_named(error: float) -> None:
     assert worst is not None
     assert (worst.output_index, worst.input_index) == ((n - 5,), (where,))
     assert worst.analytical == pytest.approx(error)
-    # The screen, the search, and the re-measuring of the one entry.
-    assert report.evaluations - 16 + report.vjps - 9 <= 35 + 50
+    # The screen, four VJPs that are run early, the search, and the re-measuring of the one entry.
+    assert report.evaluations - 16 + report.vjps - 9 - 4 <= 35 + 50
     assert torch.autograd.gradcheck(Scale.apply, (x,), fast_mode=True, raise_exception=False)
 
 

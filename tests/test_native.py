@@ -63,4 +63,4 @@ def test_import_costs_little_beyond_torch(monkeypatch: pytest.MonkeyPatch, tmp_p
     clock = "time.process_time()"
     code = f"import time; s = {clock}; import torch; t = {clock}; import fastgrad; print(({clock} - t) / (t - s))"
     # The first run writes the bytecode.
-    assert min(float(run(code).stdout) for _ in range(5)) < 1 / 16
+    assert min(float(run(code).stdout) for _ in range(3)) < 1 / 16

@@ -98,6 +98,11 @@ class Compression:
         """Entries of the fullest column."""
         return int(np.bincount(self.pattern.columns).max(initial=0))
 
+    @cached_property
+    def most_in_row(self) -> int:
+        """Entries of the fullest row."""
+        return int(np.diff(self.pattern.starts).max(initial=0))
+
     def entries_of_row(self, row: int) -> slice:
         """The entries of a row."""
         return slice(int(self.pattern.starts[row]), int(self.pattern.starts[row + 1]))
