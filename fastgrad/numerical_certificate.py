@@ -190,10 +190,9 @@ class NumericalCertificate:
     def certify(self, analytical: Tensor | None) -> Failure | list[int] | None:
         """That outputs move along random directions as entries say: the analytical ones, or else the numerical ones.
 
-        Outputs that do not; None: so many may hide entries that the pattern is to be found in another way.
-
         Analytical entries, which products explain, are known better than numerical ones, and no entry that func has
-        and the backward lacks adds to them.
+        and the backward lacks adds to them. Returns a failure, or the outputs that do not move so; None where so many
+        may hide entries that the pattern is to be found in another way.
         """
         watched = self._compression.pattern.is_numerical
         count = DIRECTIONS_WATCHED if watched else DIRECTIONS
@@ -224,7 +223,7 @@ class NumericalCertificate:
                     return failure
         if watched:
             # What moves no bit of an output, no difference shows.
-            self.bound = min(self.bound, self.asked)
+            self.bound = max(min(self.bound, self.asked), self._unresolved)
         elif self._hiding.numel() > FEW_HIDING * self._base.numel():
             return None
         return rows
