@@ -101,7 +101,7 @@ def screen(
     base = problem.base()
     pending = torch.ones(problem.m, dtype=torch.bool, device=problem.device) if rows is None else rows.clone()
     still = None if columns is None else ~columns
-    limit, bound, quietest = 0.0, settings.atol, math.inf
+    limit, bound, quietest, unresolved = 0.0, settings.atol, math.inf, 0.0
     eps = settings.eps
     first: Differences | None = None
     attempt, extrapolated = 0, 1  # as cheap as can be: where all is well, most often that tells
@@ -133,7 +133,7 @@ def screen(
             flagged = sketch.worst()
         if failure is not None:
             return Screening(failure)
-        bound = max(bound, search.unresolved)
+        unresolved = max(unresolved, search.unresolved)
         if not problem.unspecified <= settings.atol / 4:
             return Screening(undecided=problem.unspecified)
         if flagged is not None and math.isfinite(quietest):
@@ -144,7 +144,7 @@ def screen(
             if not search.dead:
                 return Screening(undecided=limit)  # off by a little all over: no step changes that
         elif not search.dead and all_count_fully(weight) and not sketch.granted:
-            return _verified(settings, count, bound)
+            return _verified(settings, count, bound, unresolved)
         else:
             hidden = torch.where(weight > 0, (settings.atol + 4 * sketch.granted) / weight, math.inf)
             heard = (hidden <= settings.atol + settings.rtol * differences.size()) & hidden.isfinite()
@@ -162,13 +162,15 @@ def screen(
         eps = _next_step(problem, settings, differences, base, pending)
         attempt += 1
     if math.isfinite(quietest):
-        return _verified(settings, count, quietest)
+        return _verified(settings, count, quietest, unresolved)
     assert first is not None
-    return _one_by_one(problem, settings, first, pending, limit)
+    return _one_by_one(problem, settings, first, pending, max(limit, unresolved))
 
 
-def _verified(settings: Settings, count: int, bound: float) -> Screening:
-    """What sketches without a flag say of the entries."""
+def _verified(settings: Settings, count: int, bound: float, unresolved: float) -> Screening:
+    """What sketches without a flag say of the entries; unresolved: what one may be off that no step settles."""
+    if unresolved:
+        return Screening(undecided=max(bound, unresolved))
     method = f"{count} random directions, {count + 1} cotangents: sums of analytical entries against differences"
     pairs = f"the same sums, with probability {settings.confidence:.10g}"
     cancelling = detection_limit(settings) * (bound / settings.atol if settings.atol else 0.0)
@@ -226,7 +228,7 @@ def _one_by_one(
         if found is not None and found.survivor is not None:
             return Screening(located_failure([found]))
     noise = differences.noise[rows]
-    return Screening(undecided=max(limit, 4 * float(noise.nan_to_num(torch.inf).amax())))
+    return Screening(undecided=max(limit, search.unresolved, 4 * float(noise.nan_to_num(torch.inf).amax())))
 
 
 def _sketch(
@@ -436,7 +438,7 @@ def screen_forward(problem: Problem, settings: Settings) -> Screening:
     count = sketch_size(settings.confidence)
     base = problem.base()
     pending = torch.ones(problem.m, dtype=torch.bool, device=problem.device)
-    limit = 0.0
+    limit = unresolved = 0.0
     eps = settings.eps
     for attempt in range(MOST_STEPS):
         differences = directional_differences(problem, settings, base, eps, count, attempt, extrapolated=count)
@@ -466,15 +468,19 @@ def screen_forward(problem: Problem, settings: Settings) -> Screening:
             found = _forward_entry(problem, settings, differences, row, k, errors[k, row].item())
             if found.survivor is not None:
                 return Screening(located_failure([found]))
-            limit = max(limit, 4 * errors[k, row].item())
+            limit, unresolved = max(limit, 4 * errors[k, row].item()), max(unresolved, found.unresolved)
         heard = 4 * differences.noise <= settings.atol + settings.rtol * differences.size()
         pending &= ~(heard & (times <= 1).all(0))
         if not bool(pending.any()):
+            if unresolved:
+                return Screening(undecided=unresolved)
             claim = "no single entry of forward mode is wrong by more than its tolerance"
             method = f"{count} random directions: J u by forward mode against differences, output by output"
             return Screening(certificates=(Certificate(claim, method, settings.atol),))
         eps = _next_step(problem, settings, differences, base, pending)
-    return Screening(undecided=max(limit, 4 * float(differences.noise[pending].nan_to_num(torch.inf).amax())))
+    return Screening(
+        undecided=max(limit, unresolved, 4 * float(differences.noise[pending].nan_to_num(torch.inf).amax()))
+    )
 
 
 def _forward_entry(
