@@ -179,7 +179,9 @@ class NumericalCertificate:
     def screen(self, values: Tensor) -> list[int]:
         """Outputs that one direction shows not to move as the entries say, worst first."""
         self.values = values
-        scale = largest(self._base) * ROUNDING * 2 * self._problem.unit_roundoff / self._settings.eps
+        # Of the usual output: beside a few large ones, larger steps are tried afterwards.
+        usual = float(torch.linalg.vector_norm(self._base, 1)) / max(1, self._base.numel())
+        scale = usual * ROUNDING * 2 * self._problem.unit_roundoff / self._settings.eps
         enough = (step for step in STARTS if scale <= NEGLIGIBLE * self._settings.atol * step)
         self._start = next(enough, STARTS[-1])
         self._first = self._differences_along(self._start, 1, extrapolated=1)
@@ -212,10 +214,11 @@ class NumericalCertificate:
             if not more:
                 torch.maximum(differences.noise, noise, out=differences.noise)
             found = self._compared(differences, entries, rounding)
-        if not bool(found.wrong.any()):
+        rows: list[int] = []
+        explained = not bool(found.wrong.any())
+        if explained:
             self._explained_to(found.allowed / self._margin)
-            rows = []
-        else:
+        if not explained or self._hiding.numel():
             rows = self._unexplained_rows(count, analytical)
             if analytical is not None:
                 failure, rows = self._separated(rows, count, analytical)
