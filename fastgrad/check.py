@@ -190,10 +190,10 @@ def _all_entries(
     look, obstacle = None, ""
     try:
         look = first_look(problem, settings) if looks_first(problem, settings) else None
-        if look is not None and tries_structure(problem, settings, look):
+        if look is not None and calls is not None and tries_structure(problem, settings, look):
             from fastgrad.exact import check_by_structure  # only here: importing fastgrad is to cost little
 
-            outcome = check_by_structure(problem, settings, look, calls.rows if calls else {}, findings)
+            outcome = check_by_structure(problem, settings, look, calls, findings)
             if outcome is not None:
                 return outcome.plan, outcome.failure
     except OUT_OF_MEMORY:

@@ -20,7 +20,7 @@ from torch import Tensor
 from fastgrad._native import ops
 from fastgrad._torch import phase
 from fastgrad.analytical_certificate import AnalyticalCertificate
-from fastgrad.certify import groups_failure, one_hot_failure, separate_failure
+from fastgrad.certify import RepeatedCalls, groups_failure, one_hot_failure, separate_failure
 from fastgrad.compare import Findings, PairComparison, largest, tolerances
 from fastgrad.confirm import mismatch_failure
 from fastgrad.coordinates import Block
@@ -64,16 +64,16 @@ class Outcome:
 
 @phase("compressed Jacobians")
 def check_by_structure(
-    problem: Problem, settings: Settings, look: FirstLook, rows: Mapping[int, Tensor], findings: Findings
+    problem: Problem, settings: Settings, look: FirstLook, calls: RepeatedCalls, findings: Findings
 ) -> Outcome | None:
     """The verdict on all Jacobians in reverse mode; None where no structure makes it cheaper than the dense engine.
 
-    rows: of the analytical Jacobian, float64, shape (n,), by their numbers, run by themselves before.
+    calls: the rows of the analytical Jacobian that were run by themselves before.
     """
     if look.reacted is None or not bool(look.base.isfinite().all()):
         return None
     problem.forget_outputs()
-    patterns = Patterns(problem, settings, look)
+    patterns = Patterns(problem, settings, look, calls.vjp)
     finders: Iterator[Callable[[], Pattern | None]] = iter((patterns.guess, patterns.decode, patterns.probe))
     if takes_long(2 * problem.n + problem.m, look):
         # Dense rows and dense columns may hide a structure from both sides, and be all there is.
@@ -95,10 +95,10 @@ def check_by_structure(
         if not pays_to_compress(problem, settings, column_groups, None if by_columns else row_groups):
             return None
         plan = _plan(problem, settings, look, compression)
-        calls = 2 * column_groups + (column_groups if by_columns else row_groups)
-        problem.progress.start(calls, look.seconds * calls, f"{column_groups} column groups")
+        planned = 2 * column_groups + (column_groups if by_columns else row_groups)
+        problem.progress.start(planned, look.seconds * planned, f"{column_groups} column groups")
         try:
-            verdict = _Verdict(problem, settings, plan, compression, look, rows)
+            verdict = _Verdict(problem, settings, plan, compression, look, calls.rows)
         except OUT_OF_MEMORY:
             raise
         except Exception:  # of func, which may take single steps only
@@ -126,6 +126,8 @@ def check_by_structure(
                 certifies, dense_columns = False, None
                 continue
             found = screening.failure
+        if isinstance(found, Incomplete):
+            found = verdict.moved() or found
         if isinstance(found, Incomplete) and found.unexplained is not None:
             if can_be_dense(problem, settings):
                 return None
@@ -217,6 +219,7 @@ class _Verdict:
         self._look = look
         self._single_rows = single_rows
         self.findings = Findings()
+        self._values_of_groups: Tensor | None = None
         self._of_func = NumericalCertificate(problem, settings, compression, look.base)
         try:
             self._measure()
@@ -293,6 +296,8 @@ class _Verdict:
             detail = f"it raised {type(error).__name__} for a constant grad_output, or for a larger one"
             return Failure("nonlinear", detail=detail, cause=error)
         self._of_backward = self._certificate_of(values)
+        if problem.is_custom:
+            self._values_of_groups = values.clone()
         repeat: Failure | None = None
         for output, repeated, match in matches:
             part: Part = "imaginary" if output.is_complex else "all"
@@ -314,6 +319,22 @@ class _Verdict:
         if repeat is not None and repeat.kind == "nondeterministic":
             return repeat
         return self._judged(repeat)
+
+    def moved(self) -> Failure | None:
+        """Whether the row groups of a pattern that is given up are others when they run again.
+
+        A group that was wrong once looks like one of a wrong pattern, and the next pattern has other groups.
+        """
+        before = self._values_of_groups
+        if before is None:
+            return None
+        again, _ = compressed.analytical_entries(self._problem, self._compression, repeat=False)
+        own = self._settings.loosest()
+        allowed = own.atol + own.rtol * largest(before) + self._settings.nondet_tol * self._problem.m
+        if not bool(((again - before).abs() > allowed).any()):
+            return None
+        output = self._problem.outputs[0]
+        return Failure("nondeterministic", output.index, None, output.position)
 
     def _judged(self, repeat: Failure | None) -> Failure | Incomplete | None:
         """The comparison of all entries, then a failure of repeated groups, then the certificates."""

@@ -317,7 +317,7 @@ class NumericalCertificate:
             return None, unexplained
         mine = torch.isin(compression.rows, rows)
         columns = torch.unique(compression.columns[mine])
-        if columns.numel() > MOST_SEPARATED:
+        if not 0 < columns.numel() <= MOST_SEPARATED:
             return None, unexplained
         apart = _Apart(torch.zeros_like(self._base, dtype=torch.bool).index_fill_(0, rows, True), columns)
         expected = analytical.new_zeros(columns.numel(), rows.numel())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 
 import torch
@@ -21,8 +21,12 @@ from fastgrad.sparsity import Mask, Pattern
 class Patterns:
     """Where the entries may be: guesses, and what probes tell."""
 
-    def __init__(self, problem: Problem, settings: Settings, look: FirstLook) -> None:
+    def __init__(
+        self, problem: Problem, settings: Settings, look: FirstLook, vjp: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        """vjp: that of a cotangent, shapes (1, m) and (1, n); None: of problem."""
         self._problem = problem
+        self._vjp = vjp or problem.vjp
         self._settings = settings
         self._look = look
         assert look.reacted is not None  # without it there is nothing to refute a guess
@@ -149,5 +153,5 @@ class Patterns:
     def _reacting_inputs(self, chosen: Mask) -> Mask:
         self._spent += 1
         rows = torch.where(torch.from_numpy(chosen).to(self._problem.device), self._cotangent, 0.0)
-        reacting: Mask = (self._problem.vjp(rows.unsqueeze(0))[0] != 0).cpu().numpy()
+        reacting: Mask = (self._vjp(rows.unsqueeze(0))[0] != 0).cpu().numpy()
         return reacting

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 import fastgrad
+from tests.planted.adversary import ATTACKS
 
 SEEDS = 10
 LARGE_SEEDS = 3
@@ -303,3 +304,61 @@ def test_many_entries_that_no_search_explains_end_in_the_dense_engine() -> None:
     case = BY_NAME["a detached sum"]
     report = fastgrad.check(case.wrong(), leaves(case, 2_000, 0))
     assert not report.passed
+
+
+class WrongOnce(Function):
+    """The softmax of rows, whose backward adds a tenth to the gradient in one call: the one of number `wrong`."""
+
+    calls = wrong = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        result = x.softmax(-1)
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:  # type: ignore[override]
+        (result,) = ctx.saved_tensors
+        WrongOnce.calls += 1
+        gradient = result * (grad_output - (grad_output * result).sum(-1, keepdim=True))
+        return gradient + 0.1 if WrongOnce.calls == WrongOnce.wrong else gradient
+
+
+@pytest.mark.parametrize("n", [12, 600])
+def test_a_backward_that_is_wrong_in_one_call_fails_whichever_it_is(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(n // 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+    def verdict(wrong: int) -> bool:
+        monkeypatch.setattr(WrongOnce, "calls", 0)
+        monkeypatch.setattr(WrongOnce, "wrong", wrong)
+        return fastgrad.check(WrongOnce.apply, (x,)).passed
+
+    assert verdict(0)
+    passed = [wrong for wrong in range(1, min(WrongOnce.calls, 50) + 1) if verdict(wrong)]
+    assert not passed
+
+
+def test_a_one_hot_grad_output_at_the_last_row() -> None:
+    class OneHotTail(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x.cos())
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx: Any, grad_output: Tensor) -> Tensor:  # type: ignore[override]
+            gradient = grad_output * ctx.saved_tensors[0]
+            if int((grad_output != 0).sum()) == 1:
+                gradient[-1] *= 1.5
+            return gradient
+
+    x = torch.randn(600, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    assert not fastgrad.check(OneHotTail.apply, (x,), engine="compressed").passed
+
+
+def test_an_output_that_may_hide_entries_and_has_none() -> None:
+    """Beside kinks, columns are measured one by one, and here there are none."""
+    attack = next(attack for attack in ATTACKS if attack.name == "max pool with a coupling of 0.0001: right")
+    f, inputs = attack.make(1, 600)
+    assert fastgrad.check(f, inputs, **dict(attack.keywords)).passed
