@@ -1,9 +1,11 @@
-// What the kernels share. One way to launch one, so that the CPU emulation of the tests can stand in for a device.
+// What the kernels share. One way to launch one, and to declare shared memory, so that the CPU emulation of the tests
+// can stand in for a device.
 #pragma once
 
 #include "launch.h"
 
 #ifndef FASTGRAD_EMULATE_CUDA
+#define FASTGRAD_SHARED(type, name, count) __shared__ type name[count]
 #define FASTGRAD_LAUNCH(kernel, grid, block, stream, ...) kernel<<<(grid), (block), 0, (stream)>>>(__VA_ARGS__)
 #endif
 
@@ -18,8 +20,8 @@ __device__ inline int64_t element_step() { return static_cast<int64_t>(gridDim.x
 template <typename T, typename Join>
 __device__ T block_reduce(T value, Join join) {
   static_assert(sizeof(T) % sizeof(double) == 0 && alignof(T) <= alignof(double), "T is made of doubles");
-  __shared__ double memory[threads_per_block * (sizeof(T) / sizeof(double))];
-  T* const values = reinterpret_cast<T*>(memory);
+  FASTGRAD_SHARED(double, memory, threads_per_block * (sizeof(T) / sizeof(double)));
+  T* const values = reinterpret_cast<T*>(static_cast<double*>(memory));
   const int own = static_cast<int>(threadIdx.x);
   values[own] = value;
   for (int half = threads_per_block / 2; half > 0; half /= 2) {

@@ -32,6 +32,7 @@
 #include "unflatten.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/sort.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -272,11 +273,20 @@ void project_entries_cuda(
   check_project_entries(sums, squares, vector, sources, targets, entries);
   check_one_device("project_entries_", sums, {squares.value_or(sums), vector, sources, targets, entries});
   const c10::cuda::CUDAGuard guard(sums.device());
+  // Sorted, and in the order of the entries where targets are the same: what is added up, and how, depends on nothing
+  // else.
+  const auto [ascending, order] = at::sort(targets, /*stable=*/true, /*dim=*/0, /*descending=*/false);
+  const int64_t count = entries.numel();
+  const int64_t partials = cuda::project_entries_partials(count);
+  const at::Tensor partial_targets = at::empty({partials}, targets.options());
+  const at::Tensor partial_sums = at::empty({2, partials}, entries.options());
+  auto* const partial_values = partial_sums.mutable_data_ptr<double>();
   C10_CUDA_CHECK(
       cuda::launch_project_entries(
           sums.mutable_data_ptr<double>(), squares ? squares->mutable_data_ptr<double>() : nullptr, sums.numel(),
-          vector.const_data_ptr<double>(), vector.numel(), sources.const_data_ptr<int64_t>(),
-          targets.const_data_ptr<int64_t>(), entries.const_data_ptr<double>(), entries.numel(),
+          vector.const_data_ptr<double>(), vector.numel(), sources.const_data_ptr<int64_t>(), ascending.const_data_ptr<int64_t>(),
+          order.const_data_ptr<int64_t>(), entries.const_data_ptr<double>(), count,
+          partial_targets.mutable_data_ptr<int64_t>(), partial_values, partial_values + partials,
           c10::cuda::getCurrentCUDAStream()));
 }
 

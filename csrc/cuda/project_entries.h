@@ -5,11 +5,29 @@
 
 namespace fastgrad::cuda {
 
-// squares: null where they are not wanted. sums and squares have `size` elements, vector `weights`: a target outside of
-// the first adds nothing, a source outside of the second NaN. Terms that share a target are added in any order. Does
+// Entries that one thread adds up, at most: what has more is added up in levels, in an order that depends on the
+// targets alone.
+constexpr int64_t entries_window = 32;
+
+inline int64_t entries_windows(int64_t count) { return (count + entries_window - 1) / entries_window; }
+
+// Sums that the levels hand on: each window its first and its last.
+inline int64_t project_entries_partials(int64_t count) {
+  int64_t all = 0;
+  while (count > entries_window) {
+    count = 2 * entries_windows(count);
+    all += count;
+  }
+  return all;
+}
+
+// targets: ascending; order[e]: which of sources and entries belongs to targets[e]. squares: null where none are asked
+// for. sums and squares have `size` elements, vector `weights`: a target outside of the first adds nothing, a source
+// outside of the second NaN. partial_targets, partial_sums, partial_squares: memory for project_entries_partials(count) each, written. Does
 // not synchronize; returns the launch error.
 cudaError_t launch_project_entries(
     double* sums, double* squares, int64_t size, const double* vector, int64_t weights, const int64_t* sources,
-    const int64_t* targets, const double* entries, int64_t count, cudaStream_t cuda_stream);
+    const int64_t* targets, const int64_t* order, const double* entries, int64_t count, int64_t* partial_targets, double* partial_sums,
+    double* partial_squares, cudaStream_t cuda_stream);
 
 }  // namespace fastgrad::cuda

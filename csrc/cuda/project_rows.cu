@@ -14,8 +14,8 @@ __global__ void project_rows_kernel(
     Matrix<double> sums, Matrix<double> squares, Matrix<const double> cotangents, Matrix<const double> rows,
     int64_t count, int64_t row_count, int64_t column_count, int64_t first_row, int64_t row_step, int64_t first_column,
     int columns) {
-  __shared__ double shared_sums[threads_per_block];
-  __shared__ double shared_squares[threads_per_block];
+  FASTGRAD_SHARED(double, shared_sums, threads_per_block);
+  FASTGRAD_SHARED(double, shared_squares, threads_per_block);
   const int own = static_cast<int>(threadIdx.x);
   const int lanes = threads_per_block / columns;
   const int lane = own / columns;

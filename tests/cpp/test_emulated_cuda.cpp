@@ -25,8 +25,12 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <limits>
+#include <map>
 #include <numeric>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 namespace {
@@ -298,31 +302,50 @@ TEST_P(EmulatedDoubles, ProjectEntries) {
   const int64_t count = GetParam();
   const std::vector<double> vector = numbers(13, 7);
   const std::vector<double> entries = numbers(count, 8);
-  std::vector<int64_t> sources(count), targets(count);
-  for (int64_t e = 0; e < count; ++e) {
-    sources[e] = e * 5 % 13;
-    targets[e] = e * 3 % 17;
-  }
-  for (const bool squared : {false, true}) {
-    std::vector<double> sums(19, -7.0), squares(19, -7.0);
-    std::vector<double> expected = sums, expected_squares = squares;
+  // Every entry with a target of its own; few targets; one that has nearly all; runs around a window.
+  for (const auto& target_of : std::vector<std::function<int64_t(int64_t)>>{
+           [](int64_t e) { return 3 * e; }, [](int64_t e) { return e * 3 % 17; },
+           [](int64_t e) { return e % 50 == 7 ? e % 17 : 4; }, [](int64_t e) { return e / (entries_window + 1); }}) {
+    std::vector<int64_t> sources(count), targets(count), order(count), ascending;
     for (int64_t e = 0; e < count; ++e) {
-      add_term(expected[targets[e]], expected_squares[targets[e]], vector[sources[e]], entries[e]);
+      sources[e] = e * 5 % 13;
+      targets[e] = target_of(e);
     }
-    const auto project = [&](const std::vector<int64_t>& from, const std::vector<int64_t>& to) {
-      return launch_project_entries(
-          sums.data(), squared ? squares.data() : nullptr, 19, vector.data(), 13, from.data(), to.data(),
-          entries.data(), count, nullptr);
-    };
-    ASSERT_EQ(project(sources, targets), cudaSuccess);
-    ASSERT_EQ(project(sources, std::vector<int64_t>(count, 19)), cudaSuccess);  // adds nothing
-    for (int64_t t = 0; t < 19; ++t) {
-      ASSERT_NEAR(sums[t], expected[t], 1e-13 * (1 + count));
-      ASSERT_NEAR(squares[t], squared ? expected_squares[t] : -7.0, 1e-13 * (1 + count));
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return targets[a] < targets[b]; });
+    for (const int64_t e : order) {
+      ascending.push_back(targets[e]);
     }
-    ASSERT_EQ(project(std::vector<int64_t>(count, -1), targets), cudaSuccess);
-    for (const int64_t target : targets) {
-      ASSERT_TRUE(std::isnan(sums[target]));
+    const int64_t size = 3 * count + 19;
+    const int64_t partials = project_entries_partials(count);
+    for (const bool squared : {false, true}) {
+      std::vector<double> expected(size, -7.0), expected_squares = expected, first;
+      for (int64_t e = 0; e < count; ++e) {
+        add_term(expected[targets[e]], expected_squares[targets[e]], vector[sources[e]], entries[e]);
+      }
+      for (int repeat = 0; repeat < 2; ++repeat) {
+        std::vector<double> sums(size, -7.0), squares(size, -7.0);
+        std::vector<int64_t> partial_targets(partials);
+        std::vector<double> partial_sums(partials, nan), partial_squares(partials, nan);
+        const auto project = [&](const std::vector<int64_t>& from, const std::vector<int64_t>& to) {
+          return launch_project_entries(
+              sums.data(), squared ? squares.data() : nullptr, size, vector.data(), 13, from.data(), to.data(),
+              order.data(), entries.data(), count, partial_targets.data(), partial_sums.data(), partial_squares.data(),
+              nullptr);
+        };
+        ASSERT_EQ(project(sources, ascending), cudaSuccess);
+        ASSERT_EQ(project(sources, std::vector<int64_t>(count, size)), cudaSuccess);  // adds nothing
+        for (int64_t t = 0; t < size; ++t) {
+          ASSERT_NEAR(sums[t], expected[t], 1e-13 * (1 + count));
+          ASSERT_NEAR(squares[t], squared ? expected_squares[t] : -7.0, 1e-13 * (1 + count));
+        }
+        ASSERT_TRUE(repeat == 0 || same_bits(sums, first));
+        first = sums;
+        ASSERT_EQ(project(std::vector<int64_t>(count, -1), ascending), cudaSuccess);
+        for (const int64_t target : targets) {
+          ASSERT_TRUE(std::isnan(sums[target]));
+        }
+      }
     }
   }
 }
@@ -462,9 +485,204 @@ INSTANTIATE_TEST_SUITE_P(
         std::pair(0, 0), std::pair(0, 3), std::pair(3, 0), std::pair(1, 1), std::pair(31, 33), std::pair(32, 32),
         std::pair(33, 31), std::pair(300, 1), std::pair(1, 300), std::pair(100, 130), std::pair(290, 290)));
 
+// Blocks of more rows, and more chunks, than blocks of threads.
+TEST(EmulatedGrids, MoreWorkThanBlocks) {
+  const int64_t size = (FASTGRAD_MOST_BLOCKS + 3) * dots_chunk + 5;
+  const std::vector<double> row = numbers(size, 9);
+  std::vector<double> result(2, nan), partial(2 * dots_chunks(size), nan);
+  ASSERT_EQ(launch_dots(result.data(), partial.data(), row.data(), row.data(), 1, size, nullptr), cudaSuccess);
+  const double expected = std::inner_product(row.begin(), row.end(), row.begin(), 0.0);
+  EXPECT_NEAR(result[0], expected, 1e-12 * expected);
+  EXPECT_NEAR(result[1], expected, 1e-12 * expected);
+
+  const int64_t rows = 2 * FASTGRAD_MOST_BLOCKS + 1;
+  std::vector<double> results(2 * rows, nan), partials(2 * rows, nan);
+  const std::vector<double> ones(rows, 1.0);
+  ASSERT_EQ(launch_dots(results.data(), partials.data(), ones.data(), row.data(), rows, 1, nullptr), cudaSuccess);
+  for (const double value : results) {
+    ASSERT_EQ(std::fabs(value), std::fabs(row[0]));
+  }
+
+  // Every tile has a wrong entry: the last one's is the worst, and the first of those that tie.
+  const int64_t high = 33 * FASTGRAD_MOST_BLOCKS;
+  std::vector<double> analytical(high, 1.0);
+  for (int64_t i = 0; i < high; i += 32) {
+    analytical[i] = i < high / 2 ? 2.0 : 3.0;
+  }
+  const std::vector<double> numerical(high, 1.0);
+  ComparisonStatistics found;
+  std::vector<ComparisonStatistics> of_blocks(comparison_blocks);
+  ASSERT_EQ(
+      launch_compare(
+          &found, of_blocks.data(), Matrix<const double>{analytical.data(), 1, 1},
+          Matrix<const double>{numerical.data(), 1, 1}, high, 1, 1e-5, 1e-3, false, false, nullptr),
+      cudaSuccess);
+  EXPECT_EQ(found.mismatches, std::ceil(high / 32.0));
+  EXPECT_EQ(found.worst_row, (high / 2 + 31) / 32 * 32);
+  EXPECT_EQ(found.largest_absolute, 2.0);
+}
+
+// Whether the reductions come out right: what a barrier that is off may leave wrong. Of more pieces than blocks, so
+// that a block takes several, one after the other.
+bool reductions_are_right() {
+  constexpr int64_t pieces = FASTGRAD_MOST_BLOCKS + FASTGRAD_MOST_BLOCKS / 2;
+  const auto near = [](double left, double right) { return std::fabs(left - right) <= 1e-12; };
+  const std::vector<double> values = numbers(block * pieces, 9);
+  const std::vector<double> ones(block * pieces, 1.0);
+  std::vector<double> result(2 * pieces), partial(2 * pieces);
+  launch_dots(result.data(), partial.data(), values.data(), ones.data(), pieces, block, nullptr);
+  bool right = true;
+  for (int64_t row = 0; row < pieces; ++row) {
+    const double* const first = values.data() + row * block;
+    right = right && near(result[2 * row], std::accumulate(first, first + block, 0.0));
+  }
+
+  constexpr int64_t rows = 12, columns = 32 * pieces;
+  const std::vector<double> matrix = numbers(rows * columns, 9);
+  std::vector<double> sums(columns, 0.0), squares(columns, 0.0);
+  launch_project_rows(
+      {sums.data(), columns, 1}, {squares.data(), columns, 1}, {ones.data(), rows, 1}, {matrix.data(), columns, 1}, 1,
+      rows, columns, 0, 1, 0, nullptr);
+  for (int64_t j = 0; j < columns; ++j) {
+    double sum = 0, square = 0;
+    for (int64_t i = 0; i < rows; ++i) {
+      add_term(sum, square, 1.0, matrix[i * columns + j]);
+    }
+    right = right && near(sums[j], sum) && near(squares[j], square);
+  }
+
+  ComparisonStatistics found;
+  std::vector<ComparisonStatistics> of_blocks(comparison_blocks);
+  launch_compare(
+      &found, of_blocks.data(), {values.data(), 32, 1}, {ones.data(), 32, 1}, 3 * block, 32, 0.0, 0.0, false, false,
+      nullptr);
+  return right && found.mismatches == 3 * block * 32;
+}
+
+TEST(Emulation, NoticesEveryBarrierThatIsMissing) {
+  ASSERT_TRUE(reductions_are_right());
+  std::map<std::string, std::vector<cuda_emulation::Barrier*>> places;
+  for (cuda_emulation::Barrier* const barrier : cuda_emulation::Barrier::all) {
+    places[barrier->place].push_back(barrier);
+  }
+  EXPECT_GE(places.size(), 4u);
+  const auto set = [](const std::vector<cuda_emulation::Barrier*>& barriers, bool off) {
+    for (cuda_emulation::Barrier* const barrier : barriers) {
+      barrier->is_off = off;
+    }
+  };
+  for (const auto& [place, barriers] : places) {
+    set(barriers, true);
+    bool right = true;
+    for (int attempt = 0; attempt < 3; ++attempt) {
+      right = right && reductions_are_right();
+    }
+    set(barriers, false);
+    EXPECT_FALSE(right) << "nothing shows that the barrier at " << place << " is needed";
+  }
+  EXPECT_TRUE(reductions_are_right());
+}
+
+// What a device tells, the launchers hand on: of every kernel that they launch.
+TEST(Emulation, LaunchErrorsAreHandedOn) {
+  const std::vector<double> values = numbers(2 * block, 9);
+  std::vector<double> out(values.size()), partial(values.size());
+  ComparisonStatistics found;
+  std::vector<ComparisonStatistics> of_blocks(comparison_blocks);
+  std::vector<int64_t> order(values.size()), none(values.size(), 0), partial_targets(values.size());
+  std::iota(order.begin(), order.end(), 0);
+  const auto size = static_cast<int64_t>(values.size());
+  const RealType type = RealType::float64;
+  const std::vector<std::pair<int, std::function<cudaError_t()>>> launchers = {
+      {1, [&] { return launch_flatten(out.data(), 1, values.data(), type, size, nullptr); }},
+      {1, [&] { return launch_unflatten(out.data(), type, values.data(), 1, size, nullptr); }},
+      {1, [&] { return launch_direction(out.data(), 1, size, 0, 0, 0, false, nullptr); }},
+      {1, [&] { return launch_displace(out.data(), values.data(), type, values.data(), 1, size, 1, nullptr); }},
+      {1,
+       [&] {
+         return launch_realize(out.data(), partial.data(), values.data(), type, size, 0, 0, 0, 1e-3, 0x1p-24, nullptr);
+       }},
+      {1, [&] { return launch_perturb_coordinate(out.data(), 0, values.data(), 0, type, 1, 1e-3, 0, nullptr); }},
+      {1,
+       [&] {
+         return launch_perturb_coordinates(out.data(), values.data(), type, order.data(), size, 1, 1e-3, 0, nullptr);
+       }},
+      {1,
+       [&] {
+         return launch_central_difference(
+             out.data(), 1, values.data(), type, size, values.data(), type, 0, 1e-3, 0, nullptr);
+       }},
+      {1,
+       [&] {
+         return launch_richardson(
+             out.data(), partial.data(), values.data(), values.data(), values.data(), values.data(), values.data(),
+             size, 1e-3, 0, nullptr);
+       }},
+      {1,
+       [&] {
+         return launch_decompress(out.data(), values.data(), nullptr, order.data(), order.data(), size, nullptr);
+       }},
+      {2, [&] { return launch_dots(out.data(), partial.data(), values.data(), values.data(), 1, size, nullptr); }},
+      {2,
+       [&] {
+         return launch_compare(
+             &found, of_blocks.data(), {values.data(), 2, 1}, {values.data(), 2, 1}, block, 2, 0, 0, false, false,
+             nullptr);
+       }},
+      {1,
+       [&] {
+         return launch_project_rows(
+             {out.data(), 2, 1}, {partial.data(), 2, 1}, {values.data(), block, 1}, {values.data(), 2, 1}, 1, block, 2,
+             0, 1, 0, nullptr);
+       }},
+      {2,
+       [&] {
+         std::vector<double> sums(size), squares(size);
+         return launch_project_entries(
+             out.data(), nullptr, values.data(), order.data(), none.data(), order.data(), values.data(), size,
+             partial_targets.data(), sums.data(), squares.data(), nullptr);
+       }},
+  };
+  for (const auto& [kernels, launch] : launchers) {
+    for (int failing = 1; failing <= kernels; ++failing) {
+      cuda_emulation::failing_launch = failing;
+      EXPECT_EQ(launch(), cudaErrorLaunchFailure);
+      EXPECT_EQ(cuda_emulation::failing_launch, 0);
+    }
+    EXPECT_EQ(launch(), cudaSuccess);
+  }
+}
+
+// The emulation itself: barriers that threads do not meet, or not at one place, and launches that no device takes.
+void waits_in_half_of_its_threads() {
+  if (threadIdx.x < 32) {
+    __syncthreads();
+  }
+}
+
+void waits_in_two_places() {
+  if (threadIdx.x < 32) {
+    __syncthreads();
+  } else {
+    __syncthreads();
+  }
+}
+
+void does_nothing() {}
+
+TEST(Emulation, RefusesWhatADeviceDoes) {
+  EXPECT_THROW(FASTGRAD_LAUNCH(waits_in_half_of_its_threads, 1, 64, nullptr), std::logic_error);
+  EXPECT_THROW(FASTGRAD_LAUNCH(waits_in_two_places, 1, 64, nullptr), std::logic_error);
+  for (const auto& [blocks, threads] : {std::pair(0u, 64u), {1u, 0u}, {1u, 1025u}}) {
+    FASTGRAD_LAUNCH(does_nothing, blocks, threads, nullptr);
+    EXPECT_EQ(cudaGetLastError(), cudaErrorInvalidConfiguration);
+    EXPECT_EQ(cudaGetLastError(), cudaSuccess);
+  }
+}
+
 // The emulation itself: a block-wide sum needs the barrier to work.
 void block_sum(const int* values, int* sums) {
-  static int shared[64];
+  FASTGRAD_SHARED(int, shared, 64);
   shared[threadIdx.x] = values[blockIdx.x * blockDim.x + threadIdx.x];
   __syncthreads();
   for (unsigned half = blockDim.x / 2; half > 0; half /= 2) {

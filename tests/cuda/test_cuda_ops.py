@@ -195,9 +195,11 @@ def test_compare(shape: tuple[int, int], complex_entries: bool, device: torch.de
     numerical = numbers(torch.float64, *shape)
     analytical = numerical.clone()
     analytical.view(-1)[::7] *= 1.25  # many tie for the worst
-    analytical.view(-1)[5:6] = math.nan
-    for n in (numerical, numerical.t().contiguous().t()):
-        assert_close(ops.compare, (analytical, n, 1e-5, 1e-3, complex_entries, False), device)
+    unheard = analytical.clone()
+    unheard.view(-1)[5:6] = math.nan  # and the sums are not finite
+    for a in (analytical, unheard):
+        for n in (numerical, numerical.t().contiguous().t()):
+            assert_close(ops.compare, (a, n, 1e-5, 1e-3, complex_entries, False), device)
 
 
 def test_sums_are_the_same_every_time(device: torch.device) -> None:
@@ -205,7 +207,16 @@ def test_sums_are_the_same_every_time(device: torch.device) -> None:
     vector = numerical[0].contiguous()
     compared = ops.compare(analytical, numerical, 1e-5, 1e-3, False, False)
     dots = ops.dots(analytical.contiguous(), vector)
+    entries, targets = analytical.reshape(-1), torch.arange(analytical.numel(), device=device) ** 2 % 17
+
+    def projected() -> Tensor:
+        sums = torch.zeros(17, dtype=torch.float64, device=device)
+        ops.project_entries_(sums, None, vector, targets, targets, entries)
+        return sums
+
+    along = projected()
     for _ in range(5):
+        assert torch.equal(projected(), along)
         assert torch.equal(ops.compare(analytical, numerical, 1e-5, 1e-3, False, False), compared)
         assert torch.equal(ops.dots(analytical.contiguous(), vector), dots)
 

@@ -1,20 +1,36 @@
-// CUDA kernels on the CPU: one fiber a thread of a block, __syncthreads() as a yield to the others.
+// CUDA kernels on the CPU: one fiber a thread of a block that waits, __syncthreads() as a yield to the others.
 //
-// Checks indexing and arithmetic of .cu files that include no torch headers and launch through
-// FASTGRAD_LAUNCH. Blocks run one after another; races, shuffles and streams are out of its sight.
+// Runs .cu files that include no torch headers, launch through FASTGRAD_LAUNCH and declare what a block shares by
+// FASTGRAD_SHARED. Blocks run one after another, and threads from barrier to barrier, both in random order: what
+// needs an order that nothing demands gives wrong sums, or NaN, as shared memory is NaN when a block begins. A
+// barrier that not all threads of a block meet is an error, and so is a launch that no device takes. Atomics,
+// warps and streams are out of its sight.
 #pragma once
 
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
 #include <functional>
 #include <memory>
+#include <mutex>
+#include <numeric>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <utility>
 #include <vector>
+
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/common_interface_defs.h>
+#endif
 
 #define __global__
 #define __device__
 #define __host__
-#define __shared__ static
 
 struct dim3 {
   unsigned x = 1, y = 1, z = 1;
@@ -23,101 +39,207 @@ struct dim3 {
 };
 
 using cudaStream_t = void*;
-enum cudaError_t { cudaSuccess = 0 };
-inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidConfiguration = 9, cudaErrorLaunchFailure = 719 };
 
 inline dim3 gridDim, blockDim, blockIdx, threadIdx;
 
 namespace cuda_emulation {
 
+// Who launches has it: autograd runs backward on threads of its own.
+inline std::mutex device;
+
+inline std::mt19937 order{[] {
+  const char* const seed = std::getenv("FASTGRAD_EMULATION_SEED");
+  return seed ? static_cast<unsigned>(std::atoi(seed)) : 1u;
+}()};
+
+inline thread_local cudaError_t last_error = cudaSuccess;
+
+// So many launches from now one fails, as a device fails; 0: none does.
+inline int failing_launch = 0;
+
+// Shared memory of every kernel so far: where, and how many bytes.
+inline std::vector<std::pair<void*, size_t>> shared_memory;
+
+inline void poison(const std::pair<void*, size_t>& memory) { std::memset(memory.first, 0xFF, memory.second); }
+
+template <typename T, size_t count>
+class Shared {
+ public:
+  Shared() {
+    shared_memory.emplace_back(values_, sizeof(values_));
+    poison(shared_memory.back());
+  }
+  operator T*() { return values_; }
+
+ private:
+  T values_[count];
+};
+
+// A place in the source where threads wait. One that is off lets them pass: what a forgotten barrier does.
+struct Barrier {
+  Barrier(const char* file, int line) : place(std::string(file) + ":" + std::to_string(line)) { all.push_back(this); }
+  std::string place;
+  bool is_off = false;
+  static inline std::vector<Barrier*> all;
+};
+
 class Block {
  public:
   // Runs body once for every thread of one block.
   static void run(dim3 size, const std::function<void()>& body) {
-    Block block(body);
-    current_ = &block;
+    std::vector<dim3> threads;
     for (unsigned z = 0; z < size.z; ++z)
       for (unsigned y = 0; y < size.y; ++y)
-        for (unsigned x = 0; x < size.x; ++x) block.add(dim3(x, y, z));
-    block.run_all();
-    current_ = nullptr;
+        for (unsigned x = 0; x < size.x; ++x) threads.emplace_back(x, y, z);
+    std::shuffle(threads.begin(), threads.end(), order);
+    std::for_each(shared_memory.begin(), shared_memory.end(), poison);
+    body_ = &body;
+    std::vector<Fiber*> waiting;
+    for (const dim3& thread : threads) {
+      Fiber* const fiber = idle();
+      fiber->thread = thread;
+      if (!finishes(fiber)) {
+        waiting.push_back(fiber);
+      }
+    }
+    while (!waiting.empty()) {
+      const bool together =
+          waiting.size() == threads.size() && std::all_of(waiting.begin(), waiting.end(), [&](const Fiber* fiber) {
+            return fiber->barrier->place == waiting.front()->barrier->place;
+          });
+      if (!together) {
+        const std::string place = waiting.front()->barrier->place;
+        fibers_.clear();
+        idle_.clear();
+        throw std::logic_error("emulation: not all threads of a block meet at " + place);
+      }
+      std::shuffle(waiting.begin(), waiting.end(), order);
+      waiting.erase(std::remove_if(waiting.begin(), waiting.end(), &Block::finishes), waiting.end());
+    }
   }
 
-  // Hands control to the next thread: everybody reaches the barrier before anybody passes it,
-  // because every round resumes each unfinished thread exactly once.
-  static void yield() {
-    Fiber& fiber = *current_->running_;
-    swapcontext(&fiber.context, &current_->scheduler_);
+  static void wait(Barrier& barrier) {
+    if (barrier.is_off) {
+      return;
+    }
+    running_->barrier = &barrier;
+    leave();
   }
 
  private:
   struct Fiber {
     ucontext_t context;
-    dim3 index;
-    bool finished = false;
+    std::unique_ptr<char[]> stack;
+    dim3 thread;
+    Barrier* barrier;  // where it waits; none: it has finished
+    void* sanitizer = nullptr;
   };
   static constexpr size_t stack_size = 64 * 1024;
 
-  explicit Block(const std::function<void()>& body) : body_(body) {}
-
-  void add(dim3 index) {
-    auto fiber = std::make_unique<Fiber>();
-    fiber->index = index;
-    if (fibers_.size() == stacks_.size()) {
-      stacks_.emplace_back(new char[stack_size]);
+  // A fiber serves thread after thread: only those that wait at a barrier need one each.
+  static Fiber* idle() {
+    if (idle_.empty()) {
+      fibers_.push_back(std::make_unique<Fiber>());
+      Fiber& fiber = *fibers_.back();
+      fiber.stack.reset(new char[stack_size]);
+      getcontext(&fiber.context);
+      fiber.context.uc_stack.ss_sp = fiber.stack.get();
+      fiber.context.uc_stack.ss_size = stack_size;
+      makecontext(&fiber.context, &Block::live, 0);
+      idle_.push_back(&fiber);
     }
-    getcontext(&fiber->context);
-    fiber->context.uc_stack.ss_sp = stacks_[fibers_.size()].get();
-    fiber->context.uc_stack.ss_size = stack_size;
-    fiber->context.uc_link = &scheduler_;
-    makecontext(&fiber->context, reinterpret_cast<void (*)()>(&Block::start), 0);
-    fibers_.push_back(std::move(fiber));
+    Fiber* const fiber = idle_.back();
+    idle_.pop_back();
+    return fiber;
   }
 
-  static void start() {
-    current_->body_();
-    current_->running_->finished = true;
-  }
-
-  void run_all() {
-    for (bool any = true; any;) {
-      any = false;
-      for (const auto& fiber : fibers_) {
-        if (!fiber->finished) {
-          any = true;
-          running_ = fiber.get();
-          threadIdx = fiber->index;
-          swapcontext(&scheduler_, &fiber->context);
-        }
-      }
+  static void live() {
+    arrive(nullptr);
+    while (true) {
+      (*body_)();
+      running_->barrier = nullptr;
+      leave();
     }
   }
 
-  static inline Block* current_ = nullptr;
-  static inline std::vector<std::unique_ptr<char[]>> stacks_;  // serve every block: making them is slow
-  const std::function<void()>& body_;
-  std::vector<std::unique_ptr<Fiber>> fibers_;
-  Fiber* running_ = nullptr;
-  ucontext_t scheduler_;
+  // Runs a thread up to its next barrier, or its end.
+  static bool finishes(Fiber* fiber) {
+    running_ = fiber;
+    threadIdx = fiber->thread;
+#ifdef __SANITIZE_ADDRESS__
+    void* own = nullptr;
+    __sanitizer_start_switch_fiber(&own, fiber->stack.get(), stack_size);
+#endif
+    swapcontext(&scheduler_, &fiber->context);
+#ifdef __SANITIZE_ADDRESS__
+    __sanitizer_finish_switch_fiber(own, nullptr, nullptr);
+#endif
+    if (fiber->barrier == nullptr) {
+      idle_.push_back(fiber);
+    }
+    return fiber->barrier == nullptr;
+  }
+
+  static void leave() {
+    Fiber* const fiber = running_;
+#ifdef __SANITIZE_ADDRESS__
+    __sanitizer_start_switch_fiber(&fiber->sanitizer, scheduler_stack_, scheduler_stack_size_);
+#endif
+    swapcontext(&fiber->context, &scheduler_);
+    arrive(fiber->sanitizer);
+  }
+
+  static void arrive([[maybe_unused]] void* sanitizer) {
+#ifdef __SANITIZE_ADDRESS__
+    __sanitizer_finish_switch_fiber(sanitizer, &scheduler_stack_, &scheduler_stack_size_);
+#endif
+  }
+
+  static inline std::vector<std::unique_ptr<Fiber>> fibers_;  // serve every block: making them is slow
+  static inline std::vector<Fiber*> idle_;
+  static inline const std::function<void()>* body_ = nullptr;
+  static inline Fiber* running_ = nullptr;
+  static inline ucontext_t scheduler_;
+  static inline const void* scheduler_stack_ = nullptr;
+  static inline size_t scheduler_stack_size_ = 0;
 };
 
 inline void launch(dim3 grid, dim3 block, const std::function<void()>& body) {
+  const std::lock_guard<std::mutex> lock(device);
+  const uint64_t threads = uint64_t{block.x} * block.y * block.z;
+  const uint64_t blocks = uint64_t{grid.x} * grid.y * grid.z;
+  if (threads == 0 || threads > 1024 || blocks == 0 || grid.y > 65535 || grid.z > 65535) {
+    last_error = cudaErrorInvalidConfiguration;
+    return;
+  }
+  if (failing_launch > 0 && --failing_launch == 0) {
+    last_error = cudaErrorLaunchFailure;
+    return;
+  }
   gridDim = grid;
   blockDim = block;
-  for (unsigned z = 0; z < grid.z; ++z)
-    for (unsigned y = 0; y < grid.y; ++y)
-      for (unsigned x = 0; x < grid.x; ++x) {
-        blockIdx = dim3(x, y, z);
-        Block::run(block, body);
-      }
+  std::vector<unsigned> numbers(blocks);
+  std::iota(numbers.begin(), numbers.end(), 0u);
+  std::shuffle(numbers.begin(), numbers.end(), order);
+  for (const unsigned b : numbers) {
+    blockIdx = dim3(b % grid.x, b / grid.x % grid.y, b / grid.x / grid.y);
+    Block::run(block, body);
+  }
 }
 
 }  // namespace cuda_emulation
 
-inline void atomicAdd(double* target, double value) { *target += value; }
+inline cudaError_t cudaGetLastError() { return std::exchange(cuda_emulation::last_error, cudaSuccess); }
 
-inline void __syncthreads() { cuda_emulation::Block::yield(); }
+#define __syncthreads()                                         \
+  ([] {                                                         \
+    static cuda_emulation::Barrier barrier(__FILE__, __LINE__); \
+    cuda_emulation::Block::wait(barrier);                       \
+  }())
 
-#define FASTGRAD_MOST_BLOCKS 8  // few, so that a grid's edge is cheap to reach
+// Few, so that a grid's edge is cheap to reach, and more than threads in a block: what one block joins of many.
+#define FASTGRAD_MOST_BLOCKS 300
+#define FASTGRAD_SHARED(type, name, count) static cuda_emulation::Shared<type, count> name
 #define FASTGRAD_LAUNCH(kernel, grid, block, stream, ...) \
   cuda_emulation::launch((grid), (block), [&] { kernel(__VA_ARGS__); })
