@@ -403,8 +403,9 @@ namespace {
 // move, has the width that nominal(first, count) says, so that a function constant in it has the derivative zero.
 template <typename Move, typename Nominal>
 void measure_widths(const InputBlock& block, const at::Tensor& widths, const Move& move, const Nominal& nominal) {
-  constexpr int64_t piece = 1 << 15;  // temporaries stay in the cache
   const at::Tensor all = real_coordinates(block.origin);
+  // Temporaries stay in the cache; of a device calls cost more than memory.
+  const int64_t piece = all.is_cpu() ? 1 << 15 : std::max<int64_t>(1, all.numel());
   for (int64_t first = 0; first < all.numel(); first += piece) {
     const int64_t count = std::min(piece, all.numel() - first);
     const at::Tensor x = all.narrow(0, first, count);
@@ -490,7 +491,7 @@ at::Tensor Evaluator::coordinates() const {
   const BelowAutograd guard;
   std::vector<at::Tensor> parts;
   for (const InputBlock& block : blocks_) {
-    parts.push_back(real_coordinates(block.origin).to(at::kCPU, at::kDouble));
+    parts.push_back(real_coordinates(block.origin).to(blocks_[0].origin.device(), at::kDouble));
   }
   if (parts.empty()) {
     return at::empty({0}, at::kDouble);

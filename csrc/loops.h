@@ -82,7 +82,7 @@ class Evaluator {
   // func freed or replaced, as every evaluation does.
   bool inputs_changed() const;
 
-  // The real coordinates of all inputs at x, end to end: float64, on the CPU; not to be written to.
+  // The real coordinates of all inputs at x, end to end: float64, where the first input is; not to be written to.
   at::Tensor coordinates() const;
 
   // What differences really step, end to end over all inputs, into widths (float64, shape (coordinates of all
@@ -269,7 +269,7 @@ struct WholeBackward {
   bool vectorized = false;  // the rows of some are one vectorized VJP
   at::Tensor products;      // of the cotangents with all rows, as of vjp_coordinates
   double movement = 0.0;    // by how much a second run of the first product was another
-  bool add_up = true;       // the products were seen, on the CPU, to be what the rows add up to
+  bool add_up = true;       // the products were seen to be what the rows add up to
   // Gradients of zeros; where asked for, of undefined grad_outputs of all outputs and, if there are several, of one
   // after the other.
   std::vector<std::vector<at::Tensor>> zeros;
@@ -290,7 +290,7 @@ using InputTolerances = std::tuple<int64_t, bool, double, double>;
 
 // The largest absolute and relative error of each input in some rows of a small Jacobian; nothing where an entry is
 // wrong. rows: analytical, of output coordinates first_row + i row_step, shape (rows, n); columns: numerical, shape
-// (n, m); both float64, contiguous, on the CPU.
+// (n, m); both float64, contiguous, on one device. Elsewhere than on the CPU it waits for the device, once.
 std::optional<std::vector<std::pair<double, double>>> largest_errors(
     const at::Tensor& rows, const at::Tensor& columns, int64_t first_row, int64_t row_step,
     const std::vector<InputTolerances>& inputs);

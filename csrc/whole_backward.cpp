@@ -8,10 +8,15 @@
 #include <ATen/LegacyVmapMode.h>
 #include <ATen/ops/_add_batch_dim.h>
 #include <ATen/ops/_remove_batch_dim.h>
+#include <ATen/ops/abs.h>
+#include <ATen/ops/amax.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
+#include <ATen/ops/le.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/view_as_real.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/TensorOperators.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/function.h>
@@ -46,6 +51,15 @@ bool are_close(const at::Tensor& left, const at::Tensor& right, double atol, dou
   }
   const double tolerance = std::min(atol, rtol * largest);
   return std::equal(a, a + left.numel(), b, [=](double x, double y) { return std::abs(x - y) <= tolerance; });
+}
+
+// The same by operators; waits for the device.
+bool are_close_elsewhere(const at::Tensor& left, const at::Tensor& right, double atol, double rtol) {
+  if (right.numel() == 0) {
+    return true;
+  }
+  const at::Tensor tolerance = (at::abs(right).amax() * rtol).clamp_max(atol);
+  return at::le(at::abs(left - right).amax(), tolerance).item<bool>();
 }
 
 // Whether a node is a custom Function, of Python or C++; their types are hidden or templates, all but the names.
@@ -164,9 +178,6 @@ std::optional<GradientsMatch> try_vectorized_rows(
 bool add_up(
     const WholeBackward& whole, const std::vector<at::Tensor>& outputs, const at::Tensor& cotangents, double atol,
     double rtol) {
-  if (!whole.products.is_cpu()) {
-    return false;  // to be seen by operators, which do not wait for the device
-  }
   const at::Tensor sums = at::zeros({2, cotangents.size(0), whole.products.size(1)}, whole.products.options());
   const at::Tensor totals = sums.select(0, 0);
   const at::Tensor squares = sums.select(0, 1);
@@ -182,7 +193,8 @@ bool add_up(
       first += coordinate_count(output);
     }
   }
-  return are_close(whole.products, totals, atol, rtol);
+  return whole.products.is_cpu() ? are_close(whole.products, totals, atol, rtol)
+                                 : are_close_elsewhere(whole.products, totals, atol, rtol);
 }
 
 }  // namespace
@@ -301,6 +313,34 @@ WholeBackward whole_backward(
   return whole;
 }
 
+namespace {
+
+// The same by operators: of all inputs one copy, that waits for the device.
+std::optional<std::vector<std::pair<double, double>>> largest_errors_elsewhere(
+    const at::Tensor& rows, const at::Tensor& columns, int64_t first_row, int64_t row_step,
+    const std::vector<InputTolerances>& inputs) {
+  const at::Tensor numerical = columns.t().slice(0, first_row, first_row + (rows.size(0) - 1) * row_step + 1, row_step);
+  std::vector<at::Tensor> fields;
+  int64_t first = 0;
+  for (const auto& [size, is_complex, atol, rtol] : inputs) {
+    fields.push_back(compare(
+        rows.narrow(1, first, size), numerical.narrow(1, first, size), atol, rtol, is_complex, /*equal_nan=*/false));
+    first += size;
+  }
+  const at::Tensor all = at::stack(fields).to(at::kCPU);
+  const auto* const statistics = static_cast<const ComparisonStatistics*>(all.const_data_ptr());
+  std::vector<std::pair<double, double>> errors;
+  for (size_t k = 0; k < inputs.size(); ++k) {
+    if (statistics[k].mismatches != 0) {
+      return std::nullopt;
+    }
+    errors.emplace_back(statistics[k].largest_absolute, statistics[k].largest_relative);
+  }
+  return errors;
+}
+
+}  // namespace
+
 std::optional<std::vector<std::pair<double, double>>> largest_errors(
     const at::Tensor& rows, const at::Tensor& columns, int64_t first_row, int64_t row_step,
     const std::vector<InputTolerances>& inputs) {
@@ -310,13 +350,16 @@ std::optional<std::vector<std::pair<double, double>>> largest_errors(
   const int64_t n = rows.size(1);
   const int64_t m = columns.size(1);
   TORCH_CHECK(
-      rows.is_cpu() && rows.is_contiguous() && columns.is_cpu() && columns.is_contiguous() && columns.size(0) == n,
-      "largest_errors: rows and columns must be contiguous, on the CPU, and of one Jacobian, got ", rows.sizes(),
+      rows.is_contiguous() && columns.is_contiguous() && columns.device() == rows.device() && columns.size(0) == n,
+      "largest_errors: rows and columns must be contiguous, on one device, and of one Jacobian, got ", rows.sizes(),
       " and ", columns.sizes());
   // No sums and products of what was given: they may overflow.
   TORCH_CHECK(
       first_row >= 0 && row_step > 0 && (count == 0 || (first_row < m && count - 1 <= (m - 1 - first_row) / row_step)),
       "largest_errors: ", count, " rows from ", first_row, " on (step ", row_step, ") must lie within ", m, " rows");
+  if (!rows.is_cpu()) {
+    return largest_errors_elsewhere(rows, columns, first_row, row_step, inputs);
+  }
   std::vector<std::pair<double, double>> errors;
   errors.reserve(inputs.size());
   int64_t first = 0;

@@ -87,7 +87,8 @@ def differ(left: Tensor, right: Tensor, tolerance: float, complex_entries: bool)
     if left.numel() > 2 * PIECE and not complex_entries and left.is_contiguous() and right.is_contiguous():
         # Most of what is compared so is equal but for rounding; a NaN is looked at below.
         pair = left.view(-1), right.view(-1)
-        if all(bool((pair[0][some] - pair[1][some]).abs_().max() <= tolerance) for some in pieces(0, left.numel())):
+        every = pieces(0, left.numel(), left.device)
+        if all(bool((pair[0][some] - pair[1][some]).abs_().max() <= tolerance) for some in every):
             return False
     return bool(ops.compare(left, right, tolerance, 0.0, complex_entries, True).tolist()[0])
 

@@ -21,10 +21,11 @@ PIECE = 1 << 15
 """Coordinates at a time where temporaries are to stay in the cache."""
 
 
-def pieces(first: int, last: int) -> Iterator[slice]:
-    """Consecutive slices of at most PIECE that cover [first, last)."""
-    for begin in range(first, last, PIECE):
-        yield slice(begin, min(begin + PIECE, last))
+def pieces(first: int, last: int, device: torch.device) -> Iterator[slice]:
+    """Consecutive slices that cover [first, last): of at most PIECE on the CPU, and one where calls cost more."""
+    size = PIECE if device.type == "cpu" else max(1, last - first)
+    for begin in range(first, last, size):
+        yield slice(begin, min(begin + size, last))
 
 
 @dataclass(frozen=True)

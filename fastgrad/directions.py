@@ -23,20 +23,25 @@ EVIDENCE_STREAM = 10
 TRIAL_STREAM = 11
 
 
-def direction(size: int, seed: int, stream: int, first: int = 0, halved: bool = False) -> Tensor:
+CPU = torch.device("cpu")
+
+
+def direction(
+    size: int, seed: int, stream: int, first: int = 0, halved: bool = False, device: torch.device = CPU
+) -> Tensor:
     """Components first, first + 1, ... of direction (seed, stream).
 
-    Returns a float64 tensor of shape (size,): magnitudes uniform in [0.5, 1.5), signs random
+    Returns a float64 tensor of shape (size,), made on the device: magnitudes uniform in [0.5, 1.5), signs random
     (Philox4x32-10). With halved, a random half is zero. The same bits on every device.
     """
-    out = torch.empty(size, dtype=torch.float64, device="cpu")
+    out = torch.empty(size, dtype=torch.float64, device=device)
     ops.direction_(out, seed, stream, first, halved)
     return out
 
 
-def uniform(size: int, seed: int, stream: int, first: int = 0) -> Tensor:
+def uniform(size: int, seed: int, stream: int, first: int = 0, device: torch.device = CPU) -> Tensor:
     """Float64 tensor of shape (size,), uniform in [-1, 1)."""
-    return direction(size, seed, stream, first).abs_().sub_(1.0).mul_(2.0)
+    return direction(size, seed, stream, first, device=device).abs_().sub_(1.0).mul_(2.0)
 
 
 def uniform_like(tensor: Tensor, seed: int, stream: int, first: int = 0) -> Tensor:
@@ -45,6 +50,5 @@ def uniform_like(tensor: Tensor, seed: int, stream: int, first: int = 0) -> Tens
     first is the number of its first component in the stream; a complex element has two.
     """
     width = 2 if tensor.is_complex() else 1
-    values = uniform(tensor.numel() * width, seed, stream, first)
-    real = values.to(device=tensor.device, dtype=tensor.dtype.to_real())
+    real = uniform(tensor.numel() * width, seed, stream, first, tensor.device).to(tensor.dtype.to_real())
     return (torch.view_as_complex(real.view(-1, 2)) if width == 2 else real).reshape(tensor.shape)

@@ -19,6 +19,7 @@ from fastgrad.memory import OUT_OF_MEMORY, free_bytes
 from fastgrad.problem import Problem
 from fastgrad.report import Plan, Settings
 from fastgrad.sparsity import few
+from fastgrad.stopwatch import clock
 
 BLOCK_BYTES = 1 << 20
 """Analytical rows held at a time: a few blocks of this size stay in the cache."""
@@ -181,9 +182,9 @@ def first_look(problem: Problem, settings: Settings) -> FirstLook:
     moved = half.numpy() != 0
 
     def evaluate(values: Tensor, record: bool) -> float:
-        start = time.perf_counter()
+        start = clock(problem.device)
         problem.values_along(displacement, (1.0,), (values,), record)
-        return time.perf_counter() - start
+        return clock(problem.device) - start
 
     def look(record: bool, reacted: NDArray[np.bool_] | None, *seconds: float) -> FirstLook:
         # The least of them: another process may have been in the way of one.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from time import perf_counter
 from types import TracebackType
 from typing import Any
 
@@ -31,6 +30,7 @@ from fastgrad.errors import as_raised, warn
 from fastgrad.memory import told_as_memory_error
 from fastgrad.progress import STEP, Progress
 from fastgrad.report import modulus
+from fastgrad.stopwatch import clock
 from fastgrad.tolerances import relative_step, spacing
 
 _ALIKE = ((1.0, 1.0),)
@@ -180,7 +180,7 @@ class Problem:
     is_custom
         Whether a custom Function, a hook or other code of the user's is seen to run in backward.
     vectorizes
-        Whether VJPs may be vectorized: on the CPU, where no such code is.
+        Whether VJPs may be vectorized: where no such code is.
     n, m
         Real coordinates of inputs and outputs.
     device
@@ -279,9 +279,9 @@ class Problem:
 
     @phase("first evaluation")
     def _trace(self) -> None:
-        start = perf_counter()
+        start = clock(self.device)
         results = as_tuple(self._evaluator.evaluate(True))
-        self.seconds = perf_counter() - start
+        self.seconds = clock(next((v.device for v in results if isinstance(v, Tensor)), self.device)) - start
         if self._evaluator.inputs_changed():
             self._evaluator.mutates_inputs = True  # or they hold a NaN, and it does no harm
         _check_outputs(results)
@@ -298,7 +298,7 @@ class Problem:
         if self.has_graph:
             self._graph = tuple(results[position] for position in positions)
             self.is_custom = not _native.runs_no_custom_code(self._graph, self._input_tensors)
-            self.vectorizes = self.device.type == "cpu" and not self.is_custom
+            self.vectorizes = not self.is_custom
         self._specs = [_native.OutputSpec(block.position, block.tensor) for block in self.outputs]
 
     def forget_outputs(self) -> None:
@@ -537,7 +537,7 @@ class Problem:
                 self._raise_changed(*changed, own_eps)
             self.progress.step(2 * min(step, count - begin))
         widths = self.coordinate_widths(eps)
-        for some in pieces(0, values.numel()):
+        for some in pieces(0, values.numel(), values.device):
             values[some].div_(widths[columns[some]])
         return values
 

@@ -6,7 +6,6 @@ more than it shows. They are timed on a few columns first, and count only if the
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from fastgrad._torch import phase
 from fastgrad.directions import TRIAL_STREAM, direction
 from fastgrad.problem import Problem
+from fastgrad.stopwatch import clock
 
 DIRECTIONS = 2
 """Along which columns of one pass must add up: errors of two columns cancel in one, now and then."""
@@ -68,21 +68,14 @@ def speedup(
     singles = min(SINGLES, count)
     last = first + count - singles
     several(last, 1)  # refused at little cost, or warmed up
-    begin = _clock(problem.device)
+    begin = clock(problem.device)
     expected = single(last, singles)
-    between = _clock(problem.device)
+    between = clock(problem.device)
     found = several(first, count)
-    end = _clock(problem.device)
+    end = clock(problem.device)
     if not torch.allclose(found[-singles:], expected, rtol=0.0, atol=atol):
         raise RefusedError("other values than one by one")
     return (between - begin) / singles * count / (end - between)
-
-
-def _clock(device: torch.device) -> float:
-    """Seconds, once the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 @phase("trial of columns")
@@ -102,7 +95,7 @@ def agree(
     values = [torch.empty(problem.m, dtype=torch.float64, device=problem.device) for _ in SCALES]
     for which in range(DIRECTIONS):
         u = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
-        u[within] = direction(columns.shape[0], seed, TRIAL_STREAM + 16 * which, first).to(problem.device)
+        u[within] = direction(columns.shape[0], seed, TRIAL_STREAM + 16 * which, first, device=problem.device)
         displacement = problem.displacement(u, eps)
         problem.values_along(displacement, SCALES, values, record_graph)
         whole, halves = (values[0] - values[1]) / 2, values[2] - values[3]

@@ -229,7 +229,7 @@ def test_the_clock_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "TRIAL_SECONDS", 0.0)
     for seconds, faster in (((0.0, 1.0, 1.1), True), ((0.0, 1.0, 126.0), False)):
         clock = iter(seconds)
-        monkeypatch.setattr(trial, "_clock", lambda _, clock=clock: next(clock))
+        monkeypatch.setattr(trial, "clock", lambda _, clock=clock: next(clock))
         report = check(lambda x: x.cumsum(0), (leaf(80),), DENSE)
         assert report.passed
         assert report.plan is not None
