@@ -124,6 +124,12 @@ def forget_capture(device: int, pool: tuple[int, int]) -> None:
     torch._C._cuda_releasePool(device, pool)
 
 
+def set_backend(where: Any, name: str, value: Any) -> None:
+    """Sets a flag of torch.backends, also where torch's test suites have frozen them for all but its own functions."""
+    with torch.backends.__allow_nonbracketed_mutation():
+        setattr(where, name, value)
+
+
 def children_of(value: Any) -> tuple[list[tuple[str, Any]], Callable[[list[Any]], Any]] | None:
     """What a container of torch's pytree holds, each with the way to it, and what makes the container anew.
 

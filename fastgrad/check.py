@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -38,6 +39,7 @@ from fastgrad.plan import (
     tries_structure,
     with_less_memory,
 )
+from fastgrad.precision import exact_libraries
 from fastgrad.problem import Problem, as_tuple, disabled_gradients
 from fastgrad.progress import Progress
 from fastgrad.report import Certificate, Environment, Failure, Part, Plan, Report, Sample, Settings
@@ -76,10 +78,12 @@ def check(
     """
     start = time.perf_counter()
     findings = Findings()
+    arguments = as_tuple(inputs)
     with (
+        _exact_libraries(arguments, settings) as notes,
         Progress(settings.progress) as progress,
         Problem(
-            func, as_tuple(inputs), settings.masked, progress, names, _scales(settings) if settings.inputs else ()
+            func, arguments, settings.masked, progress, names, _scales(settings) if settings.inputs else ()
         ) as problem,
     ):
         seconds = {"first evaluation": time.perf_counter() - start}
@@ -91,6 +95,8 @@ def check(
             plan, failure = _first_failure(problem, settings, findings)
         if failure is not None and failure.comparison is not None and all(pair.agrees for pair in findings.pairs):
             findings.add_pair(located_pair(failure, failure.comparison))
+        if problem.device.type == "cuda":
+            findings.notes += notes
         disabled = disabled_gradients()
         if disabled:
             findings.notes.append(disabled)
@@ -127,6 +133,15 @@ def _diagnosed(problem: Problem, report: Report, at_hand: Sample | None) -> Repo
     sample, evidence = gather(problem, report, at_hand)
     report = replace(report, sample=sample, evidence=evidence)
     return replace(report, causes=diagnose(report))
+
+
+def _exact_libraries(arguments: tuple[Any, ...], settings: Settings) -> AbstractContextManager[list[str]]:
+    """What CUDA's libraries are to do while they may be in use, and what is to be said of it."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return nullcontext([])
+    checked = [value for value in arguments if isinstance(value, Tensor) and value.requires_grad]
+    doubles = all(value.dtype in (torch.float64, torch.complex128) for value in checked)
+    return exact_libraries(settings.nondet_tol == 0, doubles)
 
 
 def _scales(settings: Settings) -> list[tuple[float, float]]:

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "fastgrad"
 
 # The module map, also of rooms that are not built yet.
 FLOORS = {
-    0: ["_build", "_native", "_torch", "_version", "errors", "memory", "report", "stopwatch"],
+    0: ["_build", "_native", "_torch", "_version", "errors", "memory", "precision", "report", "stopwatch"],
     1: ["coloring", "coordinates", "directions", "graphs", "problem", "progress", "sparsity", "tolerances"],
     2: ["attributes", "certify", "compare", "engines", "engines.compressed", "engines.dense", "engines.sketch"],
     3: ["check", "evidence", "exact", "fast", "matrices", "second_order", "small"],
@@ -29,6 +29,7 @@ NEIGHBORS = {
     "_native": {"_build"},
     "errors": {"report"},
     "_torch": {"memory", "stopwatch"},
+    "precision": {"_torch"},
     "graphs": {"coordinates", "problem", "tolerances", "trial"},
     "problem": {"arguments", "coordinates", "directions", "progress", "tolerances"},
     "caller": {"arguments", "coordinates"},
