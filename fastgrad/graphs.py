@@ -11,7 +11,8 @@ certificate the groups, with plain evaluations.
 
 Backward runs on a thread of autograd's, and each of its nodes on the stream that was current when the forward made it.
 So the graph to differentiate is made on the capturing stream, whoever else's nodes are in it keep it from being
-captured, and the guard of the capture against unsafe calls is for all threads: where others run, there is none.
+captured, and the guard of the capture against unsafe calls is for all threads: where others may make one, nothing is
+captured.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -50,6 +52,9 @@ _UNFIT = {
     torch.Tag.dynamic_output_shape: "has results whose shape depends on values",
     torch.Tag.nondeterministic_seeded: "draws random numbers",
 }
+
+_QUIET = frozenset({"IPython", "_pydevd_bundle", "debugpy", "ipykernel", "tqdm"})
+"""Packages whose threads draw progress bars or serve notebooks and debuggers: they call neither autograd nor CUDA."""
 
 _abandoned: list[Any] = []
 """The graph whose capture was invalid: torch's pool of pinned memory may still ask it what it captures. No other is
@@ -143,7 +148,7 @@ def analytical_rows(
     """
     if count < FEWEST:
         return problem.analytical_rows(output, imaginary, first, count, inputs, 0, 1.0)[0]
-    if threading.active_count() > 1:
+    if any(map(_may_use_cuda, threading.enumerate())):
         raise RefusedError("other threads run, and a capture of backward is not to disturb them")
     device = problem.device
     tensors = [block.tensor for block in inputs]
@@ -180,6 +185,21 @@ def analytical_rows(
     return rows
 
 
+def _may_use_cuda(thread: threading.Thread) -> bool:
+    """Whether a thread beside this one may do what a capture for all threads forbids."""
+    # Autograd's own, which run Python now and then, are known as dummies: they wait for us.
+    if thread is threading.current_thread() or isinstance(thread, threading._DummyThread):
+        return False
+    runs = getattr(thread, "_target", None) or type(thread)
+    return str(getattr(runs, "__module__", None)).partition(".")[0] not in _QUIET
+
+
+@lru_cache(None)
+def _side_stream(device: torch.device) -> Any:
+    """The one that captures: memory of a stream, and what libraries keep for it, serve that stream only."""
+    return cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 def _replay(problem: Problem, block: Block, first: int, rows: Tensor, eps: float, record_graph: bool) -> None:
     device = problem.device
     values = block.tensor.data  # a version counter of its own, as for perturbations elsewhere
@@ -210,7 +230,7 @@ def _run(
     """Takes a step of func or backward, which `begin` makes, so many times, the first eagerly, others by replays."""
     device = problem.device
     with cuda.device(device):
-        current, side = cuda.current_stream(device), cuda.Stream(device)  # type: ignore[no-untyped-call]
+        current, side = cuda.current_stream(device), _side_stream(device)
         side.wait_stream(current)
         try:
             with cuda.stream(side):
@@ -226,11 +246,14 @@ def _run(
         finally:
             current.wait_stream(side)
             problem.restore()
+        side.wait_stream(current)
         try:
-            for _ in range(EAGER_STEPS, count):
-                graph.replay()
-                problem.progress.step(_CALLS[who])
+            with cuda.stream(side):  # whose memory the captured step uses
+                for _ in range(EAGER_STEPS, count):
+                    graph.replay()
+                    problem.progress.step(_CALLS[who])
         finally:
+            current.wait_stream(side)
             graph.reset()
             del watch  # with what replays used
 
@@ -253,7 +276,9 @@ def _capture(step: Callable[[], None], device: torch.device, error_mode: str) ->
     """The step as a CUDA graph, on the current stream; nothing of it is executed.
 
     error_mode: whose unsafe calls end it. Where it fails, stream, generator and allocator are as before: torch ends a
-    valid capture in order, of an invalid one, depending on its version, hardly more than the stream's part.
+    valid capture in order, of an invalid one, depending on its version, hardly more than the stream's part. From torch
+    2.15 on the capture may have ended in order and the graph fail to be instantiated: then the allocator knows the
+    pool no longer, and says so.
     """
     generator = cuda.default_generators[device.index]
     state = generator.clone_state()

@@ -5,12 +5,16 @@ The double does as a capture does: nothing that is recorded takes effect, and me
 
 from __future__ import annotations
 
+import _thread
 import gc
 import inspect
+import io
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +22,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from tqdm import tqdm
 
 from fastgrad import _torch, batched, graphs, plan, trial
 from fastgrad.check import check
@@ -105,7 +110,7 @@ class Cuda:
                 double.log.append("end")
 
             def replay(self) -> None:
-                assert double.streams == ["current"]
+                assert double.streams[-1] != "current"
                 double.log.append("replay")
                 double.while_replaying()
                 with torch._C._AutoDispatchBelowAutograd():
@@ -159,6 +164,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     double = Cuda()
     monkeypatch.setattr(graphs, "cuda", double)
     monkeypatch.setattr(graphs, "_abandoned", [])
+    monkeypatch.setattr(graphs, "_side_stream", lru_cache(None)(graphs._side_stream.__wrapped__))
     monkeypatch.setattr(_torch, "forget_capture", lambda *what: double.log.append(f"forget {what}"))
     return double
 
@@ -220,7 +226,8 @@ def test_order_of_streams_and_life_of_the_graph(cuda: Cuda) -> None:
     assert len(calls) == 2 * (graphs.EAGER_STEPS + 1)
     assert all(len(streams) == 2 for streams in calls)
     replays = 20 - graphs.EAGER_STEPS
-    assert cuda.log == ["side waits", "begin", "end", "current waits", *["replay"] * replays, "reset"]
+    captured = ["side waits", "begin", "end", "current waits"]
+    assert cuda.log == [*captured, "side waits", *["replay"] * replays, "current waits", "reset"]
     assert cuda.modes == [((0, 7), "thread_local")]
 
 
@@ -516,6 +523,33 @@ def test_rows_beside_other_threads_are_refused(cuda: Cuda) -> None:
     finally:
         done.set()
         thread.join()
+
+
+def test_threads_that_cannot_touch_cuda_do_not_matter(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = threading.Event()
+
+    def wait() -> None:
+        threading.current_thread()
+        done.wait()
+
+    def of_a_notebook() -> None:
+        done.wait()
+
+    of_a_notebook.__module__ = "ipykernel.iostream"
+    thread = threading.Thread(target=of_a_notebook)
+    thread.start()
+    _thread.start_new_thread(wait, ())  # as autograd's threads are, which threading did not make
+    deadline = time.monotonic() + 60
+    while not any(isinstance(other, threading._DummyThread) for other in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    try:
+        with Problem(lambda x: x.cumsum(0), (leaf(40),)) as problem, tqdm(total=1, file=io.StringIO()):
+            rows_of(problem, 0, 40, replayed=True)
+    finally:
+        done.set()
+        thread.join()
+    assert "replay" in cuda.log
 
 
 def test_a_backward_on_other_streams_is_refused(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
