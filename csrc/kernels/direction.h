@@ -12,6 +12,11 @@ FASTGRAD_HOST_DEVICE Words4 direction_words(int64_t seed, int64_t stream, int64_
   return philox4x32_10(Words4{{low(group), high(group), low(stream), high(stream)}}, low(seed), high(seed));
 }
 
+// Groups that coordinates first, ..., first + size - 1 are in; first is not negative, size not zero.
+FASTGRAD_HOST_DEVICE int64_t direction_groups(int64_t first, int64_t size) {
+  return (first + size - 1) / 4 - first / 4 + 1;
+}
+
 // Magnitude uniform in [0.5, 1.5), sign random: bounded away from zero, so that no coordinate can
 // hide, and not all of one size, so that two rarely cancel. With `halved`, a random half of the
 // components is zero, never that of coordinate 0, lest a short direction vanish. Every operation is

@@ -221,11 +221,14 @@ TEST_P(EmulatedDoubles, Direction) {
   const int64_t size = GetParam();
   for (const int64_t stride : {1, 3}) {
     std::vector<double> out(size * stride + 1, -7.0);
-    ASSERT_EQ(launch_direction(out.data(), stride, size, 11, 2, 1000, true, nullptr), cudaSuccess);
-    for (int64_t j = 0; j < size; ++j) {
-      ASSERT_EQ(out[j * stride], direction_component(11, 2, 1000 + j, true));
+    for (const int64_t first : {0, 1000, 1003}) {  // at the edge of a group of four, and within
+      std::fill(out.begin(), out.end(), -7.0);
+      ASSERT_EQ(launch_direction(out.data(), stride, size, 11, 2, first, true, nullptr), cudaSuccess);
+      for (int64_t j = 0; j < size; ++j) {
+        ASSERT_EQ(out[j * stride], direction_component(11, 2, first + j, true));
+      }
+      EXPECT_EQ(out[size * stride], -7.0);  // nothing past the end
     }
-    EXPECT_EQ(out[size * stride], -7.0);  // nothing past the end
   }
 }
 
