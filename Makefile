@@ -5,7 +5,8 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 export MAX_JOBS ?= 2
 
-.PHONY: demo gallery docs docs-links test test-oldest sanitize develop lint cpp-test cuda-gate cuda-link gpu cuda-sanitize \
+.PHONY: demo gallery docs docs-links test test-oldest test-pretended-cuda sweep-pretended-cuda sanitize develop lint \
+  cpp-test cuda-gate cuda-link gpu cuda-sanitize \
   parity bench comparison soak dist clean
 
 demo: $(VENV)/.built
@@ -54,11 +55,31 @@ lint: $(VENV)/.tools
 	$(RUN) -m mypy
 	git ls-files '*.h' '*.cpp' '*.cu' | xargs $(VENV)/bin/clang-format --dry-run --Werror
 
-cpp-test: $(VENV)/.torch
+define configure
 	cmake -S . -B build/cmake -DPython3_EXECUTABLE=$(abspath $(RUN)) \
 	  -DCMAKE_PREFIX_PATH="$$($(RUN) -c 'import torch; print(torch.utils.cmake_prefix_path)')"
+endef
+
+cpp-test: $(VENV)/.torch
+	$(configure)
 	cmake --build build/cmake --parallel $(MAX_JOBS)
 	cd build/cmake && ctest --output-on-failure --no-tests=error
+
+# CPU memory that torch takes for cuda:0 and cuda:1, with the CUDA kernels in the emulation: tests/pretended_cuda.
+# What is left out captures graphs, compiles CUDA, or takes a fiber for each of a million threads.
+PRETENDED := OMP_NUM_THREADS=1 $(RUN) -m pytest -q -p tests.pretended_cuda.plugin
+test-pretended-cuda: $(VENV)/.tools pretended-cuda
+	$(PRETENDED) -n $(MAX_JOBS) tests/pretended_cuda tests/cuda -k "not 1048577 and not 1000003" \
+	  --ignore tests/cuda/test_cuda_graphs.py --ignore tests/cuda/test_cuda_operator.py \
+	  --ignore tests/cuda/test_cuda_triton.py
+
+sweep-pretended-cuda: $(VENV)/.tools pretended-cuda
+	OMP_NUM_THREADS=1 $(RUN) -m tests.pretended_cuda.sweep --jobs $(MAX_JOBS)
+
+.PHONY: pretended-cuda
+pretended-cuda: $(VENV)/.torch
+	$(configure)
+	cmake --build build/cmake --target pretended_cuda --parallel $(MAX_JOBS)
 
 cuda-gate: $(VENV)/.torch
 	.ci/cuda-gate $(RUN)
@@ -78,16 +99,21 @@ cuda-link:
 # build, tests, then benchmarks/results/<device>.json and a table.
 GPU_PYTHON ?= python3
 GPU_RATIO ?= 1
+# ninja lies with a virtual environment's Python, which nobody activates here; compilers are as many as processors.
+gpu: export PATH := $(if $(findstring /,$(GPU_PYTHON)),$(abspath $(dir $(GPU_PYTHON))):)$(PATH)
+gpu: export MAX_JOBS := $(shell nproc)
 gpu:
 	FASTGRAD_CUDA=1 $(GPU_PYTHON) setup.py -q build_ext --inplace
 	$(GPU_PYTHON) .ci/cuda_kernels.py
 	$(GPU_PYTHON) -m pytest tests/cuda
 	$(GPU_PYTHON) -m benchmarks.bench_cuda --at-least $(GPU_RATIO)
 
-# The same extension, operator by operator, under each tool; one allocation a tensor, so that bounds are seen.
+# The same extension, operator by operator, under each tool; one allocation a tensor, so that bounds are seen. Only its
+# own kernels: initcheck finds fault with torch's, too.
 cuda-sanitize:
 	for tool in memcheck racecheck initcheck synccheck; do \
 	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
+	    --kernel-name kns=fastgrad \
 	    $(GPU_PYTHON) -m pytest -q -k "not 1048577" tests/cuda/test_cuda_ops.py || exit 1; \
 	done
 

@@ -67,15 +67,17 @@ def operator_cases(op: Any, dtype: torch.dtype, limit: int, device: str = "cpu")
     """Up to `limit` samples of an operator whose differentiable inputs are strided tensors.
 
     The function takes the tensors that require grad, puts them back into the sample, and applies the
-    operator's gradcheck wrapper and the sample's output processing, as torch's operator tests do.
+    operator's gradcheck wrapper and the sample's output processing, as torch's operator tests do. Samples are made on
+    the CPU, and then moved: they are the same on every device.
     """
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        samples = list(islice(op.sample_inputs(device, dtype, requires_grad=True), 4 * limit))
+        samples = list(islice(op.sample_inputs("cpu", dtype, requires_grad=True), 4 * limit))
     found = 0
     for number, sample in enumerate(samples):
         leaves, spec = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
+        leaves = leaves if device == "cpu" else [_moved(leaf, device) for leaf in leaves]
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         inputs = tuple(leaves[i] for i in positions)
         if not inputs or any(value.layout is not torch.strided for value in inputs) or found == limit:
@@ -84,6 +86,14 @@ def operator_cases(op: Any, dtype: torch.dtype, limit: int, device: str = "cpu")
         name = f"{op.name}{'.' + op.variant_test_name if op.variant_test_name else ''}[{number}]"
         func = _recomposed(op, leaves, spec, positions, sample.output_process_fn_grad)
         yield Case(name, func, inputs, op.gradcheck_nondet_tol)
+
+
+def _moved(leaf: Any, device: str) -> Any:
+    if isinstance(leaf, torch.device):
+        return torch.device(device)
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return leaf.detach().to(device).requires_grad_(leaf.requires_grad)
 
 
 def _recomposed(op: Any, leaves: list[Any], spec: Any, positions: list[int], process: Any) -> Callable[..., Any]:

@@ -1,0 +1,87 @@
+"""Verdicts on the pretended CUDA device against those on the CPU, over torch's operator samples.
+
+`make sweep-pretended-cuda`. A process of its own a part of the operators: the device is loaded before torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+MOST_ENTRIES = 40_000
+"""Of the Jacobians that are checked: a call on this device costs fifty times as much as on the CPU."""
+
+UNLIKE = {
+    "nn.functional.scaled_dot_product_attention": "has other kernels on CUDA, which the CPU's stand for in part",
+}
+"""Operators that are left out, and why."""
+
+
+def compare_operator(op: Any, dtype: Any, limit: int, fast_mode: bool) -> list[tuple[str, str, str]]:
+    """(sample, verdict on the CPU, verdict on the device) of the samples of one operator."""
+    import fastgrad
+    from benchmarks.cases import entries, operator_cases
+    from tests.parity.sweep import verdict
+
+    found = []
+    for place, moved in zip(operator_cases(op, dtype, limit), operator_cases(op, dtype, limit, "cuda:0"), strict=True):
+        if entries(place) > MOST_ENTRIES:
+            continue
+        answers = [verdict(fastgrad.gradcheck, case, fast_mode=fast_mode) for case in (place, moved)]
+        found.append((place.name, *(answer if verdict != "pass" else "pass" for verdict, answer in answers)))
+        if answers[0][0] == answers[1][0]:
+            found[-1] = (place.name, answers[0][0], answers[0][0])
+    return found
+
+
+def sweep(part: int, parts: int, limit: int, dtypes: list[str], match: str) -> Counter[str]:
+    import torch
+
+    from benchmarks.cases import operators
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    counts: Counter[str] = Counter()
+    for dtype in dtypes:
+        for op in operators(getattr(torch, dtype))[part::parts]:
+            if match not in op.name or op.name in UNLIKE:
+                continue
+            for fast_mode in (False, True):
+                for name, cpu, cuda in compare_operator(op, getattr(torch, dtype), limit, fast_mode):
+                    counts["samples"] += 1
+                    if cpu != cuda:
+                        counts["different"] += 1
+                        print(f"{dtype} {name} fast_mode={fast_mode}: CPU {cpu!r}, device {cuda!r}", flush=True)
+    return counts
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--limit", type=int, default=2, help="samples an operator")
+    parser.add_argument("--dtypes", nargs="+", default=["float64", "complex128"])
+    parser.add_argument("--match", default="", help="only operators whose name contains this")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--part", type=int, help="of so many jobs, which one: in a process of its own")
+    options = parser.parse_args()
+    if options.part is None:
+        command = [sys.executable, "-m", "tests.pretended_cuda.sweep", *sys.argv[1:]]
+        children = [subprocess.Popen([*command, "--part", str(part)]) for part in range(options.jobs)]
+        return max([child.wait() for child in children])
+    from tests.pretended_cuda import plugin  # noqa: F401  (before torch)
+
+    counts = sweep(options.part, options.jobs, options.limit, options.dtypes, options.match)
+    print(
+        f"{counts['samples']} samples, {counts['different']} with another verdict on the pretended device", flush=True
+    )
+    return 1 if counts["different"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

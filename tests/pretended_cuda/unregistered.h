@@ -1,0 +1,11 @@
+// Precompiled, and so in front of every source: the operators' checks and helpers once more, without their
+// registrations.
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/Dispatch.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#undef TORCH_LIBRARY_IMPL
+#define TORCH_LIBRARY_IMPL(name, key, library) \
+  [[maybe_unused]] static void unregistered_##key([[maybe_unused]] torch::Library& library)
