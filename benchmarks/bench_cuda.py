@@ -183,6 +183,8 @@ def main() -> int:
     if device.type == "cuda" and not torch.cuda.is_available():
         print("bench_cuda: no CUDA device here", file=sys.stderr)
         return 2
+    # Of both sides: torch's checker fails a convolution that adds up in another order the second time.
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     label = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     name = options.name or re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-")
     rows = list(checks(device, options.rounds, options.budget))

@@ -54,7 +54,7 @@ _UNFIT = {
 }
 
 _QUIET = frozenset({"IPython", "_pydevd_bundle", "debugpy", "ipykernel", "tqdm"})
-"""Packages whose threads draw progress bars or serve notebooks and debuggers: they call neither autograd nor CUDA."""
+"""Packages whose threads draw progress bars, or serve notebooks and debuggers: of themselves they do not call CUDA."""
 
 _abandoned: list[Any] = []
 """The graph whose capture was invalid: torch's pool of pinned memory may still ask it what it captures. No other is

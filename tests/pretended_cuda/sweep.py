@@ -25,7 +25,7 @@ UNLIKE = {
 
 
 def compare_operator(op: Any, dtype: Any, limit: int, fast_mode: bool) -> list[tuple[str, str, str]]:
-    """(sample, verdict on the CPU, verdict on the device) of the samples of one operator."""
+    """(sample, verdict on the CPU, on the device) of samples of an operator; with messages where they differ."""
     import fastgrad
     from benchmarks.cases import entries, operator_cases
     from tests.parity.sweep import verdict
@@ -34,10 +34,9 @@ def compare_operator(op: Any, dtype: Any, limit: int, fast_mode: bool) -> list[t
     for place, moved in zip(operator_cases(op, dtype, limit), operator_cases(op, dtype, limit, "cuda:0"), strict=True):
         if entries(place) > MOST_ENTRIES:
             continue
-        answers = [verdict(fastgrad.gradcheck, case, fast_mode=fast_mode) for case in (place, moved)]
-        found.append((place.name, *(answer if verdict != "pass" else "pass" for verdict, answer in answers)))
-        if answers[0][0] == answers[1][0]:
-            found[-1] = (place.name, answers[0][0], answers[0][0])
+        cpu, device = (verdict(fastgrad.gradcheck, case, fast_mode=fast_mode) for case in (place, moved))
+        differ = cpu[0] != device[0]
+        found.append((place.name, *(f"{said}: {message}" if differ else said for said, message in (cpu, device))))
     return found
 
 
