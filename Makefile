@@ -63,7 +63,7 @@ endef
 cpp-test: $(VENV)/.torch
 	$(configure)
 	cmake --build build/cmake --parallel $(MAX_JOBS)
-	cd build/cmake && ctest --output-on-failure --no-tests=error
+	cd build/cmake && ctest --output-on-failure --no-tests=error --parallel $(MAX_JOBS)
 
 # CPU memory that torch takes for cuda:0 and cuda:1, with the CUDA kernels in the emulation: tests/pretended_cuda.
 # What is left out captures graphs, compiles CUDA, or takes a fiber for each of a million threads.

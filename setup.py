@@ -28,10 +28,24 @@ def use_cuda() -> bool:
     return available and choice != "0"
 
 
+def translation_unit(name: str, parts: list[str]) -> str:
+    """One source that includes others: most of the time to compile each of them would go into torch's headers."""
+    path = ROOT / "build/unity" / f"{name}.cpp"
+    text = "".join(f'#include "../../{part}"\n' for part in parts)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+    return str(path.relative_to(ROOT))
+
+
 cuda = use_cuda()
 if cuda:
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
-sources = [line for line in (ROOT / "csrc/sources.txt").read_text().split() if cuda or "/cuda/" not in line]
+listed = (ROOT / "csrc/sources.txt").read_text().split()
+calling_python = ["csrc/bindings.cpp", "csrc/loops.cpp", "csrc/vjp.cpp", "csrc/whole_backward.cpp"]
+operators = [source for source in listed if "/cuda/" not in source and source not in calling_python]
+sources = [translation_unit("calling_python", calling_python), translation_unit("operators", operators)]
+sources += [source for source in listed if cuda and "/cuda/" in source]
 # Python's own CFLAGS add -g, and at::parallel_for is serial without -fopenmp.
 # -fno-trapping-math: nobody here looks at floating-point exceptions, and without it no condition vectorizes.
 flags = ["-O3", "-g0", "-fopenmp", "-fno-trapping-math", "-fvisibility=hidden"]

@@ -284,8 +284,8 @@ void project_entries_cuda(
   C10_CUDA_CHECK(
       cuda::launch_project_entries(
           sums.mutable_data_ptr<double>(), squares ? squares->mutable_data_ptr<double>() : nullptr, sums.numel(),
-          vector.const_data_ptr<double>(), vector.numel(), sources.const_data_ptr<int64_t>(), ascending.const_data_ptr<int64_t>(),
-          order.const_data_ptr<int64_t>(), entries.const_data_ptr<double>(), count,
+          vector.const_data_ptr<double>(), vector.numel(), sources.const_data_ptr<int64_t>(),
+          ascending.const_data_ptr<int64_t>(), order.const_data_ptr<int64_t>(), entries.const_data_ptr<double>(), count,
           partial_targets.mutable_data_ptr<int64_t>(), partial_values, partial_values + partials,
           c10::cuda::getCurrentCUDAStream()));
 }

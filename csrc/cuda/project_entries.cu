@@ -1,8 +1,8 @@
 // CUDA kernel of fastgrad::project_entries_: runs of one target are added up, window by window, level by level.
 #include "project_entries.h"
 
-#include "../kernels/sparse.h"
 #include "../kernels/products.h"
+#include "../kernels/sparse.h"
 #include "device.h"
 
 #include <cmath>
@@ -40,8 +40,8 @@ struct Partials {
 // its last one's, of zero where they need none.
 template <typename Terms>
 __global__ void project_entries_kernel(
-    double* sums, double* squares, int64_t size, const int64_t* targets, Terms terms, int64_t count, int64_t* next_targets,
-    double* next_sums, double* next_squares) {
+    double* sums, double* squares, int64_t size, const int64_t* targets, Terms terms, int64_t count,
+    int64_t* next_targets, double* next_sums, double* next_squares) {
   for (int64_t e = first_element(); e < count; e += element_step()) {
     const int64_t window = e / entries_window;
     const int64_t begin = window * entries_window;
@@ -82,9 +82,8 @@ __global__ void project_entries_kernel(
 
 cudaError_t launch_project_entries(
     double* sums, double* squares, int64_t size, const double* vector, int64_t weights, const int64_t* sources,
-    const int64_t* targets,
-    const int64_t* order, const double* entries, int64_t count, int64_t* partial_targets, double* partial_sums,
-    double* partial_squares, cudaStream_t cuda_stream) {
+    const int64_t* targets, const int64_t* order, const double* entries, int64_t count, int64_t* partial_targets,
+    double* partial_sums, double* partial_squares, cudaStream_t cuda_stream) {
   if (count == 0) {
     return cudaSuccess;
   }
@@ -101,8 +100,8 @@ cudaError_t launch_project_entries(
     partial_sums += count;
     partial_squares += count;
     FASTGRAD_LAUNCH(
-        project_entries_kernel, blocks_for(count), threads_per_block, cuda_stream, sums, squares, size, own_targets, partials,
-        count, partial_targets, partial_sums, partial_squares);
+        project_entries_kernel, blocks_for(count), threads_per_block, cuda_stream, sums, squares, size, own_targets,
+        partials, count, partial_targets, partial_sums, partial_squares);
     error = cudaGetLastError();
   }
   return error;

@@ -23,11 +23,11 @@ inline int64_t project_entries_partials(int64_t count) {
 
 // targets: ascending; order[e]: which of sources and entries belongs to targets[e]. squares: null where none are asked
 // for. sums and squares have `size` elements, vector `weights`: a target outside of the first adds nothing, a source
-// outside of the second NaN. partial_targets, partial_sums, partial_squares: memory for project_entries_partials(count) each, written. Does
-// not synchronize; returns the launch error.
+// outside of the second NaN. partial_targets, partial_sums, partial_squares: memory for project_entries_partials(count)
+// each, written. Does not synchronize; returns the launch error.
 cudaError_t launch_project_entries(
     double* sums, double* squares, int64_t size, const double* vector, int64_t weights, const int64_t* sources,
-    const int64_t* targets, const int64_t* order, const double* entries, int64_t count, int64_t* partial_targets, double* partial_sums,
-    double* partial_squares, cudaStream_t cuda_stream);
+    const int64_t* targets, const int64_t* order, const double* entries, int64_t count, int64_t* partial_targets,
+    double* partial_sums, double* partial_squares, cudaStream_t cuda_stream);
 
 }  // namespace fastgrad::cuda

@@ -32,7 +32,7 @@ void check_dots(const at::Tensor& rows, const at::Tensor& vector) {
 namespace {
 
 constexpr int64_t lanes = 8;
-constexpr int64_t piece = 256;  // of one row after the other: memory is read in as many places at once
+constexpr int64_t products_at_once = 256;  // of one row after the other: memory is read in as many places at once
 
 // Adds up products, and their magnitudes.
 FASTGRAD_AVX2_TOO void dot(const double* a, const double* b, int64_t size, double* sums) {
@@ -70,9 +70,10 @@ at::Tensor dots_cpu(const at::Tensor& rows, const at::Tensor& vector) {
   at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t chunk = begin; chunk < end; ++chunk) {
       const int64_t last = std::min(size, (chunk + 1) * grain_size);
-      for (int64_t first = chunk * grain_size; first < last; first += piece) {
+      for (int64_t first = chunk * grain_size; first < last; first += products_at_once) {
         for (int64_t row = 0; row < count; ++row) {
-          dot(a + row * size + first, b + first, std::min(piece, last - first), sums + (chunk * count + row) * 2);
+          dot(a + row * size + first, b + first, std::min(products_at_once, last - first),
+              sums + (chunk * count + row) * 2);
         }
       }
     }

@@ -35,7 +35,7 @@ void check_realize(
 
 namespace {
 
-constexpr int64_t piece = 2048;  // the direction stays in the cache until it is used
+constexpr int64_t columns_at_once = 2048;  // the direction stays in the cache until it is used
 
 // displacement: the direction on entry.
 template <typename T>
@@ -57,8 +57,8 @@ void realize_cpu(
   FASTGRAD_DISPATCH_REAL(origin.scalar_type(), "realize_", [&] {
     const auto* values = static_cast<const real_t*>(origin.const_data_ptr());
     at::parallel_for(0, displacement.numel(), grain_size, [&](int64_t begin, int64_t end) {
-      for (int64_t j = begin; j < end; j += piece) {
-        const int64_t count = std::min(piece, end - j);
+      for (int64_t j = begin; j < end; j += columns_at_once) {
+        const int64_t count = std::min(columns_at_once, end - j);
         write_direction(steps + j, 1, count, seed, stream, first + j, /*halved=*/false);
         realize(steps + j, out + j, values + j, eps, relative_step, count);
       }

@@ -608,7 +608,8 @@ TEST(Emulation, LaunchErrorsAreHandedOn) {
       {1, [&] { return launch_perturb_coordinate(out.data(), 0, values.data(), 0, type, 1, 1e-3, 0, nullptr); }},
       {1,
        [&] {
-         return launch_perturb_coordinates(out.data(), values.data(), type, order.data(), size, 1, 1e-3, 0, nullptr);
+         return launch_perturb_coordinates(
+             out.data(), values.data(), type, size, order.data(), size, 1, 1e-3, 0, nullptr);
        }},
       {1,
        [&] {
@@ -623,7 +624,8 @@ TEST(Emulation, LaunchErrorsAreHandedOn) {
        }},
       {1,
        [&] {
-         return launch_decompress(out.data(), values.data(), nullptr, order.data(), order.data(), size, nullptr);
+         return launch_decompress(
+             out.data(), size, values.data(), nullptr, size, order.data(), order.data(), size, nullptr);
        }},
       {2, [&] { return launch_dots(out.data(), partial.data(), values.data(), values.data(), 1, size, nullptr); }},
       {2,
@@ -642,8 +644,8 @@ TEST(Emulation, LaunchErrorsAreHandedOn) {
        [&] {
          std::vector<double> sums(size), squares(size);
          return launch_project_entries(
-             out.data(), nullptr, values.data(), order.data(), none.data(), order.data(), values.data(), size,
-             partial_targets.data(), sums.data(), squares.data(), nullptr);
+             out.data(), nullptr, size, values.data(), size, order.data(), none.data(), order.data(), values.data(),
+             size, partial_targets.data(), sums.data(), squares.data(), nullptr);
        }},
   };
   for (const auto& [kernels, launch] : launchers) {

@@ -1,5 +1,4 @@
-// Precompiled, and so in front of every source: the operators' checks and helpers once more, without their
-// registrations.
+// Included before every source: the operators' checks and helpers once more, without their registrations.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/Dispatch.h>
@@ -8,4 +7,4 @@
 
 #undef TORCH_LIBRARY_IMPL
 #define TORCH_LIBRARY_IMPL(name, key, library) \
-  [[maybe_unused]] static void unregistered_##key([[maybe_unused]] torch::Library& library)
+  [[maybe_unused]] static void C10_ANONYMOUS_VARIABLE(unregistered_)([[maybe_unused]] torch::Library& library)
