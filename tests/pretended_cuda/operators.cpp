@@ -117,6 +117,7 @@ class Twins {
     }
     if (cpu.is_sparse()) {
       auto* const found = at::sparse::get_sparse_impl(cpu);
+      const c10::DeviceGuard guard(*device);  // it begins with empty tensors of the current one
       at::Tensor own =
           at::detail::make_tensor<at::SparseTensorImpl>(c10::DispatchKeySet(c10::DispatchKey::SparseCUDA), cpu.dtype());
       auto* const sparse = at::sparse::get_sparse_impl(own);
