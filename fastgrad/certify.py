@@ -524,9 +524,11 @@ class RepeatedCalls:
             self._raised = error
 
     def _run_first(self) -> None:
-        last = self._problem.m - 1  # where kernels handle what is left over by itself
-        for row in (self._settings.seed % last, last):
-            self.rows[row] = self._row(row)
+        m = self._problem.m
+        rows = [self._settings.seed % m, (self._settings.seed + m // 2) % m]
+        if self._most == MOST_CALLS:
+            rows.append(m - 1)  # kernels treat what is left over at the end separately
+        self.rows = {row: self._row(row) for row in rows}
         self._products = [self._product(which) for which in range(len(REPEATED_PRODUCTS))]
 
     def vjp(self, cotangent: Tensor) -> Tensor:
@@ -565,8 +567,9 @@ class RepeatedCalls:
         rows, (few, all_) = list(self.rows), range(len(REPEATED_PRODUCTS))
         once = [partial(self._row_moves, rows[0]), partial(self._product_moves, all_)]
         once += [partial(self._row_moves, rows[1]), partial(self._product_moves, few)]
-        # An odd number, so that what is wrong in every second or fourth call shows in each.
-        for which, moves in enumerate(itertools.cycle([*once, once[1]])):
+        once += [partial(self._row_moves, row) for row in rows[2:]]
+        # Five or seven, so that what is wrong in every second, third or fourth call shows in each.
+        for which, moves in enumerate(itertools.cycle([*once, *once[1 : len(once) - 2]])):
             if which >= len(once) and self._problem.vjps >= self._most:
                 return None
             moved = moves()

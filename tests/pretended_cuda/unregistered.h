@@ -7,4 +7,4 @@
 
 #undef TORCH_LIBRARY_IMPL
 #define TORCH_LIBRARY_IMPL(name, key, library) \
-  [[maybe_unused]] static void C10_ANONYMOUS_VARIABLE(unregistered_)([[maybe_unused]] torch::Library& library)
+  [[maybe_unused]] static void C10_ANONYMOUS_VARIABLE(unregistered_)([[maybe_unused]] torch::Library & library)
