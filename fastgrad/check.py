@@ -156,7 +156,7 @@ def _first_failure(problem: Problem, settings: Settings, findings: Findings) -> 
     if sketches(problem, settings):
         runs_backward = problem.has_graph and settings.check_backward_ad
         calls = RepeatedCalls(problem, settings, most=0) if runs_backward else None
-        plan, failure = make_sketch_plan(settings), _screened(problem, settings, findings)
+        plan, failure = _screened(problem, settings, findings)
         if failure is None and calls is not None:
             failure = calls.failure()
     else:
@@ -272,10 +272,15 @@ def _dense(
     return plan, judge(problem, plan, settings, findings, calls)
 
 
-def _screened(problem: Problem, settings: Settings, findings: Findings) -> Failure | None:
+def _screened(problem: Problem, settings: Settings, findings: Findings) -> tuple[Plan, Failure | None]:
     """Fast mode; what it leaves open is decided by the exact engine, where that is affordable."""
     from fastgrad.fast import screen, screen_constant, screen_forward  # only here: importing fastgrad is to cost little
 
+    def exactly(what: str) -> tuple[Plan, Failure | None]:
+        findings.notes.append(f"{what} was decided by the exact engine")
+        return _exact(problem, settings, findings)
+
+    plan = make_sketch_plan(settings)
     if not problem.has_graph:
         screens = [screen_constant]
     else:
@@ -289,26 +294,27 @@ def _screened(problem: Problem, settings: Settings, findings: Findings) -> Failu
             # Of func, next to x: where it takes single steps only, the exact engine may still decide.
             if not is_affordable(problem):
                 raise
-            return _exact(problem, settings, findings)[1]
+            return exactly("a check whose func raised next to the inputs")
         if found.raised is not None:
             # To be raised in its turn, or, if it is not raised again, after all.
-            failure = _exact(problem, settings, findings)[1] if is_affordable(problem) else None
-            if failure is None:
-                raise found.raised
-            return failure
+            if is_affordable(problem):
+                plan, failure = exactly("a backward that raised")
+                if failure is not None:
+                    return plan, failure
+            raise found.raised
         if found.failure is not None and found.failure.kind == "nonlinear" and is_affordable(problem):
             # Every entry may say which output and input it is about.
-            return _exact(problem, settings, findings)[1] or found.failure
+            exact_plan, failure = exactly("which entry a backward that is not linear gets wrong")
+            return (plan, found.failure) if failure is None else (exact_plan, failure)
         if found.failure is not None:
-            return found.failure
+            return plan, found.failure
         if found.undecided is None:
             findings.certificates += found.certificates
             continue
         if is_affordable(problem):
-            findings.notes.append("what the sketch left open was decided by the exact engine")
-            return _exact(problem, settings, findings)[1]
+            return exactly("what the sketch left open")
         findings.note_undecided(found.undecided)
-    return None
+    return plan, None
 
 
 @lru_cache(8)

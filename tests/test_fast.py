@@ -201,6 +201,9 @@ def test_errors_within_tolerance_everywhere_raise_the_floor() -> None:
     report = fast(slightly, normal(100))
     assert report.passed
     assert "decided by the exact engine" in report.notes[0]
+    assert report.plan is not None
+    assert report.plan.engine in ("dense", "compressed")
+    assert f"  engine     {report.plan.engine}: " in str(report)
     report = fast(slightly, normal(30_000))
     assert report.passed
     assert report.notes[0].startswith("undecided below ")

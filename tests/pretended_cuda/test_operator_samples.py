@@ -8,7 +8,7 @@ import torch
 from benchmarks.cases import operators
 from tests.pretended_cuda.sweep import UNLIKE, compare_operator
 
-EVERY = 12
+EVERY = 24
 """Of the operators; `make sweep-pretended-cuda` goes through all of them."""
 
 
@@ -22,6 +22,6 @@ def test_verdicts_are_the_cpus(dtype: torch.dtype, fast_mode: bool) -> None:
         if op.name not in UNLIKE
         for row in compare_operator(op, dtype, 1, fast_mode)
     ]
-    assert len(found) >= 15
+    assert len(found) >= 8
     assert sum(cpu == "pass" for _, cpu, _ in found) > 0.8 * len(found)
     assert [row for row in found if row[1] != row[2]] == []
