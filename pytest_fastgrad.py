@@ -40,7 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError("--fastgrad-report reports the checks of --fastgrad: give that, too.")
         return
     try:
-        from fastgrad.pytest_plugin import Session
+        from fastgrad.testing.pytest_plugin import Session
     except ImportError as error:
         raise pytest.UsageError(f"--fastgrad: {error}") from error
     report = None if directory is None else config.invocation_params.dir / directory

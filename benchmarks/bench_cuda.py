@@ -22,10 +22,10 @@ from torch.nn import functional as F
 import fastgrad
 from benchmarks.cases import Case, leaves
 from benchmarks.measure import RESULTS, geometric_mean, pair_row, time_pair, write
-from fastgrad import graphs
-from fastgrad.check import check
-from fastgrad.problem import Problem
-from fastgrad.report import Settings
+from fastgrad.checks.order import check
+from fastgrad.engines import cuda_graph
+from fastgrad.problem.problem import Problem
+from fastgrad.report.data import Settings
 
 ops = torch.ops.fastgrad
 
@@ -90,11 +90,11 @@ def replays(device: torch.device, rounds: int, budget: float) -> Iterator[dict[s
         ways: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = {
             "columns": (
                 lambda: problem.difference_columns(*within, 1e-6, False),
-                lambda: graphs.difference_columns(problem, *within, 1e-6, False),
+                lambda: cuda_graph.difference_columns(problem, *within, 1e-6, False),
             ),
             "rows": (
                 lambda: problem.analytical_rows(output, False, *within, problem.inputs, 0, 1.0)[0],
-                lambda: graphs.analytical_rows(problem, output, False, *within, problem.inputs),
+                lambda: cuda_graph.analytical_rows(problem, output, False, *within, problem.inputs),
             ),
         }
         for name, (loop, replay) in ways.items():

@@ -16,8 +16,9 @@ from torch import Tensor
 
 import fastgrad
 from benchmarks.measure import geometric_mean, pair_row, time_pair, write
-from fastgrad.check import check
-from fastgrad.report import Report, Settings
+from fastgrad.checks.order import check
+from fastgrad.report.data import Settings
+from fastgrad.report.report import Report
 
 LARGEST_FOR_TORCH = 2_000
 

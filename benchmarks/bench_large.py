@@ -30,10 +30,10 @@ from torch.autograd.gradcheck import GradcheckError
 import fastgrad
 from benchmarks.cases import LARGE, Case, large_case, leaves
 from benchmarks.measure import RESULTS, PeakMemory, geometric_mean, pair_row, time_alone, time_pair, write
-from fastgrad.check import check
-from fastgrad.messages import failure_message
-from fastgrad.report import Settings
-from fastgrad.second_order import Backward, differentiable_outputs
+from fastgrad.checks.order import check
+from fastgrad.problem.second_order import Backward, differentiable_outputs
+from fastgrad.report.data import Settings
+from fastgrad.report.messages import failure_message
 
 ROOT = Path(__file__).parents[1]
 
@@ -316,7 +316,7 @@ def sin_rows(rounds: int, budget: float) -> list[dict[str, Any]]:
 
     for title, fast, blind in (("exact", False, False), ("exact, blind", False, True), ("fast", True, False)):
         # Blind: as if nothing could be told from shapes.
-        with patch("fastgrad.patterns.Patterns.guess", return_value=None) if blind else nullcontext():
+        with patch("fastgrad.structure.detection.Patterns.guess", return_value=None) if blind else nullcontext():
             own = partial(fastgrad.gradcheck, torch.sin, x, fast_mode=fast)
             report = check(torch.sin, x, Settings(fast_mode=fast))
             if not (report.passed and report.plan and own() and torchs()):

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import RESULTS, write
-from fastgrad.directions import SKETCH_COTANGENTS, SKETCH_DIRECTIONS, direction
-from fastgrad.plan import detection_limit, sketch_size
-from fastgrad.report import Settings
+from fastgrad.core.random import SKETCH_COTANGENTS, SKETCH_DIRECTIONS, direction
+from fastgrad.engines.plan import detection_limit, sketch_size
+from fastgrad.report.data import Settings
 
 SIZE = 12
 BATCH = 10_000

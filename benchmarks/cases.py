@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.grad import conv2d_input, conv2d_weight
 from torch.utils import _pytree as pytree
 
-from fastgrad.second_order import differentiable_outputs, random_grad_outputs
+from fastgrad.problem.second_order import differentiable_outputs, random_grad_outputs
 
 MOST_ENTRIES = 4_000_000
 """Samples with a larger Jacobian are listed and left out: torch slow mode holds it several times."""

@@ -4,15 +4,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from fastgrad._version import __version__
-from fastgrad.api import check, gradcheck, gradgradcheck
-from fastgrad.errors import GradcheckError
-from fastgrad.jacobians import analytical_jacobian, numerical_jacobian
-from fastgrad.report import Report
+from fastgrad.api.checkers import check, gradcheck, gradgradcheck
+from fastgrad.api.jacobians import analytical_jacobian, numerical_jacobian
+from fastgrad.report.report import GradcheckError, Report
 
 if TYPE_CHECKING:
     from fastgrad import functional as functional
-    from fastgrad.opinions import AdjointTest, TaylorTest, adjoint_test, taylor_test
-    from fastgrad.patching import patch
+    from fastgrad.testing.patch import patch
+    from fastgrad.verdict.adjoint_taylor import AdjointTest, TaylorTest, adjoint_test, taylor_test
 
 __all__ = [
     "AdjointTest",
@@ -32,11 +31,11 @@ __all__ = [
 
 
 _IMPORTED_WHEN_ASKED_FOR = {
-    "AdjointTest": "fastgrad.opinions",
-    "TaylorTest": "fastgrad.opinions",
-    "adjoint_test": "fastgrad.opinions",
-    "patch": "fastgrad.patching",
-    "taylor_test": "fastgrad.opinions",
+    "AdjointTest": "fastgrad.verdict.adjoint_taylor",
+    "TaylorTest": "fastgrad.verdict.adjoint_taylor",
+    "adjoint_test": "fastgrad.verdict.adjoint_taylor",
+    "patch": "fastgrad.testing.patch",
+    "taylor_test": "fastgrad.verdict.adjoint_taylor",
 }
 """Modules, by the name of what is theirs: a gradient check needs none of them."""
 

@@ -2,6 +2,6 @@
 
 import sys
 
-from fastgrad.cli import main
+from fastgrad.tools.cli import main
 
 sys.exit(main())

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastgrad.certify import MOST_CALLS
-from fastgrad.check import check
-from fastgrad.report import Report, Settings
-from fastgrad.sparsity import Pattern
+from fastgrad.checks.order import check
+from fastgrad.report.data import Settings
+from fastgrad.report.report import Report
+from fastgrad.structure.sparsity import Pattern
+from fastgrad.verdict.linearity import MOST_CALLS
 from tests.test_exact import normal
 
 N = 300
@@ -24,7 +25,7 @@ Gradient = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if every problem took long."""
-    monkeypatch.setattr("fastgrad.plan.EXACT_SECONDS", 0.0)
+    monkeypatch.setattr("fastgrad.engines.plan.EXACT_SECONDS", 0.0)
 
 
 def scale(gradient: Gradient | None = None) -> Callable[[Tensor, Tensor], Tensor]:
@@ -152,7 +153,7 @@ def test_many_dense_rows_are_compared_entry_by_entry() -> None:
 
 
 def test_a_short_check_is_exact_throughout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastgrad.plan.EXACT_SECONDS", 1e9)
+    monkeypatch.setattr("fastgrad.engines.plan.EXACT_SECONDS", 1e9)
     report = run(lambda x: (x.tanh(), x.tanh().square().sum()), normal(N))
     assert groups(report) == (N, 2)
     assert not report.notes

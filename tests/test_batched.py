@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgrad import batched, plan, trial
-from fastgrad.check import check
-from fastgrad.problem import Problem
-from fastgrad.report import Settings, Tolerances
+from fastgrad.checks.order import check
+from fastgrad.engines import executor, plan, vmapped
+from fastgrad.problem.problem import Problem
+from fastgrad.report.data import Settings, Tolerances
 
 EPS = 1e-6
 DENSE = Settings(engine="dense")
@@ -55,23 +55,23 @@ def test_columns_are_those_of_the_loop(func: Callable[..., Any], inputs: tuple[A
     with Problem(func, inputs) as problem:
         single = problem.difference_columns(0, problem.n, EPS, False)
         for first, count in ((0, problem.n), (problem.n // 3, problem.n // 2)):
-            columns = batched.difference_columns(problem, first, count, size, EPS)
+            columns = vmapped.difference_columns(problem, first, count, size, EPS)
             torch.testing.assert_close(columns, single[first : first + count], rtol=0, atol=1e-8)
-            assert trial.agree(problem, first, columns, EPS, 1e-5, 0, False)
+            assert executor.agree(problem, first, columns, EPS, 1e-5, 0, False)
 
 
 def test_points_are_the_same_bits() -> None:
     x = (leaf(12).detach() * torch.logspace(-9, 12, 12, dtype=torch.float64)).requires_grad_()
     y = leaf(4, dtype=torch.float32)
     with Problem(lambda x, y: (x * 1, y * 1), (x, y), warn_of_precision=False) as problem:
-        columns = batched.difference_columns(problem, 0, problem.n, 5, EPS)
+        columns = vmapped.difference_columns(problem, 0, problem.n, 5, EPS)
         assert torch.equal(columns, problem.difference_columns(0, problem.n, EPS, False))
 
 
 def test_func_is_called_once_a_batch() -> None:
     with Problem(lambda x: x.cumsum(0), (leaf(20),)) as problem:
         before = problem.evaluations
-        batched.difference_columns(problem, 0, 20, 8, EPS)
+        vmapped.difference_columns(problem, 0, 20, 8, EPS)
         assert problem.evaluations == before + 3
 
 
@@ -145,15 +145,15 @@ def test_refused_where_batches_are_not_the_function(func: Callable[[Tensor], Ten
 def test_a_wrong_rule_is_seen_wherever_it_is_wrong() -> None:
     x = leaf(80)
     with Problem(lambda x: x.cumsum(0), (x,)) as problem:
-        columns = batched.difference_columns(problem, 0, 80, 80, EPS)
-        assert trial.agree(problem, 0, columns, EPS, 1e-5, 0, False)
+        columns = vmapped.difference_columns(problem, 0, 80, 80, EPS)
+        assert executor.agree(problem, 0, columns, EPS, 1e-5, 0, False)
         for row, column in ((0, 0), (79, 79), (41, 17)):
             off = columns.clone()
             off[column, row] += 1e-5
-            assert not trial.agree(problem, 0, off, EPS, 1e-5, 0, False)
+            assert not executor.agree(problem, 0, off, EPS, 1e-5, 0, False)
         off = columns.clone()
         off[3, 4] = torch.nan
-        assert not trial.agree(problem, 0, off, EPS, 1e-5, 0, False)
+        assert not executor.agree(problem, 0, off, EPS, 1e-5, 0, False)
 
 
 @pytest.mark.usefixtures("always")
@@ -193,16 +193,16 @@ def test_a_failure_is_told_from_evaluations_one_by_one(monkeypatch: pytest.Monke
 
 @pytest.mark.usefixtures("always")
 def test_what_batches_get_wrong_fails_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = batched.difference_columns
+    honest = vmapped.difference_columns
 
     def off(*arguments: Any) -> Tensor:
         columns = honest(*arguments)
         columns[-1, -1] += 1.0
         return columns
 
-    monkeypatch.setattr(batched, "difference_columns", off)
-    monkeypatch.setattr(trial, "agree", lambda *_: True)
-    monkeypatch.setattr(trial, "speedup", lambda *_: 10.0)
+    monkeypatch.setattr(vmapped, "difference_columns", off)
+    monkeypatch.setattr(executor, "agree", lambda *_: True)
+    monkeypatch.setattr(executor, "speedup", lambda *_: 10.0)
     report = check(lambda x: x.cumsum(0), (leaf(80),), DENSE)
     assert report.passed
 
@@ -229,7 +229,7 @@ def test_the_clock_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "TRIAL_SECONDS", 0.0)
     for seconds, faster in (((0.0, 1.0, 1.1), True), ((0.0, 1.0, 126.0), False)):
         clock = iter(seconds)
-        monkeypatch.setattr(trial, "clock", lambda _, clock=clock: next(clock))
+        monkeypatch.setattr(executor, "clock", lambda _, clock=clock: next(clock))
         report = check(lambda x: x.cumsum(0), (leaf(80),), DENSE)
         assert report.passed
         assert report.plan is not None
@@ -273,6 +273,6 @@ def test_ctrl_c_in_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_batch_keeps_to_an_eighth_of_the_limit() -> None:
     with Problem(lambda x: x.cumsum(0), (leaf(1000),)) as problem:
         for limit in (10**5, 10**6, 10**7):
-            size = batched.largest(problem, limit)
-            assert size * batched.column_bytes(problem) <= limit // 8
-        assert batched.largest(problem, 10**5) < batched.FEWEST <= batched.largest(problem, None)
+            size = vmapped.largest(problem, limit)
+            assert size * vmapped.column_bytes(problem) <= limit // 8
+        assert vmapped.largest(problem, 10**5) < vmapped.FEWEST <= vmapped.largest(problem, None)

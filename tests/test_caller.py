@@ -216,7 +216,7 @@ class Wakes:
 
 def test_an_interrupt_leaves_no_level_of_forward_mode() -> None:
     x = leaf(3)
-    from fastgrad.problem import Problem
+    from fastgrad.problem.problem import Problem
 
     with Problem(torch.sin, (x,)) as problem:
         for k in range(300):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import fastgrad
-from fastgrad.caller import Kept, keeps_the_callers_state
+from fastgrad.problem.caller_state import Kept, keeps_the_callers_state
 from tests.properties.interrupts import ERRORS, Fuse, State, outcome, run_one, writes_past_counters
 
 Func = Callable[..., Any]

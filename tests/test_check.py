@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
 import fastgrad
-from fastgrad.check import check
-from fastgrad.report import Settings
+from fastgrad.checks.order import check
+from fastgrad.report.data import Settings
 
 FORWARD = Settings(check_forward_ad=True, check_backward_ad=False)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import random
 from collections import OrderedDict, namedtuple
@@ -16,12 +15,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 import fastgrad
-from fastgrad.confirm import difference_along
 from fastgrad.engines.sketch import directional_differences
-from fastgrad.messages import failure_message
-from fastgrad.numerical_certificate import STARTS
-from fastgrad.problem import Problem
-from fastgrad.report import Report, Settings
+from fastgrad.problem.problem import Problem
+from fastgrad.report.data import Settings
+from fastgrad.report.messages import failure_message
+from fastgrad.report.report import Report
+from fastgrad.verdict.confirm import difference_along
+from fastgrad.verdict.numerical_certificate import STARTS
 
 ENGINES = [
     {"engine": "dense"},
@@ -745,7 +745,9 @@ def test_every_keyword_arrives(order: Any, name: str) -> None:
 
 
 def test_check_and_the_others_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastgrad.plan.GUESS_SECONDS", 0.0)  # or the number of calls would depend on the time they take
+    monkeypatch.setattr(
+        "fastgrad.engines.plan.GUESS_SECONDS", 0.0
+    )  # or the number of calls would depend on the time they take
     x = leaf(3, 4)
     wrong: Callable[..., Any] = lambda x: off(x, 1.1).exp()  # noqa: E731
     for order, other in ((1, fastgrad.gradcheck), (2, fastgrad.gradgradcheck)):
@@ -756,17 +758,6 @@ def test_check_and_the_others_do_the_same(monkeypatch: pytest.MonkeyPatch) -> No
         assert (mine.n, mine.m, mine.vjps) == (theirs.n, theirs.m, theirs.vjps)
         assert theirs.input_names == theirs.output_names == ()
         assert failure_message(mine).splitlines()[0] == str(raised.value).splitlines()[0]
-
-
-def test_the_function_and_the_module_of_that_name() -> None:
-    """As torch.autograd.gradcheck is a module and a function: the function is what the package shows."""
-    module = importlib.import_module("fastgrad.check")
-    assert fastgrad.check is not module
-    assert fastgrad.check.__module__ == "fastgrad.api"
-    from fastgrad.check import check  # the module's own
-
-    assert check is module.check
-    assert fastgrad.check(torch.sin, leaf(2)).passed
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fastgrad
-from fastgrad import bench, cli, doctor, specs
+from fastgrad.tools import bench, cli, doctor, specs
 
 OPERATORS = """
 import torch
@@ -299,7 +299,7 @@ def test_version_help_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -
 
 def test_the_console_script_and_the_plugin_are_declared() -> None:
     project = (Path(__file__).parents[1] / "pyproject.toml").read_text()
-    assert 'fastgrad = "fastgrad.cli:main"' in project
+    assert 'fastgrad = "fastgrad.tools.cli:main"' in project
     assert 'pytest_fastgrad = "pytest_fastgrad"' in project
-    assert callable(import_module("fastgrad.cli").main)
+    assert callable(import_module("fastgrad.tools.cli").main)
     assert import_module("pytest_fastgrad").pytest_addoption

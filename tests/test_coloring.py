@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastgrad import _native, coloring
-from fastgrad.coloring import Indices
+from fastgrad.core import native
+from fastgrad.structure import coloring
+from fastgrad.structure.coloring import Indices
 
 Lists = list[list[int]]
 
@@ -294,7 +295,7 @@ def test_a_bad_pattern_is_refused(
         function(*arguments, targets)
 
 
-@pytest.mark.parametrize("function", [_native.color, _native.transpose])
+@pytest.mark.parametrize("function", [native.color, native.transpose])
 def test_other_tensors_are_refused(function: Callable[..., object]) -> None:
     starts, members = torch.tensor([0, 1, 3]), torch.tensor([0, 1, 2])
     for bad in (members.int(), members.double(), members[None], torch.arange(6)[::2]):

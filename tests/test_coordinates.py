@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastgrad.coordinates import blocks_of, overlap, overlaps_itself
+from fastgrad.problem.coordinates import blocks_of, overlap, overlaps_itself
 
 
 def test_blocks_lie_end_to_end_and_once() -> None:

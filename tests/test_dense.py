@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from fastgrad.check import check
+from fastgrad.checks.order import check
 from fastgrad.engines import dense
-from fastgrad.plan import make_plan
-from fastgrad.problem import Problem
-from fastgrad.report import Plan, Settings
+from fastgrad.engines.plan import make_plan
+from fastgrad.problem.problem import Problem
+from fastgrad.report.data import Plan, Settings
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 import fastgrad
-from fastgrad import evidence
-from fastgrad.check import check
-from fastgrad.diagnose import constant_factor, diagnose, is_zero
-from fastgrad.report import (
+from fastgrad.checks.order import check
+from fastgrad.diagnosis import experiments
+from fastgrad.diagnosis.causes import constant_factor, diagnose, is_zero
+from fastgrad.report.data import (
     CauseName,
     Comparison,
     Difference,
@@ -24,10 +24,10 @@ from fastgrad.report import (
     Explanation,
     Failure,
     Plan,
-    Report,
     Sample,
     Settings,
 )
+from fastgrad.report.report import Report
 from tests.planted import TABLE
 from tests.planted.causes import CAUSES
 from tests.planted.causes_blind import BLIND
@@ -51,7 +51,7 @@ CONFUSED: dict[str, CauseName | None] = {
 @pytest.fixture(autouse=True)
 def _no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is said must not depend on what else the machine is doing."""
-    monkeypatch.setattr(evidence, "SECONDS", 60.0)
+    monkeypatch.setattr(experiments, "SECONDS", 60.0)
 
 
 def failed(row: Planted, **keywords: Any) -> Report:

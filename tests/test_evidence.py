@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 import fastgrad
-from fastgrad import evidence
-from fastgrad.check import check
-from fastgrad.report import Report, Settings
+from fastgrad.checks.order import check
+from fastgrad.diagnosis import experiments
+from fastgrad.report.data import Settings
+from fastgrad.report.report import Report
 from tests.planted import TABLE
 from tests.planted.row import function
 
@@ -20,7 +21,7 @@ from tests.planted.row import function
 @pytest.fixture(autouse=True)
 def _no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is said must not depend on what else the machine is doing."""
-    monkeypatch.setattr(evidence, "SECONDS", 60.0)
+    monkeypatch.setattr(experiments, "SECONDS", 60.0)
 
 
 class Counted:
@@ -63,7 +64,7 @@ def test_a_check_that_passes_gathers_nothing(keywords: dict[str, Any], monkeypat
     assert report.passed
     assert func.calls == report.evaluations
     assert func.vjps == report.vjps
-    monkeypatch.setattr(evidence, "gather", pytest.fail)
+    monkeypatch.setattr(experiments, "gather", pytest.fail)
     assert check(Counted(factor=1.0), leaf(5, 6), Settings(**keywords)).passed
 
 
@@ -75,7 +76,7 @@ def test_a_check_that_fails_costs_about_twice(keywords: dict[str, Any], shape: t
     used = report.evaluations + report.vjps
     assert report.evidence is not None
     assert func.calls + func.vjps - used == report.evidence.calls
-    assert report.evidence.calls <= used + evidence.MORE_CALLS
+    assert report.evidence.calls <= used + experiments.MORE_CALLS
 
 
 def test_nobody_asks_for_evidence_where_nobody_reads_it() -> None:
@@ -92,11 +93,11 @@ def test_calls_stay_within_their_bound_over_all_planted_errors() -> None:
             report = check(row.wrong, row.inputs(), Settings(**row.keywords))
             if report.evidence is not None:
                 used = report.evaluations + report.vjps
-                assert report.evidence.calls <= used + evidence.MORE_CALLS, row.name
+                assert report.evidence.calls <= used + experiments.MORE_CALLS, row.name
 
 
 def test_slow_functions_are_not_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evidence, "SECONDS", 0.0)
+    monkeypatch.setattr(experiments, "SECONDS", 0.0)
     func = Counted()
     report = check(func, leaf(5, 6), Settings())
     assert not report.passed
@@ -183,7 +184,7 @@ def test_large_operators(
 ) -> None:
     report = check(Counted(scale=scale), leaf(*shape), Settings(**keywords))
     assert report.sample is not None
-    assert report.sample.analytical.numel() <= evidence.MOST_ENTRIES
+    assert report.sample.analytical.numel() <= experiments.MOST_ENTRIES
     assert cause in [found.name for found in report.causes], report.causes
 
 

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 import fastgrad
-from fastgrad import sparsity
-from fastgrad.check import check
-from fastgrad.report import Report, Settings
+from fastgrad.checks.order import check
+from fastgrad.report.data import Settings
+from fastgrad.report.report import Report
+from fastgrad.structure import sparsity
 
 ENGINES = ["auto", "dense", "compressed", "sketch"]
 
@@ -112,7 +113,7 @@ def test_a_guess_costs_seventeen_evaluations_and_seven_vjps() -> None:
 
 
 def test_blind_costs_sixty_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastgrad.patterns.Patterns.guess", lambda self: None)
+    monkeypatch.setattr("fastgrad.structure.detection.Patterns.guess", lambda self: None)
     report = check(torch.sin, (normal(100_000),), Settings())
     assert report.passed
     assert report.plan is not None
@@ -166,7 +167,7 @@ def _changed(values: Tensor, where: int, by: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", SIN)
 def test_wrong_gradients_fail(name: str, blind: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if blind:
-        monkeypatch.setattr("fastgrad.patterns.Patterns.guess", lambda self: None)
+        monkeypatch.setattr("fastgrad.structure.detection.Patterns.guess", lambda self: None)
     backward, entry = SIN[name]
     report = compressed(function(torch.sin, backward), normal(2000))
     assert report.failure is not None

@@ -11,10 +11,11 @@ from torch import Tensor
 
 import fastgrad
 from benchmarks.bench_fast import Wrong
-from fastgrad.check import check
+from fastgrad.checks.order import check
+from fastgrad.engines.plan import sketch_size
 from fastgrad.engines.sketch import weights
-from fastgrad.plan import sketch_size
-from fastgrad.report import Report, Settings
+from fastgrad.report.data import Settings
+from fastgrad.report.report import Report
 
 FAST = {"fast_mode": True, "engine": "sketch"}
 
@@ -240,7 +241,7 @@ def test_weights_keep_the_noise_within_the_budget() -> None:
 @pytest.mark.parametrize("rank", ["single", "pair in a row", "pair in a column", "dense", "low rank"])
 def test_miss_rate_is_within_the_bound(rank: str) -> None:
     """Random error matrices under the sketch's own vectors: misses against 2 (threshold / error)^count."""
-    from fastgrad.directions import SKETCH_COTANGENTS, SKETCH_DIRECTIONS, direction
+    from fastgrad.core.random import SKETCH_COTANGENTS, SKETCH_DIRECTIONS, direction
 
     size, trials, ratio, count = 12, 2000, 8.0, 2  # errors of 8 thresholds: misses often enough to count
     misses = 0

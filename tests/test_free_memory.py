@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import fastgrad
-from fastgrad.memory import UNKNOWN_BYTES, free_bytes, told_as_memory_error
+from fastgrad.core.memory import UNKNOWN_BYTES, free_bytes, told_as_memory_error
 
 GIB = 1 << 30
 PAGE = os.sysconf("SC_PAGE_SIZE")

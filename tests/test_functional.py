@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.autograd import functional as torchs
 
 import fastgrad
-from fastgrad import functional, matrices, sparsity
-from fastgrad.sparsity import Pattern
+from fastgrad import functional
+from fastgrad.functional import compressed
+from fastgrad.structure import sparsity
+from fastgrad.structure.sparsity import Pattern
 from tests.properties.programs import generate
 
 SPARSE = [False, True, "auto"]
@@ -176,9 +178,9 @@ def check_program(seed: int, monkeypatch: pytest.MonkeyPatch) -> int:
     for forced in (False, True):
         if forced:
             for constant in ("WORTH_A_GUESS", "WORTH_PROBING"):
-                monkeypatch.setattr(matrices, constant, 1)
-            monkeypatch.setattr(matrices, "PROBING_SHARE", 0.01)
-            monkeypatch.setattr(matrices, "SAVES", 0.01)
+                monkeypatch.setattr(compressed, constant, 1)
+            monkeypatch.setattr(compressed, "PROBING_SHARE", 0.01)
+            monkeypatch.setattr(compressed, "SAVES", 0.01)
         for keywords in ({}, {"vectorize": True}):
             for sparse in (False, True):
                 compared += check_against_torch("jacobian", (outputs, inputs), keywords, sparse=sparse)
@@ -383,7 +385,7 @@ def test_a_wrong_pattern_is_noticed(name: str, func: Callable[..., Any], monkeyp
         assert len(pairs) < pattern.nnz
         return sparsity._from_entries(rows[pairs], pattern.columns[pairs], pattern.m, pattern.n, "")
 
-    monkeypatch.setattr(matrices, "_guess_band", lambda maps: None)
+    monkeypatch.setattr(compressed, "_guess_band", lambda maps: None)
     refined = sparsity.refined
     monkeypatch.setattr(sparsity, "refined", without_an_entry)
     assert_same(getattr(functional, name)(func, x), getattr(torchs, name)(func, x))
@@ -633,6 +635,6 @@ def test_it_is_an_attribute_imported_when_asked_for() -> None:
         _ = fastgrad.functions
     code = (
         "import sys, fastgrad; assert 'fastgrad.functional' not in sys.modules; "
-        "assert 'fastgrad.matrices' not in sys.modules; fastgrad.functional.jacobian"
+        "assert 'fastgrad.functional.compressed' not in sys.modules; fastgrad.functional.jacobian"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

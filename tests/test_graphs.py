@@ -24,11 +24,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
-from fastgrad import _torch, batched, graphs, plan, trial
-from fastgrad.check import check
-from fastgrad.engines import REPEATED_ROWS
-from fastgrad.problem import Problem
-from fastgrad.report import Plan, Settings
+from fastgrad.checks.order import check
+from fastgrad.core import torch_private
+from fastgrad.engines import cuda_graph, executor, plan, vmapped
+from fastgrad.engines.blocks import REPEATED_ROWS
+from fastgrad.problem.problem import Problem
+from fastgrad.report.data import Plan, Settings
 from tests.test_batched import leaf
 from tests.test_fast import doubled
 
@@ -44,7 +45,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = _torch.tensors_in((args, kwargs))
+        given = torch_private.tensors_in((args, kwargs))
         if op._schema.is_mutable:
             for tensor in given:
                 storage = tensor.untyped_storage()
@@ -52,7 +53,7 @@ class Recorder(TorchDispatchMode):
                     self.before.setdefault(storage._cdata, (storage, storage.clone()))
         out = op(*args, **kwargs)
         known = {tensor.untyped_storage()._cdata for tensor in given}
-        own = [t for t in _torch.tensors_in(out) if t.untyped_storage()._cdata not in known]
+        own = [t for t in torch_private.tensors_in(out) if t.untyped_storage()._cdata not in known]
         for tensor in own:
             self.made[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
         self.calls.append((op, args, kwargs, own))
@@ -116,7 +117,7 @@ class Cuda:
                 with torch._C._AutoDispatchBelowAutograd():
                     for op, args, kwargs, own in self.recorder.calls:
                         again = op(*args, **kwargs)
-                        for old, new in zip(own, _torch.tensors_in(again) if own else (), strict=True):
+                        for old, new in zip(own, torch_private.tensors_in(again) if own else (), strict=True):
                             old.copy_(new)
 
             def reset(self) -> None:
@@ -162,10 +163,10 @@ class Stream:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     double = Cuda()
-    monkeypatch.setattr(graphs, "cuda", double)
-    monkeypatch.setattr(graphs, "_abandoned", [])
-    monkeypatch.setattr(graphs, "_side_stream", lru_cache(None)(graphs._side_stream.__wrapped__))
-    monkeypatch.setattr(_torch, "forget_capture", lambda *what: double.log.append(f"forget {what}"))
+    monkeypatch.setattr(cuda_graph, "cuda", double)
+    monkeypatch.setattr(cuda_graph, "_abandoned", [])
+    monkeypatch.setattr(cuda_graph, "_side_stream", lru_cache(None)(cuda_graph._side_stream.__wrapped__))
+    monkeypatch.setattr(torch_private, "forget_capture", lambda *what: double.log.append(f"forget {what}"))
     return double
 
 
@@ -198,9 +199,9 @@ def test_columns_are_those_of_the_loop(
     with Problem(func, inputs) as problem:
         single = problem.difference_columns(0, problem.n, EPS, record_graph)
         for first, count in ((0, problem.n), (1, problem.n - 1)):
-            columns = graphs.difference_columns(problem, first, count, EPS, record_graph)
+            columns = cuda_graph.difference_columns(problem, first, count, EPS, record_graph)
             assert torch.equal(columns, single[first : first + count])
-            assert trial.agree(problem, first, columns, EPS, 1e-5, 0, record_graph)
+            assert executor.agree(problem, first, columns, EPS, 1e-5, 0, record_graph)
     assert cuda.streams == ["current"]
     assert gc.isenabled()
     assert all(torch.equal(v.detach(), old) and v._version == 0 for v, old in zip(tensors, bits, strict=True))
@@ -209,7 +210,7 @@ def test_columns_are_those_of_the_loop(
 def test_every_input_has_its_own_step(cuda: Cuda) -> None:
     inputs = leaf(20), leaf(20, seed=2)
     with Problem(lambda x, y: x.exp().cumsum(0) * y.sin(), inputs, scales=[(1000.0, 1.0), (1.0, 1.0)]) as problem:
-        columns = graphs.difference_columns(problem, 0, 40, EPS, False)
+        columns = cuda_graph.difference_columns(problem, 0, 40, EPS, False)
         assert torch.equal(columns, problem.difference_columns(0, 40, EPS, False))
 
 
@@ -222,29 +223,29 @@ def test_order_of_streams_and_life_of_the_graph(cuda: Cuda) -> None:
 
     with Problem(func, (leaf(20),)) as problem:
         del calls[:]
-        graphs.difference_columns(problem, 0, 20, EPS, False)
-    assert len(calls) == 2 * (graphs.EAGER_STEPS + 1)
+        cuda_graph.difference_columns(problem, 0, 20, EPS, False)
+    assert len(calls) == 2 * (cuda_graph.EAGER_STEPS + 1)
     assert all(len(streams) == 2 for streams in calls)
-    replays = 20 - graphs.EAGER_STEPS
+    replays = 20 - cuda_graph.EAGER_STEPS
     captured = ["side waits", "begin", "end", "current waits"]
     assert cuda.log == [*captured, "side waits", *["replay"] * replays, "current waits", "reset"]
     assert cuda.modes == [((0, 7), "thread_local")]
 
 
 def test_few_columns_are_evaluated_plainly(cuda: Cuda) -> None:
-    with Problem(lambda x: x.cumsum(0), (leaf(graphs.FEWEST - 1),)) as problem:
-        columns = graphs.difference_columns(problem, 0, problem.n, EPS, False)
+    with Problem(lambda x: x.cumsum(0), (leaf(cuda_graph.FEWEST - 1),)) as problem:
+        columns = cuda_graph.difference_columns(problem, 0, problem.n, EPS, False)
         assert torch.equal(columns, problem.difference_columns(0, problem.n, EPS, False))
     assert cuda.log == []
 
 
 def draws_unseen(x: Tensor) -> Tensor:
-    graphs.cuda.default_generators[None].state += 1
+    cuda_graph.cuda.default_generators[None].state += 1
     return x.cumsum(0)
 
 
 def on_a_stream_of_its_own(x: Tensor) -> Tensor:
-    with graphs.cuda.stream("own"):  # type: ignore[arg-type]
+    with cuda_graph.cuda.stream("own"):  # type: ignore[arg-type]
         return x.cumsum(0)
 
 
@@ -266,8 +267,8 @@ def test_what_a_replay_would_not_repeat_is_refused_before_a_capture(
 ) -> None:
     x = leaf(40)
     bits = x.detach().clone()
-    with Problem(func, (x,)) as problem, pytest.raises(trial.RefusedError, match=reason):
-        graphs.difference_columns(problem, 0, 40, EPS, False)
+    with Problem(func, (x,)) as problem, pytest.raises(executor.RefusedError, match=reason):
+        cuda_graph.difference_columns(problem, 0, 40, EPS, False)
     assert "begin" not in cuda.log
     assert cuda.log[-1] == "current waits"
     assert cuda.streams == ["current"]
@@ -275,22 +276,22 @@ def test_what_a_replay_would_not_repeat_is_refused_before_a_capture(
 
 
 def test_a_cpu_scalar_is_part_of_the_launch(cuda: Cuda) -> None:
-    watch = graphs._Watch(torch.device("meta"), "func")
+    watch = cuda_graph._Watch(torch.device("meta"), "func")
     x = torch.zeros(3, device="meta")
     half = torch.tensor(0.5)
     with watch:
         x * half
-    with watch, pytest.raises(trial.RefusedError, match="another device"):
+    with watch, pytest.raises(executor.RefusedError, match="another device"):
         x.copy_(torch.zeros(3))
-    with watch, pytest.raises(trial.RefusedError, match="another device"):
+    with watch, pytest.raises(executor.RefusedError, match="another device"):
         half.to("meta")
-    with watch, pytest.raises(trial.RefusedError, match="another device"):
+    with watch, pytest.raises(executor.RefusedError, match="another device"):
         torch.tensor([1.0, 2.0])
 
 
 def test_memory_that_a_capture_found_is_kept(cuda: Cuda) -> None:
     x, buffer = torch.ones(3), torch.zeros(3)
-    found, watch = {value.data_ptr() for value in (x, buffer)}, graphs._Watch(x.device, "func")
+    found, watch = {value.data_ptr() for value in (x, buffer)}, cuda_graph._Watch(x.device, "func")
     with watch:
         torch.zeros(3).add_(buffer.copy_(x)).view(3, 1).t()
         del buffer
@@ -310,10 +311,10 @@ class Counted:
 
 def test_what_depends_on_the_number_of_calls_does_not_agree(cuda: Cuda) -> None:
     # One call for the outputs, two for each step, and two captured: from the next on, twice as much.
-    func = Counted(1 + 2 * (graphs.EAGER_STEPS + 1) + 1, lambda x: 2 * x.cumsum(0))
+    func = Counted(1 + 2 * (cuda_graph.EAGER_STEPS + 1) + 1, lambda x: 2 * x.cumsum(0))
     with Problem(func, (leaf(40),)) as problem:
-        columns = graphs.difference_columns(problem, 0, 40, EPS, False)
-        assert not trial.agree(problem, 0, columns, EPS, 1e-5, 0, False)
+        columns = cuda_graph.difference_columns(problem, 0, 40, EPS, False)
+        assert not executor.agree(problem, 0, columns, EPS, 1e-5, 0, False)
 
 
 def raising(error: type[BaseException]) -> Callable[[Tensor], Tensor]:
@@ -323,7 +324,7 @@ def raising(error: type[BaseException]) -> Callable[[Tensor], Tensor]:
     return then
 
 
-CAPTURED_CALL = 1 + 2 * graphs.EAGER_STEPS + 2
+CAPTURED_CALL = 1 + 2 * cuda_graph.EAGER_STEPS + 2
 """The second of the two that are captured."""
 
 
@@ -332,14 +333,14 @@ CAPTURED_CALL = 1 + 2 * graphs.EAGER_STEPS + 2
 def test_func_raises(cuda: Cuda, error: type[BaseException], call: int) -> None:
     x = leaf(40)
     bits = x.detach().clone()
-    expected = KeyboardInterrupt if error is KeyboardInterrupt else trial.RefusedError
+    expected = KeyboardInterrupt if error is KeyboardInterrupt else executor.RefusedError
     with Problem(Counted(call, raising(error)), (x,)) as problem:
         with pytest.raises(expected):
-            graphs.difference_columns(problem, 0, 40, EPS, False)
+            cuda_graph.difference_columns(problem, 0, 40, EPS, False)
         assert torch.equal(x.detach(), bits)
     captured = ["begin", "end", "reset"] if call == CAPTURED_CALL else []
     assert cuda.log == ["side waits", *captured, "current waits"]
-    assert graphs._abandoned == []
+    assert cuda_graph._abandoned == []
     assert cuda.streams == ["current"]
     assert gc.isenabled()
 
@@ -351,12 +352,12 @@ def test_an_invalid_capture_is_cleaned_up(cuda: Cuda, also_raises: bool) -> None
     cuda.end_fails = True
     call = CAPTURED_CALL if also_raises else 10**6
     with Problem(Counted(call, raising(ValueError)), (x,)) as problem:
-        with pytest.raises(trial.RefusedError, match="cannot be captured"):
-            graphs.difference_columns(problem, 0, 40, EPS, False)
+        with pytest.raises(executor.RefusedError, match="cannot be captured"):
+            cuda_graph.difference_columns(problem, 0, 40, EPS, False)
         assert torch.equal(x.detach(), bits)
     assert cuda.log == ["side waits", "begin", "reset", "forget (None, (0, 7))", "current waits"]
     assert cuda.default_generators[None].put_back == "a clone"
-    assert len(graphs._abandoned) == 1
+    assert len(cuda_graph._abandoned) == 1
     assert cuda.streams == ["current"]
     assert gc.isenabled()
 
@@ -370,7 +371,7 @@ def test_ctrl_c_while_replaying(cuda: Cuda) -> None:
     x = leaf(40)
     bits = x.detach().clone()
     with pytest.raises(KeyboardInterrupt), Problem(lambda x: x.cumsum(0), (x,)) as problem:
-        graphs.difference_columns(problem, 0, 40, EPS, False)
+        cuda_graph.difference_columns(problem, 0, 40, EPS, False)
     assert cuda.log[-1] == "reset"
     assert torch.equal(x.detach(), bits)
 
@@ -379,7 +380,7 @@ def test_a_disabled_collector_stays_disabled(cuda: Cuda) -> None:
     gc.disable()
     try:
         with Problem(lambda x: x.cumsum(0), (leaf(40),)) as problem:
-            graphs.difference_columns(problem, 0, 40, EPS, False)
+            cuda_graph.difference_columns(problem, 0, 40, EPS, False)
         assert not gc.isenabled()
     finally:
         gc.enable()
@@ -394,10 +395,10 @@ def test_the_allocator_forgets_what_it_had_begun(monkeypatch: pytest.MonkeyPatch
             raise RuntimeError
 
     fake = SimpleNamespace(_cuda_endAllocateToPool=end, _cuda_releasePool=lambda *_: called.append("release"))
-    monkeypatch.setattr(_torch.torch, "_C", fake)
-    _torch.forget_capture(0, "never begun")  # type: ignore[arg-type]
+    monkeypatch.setattr(torch_private.torch, "_C", fake)
+    torch_private.forget_capture(0, "never begun")  # type: ignore[arg-type]
     assert called == ["end"]
-    _torch.forget_capture(0, (0, 1))
+    torch_private.forget_capture(0, (0, 1))
     assert called == ["end", "end", "release"]
 
 
@@ -459,7 +460,7 @@ def test_refused_replays_are_told(replaying: Cuda) -> None:
 def rows_of(problem: Problem, first: int, count: int, replayed: bool) -> list[Tensor]:
     """By output, real and imaginary parts."""
     return [
-        graphs.analytical_rows(problem, output, imaginary, first, count, problem.inputs)
+        cuda_graph.analytical_rows(problem, output, imaginary, first, count, problem.inputs)
         if replayed
         else problem.analytical_rows(output, imaginary, first, count, problem.inputs, 0, 1.0)[0]
         for output in problem.outputs
@@ -479,7 +480,7 @@ def test_rows_are_those_of_the_loop(cuda: Cuda, func: Callable[..., Any], inputs
             torch.testing.assert_close(rows, expected, rtol=1e-14, atol=0)
         assert problem.vjps - vjps == (fewest - 1) * len(single)
         assert problem.evaluations - evaluations == len(single)
-    assert cuda.log.count("replay") == (fewest - 1 - graphs.EAGER_STEPS) * len(single)
+    assert cuda.log.count("replay") == (fewest - 1 - cuda_graph.EAGER_STEPS) * len(single)
     assert {mode for _, mode in cuda.modes} == {"global"}
     assert cuda.streams == ["current"]
     assert all(torch.equal(v.detach(), old) and v._version == 0 for v, old in zip(tensors, bits, strict=True))
@@ -487,8 +488,8 @@ def test_rows_are_those_of_the_loop(cuda: Cuda, func: Callable[..., Any], inputs
 
 def test_few_rows_are_run_plainly(cuda: Cuda) -> None:
     with Problem(lambda x: x.cumsum(0), (leaf(40),)) as problem:
-        rows = rows_of(problem, 3, graphs.FEWEST - 1, replayed=True)
-        assert torch.equal(rows[0], rows_of(problem, 3, graphs.FEWEST - 1, replayed=False)[0])
+        rows = rows_of(problem, 3, cuda_graph.FEWEST - 1, replayed=True)
+        assert torch.equal(rows[0], rows_of(problem, 3, cuda_graph.FEWEST - 1, replayed=False)[0])
     assert cuda.log == []
 
 
@@ -505,7 +506,7 @@ def test_a_backward_that_a_replay_would_not_repeat_is_refused(
 ) -> None:
     with (
         Problem(doubled(lambda grad, _: change(grad)), (leaf(40),)) as problem,
-        pytest.raises(trial.RefusedError, match=reason),
+        pytest.raises(executor.RefusedError, match=reason),
     ):
         rows_of(problem, 0, 40, replayed=True)
     assert "begin" not in cuda.log
@@ -517,7 +518,7 @@ def test_rows_beside_other_threads_are_refused(cuda: Cuda) -> None:
     thread = threading.Thread(target=done.wait)
     thread.start()
     try:
-        refused = pytest.raises(trial.RefusedError, match="other threads")
+        refused = pytest.raises(executor.RefusedError, match="other threads")
         with Problem(lambda x: x.cumsum(0), (leaf(40),)) as problem, refused:
             rows_of(problem, 0, 40, replayed=True)
     finally:
@@ -553,8 +554,8 @@ def test_threads_that_cannot_touch_cuda_do_not_matter(cuda: Cuda, monkeypatch: p
 
 
 def test_a_backward_on_other_streams_is_refused(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs._native, "backward_streams", lambda *_: [Stream([], "other").stream_id])
-    refused = pytest.raises(trial.RefusedError, match="backward runs on streams of its own")
+    monkeypatch.setattr(cuda_graph._native, "backward_streams", lambda *_: [Stream([], "other").stream_id])
+    refused = pytest.raises(executor.RefusedError, match="backward runs on streams of its own")
     with Problem(lambda x: x.cumsum(0), (leaf(40),)) as problem, refused:
         rows_of(problem, 0, 40, replayed=True)
     assert "begin" not in cuda.log
@@ -562,7 +563,7 @@ def test_a_backward_on_other_streams_is_refused(cuda: Cuda, monkeypatch: pytest.
 
 def test_a_backward_on_the_cpu_runs_on_no_stream() -> None:
     x = leaf(3)
-    assert graphs._native.backward_streams([x.sin().exp()], [x]) == []
+    assert cuda_graph._native.backward_streams([x.sin().exp()], [x]) == []
 
 
 def test_a_right_gradient_passes_by_replayed_rows(replaying_rows: Cuda) -> None:
@@ -570,7 +571,7 @@ def test_a_right_gradient_passes_by_replayed_rows(replaying_rows: Cuda) -> None:
     assert report.passed
     assert report.plan is not None
     assert report.plan.rows_replayed
-    assert replaying_rows.log.count("replay") == 40 - REPEATED_ROWS - graphs.EAGER_STEPS
+    assert replaying_rows.log.count("replay") == 40 - REPEATED_ROWS - cuda_graph.EAGER_STEPS
 
 
 def test_a_wrong_row_fails_one_by_one(replaying_rows: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -615,9 +616,9 @@ def test_which_rows_are_replayed(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) ->
         asked.append(count)
         return 2.0
 
-    monkeypatch.setattr(graphs, "obstacle", lambda _: None)
-    monkeypatch.setattr(trial, "obstacle", lambda _: None)
-    monkeypatch.setattr(trial, "speedup", speedup)
+    monkeypatch.setattr(cuda_graph, "obstacle", lambda _: None)
+    monkeypatch.setattr(executor, "obstacle", lambda _: None)
+    monkeypatch.setattr(executor, "speedup", speedup)
     outputs = [SimpleNamespace(tensor=torch.empty(size)) for size in (10, 800)]
     problem: Any = SimpleNamespace(m=810, device=CUDA0, outputs=outputs, has_graph=True)
     look: Any = SimpleNamespace(measured=1e-3)
@@ -641,7 +642,7 @@ COMPRESSED = Settings(engine="compressed")
 
 @pytest.fixture
 def replaying_groups(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> Cuda:
-    monkeypatch.setattr("fastgrad.exact.replays_groups", lambda *_: True)
+    monkeypatch.setattr("fastgrad.checks.compressed.replays_groups", lambda *_: True)
     return cuda
 
 
@@ -650,13 +651,13 @@ def test_groups_are_those_of_the_loop(
     replaying_groups: Cuda, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[tuple[Any, ...]] = []
-    replayed = graphs.difference_groups
+    replayed = cuda_graph.difference_groups
 
     def kept(problem: Problem, *arguments: Any) -> Tensor:
         found.append((replayed(problem, *arguments), *arguments))
         return found[-1][0]
 
-    monkeypatch.setattr(graphs, "difference_groups", kept)
+    monkeypatch.setattr(cuda_graph, "difference_groups", kept)
     inputs = leaf(20, 60).to(dtype).detach().t().requires_grad_(), leaf(20, dtype=dtype, seed=1)
     bits = [v.detach().clone() for v in inputs]
     report = check(lambda x, y: (x.exp().cumsum(-1) * y, x.exp()), inputs, COMPRESSED)
@@ -664,7 +665,7 @@ def test_groups_are_those_of_the_loop(
     assert report.plan is not None
     assert report.plan.replayed
     ((values, _, count, rows, columns, *_),) = found
-    assert replaying_groups.log.count("replay") == count - graphs.EAGER_STEPS
+    assert replaying_groups.log.count("replay") == count - cuda_graph.EAGER_STEPS
     with Problem(lambda x, y: (x.exp().cumsum(-1) * y, x.exp()), inputs) as problem:
         single = problem.difference_columns(0, problem.n, EPS, False)
     torch.testing.assert_close(values, single[columns, rows], rtol=0, atol=1e-8)
@@ -672,7 +673,7 @@ def test_groups_are_those_of_the_loop(
 
 
 def test_groups_leave_out_what_is_apart(replaying_groups: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastgrad.plan.EXACT_SECONDS", 0.0)
+    monkeypatch.setattr("fastgrad.engines.plan.EXACT_SECONDS", 0.0)
     report = check(lambda x: (x.cumsum(-1), x.exp().sum()), (leaf(60, 20),), COMPRESSED)
     assert report.passed
     assert report.plan is not None
@@ -723,14 +724,14 @@ CUDA0 = torch.device("cuda", 0)
 
 
 def test_which_groups_are_replayed(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "obstacle", lambda _: None)
-    monkeypatch.setattr(trial, "obstacle", lambda _: None)
+    monkeypatch.setattr(cuda_graph, "obstacle", lambda _: None)
+    monkeypatch.setattr(executor, "obstacle", lambda _: None)
     problem: Any = SimpleNamespace(m=1000, device=CUDA0)
     look: Any = SimpleNamespace(measured=1e-3)
     roomy = Settings(memory_limit=8 * 64 * 1000)
     assert plan.replays_groups(problem, roomy, look, 64)
     assert not plan.replays_groups(problem, roomy, look, 65)
-    assert not plan.replays_groups(problem, roomy, look, graphs.FEWEST - 1)
+    assert not plan.replays_groups(problem, roomy, look, cuda_graph.FEWEST - 1)
     look.measured = plan.TRIAL_SECONDS / 256
     assert not plan.replays_groups(problem, roomy, look, 64)
     look.measured, problem.device = 1.0, torch.device("cpu")
@@ -747,20 +748,20 @@ def test_obstacles(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     backend, capturing = "native", False
     monkeypatch.setattr(cuda, "get_allocator_backend", lambda: backend, raising=False)
     monkeypatch.setattr(cuda, "is_current_stream_capturing", lambda: capturing, raising=False)
-    assert graphs.obstacle(on(CUDA0, CUDA0)) is None
-    assert graphs.obstacle(on(torch.device("cpu"))) == "it runs on no NVIDIA device"
-    assert graphs.obstacle(on(CUDA0, torch.device("cuda", 1))) == "it uses several devices"
+    assert cuda_graph.obstacle(on(CUDA0, CUDA0)) is None
+    assert cuda_graph.obstacle(on(torch.device("cpu"))) == "it runs on no NVIDIA device"
+    assert cuda_graph.obstacle(on(CUDA0, torch.device("cuda", 1))) == "it uses several devices"
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: True)
-    assert graphs.obstacle(on(CUDA0)) == "autocast keeps what a capture never computed"
+    assert cuda_graph.obstacle(on(CUDA0)) == "autocast keeps what a capture never computed"
     monkeypatch.setattr(torch, "is_autocast_cache_enabled", lambda: False)
-    assert graphs.obstacle(on(CUDA0)) is None
-    graphs._abandoned.append("a graph")
-    assert graphs.obstacle(on(CUDA0)) == "an earlier capture was invalid"
-    graphs._abandoned.clear()
+    assert cuda_graph.obstacle(on(CUDA0)) is None
+    cuda_graph._abandoned.append("a graph")
+    assert cuda_graph.obstacle(on(CUDA0)) == "an earlier capture was invalid"
+    cuda_graph._abandoned.clear()
     capturing = True
-    assert graphs.obstacle(on(CUDA0)) == "a capture is under way"
+    assert cuda_graph.obstacle(on(CUDA0)) == "a capture is under way"
     backend = "cudaMallocAsync"
-    assert graphs.obstacle(on(CUDA0)) == "torch's own allocator is not in use"
+    assert cuda_graph.obstacle(on(CUDA0)) == "torch's own allocator is not in use"
 
 
 @pytest.mark.parametrize(
@@ -782,15 +783,15 @@ def test_the_faster_way_is_chosen(
     chosen: tuple[int | None, bool],
 ) -> None:
     def speedup(*arguments: Any) -> float:
-        gain = batches if arguments[-1].func is batched.difference_columns else replays
+        gain = batches if arguments[-1].func is vmapped.difference_columns else replays
         if gain is None:
-            raise trial.RefusedError("func raises ValueError")
+            raise executor.RefusedError("func raises ValueError")
         return gain
 
-    monkeypatch.setattr(trial, "obstacle", lambda _: None)
-    monkeypatch.setattr(graphs, "obstacle", lambda _: None)
-    monkeypatch.setattr(batched, "largest", lambda *_: 100)
-    monkeypatch.setattr(trial, "speedup", speedup)
+    monkeypatch.setattr(executor, "obstacle", lambda _: None)
+    monkeypatch.setattr(cuda_graph, "obstacle", lambda _: None)
+    monkeypatch.setattr(vmapped, "largest", lambda *_: 100)
+    monkeypatch.setattr(executor, "speedup", speedup)
     block = SimpleNamespace(first=0, size=1000)
     problem: Any = SimpleNamespace(n=1000, device=CUDA0, inputs=[block], difference_columns=torch.empty)
     look: Any = SimpleNamespace(record_graph=record_graph, measured=1.0)

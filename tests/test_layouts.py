@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
 import fastgrad
-from fastgrad.check import check
-from fastgrad.coordinates import memory_of
-from fastgrad.report import Settings
+from fastgrad.checks.order import check
+from fastgrad.problem.coordinates import memory_of
+from fastgrad.report.data import Settings
 
 LAYOUTS = [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc]
 

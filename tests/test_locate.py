@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastgrad.locate import locate
+from fastgrad.verdict.locate import locate
 
 
 def search(contributions: Tensor, vector: Tensor) -> tuple[int, int]:

@@ -10,16 +10,17 @@ import pytest
 import torch
 
 import fastgrad
-from fastgrad import evidence
-from fastgrad.messages import engine_line, failure_message
-from fastgrad.report import Cause, CauseName, Comparison, Entry, Failure, FailureKind, Plan, Report, Settings
+from fastgrad.diagnosis import experiments
+from fastgrad.report.data import Cause, CauseName, Comparison, Entry, Failure, FailureKind, Plan, Settings
+from fastgrad.report.messages import engine_line, failure_message
+from fastgrad.report.report import Report
 from tests.planted.causes import CAUSES
 
 
 @pytest.fixture(autouse=True)
 def _no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is said must not depend on what else the machine is doing."""
-    monkeypatch.setattr(evidence, "SECONDS", 60.0)
+    monkeypatch.setattr(experiments, "SECONDS", 60.0)
 
 
 def report(failure: Failure | None, **keywords: object) -> Report:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgrad import _native
+from fastgrad.core import native
 from tests.test_ops import call, samples
 
 CALLS = int(os.environ.get("FASTGRAD_FUZZ_CALLS", "100"))
@@ -204,12 +204,12 @@ class Scene:
         self.x = torch.ones(3, dtype=torch.float64, requires_grad=True)
         self.z = torch.ones(1, dtype=torch.complex128, requires_grad=True)
         self.make = make
-        self.blocks = [_native.InputBlock(self.x, 0, 1e-8), _native.InputBlock(self.z, 3, 1e-8)]
+        self.blocks = [native.InputBlock(self.x, 0, 1e-8), native.InputBlock(self.z, 3, 1e-8)]
         self.arguments = (self.x, self.z)
-        self.evaluator = _native.Evaluator(self.func, self.arguments, self.blocks)
+        self.evaluator = native.Evaluator(self.func, self.arguments, self.blocks)
         self.graph = [self.x.sin(), self.z * self.z]
-        self.specs = [_native.OutputSpec(k, value.detach()) for k, value in enumerate(self.graph)]
-        self.groups = _native.Groups(*groups_arguments())
+        self.specs = [native.OutputSpec(k, value.detach()) for k, value in enumerate(self.graph)]
+        self.groups = native.Groups(*groups_arguments())
 
     def func(self, *_: Any) -> Any:
         if self.make.random() < 0.1:
@@ -232,7 +232,7 @@ class Scene:
         e, blocks, specs, groups, graph = self.evaluator, self.blocks, self.specs, self.groups, self.graph
         v = f64(5)
         return {
-            "Evaluator": (_native.Evaluator, (self.func, self.arguments, blocks)),
+            "Evaluator": (native.Evaluator, (self.func, self.arguments, blocks)),
             "Groups": (self.groups_used, groups_arguments()),
             "InputBlock": (self.block_used, block_arguments()),
             "OutputSpec": (self.spec_used, (0, graph[0].detach())),
@@ -248,43 +248,43 @@ class Scene:
             "difference_columns": (e.difference_columns, (0, f64(5, 5), specs, 1e-6, False)),
             "difference_groups": (e.difference_groups, (groups, v, 5, specs, 1e-6, False)),
             "tangent_columns": (
-                lambda *given: _native.at_dual_level(lambda: e.tangent_columns(*given)),
+                lambda *given: native.at_dual_level(lambda: e.tangent_columns(*given)),
                 self.duals(),
             ),
-            "at_dual_level": (_native.at_dual_level, (lambda: None,)),
-            "check_memory": (_native.check_memory, (list(self.arguments),)),
-            "vjp": (_native.vjp, (graph, list(self.arguments), [f64(3), graph[1].detach()], False)),
-            "vjp_of_zeros": (_native.vjp_of_zeros, (graph, list(self.arguments))),
-            "with_undefined_grads": (_native.with_undefined_grads, (graph,)),
-            "vjp_coordinates": (_native.vjp_coordinates, (graph, blocks, f64(2, 5), 1, 1)),
-            "vjp_rows": (_native.vjp_rows, (graph[1], blocks, 0, True, f64(1, 5), f64(1, 5), 2.0)),
-            "vjp_groups": (_native.vjp_groups, (graph[0], blocks, groups, v, 5, 1, 2.0, True)),
-            "whole_backward": (_native.whole_backward, (graph, blocks, f64(3, 5), 1, 2.0, True, 0, 1e-5, 1e-3)),
+            "at_dual_level": (native.at_dual_level, (lambda: None,)),
+            "check_memory": (native.check_memory, (list(self.arguments),)),
+            "vjp": (native.vjp, (graph, list(self.arguments), [f64(3), graph[1].detach()], False)),
+            "vjp_of_zeros": (native.vjp_of_zeros, (graph, list(self.arguments))),
+            "with_undefined_grads": (native.with_undefined_grads, (graph,)),
+            "vjp_coordinates": (native.vjp_coordinates, (graph, blocks, f64(2, 5), 1, 1)),
+            "vjp_rows": (native.vjp_rows, (graph[1], blocks, 0, True, f64(1, 5), f64(1, 5), 2.0)),
+            "vjp_groups": (native.vjp_groups, (graph[0], blocks, groups, v, 5, 1, 2.0, True)),
+            "whole_backward": (native.whole_backward, (graph, blocks, f64(3, 5), 1, 2.0, True, 0, 1e-5, 1e-3)),
             "whole_backward, vectorized": (
-                _native.whole_backward,
+                native.whole_backward,
                 (graph, blocks, f64(3, 5), 0, 2.0, False, 1, 1e-5, 1e-3),
             ),
-            "runs_no_custom_code": (_native.runs_no_custom_code, (graph, list(self.arguments))),
-            "backward_streams": (_native.backward_streams, (graph, list(self.arguments))),
-            "is_plain_zero": (_native.is_plain_zero, (v, v.clone())),
+            "runs_no_custom_code": (native.runs_no_custom_code, (graph, list(self.arguments))),
+            "backward_streams": (native.backward_streams, (graph, list(self.arguments))),
+            "is_plain_zero": (native.is_plain_zero, (v, v.clone())),
             "largest_errors": (
-                _native.largest_errors,
+                native.largest_errors,
                 (f64(2, 5), f64(5, 6), 0, 2, [(3, False, 1e-5, 1e-3), (2, True, 1e-5, 1e-3)]),
             ),
-            "bucket": (_native.bucket, (i64(2, 0, 1, 2), 3)),
-            "color": (_native.color, (*pattern(), 3)),
-            "star_color": (_native.star_color, (*pattern(), 3)),
-            "transpose": (_native.transpose, (*pattern(), 3)),
-            "compare": (_native.ops.compare, (f64(2, 6), f64(2, 6), 1e-5, 1e-3, True, False)),
-            "direction_": (_native.ops.direction_, (v, 0, 1, 2, True)),
-            "flatten_": (_native.flatten_, (v, v.clone())),
-            "project_rows_": (_native.ops.project_rows_, (f64(2, 6), f64(2, 6), f64(2, 2), f64(2, 6), 0, 1, 0)),
+            "bucket": (native.bucket, (i64(2, 0, 1, 2), 3)),
+            "color": (native.color, (*pattern(), 3)),
+            "star_color": (native.star_color, (*pattern(), 3)),
+            "transpose": (native.transpose, (*pattern(), 3)),
+            "compare": (native.ops.compare, (f64(2, 6), f64(2, 6), 1e-5, 1e-3, True, False)),
+            "direction_": (native.ops.direction_, (v, 0, 1, 2, True)),
+            "flatten_": (native.flatten_, (v, v.clone())),
+            "project_rows_": (native.ops.project_rows_, (f64(2, 6), f64(2, 6), f64(2, 2), f64(2, 6), 0, 1, 0)),
         }
 
     def groups_used(self, *given: Any) -> None:
-        self.groups_used_in(_native.Groups(*given))
+        self.groups_used_in(native.Groups(*given))
 
-    def groups_used_in(self, groups: _native.Groups) -> None:
+    def groups_used_in(self, groups: native.Groups) -> None:
         """What reads groups, also where they were changed since."""
         if self.make.random() < 0.2:
             for tensor in (groups.coordinates, groups.starts, groups.entries, groups.entry_starts):
@@ -293,22 +293,22 @@ class Scene:
         try:
             self.evaluator.difference_groups(groups, values, 5, self.specs, 1e-6, False)
         finally:
-            _native.vjp_groups(self.graph[0], self.blocks, groups, values, 5, 1, 2.0, True)
+            native.vjp_groups(self.graph[0], self.blocks, groups, values, 5, 1, 2.0, True)
 
     def block_used(self, argument: Any, *given: Any) -> None:
         """An evaluator over a block, whose func asks nothing of its arguments."""
-        block = _native.InputBlock(argument, *given)
-        evaluator = _native.Evaluator(self.func, (argument,), [block])
+        block = native.InputBlock(argument, *given)
+        evaluator = native.Evaluator(self.func, (argument,), [block])
         size = evaluator.coordinates().numel()
         evaluator.evaluate(True)
         evaluator.inputs_changed()
         evaluator.difference_columns(0, f64(size, 5), self.specs, 1e-6, False)
         evaluator.values_along(f64(size), [1.0], [f64(5)], self.specs, False)
         evaluator.coordinate_widths(f64(size), [1e-6])
-        _native.vjp_coordinates(self.graph, [block], f64(1, 5), 0, 0)
+        native.vjp_coordinates(self.graph, [block], f64(1, 5), 0, 0)
 
     def spec_used(self, *given: Any) -> None:
-        spec = _native.OutputSpec(*given)
+        spec = native.OutputSpec(*given)
         self.evaluator.values_along(f64(5), [1.0], [f64(given[1].numel())], [spec], False)
 
 

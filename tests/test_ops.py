@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastgrad.directions import direction  # registers the operators, too
+from fastgrad.core.random import direction  # registers the operators, too
 
 ops = torch.ops.fastgrad
 REAL = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -21,7 +21,7 @@ from torch.autograd import gradgradcheck as early_gradgrad
 from torch.testing._internal import common_utils
 
 import fastgrad
-from fastgrad.patching import DisagreementError
+from fastgrad.testing.patch import DisagreementError
 
 
 class Rolled(torch.autograd.Function):

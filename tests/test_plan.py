@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import fastgrad
-from fastgrad import plan
-from fastgrad.report import Report
+from fastgrad.engines import plan
+from fastgrad.report.report import Report
 
 Func = Callable[..., Any]
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.backends import cuda, cudnn, mkldnn
 
-from fastgrad._torch import set_backend
-from fastgrad.check import check
-from fastgrad.precision import exact_libraries
-from fastgrad.report import Settings
+from fastgrad.checks.order import check
+from fastgrad.core.backends import exact_libraries
+from fastgrad.core.torch_private import set_backend
+from fastgrad.report.data import Settings
 
 PRECISIONS = (cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul)
 FLAGS = [

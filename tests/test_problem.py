@@ -18,7 +18,7 @@ from torch.autograd.gradcheck import GradcheckError
 from torch.utils.checkpoint import checkpoint
 
 import fastgrad
-from fastgrad.problem import Problem
+from fastgrad.problem.problem import Problem
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
@@ -89,7 +89,9 @@ class PlantedError(Exception):
 def test_restored_when_func_raises_on_every_call(
     error: type[BaseException], dtype: torch.dtype, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fastgrad.plan.GUESS_SECONDS", 0.0)  # or the number of calls would depend on the time they take
+    monkeypatch.setattr(
+        "fastgrad.engines.plan.GUESS_SECONDS", 0.0
+    )  # or the number of calls would depend on the time they take
     x = leaf(2, 7, dtype=dtype)
     with torch.no_grad():
         x[0, 0] = -0.0
@@ -430,7 +432,7 @@ def test_a_wrapper_subclass() -> None:
 
 
 def test_func_sees_no_graph_only_where_it_makes_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastgrad.plan.GUESS_SECONDS", 0.0)  # however quick func is, it is looked at
+    monkeypatch.setattr("fastgrad.engines.plan.GUESS_SECONDS", 0.0)  # however quick func is, it is looked at
     x = leaf(20)
     modes = []
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+# Also to have been imported: sessions within forget what they import, which torch does not survive.
+import fastgrad.render  # noqa: F401
 import pytest
 import torch
 
-# Also to have been imported: sessions within forget what they import, which torch does not survive.
-import fastgrad.render  # noqa: F401
-from fastgrad.pytest_plugin import Session, Summary
+from fastgrad.testing.pytest_plugin import Session, Summary
 
 pytest_plugins = ["pytester"]
 
@@ -277,10 +277,10 @@ def test_usage(suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     result.stderr.fnmatch_lines(["*--fastgrad-report reports the checks of --fastgrad: give that, too."])
     assert run(suite, "--fastgrad=contrast").ret == pytest.ExitCode.USAGE_ERROR
     with monkeypatch.context() as without:
-        without.setitem(sys.modules, "fastgrad.pytest_plugin", None)
+        without.setitem(sys.modules, "fastgrad.testing.pytest_plugin", None)
         result = run(suite, "--fastgrad")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["*--fastgrad: import of fastgrad.pytest_plugin halted*"])
+    result.stderr.fnmatch_lines(["*--fastgrad: import of fastgrad.testing.pytest_plugin halted*"])
     result = run(suite, "--fastgrad")
     result.stdout.fnmatch_lines(["no checks: no test called*"])
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import fastgrad
-from fastgrad.problem import Problem
-from fastgrad.refine import refine
+from fastgrad.engines.ridders import refine
+from fastgrad.problem.problem import Problem
 
 Func = Callable[[Tensor], Tensor]
 
@@ -212,8 +212,8 @@ def test_a_step_at_which_func_raises_is_dropped() -> None:
 
 
 def test_the_report_says_what_was_re_measured() -> None:
-    from fastgrad.check import check
-    from fastgrad.report import Settings
+    from fastgrad.checks.order import check
+    from fastgrad.report.data import Settings
 
     report = check(torch.sqrt, (leaf(1e-6, 1.0),), Settings())
     assert report.passed

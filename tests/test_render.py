@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from fastgrad import render
-from fastgrad.report import FailureKind, Report, Sample, Tolerances
+from fastgrad.report import html
+from fastgrad.report.data import FailureKind, Sample, Tolerances
+from fastgrad.report.report import Report
 from tests.test_report import run, scaled, synthetic, uniform
 
 
@@ -226,7 +227,7 @@ def test_a_map_is_never_as_large_as_the_jacobian(failed: Report, size: int) -> N
     (image,) = report.plot().axes[0].get_images()
     shades = image.get_array()
     assert shades is not None
-    assert shades.shape == (render.BINS, render.BINS)
+    assert shades.shape == (html.BINS, html.BINS)
     assert (np.ma.filled(shades, -9) > 0).sum() == 1
     assert len(report.to_html()) < 1_000_000
 
@@ -290,7 +291,7 @@ def test_pictures_cost_nothing_until_they_are_asked_for() -> None:
     code = (
         "import sys, torch, fastgrad; x = torch.ones(3, dtype=torch.float64, requires_grad=True)\n"
         "fastgrad.gradcheck(torch.sin, x)\n"
-        "print([name for name in ('matplotlib', 'fastgrad.render', 'html') if name in sys.modules])"
+        "print([name for name in ('matplotlib', 'fastgrad.report.html', 'html') if name in sys.modules])"
     )
     found: Any = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "[]\n"

@@ -21,12 +21,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fastgrad
-from fastgrad import report as reports
-from fastgrad._torch import phase
-from fastgrad.check import TIMED_COLUMNS, TIMED_SECONDS, check
-from fastgrad.compare import spans
-from fastgrad.messages import extent_text, size_text
-from fastgrad.report import (
+from fastgrad.checks.order import TIMED_COLUMNS, TIMED_SECONDS, check
+from fastgrad.core.phases import Stopwatch, phase
+from fastgrad.report import data as reports
+from fastgrad.report.data import (
     LARGEST_TENSOR,
     Cause,
     Comparison,
@@ -36,12 +34,13 @@ from fastgrad.report import (
     Failure,
     Pair,
     Plan,
-    Report,
     Sample,
     Settings,
     Span,
 )
-from fastgrad.stopwatch import Stopwatch
+from fastgrad.report.messages import extent_text, size_text
+from fastgrad.report.report import Report
+from fastgrad.verdict.comparison import spans
 
 
 def uniform(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -500,7 +499,7 @@ def held_by(kind: Any) -> set[str]:
             while stack:
                 part = stack.pop()
                 stack += typing.get_args(part)
-                if isinstance(part, type) and part.__module__ == "fastgrad.report" and part.__name__ not in names:
+                if isinstance(part, type) and part.__module__ == "fastgrad.report.data" and part.__name__ not in names:
                     todo.append(part)
     return names
 

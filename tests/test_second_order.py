@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fastgrad
-from fastgrad.second_order import random_grad_outputs
+from fastgrad.problem.second_order import random_grad_outputs
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:

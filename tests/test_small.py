@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,16 +15,16 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 import fastgrad
-from fastgrad import plan, small
-from fastgrad._native import largest_errors
-from fastgrad._torch import DispatchMode
-from fastgrad.check import check
-from fastgrad.problem import Problem
-from fastgrad.report import Settings
+from fastgrad.checks import one_block
+from fastgrad.checks.order import check
+from fastgrad.core.native import largest_errors
+from fastgrad.core.torch_private import DispatchMode
+from fastgrad.engines import plan
+from fastgrad.problem.problem import Problem
+from fastgrad.report.data import Settings
 from tests.test_problem import KeepsItsGradient
 
 SETTINGS = Settings()
-CHECKING = sys.modules["fastgrad.check"]  # the package has a function of that name
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
@@ -35,7 +34,7 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tens
 
 def backward_of(func: Callable[..., Any], inputs: tuple[Tensor, ...], seconds: float = 1e-6) -> Any:
     with Problem(func, inputs) as problem:
-        return small.whole_backward(problem, SETTINGS, seconds)
+        return one_block.whole_backward(problem, SETTINGS, seconds)
 
 
 CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
@@ -79,15 +78,15 @@ def test_vectorized_rows_are_those_of_single_vjps(name: str) -> None:
 def test_what_agrees_at_once_is_what_is_judged_part_by_part(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     func, inputs = CASES[name]
     tolerances = Settings(eps=1e-2, atol=1e-2) if name == "float32" else SETTINGS
-    monkeypatch.setattr("fastgrad.plan.GUESS_SECONDS", math.inf)  # however slow the machine is
+    monkeypatch.setattr("fastgrad.engines.plan.GUESS_SECONDS", math.inf)  # however slow the machine is
     at_once = check(func, inputs, tolerances)
-    monkeypatch.setattr(CHECKING, "agrees", lambda *_: False)
+    monkeypatch.setattr("fastgrad.checks.order.agrees", lambda *_: False)
     in_parts = check(func, inputs, tolerances)
     assert at_once.passed
     assert in_parts.passed
     assert at_once.pairs == in_parts.pairs
     assert at_once.certificates == in_parts.certificates
-    monkeypatch.setattr(CHECKING, "is_small", lambda *_: False)
+    monkeypatch.setattr("fastgrad.checks.order.is_small", lambda *_: False)
     assert check(func, inputs, tolerances).pairs == at_once.pairs
 
 
@@ -189,9 +188,9 @@ def test_what_cannot_be_vectorized_is_run_singly_without_a_word() -> None:
 def test_rows_that_were_to_be_vectorized_are_judged_anew() -> None:
     x = leaf(12)
     for func in (torch.exp, lambda x: x.split(3), lambda x: x.split(9)):
-        assert not small.single_rows(backward_of(func, (x,)))
+        assert not one_block.single_rows(backward_of(func, (x,)))
         singly = backward_of(func, (x,), seconds=1.0)
-        assert len(small.single_rows(singly)) == len(singly.parts)
+        assert len(one_block.single_rows(singly)) == len(singly.parts)
 
 
 def test_a_slow_function_is_not_vectorized() -> None:
@@ -211,7 +210,7 @@ def test_an_error_that_does_not_come_again_is_raised(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
 def test_largest_errors_are_those_of_compare(dtype: torch.dtype) -> None:
     with Problem(lambda x, y: (x * y).sin(), (leaf(6, dtype=dtype), leaf(6, dtype=dtype, seed=1))) as problem:
-        whole = small.whole_backward(problem, SETTINGS, 1.0)
+        whole = one_block.whole_backward(problem, SETTINGS, 1.0)
         columns = problem.difference_columns(0, problem.n, 1e-6, True)
         first, width = (1, 2) if dtype.is_complex else (0, 1)
         rows = whole.parts[0].rows

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastgrad.coordinates import Block
-from fastgrad.sparsity import (
+from fastgrad.problem.coordinates import Block
+from fastgrad.structure.sparsity import (
     Mask,
     Pattern,
     Refinement,

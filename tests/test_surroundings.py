@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import fastgrad
-from fastgrad import _torch
+from fastgrad.core import torch_private
 
 each_check = pytest.mark.parametrize("check", [fastgrad.gradcheck, fastgrad.gradgradcheck], ids=lambda f: f.__name__)
 
@@ -252,7 +252,7 @@ def derivatives() -> list[Tensor]:
         fastgrad.analytical_jacobian(lambda v: torch.ones(2, dtype=torch.float64, device="cpu"), (x,)),
         fastgrad.numerical_jacobian(lambda v: v @ v.t(), (y,)),
     ]
-    return [part.to_dense() for part in _torch.tensors_in(found)]
+    return [part.to_dense() for part in torch_private.tensors_in(found)]
 
 
 def test_derivatives_are_those_without_a_default_device() -> None:

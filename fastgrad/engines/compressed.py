@@ -16,15 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastgrad import coloring
-from fastgrad._native import GradientsMatch, Groups, ops
-from fastgrad._torch import phase
-from fastgrad.coloring import Indices
-from fastgrad.coordinates import PIECE, Block
-from fastgrad.engines import REPEAT_SCALE
-from fastgrad.problem import Problem
-from fastgrad.report import Plan
-from fastgrad.sparsity import Mask, Pattern
+from fastgrad.core.native import GradientsMatch, Groups, ops
+from fastgrad.core.phases import phase
+from fastgrad.core.tensors import PIECE
+from fastgrad.engines.blocks import REPEAT_SCALE
+from fastgrad.problem.coordinates import Block
+from fastgrad.problem.problem import Problem
+from fastgrad.report.data import Plan
+from fastgrad.structure import coloring
+from fastgrad.structure.coloring import Indices
+from fastgrad.structure.sparsity import Mask, Pattern
 
 REPEATED_GROUPS = 2
 """Row groups of each output that are run twice; for the others see `certify`."""
@@ -183,11 +184,11 @@ def numerical_entries(problem: Problem, plan: Plan, compression: Compression, ep
         The plan says to replay, and func cannot be captured.
     """
     if plan.replayed:
-        from fastgrad import graphs  # only here: importing fastgrad is to cost little
+        from fastgrad.engines import cuda_graph  # only here: importing fastgrad is to cost little
 
         colors = torch.from_numpy(compression.column_colors).to(problem.device)
         entries = compression.rows, compression.columns
-        return graphs.difference_groups(
+        return cuda_graph.difference_groups(
             problem, colors, compression.column_groups.count, *entries, eps, plan.record_graph
         )
     groups = compression.column_groups.groups

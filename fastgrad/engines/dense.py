@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from fastgrad import trial
-from fastgrad._native import GradientsMatch, Rows
-from fastgrad.coordinates import Block
-from fastgrad.engines import REPEAT_SCALE, REPEATED_ROWS, JacobianBlock, TangentBlock, row_parts
-from fastgrad.problem import Problem
-from fastgrad.report import Part, Plan, Settings
+from fastgrad.core.native import GradientsMatch, Rows
+from fastgrad.engines import executor
+from fastgrad.engines.blocks import REPEAT_SCALE, REPEATED_ROWS, JacobianBlock, TangentBlock, row_parts
+from fastgrad.problem.coordinates import Block
+from fastgrad.problem.problem import Problem
+from fastgrad.report.data import Part, Plan, Settings
 
 
 def row_blocks(
@@ -64,11 +64,11 @@ def _rows(
     imaginary = part == "imaginary"
     if not plan.rows_replayed:
         return problem.analytical_rows(output, imaginary, row, count, inputs, twice, REPEAT_SCALE)
-    from fastgrad import graphs  # only here: importing fastgrad is to cost little
+    from fastgrad.engines import cuda_graph  # only here: importing fastgrad is to cost little
 
     # Those that are run twice are run plainly; of replays, the sums of all rows are certified.
     rows, repeated, match = problem.analytical_rows(output, imaginary, row, twice, inputs, twice, REPEAT_SCALE)
-    others = graphs.analytical_rows(problem, output, imaginary, row + twice, count - twice, inputs)
+    others = cuda_graph.analytical_rows(problem, output, imaginary, row + twice, count - twice, inputs)
     return torch.cat([rows, others]), repeated, match
 
 
@@ -108,15 +108,15 @@ def _columns(problem: Problem, plan: Plan, settings: Settings, first: int, count
     eps, record_graph = settings.eps, plan.record_graph
     if plan.batch is None and not plan.replayed:
         return problem.difference_columns(first, count, eps, record_graph)
-    from fastgrad import batched, graphs  # only here: importing fastgrad is to cost little
+    from fastgrad.engines import cuda_graph, vmapped  # only here: importing fastgrad is to cost little
 
     if plan.batch is not None:
-        columns = batched.difference_columns(problem, first, count, plan.batch, eps)
+        columns = vmapped.difference_columns(problem, first, count, plan.batch, eps)
     else:
-        columns = graphs.difference_columns(problem, first, count, eps, record_graph)
+        columns = cuda_graph.difference_columns(problem, first, count, eps, record_graph)
     atol = min(settings.of(block.index).atol for block in problem.inputs)
-    if not trial.agree(problem, first, columns, eps, atol, settings.seed, record_graph):
-        raise trial.RefusedError("columns do not agree with evaluations one by one")
+    if not executor.agree(problem, first, columns, eps, atol, settings.seed, record_graph):
+        raise executor.RefusedError("columns do not agree with evaluations one by one")
     return columns
 
 

@@ -14,14 +14,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fastgrad._native import ops
-from fastgrad._torch import phase
-from fastgrad.compare import largest
-from fastgrad.directions import SKETCH_COTANGENTS, SKETCH_DIRECTIONS
-from fastgrad.engines import COTANGENT_KINDS, EXPANDED_VALUE, REPEAT_SCALE, thin_out
-from fastgrad.problem import Problem
-from fastgrad.report import Settings
-from fastgrad.tolerances import ROUNDING, excess, spacing
+from fastgrad.core.native import ops
+from fastgrad.core.phases import phase
+from fastgrad.core.precision import ROUNDING, excess, spacing
+from fastgrad.core.random import SKETCH_COTANGENTS, SKETCH_DIRECTIONS
+from fastgrad.core.tensors import largest
+from fastgrad.engines.blocks import COTANGENT_KINDS, EXPANDED_VALUE, REPEAT_SCALE, thin_out
+from fastgrad.problem.problem import Problem
+from fastgrad.report.data import Settings
 
 NOISE_SHARE = 16
 """The noise of a cotangent's sum stays within atol over this; the threshold is atol / 4."""

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgrad import batched, graphs, plan, trial
-from fastgrad.check import check
-from fastgrad.problem import Problem
-from fastgrad.report import Settings
+from fastgrad.checks.order import check
+from fastgrad.engines import cuda_graph, executor, plan, vmapped
+from fastgrad.problem.problem import Problem
+from fastgrad.report.data import Settings
 from tests.test_batched import leaf
 from tests.test_fast import doubled
 
@@ -82,11 +82,11 @@ def test_replayed_columns_are_those_of_the_loop(device: torch.device, record_gra
         (complex_func, (leaf(40, dtype=torch.complex128).detach().to(device).requires_grad_(),)),
     ):
         with Problem(func, arguments) as problem:
-            assert graphs.obstacle(problem) is None
+            assert cuda_graph.obstacle(problem) is None
             single = problem.difference_columns(0, problem.n, EPS, record_graph)
-            columns = graphs.difference_columns(problem, 0, problem.n, EPS, record_graph)
+            columns = cuda_graph.difference_columns(problem, 0, problem.n, EPS, record_graph)
             torch.testing.assert_close(columns, single, rtol=0, atol=1e-8)
-            assert trial.agree(problem, 0, columns, EPS, 1e-5, 0, record_graph)
+            assert executor.agree(problem, 0, columns, EPS, 1e-5, 0, record_graph)
 
 
 @pytest.mark.usefixtures("as_before")
@@ -101,7 +101,7 @@ def test_replayed_rows_are_those_of_the_loop(device: torch.device) -> None:
                 for imaginary in (False, True) if output.is_complex else (False,):
                     count = output.tensor.numel()
                     single, _, _ = problem.analytical_rows(output, imaginary, 0, count, problem.inputs, 0, 1.0)
-                    rows = graphs.analytical_rows(problem, output, imaginary, 0, count, problem.inputs)
+                    rows = cuda_graph.analytical_rows(problem, output, imaginary, 0, count, problem.inputs)
                     torch.testing.assert_close(rows, single, rtol=1e-10, atol=1e-12)
 
 
@@ -129,13 +129,13 @@ def test_refused_rows(
     change: Callable[[Tensor], Tensor], reason: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = leaf(40).detach().to(device).requires_grad_()
-    monkeypatch.setattr(graphs, "_abandoned", KEPT)
+    monkeypatch.setattr(cuda_graph, "_abandoned", KEPT)
     generator = torch.cuda.default_generators[device.index]
     state = generator.get_state()
     with Problem(doubled(lambda grad, _: change(grad)), (x,)) as problem:
         (output,) = problem.outputs
-        with pytest.raises(trial.RefusedError, match=reason):
-            graphs.analytical_rows(problem, output, False, 0, 40, problem.inputs)
+        with pytest.raises(executor.RefusedError, match=reason):
+            cuda_graph.analytical_rows(problem, output, False, 0, 40, problem.inputs)
         rows, _, _ = problem.analytical_rows(output, False, 0, 40, problem.inputs, 0, 1.0)
     generator.set_state(state)
     torch.testing.assert_close(rows, 2 * torch.eye(40, dtype=torch.float64, device=device))
@@ -145,9 +145,9 @@ def test_a_graph_of_the_users_keeps_rows_from_being_captured(device: torch.devic
     x = leaf(40).detach().to(device).requires_grad_()
     kept = x.sin()  # its node of x is of this stream, and is everybody's
     with Problem(lambda x: x.cumsum(0), (x,)) as problem:
-        refused = pytest.raises(trial.RefusedError, match="backward runs on streams of its own")
+        refused = pytest.raises(executor.RefusedError, match="backward runs on streams of its own")
         with refused:
-            graphs.analytical_rows(problem, problem.outputs[0], False, 0, 40, problem.inputs)
+            cuda_graph.analytical_rows(problem, problem.outputs[0], False, 0, 40, problem.inputs)
     assert kept.requires_grad
 
 
@@ -155,7 +155,7 @@ def test_a_graph_of_the_users_keeps_rows_from_being_captured(device: torch.devic
 def test_batched_columns_are_those_of_the_loop(device: torch.device) -> None:
     with Problem(chain, inputs(device)) as problem:
         single = problem.difference_columns(0, problem.n, EPS, False)
-        columns = batched.difference_columns(problem, 0, problem.n, 17, EPS)
+        columns = vmapped.difference_columns(problem, 0, problem.n, 17, EPS)
         torch.testing.assert_close(columns, single, rtol=0, atol=1e-8)
 
 
@@ -167,7 +167,7 @@ def test_on_a_stream_of_the_users(device: torch.device) -> None:
         x.copy_(leaf(40).detach())
         x.requires_grad_()
         with Problem(lambda x: x.cumsum(0).exp(), (x,)) as problem:
-            columns = graphs.difference_columns(problem, 0, 40, EPS, False)
+            columns = cuda_graph.difference_columns(problem, 0, 40, EPS, False)
             single = problem.difference_columns(0, 40, EPS, False)
             torch.testing.assert_close(columns, single, rtol=0, atol=1e-7)
 
@@ -208,23 +208,23 @@ def test_refused(
 ) -> None:
     x = leaf(40).detach().to(device).requires_grad_()
     bits = x.detach().clone()
-    monkeypatch.setattr(graphs, "_abandoned", KEPT)
+    monkeypatch.setattr(cuda_graph, "_abandoned", KEPT)
     generator = torch.cuda.default_generators[device.index]
     state = generator.get_state()
     with Problem(func, (x,)) as problem:
-        with pytest.raises(trial.RefusedError, match=reason):
-            graphs.difference_columns(problem, 0, 40, EPS, False)
+        with pytest.raises(executor.RefusedError, match=reason):
+            cuda_graph.difference_columns(problem, 0, 40, EPS, False)
         assert torch.equal(x.detach(), bits)
         # And then one by one, and another capture.
         problem.difference_columns(0, 40, EPS, False)
     generator.set_state(state)  # what func draws stays drawn
     with Problem(lambda x: x.cumsum(0), (x,)) as problem:
-        columns = graphs.difference_columns(problem, 0, 40, EPS, False)
+        columns = cuda_graph.difference_columns(problem, 0, 40, EPS, False)
         torch.testing.assert_close(columns, torch.ones_like(columns).triu(), rtol=0, atol=1e-8)
 
 
 def test_replays_do_not_wait_for_the_device(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    capture, modes = graphs._capture, [torch.cuda.get_sync_debug_mode()]
+    capture, modes = cuda_graph._capture, [torch.cuda.get_sync_debug_mode()]
 
     def captured(*arguments: Any) -> Any:
         graph = capture(*arguments)
@@ -234,10 +234,10 @@ def test_replays_do_not_wait_for_the_device(device: torch.device, monkeypatch: p
     x = leaf(40).detach().to(device).requires_grad_()
     with Problem(lambda x: x.cumsum(0), (x,)) as problem:
         widths = problem.coordinate_widths(EPS)
-        monkeypatch.setattr(graphs, "_capture", captured)
+        monkeypatch.setattr(cuda_graph, "_capture", captured)
         monkeypatch.setattr(problem, "coordinate_widths", lambda _: widths)
         try:
-            graphs.difference_columns(problem, 0, 40, EPS, False)
+            cuda_graph.difference_columns(problem, 0, 40, EPS, False)
         finally:
             torch.cuda.set_sync_debug_mode(modes[0])
 
@@ -262,16 +262,16 @@ def test_verdicts(way: str, device: torch.device, monkeypatch: pytest.MonkeyPatc
     def wrong(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return chain(torch.cat([x[:5], x[5:].detach()]), y)
 
-    speedup = trial.speedup
+    speedup = executor.speedup
 
     def forced(*arguments: Any) -> float:
         speedup(*arguments)
-        of_batches = getattr(arguments[-1], "func", None) is batched.difference_columns
+        of_batches = getattr(arguments[-1], "func", None) is vmapped.difference_columns
         return 10.0 if of_batches is (way == "batches") else 0.0
 
     monkeypatch.setattr(plan, "GUESS_SECONDS", 0.0)
     monkeypatch.setattr(plan, "TRIAL_SECONDS", 0.0)
-    monkeypatch.setattr(trial, "speedup", forced)
+    monkeypatch.setattr(executor, "speedup", forced)
     right = check(chain, inputs(device), DENSE)
     assert right.passed
     assert right.plan is not None

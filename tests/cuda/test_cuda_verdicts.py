@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fastgrad
-from fastgrad.check import check
-from fastgrad.problem import Problem
-from fastgrad.report import Settings
+from fastgrad.checks.order import check
+from fastgrad.problem.problem import Problem
+from fastgrad.report.data import Settings
 from tests.cuda.test_cuda_ops import no_waiting
 from tests.planted.known import ROWS
 from tests.planted.row import Row

@@ -24,7 +24,7 @@ from torch.autograd.gradcheck import GradcheckError
 
 import fastgrad
 from benchmarks.cases import MOST_ENTRIES, Case, entries, operator_cases, operators
-from fastgrad.second_order import differentiable_outputs, random_grad_outputs
+from fastgrad.problem.second_order import differentiable_outputs, random_grad_outputs
 
 GRAD = (torch.autograd.gradcheck, fastgrad.gradcheck)
 GRADGRAD = (torch.autograd.gradgradcheck, fastgrad.gradgradcheck)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgrad.report import CauseName
+from fastgrad.report.data import CauseName
 
 
 def function(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import fastgrad
-from fastgrad import small
-from fastgrad.check import check
-from fastgrad.problem import Problem
-from fastgrad.report import Settings
+from fastgrad.checks import one_block
+from fastgrad.checks.order import check
+from fastgrad.problem.problem import Problem
+from fastgrad.report.data import Settings
 from tests.pretended_cuda.plugin import ops
 
 DEVICES = [torch.device("cuda", 0), torch.device("cuda", 1)]
@@ -170,7 +170,7 @@ def test_rows_of_a_small_problem_are_one_vectorized_backward_and_few_reads() -> 
     x = leaf(20)
     with Problem(lambda x: x.cumsum(0).sin(), (x,)) as problem:
         assert problem.vectorizes
-        whole = small.whole_backward(problem, Settings(), 1e-6)
+        whole = one_block.whole_backward(problem, Settings(), 1e-6)
         assert whole.vectorized
         assert whole.add_up
     before = ops.reads()

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
 import fastgrad
-from fastgrad.second_order import random_grad_outputs
+from fastgrad.problem.second_order import random_grad_outputs
 from tests.properties.operators import SPARSE, UNFIT, Input
 from tests.properties.planted import LINEAR, UNDEFINED
 from tests.properties.programs import IGNORED, KINDS, Program

@@ -1,0 +1,1 @@
+"""The functions that users call: keywords in, reports or errors out."""

@@ -1,0 +1,543 @@
+"""gradcheck and gradgradcheck: keywords in, raise or return out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import fields, replace
+from functools import lru_cache
+from numbers import Real
+from typing import Any, Literal, NoReturn
+
+from torch import Tensor
+from torch.nn import Module
+
+from fastgrad.checks.order import check as run
+from fastgrad.core.errors import warn
+from fastgrad.problem.arguments import Call, Wrt, flatten, refuse_function_class
+from fastgrad.problem.caller_state import keeps_the_callers_state
+from fastgrad.problem.problem import as_tuple
+from fastgrad.problem.second_order import Backward, grad_outputs_for, made_by
+from fastgrad.report.data import GradOutputs, Settings, Tolerances
+from fastgrad.report.report import Report
+
+TensorOrTensors = Tensor | Sequence[Any]
+
+watcher: ContextVar[Callable[[Report], object] | None] = ContextVar("fastgrad_watcher", default=None)
+"""Is handed the report of every gradcheck and gradgradcheck that reaches a verdict: those that pass return no more."""
+
+OneOrEach = float | Sequence[float] | Mapping[str, float]
+"""One number for all inputs, one for each, or by the names of the inputs."""
+
+
+@keeps_the_callers_state
+def gradcheck(
+    func: Callable[..., Any],
+    inputs: TensorOrTensors,
+    *positional: Any,
+    eps: float = 1e-6,
+    atol: float = 1e-5,
+    rtol: float = 1e-3,
+    raise_exception: bool = True,
+    nondet_tol: float = 0.0,
+    check_undefined_grad: bool = True,
+    check_grad_dtypes: bool = False,
+    check_batched_grad: bool = False,
+    check_batched_forward_grad: bool = False,
+    check_forward_ad: bool = False,
+    check_backward_ad: bool = True,
+    fast_mode: bool = False,
+    masked: bool | None = None,
+    check_sparse_nnz: bool | None = None,
+    engine: str = "auto",
+    seed: int | None = None,
+    confidence: float | None = None,
+    memory_limit: int | None = None,
+    progress: bool | None = None,
+) -> bool:
+    """Checks the gradients that autograd computes for func against central differences of func.
+
+    Every entry of the Jacobian of every differentiable output with respect to every input that
+    requires grad is compared: ``|analytical - numerical| <= atol + rtol |numerical|``. For a complex
+    output, its imaginary and its real part are checked as two real functions; for a complex input an
+    entry is the conjugate Wirtinger derivative, and its modulus is compared. The backward must also
+    be deterministic, linear in grad_output and multiplied by it, and accept undefined grad_outputs.
+
+    Parameters
+    ----------
+    func
+        Takes the inputs, returns a Tensor or a tuple or list of Tensors; results that require grad
+        are differentiable outputs, others are ignored.
+    inputs
+        A Tensor, or a tuple or list. Tensors with requires_grad=True, of any shape and layout and of
+        floating or complex dtype (double precision wanted), are checked. Everything else is passed
+        through. The same tensor may be given twice.
+    eps
+        Step of the differences; the step that is really taken, rounded to the input's dtype, divides.
+        A number, or a real tensor without dimensions, as are the tolerances.
+    atol, rtol
+        Absolute and relative tolerance.
+    raise_exception
+        Raise GradcheckError on failure; otherwise return False.
+    nondet_tol
+        How far two runs of the same backward may be apart.
+    check_undefined_grad
+        Check that undefined grad_outputs are accepted and count as zeros.
+    check_grad_dtypes
+        Check that gradients have the dtypes of their inputs.
+    check_batched_grad, check_batched_forward_grad
+        Check that gradients, or forward-mode derivatives, computed under vmap equal single ones.
+    check_forward_ad
+        Check the Jacobians of forward-mode AD, too. The jvp must be linear in its tangents and take
+        undefined ones (the latter with check_undefined_grad).
+    check_backward_ad
+        Check reverse mode.
+    fast_mode
+        Compare random combinations of the entries instead of every entry: the cost does not grow with
+        the size of the Jacobian. A wrong entry is located and confirmed by itself. What stays open is
+        decided by the exact engine where that is affordable; otherwise the report says so.
+    masked
+        Ignore the unspecified elements of sparse inputs: only specified ones are perturbed, and
+        gradients of the others must be zero. Otherwise sparse inputs are perturbed as copies with all
+        elements specified. False by default.
+    check_sparse_nnz
+        The old name of masked.
+    engine
+        "auto"; "dense" computes every row and every column; "compressed" computes groups of them, on the
+        pattern of the Jacobian, also where "auto" would find that too dear, and falls back to "dense"
+        where there is no pattern; "sketch", with fast_mode, never takes an exact engine for small
+        problems.
+    seed
+        Of the random cotangents and evaluation points; 0 by default. Torch's generators are not touched.
+    confidence
+        Of fast mode: the probability to find two errors that cancel in a row or a column, from 1000 atol
+        on; 1 - 1e-9 by default. Single errors above the tolerance are always found.
+    progress
+        Show a bar of the calls of func and backward, by tqdm; by default where a check will take long, on a
+        terminal, and tqdm is there.
+    memory_limit
+        Bytes for the block of numerical columns that is held at a time; by default half of what
+        is free. A smaller limit repeats more VJPs, and admits fewer entries of a compressed Jacobian.
+
+    Returns
+    -------
+    bool
+        True where the check passed.
+
+    Raises
+    ------
+    GradcheckError
+        The check failed; its ``report`` holds the numbers.
+    ValueError, RuntimeError, TypeError, AssertionError
+        An argument cannot be checked, or func changed its results under perturbation.
+    NotImplementedError
+        An input is of a kind that is not there yet: nested, or sparse in forward mode.
+    ImportError
+        progress=True without tqdm.
+
+    Notes
+    -----
+    The inputs are perturbed in place and are restored bit for bit when the call ends, however it
+    ends; no other thread may use them meanwhile. The definition is that of
+    `torch.autograd.gradcheck`; docs/differences.md lists where the verdicts differ.
+    """
+    keywords = locals()
+    __tracebackhide__ = True  # under pytest a failure shows the caller's line
+    if positional:
+        _refuse_positional(positional)
+    if check_sparse_nnz is not None:
+        keywords["masked"] = _masked(masked, check_sparse_nnz)
+    return _raise_or_return(func, inputs, _settings(keywords), raise_exception)
+
+
+@keeps_the_callers_state
+def gradgradcheck(
+    func: Callable[..., Any],
+    inputs: TensorOrTensors,
+    grad_outputs: TensorOrTensors | str | None = None,
+    *positional: Any,
+    eps: float = 1e-6,
+    atol: float = 1e-5,
+    rtol: float = 1e-3,
+    gen_non_contig_grad_outputs: bool = False,
+    raise_exception: bool = True,
+    nondet_tol: float = 0.0,
+    check_undefined_grad: bool = True,
+    check_grad_dtypes: bool = False,
+    check_batched_grad: bool = False,
+    check_fwd_over_rev: bool = False,
+    check_rev_over_rev: bool = True,
+    fast_mode: bool = False,
+    masked: bool | None = None,
+    check_sparse_nnz: bool | None = None,
+    engine: str = "auto",
+    seed: int | None = None,
+    confidence: float | None = None,
+    memory_limit: int | None = None,
+    progress: bool | None = None,
+) -> bool:
+    """Checks the second derivatives of func: the gradients of its backward against central differences of it.
+
+    The backward is checked as a function of the inputs and the grad_outputs, as `gradcheck` checks func. The
+    parameters that are not listed here, what is returned and what is raised are those of `gradcheck`.
+
+    Parameters
+    ----------
+    func, inputs
+        As in `gradcheck`.
+    grad_outputs
+        One tensor for each output that requires grad; those that require grad are checked with the
+        inputs. By default random in [-1, 1); "ones" stands for ones that do not require grad.
+    gen_non_contig_grad_outputs
+        Make the random grad_outputs non-contiguous.
+    check_rev_over_rev, check_fwd_over_rev
+        Differentiate the backward in reverse mode, in forward mode, or in both.
+
+    Returns
+    -------
+    bool
+        True where the check passed.
+    """
+    keywords = locals()
+    __tracebackhide__ = True  # under pytest a failure shows the caller's line
+    if positional:
+        _refuse_positional(positional)
+    if check_sparse_nnz is not None:
+        keywords["masked"] = _masked(masked, check_sparse_nnz)
+    settings = _settings(keywords, made_by(grad_outputs, gen_non_contig_grad_outputs))
+    backward, arguments = _second_order(func, as_tuple(inputs), grad_outputs, settings)
+    return _raise_or_return(backward, arguments, settings, raise_exception)
+
+
+@keeps_the_callers_state
+def check(
+    func: Callable[..., Any],
+    inputs: Any,
+    *,
+    order: Literal[1, 2] = 1,
+    kwargs: Mapping[str, Any] | None = None,
+    wrt: Wrt = "both",
+    eps: OneOrEach = 1e-6,
+    atol: OneOrEach = 1e-5,
+    rtol: OneOrEach = 1e-3,
+    nondet_tol: float = 0.0,
+    check_undefined_grad: bool = True,
+    check_grad_dtypes: bool = False,
+    check_batched_grad: bool = False,
+    check_batched_forward_grad: bool = False,
+    check_forward_ad: bool = False,
+    check_backward_ad: bool = True,
+    grad_outputs: Any = None,
+    gen_non_contig_grad_outputs: bool = False,
+    check_fwd_over_rev: bool = False,
+    check_rev_over_rev: bool = True,
+    fast_mode: bool = False,
+    masked: bool | None = None,
+    engine: str = "auto",
+    seed: int | None = None,
+    confidence: float | None = None,
+    memory_limit: int | None = None,
+    progress: bool | None = None,
+) -> Report:
+    """Checks first or second derivatives of a function or a module, in whatever its tensors are wrapped.
+
+    What is compared, and when it fails, is as in `gradcheck` and `gradgradcheck`.
+
+    Parameters
+    ----------
+    func
+        Takes the inputs and keyword arguments, returns a tensor or a container of tensors. A module is
+        checked in the mode that it is in; its buffers, batch norm's running statistics say, are put back
+        before every call and at the end.
+    inputs
+        A tuple or list of arguments, or the only one. Tensors with requires_grad=True are checked, also inside
+        of lists, tuples, dicts, dataclasses and whatever else torch's pytree knows, nested or not; everything
+        else is passed through. Every call gets containers of its own around the caller's tensors.
+    order
+        1: the gradients of func, as `gradcheck` does; 2: those of its backward, as `gradgradcheck` does.
+    kwargs
+        Keyword arguments of func; tensors in them are checked as in inputs.
+    wrt
+        What derivatives are taken with respect to. "inputs": tensors in inputs and kwargs; "parameters":
+        those of a module that require grad, a shared one once; "both", which of a function are its inputs.
+    eps, atol, rtol
+        As in `gradcheck`; one number for all, one for each checked tensor, in the order of
+        `Report.input_names`, or a mapping from names to numbers, where a name also stands for all below it
+        ("module", say) and what is not named has the default. Inputs that take different steps never share
+        a column group, and in sums over inputs, of the certificates and of fast mode, they are perturbed one
+        after the other: a direction takes its evaluations for each of the steps. There, errors count in the unit
+        of their own input's atol; what mixes all inputs, linearity of a jvp, has the largest tolerances.
+    check_forward_ad, check_backward_ad, check_batched_forward_grad
+        With order=1, as in `gradcheck`.
+    grad_outputs, gen_non_contig_grad_outputs, check_fwd_over_rev, check_rev_over_rev
+        With order=2, as in `gradgradcheck`. grad_outputs may be nested as func's result is.
+
+    Returns
+    -------
+    Report
+        `passed` says whether the check passed; otherwise `failure` says what is wrong, and
+        `GradcheckError` is not raised. `input_names` and `output_names` say what was checked, by path:
+        ``inputs[0]["weight"]``, ``kwargs["scale"]``, ``module.conv.weight``, ``result["loss"]``; with order=2 also
+        ``grad_outputs["loss"]``, and ``grad(module.conv.weight)`` as a result.
+
+    Raises
+    ------
+    ValueError, RuntimeError, TypeError, AssertionError, NotImplementedError, ImportError
+        As `gradcheck`; and what func raises.
+
+    Notes
+    -----
+    The other parameters are those of `gradcheck`. What a module keeps elsewhere than in buffers stays as the
+    last call left it; dropout draws anew in every call: check such a module after eval(). A tensor in a container
+    that torch's pytree does not know is not seen.
+    """
+    keywords = locals()
+    if order not in (1, 2) or isinstance(order, bool):
+        raise ValueError(f"order must be 1 or 2, got {order!r}.")
+    for keyword, default in _OF_ONE_ORDER[3 - order].items():
+        if keywords[keyword] is not default:
+            raise ValueError(f"{keyword} is a keyword of order={3 - order}, and order is {order}.")
+    if wrt not in ("inputs", "parameters", "both"):
+        raise ValueError(f"wrt must be 'inputs', 'parameters' or 'both', got {wrt!r}.")
+    if wrt == "parameters" and not isinstance(func, Module):
+        raise TypeError(f"wrt='parameters' needs a torch.nn.Module as func, got {type(func).__name__}.")
+    if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(key, str) for key in kwargs)):
+        raise TypeError(f"kwargs must be a mapping from names to func's keyword arguments, got {kwargs!r}.")
+    own = _take_out_own(keywords)
+    settings = _settings(keywords, made_by(grad_outputs, gen_non_contig_grad_outputs) if order == 2 else None)
+    with Call(func, as_tuple(inputs), kwargs or {}, wrt) as call:
+        if not call.tensors:
+            raise ValueError(_NOTHING[wrt if isinstance(func, Module) else "inputs"])
+        if order == 1:
+            report = run(call, call.tensors, _with_own(settings, own, call.names), call.names)
+            return replace(report, output_names=call.output_names)
+        backward, arguments, names = _second_order_of_call(call, grad_outputs, settings)
+        checked = [name for name, value in zip(names, arguments, strict=True) if value.requires_grad]
+        report = run(backward, arguments, _with_own(settings, own, checked), names)
+        gradients = zip(call.names, backward.exist, strict=True)
+        return replace(report, output_names=tuple(f"grad({name})" for name, exists in gradients if exists))
+
+
+def _second_order_of_call(
+    call: Call, grad_outputs: Any, settings: Settings
+) -> tuple[Backward, tuple[Tensor, ...], tuple[str, ...]]:
+    """As `_second_order`, and the names of the arguments; given grad_outputs may be nested."""
+    if settings.grad_outputs == "given":
+        found: list[tuple[str, Any]] = []
+        flatten(grad_outputs, "grad_outputs", lambda tensor: True, found)
+        if not found:
+            raise TypeError(f"grad_outputs must be tensors, got {type(grad_outputs).__name__}.")
+        grad_outputs = tuple(tensor for _, tensor in found)
+        names = tuple(name for name, _ in found)
+    backward, arguments = _second_order(call, call.tensors, grad_outputs, settings)
+    if settings.grad_outputs != "given":
+        outputs = zip(call.output_names, call.differentiable, strict=True)
+        names = tuple(f"grad_outputs{name.removeprefix('result')}" for name, exists in outputs if exists)
+    return backward, arguments, call.names + names
+
+
+def _refuse_positional(positional: tuple[Any, ...]) -> NoReturn:
+    """Names the keyword: torch 1.8 and Lucid took eps, atol, rtol, ... by position."""
+    raise TypeError(
+        f"eps and all that follows it must be given by keyword, eps={positional[0]!r}, say; got "
+        f"{len(positional)} more positional argument{'s' if len(positional) > 1 else ''} than there are."
+    )
+
+
+_FIRST_ORDER = {field.name: field.name for field in fields(Settings) if field.name not in ("grad_outputs", "inputs")}
+"""The fields of Settings that are keywords, and what gradcheck calls them."""
+
+_SECOND_ORDER = {
+    **{name: keyword for name, keyword in _FIRST_ORDER.items() if name != "check_batched_forward_grad"},
+    "check_forward_ad": "check_fwd_over_rev",
+    "check_backward_ad": "check_rev_over_rev",
+}
+"""What gradgradcheck calls them."""
+
+_NAMES = {True: tuple(_FIRST_ORDER.values()), False: tuple(_SECOND_ORDER.values())}
+"""The keywords that settings come from, by whether they are gradcheck's."""
+
+_PLAIN = frozenset({float, int, bool, str, type(None)})
+
+_OF_ONE_ORDER: dict[int, dict[str, Any]] = {
+    1: {"check_forward_ad": False, "check_backward_ad": True, "check_batched_forward_grad": False},
+    2: {
+        "check_fwd_over_rev": False,
+        "check_rev_over_rev": True,
+        "grad_outputs": None,
+        "gen_non_contig_grad_outputs": False,
+    },
+}
+"""Keywords of `check` that say nothing about the other order, and their defaults."""
+
+_NOTHING = {
+    "inputs": "check needs a tensor with requires_grad=True in inputs or kwargs, and there is none.",
+    "parameters": "check needs a parameter with requires_grad=True in the module, and there is none.",
+    "both": "check needs a tensor with requires_grad=True in inputs, kwargs or the module, and there is none.",
+}
+"""What to say where nothing is to be checked, by wrt."""
+
+
+def _settings(keywords: Mapping[str, Any], made: GradOutputs | None = None) -> Settings:
+    """The settings that all keywords of a check, by name, come to; refuses what cannot be.
+
+    made: how grad_outputs come about, for second derivatives.
+    """
+    names = _NAMES[made is None]
+    given = [keywords[name] for name in names]
+    # Most checks are given what the last ones were. A tensor, which is a number too, may be another one by then.
+    make = _known_settings if _PLAIN.issuperset(map(type, given)) else _new_settings
+    return make(made, *given)
+
+
+def _new_settings(made: GradOutputs | None, *given: Any) -> Settings:
+    keywords = dict(zip(_NAMES[made is None], given, strict=True))
+    table = _FIRST_ORDER if made is None else _SECOND_ORDER
+    forward, reverse = table["check_forward_ad"], table["check_backward_ad"]
+    if not (keywords[forward] or keywords[reverse]):
+        raise AssertionError(f"Expected at least one of {forward} or {reverse} to be True")
+    if made is not None and keywords["check_undefined_grad"] and not keywords[reverse]:
+        raise AssertionError(f"Setting check_undefined_grad=True requires {reverse} to be True")
+    if keywords["check_batched_grad"] and not keywords[reverse]:
+        raise AssertionError(f"Setting check_batched_grad=True requires {reverse} to be True")
+    if made is None and keywords["check_batched_forward_grad"] and not keywords[forward]:
+        raise AssertionError(f"Setting check_batched_forward_grad=True requires {forward} to be True")
+    progress, engine, confidence, seed, memory_limit = (
+        keywords["progress"],
+        keywords["engine"],
+        keywords["confidence"],
+        keywords["seed"],
+        keywords["memory_limit"],
+    )
+    if progress is not None and not isinstance(progress, bool):
+        raise TypeError(f"progress must be None, True or False, got {progress!r}.")
+    if engine not in ("auto", "dense", "compressed", "sketch"):
+        raise ValueError(f"engine must be 'auto', 'dense', 'compressed' or 'sketch', got {engine!r}.")
+    if engine == "sketch" and not keywords["fast_mode"]:
+        raise ValueError("engine='sketch' compares sums of entries, not every entry: it needs fast_mode=True.")
+    if confidence is not None and not 0 < _number("confidence", confidence) < 1:
+        raise ValueError(f"confidence must be None or between 0 and 1, got {confidence!r}.")
+    if seed is not None and not (_is_integer(seed) and -(2**63) <= seed < 2**63):
+        raise ValueError(f"seed must be None or an integer of 64 bits, got {seed!r}.")
+    if memory_limit is not None and not (_is_integer(memory_limit) and memory_limit > 0):
+        raise ValueError(f"memory_limit must be None or a positive number of bytes, got {memory_limit!r}.")
+    values = {name: keywords[keyword] for name, keyword in table.items()}
+    values["eps"] = _number("eps", keywords["eps"], zero=False)
+    for name in ("atol", "rtol", "nondet_tol"):
+        values[name] = _number(name, keywords[name])
+    values["masked"] = bool(keywords["masked"])
+    values["seed"] = 0 if seed is None else seed
+    values["confidence"] = Settings.confidence if confidence is None else float(confidence)
+    return Settings(**values, grad_outputs=made)
+
+
+_known_settings = lru_cache(64, typed=True)(_new_settings)
+
+
+def _second_order(
+    func: Callable[..., Any], inputs: tuple[Any, ...], grad_outputs: Any, settings: Settings
+) -> tuple[Backward, tuple[Any, ...]]:
+    """The function that a check of second derivatives is about, and its arguments; calls func where it makes some."""
+    refuse_function_class(func)
+    made = settings.grad_outputs or "given"
+    if made != "given":
+        grads = grad_outputs_for(func, inputs, made, settings.seed)
+    else:
+        grads = as_tuple(grad_outputs)
+        for i, grad in enumerate(grads):
+            if not isinstance(grad, Tensor):
+                raise TypeError(f"grad_outputs must be tensors, got {type(grad).__name__} as number {i}.")
+    return Backward(func, inputs, grads, made), inputs + grads
+
+
+def _take_out_own(keywords: dict[str, Any]) -> dict[str, Any]:
+    """Those of eps, atol and rtol that are given input by input; the default takes their places."""
+    own = {}
+    for name in ("eps", "atol", "rtol"):
+        if isinstance(keywords[name], (Mapping, Sequence)) and not isinstance(keywords[name], str):
+            own[name], keywords[name] = keywords[name], getattr(Tolerances, name)
+    return own
+
+
+def _with_own(settings: Settings, own: Mapping[str, Any], names: Sequence[str]) -> Settings:
+    """Settings with the numbers that are given input by input: one for each name, or by name."""
+    if not own:
+        return settings
+    columns = [_one_each(name, own.get(name, getattr(settings, name)), names) for name in ("eps", "atol", "rtol")]
+    inputs = tuple(Tolerances(*row) for row in zip(*columns, strict=True))
+    smallest = Tolerances(*(min(column) for column in columns))
+    return replace(settings, **vars(smallest), inputs=inputs if set(inputs) != {smallest} else ())
+
+
+def _one_each(name: str, given: Any, names: Sequence[str]) -> list[float]:
+    """A keyword's number for each input; a mapping's keys name an input, or all below a part of its path."""
+    if isinstance(given, Mapping):
+        found = [getattr(Tolerances, name)] * len(names)
+        # Of two that fit, the longer one says more.
+        for key in sorted(given, key=lambda key: len(str(key))):
+            path = str(key).replace("'", '"')
+            within = [i for i, known in enumerate(names) if known == path or known.startswith((path + ".", path + "["))]
+            if not within:
+                raise ValueError(f"{name} has the key {key!r}, and the checked inputs are {', '.join(names)}.")
+            for i in within:
+                found[i] = given[key]
+    else:
+        found = list(given) if isinstance(given, Sequence) else [given] * len(names)
+        if len(found) != len(names):
+            raise ValueError(
+                f"{name} needs one number for each of the {len(names)} checked inputs ({', '.join(names)}), got "
+                f"{len(found)}."
+            )
+    return [_number(f"{name} of {known}", value, zero=name != "eps") for known, value in zip(names, found, strict=True)]
+
+
+def _masked(masked: bool | None, check_sparse_nnz: bool) -> bool:
+    """The value of masked, given under its old name."""
+    warn("check_sparse_nnz is the old name of masked: use masked.", FutureWarning)
+    if masked is not None and masked != check_sparse_nnz:
+        raise ValueError(f"masked={masked} and check_sparse_nnz={check_sparse_nnz} contradict each other: give masked.")
+    return check_sparse_nnz
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(name: str, value: Any, zero: bool = True) -> float:
+    """The value of a keyword as a float, if it is a number at least zero (or above zero)."""
+    if type(value) is float and (value >= 0 if zero else value > 0) and value < math.inf:
+        return value
+    if isinstance(value, Tensor) and value.ndim == 0 and not value.is_meta:
+        value = value.item()  # torch's arithmetic takes tensors of one number, too
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r}.")
+    number = float(value)
+    if not (number >= 0 if zero else 0 < number < math.inf):
+        raise ValueError(f"{name} must be {'at least zero' if zero else 'positive and finite'}, got {value!r}.")
+    return number
+
+
+def _raise_or_return(
+    func: Callable[..., Any], inputs: TensorOrTensors, settings: Settings, raise_exception: bool
+) -> bool:
+    __tracebackhide__ = True
+    watch = watcher.get()
+    report = run(func, inputs, settings, explain=raise_exception or watch is not None)
+    if watch is not None:
+        watch(report)
+    if report.undecided is not None:
+        warn(
+            f"Nothing wrong was found, but the check is undecided below {report.undecided:.2g}: errors up to this size "
+            "may be hidden. fast_mode=False compares every entry."
+        )
+    if report.failure is None:
+        return True
+    if report.failure.kind.startswith("undefined grad"):
+        warn(
+            "Backwards compatibility: New undefined gradient support checking feature: undefined grad_outputs are "
+            "checked by default; check_undefined_grad=False leaves them out."
+        )
+    if raise_exception:
+        report.raise_if_failed()
+    return False

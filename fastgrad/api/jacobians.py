@@ -1,0 +1,188 @@
+"""Whole Jacobians: by differences, and by autograd; dense, or sparse where most entries are zero."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fastgrad.problem.caller_state import keeps_the_callers_state
+from fastgrad.problem.coordinates import Block
+from fastgrad.problem.first_look import first_look
+from fastgrad.problem.problem import Problem, as_tuple
+from fastgrad.report.data import Settings
+
+Jacobians = tuple[tuple[Tensor, ...], ...]
+
+_LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr)
+
+
+@keeps_the_callers_state
+def numerical_jacobian(
+    func: Callable[..., Any],
+    inputs: Any,
+    *,
+    eps: float = 1e-6,
+    layout: torch.layout = torch.strided,
+    seed: int = 0,
+) -> Jacobians:
+    """The Jacobians of func at inputs by central differences, the steps as rounding realizes them.
+
+    Where the Jacobian is sparse, columns that share no row are perturbed together; that nothing lies
+    outside of the pattern is certified by random directions.
+
+    Parameters
+    ----------
+    func
+        Takes the inputs, returns a Tensor or a tuple or list of Tensors.
+    inputs
+        A Tensor, or a tuple or list; strided tensors that require grad are perturbed, in place, and restored.
+    eps
+        The step.
+    layout
+        torch.strided, torch.sparse_coo or torch.sparse_csr.
+    seed
+        Of the random directions.
+
+    Returns
+    -------
+    tuple of tuple of Tensor
+        One for each output and input that require grad (outputs: where none does, all that could), in
+        float64. Strided: shape ``(*output.shape, *input.shape)``, and a further dimension of size 2, real and
+        imaginary part, after that of a complex tensor. Sparse: two-dimensional, with a row for each real
+        coordinate of the output and a column for each of the input.
+
+    Raises
+    ------
+    ValueError, RuntimeError, TypeError, AssertionError
+        As `gradcheck`.
+
+    Notes
+    -----
+    Takes the place of torch.autograd.gradcheck.get_numerical_jacobian. Source: Curtis, Powell & Reid, On the
+    estimation of sparse Jacobian matrices (1974).
+    """
+    _check_layout(layout)
+    settings = Settings(eps=eps, seed=seed)
+    with Problem(func, as_tuple(inputs)) as problem:
+        _check_strided(problem)
+        look = first_look(problem, settings)
+        if problem.n and problem.m:
+            from fastgrad.checks.compressed import numerical_entries
+
+            found = numerical_entries(problem, settings, look) if problem.has_graph else None
+            if found is not None:
+                return _sparse(problem, found[0].rows, found[0].columns, found[1], layout)
+        return _dense(problem, problem.difference_columns(0, problem.n, eps, look.record_graph).t(), layout)
+
+
+@keeps_the_callers_state
+def analytical_jacobian(
+    func: Callable[..., Any],
+    inputs: Any,
+    mode: Literal["reverse", "forward"] = "reverse",
+    *,
+    layout: torch.layout = torch.strided,
+    seed: int = 0,
+) -> Jacobians:
+    """The Jacobians of func at inputs that autograd computes, in reverse or in forward mode.
+
+    Where the Jacobian is sparse, rows that share no column have one VJP in reverse mode; that nothing
+    lies outside of the pattern is certified by random cotangents.
+
+    Parameters
+    ----------
+    func, inputs, layout, seed
+        As in `numerical_jacobian`.
+    mode
+        "reverse": a VJP a row, or a group of rows; "forward": a JVP a column.
+
+    Returns
+    -------
+    tuple of tuple of Tensor
+        As from `numerical_jacobian`.
+
+    Raises
+    ------
+    ValueError, RuntimeError, TypeError, AssertionError
+        As `numerical_jacobian`, and what backward or a jvp raises.
+
+    Notes
+    -----
+    Takes the place of torch.autograd.gradcheck.get_analytical_jacobian.
+    """
+    _check_layout(layout)
+    if mode not in ("reverse", "forward"):
+        raise ValueError(f"mode must be 'reverse' or 'forward', got {mode!r}.")
+    settings = Settings(seed=seed)
+    with Problem(func, as_tuple(inputs)) as problem:
+        _check_strided(problem)
+        if not problem.has_graph:
+            return _dense(
+                problem, torch.zeros(problem.m, problem.n, dtype=torch.float64, device=problem.device), layout
+            )
+        if mode == "forward":
+            return _dense(problem, problem.tangent_columns(0, problem.n)[0].t(), layout)
+        if problem.n and problem.m:
+            from fastgrad.checks.compressed import analytical_entries
+
+            found = analytical_entries(problem, settings, first_look(problem, settings))
+            if found is not None:
+                return _sparse(problem, found[0].rows, found[0].columns, found[1], layout)
+        rows = torch.zeros(problem.m, problem.n, dtype=torch.float64, device=problem.device)
+        for output in problem.outputs:
+            width = output.width
+            for part in range(width):
+                elements = output.tensor.numel()
+                found_rows, _, _ = problem.analytical_rows(output, part == 1, 0, elements, problem.inputs, 0, 1.0)
+                rows[output.first + part : output.first + output.size : width] = found_rows
+        return _dense(problem, rows, layout)
+
+
+def _check_layout(layout: torch.layout) -> None:
+    if layout not in _LAYOUTS:
+        names = ", ".join(str(known) for known in _LAYOUTS)
+        raise ValueError(f"layout must be one of {names}, got {layout}.")
+
+
+def _check_strided(problem: Problem) -> None:
+    for block in problem.inputs:
+        if block.tensor.layout is not torch.strided:
+            raise ValueError(
+                f"Jacobians are of strided inputs; input {block.position} has layout {block.tensor.layout}."
+            )
+
+
+def _shape(block: Block) -> tuple[int, ...]:
+    return (*block.tensor.shape, 2) if block.is_complex else tuple(block.tensor.shape)
+
+
+def _dense(problem: Problem, matrix: Tensor, layout: torch.layout) -> Jacobians:
+    """The parts of a matrix of shape (m, n)."""
+
+    def part(output: Block, block: Block) -> Tensor:
+        own = matrix[output.first : output.first + output.size, block.first : block.first + block.size]
+        if layout is torch.strided:
+            return own.reshape(*_shape(output), *_shape(block))
+        return own.to_sparse(layout=layout)
+
+    return tuple(tuple(part(output, block) for block in problem.inputs) for output in problem.outputs)
+
+
+def _sparse(problem: Problem, rows: Tensor, columns: Tensor, values: Tensor, layout: torch.layout) -> Jacobians:
+    """The parts of a matrix of which some entries, row by row, may differ from zero."""
+
+    def part(output: Block, block: Block) -> Tensor:
+        i, j = rows - output.first, columns - block.first
+        within = (i >= 0) & (i < output.size) & (j >= 0) & (j < block.size)
+        indices, size = torch.stack([i[within], j[within]]), (output.size, block.size)
+        found = torch.sparse_coo_tensor(
+            indices, values[within], size, device=values.device, is_coalesced=True, check_invariants=False
+        )
+        if layout is torch.strided:
+            return found.to_dense().reshape(*_shape(output), *_shape(block))
+        return found if layout is torch.sparse_coo else found.to_sparse_csr()
+
+    return tuple(tuple(part(output, block) for block in problem.inputs) for output in problem.outputs)

@@ -1,0 +1,1 @@
+"""The order of the checks, and each way to go through a Jacobian."""

@@ -1,0 +1,523 @@
+"""Exact verdicts by structure: guess or probe, color, compare compressed Jacobians, certify, follow up.
+
+Every entry of the pattern is compared as in the dense engine. That no entry lies outside of it, and
+that the backward is the linear map that its compressed rows say, is certified by random directions
+and cotangents. A certificate that fails is a lead, not a verdict: it ends at a single entry that is
+wrong by itself, or in a larger pattern.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastgrad.checks.sketch import QUIET, Screening, screen
+from fastgrad.core.memory import OUT_OF_MEMORY
+from fastgrad.core.native import ops
+from fastgrad.core.phases import phase
+from fastgrad.core.tensors import largest
+from fastgrad.engines import compressed
+from fastgrad.engines.blocks import row_parts
+from fastgrad.engines.compressed import Compression
+from fastgrad.engines.executor import RefusedError
+from fastgrad.engines.plan import (
+    ENTRY_BYTES,
+    VJP_COST,
+    can_be_dense,
+    dense_is_small,
+    detection_budget,
+    pays_to_compress,
+    prefers_columns,
+    replays_groups,
+    takes_long,
+)
+from fastgrad.problem.coordinates import Block
+from fastgrad.problem.first_look import FirstLook
+from fastgrad.problem.problem import Problem
+from fastgrad.report.data import Failure, Part, Plan, Settings
+from fastgrad.structure.detection import Patterns
+from fastgrad.structure.sparsity import HANDFUL, Mask, Pattern
+from fastgrad.verdict.analytical_certificate import AnalyticalCertificate
+from fastgrad.verdict.comparison import Findings, PairComparison, tolerances
+from fastgrad.verdict.confirm import mismatch_failure
+from fastgrad.verdict.linearity import RepeatedCalls, groups_failure, one_hot_failure, separate_failure
+from fastgrad.verdict.numerical_certificate import MOST_LEADS, Incomplete, NumericalCertificate, incomplete
+
+ATTEMPTS = 6
+"""Patterns to try: guesses, what probing finds, from both sides or from one, with and without what is dense, and what
+certificates add to it."""
+
+BRIEF_PROBES = 512
+"""After so many without an end, dense rows and columns may be in the way."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the Jacobians were computed, and the failure, if any."""
+
+    plan: Plan
+    failure: Failure | None
+
+
+@phase("compressed Jacobians")
+def check_by_structure(
+    problem: Problem, settings: Settings, look: FirstLook, calls: RepeatedCalls, findings: Findings
+) -> Outcome | None:
+    """The verdict on all Jacobians in reverse mode; None where no structure makes it cheaper than the dense engine.
+
+    calls: the rows of the analytical Jacobian that were run by themselves before.
+    """
+    if look.reacted is None or not bool(look.base.isfinite().all()):
+        return None
+    problem.forget_outputs()
+    patterns = Patterns(problem, settings, look, detection_budget(problem, settings, look), calls.vjp)
+    finders: Iterator[Callable[[], Pattern | None]] = iter((patterns.guess, patterns.decode, patterns.probe))
+    if takes_long(2 * problem.n + problem.m, look):
+        # Dense rows and dense columns may hide a structure from both sides, and be all there is.
+        brief = partial(patterns.probe, most=BRIEF_PROBES), partial(patterns.probe, most=BRIEF_PROBES, splits_hubs=True)
+        finders = iter((patterns.guess, patterns.decode, *brief, patterns.probe, patterns.dense))
+    pattern: Pattern | None = None
+    certifies, asked, dense_columns = True, False, None
+    for _ in range(ATTEMPTS):
+        while pattern is None:
+            find = next(finders, None)
+            if find is None:
+                return None
+            pattern = find()
+        guessed = find in (patterns.guess, patterns.decode)
+        compression = _compression(problem, look, pattern, certifies, dense_columns)
+        column_groups = compression.column_groups.count
+        row_groups = sum(grouping.count for grouping in compression.row_groups)
+        by_columns = prefers_columns(column_groups, row_groups)
+        if not pays_to_compress(problem, settings, column_groups, None if by_columns else row_groups):
+            return None
+        plan = _plan(problem, settings, look, compression)
+        planned = 2 * column_groups + (column_groups if by_columns else row_groups)
+        problem.progress.start(planned, look.seconds * planned, f"{column_groups} column groups")
+        try:
+            verdict = _Verdict(problem, settings, plan, compression, look, calls.rows)
+        except OUT_OF_MEMORY:
+            raise
+        except Exception:  # of func, which may take single steps only
+            return None
+        if verdict.numerical_leads and dense_is_small(problem, settings):
+            return None
+        if guessed and len(verdict.numerical_leads) > MOST_LEADS:
+            pattern = None  # a wrong guess
+            continue
+        found: Failure | Incomplete | None = None
+        if by_columns:
+            by_columns, found = verdict.by_columns()
+        if not by_columns:
+            if certifies and not asked and takes_long(VJP_COST * row_groups, look):
+                asked, dense = True, pattern.dense_columns()
+                if dense.any():
+                    dense_columns = dense
+                    continue
+            if not pays_to_compress(problem, settings, column_groups, row_groups):
+                return None
+            found = verdict.by_rows()
+        if found is None and compression.leaves_out:
+            screening = verdict.screen_apart()
+            if screening.undecided is not None:
+                certifies, dense_columns = False, None
+                continue
+            found = screening.failure
+        if isinstance(found, Incomplete):
+            found = verdict.moved() or found
+        if isinstance(found, Incomplete) and found.unexplained is not None:
+            if can_be_dense(problem, settings):
+                return None
+            verdict.findings.note_undecided(found.unexplained)
+            found = None
+        if found is None or isinstance(found, Failure):
+            if found is None:
+                verdict.record()
+            findings.add(verdict.findings)
+            return Outcome(verdict.plan if by_columns else replace(verdict.plan, row_groups=row_groups), found)
+        if dense_is_small(problem, settings):
+            return None
+        if found.refuted and not pattern.is_numerical and verdict.hides:
+            finders = iter((partial(patterns.probe, watch_gradients=False),))
+        pattern = None if found.refuted else pattern.with_entries(found.rows, found.columns)
+    return None
+
+
+def _compression(
+    problem: Problem, look: FirstLook, pattern: Pattern, certifies: bool, columns_apart: Mask | None
+) -> Compression:
+    """The groups; without the dense rows, where they may be certified and keep columns apart for long."""
+    rows_apart: Mask | None = None
+    if certifies and takes_long(2 * int(np.diff(pattern.starts).max(initial=0)), look):
+        dense = pattern.dense_rows()
+        rows_apart = dense if dense.any() else None
+    return compressed.compress(problem, pattern, rows_apart, columns_apart)
+
+
+def _plan(problem: Problem, settings: Settings, look: FirstLook, compression: Compression) -> Plan:
+    pattern, groups = compression.pattern, compression.column_groups.count
+    memory = pattern.nnz * ENTRY_BYTES
+    replayed = replays_groups(problem, settings, look, groups)
+    if replayed:
+        memory += 8 * groups * problem.m
+    record, origin = look.record_graph, pattern.origin
+    return Plan("compressed", 0, 0, record, origin, column_groups=groups, memory=memory, replayed=replayed)
+
+
+def numerical_entries(problem: Problem, settings: Settings, look: FirstLook) -> tuple[Compression, Tensor] | None:
+    """The numerical Jacobian, compressed and certified: its pattern with groups, and the entries; None: not found."""
+    for compression, verdict in _compressions(problem, settings, look):
+        if verdict.is_certified_numerically():
+            return compression, verdict.numerical
+    return None
+
+
+def analytical_entries(problem: Problem, settings: Settings, look: FirstLook) -> tuple[Compression, Tensor] | None:
+    """The analytical Jacobian in reverse mode, as `numerical_entries`."""
+    for compression, verdict in _compressions(problem, settings, look):
+        values, _ = compressed.analytical_entries(problem, compression, repeat=False)
+        if verdict.is_certified(values):
+            return compression, values
+    return None
+
+
+def _compressions(problem: Problem, settings: Settings, look: FirstLook) -> Iterator[tuple[Compression, _Verdict]]:
+    """What a guess and what probing lead to, as far as there is something and it repays."""
+    if look.reacted is None or not bool(look.base.isfinite().all()):
+        return
+    patterns = Patterns(problem, settings, look, detection_budget(problem, settings, look))
+    for find in (patterns.guess, patterns.decode, patterns.probe, partial(patterns.probe, watch_gradients=False)):
+        pattern = find()
+        if pattern is None:
+            continue
+        compression = compressed.compress(problem, pattern)
+        columns, rows = compression.column_groups.count, sum(grouping.count for grouping in compression.row_groups)
+        if pays_to_compress(problem, settings, columns, rows):
+            plan = Plan("compressed", 0, 0, look.record_graph, pattern.origin)
+            yield compression, _Verdict(problem, settings, plan, compression, look)
+
+
+class _Verdict:
+    """The verdict that one pattern leads to."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        settings: Settings,
+        plan: Plan,
+        compression: Compression,
+        look: FirstLook,
+        single_rows: Mapping[int, Tensor] = MappingProxyType({}),
+    ) -> None:
+        self._problem = problem
+        self._settings = settings
+        self.plan = plan
+        self._compression = compression
+        self._look = look
+        self._single_rows = single_rows
+        self.findings = Findings()
+        self._values_of_groups: Tensor | None = None
+        self._of_func = NumericalCertificate(problem, settings, compression, look.base)
+        try:
+            self._measure()
+        except RefusedError as error:
+            self._measure_one_by_one(str(error))
+        if self.plan.replayed and self.numerical_leads != []:
+            self._measure_one_by_one("they do not add up to evaluations one by one")
+
+    def _measure(self) -> None:
+        numerical = compressed.numerical_entries(self._problem, self.plan, self._compression, self._settings.eps)
+        self.numerical_leads = self._of_func.screen(numerical)
+
+    @property
+    def numerical(self) -> Tensor:
+        """The numerical entries: float64, shape (nnz,)."""
+        return self._of_func.values
+
+    def _measure_one_by_one(self, why: str) -> None:
+        """Instead of replays."""
+        self.plan = replace(self.plan, replayed=False, reason=f"{self.plan.reason}; no replays: {why}")
+        self._measure()
+
+    @property
+    def hides(self) -> bool:
+        """Whether rounding, or noise, may hide entries that matter."""
+        return self._of_func.hides
+
+    def is_certified_numerically(self) -> bool:
+        """Whether outputs move along random directions as the numerical entries say."""
+        return not self.numerical_leads and self._of_func.certify(None) == []
+
+    def is_certified(self, values: Tensor) -> bool:
+        """Whether analytical entries add up to products of the backward."""
+        return self._certificate_of(values).explains_products()
+
+    def by_columns(self) -> tuple[bool, Failure | Incomplete | None]:
+        """Whether the backward, differentiated, gives proven columns; then as `by_rows`."""
+        problem = self._problem
+        problem.graph()  # what func raises is not about its backward
+        try:
+            values = compressed.linear_entries(problem, self._compression)
+        except OUT_OF_MEMORY:
+            raise
+        except Exception:  # it cannot be differentiated
+            return False, None
+        self._of_backward = self._certificate_of(values)
+        try:
+            if not self._of_backward.explains_products():
+                return False, None
+        except OUT_OF_MEMORY:
+            raise
+        except Exception:  # for some layout
+            return False, None
+        failure = one_hot_failure(problem, self._settings)
+        if failure is None:
+            failure = separate_failure(problem, self._settings, *self._of_backward.first_product())
+        return True, failure or self._judged(None)
+
+    def by_rows(self) -> Failure | Incomplete | None:
+        """A failure, or what the pattern lacks, or nothing."""
+        problem, compression = self._problem, self._compression
+        problem.graph()  # what func raises is not about its backward
+        try:
+            values, matches = compressed.analytical_entries(problem, compression)
+        except OUT_OF_MEMORY:
+            raise
+        except Exception as error:
+            try:
+                compressed.analytical_entries(problem, compression, repeat=False)
+            except OUT_OF_MEMORY:
+                raise
+            except Exception:  # one-hot grad_outputs may not raise
+                return incomplete([], refuted=True)
+            detail = f"it raised {type(error).__name__} for a constant grad_output, or for a larger one"
+            return Failure("nonlinear", detail=detail, cause=error)
+        self._of_backward = self._certificate_of(values)
+        if problem.is_custom:
+            self._values_of_groups = values.clone()
+        repeat: Failure | None = None
+        for output, repeated, match in matches:
+            part: Part = "imaginary" if output.is_complex else "all"
+            places = output.index, None, output.position, None, part
+            if self._settings.check_grad_dtypes and not match.dtypes:
+                return Failure("dtype", *places)
+            if not match.sizes:
+                return Failure("size", *places)
+            if not match.repeats and repeat is None:
+                grouping = compression.row_groups[output.index]
+                groups = [grouping.members(g) for g in range(repeated)]
+                repeat = groups_failure(problem, self._settings, output, groups)
+                if repeat is not None and repeat.kind == "nonlinear":
+                    first = output.first + int(groups[0][0])
+                    repeat = self._of_func.row_failure(first, self._of_backward.row_alone(first)) or repeat
+                own = self._settings.loosest()
+                if repeat is None and match.movement > own.atol + own.rtol * largest(values):
+                    repeat = Failure("nondeterministic", *places)  # it did not come again
+        if repeat is not None and repeat.kind == "nondeterministic":
+            return repeat
+        return self._judged(repeat)
+
+    def moved(self) -> Failure | None:
+        """Whether the row groups of a pattern that is given up are others when they run again.
+
+        A group that was wrong once looks like one of a wrong pattern, and the next pattern has other groups.
+        """
+        before = self._values_of_groups
+        if before is None:
+            return None
+        again, _ = compressed.analytical_entries(self._problem, self._compression, repeat=False)
+        own = self._settings.loosest()
+        allowed = own.atol + own.rtol * largest(before) + self._settings.nondet_tol * self._problem.m
+        if not bool(((again - before).abs() > allowed).any()):
+            return None
+        output = self._problem.outputs[0]
+        return Failure("nondeterministic", output.index, None, output.position)
+
+    def _judged(self, repeat: Failure | None) -> Failure | Incomplete | None:
+        """The comparison of all entries, then a failure of repeated groups, then the certificates."""
+        differs = self._differs()
+        if differs and self.plan.replayed:
+            self._measure_one_by_one("a mismatch is looked at one by one")
+            differs = self._differs()
+        failure = self._mismatch() if differs and not self._only_mixed() else None
+        failure = failure or repeat
+        if failure is not None:
+            return failure
+        found = self._certified()
+        if found is None and self._of_backward.has_changed:
+            differs = self._differs()
+        return found or (self._mismatch() if differs else None)
+
+    def _certificate_of(self, values: Tensor) -> AnalyticalCertificate:
+        row_failure = self._of_func.row_failure
+        return AnalyticalCertificate(self._problem, self._settings, self._compression, values, row_failure)
+
+    def _certified(self) -> Failure | Incomplete | None:
+        """That nothing lies outside of the pattern, and that the backward is linear."""
+        of_func, of_backward = self._of_func, self._of_backward
+        certifications: tuple[Callable[[], Failure | Incomplete], ...] = (
+            lambda: of_func.follow(self.numerical_leads, of_backward.row_alone),
+            lambda: of_backward.compare_rows(self._single_rows),
+            lambda: of_backward.certify(of_func.asked),
+            self._certify_func,
+        )
+        learnt = []
+        for certify in certifications:
+            found = certify()
+            if isinstance(found, Failure) or found.ends:
+                return found
+            learnt.append((found.rows, found.columns))
+        found, pattern = incomplete(learnt), self._compression.pattern
+        return found if found.rows.size and pattern.with_entries(found.rows, found.columns).nnz > pattern.nnz else None
+
+    def _certify_func(self) -> Failure | Incomplete:
+        """That outputs move as the entries say, once products have explained the analytical ones."""
+        rows = self._of_func.certify(self._of_backward.values)
+        if rows is None:
+            return incomplete([], refuted=True)
+        if isinstance(rows, Failure):
+            return rows
+        return self._of_func.follow(rows, self._of_backward.row_alone)
+
+    def screen_apart(self) -> Screening:
+        """The verdict on dense rows and columns that no group has, as fast mode's on all; certified where it passes."""
+        settings, compression = self._settings, self._compression
+        if compression.rows_apart is not None:
+            screening = self._screen(rows=compression.rows_apart)
+            if screening.failure is not None or screening.undecided is not None:
+                return screening
+            self._note_certified(int(compression.rows_apart.sum()), "row", screening)
+            if screening.bound > QUIET * settings.atol:
+                self.findings.note_undecided(screening.bound)
+        if compression.columns_apart is None:
+            return Screening()
+        # One by one, as far as they are few: beside the entry of another column, a small one would not be heard.
+        columns = compression.columns_apart.nonzero().reshape(-1)
+        for some in torch.split(columns, 1 if columns.numel() <= HANDFUL else columns.numel()):
+            selected = torch.zeros_like(compression.columns_apart).index_fill_(0, some, True)
+            screening = self._screen(columns=selected)
+            if screening.failure is not None or screening.undecided is not None:
+                return screening
+        self._note_certified(columns.numel(), "column", screening)
+        return screening
+
+    def _screen(self, rows: Tensor | None = None, columns: Tensor | None = None) -> Screening:
+        screening = screen(self._problem, self._settings, rows, columns)
+        if screening.raised is not None:
+            raise screening.raised
+        return screening
+
+    def _note_certified(self, count: int, kind: str, screening: Screening) -> None:
+        names = f"{count} dense {kind}{'s' if count > 1 else ''}"
+        self.findings.notes.append(f"{names} certified by random vectors, not compared entry by entry")
+        for certificate in screening.certificates:
+            self.findings.certificates.append(replace(certificate, claim=f"in {names}, {certificate.claim}"))
+
+    def record(self) -> None:
+        """Of a check that passed: what was compared, and what the certificates vouch for."""
+        self.findings.certificates += [self._of_func.certificate(), self._of_backward.certificate()]
+        bound = max(self._of_func.bound, self._of_backward.bound)
+        if bound > self._of_func.asked:
+            self.findings.note_undecided(bound)
+        if self.findings.pairs:
+            return  # some entries differed at eps, and all were compared one pair at a time
+        inputs, outputs = self._problem.inputs, self._problem.outputs
+        for output in outputs:
+            within = self._compression.entries_of(output)
+            columns, *entries = (
+                values[within] for values in (self._compression.columns, self._of_backward.values, self.numerical)
+            )
+            for block in inputs:
+                if self._compression.leaves_out_pair(output, block):
+                    continue
+                pair = PairComparison(output, block, self._settings.atol, self._settings.rtol, on_pattern=True)
+                if len(inputs) == len(outputs) == 1:
+                    # The comparison that found no difference was of this very pair.
+                    pair.add_statistics(columns.numel() // block.width, self._statistics)
+                elif len(inputs) == 1:
+                    pair.add_agreeing(*entries)
+                else:
+                    own = (columns >= block.first) & (columns < block.first + block.size)
+                    pair.add_agreeing(*(values[own] for values in entries))
+                self.findings.add_pair(pair.pair("all", agrees=True))
+
+    def _differs(self) -> bool:
+        """Whether any entry of the pattern may differ by the allclose rule."""
+        settings = self._settings
+        entries = self._of_backward.values.unsqueeze(0), self.numerical.unsqueeze(0)
+        domains = {block.is_complex for block in self._problem.inputs}
+        # Where some entries are complex and some real, coordinate by coordinate: both within 2^-1/2 suffices.
+        share = 1.0 if len(domains) == 1 else 2**-0.5
+        tolerances = settings.atol * share, settings.rtol * share
+        self._statistics = ops.compare(*entries, *tolerances, domains == {True}, False).tolist()
+        return bool(self._statistics[0])
+
+    def _only_mixed(self) -> bool:
+        """Whether the worst entries that differ do so because others, outside of the pattern, add to them.
+
+        An analytical one adds to an entry in its column, a numerical one to an entry in its row. The worst
+        rows are computed by themselves, and where that does not do, columns.
+        """
+        rows, columns = self._compression.rows, self._compression.columns
+        excess = self._excesses(slice(None))
+        differing = (~(excess <= 1)).nonzero().reshape(-1)
+        worst = differing[excess[differing].nan_to_num(torch.inf).argsort(descending=True)]
+        measured: set[int] = set()
+        for row in list(dict.fromkeys(rows[worst[: 16 * MOST_LEADS]].tolist()))[:MOST_LEADS]:
+            mine = (rows == row).nonzero().reshape(-1)
+            self._of_backward.values[mine] = self._of_backward.row_alone(row)[columns[mine]]
+            still = mine[~(self._excesses(mine) <= 1)]
+            for column in columns[still[:MOST_LEADS]].tolist():
+                if column not in measured:
+                    measured.add(column)
+                    within = columns == column
+                    difference = self._single_difference(column)
+                    self.numerical[within] = difference[rows[within]]
+            if bool((~(self._excesses(mine) <= 1)).any()):
+                return False
+        return True
+
+    def _excesses(self, entries: Tensor | slice) -> Tensor:
+        """|analytical - numerical| over what is allowed, coordinate by coordinate."""
+        numerical = self.numerical[entries]
+        atol, rtol = tolerances(self._problem, self._settings, self._compression.columns[entries])
+        return (self._of_backward.values[entries] - numerical).abs() / (atol + rtol * numerical.abs())
+
+    def _single_difference(self, column: int) -> Tensor:
+        """The numerical entries of a column, in rows that are not apart."""
+        difference = self._problem.difference_columns(column, 1, self._settings.eps, self.plan.record_graph)[0]
+        apart = self._compression.rows_apart
+        return difference if apart is None else difference.masked_fill_(apart, 0.0)
+
+    def _mismatch(self) -> Failure | None:
+        """Every entry of the pattern under the allclose rule, in torch's order of judging."""
+        problem = self._problem
+        self.findings = Findings()  # entries outside of the pattern may have been mixed in before
+        for output, part in row_parts(problem.outputs):
+            for block in problem.inputs:
+                pair = self._pair(output, part, block)
+                group_of = self._compression.column_group_of
+                failure = mismatch_failure(problem, self.plan, pair, part, self._settings, self.findings, group_of)
+                if failure is not None:
+                    return failure
+        return None
+
+    def _pair(self, output: Block, part: Part, block: Block) -> PairComparison:
+        within = self._compression.entries_of(output)
+        own = self._settings.of(block.index)
+        pair = PairComparison(output, block, own.atol, own.rtol)
+        rows, columns = self._compression.rows[within] - output.first, self._compression.columns[within] - block.first
+        chosen = (columns >= 0) & (columns < block.size)
+        if part != "all":
+            chosen &= rows % 2 == (1 if part == "imaginary" else 0)
+        analytical, numerical = self._of_backward.values[within][chosen], self.numerical[within][chosen]
+        width = block.width
+        row_elements = rows[chosen][::width] // output.width
+        pair.add_entries(analytical, numerical, row_elements, columns[chosen][::width] // width)
+        return pair

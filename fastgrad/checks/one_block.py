@@ -1,0 +1,94 @@
+"""Small problems: all VJPs in one call, from the graph at hand; and one look at Jacobians that agree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from fastgrad.core.native import Rows, WholeBackward, largest_errors
+from fastgrad.core.phases import phase
+from fastgrad.core.precision import ROUNDING
+from fastgrad.engines.blocks import REPEAT_SCALE, REPEATED_ROWS, row_parts
+from fastgrad.engines.plan import is_one_block, most_vectorized_rows
+from fastgrad.problem.problem import Problem
+from fastgrad.report.data import Pair, Settings
+from fastgrad.verdict.comparison import Findings
+from fastgrad.verdict.linearity import ALL_KINDS, linear_backward, proof_cotangents
+
+FEWEST_VECTORIZED = 6
+"""Rows from which one vectorized VJP takes less time than as many single ones."""
+
+
+def is_small(problem: Problem, settings: Settings) -> bool:
+    """Whether all of backward can be run at once, before the differences, and compared with them at once."""
+    return (
+        problem.has_graph
+        and settings.check_backward_ad
+        and not settings.check_forward_ad
+        and all(block.tensor.layout is torch.strided for block in problem.inputs)
+        and is_one_block(problem, settings)
+    )
+
+
+@lru_cache(16)
+def _cotangents(m: int, seed: int, device: torch.device) -> Tensor:
+    # A single row needs no proof: it is repeated at another scale.
+    return proof_cotangents(m, seed, device, ALL_KINDS if m > 1 else ())
+
+
+def whole_backward(problem: Problem, settings: Settings, seconds: float) -> WholeBackward:
+    """All VJPs of a check of a problem that is small, vectorized where that can be; seconds: of one evaluation."""
+    m = problem.m
+    vectorized = m >= FEWEST_VECTORIZED and m <= most_vectorized_rows(problem, seconds)
+    return problem.whole_backward(
+        _cotangents(m, settings.seed, problem.device),
+        0 if vectorized else REPEATED_ROWS,  # the products tell what moves or is not homogeneous
+        REPEAT_SCALE,
+        settings.check_undefined_grad,
+        FEWEST_VECTORIZED if vectorized else 0,
+        settings.atol,
+        ROUNDING * problem.unit_roundoff * m**0.5 if m > 1 else 0.0,
+    )
+
+
+def single_rows(backward: WholeBackward) -> Sequence[Rows]:
+    """The rows, if they are as the dense engine would run them.
+
+    None where some were vectorized, which may be at fault, or were to be: then none were run twice.
+    """
+    usual = all(part.repeated.shape[0] == min(part.rows.shape[0], REPEATED_ROWS) for part in backward.parts)
+    return backward.parts if usual else ()
+
+
+@phase("comparison")
+def agrees(problem: Problem, settings: Settings, backward: WholeBackward, columns: Tensor, findings: Findings) -> bool:
+    """Whether all entries agree, and so does what the rows came with: then there is nothing to be judged part by part.
+
+    columns: all of the numerical Jacobian, float64, shape (n, m).
+    """
+    if backward.movement or not backward.add_up:
+        return False
+    own = [settings.of(block.index) for block in problem.inputs]
+    inputs = [
+        (block.size, block.is_complex, one.atol, one.rtol) for block, one in zip(problem.inputs, own, strict=True)
+    ]
+    pairs = []
+    for (output, part), found in zip(row_parts(problem.outputs), backward.parts, strict=True):
+        match = found.match
+        if not (match.repeats and match.sizes and (match.dtypes or not settings.check_grad_dtypes)):
+            return False
+        first = output.first + (1 if part == "imaginary" else 0)
+        errors = largest_errors(found.rows, columns, first, output.width, inputs)
+        if errors is None:
+            return False
+        for block, largest in zip(problem.inputs, errors, strict=True):
+            entries = output.tensor.numel() * block.tensor.numel()
+            places = output.index, block.index, output.position, block.position
+            pairs.append(Pair(*places, part, "reverse", entries, 0, True, *largest, False))
+    findings.pairs += pairs
+    if problem.m > 1:
+        findings.certificates.append(linear_backward(ALL_KINDS, settings.atol))
+    return True

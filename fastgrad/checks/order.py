@@ -1,0 +1,492 @@
+"""The order of the checks: outputs, Jacobians, linearity, attributes -> Report."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgrad._version import __version__
+from fastgrad.checks.one_block import agrees, is_small, single_rows, whole_backward
+from fastgrad.core.backends import exact_libraries
+from fastgrad.core.memory import OUT_OF_MEMORY
+from fastgrad.core.native import Rows, WholeBackward
+from fastgrad.core.phases import Stopwatch
+from fastgrad.core.progress import Progress
+from fastgrad.engines import dense
+from fastgrad.engines.blocks import REPEATED_ROWS, JacobianBlock
+from fastgrad.engines.executor import RefusedError
+from fastgrad.engines.plan import (
+    is_affordable,
+    looks_first,
+    make_plan,
+    make_sketch_plan,
+    sketches,
+    tries_structure,
+    with_less_memory,
+)
+from fastgrad.problem.coordinates import block_with
+from fastgrad.problem.first_look import FirstLook, first_look
+from fastgrad.problem.problem import Problem, as_tuple, disabled_gradients
+from fastgrad.report.data import Certificate, Environment, Failure, Part, Plan, Sample, Settings
+from fastgrad.report.report import Report
+from fastgrad.verdict.comparison import Findings, PairComparison
+from fastgrad.verdict.confirm import located_pair, mismatch_failure
+from fastgrad.verdict.grad_outputs import (
+    check_batched_gradients,
+    check_batched_tangents,
+    check_undefined_grads,
+    check_undefined_tangents,
+    check_zero_grad_output,
+)
+from fastgrad.verdict.linearity import (
+    LinearityProof,
+    RepeatedCalls,
+    TangentProof,
+    moving_repeat,
+    moving_row,
+    nonlinear_repeat,
+)
+
+TIMED_COLUMNS = 32
+TIMED_SECONDS = 1e-3
+"""Input coordinates, and seconds of the first evaluation, from which phases are timed: of the quickest checks that
+would be two percent."""
+
+
+def check(
+    func: Callable[..., Any], inputs: Any, settings: Settings, names: tuple[str, ...] = (), explain: bool = True
+) -> Report:
+    """Checks the derivatives that autograd computes for func at inputs against differences of func.
+
+    Parameters
+    ----------
+    func
+        Takes the inputs, returns a Tensor or a tuple or list of Tensors.
+    inputs
+        A tensor, or a tuple or list; tensors that require grad are checked, anything else is passed through.
+    settings
+        Step, tolerances and what to check.
+    names
+        What messages call the inputs, if they do not count them.
+    explain
+        Gather evidence after a failure and look for probable causes.
+
+    Returns
+    -------
+    Report
+        Errors of func and of backward, and of the arguments, are raised instead.
+    """
+    start = time.perf_counter()
+    findings = Findings()
+    arguments = as_tuple(inputs)
+    with (
+        _exact_libraries(arguments, settings) as notes,
+        Progress(settings.progress) as progress,
+        Problem(
+            func, arguments, settings.masked, progress, names, _scales(settings) if settings.inputs else ()
+        ) as problem,
+    ):
+        seconds = {"first evaluation": time.perf_counter() - start}
+        worth_it = problem.n >= TIMED_COLUMNS or seconds["first evaluation"] >= TIMED_SECONDS
+        if worth_it:
+            with Stopwatch(seconds):
+                plan, failure = _first_failure(problem, settings, findings)
+        else:
+            plan, failure = _first_failure(problem, settings, findings)
+        if failure is not None and failure.comparison is not None and all(pair.agrees for pair in findings.pairs):
+            findings.add_pair(located_pair(failure, failure.comparison))
+        if problem.device.type == "cuda":
+            findings.notes += notes
+        disabled = disabled_gradients()
+        if disabled:
+            findings.notes.append(disabled)
+        if problem.mutates_inputs:
+            findings.notes.append(
+                "func changes its inputs (or they hold NaN); they were restored around every evaluation"
+            )
+        report = Report(
+            failure=failure,
+            settings=settings,
+            plan=plan,
+            n=problem.n,
+            m=problem.m,
+            evaluations=problem.evaluations,
+            vjps=problem.vjps,
+            jvps=problem.jvps,
+            seconds=time.perf_counter() - start,
+            phases=dict(seconds),
+            notes=tuple(findings.notes),
+            input_names=names,
+            pairs=tuple(findings.pairs),
+            certificates=tuple(findings.certificates),
+            undecided=findings.undecided,
+            environment=_environment(problem.device),
+        )
+        return _diagnosed(problem, report, findings.sample) if explain and failure is not None else report
+
+
+def _diagnosed(problem: Problem, report: Report, at_hand: Sample | None) -> Report:
+    """The report of a failed check, with evidence and probable causes."""
+    from fastgrad.diagnosis.causes import diagnose  # only here: a check that passes needs neither
+    from fastgrad.diagnosis.experiments import gather
+
+    sample, evidence = gather(problem, report, at_hand)
+    report = replace(report, sample=sample, evidence=evidence)
+    return replace(report, causes=diagnose(report))
+
+
+def _exact_libraries(arguments: tuple[Any, ...], settings: Settings) -> AbstractContextManager[list[str]]:
+    """What CUDA's libraries are to do while they may be in use, and what is to be said of it."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return nullcontext([])
+    checked = [value for value in arguments if isinstance(value, Tensor) and value.requires_grad]
+    doubles = all(value.dtype in (torch.float64, torch.complex128) for value in checked)
+    return exact_libraries(settings.nondet_tol == 0, doubles)
+
+
+def _scales(settings: Settings) -> list[tuple[float, float]]:
+    """The step of each input, relative to eps, and what its errors count in sums: as much as its atol is tighter."""
+    return [
+        (own.eps / settings.eps, settings.atol / own.atol if 0 < settings.atol < own.atol else 1.0)
+        for own in settings.inputs
+    ]
+
+
+def _first_failure(problem: Problem, settings: Settings, findings: Findings) -> tuple[Plan, Failure | None]:
+    if sketches(problem, settings):
+        runs_backward = problem.has_graph and settings.check_backward_ad
+        calls = RepeatedCalls(problem, settings, most=0) if runs_backward else None
+        plan, failure = _screened(problem, settings, findings)
+        if failure is None and calls is not None:
+            failure = calls.failure()
+    else:
+        plan, failure = _exact(problem, settings, findings)
+    if failure is None and problem.has_graph:
+        failure = _attribute_failure(problem, settings, findings.backward)
+    if failure is None and findings.early is not None:
+        raise findings.early  # of a backward that did not raise again, in its turn
+    return plan, failure
+
+
+def _attribute_failure(problem: Problem, settings: Settings, backward: WholeBackward | None) -> Failure | None:
+    """What must hold beside the Jacobians."""
+    failure = None
+    if settings.check_forward_ad and settings.check_undefined_grad:
+        failure = check_undefined_tangents(problem, settings)
+    if failure is None and settings.check_batched_forward_grad:
+        failure = check_batched_tangents(problem, settings)
+    if failure is not None or not settings.check_backward_ad:
+        return failure
+    if settings.check_batched_grad:
+        failure = check_batched_gradients(problem, settings)
+    if backward is not None and backward.are_zero:
+        return failure
+    if failure is None:
+        failure = check_zero_grad_output(problem, settings, backward.zeros[0] if backward else None)
+    if failure is None and settings.check_undefined_grad:
+        failure = check_undefined_grads(problem, backward.zeros[1:] if backward else None)
+    return failure
+
+
+def _exact(problem: Problem, settings: Settings, findings: Findings) -> tuple[Plan, Failure | None]:
+    """Every entry of every Jacobian, and whether the same VJPs are the same before and after."""
+    runs_backward = problem.has_graph and settings.check_backward_ad
+    calls = RepeatedCalls(problem, settings) if runs_backward else None
+    plan, failure = _all_entries(problem, settings, calls, findings)
+    if failure is None and calls is not None and findings.early is None:
+        failure = calls.failure()
+    return plan, failure
+
+
+def _all_entries(
+    problem: Problem, settings: Settings, calls: RepeatedCalls | None, findings: Findings
+) -> tuple[Plan, Failure | None]:
+    """Every entry of every Jacobian: on a pattern, if there is one that repays, or all of them."""
+    look, obstacle = None, ""
+    try:
+        look = first_look(problem, settings) if looks_first(problem, settings) else None
+        if look is not None and calls is not None and tries_structure(problem, settings, look):
+            from fastgrad.checks.compressed import check_by_structure  # only here: importing fastgrad is to cost little
+
+            outcome = check_by_structure(problem, settings, look, calls, findings)
+            if outcome is not None:
+                return outcome.plan, outcome.failure
+    except OUT_OF_MEMORY:
+        obstacle = "; the compressed engine ran out of memory"
+    plan = make_plan(problem, settings, look)
+    plan = replace(plan, reason=plan.reason + obstacle) if obstacle else plan
+    count = 2 * problem.n + problem.m
+    problem.progress.start(count, look.measured * count if look else 0.0, f"{count} calls")
+    while True:
+        own = Findings()
+        try:
+            plan, failure = _dense(problem, plan, settings, look, own, calls)
+        except OUT_OF_MEMORY as error:
+            smaller = with_less_memory(problem, plan)
+            if smaller is None:
+                raise MemoryError(_want_of_memory(problem, plan, settings, error)) from error
+            plan = smaller
+        else:
+            findings.add(own)
+            return plan, failure
+
+
+def _want_of_memory(problem: Problem, plan: Plan, settings: Settings, error: BaseException) -> str:
+    limit = "by default a share of what is free" if settings.memory_limit is None else f"now {settings.memory_limit}"
+    return (
+        f"The check ran out of memory, with {plan.memory} bytes for {plan.columns_per_pass} of {problem.n} columns of "
+        f"the Jacobian at a time: {str(error) or type(error).__name__} What func and its graph take comes on top: "
+        f"make the inputs smaller, or leave func more by a lower memory_limit= (in bytes; {limit})."
+    )
+
+
+def _dense(
+    problem: Problem,
+    plan: Plan,
+    settings: Settings,
+    look: FirstLook | None,
+    findings: Findings,
+    calls: RepeatedCalls | None,
+) -> tuple[Plan, Failure | None]:
+    judge = _jacobian_failure if problem.has_graph else _nonzero_numerical
+    if plan.batch is not None or plan.replayed or plan.rows_replayed:
+        own = Findings()
+        try:
+            failure = judge(problem, plan, settings, own, calls)
+        except RefusedError as error:
+            reason = f"one by one after all: {error}"
+        else:
+            if failure is None:
+                findings.add(own)
+                return plan, None
+            reason = "what looks wrong is looked at one by one"
+        reason = f"{plan.reason}; {reason}"
+        plan = replace(plan, batch=None, replayed=False, rows_replayed=False, reason=reason)
+    elif is_small(problem, settings):
+        try:
+            findings.backward = whole_backward(problem, settings, look.measured if look else problem.seconds)
+        except OUT_OF_MEMORY:
+            raise
+        except Exception as error:
+            findings.early = error
+    return plan, judge(problem, plan, settings, findings, calls)
+
+
+def _screened(problem: Problem, settings: Settings, findings: Findings) -> tuple[Plan, Failure | None]:
+    """Fast mode; what it leaves open is decided by the exact engine, where that is affordable."""
+    from fastgrad.checks.sketch import (  # only here: importing fastgrad is to cost little
+        screen,
+        screen_constant,
+        screen_forward,
+    )
+
+    def exactly(what: str) -> tuple[Plan, Failure | None]:
+        findings.notes.append(f"{what} was decided by the exact engine")
+        return _exact(problem, settings, findings)
+
+    plan = make_sketch_plan(settings)
+    if not problem.has_graph:
+        screens = [screen_constant]
+    else:
+        screens = [screen] * settings.check_backward_ad + [screen_forward] * settings.check_forward_ad
+    for run in screens:
+        try:
+            found = run(problem, settings)
+        except OUT_OF_MEMORY:
+            raise
+        except Exception:
+            # Of func, next to x: where it takes single steps only, the exact engine may still decide.
+            if not is_affordable(problem):
+                raise
+            return exactly("a check whose func raised next to the inputs")
+        if found.raised is not None:
+            # To be raised in its turn, or, if it is not raised again, after all.
+            if is_affordable(problem):
+                plan, failure = exactly("a backward that raised")
+                if failure is not None:
+                    return plan, failure
+            raise found.raised
+        if found.failure is not None and found.failure.kind == "nonlinear" and is_affordable(problem):
+            # Every entry may say which output and input it is about.
+            exact_plan, failure = exactly("which entry a backward that is not linear gets wrong")
+            return (plan, found.failure) if failure is None else (exact_plan, failure)
+        if found.failure is not None:
+            return plan, found.failure
+        if found.undecided is None:
+            findings.certificates += found.certificates
+            continue
+        if is_affordable(problem):
+            return exactly("what the sketch left open")
+        findings.note_undecided(found.undecided)
+    return plan, None
+
+
+@lru_cache(8)
+def _environment(device: torch.device) -> Environment:
+    name = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+    return Environment(__version__, str(torch.__version__), platform.python_version(), name)
+
+
+def _nonzero_numerical(
+    problem: Problem, plan: Plan, settings: Settings, findings: Findings, _: RepeatedCalls | None
+) -> Failure | None:
+    """Where no output requires grad, func must not depend on its inputs."""
+    for first, columns in dense.numerical_columns(problem, plan, settings):
+        if bool(columns.any()):
+            column, row = (int(i) for i in columns.nonzero()[0])
+            output, block = block_with(problem.outputs, row), block_with(problem.inputs, first + column)
+            return Failure(
+                "nonzero numerical gradient",
+                output=output.index,
+                input=block.index,
+                output_position=output.position,
+                input_position=block.position,
+                detail=f"{columns[column, row].item():.6g}",
+            )
+    findings.certificates.append(Certificate("func does not depend on its inputs", "every column, bit by bit", 0.0))
+    return None
+
+
+def _jacobian_failure(
+    problem: Problem, plan: Plan, settings: Settings, findings: Findings, calls: RepeatedCalls | None
+) -> Failure | None:
+    """The Jacobians, pass by pass over numerical columns; reverse mode is judged before forward mode."""
+    nothing_to_compare = not problem.n and all(block.elements is None for block in problem.inputs)
+    if not problem.m or nothing_to_compare:
+        return None
+    columns_at_hand = dense.numerical_columns(problem, plan, settings)
+    backward = findings.backward
+    if backward is not None:
+        columns = problem.difference_columns(0, problem.n, settings.eps, plan.record_graph)
+        if agrees(problem, settings, backward, columns, findings):
+            return None
+        columns_at_hand = iter([(0, columns)])
+    rows_repeated = all(output.tensor.numel() <= REPEATED_ROWS for output in problem.outputs)
+    moving = partial(moving_row, problem, settings, plan.rows_per_block)
+    proof = LinearityProof(problem, settings, rows_repeated, moving) if problem.m > 1 else None
+    forward = ForwardComparison(problem, plan, settings, findings) if settings.check_forward_ad else None
+    rows_at_hand: Sequence[Rows] = ()
+    if backward is not None:
+        rows_at_hand = single_rows(backward)
+        if proof is not None:
+            proof.take(backward.products, backward.movement)
+    for first, columns in columns_at_hand:
+        if settings.check_backward_ad:
+            for blocks in dense.row_blocks(problem, plan, first, columns, rows_at_hand):
+                failure = _judge(problem, plan, blocks, settings, proof, findings, calls)
+                if failure is not None:
+                    return failure
+        if forward is not None:
+            forward.add(first, columns)
+    if settings.check_backward_ad and proof is not None:
+        failure = _proof_failure(problem, proof, settings)
+        if failure is not None:
+            return failure
+        findings.certificates.append(proof.certificate())
+    return forward.failure() if forward is not None else None
+
+
+def _proof_failure(problem: Problem, proof: LinearityProof, settings: Settings) -> Failure | None:
+    """The proof's failure, or that of gradients of a wrong layout, which may raise where they are made strided."""
+    try:
+        return proof.failure()
+    except RuntimeError:
+        failure = check_zero_grad_output(problem, settings)
+        if failure is None:
+            raise
+        return failure
+
+
+class ForwardComparison:
+    """The Jacobians by forward-mode AD against the numerical ones, and the linearity of the jvp."""
+
+    def __init__(self, problem: Problem, plan: Plan, settings: Settings, findings: Findings) -> None:
+        self._problem = problem
+        self._plan = plan
+        self._settings = settings
+        self._findings = findings
+        self._proof = TangentProof(problem, settings)
+        self._pairs: dict[tuple[bool, int, int], tuple[Part, PairComparison]] = {}
+        self._domains_match = True
+
+    def add(self, first: int, columns: Tensor) -> None:
+        """Takes in the numerical columns from `first` on, shape (count, m): one evaluation each."""
+        tangents, domains_match = self._problem.tangent_columns(first, columns.shape[0])
+        self._domains_match &= domains_match
+        for block in dense.tangent_blocks(self._problem, first, columns, tangents):
+            # In torch's order of judging: imaginary parts come, with the real inputs, before real parts.
+            key = block.part == "real", block.output.index, block.input.index
+            if key not in self._pairs:
+                own = self._settings.of(block.input.index)
+                pair = PairComparison(block.output, block.input, own.atol, own.rtol, "forward")
+                self._pairs[key] = block.part, pair
+            self._pairs[key][1].add(block.analytical, block.numerical, block.first_element, 0)
+            self._proof.add(block)
+
+    def failure(self) -> Failure | None:
+        """The verdict, once all columns are in."""
+        if self._settings.check_grad_dtypes and not self._domains_match:
+            return Failure("tangent dtype", mode="forward")
+        for key in sorted(self._pairs):
+            part, pair = self._pairs[key]
+            failure = mismatch_failure(self._problem, self._plan, pair, part, self._settings, self._findings)
+            if failure is not None:
+                return failure
+        failure = self._proof.failure()
+        if failure is None:
+            self._findings.certificates.append(self._proof.certificate())
+        return failure
+
+
+def _judge(
+    problem: Problem,
+    plan: Plan,
+    blocks: Iterable[JacobianBlock],
+    settings: Settings,
+    proof: LinearityProof | None,
+    findings: Findings,
+    calls: RepeatedCalls | None,
+) -> Failure | None:
+    """One part of one output: dtype, size, determinism, then the comparison, inputs in their order."""
+    pairs: dict[int, PairComparison] = {}
+    dtypes_match = sizes_match = True
+    reran = False
+    repeat: Failure | None = None
+    for block in blocks:
+        dtypes_match &= block.match.dtypes
+        sizes_match &= block.match.sizes
+        if not block.match.repeats and repeat is None:
+            if not reran:
+                repeat, reran = moving_repeat(problem, block, settings), True
+            repeat = repeat or nonlinear_repeat(block, settings)
+        pair = pairs.get(block.input.index)
+        if pair is None:
+            own = settings.of(block.input.index) if settings.inputs else settings
+            pair = pairs[block.input.index] = PairComparison(block.output, block.input, own.atol, own.rtol)
+        pair.add(block.analytical, block.numerical, block.first_row, block.first_column)
+        if block.unspecified is not None:
+            entry = block.unspecified
+            pair.add_unspecified(block.first_row + entry.row, entry.element, entry.value)
+        if proof is not None:
+            proof.add(block)
+        if calls is not None:
+            calls.see(block)
+    if settings.check_grad_dtypes and not dtypes_match:
+        return Failure("dtype", output=block.output.index, output_position=block.output.position, part=block.part)
+    if not sizes_match:
+        return Failure("size", output=block.output.index, output_position=block.output.position, part=block.part)
+    if repeat is not None and repeat.kind == "nondeterministic":
+        return repeat
+    for pair in pairs.values():
+        failure = mismatch_failure(problem, plan, pair, block.part, settings, findings)
+        if failure is not None:
+            return failure
+    return repeat

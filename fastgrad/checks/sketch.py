@@ -1,0 +1,545 @@
+"""Fast mode: screen by a sketch, locate what is wrong, confirm it by a single entry, or say what stays undecided."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastgrad.core.memory import OUT_OF_MEMORY
+from fastgrad.core.native import ops
+from fastgrad.core.phases import phase
+from fastgrad.core.precision import ROUNDING, excess
+from fastgrad.core.random import SKETCH_DIRECTIONS, TANGENT_STREAM, direction
+from fastgrad.core.tensors import differ, largest
+from fastgrad.engines.blocks import REPEAT_SCALE
+from fastgrad.engines.plan import detection_limit, sketch_size
+from fastgrad.engines.sketch import (
+    NOISE_SHARE,
+    Cotangent,
+    Differences,
+    Sketch,
+    all_count_fully,
+    cotangents,
+    directional_differences,
+    residual_row,
+    residual_rows,
+    weights,
+)
+from fastgrad.problem.coordinates import block_with
+from fastgrad.problem.problem import Problem
+from fastgrad.report.data import Certificate, Failure, FailureKind, Settings
+from fastgrad.verdict.confirm import Found, column_entry, difference_along, entry_in_row, located_failure
+from fastgrad.verdict.linearity import linearity_failure, one_hot_rows, separate_failure
+from fastgrad.verdict.locate import locate
+
+MOST_STEPS = 5
+SMALLER, LARGER = 2.0**-5, 2.0**6
+"""From one step to the next: smaller where joint steps cross kinks, larger where rounding is loud."""
+
+QUIET, QUIET_STEPS = 16, 3
+"""Times atol that the bound of selected rows is to be, and steps to try for it."""
+
+REPEATED, RUNS = 1, 3
+"""The cotangent whose VJP is run several times, and how many: what moves every second or third time shows, too."""
+
+MOST_AT_ONCE = 1 << 14
+"""Coordinates of inputs and outputs up to which all cotangents are run in one call."""
+
+MOST_ENTRIES = 8
+"""Wrong entries to look for."""
+
+MOST_LEADS = 8
+"""Outputs that look wrong in a sum and prove right, before another step is tried."""
+
+MOST_SINGLE = 4
+"""Outputs to look at one by one, where no step made them verifiable."""
+
+
+@dataclass
+class Screening:
+    """What fast mode found.
+
+    Attributes
+    ----------
+    failure
+        Confirmed, if any.
+    undecided
+        The largest error that may be hidden, where something stays open; None: nothing does.
+    raised
+        By backward, for a one-hot grad_output.
+    certificates
+        What the screen vouches for, where it found nothing and leaves nothing open.
+    bound
+        An error of one entry shows from there on, whatever the entry: beside larger ones, a small one may be off by
+        more than its own tolerance.
+    """
+
+    failure: Failure | None = None
+    undecided: float | None = None
+    raised: Exception | None = None
+    certificates: tuple[Certificate, ...] = ()
+    bound: float = 0.0
+
+
+@phase("screen")
+def screen(
+    problem: Problem, settings: Settings, rows: Tensor | None = None, columns: Tensor | None = None
+) -> Screening:
+    """The verdict on all Jacobians in reverse mode, from a number of evaluations that does not grow with them.
+
+    An output counts as verified when the noise of its differences is within its tolerance; outputs
+    that are not are tried again at other steps, then one by one.
+
+    rows, columns: on those of the Jacobian that are selected, shapes (m,) and (n,); None: on all. For selected rows
+    the step with the smallest bound is looked for.
+    """
+    count = sketch_size(settings.confidence)
+    base = problem.base()
+    pending = torch.ones(problem.m, dtype=torch.bool, device=problem.device) if rows is None else rows.clone()
+    still = None if columns is None else ~columns
+    limit, bound, quietest, unresolved = 0.0, settings.atol, math.inf, 0.0
+    eps = settings.eps
+    first: Differences | None = None
+    attempt, extrapolated = 0, 1  # as cheap as can be: where all is well, most often that tells
+    earlier: tuple[Tensor, Mapping[int, Tensor]] | None = None
+    while attempt < MOST_STEPS:
+        differences = directional_differences(
+            problem, settings, base, eps, count, attempt, extrapolated=extrapolated, still=still
+        )
+        first = first or differences
+        search = _Search(problem, settings, differences)
+        weight = weights(_noise(problem, settings, differences), settings.atol, pending)
+        try:
+            failure = _one_hot(problem, settings, search, differences) if attempt == 0 else None
+        except OUT_OF_MEMORY:
+            raise
+        except Exception as error:
+            return Screening(raised=error)
+        if failure is None:
+            tentative = extrapolated < count
+            same = earlier[1] if earlier and attempt == 0 and torch.equal(earlier[0], weight) else {}
+            sketch, failure = _sketch(problem, settings, differences, weight, count, attempt, tentative, same)
+        flagged = sketch.worst() if failure is None else None
+        if flagged is not None:
+            if tentative:
+                extrapolated = count  # differences that can say that something is wrong
+                earlier = weight, sketch.gradients
+                continue
+            failure = search.run(sketch)
+            flagged = sketch.worst()
+        if failure is not None:
+            return Screening(failure)
+        unresolved = max(unresolved, search.unresolved)
+        if not problem.unspecified <= settings.atol / 4:
+            return Screening(undecided=problem.unspecified)
+        if flagged is not None and math.isfinite(quietest):
+            break  # all was well at another step
+        if flagged is not None:
+            # Nothing confirmed, nothing verified.
+            limit = max(limit, 4 * abs(sketch.values[flagged[0]][flagged[1]]))
+            if not search.dead:
+                return Screening(undecided=limit)  # off by a little all over: no step changes that
+        elif not search.dead and all_count_fully(weight) and not sketch.granted:
+            return _verified(settings, count, bound, unresolved)
+        else:
+            hidden = torch.where(weight > 0, (settings.atol + 4 * sketch.granted) / weight, math.inf)
+            heard = (hidden <= settings.atol + settings.rtol * differences.size()) & hidden.isfinite()
+            if search.dead:
+                heard[search.dead] = False
+            bound = max(bound, float(hidden.masked_fill_(~heard, 0.0).amax()))
+            if not bool((pending & ~heard).any()):
+                quietest = min(quietest, bound)
+                if rows is None or bound <= QUIET * settings.atol or attempt + 1 >= QUIET_STEPS:
+                    break
+                # All rows anew, at a step beside which rounding is small, and curvature may not be.
+                bound, eps, attempt, extrapolated = settings.atol, eps * LARGER, attempt + 1, count
+                continue
+            pending &= ~heard
+        eps = _next_step(problem, settings, differences, base, pending)
+        attempt += 1
+    if math.isfinite(quietest):
+        return _verified(settings, count, quietest, unresolved)
+    assert first is not None
+    return _one_by_one(problem, settings, first, pending, max(limit, unresolved))
+
+
+def _verified(settings: Settings, count: int, bound: float, unresolved: float) -> Screening:
+    """What sketches without a flag say of the entries; unresolved: what one may be off that no step settles."""
+    if unresolved:
+        return Screening(undecided=max(bound, unresolved))
+    method = f"{count} random directions, {count + 1} cotangents: sums of analytical entries against differences"
+    pairs = f"the same sums, with probability {settings.confidence:.10g}"
+    cancelling = detection_limit(settings) * (bound / settings.atol if settings.atol else 0.0)
+    # Beside larger entries of its row, a small one may be off by more than its own tolerance.
+    size = "its tolerance" if bound <= settings.atol else "the bound"
+    certificates = (
+        Certificate(f"no single entry is wrong by more than {size}", method, bound),
+        Certificate("no two errors cancel each other in a row or a column", pairs, cancelling),
+    )
+    return Screening(certificates=certificates, bound=bound)
+
+
+def _noise(problem: Problem, settings: Settings, differences: Differences) -> Tensor:
+    """What differences of each output may be off, and the rounding of gradients as large: float64, shape (m,)."""
+    rounding = ROUNDING * problem.unit_roundoff
+    if rounding * largest(differences.derivatives) * problem.m**0.5 <= settings.atol / (4 * NOISE_SHARE):
+        return differences.noise
+    return differences.noise + rounding * differences.size()
+
+
+def _one_hot(problem: Problem, settings: Settings, search: _Search, differences: Differences) -> Failure | None:
+    """How the backward fails for a one-hot grad_output of each output, by itself or beside differences."""
+    failure, rows = one_hot_rows(problem, settings)
+    for row, gradient in rows.items() if failure is None else ():
+        error = differences.derivatives[:, row] - differences.directions @ gradient
+        allowed = settings.atol / 4 + 4 * differences.noise[row] + ROUNDING * problem.unit_roundoff * gradient.norm()
+        if bool((error.abs() <= allowed).all()):
+            continue
+        found = search.look_into(row)
+        if found is not None and found.survivor is not None:
+            return located_failure([found])
+        rounding = ROUNDING * problem.unit_roundoff * largest(gradient)
+        if differ(search.row_alone(row)[None], gradient[None], max(rounding, settings.nondet_tol), False):
+            return _moving(problem)
+        search.dead.append(row)
+    return failure
+
+
+def _next_step(problem: Problem, settings: Settings, differences: Differences, base: Tensor, pending: Tensor) -> float:
+    """A smaller step where most pending outputs are noisier than rounding makes them; otherwise a larger one."""
+    rounding = differences.rounding * base.abs()
+    rough = ~(differences.noise <= 2 * rounding)[pending]
+    if bool(rough.any()) and differences.eps <= settings.eps:
+        return differences.eps * SMALLER
+    return max(differences.eps, settings.eps) * LARGER
+
+
+def _one_by_one(
+    problem: Problem, settings: Settings, differences: Differences, pending: Tensor, limit: float
+) -> Screening:
+    search = _Search(problem, settings, differences)
+    rows = pending.nonzero().reshape(-1)
+    for row in rows[:MOST_SINGLE].tolist():
+        found = search.look_into(row)
+        if found is not None and found.survivor is not None:
+            return Screening(located_failure([found]))
+    noise = differences.noise[rows]
+    return Screening(undecided=max(limit, search.unresolved, 4 * float(noise.nan_to_num(torch.inf).amax())))
+
+
+def _sketch(
+    problem: Problem,
+    settings: Settings,
+    differences: Differences,
+    weight: Tensor,
+    count: int,
+    attempt: int,
+    tentative: bool,
+    earlier: Mapping[int, Tensor],
+) -> tuple[Sketch, Failure | None]:
+    """The sketch, and how the backward may have failed meanwhile: it moves, it depends on layouts, it raises.
+
+    A tentative one ends with the first cotangent for which something looks wrong. A small one is
+    made by one call, and row by row only where something is, and can be told to be, wrong.
+
+    earlier: VJPs of the same cotangents, by their numbers.
+    """
+    rows = list(cotangents(problem, settings, weight, count, attempt))
+    if attempt or problem.n + problem.m > MOST_AT_ONCE:
+        return _row_by_row(problem, settings, differences, rows, attempt == 0, tentative, earlier)
+    try:
+        sketch, vector, repeats = residual_rows(problem, settings, differences, rows, REPEATED, RUNS)
+        failure = _repeat_failure(problem, settings, vector, sketch.gradients[REPEATED], repeats)
+    except OUT_OF_MEMORY:
+        raise
+    except Exception as error:
+        sketch, failure = _row_by_row(problem, settings, differences, rows, True, tentative, {})
+        if failure is None:
+            detail = f"it raised {type(error).__name__} in one of several runs"
+            failure = Failure("nonlinear", detail=detail, cause=error)
+        return sketch, failure
+    if failure is None and any(_moves(settings, sketch.gradients[k], known) for k, known in earlier.items()):
+        failure = _moving(problem)
+    if tentative or failure is not None or sketch.worst() is None:
+        return sketch, failure
+    return _row_by_row(problem, settings, differences, rows, True, tentative, sketch.gradients)
+
+
+def _row_by_row(
+    problem: Problem,
+    settings: Settings,
+    differences: Differences,
+    rows: Sequence[Cotangent],
+    repeat: bool,
+    tentative: bool,
+    earlier: Mapping[int, Tensor],
+) -> tuple[Sketch, Failure | None]:
+    """The same, one VJP after the other; repeat: whether one of them is run several times."""
+    sketch = Sketch()
+    for number, cotangent in enumerate(rows):
+        try:
+            vector = cotangent.vector()
+            values, allowed, gradient = residual_row(problem, settings, differences, cotangent, vector)
+            failure = None
+            if repeat and number == REPEATED:
+                repeats = problem.vjp(vector.expand(RUNS - 1, -1))
+                failure = _repeat_failure(problem, settings, vector, gradient, repeats)
+        except OUT_OF_MEMORY:
+            raise
+        except Exception as error:  # one-hot grad_outputs did not raise
+            detail = f"it raised {type(error).__name__} for {cotangent.kind}"
+            return sketch, Failure("nonlinear", detail=detail, cause=error)
+        if failure is None and number in earlier and _moves(settings, gradient, earlier[number]):
+            failure = _moving(problem)
+        if failure is not None:
+            return sketch, failure
+        looks_wrong = any(excess(*pair) > 1 for pair in zip(values, allowed, strict=True))
+        if looks_wrong and not tentative and (cotangent.gapped or cotangent.expanded):
+            failure = linearity_failure(problem, settings, vector, gradient, cotangent.kind)
+            if failure is not None:
+                return sketch, failure
+        if cotangent.expanded and not (looks_wrong and tentative):
+            continue  # it has no weights: only its layout was to be tried
+        sketch.cotangents.append(cotangent)
+        sketch.values.append(values)
+        sketch.allowed.append(allowed)
+        sketch.granted = max(sketch.granted, max(allowed) / cotangent.scale - settings.atol / 4)
+        if looks_wrong and tentative:
+            sketch.gradients[number] = gradient
+            break
+    return sketch, None
+
+
+def _repeat_failure(
+    problem: Problem, settings: Settings, vector: Tensor, gradient: Tensor, repeats: Tensor
+) -> Failure | None:
+    """Whether a VJP, run again, moves, or is not that of each output alone, added up."""
+    failure = separate_failure(problem, settings, vector, gradient)
+    tolerance = settings.nondet_tol * float(vector.abs().sum()) if settings.nondet_tol else 0.0
+    if any(differ(again[None], gradient[None], tolerance, False) for again in repeats):
+        return _moving(problem)
+    return failure
+
+
+def _moves(settings: Settings, gradient: Tensor, earlier: Tensor) -> bool:
+    """Whether a VJP is not that of the same cotangent in an earlier sketch; where some movement is allowed, unknown."""
+    return not settings.nondet_tol and differ(gradient[None], earlier[None], 0.0, False)
+
+
+def _moving(problem: Problem) -> Failure:
+    return Failure("nondeterministic", problem.outputs[0].index, None, problem.outputs[0].position)
+
+
+class _Search:
+    """Follows up a flagged sketch: to a row, to a column, to a single entry."""
+
+    def __init__(self, problem: Problem, settings: Settings, differences: Differences) -> None:
+        self._problem = problem
+        self._settings = settings
+        self._differences = differences
+        self.dead: list[int] = []
+        self.unresolved = 0.0
+
+    def run(self, sketch: Sketch) -> Failure | None:
+        """The confirmed entries, up to MOST_ENTRIES; takes what it explains out of the sketch."""
+        found: list[Found] = []
+        leads = 0
+        while len(found) < MOST_ENTRIES and leads < MOST_LEADS:
+            flagged = sketch.worst()
+            if flagged is None:
+                break
+            which, k = flagged
+            before = abs(sketch.values[which][k])
+            row = self._row(sketch.cotangents[which], k, sketch.values[which][k], found)
+            entry = self.look_into(row, k, found)
+            if entry is not None and entry.survivor is not None:
+                found.append(entry)
+                sketch.subtract(entry.row, self._explained(entry))
+                if abs(sketch.values[which][k]) > before / 2:
+                    break  # wrong all over: more entries would tell nothing more
+                continue
+            if found:
+                break
+            if entry is None:
+                failure = self._nonlinear(sketch.cotangents[which], sketch.cotangents[0])
+                if failure is not None:
+                    return failure
+            error, _ = self._row_error(row)
+            if entry is None or bool((~((error - self._explained(entry)).abs() <= self._settings.atol / 4)).any()):
+                self.dead.append(row)
+            sketch.subtract(row, error)
+            leads += 1
+        return located_failure(found) if found else None
+
+    def _nonlinear(self, cotangent: Cotangent, dense: Cotangent) -> Failure | None:
+        vector = cotangent.vector()
+        gradient = self._problem.vjp(vector.unsqueeze(0))[0]
+        # What has zeros is told from what has none: two halves of it would be wrong alike.
+        part = dense.vector() if cotangent.scale != 1.0 else None
+        return linearity_failure(self._problem, self._settings, vector, gradient, cotangent.kind, part)
+
+    def _explained(self, entry: Found) -> Tensor:
+        """What a found entry adds to its row of (J_num - J_ana) U."""
+        columns = list(entry.columns)
+        errors = torch.tensor(entry.errors, dtype=torch.float64, device=self._differences.directions.device)
+        return self._differences.directions[:, columns] @ errors
+
+    def _row(self, cotangent: Cotangent, k: int, value: float, found: list[Found]) -> int:
+        derivatives, u = self._differences.derivatives[k : k + 1], self._differences.directions[k]
+
+        def residual(vector: Tensor) -> float:
+            numerical = ops.dots(derivatives, vector)[0, 0].item()
+            total = float(numerical - (u @ self._problem.vjp(vector.unsqueeze(0))[0]).item())
+            return total - sum(vector[entry.row].item() * float(self._explained(entry)[k]) for entry in found)
+
+        return locate(residual, cotangent.vector(), value)
+
+    def row_alone(self, row: int) -> Tensor:
+        """The analytical row, by a one-hot grad_output: float64, shape (n,)."""
+        one_hot = torch.zeros(self._problem.m, dtype=torch.float64, device=self._problem.device)
+        one_hot[row] = 1.0
+        return self._problem.vjp(one_hot.unsqueeze(0))[0]
+
+    def _row_error(self, row: int) -> tuple[Tensor, Tensor]:
+        """One output's (J_num - J_ana) U, shape (directions,), and its analytical row, shape (n,)."""
+        gradient = self.row_alone(row)
+        return self._differences.derivatives[:, row] - self._differences.directions @ gradient, gradient
+
+    def look_into(self, row: int, k: int = 0, found: list[Found] | None = None) -> Found | None:
+        """The entry behind a row's residual, measured by itself; None where there is no residual or no entry."""
+        found = [entry for entry in found or [] if entry.row == row]
+        error, gradient = self._row_error(row)
+        u = self._differences.directions[k]
+        eps = self._differences.eps
+        value = error[k].item() - sum(self._explained(entry)[k].item() for entry in found)
+
+        if abs(value) <= self._settings.atol / 4:
+            return None
+
+        def explained(vector: Tensor) -> float:
+            return sum(
+                vector[column].item() * error
+                for entry in found
+                for column, error in zip(entry.columns, entry.errors, strict=True)
+            )
+
+        entry = entry_in_row(self._problem, self._settings, row, gradient, u, eps, value, explained)
+        self.unresolved = max(self.unresolved, entry.unresolved)
+        return entry
+
+
+@phase("forward-mode screen")
+def screen_forward(problem: Problem, settings: Settings) -> Screening:
+    """The verdict on all Jacobians in forward mode: J u against its difference, output by output."""
+    count = sketch_size(settings.confidence)
+    base = problem.base()
+    pending = torch.ones(problem.m, dtype=torch.bool, device=problem.device)
+    limit = unresolved = 0.0
+    eps = settings.eps
+    for attempt in range(MOST_STEPS):
+        differences = directional_differences(problem, settings, base, eps, count, attempt, extrapolated=count)
+        if attempt == 0 and problem.n:
+            _, domains_match = problem.tangent_columns(settings.seed % problem.n, 1)
+            if settings.check_grad_dtypes and not domains_match:
+                return Screening(Failure("tangent dtype", mode="forward"))
+        try:
+            tangents = torch.stack([problem.jvp_coordinates(u) for u in differences.directions])
+        except OUT_OF_MEMORY:
+            raise
+        except Exception as error:  # a one-hot tangent did not raise
+            detail = f"it raised {type(error).__name__} for a random tangent"
+            return Screening(Failure("nonlinear", mode="forward", detail=detail, cause=error))
+        if attempt == 0:
+            failure = _jvp_not_linear(problem, settings, differences.directions[0], tangents[0])
+            if failure is not None:
+                return Screening(failure)
+        errors = (tangents - differences.derivatives).abs()
+        rounding = ROUNDING * problem.unit_roundoff * (tangents.abs() + differences.derivatives.abs())
+        times = (errors / (settings.atol / 2 + 4 * differences.noise + rounding)).nan_to_num(torch.inf)
+        times = torch.where(pending, times, 0.0)
+        for row in times.amax(0).argsort(descending=True)[:MOST_LEADS].tolist():
+            k = int(times[:, row].argmax())
+            if not times[k, row] > 1:
+                break
+            found = _forward_entry(problem, settings, differences, row, k, errors[k, row].item())
+            if found.survivor is not None:
+                return Screening(located_failure([found]))
+            limit, unresolved = max(limit, 4 * errors[k, row].item()), max(unresolved, found.unresolved)
+        heard = 4 * differences.noise <= settings.atol + settings.rtol * differences.size()
+        pending &= ~(heard & (times <= 1).all(0))
+        if not bool(pending.any()):
+            if unresolved:
+                return Screening(undecided=unresolved)
+            claim = "no single entry of forward mode is wrong by more than its tolerance"
+            method = f"{count} random directions: J u by forward mode against differences, output by output"
+            return Screening(certificates=(Certificate(claim, method, settings.atol),))
+        eps = _next_step(problem, settings, differences, base, pending)
+    return Screening(
+        undecided=max(limit, unresolved, 4 * float(differences.noise[pending].nan_to_num(torch.inf).amax()))
+    )
+
+
+def _forward_entry(
+    problem: Problem, settings: Settings, differences: Differences, row: int, k: int, value: float
+) -> Found:
+    def residual(vector: Tensor) -> float:
+        return difference_along(problem, vector, differences.eps, row) - problem.jvp_coordinates(vector)[row].item()
+
+    return column_entry(problem, settings, row, locate(residual, differences.directions[k], value))
+
+
+def _jvp_not_linear(problem: Problem, settings: Settings, u: Tensor, tangent: Tensor) -> Failure | None:
+    """Whether a JVP is not what those of two parts of its tangent, one of them scaled, add up to."""
+    half = direction(problem.n, settings.seed, TANGENT_STREAM, halved=True).to(u.device)
+    some = torch.where(half == 0, 0.0, u)
+    parts = problem.jvp_coordinates(some * REPEAT_SCALE) / REPEAT_SCALE, problem.jvp_coordinates(u - some)
+    total = parts[0] + parts[1]
+    # Directions are in the unit of each input's own atol.
+    allowed = settings.atol + settings.loosest().rtol * (parts[0].abs() + parts[1].abs())
+    wrong = ~((tangent - total).abs() <= allowed) & total.isfinite()
+    if not bool(wrong.any()):
+        return None
+    coordinate = int(wrong.nonzero()[0])
+    output = block_with(problem.outputs, coordinate)
+    index = output.index_at(coordinate)
+    detail = (
+        f"for a random tangent, the tangent of output {output.index} at {list(index)} is "
+        f"{tangent[coordinate].item():.6g}, but those of its two halves add up to {total[coordinate].item():.6g}"
+    )
+    return Failure("nonlinear", output.index, None, output.position, None, mode="forward", detail=detail)
+
+
+def screen_constant(problem: Problem, settings: Settings) -> Screening:
+    """Where no output requires grad: func must not move with its inputs."""
+    for attempt, eps in enumerate((settings.eps, settings.eps * SMALLER)):
+        for k in range(sketch_size(settings.confidence)):
+            u = direction(problem.n, settings.seed, SKETCH_DIRECTIONS + 16 * (16 * attempt + k)).to(problem.device)
+            displacement = problem.displacement(u, eps)
+            plus, minus = (problem.evaluate(False, displacement, sign) for sign in (1.0, -1.0))
+            moved = plus - minus != 0  # as slow mode has it: infinite values differ by NaN
+            if not bool(moved.any()):
+                continue
+            row = int(moved.nonzero()[0])
+            vector = displacement / eps
+            for block in problem.inputs:
+                vector[block.first : block.first + block.size] *= block.weight / block.step
+            column = locate(
+                lambda part, row=row, eps=eps: difference_along(problem, part, eps, row),  # type: ignore[misc]
+                vector,
+                difference_along(problem, vector, eps, row),
+            )
+            value = problem.difference_columns(column, 1, settings.eps, False)[0, row].item()
+            if value:
+                output, block = block_with(problem.outputs, row), block_with(problem.inputs, column)
+                kind: FailureKind = "nonzero numerical gradient"
+                places = output.index, block.index, output.position, block.position
+                return Screening(Failure(kind, *places, detail=f"{value:.6g}"))
+            break  # a joint step across a jump
+        else:
+            method = f"{sketch_size(settings.confidence)} random directions, bit by bit"
+            return Screening(certificates=(Certificate("func does not depend on its inputs", method, 0.0),))
+    return Screening(undecided=float("inf"))

@@ -1,0 +1,82 @@
+"""CUDA's libraries as a check needs them: at full precision, and with the same bits every time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.backends import cuda, cudnn, mkldnn
+
+from fastgrad.core.torch_private import set_backend
+
+
+@contextmanager
+def exact_libraries(deterministic: bool, doubles: bool) -> Iterator[list[str]]:
+    """No TF32, no sums of lower precision and, if asked for, deterministic convolutions, within.
+
+    The caller's settings, which are the process's, are back afterwards. Differences of functions that round to ten bits
+    would be noise, and cuDNN's own choice of algorithms adds up in another order every time.
+
+    Parameters
+    ----------
+    doubles
+        All inputs are of double precision: then nothing is said of the precision of others.
+
+    Yields
+    ------
+    list
+        What is to be said of it, where the caller's settings were other ones.
+    """
+    notes = []
+    with ExitStack() as stack:
+        if _set_full_precision(stack) and not doubles:
+            notes.append("TF32, which is on here, was off while checking")
+        if deterministic and not cudnn.deterministic:
+            notes.append("cuDNN ran deterministic algorithms while checking, as nondet_tol is 0")
+            _set(stack, cudnn, "deterministic", True)
+            _set(stack, cudnn, "benchmark", False)
+        yield notes
+
+
+def _set_full_precision(stack: ExitStack) -> bool:
+    """Whether that changed anything."""
+    # torch has an older and a newer way to say so, and raises where they contradict each other: the older one sets
+    # both, and the newer ones are put back last.
+    convolutions, recurrent, on_cpu = cudnn.conv, cudnn.rnn, mkldnn.matmul  # type: ignore[attr-defined]
+    places = (cuda.matmul, convolutions, recurrent, on_cpu)
+    newer = [place.fp32_precision for place in places]
+    for place, value in zip(places, newer, strict=True):
+        stack.callback(set_backend, place, "fp32_precision", value)
+    matmul = _or_none(torch.get_float32_matmul_precision)
+    convolution = _or_none(lambda: cudnn.allow_tf32)
+    if matmul not in (None, "highest"):
+        stack.callback(torch.set_float32_matmul_precision, matmul)
+        torch.set_float32_matmul_precision("highest")
+    if convolution:
+        _set(stack, cudnn, "allow_tf32", False)
+    for place in places[:3]:
+        if place.fp32_precision == "tf32":
+            set_backend(place, "fp32_precision", "ieee")
+    changed = "tf32" in newer[:3]
+    for name in (
+        "allow_fp16_reduced_precision_reduction",
+        "allow_bf16_reduced_precision_reduction",
+        "allow_fp16_accumulation",
+    ):
+        _set(stack, cuda.matmul, name, False)
+    return changed
+
+
+def _or_none(getter: Callable[[], Any]) -> Any:
+    """A setting; None where the two ways contradict each other."""
+    try:
+        return getter()
+    except RuntimeError:
+        return None
+
+
+def _set(stack: ExitStack, where: Any, name: str, value: Any) -> None:
+    stack.callback(set_backend, where, name, getattr(where, name))
+    set_backend(where, name, value)

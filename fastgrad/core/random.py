@@ -1,0 +1,54 @@
+"""Random directions and cotangents: functions of a seed, never of torch's global generator."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastgrad.core.native import ops
+
+# Streams number the directions of one check; each use has its own, so that none repeats another.
+GRAPH_STREAM = 0
+COTANGENT_STREAM = 1
+GRAD_OUTPUT_STREAM = 2
+TANGENT_STREAM = 3
+BATCH_STREAM = 4
+PROBE_DIRECTION = 7
+PROBE_COTANGENT = 8
+# Of these, there are as many as a check asks for: they add multiples of 16.
+SKETCH_DIRECTIONS = 5
+SKETCH_COTANGENTS = 6
+OPINION_STREAM = 9
+EVIDENCE_STREAM = 10
+TRIAL_STREAM = 11
+
+
+CPU = torch.device("cpu")
+
+
+def direction(
+    size: int, seed: int, stream: int, first: int = 0, halved: bool = False, device: torch.device = CPU
+) -> Tensor:
+    """Components first, first + 1, ... of direction (seed, stream).
+
+    Returns a float64 tensor of shape (size,), made on the device: magnitudes uniform in [0.5, 1.5), signs random
+    (Philox4x32-10). With halved, a random half is zero. The same bits on every device.
+    """
+    out = torch.empty(size, dtype=torch.float64, device=device)
+    ops.direction_(out, seed, stream, first, halved)
+    return out
+
+
+def uniform(size: int, seed: int, stream: int, first: int = 0, device: torch.device = CPU) -> Tensor:
+    """Float64 tensor of shape (size,), uniform in [-1, 1)."""
+    return direction(size, seed, stream, first, device=device).abs_().sub_(1.0).mul_(2.0)
+
+
+def uniform_like(tensor: Tensor, seed: int, stream: int, first: int = 0) -> Tensor:
+    """A contiguous tensor of the shape, dtype and device of `tensor`, components uniform in [-1, 1).
+
+    first is the number of its first component in the stream; a complex element has two.
+    """
+    width = 2 if tensor.is_complex() else 1
+    real = uniform(tensor.numel() * width, seed, stream, first, tensor.device).to(tensor.dtype.to_real())
+    return (torch.view_as_complex(real.view(-1, 2)) if width == 2 else real).reshape(tensor.shape)

@@ -1,0 +1,1 @@
+"""After a failure: experiments, and the probable causes that they tell of."""

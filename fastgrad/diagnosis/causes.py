@@ -1,0 +1,537 @@
+"""Evidence -> probable causes. Silent where there is none."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fastgrad.diagnosis.locations import place_causes
+from fastgrad.diagnosis.rearrangements import shared_by, structure_causes
+from fastgrad.report.data import (
+    Cause,
+    CauseName,
+    Comparison,
+    Entry,
+    Evidence,
+    Failure,
+    Sample,
+    Settings,
+    Tolerances,
+    modulus,
+)
+from fastgrad.report.report import Report
+
+RESIDUAL = 1e-3
+"""A constant factor is named when this much of the analytical entries, or less, is left unexplained."""
+
+EXACT = 1e-4
+"""How far a factor may be from 2, -1 or a size to be called that."""
+
+DEVIATES = 1e-6
+"""Two gradients that should be multiples of each other are not from here on; rounding explains less."""
+
+
+def diagnose(report: Report) -> tuple[Cause, ...]:
+    """What may be behind a failure, the most probable first; nothing where no evidence speaks for anything."""
+    failure = report.failure
+    if failure is None:
+        return ()
+    evidence = report.evidence or Evidence()
+    own = report.settings.of(failure.input or 0)
+    found = [
+        *_of_kind(failure),
+        *_of_func(failure, evidence, report.settings),
+        *_of_backward(failure, evidence, report.settings),
+    ]
+    sample = report.sample
+    if failure.kind == "mismatch":
+        found += _of_modes(failure, evidence, report.settings)
+        found += _of_experiments(failure, evidence)
+        if sample is not None and bool(sample.failing.any()):
+            found += _of_sample(sample, report, failure, own)
+        elif failure.comparison is not None:
+            found += _of_sums(failure.comparison)
+    best: dict[CauseName, Cause] = {}
+    for cause in sorted(found, key=lambda cause: -cause.confidence):
+        best.setdefault(cause.name, cause)
+    return tuple(_without_contradictions(list(best.values())))
+
+
+def _without_contradictions(causes: list[Cause]) -> Iterator[Cause]:
+    """Where the function itself is at fault, or backward no linear map, its entries are no evidence."""
+    first = causes[0].name if causes else None
+    numerical = {"kink", "low precision", "truncation", "rounding"}
+    for cause in causes:
+        if first in {"race", "nonlinear backward", *numerical} and cause.name != first:
+            continue
+        if cause.confidence >= 0.3:
+            yield cause
+
+
+# Kinds of failure that are evidence themselves.
+
+
+def _of_kind(failure: Failure) -> Iterator[Cause]:
+    if failure.kind == "nonzero numerical gradient":
+        yield Cause(
+            "zero gradient",
+            "no gradient gets through func: a detach(), .data, .item(), .numpy() or no_grad() on the way",
+            f"a difference of {failure.detail}, and no output requires grad",
+            0.9,
+        )
+
+
+# The function: whether it moves, bends, rounds.
+
+
+def _of_func(failure: Failure, evidence: Evidence, settings: Settings) -> Iterator[Cause]:
+    if evidence.func_moves:
+        yield Cause(
+            "race",
+            "func itself gives other values each time it is called: random numbers, atomic additions, or memory "
+            "that nobody wrote",
+            f"two calls at the same inputs differ by {evidence.func_moves:.1e}",
+            0.97,
+        )
+    if evidence.output_dtype is not None and failure.kind == "mismatch":
+        yield Cause(
+            "low precision",
+            f"func is computed in a lower precision, {evidence.output_dtype}, and returned in double: all values of "
+            "the output fit in that without rounding",
+            "none of them has a longer fraction",
+            0.96,
+        )
+    elif failure.trouble == "low precision":
+        yield Cause("low precision", failure.detail, "differences over many steps", 0.9)
+    elif failure.trouble == "kink":
+        yield Cause("kink", failure.detail, "differences on either side", 0.95)
+    elif failure.trouble == "not finite":
+        yield Cause("not finite", failure.detail, "values at x", 0.98)
+    worst = failure.comparison.worst if failure.comparison else None
+    own = settings.of(failure.input or 0)
+    if worst is not None and evidence.slopes:
+        yield from _of_stairs(own.eps, worst, evidence.slopes)
+    if worst is not None and failure.convergence and evidence.rounding is not None:
+        slopes = {difference.step: complex(difference.estimate).real for difference in failure.convergence}
+        yield from _of_steps(own.eps, complex(worst.analytical).real, slopes, evidence.rounding)
+
+
+def _of_stairs(eps: float, worst: Entry, slopes: tuple[tuple[float, float], ...]) -> Iterator[Cause]:
+    """Whether func stands still for steps of eps and goes the analytical entry's way for large ones."""
+    slope = max(slopes)[1]
+    analytical = complex(worst.analytical).real
+    if modulus(worst.numerical) == 0 and slope and abs(slope - analytical) <= abs(analytical) / 4:
+        yield Cause(
+            "low precision",
+            f"func is a staircase: it stands still for steps of {eps:g}, and for large ones it goes as the analytical "
+            "gradient says; something inside is rounded, to a lower precision or by a round()",
+            f"a slope of {slope:.3g} over a step of {max(slopes)[0]:.2g}, analytical {analytical:.3g}",
+            0.9,
+        )
+
+
+def _of_steps(eps: float, analytical: float, slopes: dict[float, float], ulp: float) -> Iterator[Cause]:
+    """Whether the analytical entry is what differences would be, were they not too coarse or too noisy."""
+    measured = min(slopes, key=lambda h: abs(math.log(h / eps)))
+    off = abs(slopes[measured] - analytical)
+    blur = 8 * ulp / measured
+    if off <= blur:
+        yield Cause(
+            "rounding",
+            f"the difference at eps = {eps:g} is lost in rounding: one ulp of func's value, over eps, is "
+            f"{ulp / eps:.1e}; a larger eps, or values without what they share, would tell",
+            f"|difference| {off:.1e}",
+            0.92,
+        )
+        return
+    finer = [(h, slope) for h, slope in slopes.items() if h < measured and abs(slope - analytical) <= 8 * ulp / h < off]
+    if finer:
+        h, slope = finer[0]
+        yield Cause(
+            "truncation",
+            f"eps = {eps:g} is too large for func's curvature: at {h:.1e} the difference is {slope:.6g}, which the "
+            "analytical gradient agrees with to within rounding",
+            f"off by {off:.1e} at eps, by {abs(slope - analytical):.1e} there",
+            0.88,
+        )
+
+
+# The backward as a map of grad_output.
+
+
+def _of_backward(failure: Failure, evidence: Evidence, settings: Settings) -> Iterator[Cause]:
+    moving = list(_of_runs(evidence, settings))
+    yield from moving
+    if moving:
+        return  # gradients that move tell nothing else
+    linear = failure.kind != "mismatch"
+    if evidence.after_others is not None and evidence.after_others > DEVIATES:
+        yield Cause(
+            "saved tensor",
+            "backward reads something that other calls of func write: a tensor kept in a global, on the class or in "
+            "a shared buffer, where ctx.save_for_backward would keep one a graph",
+            f"the gradient changes by {evidence.after_others:.1e} of itself when func is called elsewhere before it",
+            0.93,
+        )
+    if evidence.at_zero is not None and evidence.at_zero != 0:
+        yield Cause(
+            "nonlinear backward",
+            "backward adds something that does not depend on grad_output, or leaves grad_output out",
+            f"a gradient of {evidence.at_zero:.2g} for a zero grad_output",
+            0.95,
+        )
+    bent = [(c, deviation, size) for c, deviation, size in evidence.scaled or () if not deviation <= DEVIATES]
+    if bent:
+        yield Cause("nonlinear backward", _how_nonlinear(evidence.scaled or ()), _scaled_measure(bent), 0.94)
+        return
+    for deviation, how in ((evidence.gapped, "non-contiguous"), (evidence.expanded, "expanded (stride 0)")):
+        if deviation is not None and not deviation <= DEVIATES:
+            raises = math.isinf(deviation)
+            yield Cause(
+                "layout of grad_output",
+                f"backward {'raises' if raises else 'is wrong'} for a grad_output that is {how}, and not for a "
+                "contiguous copy: a data_ptr(), view() or kernel that takes it for contiguous",
+                "the contiguous copy raises nothing" if raises else f"the two differ by {deviation:.1e} of themselves",
+                0.93 if linear or how == "non-contiguous" else 0.8,
+            )
+            break
+    if evidence.added is not None and not evidence.added <= DEVIATES:
+        yield Cause(
+            "nonlinear backward",
+            "backward is not additive in grad_output: a quantization, a maximum, or a product of its elements",
+            f"gradients for two dense grad_outputs do not add up, by {evidence.added:.1e}",
+            0.94,
+        )
+    elif evidence.split is not None and not evidence.split <= DEVIATES:
+        right = "dense" if evidence.dense_error is not None and evidence.dense_error <= 10 * DEVIATES else "sparse"
+        yield Cause(
+            "sparse grad_output",
+            "backward looks at which elements of grad_output are zero: it is right "
+            + ("for dense ones only" if right == "dense" else "for ones with a single element only, if for any"),
+            f"gradients for parts of a grad_output do not add up, by {evidence.split:.1e}",
+            0.92,
+        )
+
+
+def _of_runs(evidence: Evidence, settings: Settings) -> Iterator[Cause]:
+    graphs = evidence.runs
+    if graphs is None or not max(map(max, graphs)) > settings.nondet_tol:
+        return
+    runs = [deviation for graph in graphs for deviation in graph]
+    measure = f"{len(runs)} runs of one VJP differ by up to {max(runs):.1e} of the gradient"
+    if all(graph == graphs[0][: len(graph)] for graph in graphs):
+        yield Cause(
+            "saved tensor",
+            "backward changes a tensor that forward saved: it gives other values when it is called again, and the "
+            "first ones again after another forward",
+            measure,
+            0.96,
+        )
+    elif all(earlier < later for earlier, later in itertools.pairwise(runs)):
+        yield Cause(
+            "saved tensor",
+            "each call of backward moves the gradient further: it changes what it reads, an input or something kept "
+            "from call to call",
+            measure,
+            0.96,
+        )
+    else:
+        yield Cause(
+            "race",
+            "backward gives other values each time: atomic additions, threads that do not wait, or memory that nobody "
+            "wrote",
+            measure,
+            0.95,
+        )
+
+
+def _how_nonlinear(scaled: tuple[tuple[float, float, float], ...]) -> str:
+    sizes = {c: size for c, _, size in scaled}
+    deviations = {c: deviation for c, deviation, _ in scaled}
+    powers = [math.log(size) / math.log(c) for c, size in sizes.items() if c > 0 and size > 0 and math.isfinite(size)]
+    if deviations.get(-1.0, 0.0) > DEVIATES and all(d <= DEVIATES for c, d in deviations.items() if c > 0):
+        return "backward treats positive and negative grad_outputs differently: an abs(), a relu, or a comparison"
+    if powers and max(powers) - min(powers) < 0.01:
+        power = round(sum(powers) / len(powers), 2)
+        if abs(power) < 0.01:
+            return "backward takes no notice of how large grad_output is: its sign(), or not it at all"
+        return f"backward raises grad_output to the power {power:g}"
+    return "backward is not linear in grad_output: a clamp, a quantization, or a product of two grad_outputs"
+
+
+def _scaled_measure(bent: list[tuple[float, float, float]]) -> str:
+    c, deviation, size = bent[0]
+    return f"a grad_output {c:g} times as large: a gradient {size:.3g} times as large, off by {deviation:.1e}"
+
+
+# Forward mode beside reverse mode.
+
+
+def _of_modes(failure: Failure, evidence: Evidence, settings: Settings) -> Iterator[Cause]:
+    worst, other = failure.comparison.worst if failure.comparison else None, evidence.other_mode
+    if worst is None or other is None or failure.trouble is not None:
+        return
+    own, name = ("backward", "forward") if failure.mode == "reverse" else ("jvp", "reverse")
+    numerical, analytical = complex(worst.numerical), complex(worst.analytical)
+    tolerances = settings.of(failure.input or 0)
+    allowed = tolerances.atol + tolerances.rtol * modulus(numerical)
+    both = settings.check_forward_ad and settings.check_backward_ad
+    adjoint = "" if evidence.adjoint_error is None else f"; adjoint test off by {evidence.adjoint_error:.1e}"
+    if modulus(other - numerical) <= allowed:
+        yield Cause(
+            "modes disagree",
+            f"{name} mode is right there, and differs: {own} alone is wrong",
+            f"{name} mode gives {_number(other)}{adjoint}",
+            0.97 if both else 0.45,
+        )
+    elif modulus(other - analytical) <= EXACT * modulus(analytical) and modulus(other) > 0:
+        yield Cause(
+            "both modes wrong",
+            "forward and reverse mode agree with each other, and both differ from func: a formula that both use, or "
+            "a func that computes something else",
+            f"{name} mode gives {_number(other)}{adjoint}",
+            0.97 if both else 0.45,
+        )
+
+
+def _number(value: complex) -> str:
+    return f"{value:.6g}" if value.imag else f"{value.real:.6g}"
+
+
+def _of_experiments(failure: Failure, evidence: Evidence) -> Iterator[Cause]:
+    if evidence.explanation is not None:
+        explanation = evidence.explanation
+        text, confidence = explanation.text, 0.94
+        if explanation.name == "saved tensor":
+            text += ": what forward saved was changed afterwards, or is not what backward takes it for"
+            confidence = 0.85
+        yield Cause(
+            explanation.name, text, f"explains random sums of all entries to {explanation.error:.0e}", confidence
+        )
+    other = evidence.other_part
+    if other is not None and failure.mode == "reverse" and failure.comparison and failure.comparison.worst:
+        worst = failure.comparison.worst
+        found, wanted = complex(worst.analytical), complex(worst.numerical)
+        off, size = modulus(other[0] - other[1]), modulus(other[1])
+        if modulus(found + wanted) <= RESIDUAL * modulus(wanted) and off <= RESIDUAL * size:
+            yield Cause(
+                "missing conjugate",
+                f"the {failure.part} part has the wrong sign and the other part is right: a missing conj(), of "
+                "grad_output or of what multiplies it",
+                f"the other part is off by {off:.0e}",
+                0.97,
+            )
+        elif modulus(found) == 0 and size and off <= RESIDUAL * size:
+            dropped = "imaginary" if failure.part == "imaginary" else "real"
+            yield Cause(
+                "complex factor",
+                f"the {dropped} part of grad_output is dropped, and the other part is right: a .real or .imag in "
+                "backward",
+                f"the other part is off by {off:.0e}",
+                0.95,
+            )
+
+
+# Sums over the wrong entries: all that is known where no sample could be taken.
+
+
+def constant_factor(comparison: Comparison) -> tuple[float, float] | None:
+    """(k, residual) if analytical = k * numerical over the mismatched entries, by least squares.
+
+    residual is |analytical - k numerical| / |analytical|; at least two entries are needed.
+    """
+    if comparison.mismatches < 2 or not 0 < comparison.sum_analytical * comparison.sum_numerical < math.inf:
+        return None
+    if abs(comparison.sum_product.imag) > RESIDUAL * abs(comparison.sum_product):
+        return None
+    factor = comparison.sum_product.real / comparison.sum_numerical
+    product = abs(comparison.sum_product)
+    unexplained = 1 - product * product / (comparison.sum_analytical * comparison.sum_numerical)
+    residual = math.sqrt(max(0.0, unexplained))
+    return (factor, residual) if residual <= RESIDUAL else None
+
+
+def is_zero(comparison: Comparison) -> bool:
+    """Whether every mismatched analytical entry is zero."""
+    return comparison.mismatches > 0 and comparison.sum_analytical == 0 and comparison.sum_numerical > 0
+
+
+def _of_sums(comparison: Comparison) -> Iterator[Cause]:
+    if is_zero(comparison):
+        yield _zero(comparison.mismatches, 0.6)
+    factor = constant_factor(comparison)
+    if factor is not None:
+        yield _factor(*factor, {}, 0.6)
+
+
+def _zero(count: int, confidence: float) -> Cause:
+    return Cause(
+        "zero gradient",
+        "the analytical gradient is zero wherever it is wrong: a missing term, or a None",
+        f"{count} {'entry' if count == 1 else 'entries'}, all zero",
+        confidence,
+    )
+
+
+def _factor(k: float, residual: float, sizes: dict[str, int], confidence: float) -> Cause:
+    if abs(k + 1) <= EXACT:
+        return Cause(
+            "sign", "the analytical gradient has the wrong sign", f"residual {residual:.0e}", confidence + 0.01
+        )
+    known = [what for what, size in sizes.items() if size > 2 and abs(k / size - 1) <= EXACT]
+    inverse = [what for what, size in sizes.items() if size > 2 and abs(k * size - 1) <= EXACT]
+    why = f": a missing factor {1 / k:.4g}"
+    if known:
+        why += f", a mean over {known[0]} perhaps"
+    elif inverse:
+        why += f", a mean for a sum over {inverse[0]} perhaps"
+    text = f"the analytical gradient is {k:.4g} x the numerical one there{why}"
+    return Cause("constant factor", text, f"residual {residual:.0e}", confidence)
+
+
+# The entries.
+
+
+def _of_sample(sample: Sample, report: Report, failure: Failure, settings: Tolerances) -> list[Cause]:
+    evidence = report.evidence or Evidence()
+    values, structure = list(_of_values(sample, failure, evidence)), list(structure_causes(sample, settings))
+    found = [*structure, *values]
+    # A rearrangement explains right entries, too; a rule for where entries are wrong comes before what they are.
+    if not any(cause.name in ("transposed", "rolled", "permuted") for cause in structure):
+        found += place_causes(sample, _names(report, failure), settings)
+    found += _of_precision(sample)
+    return found
+
+
+def _of_values(sample: Sample, failure: Failure, evidence: Evidence) -> Iterator[Cause]:
+    """What the wrong entries are of the right ones."""
+    a, n = sample.analytical[sample.failing], sample.numerical[sample.failing]
+    finite = a.isfinite() & n.isfinite()
+    a, n = a[finite], n[finite]
+    count = a.numel()
+    if not count or not bool((n != 0).any()):
+        return
+    if bool((a == 0).all()):
+        others = (sample.analytical != 0) & torch.isin(sample.inputs, sample.inputs[sample.failing])
+        if not bool(others.any()) and evidence.vanishes is not False:
+            yield _zero(count, 0.87)
+        elif sample.complete:
+            yield _zero(count, 0.5)
+        return
+    sizes = _sizes(sample)
+    if a.is_complex():
+        yield from _of_complex(a, n, failure, sizes)
+        return
+    k, residual = _fit(a, n)
+    lone = count == 1 and any(abs(k / value - 1) <= EXACT / 10 for value in (-1.0, 2.0, 0.5))
+    if residual <= RESIDUAL and abs(k) > 0 and (count > 1 or lone):
+        yield _factor(k.real, residual, sizes, 0.6 if lone else 0.86)
+        shared = shared_by(sample)
+        counts = [size for size in {shared, *sample.output_shape} if size > 1 and shared and shared % size == 0]
+        if any(min(abs(k.real * size - 1), abs(k.real / size - 1)) <= EXACT for size in counts):
+            what = "a mean where a sum belongs" if abs(k.real) < 1 else "a sum where a mean belongs"
+            yield Cause(
+                "missing reduction",
+                f"the gradient of the input, each element of which goes to {shared} outputs, is {k.real:.4g} x what "
+                f"it should be: {what}",
+                f"residual {residual:.0e}",
+                0.88,
+            )
+
+
+def _of_complex(a: Tensor, n: Tensor, failure: Failure, sizes: dict[str, int]) -> Iterator[Cause]:
+    k, residual = _fit(a, n)
+    conjugate, conjugate_residual = _fit(a, n.conj().resolve_conj())
+    lone = a.numel() == 1
+    if lone:
+        return
+    if residual <= RESIDUAL:
+        if abs(k.imag) <= RESIDUAL * abs(k):
+            yield _factor(k.real, residual, sizes, 0.86)
+        else:
+            yield Cause(
+                "complex factor",
+                f"the analytical gradient is {k:.4g} x the numerical one there: a missing factor {1 / k:.4g}",
+                f"residual {residual:.0e}",
+                0.89,
+            )
+    elif conjugate_residual <= RESIDUAL:
+        c = conjugate if failure.part != "imaginary" else -conjugate
+        plain = abs(c - 1) <= EXACT
+        yield Cause(
+            "missing conjugate" if plain else "complex factor",
+            "the analytical gradient is the complex conjugate of what it should be"
+            + (": a conj() is missing" if plain else f", times {c:.4g}"),
+            f"residual {conjugate_residual:.0e}",
+            0.95 if plain else 0.85,
+        )
+    else:
+        for part, kept in (("real", n.real + 0j), ("imaginary", 1j * n.imag)):
+            scale, part_residual = _fit(a, kept)
+            if part_residual <= RESIDUAL and bool((kept != 0).any()):
+                yield Cause(
+                    "complex factor",
+                    f"the analytical gradient is the {part} part of what it should be"
+                    + ("" if abs(scale - 1) <= EXACT else f", times {scale:.4g}"),
+                    f"residual {part_residual:.0e}",
+                    0.9,
+                )
+
+
+def _fit(a: Tensor, n: Tensor) -> tuple[complex, float]:
+    """The best k, and |a - k n| / |a| for it; no k where n is zero."""
+    total = float((n.abs() ** 2).sum())
+    size = float(a.abs().square().sum().sqrt())
+    if not total or not size:
+        return 0j, math.inf
+    k = complex((a * n.conj()).sum().item()) / total
+    difference = a - (k if a.is_complex() else k.real) * n
+    return k, float(difference.abs().square().sum().sqrt()) / size
+
+
+def _sizes(sample: Sample) -> dict[str, int]:
+    """Sizes that a factor may be, in words."""
+    sizes: dict[str, int] = {}
+    for who, shape in (("input", sample.input_shape), ("output", sample.output_shape)):
+        for dim, size in enumerate(shape):
+            sizes.setdefault(f"the {size} places along dimension {dim} of the {who}", size)
+        sizes.setdefault(f"the {math.prod(shape)} elements of the {who}", math.prod(shape))
+    return sizes
+
+
+def _names(report: Report, failure: Failure) -> tuple[str, str]:
+    """What to call the input and the output; outputs have no names yet where inputs have."""
+    if report.input_names and failure.input_position is not None:
+        return report.input_names[failure.input_position], "the output"
+    return f"in{failure.input}", f"out{failure.output}"
+
+
+# How finely the analytical entries are given.
+
+
+def _of_precision(sample: Sample) -> Iterator[Cause]:
+    """Analytical entries that all fit in a short format, and are off by about its rounding."""
+    a, n = sample.analytical, sample.numerical
+    if a.is_complex():
+        a, n = torch.view_as_real(a).reshape(-1), torch.view_as_real(n).reshape(-1)
+    telling = (a != 0) & (n != 0) & a.isfinite()
+    a, n = a[telling], n[telling]
+    if a.numel() < 3 or torch.unique(a).numel() < 3:
+        return
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        short = str(dtype).removeprefix("torch.")
+        off = ((a - n).abs() / n.abs()).max()
+        fits = bool((a.to(dtype).to(a.dtype) == a).all())
+        simple = bool((a.to(torch.float64) * 16 == (a * 16).round()).all())
+        if fits and not simple and float(off) <= 8 * torch.finfo(dtype).eps:
+            yield Cause(
+                "low precision",
+                f"backward computes in {short}: all entries of the analytical gradient fit in it without rounding",
+                f"{a.numel()} entries, off by up to {float(off):.0e} of themselves",
+                0.95,
+            )
+            return

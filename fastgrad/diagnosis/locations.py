@@ -1,0 +1,279 @@
+"""Where wrong entries of a Jacobian are: in a slice, at the ends, in a kernel's last tile, in a region of values."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fastgrad.report.data import Cause, CauseName, Sample, Tolerances
+
+CHANCE = 0.1
+"""A rule for which entries are wrong is named where chance would fit one like it this rarely."""
+
+CHANCE_OF_PLACES = 0.35
+"""The same for slices and ends of a dimension, which are where mistakes are."""
+
+JUMP = 30.0
+"""By how much errors inside of a region, over what is allowed, exceed those outside at least."""
+
+LEAST_BLOCK = 4
+"""Of a kernel, in elements along a dimension; a power of two."""
+
+
+@dataclass(frozen=True)
+class _Places:
+    """The elements of one side that the Jacobian has entries about: which are wrong, their values at x, and more.
+
+    excess: the largest error there over what is allowed. mixing: as `_mixing`.
+    """
+
+    side: str
+    shape: tuple[int, ...]
+    elements: Tensor
+    bad: Tensor
+    values: Tensor | None
+    excess: Tensor
+    mixing: frozenset[int] | None
+
+    @property
+    def index(self) -> Tensor:
+        """Multi-indices, shape (elements, dimensions)."""
+        return torch.stack(_unraveled(self.elements, self.shape), 1)
+
+    def chance(self) -> float:
+        """How often as many wrong elements would be those of one given rule by chance."""
+        total, bad = self.bad.numel(), int(self.bad.sum())
+        return math.exp(math.lgamma(bad + 1) + math.lgamma(total - bad + 1) - math.lgamma(total + 1))
+
+
+def _places(sample: Sample, side: str, settings: Tolerances) -> _Places | None:
+    elements, values, shape = (
+        (sample.inputs, sample.input_values, sample.input_shape)
+        if side == "input"
+        else (sample.outputs, sample.output_values, sample.output_shape)
+    )
+    telling = (sample.analytical != 0) | (sample.numerical != 0)
+    own = elements[telling]
+    unique, number = torch.unique(own, return_inverse=True)
+    bad = torch.zeros(unique.numel(), dtype=torch.bool, device="cpu")
+    failing = sample.failing[telling]
+    bad[number[failing]] = True
+    if not shape or unique.numel() < 2 or not bool(bad.any()) or bool(bad.all()):
+        return None
+    if int(failing.sum()) * 2 <= int(bad[number].sum()) and int(bad.sum()) < 3:
+        return None  # single entries are wrong, not what is at these places
+    if values is not None:
+        of_each = torch.empty(unique.numel(), dtype=values.dtype, device="cpu")
+        of_each[number] = values[telling]
+        values = of_each
+    allowed = settings.atol + settings.rtol * sample.numerical.abs()
+    of_entries = ((sample.analytical - sample.numerical).abs() / allowed).nan_to_num(math.inf)[telling]
+    excess = torch.zeros(unique.numel(), dtype=torch.float64, device="cpu").scatter_reduce(
+        0, number, of_entries, "amax"
+    )
+    return _Places(side, shape, unique, bad, values, excess, _mixing(sample, telling))
+
+
+def _unraveled(elements: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
+    """The indices of elements along each dimension; torch.unravel_index imports a second's worth of compiler."""
+    found = []
+    for size in reversed(shape):
+        found.append(elements % size)
+        elements = elements // size
+    return found[::-1]
+
+
+def _mixing(sample: Sample, telling: Tensor) -> frozenset[int] | None:
+    """Dimensions along which outputs depend on inputs at other places; None where the sides have other dimensions."""
+    if len(sample.input_shape) != len(sample.output_shape):
+        return None
+    ins = _unraveled(sample.inputs[telling], sample.input_shape)
+    outs = _unraveled(sample.outputs[telling], sample.output_shape)
+    return frozenset(dim for dim, (i, o) in enumerate(zip(ins, outs, strict=True)) if bool((i != o).any()))
+
+
+def place_causes(sample: Sample, names: tuple[str, str], settings: Tolerances) -> list[Cause]:
+    found: list[Cause] = []
+    for side in ("input", "output"):
+        places = _places(sample, side, settings)
+        if places is None:
+            continue
+        name = names[0] if side == "input" else names[1]
+        # What an output's place is to an input's, where each has one of the other.
+        share = 0.0 if side == "input" else 0.01
+        for rule in (_tail, _ends, _slice, _region):
+            cause = rule(places, name)
+            if cause is not None:
+                found.append(replace(cause, confidence=cause.confidence - share))
+    return found
+
+
+def _rule(
+    name: CauseName, text: str, places: _Places, likely: float, base: float, most: float = CHANCE
+) -> Cause | None:
+    """A cause for a rule that all wrong elements, and no right ones, obey; None where chance would do."""
+    if likely > most:
+        return None
+    bad, total = int(places.bad.sum()), places.bad.numel()
+    of = f"{f'all {bad} wrong ones' if bad > 1 else 'the only wrong one'} of {total} elements, and no right one"
+    return Cause(name, text, of, base * (1 - likely))
+
+
+def _extent(index: Tensor) -> tuple[int, int]:
+    return int(index.min()), int(index.max())
+
+
+def _tail(places: _Places, name: str) -> Cause | None:
+    """Wrong from a multiple of a block's size on, along a dimension, along several, or over all elements."""
+    index, bad = places.index, places.bad
+    total = math.prod(places.shape)
+    bounds = []
+    for dim, size in enumerate(places.shape):
+        bounds.append((f"dimension {dim} of {name}", index[:, dim], size))
+    if len(places.shape) > 1:
+        bounds.append((f"the elements of {name} in memory", places.elements, total))
+    for what, along, size in bounds:
+        block = _tail_block(_extent(along[~bad])[1], _extent(along[bad])[0], size)
+        if block is not None:
+            start = size - size % block
+            text = f"wrong in the last tile only: from {start} on of {size} along {what}, the last multiple of {block}"
+            return _rule("last tile", text, places, 2 * places.chance(), 0.94 if block >= 8 else 0.88, CHANCE_OF_PLACES)
+    # Right in a box from the first element on, and nowhere else.
+    right = index[~bad]
+    ends = right.amax(0)
+    if bool(right.amin(0).any()) or bool((index[bad] <= ends).all(1).any()):
+        return None
+    blocks = []
+    for dim, size in enumerate(places.shape):
+        if int(ends[dim]) + 1 < size:
+            blocks.append(_tail_block(int(ends[dim]), int(ends[dim]) + 1, size))
+    if len(blocks) < 2 or any(block is None for block in blocks):
+        return None
+    text = f"wrong in the last tiles only: {name} is right up to the last multiples of {blocks[0]} along each dimension"
+    return _rule("last tile", text, places, 2 * places.chance(), 0.93)
+
+
+def _tail_block(last_right: int, first_wrong: int, size: int) -> int | None:
+    """The largest block whose last multiple within size lies between a right place and a wrong one; None: none."""
+    block = 1 << max(0, (size - 1).bit_length())
+    while block >= LEAST_BLOCK:
+        start = size - size % block
+        if 0 < start < size and last_right < start <= first_wrong:
+            return block
+        block //= 2
+    return None
+
+
+def _ends(places: _Places, name: str) -> Cause | None:
+    """Wrong at the first or last places along a dimension, or at all borders."""
+    index, bad = places.index, places.bad
+    for dim, size in enumerate(places.shape):
+        right, wrong = index[~bad][:, dim], index[bad][:, dim]
+        low, high = _extent(right)
+        inside = (wrong >= low) & (wrong <= high)
+        most = max(1, size // 3)
+        first, last = low, size - 1 - high
+        if size < 3 or bool(inside.any()) or first > most or last > most or not first + last:
+            continue
+        if first and last and not (bool((wrong < low).any()) and bool((wrong > high).any())):
+            continue  # one of the ends has no entries
+        where = " and ".join(
+            [f"the first {_several(first)}"] * bool(first) + [f"the last {_several(last)}"] * bool(last)
+        )
+        text = f"wrong only at {where} along dimension {dim} of {name}: padding, or a halo"
+        mixes = places.mixing is None or dim in places.mixing
+        if first and last:
+            base = 0.93
+        elif first + last > 1 or len(places.shape) == 1:
+            base = 0.9
+        else:  # a single row at the end may be any row
+            base = 0.91 if mixes and (places.mixing is not None or dim >= 2) else 0.7
+        return _rule("boundary", text, places, 2 * places.chance(), base, CHANCE_OF_PLACES)
+    right = index[~bad]
+    if right.numel() and len(places.shape) > 1:
+        low_corner, high_corner = right.amin(0), right.amax(0)
+        within = ((index[bad] >= low_corner) & (index[bad] <= high_corner)).all(1)
+        sizes = torch.tensor(places.shape, device="cpu")
+        margins = torch.maximum(low_corner, sizes - 1 - high_corner)
+        if not bool(within.any()) and int((margins > 0).sum()) > 1 and bool((margins <= sizes // 3).all()):
+            text = f"wrong only along the borders of {name}: padding, or a halo"
+            return _rule("boundary", text, places, 2 * places.chance(), 0.93)
+    return None
+
+
+def _several(count: int) -> str:
+    return "place" if count == 1 else f"{count} places"
+
+
+def _slice(places: _Places, name: str) -> Cause | None:
+    """Wrong in one row, column, channel or item only, or in one of each of two dimensions."""
+    index, bad = places.index, places.bad
+    if int(bad.sum()) < 2 and places.bad.numel() < 2 * sum(places.shape):
+        return None
+    wrong = index[bad]
+    fixed = [
+        dim
+        for dim in range(len(places.shape))
+        if places.shape[dim] > 1 and bool((wrong[:, dim] == wrong[0, dim]).all())
+    ]
+    if not fixed or len(fixed) == len(places.shape):
+        fixed_all = len(fixed) == len(places.shape)
+        if not fixed or fixed_all:
+            return None
+    rules = sum(torch.unique(index[:, dim]).numel() for dim in range(len(places.shape)))
+    for count in range(1, len(fixed) + 1):
+        for dims in map(list, itertools.combinations(fixed, count)):
+            inside = (index[:, dims] == wrong[0, dims]).all(1)
+            if bool((inside & ~bad).any()):
+                continue
+            spot = ", ".join(str(int(wrong[0, dim])) if dim in dims else ":" for dim in range(len(places.shape)))
+            likely = rules**count * places.chance()
+            return _rule("slice", f"wrong only in {name}[{spot}]", places, likely, 0.9, CHANCE_OF_PLACES)
+    return None
+
+
+def _region(places: _Places, name: str) -> Cause | None:
+    """Wrong only where the element's value is on one side of a threshold, or between two."""
+    values, bad = places.values, places.bad
+    if values is None or values.is_complex() or not bool(values.isfinite().all()):
+        return None
+    if not float(places.excess[~bad].max()) <= min(0.1, float(places.excess[bad].min()) / JUMP):
+        return None  # wrong formulas are nearly right somewhere, too
+    for what, of in ((name, values), (f"|{name}|", values.abs())):
+        right, wrong = of[~bad], of[bad]
+        if float(wrong.max()) < float(right.min()):
+            low, high, sign = float(wrong.max()), float(right.min()), "<"
+        elif float(wrong.min()) > float(right.max()):
+            low, high, sign = float(right.max()), float(wrong.min()), ">"
+        else:
+            continue
+        threshold, natural = _threshold(low, high)
+        if wrong.numel() == 1 and not natural:
+            return None  # the largest, or smallest, of all is one in two anyway
+        likely = (2 if natural else 4) * places.chance()
+        base = 0.92 if natural else 0.89
+        return _rule("region", f"wrong only where {what} {sign} {threshold:.4g}", places, likely, base)
+    right, wrong = values[~bad], values[bad]
+    low, high = float(wrong.min()), float(wrong.max())
+    if not bool(((right >= low) & (right <= high)).any()) and bool((right < low).any()) and bool((right > high).any()):
+        begin, _ = _threshold(float(right[right < low].max()), low)
+        end, _ = _threshold(high, float(right[right > high].min()))
+        likely = places.bad.numel() ** 2 * places.chance()
+        return _rule("region", f"wrong only where {begin:.4g} < {name} < {end:.4g}", places, likely, 0.85)
+    return None
+
+
+def _threshold(low: float, high: float) -> tuple[float, bool]:
+    """A number between two, a round one if there is one; and whether it is one that code is full of."""
+    for natural in (0.0, 1.0, -1.0, 2.0, -2.0, 0.5, -0.5, 3.0, -3.0, 6.0):
+        if low <= natural <= high:
+            return natural, True
+    for digits in range(-3, 12):
+        rounded = round((low + high) / 2, digits)
+        if low <= rounded <= high:
+            return rounded, False
+    return (low + high) / 2, False

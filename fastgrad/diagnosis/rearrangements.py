@@ -1,0 +1,331 @@
+"""Jacobians whose entries are the right ones in the wrong places, or not summed: both sides, as matrices."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fastgrad.report.data import Cause, CauseName, Sample, Tolerances
+
+OUTER = 1e-3
+"""The second singular value of an outer product, relative to the first, that rounding and eps leave."""
+
+LARGEST_MATRIX = 1 << 18
+"""Entries of a Jacobian up to which it is compared with its rearrangements."""
+
+MOST_SHIFTS = 256
+
+SOME = 256
+"""Wrong entries that refute most rearrangements."""
+
+Side = Literal["input", "output"]
+
+
+def _broadcast_dims(sample: Sample) -> list[int]:
+    """The dimensions of the output that the input is expanded along, as broadcasting reads shapes."""
+    missing = len(sample.output_shape) - len(sample.input_shape)
+    padded = (1,) * missing + sample.input_shape
+    if missing < 0 or any(own not in (1, size) for own, size in zip(padded, sample.output_shape, strict=True)):
+        return []
+    return [dim for dim, (own, size) in enumerate(zip(padded, sample.output_shape, strict=True)) if own == 1 < size]
+
+
+def shared_by(sample: Sample) -> int:
+    """How many outputs each element of the input goes to, where each output takes one element; otherwise 0."""
+    numerical = sample.numerical != 0
+    outputs, inputs = sample.outputs[numerical], sample.inputs[numerical]
+    counts = torch.unique(inputs, return_counts=True)[1]
+    if torch.unique(outputs).numel() < outputs.numel() or not counts.numel() or bool((counts != counts[0]).any()):
+        return 0
+    return int(counts[0])
+
+
+@dataclass(frozen=True)
+class _Matrices:
+    """Both Jacobians, shape (*output, *input); NaN where an entry is not known."""
+
+    analytical: Tensor
+    numerical: Tensor
+    settings: Tolerances
+    outputs: int
+
+    def explains(self, rearranged: Tensor) -> int:
+        """How many wrong entries are those of the rearranged numerical Jacobian; 0 where any known entry is not."""
+        some = rearranged[self._some_wrong] - self.analytical[self._some_wrong]
+        if bool((some.abs() > self.settings.atol + self.settings.rtol * rearranged[self._some_wrong].abs()).any()):
+            return 0  # mostly; all entries take a hundred times as long
+        known = ~(rearranged.isnan() | self.analytical.isnan())
+        # Zeros agree with zeros anywhere.
+        telling = known & ((self.analytical != 0) | (rearranged != 0))
+        all_telling = ~self.analytical.isnan() & (self.analytical != 0)
+        if int(telling.sum()) < max(2, int(all_telling.sum()) // 2):
+            return 0
+        if bool((~self._close(rearranged) & known).any()):
+            return 0
+        wrong = ~self._close(self.numerical) & telling
+        return int(wrong.sum())
+
+    @cached_property
+    def _some_wrong(self) -> tuple[Tensor, ...]:
+        known = ~(self.numerical.isnan() | self.analytical.isnan())
+        wrong = (~self._close(self.numerical) & known).nonzero()
+        return wrong[:SOME].unbind(1)
+
+    def _close(self, other: Tensor) -> Tensor:
+        allowed = self.settings.atol + self.settings.rtol * other.abs()
+        return (self.analytical - other).abs() <= allowed
+
+
+def _matrices(sample: Sample, settings: Tolerances) -> _Matrices | None:
+    shape = (*sample.output_shape, *sample.input_shape)
+    if math.prod(shape) > LARGEST_MATRIX:
+        return None
+    fill = 0.0 if sample.complete else math.nan
+    found = []
+    where = sample.outputs * math.prod(sample.input_shape) + sample.inputs
+    for values in (sample.analytical, sample.numerical):
+        matrix = torch.full((math.prod(shape),), fill, dtype=values.dtype, device="cpu")
+        matrix[where] = values
+        found.append(matrix.reshape(shape))
+    return _Matrices(found[0], found[1], settings, len(sample.output_shape))
+
+
+def structure_causes(sample: Sample, settings: Tolerances) -> Iterator[Cause]:
+    matrices = _matrices(sample, settings)
+    if matrices is None:
+        return
+    for explain in (_of_rearrangements, _of_transpose, _of_broadcasting, _of_permutations, _of_reductions):
+        found = list(explain(matrices, sample))
+        yield from found
+        if found:
+            return
+
+
+@dataclass(frozen=True)
+class Rearrangement:
+    """What may have happened to the dimensions of one side; apply takes a tensor and where these dimensions begin."""
+
+    name: CauseName
+    text: str
+    apply: Callable[[Tensor, int], Tensor]
+
+
+def rearrangements(shape: tuple[int, ...], side: Side, most_shifts: int = MOST_SHIFTS) -> Iterator[Rearrangement]:
+    """What may have happened to the gradient of an input, or to grad_output: transposed, shifted or reversed."""
+    what = "the gradient of the input" if side == "input" else "grad_output"
+    dims = range(len(shape))
+    for p, q in itertools.combinations(dims, 2):
+        if shape[p] == shape[q] > 1:
+            text = f"{what} is transposed: dimensions {p} and {q} of the {side} have changed places"
+            yield Rearrangement("transposed", text, partial(_swapped, p, q))
+    for dim, size in enumerate(shape):
+        for shift in _nearest_first(size, most_shifts):
+            text = f"{what} is shifted by {shift} along dimension {dim}"
+            yield Rearrangement("rolled", text, partial(_rolled, shift, dim))
+    if len(shape) > 1:
+        for shift in _nearest_first(math.prod(shape), most_shifts):
+            text = f"{what} is shifted by {shift} in memory, over all of its elements"
+            yield Rearrangement("rolled", text, partial(_rolled_flat, shift, len(shape)))
+    for dim, size in enumerate(shape):
+        if size > 1:
+            yield Rearrangement("permuted", f"{what} is reversed along dimension {dim}", partial(_flipped, (dim,)))
+    if len(shape) > 1:
+        yield Rearrangement("permuted", f"{what} is reversed along all dimensions", partial(_flipped, tuple(dims)))
+
+
+def _swapped(p: int, q: int, tensor: Tensor, first: int) -> Tensor:
+    return tensor.transpose(first + p, first + q)
+
+
+def _rolled(shift: int, dim: int, tensor: Tensor, first: int) -> Tensor:
+    return tensor.roll(shift, first + dim)
+
+
+def _rolled_flat(shift: int, dims: int, tensor: Tensor, first: int) -> Tensor:
+    return tensor.flatten(first, first + dims - 1).roll(shift, first).reshape(tensor.shape)
+
+
+def _flipped(dims: tuple[int, ...], tensor: Tensor, first: int) -> Tensor:
+    return tensor.flip([first + dim for dim in dims])
+
+
+def _nearest_first(size: int, most: int) -> Iterable[int]:
+    shifts = itertools.chain.from_iterable((k, -k) for k in range(1, size // 2 + 1))
+    return itertools.islice((shift for shift in shifts if -shift * 2 != size), most)
+
+
+def _of_rearrangements(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
+    """The right entries, all dimensions of one side rearranged."""
+    sides: tuple[tuple[Side, int, tuple[int, ...]], ...] = (
+        ("input", matrices.outputs, sample.input_shape),
+        ("output", 0, sample.output_shape),
+    )
+    for side, first, shape in sides:
+        for rearrangement in rearrangements(shape, side):
+            count = matrices.explains(rearrangement.apply(matrices.numerical, first))
+            if count > 1:
+                yield Cause(rearrangement.name, rearrangement.text, f"explains all {count} wrong entries", 0.94)
+                return
+
+
+def _of_transpose(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
+    """Forward's matrix where its transpose belongs, in all dimensions or along one."""
+    if sample.input_shape != sample.output_shape or not sample.output_shape:
+        return
+    n, outputs = matrices.numerical, matrices.outputs
+    candidates = [("", n.permute(*range(outputs, n.dim()), *range(outputs)))]
+    candidates += [(f"along dimension {dim} ", n.transpose(dim, outputs + dim)) for dim in range(outputs)]
+    for along, transposed in candidates:
+        count = matrices.explains(transposed)
+        if count < 2:
+            continue
+        measure = f"explains all {count} wrong entries"
+        flat = n.reshape(math.prod(sample.output_shape), -1) != 0
+        if bool((flat.sum(0) <= 1).all()) and bool((flat.sum(1) <= 1).all()):
+            yield Cause("permuted", _INVERSE, measure, 0.94)
+        else:
+            yield Cause("transposed", ADJOINT.format(along), measure, 0.94)
+        return
+
+
+_INVERSE = "backward permutes as forward does, where the inverse permutation belongs"
+ADJOINT = (
+    "{}the analytical Jacobian is the transpose of the numerical one: backward applies a matrix, a kernel or a scan as "
+    "forward does, where its transpose belongs"
+)
+
+
+def _of_permutations(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
+    """The right values of each row, or each column, in some other order."""
+    if not sample.complete:
+        return
+    m, size = math.prod(sample.output_shape), math.prod(sample.input_shape)
+    a, n = (matrix.reshape(m, size) for matrix in (matrices.analytical, matrices.numerical))
+    if a.is_complex():
+        a, n = a.abs(), n.abs()
+    allowed = matrices.settings.atol + matrices.settings.rtol * n.abs().max()
+    for dim, what, count in ((1, "the gradient", size), (0, "grad_output", m)):
+        other = n.shape[1 - dim]
+        if count < 2 or other < 2:
+            continue
+        apart = (a.sort(dim).values - n.sort(dim).values).abs().max()
+        moved = int((~((a - n).abs() <= allowed)).any(1 - dim).sum())
+        # A row of equal values has no order.
+        spread = (n.amax(dim) - n.amin(dim)).max()
+        if bool(apart <= allowed) and moved > 1 and bool(spread > 10 * allowed):
+            yield Cause(
+                "permuted",
+                f"{what} holds the right values in the wrong places: an index, or its inverse, taken for the other",
+                f"sorted, the entries agree to {float(apart):.0e}; {moved} of {count} places moved",
+                0.91,
+            )
+            return
+
+
+@dataclass(frozen=True)
+class _Flat:
+    """Both Jacobians, shape (outputs, inputs), real; zero where an entry is not known; and which entries differ."""
+
+    a: Tensor
+    n: Tensor
+    known: Tensor
+    wrong: Tensor
+
+
+def _flattened(matrices: _Matrices, sample: Sample) -> _Flat | None:
+    if matrices.analytical.is_complex():
+        return None
+    shape = math.prod(sample.output_shape), math.prod(sample.input_shape)
+    a, n = (matrix.reshape(shape) for matrix in (matrices.analytical, matrices.numerical))
+    known = ~(a.isnan() | n.isnan())
+    a, n = a.nan_to_num(0.0), n.nan_to_num(0.0)
+    wrong = known & ~((a - n).abs() <= matrices.settings.atol + matrices.settings.rtol * n.abs())
+    return _Flat(a, n, known, wrong)
+
+
+def _of_broadcasting(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
+    """A sum over the wrong dimensions of grad_output, where the input was expanded."""
+    flat = _flattened(matrices, sample)
+    if flat is None or shared_by(sample) < 2 or not bool((flat.a != 0).any()):
+        return
+    # Each output depends on one element of the input: all of its row is that entry, or that of another dimension.
+    row = flat.n.gather(1, flat.n.abs().argmax(1, keepdim=True))
+    equal = (flat.a - row).abs() <= matrices.settings.atol + matrices.settings.rtol * row.abs()
+    everywhere = bool((equal | ~flat.known).all())
+    misplaced = bool(_broadcast_dims(sample)) and bool((equal | (flat.a == 0) | ~flat.known).all())
+    if (everywhere and flat.a.shape[1] > 1) or (misplaced and bool((flat.wrong & (flat.n == 0)).any())):
+        yield Cause(
+            "missing reduction",
+            "the gradient of the input, each element of which goes to several outputs, is summed over "
+            + ("all of grad_output" if everywhere else "the wrong dimension of grad_output"),
+            f"explains all {int(flat.wrong.sum())} wrong entries",
+            0.95,
+        )
+
+
+def _of_reductions(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
+    """A sum or mean over grad_output that is missing."""
+    flat = _flattened(matrices, sample)
+    if flat is None:
+        return
+    a, n, known, wrong = flat.a, flat.n, flat.known, flat.wrong
+    lost, extra, total = wrong & (a == 0), wrong & (n == 0), int(wrong.sum())
+    columns = (n != 0).any(0)
+    # Columns that lost most of their entries and kept some.
+    columns_lost = lost.any(0)
+    kept = (a != 0).any(0)
+    share = lost[:, columns_lost].sum() / max(1, int((n[:, columns_lost] != 0).sum()))
+    spread = int(columns_lost.sum()) * 2 >= int(columns.sum())
+    both = int((columns_lost & kept).sum()) * 2 >= int(columns_lost.sum()) > 0
+    if int(lost.sum()) * 2 >= total > 1 and both and spread and float(share) >= 0.45:
+        yield Cause(
+            "missing reduction",
+            "each element's gradient leaves out most of the outputs that depend on it: a sum or a mean over "
+            f"grad_output is missing{_along(_broadcast_dims(sample))}",
+            f"{int(lost.sum())} of {total} wrong entries are zero, in columns that have others",
+            0.92,
+        )
+        return
+    if int(extra.sum()) * 2 < total and _is_outer(torch.where(known, a - n, 0.0), n):
+        yield Cause(
+            "missing reduction",
+            "what is missing is the same for many elements, up to factors of a row and of a column: a sum or a mean "
+            "over grad_output, that is subtracted or added back",
+            "the error is an outer product within each part",
+            0.75,
+        )
+
+
+def _along(dims: list[int]) -> str:
+    return f" along dimension{'s' if len(dims) > 1 else ''} {', '.join(map(str, dims))} of the output" if dims else ""
+
+
+def _is_outer(error: Tensor, n: Tensor) -> bool:
+    """Whether an error is an outer product of two vectors in each of its parts that share no row or column."""
+    size = error.abs()
+    noise = 1e-6 * float(size.max())
+    left = size > noise
+    parts = 0
+    while bool(left.any()) and parts < 64:
+        row = int(left.any(1).nonzero()[0])
+        columns = left[row]
+        rows = left[:, columns].any(1)
+        if int(rows.sum()) < 3 or int(columns.sum()) < 3:
+            return False
+        block = error[rows][:, columns]
+        if bool(left[rows].any(0).logical_and(~columns).any()):
+            return False  # not a part by itself
+        values = torch.linalg.svdvals(block)
+        wanted = torch.linalg.svdvals(n[rows][:, columns])
+        if float(values[1]) > OUTER * float(values[0]) or float(wanted[1]) <= OUTER * float(wanted[0]):
+            return False
+        left = left & ~(rows.unsqueeze(1) & columns.unsqueeze(0))
+        parts += 1
+    return parts > 0

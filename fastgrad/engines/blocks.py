@@ -1,0 +1,105 @@
+"""What every engine yields: blocks of both Jacobians, for somebody else to judge."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fastgrad.core.native import GradientsMatch, UnspecifiedEntry
+from fastgrad.problem.coordinates import Block
+from fastgrad.report.data import Part
+
+REPEATED_ROWS = 2
+"""Rows of each part of an output that are run twice: a backward that is not deterministic in these
+shows it as in torch's checker, which runs all twice; for the others see `certify`."""
+
+REPEAT_SCALE = -4.0
+"""The second cotangent against the first: another sign and size, so that a clamp up to some 5, a sign or
+a square of grad_output shows too; a power of two, so that a linear backward gives the same bits."""
+
+EXPANDED_VALUE = 1.25
+"""Of an expanded cotangent: not 1, so that a constant 1 in its place shows."""
+
+SPARSE_STRIDE = 17
+"""One element in so many is not zero in a sparse cotangent: more than three quarters are zero, where kernels may take
+another path, and a prime shares no period with the sizes of tensors."""
+
+GAPPED, HALVED, SPARSE, EXPANDED = range(4)
+COTANGENT_KINDS = (
+    "a random grad_output, dense and non-contiguous",
+    "a random grad_output, with half of its elements zero",
+    "a random grad_output, with most of its elements zero",
+    "a constant grad_output, expanded with stride 0",
+)
+"""What beside one-hot, contiguous grad_outputs a backward must take; for messages."""
+
+
+@dataclass(slots=True)
+class JacobianBlock:
+    """Rows of one output against one input, computed both ways.
+
+    Attributes
+    ----------
+    first_row
+        The element of the output that row 0 belongs to.
+    first_column
+        The coordinate of the input that column 0 belongs to.
+    analytical, numerical
+        float64, shape (rows, columns), columns being real coordinates of the input.
+    repeated
+        The first rows once more: each VJP was run again at once with REPEAT_SCALE times its cotangent
+        and divided by that, which is exact. Float64, shape (repeated rows, columns).
+    match
+        What the gradients behind these rows, of all inputs, looked like, and whether the second run
+        gave equal values.
+    unspecified
+        The largest entry of the gradients behind these rows at an element that a sparse input does not
+        specify, under masked semantics; its row counts from first_row.
+    """
+
+    output: Block
+    part: Part
+    input: Block
+    first_row: int
+    first_column: int
+    analytical: Tensor
+    repeated: Tensor
+    numerical: Tensor
+    match: GradientsMatch
+    unspecified: UnspecifiedEntry | None = None
+
+
+@dataclass(slots=True)
+class TangentBlock:
+    """Columns of one output against one input, by forward-mode AD and by differences.
+
+    For a complex input, `part` says which of its coordinates.
+
+    Attributes
+    ----------
+    first_element
+        The element of the input that row 0 belongs to.
+    analytical, numerical
+        float64, shape (elements, real coordinates of the output): one row a column of the Jacobian.
+    """
+
+    output: Block
+    part: Part
+    input: Block
+    first_element: int
+    analytical: Tensor
+    numerical: Tensor
+
+
+def row_parts(outputs: tuple[Block, ...]) -> list[tuple[Block, Part]]:
+    """Outputs in the order of judging: imaginary parts come, with the real outputs, before real parts."""
+    groups: list[tuple[Block, Part]] = [(output, "imaginary" if output.is_complex else "all") for output in outputs]
+    return groups + [(output, "real") for output in outputs if output.is_complex]
+
+
+def thin_out(vector: Tensor, seed: int) -> None:
+    """Leaves one in SPARSE_STRIDE components of a vector, shape (size,), and at least one, where there are any."""
+    first = seed % max(1, min(vector.numel(), SPARSE_STRIDE))
+    kept = vector[first::SPARSE_STRIDE].clone()
+    vector.zero_()[first::SPARSE_STRIDE] = kept

@@ -1,0 +1,348 @@
+"""Columns, groups of them, or rows, by replays of a CUDA graph: a captured step reads its number from the device.
+
+For a column, the step moves a coordinate, or those of one color, to either side, evaluates func at both, puts them back
+and writes the difference into a row; for a row, it runs the VJP of a one-hot cotangent. Then it adds one to the number
+of the column, color or row. That lives on the device, so that a replay needs nothing of the host, and nothing waits.
+
+A graph repeats what func launched on the stream while it was captured. Where func reads values, takes another path,
+draws random numbers, touches memory of the host or works on a stream of its own, a replay is not an evaluation. What
+operators tell of that is looked at before, an invalid capture is refused, and `trial` compares the columns, and a
+certificate the groups, with plain evaluations.
+
+Backward runs on a thread of autograd's, and each of its nodes on the stream that was current when the forward made it.
+So the graph to differentiate is made on the capturing stream, whoever else's nodes are in it keep it from being
+captured, and the guard of the capture against unsafe calls is for all threads: where others may make one, nothing is
+captured.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, cuda
+
+from fastgrad.core import native, torch_private
+from fastgrad.core.native import ops
+from fastgrad.core.phases import phase
+from fastgrad.core.precision import relative_step
+from fastgrad.engines.executor import RefusedError
+from fastgrad.problem.coordinates import Block
+from fastgrad.problem.problem import Problem
+
+EAGER_STEPS = 3
+"""Steps taken on the capturing stream first: func's caches, library handles and autotuning are then as later."""
+
+FEWEST = 16
+"""Steps from which capturing repays."""
+
+_ERROR_MODES = {"func": "thread_local", "backward": "global"}
+"""Whose unsafe calls end a capture. Never nobody's: memory that is freed behind torch's back would be written to by
+every replay."""
+
+_CALLS = {"func": 2, "backward": 1}
+"""In a step."""
+
+_UNFIT = {
+    torch.Tag.data_dependent_output: "reads values of tensors",
+    torch.Tag.dynamic_output_shape: "has results whose shape depends on values",
+    torch.Tag.nondeterministic_seeded: "draws random numbers",
+}
+
+_QUIET = frozenset({"IPython", "_pydevd_bundle", "debugpy", "ipykernel", "tqdm"})
+"""Packages whose threads draw progress bars, or serve notebooks and debuggers: of themselves they do not call CUDA."""
+
+_abandoned: list[Any] = []
+"""The graph whose capture was invalid: torch's pool of pinned memory may still ask it what it captures. No other is
+captured then, as the memory reserved for it may be lost."""
+
+
+def obstacle(problem: Problem) -> str | None:
+    """What keeps func from being captured, as far as can be said without calling it; None where nothing does."""
+    device = problem.device
+    if device.type != "cuda" or torch.version.hip is not None:
+        return "it runs on no NVIDIA device"
+    if any(block.tensor.device != device for block in (*problem.inputs, *problem.outputs)):
+        return "it uses several devices"
+    if _abandoned:
+        return "an earlier capture was invalid"
+    if cuda.get_allocator_backend() != "native":
+        return "torch's own allocator is not in use"
+    if torch.is_autocast_enabled("cuda") and torch.is_autocast_cache_enabled():
+        return "autocast keeps what a capture never computed"
+    with cuda.device(device):
+        return "a capture is under way" if cuda.is_current_stream_capturing() else None
+
+
+@phase("numerical columns")
+def difference_columns(problem: Problem, first: int, count: int, eps: float, record_graph: bool) -> Tensor:
+    """Columns as `Problem.difference_columns` gives them, up to rounding; inputs of few columns are evaluated plainly.
+
+    Raises
+    ------
+    RefusedError
+        func, or what it calls, cannot be captured.
+    """
+    columns = torch.empty(count, problem.m, dtype=torch.float64, device=problem.device)
+    for block in problem.inputs:
+        low, high = max(block.first, first), min(block.first + block.size, first + count)
+        rows = columns[low - first : max(low, high) - first]
+        if high - low >= FEWEST:
+            _replay(problem, block, low, rows, eps, record_graph)
+        elif high > low:
+            rows.copy_(problem.difference_columns(low, high - low, eps, record_graph))
+    return columns
+
+
+@phase("numerical columns")
+def difference_groups(
+    problem: Problem, colors: Tensor, count: int, rows: Tensor, columns: Tensor, eps: float, record_graph: bool
+) -> Tensor:
+    """Entries as `Problem.difference_groups` gives them, up to rounding: float64, shape (entries,).
+
+    Parameters
+    ----------
+    colors
+        The group of each column, of `count`; -1: of none. int64, shape (n,).
+    rows, columns
+        Of each entry: int64, shape (entries,).
+
+    Raises
+    ------
+    RefusedError
+        func, or what it calls, cannot be captured.
+    """
+    steps = problem.displacement(torch.ones(problem.n, dtype=torch.float64, device=problem.device), eps)
+    differences = torch.empty(count, problem.m, dtype=torch.float64, device=problem.device)
+    color, rest = torch.zeros(1, dtype=torch.int64, device=problem.device), torch.zeros_like(steps)
+
+    def step() -> None:
+        moved = torch.where(colors == color, steps, rest)
+        difference = problem.evaluate(record_graph, moved) - problem.evaluate(record_graph, moved, -1.0)
+        differences.index_copy_(0, color, difference.unsqueeze(0))
+        color.add_(1)
+
+    _run(problem, lambda: step, count)
+    return differences[colors[columns], rows].div_(problem.realized_width(steps, 1.0)[columns])
+
+
+@phase("analytical rows")
+def analytical_rows(
+    problem: Problem, output: Block, imaginary: bool, first: int, count: int, inputs: Sequence[Block]
+) -> Tensor:
+    """Rows as `Problem.analytical_rows` gives them, none of them repeated; few are run plainly.
+
+    Returns
+    -------
+    Tensor
+        float64, shape (count, coordinates of `inputs` end to end).
+
+    Raises
+    ------
+    RefusedError
+        Backward cannot be captured, or makes gradients of other shapes, dtypes or layouts than the inputs'.
+    """
+    if count < FEWEST:
+        return problem.analytical_rows(output, imaginary, first, count, inputs, 0, 1.0)[0]
+    if any(map(_may_use_cuda, threading.enumerate())):
+        raise RefusedError("other threads run, and a capture of backward is not to disturb them")
+    device = problem.device
+    tensors = [block.tensor for block in inputs]
+    like = [(tensor.shape, tensor.dtype, tensor.layout) for tensor in tensors]
+    gradient = torch.empty(sum(block.size for block in inputs), dtype=torch.float64, device=device)
+    segments = torch.split(gradient, [block.size for block in inputs])
+    rows = torch.empty(count, gradient.numel(), dtype=torch.float64, device=device)
+    cotangent = torch.empty(output.tensor.numel(), dtype=output.tensor.dtype, device=device)
+    element, row = (torch.full((1,), start, dtype=torch.int64, device=device) for start in (first, 0))
+
+    def begin() -> Callable[[], None]:
+        results = problem.graph_of_its_own()[output.index : output.index + 1]
+        if not {cuda.current_stream(device).stream_id}.issuperset(native.backward_streams(results, tensors)):
+            raise RefusedError("backward runs on streams of its own")
+
+        def step() -> None:
+            cotangent.zero_().index_fill_(0, element, 1j if imaginary else 1.0)
+            found = native.vjp(results, tensors, [cotangent.view(output.tensor.shape)], False)
+            for segment, expected, own in zip(segments, like, found, strict=True):
+                if own is None:
+                    segment.zero_()
+                elif (own.shape, own.dtype, own.layout) == expected:
+                    native.flatten_(segment, own)
+                else:
+                    raise RefusedError("gradients are not like their inputs")
+            rows.index_copy_(0, row, gradient.unsqueeze(0))
+            element.add_(1)
+            row.add_(1)
+
+        return step
+
+    _run(problem, begin, count, "backward")
+    problem.vjps += count
+    return rows
+
+
+def _may_use_cuda(thread: threading.Thread) -> bool:
+    """Whether a thread beside this one may do what a capture for all threads forbids."""
+    # Autograd's own, which run Python now and then, are known as dummies: they wait for us.
+    if thread is threading.current_thread() or isinstance(thread, threading._DummyThread):
+        return False
+    runs = getattr(thread, "_target", None) or type(thread)
+    return str(getattr(runs, "__module__", None)).partition(".")[0] not in _QUIET
+
+
+@lru_cache(None)
+def _side_stream(device: torch.device) -> Any:
+    """The one that captures: memory of a stream, and what libraries keep for it, serve that stream only."""
+    return cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _replay(problem: Problem, block: Block, first: int, rows: Tensor, eps: float, record_graph: bool) -> None:
+    device = problem.device
+    values = block.tensor.data  # a version counter of its own, as for perturbations elsewhere
+    origin = values.clone(memory_format=torch.contiguous_format)
+    coordinate = torch.full((1,), first - block.first, dtype=torch.int64, device=device)
+    row = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def move(sign: int) -> None:
+        ops.perturb_coordinates_(values, origin, coordinate, sign, eps * block.step, relative_step(values.dtype))
+
+    def step() -> None:
+        move(1)
+        plus = problem.evaluate(record_graph)
+        move(-1)
+        minus = problem.evaluate(record_graph)
+        move(0)
+        rows.index_copy_(0, row, (plus - minus).unsqueeze(0))
+        coordinate.add_(1)
+        row.add_(1)
+
+    _run(problem, lambda: step, rows.shape[0])
+    rows.div_(problem.coordinate_widths(eps)[first : first + rows.shape[0]].unsqueeze(1))
+
+
+def _run(
+    problem: Problem, begin: Callable[[], Callable[[], None]], count: int, who: Literal["func", "backward"] = "func"
+) -> None:
+    """Takes a step of func or backward, which `begin` makes, so many times, the first eagerly, others by replays."""
+    device = problem.device
+    with cuda.device(device):
+        current, side = cuda.current_stream(device), _side_stream(device)
+        side.wait_stream(current)
+        try:
+            with cuda.stream(side):
+                step = begin()
+                _run_eagerly(problem, step, who)
+                watch = _Watch(device, who)
+                with watch:
+                    graph = _capture(step, device, _ERROR_MODES[who])
+        except RefusedError:
+            raise
+        except Exception as error:
+            raise RefusedError(f"{who} cannot be captured ({type(error).__name__})") from error
+        finally:
+            current.wait_stream(side)
+            problem.restore()
+        side.wait_stream(current)
+        try:
+            with cuda.stream(side):  # whose memory the captured step uses
+                for _ in range(EAGER_STEPS, count):
+                    graph.replay()
+                    problem.progress.step(_CALLS[who])
+        finally:
+            current.wait_stream(side)
+            graph.reset()
+            del watch  # with what replays used
+
+
+def _run_eagerly(problem: Problem, step: Callable[[], None], who: str) -> None:
+    """The first steps, watched."""
+    generator = cuda.default_generators[problem.device.index]
+    drawn = generator.get_state()
+    with _Watch(problem.device, who):
+        step()
+    for _ in range(EAGER_STEPS - 1):
+        step()
+    if not torch.equal(generator.get_state(), drawn):
+        raise RefusedError(f"{who} draws random numbers")
+    if problem.mutates_inputs:
+        raise RefusedError("func changes its inputs")
+
+
+def _capture(step: Callable[[], None], device: torch.device, error_mode: str) -> Any:
+    """The step as a CUDA graph, on the current stream; nothing of it is executed.
+
+    error_mode: whose unsafe calls end it. Where it fails, stream, generator and allocator are as before: torch ends a
+    valid capture in order, of an invalid one, depending on its version, hardly more than the stream's part. From torch
+    2.15 on the capture may have ended in order and the graph fail to be instantiated: then the allocator knows the
+    pool no longer, and says so.
+    """
+    generator = cuda.default_generators[device.index]
+    state = generator.clone_state()
+    graph, pool = cuda.CUDAGraph(), cuda.graph_pool_handle()
+    ended = False
+    collects = gc.isenabled()
+    gc.disable()  # what dies may call CUDA, which would invalidate the capture
+    try:
+        try:
+            graph.capture_begin(pool=pool, capture_error_mode=error_mode)
+            step()
+        finally:
+            graph.capture_end()
+            ended = True
+    except BaseException:
+        graph.reset()
+        if not ended:
+            _abandoned.append(graph)
+            torch_private.forget_capture(device.index, pool)
+            generator.graphsafe_set_state(state)
+        raise
+    finally:
+        if collects:
+            gc.enable()
+    return graph
+
+
+class _Watch(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses func, or backward, where an operator does what a replay would not; and keeps what it found.
+
+    A replay reads and writes where the capture did: tensors that were made before must not die before it.
+    """
+
+    def __init__(self, device: torch.device, who: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._who = who
+        self._device = device
+        self._stream = cuda.current_stream(device)
+        self._made: set[int] = set()
+        self._kept: list[Tensor] = []
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for tag, what in _UNFIT.items():
+            if tag in op.tags:
+                raise RefusedError(f"{self._who} {what}")
+        if cuda.current_stream(self._device) != self._stream:
+            raise RefusedError(f"{self._who} uses streams of its own")
+        result = op(*args, **kwargs)
+        for given in torch_private.tensors_in((args, kwargs)):
+            # A CPU scalar is part of the launch, the same in every replay, if it is not copied.
+            if given.device != self._device and (given.dim() > 0 or "copy" in op.__name__):
+                raise RefusedError(f"{self._who} uses memory of another device")
+            if _memory(given) not in self._made:
+                self._kept.append(given)
+        for made in torch_private.tensors_in(result):
+            if made.device != self._device:
+                raise RefusedError(f"{self._who} uses memory of another device")
+            self._made.add(_memory(made))
+        return result
+
+
+def _memory(tensor: Tensor) -> int:
+    """The same number for tensors of one storage, while it lives."""
+    return int(tensor.untyped_storage()._cdata)

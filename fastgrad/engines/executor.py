@@ -1,0 +1,106 @@
+"""Columns and rows from elsewhere than calls one by one: whether they may, repay, and are the same.
+
+Batches of points and replays of a captured graph can be slower than plain calls, and wrong where func does
+more than it shows. They are timed on a few columns first, and count only if they agree with plain calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fastgrad.core.phases import clock, phase
+from fastgrad.core.random import TRIAL_STREAM, direction
+from fastgrad.problem.problem import Problem
+
+DIRECTIONS = 2
+"""Along which columns of one pass must add up: errors of two columns cancel in one, now and then."""
+
+SCALES = (1.0, -1.0, 0.5, -0.5)
+
+SHARE = 1 / 8
+"""Of atol, that columns may differ from those taken one by one, by rounding."""
+
+SINGLES = 4
+"""Columns, or rows, taken one by one to compare with."""
+
+
+class RefusedError(Exception):
+    """Columns, or rows, are not to be had, or not to be trusted; the message says why."""
+
+
+def obstacle(problem: Problem) -> str | None:
+    """What keeps func from being called otherwise than one by one, in words; None where nothing does."""
+    if problem.mutates_inputs:
+        return "func changes its inputs"
+    if any(
+        type(block.tensor) not in (Tensor, torch.nn.Parameter) or block.tensor.layout is not torch.strided
+        for block in problem.inputs
+    ):
+        return "an input is no plain strided tensor"
+    return None
+
+
+@phase("trial of replays or batches")
+def speedup(
+    problem: Problem,
+    atol: float,
+    first: int,
+    count: int,
+    single: Callable[[int, int], Tensor],
+    several: Callable[[int, int], Tensor],
+) -> float:
+    """How many times as fast as one by one columns, or rows, come otherwise, measured on `count` of them.
+
+    Parameters
+    ----------
+    single, several
+        Give columns or rows first, ..., first + count - 1: float64, shape (count, coordinates).
+
+    Raises
+    ------
+    RefusedError
+        They differ; or as `several` does.
+    """
+    singles = min(SINGLES, count)
+    last = first + count - singles
+    several(last, 1)  # refused at little cost, or warmed up
+    begin = clock(problem.device)
+    expected = single(last, singles)
+    between = clock(problem.device)
+    found = several(first, count)
+    end = clock(problem.device)
+    if not torch.allclose(found[-singles:], expected, rtol=0.0, atol=atol):
+        raise RefusedError("other values than one by one")
+    return (between - begin) / singles * count / (end - between)
+
+
+@phase("trial of columns")
+def agree(
+    problem: Problem, first: int, columns: Tensor, eps: float, atol: float, seed: int, record_graph: bool
+) -> bool:
+    """Whether columns first, ... add up to what func, evaluated one by one, does along random directions.
+
+    An entry that is off by more than SHARE of atol shows, unless others make up for it.
+
+    Parameters
+    ----------
+    columns
+        float64, shape (count, m).
+    """
+    within = slice(first, first + columns.shape[0])
+    values = [torch.empty(problem.m, dtype=torch.float64, device=problem.device) for _ in SCALES]
+    for which in range(DIRECTIONS):
+        u = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
+        u[within] = direction(columns.shape[0], seed, TRIAL_STREAM + 16 * which, first, device=problem.device)
+        displacement = problem.displacement(u, eps)
+        problem.values_along(displacement, SCALES, values, record_graph)
+        whole, halves = (values[0] - values[1]) / 2, values[2] - values[3]
+        expected = (problem.realized_width(displacement, 1.0)[within] / 2) @ columns
+        error = float(torch.linalg.vector_norm(halves + (halves - whole) / 3 - expected, torch.inf))
+        # A component of a direction is at least half a step. Not ">": a NaN does not agree.
+        if not error <= SHARE * atol * eps * min(block.step for block in problem.inputs) / 2:
+            return False
+    return True

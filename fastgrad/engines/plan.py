@@ -1,0 +1,429 @@
+"""Choosing how the Jacobians are computed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fastgrad.core.memory import OUT_OF_MEMORY, free_bytes
+from fastgrad.engines import executor
+from fastgrad.problem.first_look import FirstLook, usual_seconds
+from fastgrad.problem.problem import Problem
+from fastgrad.report.data import Plan, Settings
+from fastgrad.structure.detection import Budget
+from fastgrad.structure.sparsity import few
+
+BLOCK_BYTES = 1 << 20
+"""Analytical rows held at a time: a few blocks of this size stay in the cache."""
+
+FEWEST_COLUMNS = 2
+"""Of the numerical Jacobian at a time: the coordinates of a complex element, which are judged together."""
+
+DEVICE_BLOCK_BYTES = 64 << 20
+"""Those that replays of a CUDA graph give at a time."""
+
+FREE_MEMORY_SHARE = 0.5
+"""The default memory limit, as a share of what is free; func and its graph have the rest."""
+
+SMALL_BYTES = 64 << 20
+"""What Jacobians may take without asking the system how much is free."""
+
+TINY = 24
+"""Evaluations and VJPs of the dense engine up to which it costs no more than a sketch."""
+
+SKETCH_SECONDS, SKETCH_CALLS = 0.55e-3, 24
+"""What a sketch takes beside its evaluations and VJPs, and what these take, in evaluations."""
+
+AFFORDABLE_ENTRIES = 4_000_000
+AFFORDABLE_CALLS = 20_000
+
+PAIR_RATIO = 4000.0
+"""Errors that cancel in a row or a column are found from this many times the threshold on."""
+
+GUESS_SECONDS = 2e-3
+"""What a guessed pattern takes, beside the calls of func and backward, and something to spare."""
+
+PROBE_SECONDS = 30e-3
+"""What probing takes."""
+
+SMALL_CALLS = 1000
+"""Evaluations and VJPs of the dense engine up to which it follows up leads: an entry re-measured takes fifty."""
+
+MOST_DENSE_CALLS = 400_000
+"""Evaluations and VJPs of the dense engine up to which it decides what no pattern explains; above, the check is
+undecided. Of a function that takes a millisecond, they take some minutes."""
+
+VJP_SECONDS = 10e-6
+"""What autograd's engine takes for a VJP, however quick backward is."""
+
+VJP_COST = 1.5
+"""Of one VJP, in evaluations."""
+
+LINEAR_COST = 2.0
+"""Of one column by differentiating the backward, in evaluations."""
+
+LINEAR_START = 16
+"""Of what else that takes, its proof and making its graph, in evaluations."""
+
+EXACT_SECONDS = 10.0
+"""What columns, or rows, may take one by one, before the few dense ones that keep the others apart are certified."""
+
+CERTIFICATE_COST = 14
+"""Of all certificates, in evaluations."""
+
+ENTRY_BYTES = 56
+"""What an entry of a compressed Jacobian takes, with its indices and what coloring needs: six numbers of 8 bytes at a
+time (49 bytes are measured for a softmax of 64 rows of 500), and some room."""
+
+COLUMNS_WORTH_PROBING = 32
+"""Columns from which probing may find groups that repay it, and a guess of which nothing was seen one more look."""
+
+COLUMNS_WORTH_A_LOOK = 12
+"""Columns from which two cheaper evaluations each repay the two that tell whether a graph is needed."""
+
+EXPLORING_SHARE = 10
+"""Of the dense engine's calls, one in so many may be spent on a structure of which nothing was seen."""
+
+LIKELY_SHARE = 4
+"""One in so many where the first look shows that outputs depend on few inputs, or probing that some block does not
+reach all of them."""
+
+FEWEST_PROBES = 14
+"""With fewer, at three halvings, probing ends before it finds anything."""
+
+PAYS_SHARE, LARGE_PAYS_SHARE = 0.8, 1 / 8
+"""What the compressed engine may cost, against the dense one; and what it may where its pattern takes more memory than
+two whole Jacobians."""
+
+MOST_VECTORIZED, VECTORIZED_SECONDS = 1024, 10e-3
+"""Rows of a vectorized VJP, and seconds of an evaluation for each of them, at most."""
+
+TRIAL_COLUMNS = 64
+TRIAL_SECONDS = 20e-3
+"""Columns, and seconds of their evaluations one by one, from which a trial of vmapped batches, or replays, repays."""
+
+TRIAL_SHARE = 16
+"""One in so many columns, or rows, is tried."""
+
+TRIAL_GAIN = 1.25
+"""Times as fast as one by one that they must be."""
+
+
+def _memory_limit(settings: Settings, needed: int, device: torch.device | None = None) -> int:
+    """Bytes for the Jacobians, on a device; asks the system only where `needed` could matter."""
+    if settings.memory_limit is not None:
+        return settings.memory_limit
+    if needed <= SMALL_BYTES:
+        return needed
+    if device is not None and device.type == "cuda":
+        # What torch holds and does not use is free, too.
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(FREE_MEMORY_SHARE * (torch.cuda.mem_get_info(device)[0] + held))
+    return int(FREE_MEMORY_SHARE * free_bytes())
+
+
+def sketch_size(confidence: float) -> int:
+    """How many directions, and cotangents, miss two cancelling errors with probability 1 - confidence at most.
+
+    The two differ in one random component each, which must agree to within threshold / error in every
+    direction: at most 2 (threshold / error)^count.
+    """
+    return max(2, math.ceil(math.log(2 / (1 - confidence)) / math.log(PAIR_RATIO)))
+
+
+def detection_limit(settings: Settings) -> float:
+    """The size from which errors that cancel in a row or a column are found with `settings.confidence`."""
+    count = sketch_size(settings.confidence)
+    return float(settings.atol / 4 * (2 / (1 - settings.confidence)) ** (1 / count))
+
+
+def sketches(problem: Problem, settings: Settings) -> bool:
+    """Whether fast mode is worth it: exact checks of tiny problems cost less."""
+    if not settings.fast_mode or settings.engine != "auto":
+        return settings.engine == "sketch"
+    if 2 * problem.n + problem.m <= TINY:
+        return False
+    seconds = usual_seconds(problem, problem.seconds)
+    return _dense_seconds(problem, seconds) > SKETCH_SECONDS + SKETCH_CALLS * seconds
+
+
+def is_affordable(problem: Problem) -> bool:
+    """Whether the exact engine may decide what a sketch leaves open."""
+    return problem.n * problem.m <= AFFORDABLE_ENTRIES and 2 * problem.n + problem.m <= AFFORDABLE_CALLS
+
+
+def looks_first(problem: Problem, settings: Settings) -> bool:
+    """Whether the problem is large enough for `first_look` to repay."""
+    seconds = _dense_seconds(problem, usual_seconds(problem, problem.seconds))
+    if not problem.m or (problem.n < COLUMNS_WORTH_A_LOOK and seconds <= EXACT_SECONDS):
+        return False
+    return settings.engine == "compressed" or seconds >= GUESS_SECONDS
+
+
+def tries_structure(problem: Problem, settings: Settings, look: FirstLook) -> bool:
+    """Whether a compressed Jacobian may be cheaper than a dense one."""
+    if not problem.has_graph or settings.check_forward_ad or not settings.check_backward_ad:
+        return False
+    if any(block.tensor.layout is not torch.strided for block in problem.inputs):
+        return False
+    return settings.engine == "compressed" or (
+        settings.engine == "auto" and dense_seconds(problem, look) >= GUESS_SECONDS + CERTIFICATE_COST * look.seconds
+    )
+
+
+def dense_seconds(problem: Problem, look: FirstLook) -> float:
+    """What the dense engine would take."""
+    return _dense_seconds(problem, look.seconds)
+
+
+def _dense_seconds(problem: Problem, seconds: float) -> float:
+    rows = VJP_COST * seconds + VJP_SECONDS
+    if problem.m <= most_vectorized_rows(problem, seconds):
+        rows = VJP_COST * max(0.0, seconds - VJP_SECONDS)  # what calls take is shared by all
+    return 2 * seconds * problem.n + rows * problem.m
+
+
+def dense_is_small(problem: Problem, settings: Settings) -> bool:
+    """Whether the dense engine costs less than following up what a certificate found."""
+    return settings.engine != "compressed" and 2 * problem.n + problem.m <= SMALL_CALLS
+
+
+def can_be_dense(problem: Problem, settings: Settings) -> bool:
+    """Whether the dense engine may decide what a pattern does not explain."""
+    return settings.engine != "compressed" and 2 * problem.n + problem.m <= MOST_DENSE_CALLS
+
+
+def detection_budget(problem: Problem, settings: Settings, look: FirstLook) -> Budget:
+    """What detecting a pattern may cost, and how large a pattern may be."""
+    return Budget(
+        *_probes(problem, settings, look),
+        _paying_entries(problem, settings, look),
+        admitted_entries(settings, problem.n * problem.m),
+        settings.engine == "compressed" or problem.n >= COLUMNS_WORTH_PROBING,
+    )
+
+
+def _probes(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int, int]:
+    """How many evaluations and VJPs may be spent on finding a pattern; and on one that begins to show."""
+    calls = 2 * problem.n + problem.m
+    if settings.engine == "compressed":
+        return max(64, calls), max(64, calls)
+    if problem.n < COLUMNS_WORTH_PROBING or dense_seconds(problem, look) < PROBE_SECONDS:
+        return 0, 0
+    is_likely = look.reacted is not None and not look.reacted.all()
+    budget = calls // (LIKELY_SHARE if is_likely else EXPLORING_SHARE)
+    return (budget, calls // LIKELY_SHARE) if budget >= FEWEST_PROBES else (0, 0)
+
+
+def _paying_entries(problem: Problem, settings: Settings, look: FirstLook) -> int:
+    """Entries up to which a pattern may repay: so many a row and a column take as many groups, at least.
+
+    One that takes more memory than two whole Jacobians must save many calls. Where single calls would take long, few
+    dense rows and columns may be left out of the groups.
+    """
+    n, m = problem.n, problem.m
+    if settings.engine == "compressed":
+        return n * m
+    dense_cost = 2 * n + VJP_COST * m
+    within_two_jacobians = max(SMALL_BYTES, 2 * 8 * n * m) // ENTRY_BYTES
+    paying = min(within_two_jacobians, _entries_worth(n, m, PAYS_SHARE * dense_cost))
+    paying = max(paying, _entries_worth(n, m, LARGE_PAYS_SHARE * dense_cost))
+    return paying + (n * few(m) + m * few(n) if takes_long(2 * n + m, look) else 0)
+
+
+def _entries_worth(n: int, m: int, cost: float) -> int:
+    """The entries whose groups, were all rows and columns alike, would cost so much, by rows or by columns."""
+    by_rows = (cost - CERTIFICATE_COST) / (2 / m + VJP_COST / n)
+    by_columns = (cost - CERTIFICATE_COST - LINEAR_START) * m / (2 + LINEAR_COST)
+    return int(max(0.0, by_rows, by_columns))
+
+
+def admitted_entries(settings: Settings, most: int) -> int:
+    """Entries of a sparse matrix, out of `most`, that memory admits."""
+    return _memory_limit(settings, ENTRY_BYTES * most) // ENTRY_BYTES
+
+
+def replays_groups(problem: Problem, settings: Settings, look: FirstLook, count: int) -> bool:
+    """Whether so many column groups are worth replays of a CUDA graph, and there is room for them."""
+    if problem.device.type != "cuda" or 2 * count * look.measured < TRIAL_SECONDS:
+        return False
+    from fastgrad.engines import cuda_graph  # only here: importing fastgrad is to cost little
+
+    needed = 8 * count * problem.m
+    return (
+        count >= cuda_graph.FEWEST
+        and needed <= _memory_limit(settings, needed, problem.device)
+        and executor.obstacle(problem) is None
+        and cuda_graph.obstacle(problem) is None
+    )
+
+
+def prefers_columns(columns: int, rows: int) -> bool:
+    """Whether analytical columns, from differentiating the backward once more, cost less than rows."""
+    return LINEAR_COST * columns + LINEAR_START < VJP_COST * rows
+
+
+def takes_long(evaluations: float, look: FirstLook) -> bool:
+    """Whether so many are worth certifying what they are for, instead."""
+    return evaluations * look.seconds > EXACT_SECONDS
+
+
+def pays_to_compress(problem: Problem, settings: Settings, columns: int, rows: int | None) -> bool:
+    """Whether so many column groups and row groups (None: no need of any) cost less than the dense engine."""
+    if settings.engine == "compressed":
+        return True
+    analytical = LINEAR_COST * columns + LINEAR_START if rows is None else VJP_COST * rows
+    return 2 * columns + analytical + CERTIFICATE_COST < PAYS_SHARE * (2 * problem.n + VJP_COST * problem.m)
+
+
+def is_one_block(problem: Problem, settings: Settings) -> bool:
+    """Whether the dense engine has one block of rows, and one pass over the columns."""
+    size = 8 * max(1, problem.n) * max(1, problem.m)
+    return size <= BLOCK_BYTES and size <= _memory_limit(settings, size)
+
+
+def most_vectorized_rows(problem: Problem, seconds: float) -> int:
+    """Rows of the analytical Jacobian that one vectorized VJP may be, by what one evaluation takes.
+
+    What func holds inside is not known, but it takes time to write: so this bounds memory, too.
+    """
+    return int(min(MOST_VECTORIZED, VECTORIZED_SECONDS / max(seconds, 1e-6))) if problem.vectorizes else 0
+
+
+def with_less_memory(problem: Problem, plan: Plan) -> Plan | None:
+    """A dense plan for when one ran out of memory: a quarter of its columns; None: there are no fewer."""
+    columns = max(FEWEST_COLUMNS, plan.columns_per_pass // 4)
+    if columns >= min(plan.columns_per_pass, problem.n):
+        return None
+    return replace(
+        plan,
+        columns_per_pass=columns,
+        memory=8 * (columns * problem.m + min(plan.rows_per_block, problem.m) * problem.n),
+        reason=f"{plan.reason}; out of memory: {columns} of {problem.n} columns at a time, one by one",
+        batch=None,
+        replayed=False,
+        rows_replayed=False,
+    )
+
+
+def make_plan(problem: Problem, settings: Settings, look: FirstLook | None) -> Plan:
+    """The plan of the dense engine for a problem whose outputs are known; look: where there was one.
+
+    May evaluate a few columns, to time them.
+    """
+    column_bytes = 8 * max(1, problem.m)
+    limit = _memory_limit(settings, column_bytes * problem.n, problem.device)
+    batch, replayed, said = _way(problem, settings, look) if look is not None else (None, False, "")
+    held = 0
+    if batch is not None:
+        from fastgrad.engines import vmapped
+
+        held = batch * vmapped.column_bytes(problem)
+    room = limit - held if settings.memory_limit is not None else limit
+    columns = max(FEWEST_COLUMNS, min(problem.n, room // column_bytes))
+    rows_replayed, also_said = _rows_way(problem, settings, look) if look is not None else (False, "")
+    # Each block of replays is captured anew, and a device has no cache worth a small one.
+    block_bytes = max(BLOCK_BYTES, min(DEVICE_BLOCK_BYTES, limit // 8)) if rows_replayed else BLOCK_BYTES
+    rows = max(1, block_bytes // (8 * max(1, problem.n)))
+    reason = "engine='dense' was asked for" if settings.engine == "dense" else "no structure makes another cheaper"
+    if look is not None and look.obstacles:
+        reason = "; ".join(look.obstacles)
+    if columns < problem.n:
+        said += f"; memory for {columns} of {problem.n} columns at a time"
+    return Plan(
+        "dense",
+        columns,
+        rows,
+        True if look is None else look.record_graph,
+        reason + said + also_said,
+        memory=columns * column_bytes + min(rows, problem.m) * 8 * problem.n + held,
+        batch=batch,
+        replayed=replayed,
+        rows_replayed=rows_replayed,
+    )
+
+
+def _way(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int | None, bool, str]:
+    """Whether columns come from vmapped batches, of how many, or from replays, if either is faster than one by one.
+
+    Also what is to be said of it.
+    """
+    if problem.n < TRIAL_COLUMNS or 2 * problem.n * look.measured < TRIAL_SECONDS:
+        return None, False, ""
+    reason = executor.obstacle(problem)
+    if reason is not None:
+        return None, False, f"; {reason}: evaluations one by one"
+    from fastgrad.engines import cuda_graph, vmapped  # only here: importing fastgrad is to cost little
+
+    eps, record_graph = settings.eps, look.record_graph
+    size = vmapped.largest(problem, settings.memory_limit)
+    block = max(problem.inputs, key=lambda block: block.size)
+    single = partial(problem.difference_columns, eps=eps, record_graph=record_graph)
+    batch = partial(vmapped.difference_columns, problem, size=size, eps=eps)
+    replay = partial(cuda_graph.difference_columns, problem, eps=eps, record_graph=record_graph)
+    ways: list[tuple[int | None, bool, str, Callable[[int, int], Tensor], int, int]] = []
+    said = ""
+    if not record_graph and size >= vmapped.FEWEST:
+        ways.append((size, False, f"vmapped batches of {size}", batch, vmapped.FEWEST, size))
+    if problem.device.type == "cuda":
+        reason = cuda_graph.obstacle(problem)
+        said = f"; no CUDA graph: {reason}" if reason is not None else ""
+        if reason is None:
+            ways.append((None, True, "replays of a CUDA graph", replay, cuda_graph.FEWEST, problem.n))
+    found: tuple[int | None, bool] = None, False
+    best = TRIAL_GAIN
+    for columns_a_batch, replayed, name, columns, fewest, most in ways:
+        count = _sample(block.size, fewest, most)
+        try:
+            gain = executor.speedup(problem, settings.atol, block.first, count, single, columns)
+        except executor.RefusedError as error:
+            said += f"; {name}: {error}"
+            continue
+        said += f"; {name}: {gain:.2g} times as fast as one by one"
+        if gain >= best:
+            found, best = (columns_a_batch, replayed), gain
+    return *found, said
+
+
+def _rows_way(problem: Problem, settings: Settings, look: FirstLook) -> tuple[bool, str]:
+    """Whether rows come from replays of a VJP, if that is faster than one by one; and what is to be said of it."""
+    are_run = problem.has_graph and settings.check_backward_ad
+    if problem.device.type != "cuda" or not are_run or VJP_COST * look.measured * problem.m < TRIAL_SECONDS:
+        return False, ""
+    from fastgrad.engines import cuda_graph  # only here: importing fastgrad is to cost little
+
+    output = max(problem.outputs, key=lambda block: block.tensor.numel())
+    count = _sample(output.tensor.numel(), cuda_graph.FEWEST, output.tensor.numel())
+    if count < cuda_graph.FEWEST or executor.obstacle(problem) is not None or cuda_graph.obstacle(problem) is not None:
+        return False, ""
+
+    def single(first: int, count: int) -> Tensor:
+        return problem.analytical_rows(output, False, first, count, problem.inputs, 0, 1.0)[0]
+
+    def replay(first: int, count: int) -> Tensor:
+        return cuda_graph.analytical_rows(problem, output, False, first, count, problem.inputs)
+
+    try:
+        gain = executor.speedup(problem, settings.atol, 0, count, single, replay)
+    except executor.RefusedError as error:
+        return False, f"; replays of a VJP: {error}"
+    except OUT_OF_MEMORY:
+        raise
+    except Exception:  # of backward: it is to raise in its turn
+        return False, ""
+    return gain >= TRIAL_GAIN, f"; replays of a VJP: {gain:.2g} times as fast as one by one"
+
+
+def _sample(size: int, fewest: int, most: int) -> int:
+    """How many columns, or rows, of one input or output to try."""
+    return min(size, max(fewest, min(most, size // TRIAL_SHARE)))
+
+
+def make_sketch_plan(settings: Settings) -> Plan:
+    """The plan of fast mode: a few directions and cotangents, gradients recorded as the caller would."""
+    return Plan("sketch", 0, 0, True, "fast_mode=True", detection_limit(settings))

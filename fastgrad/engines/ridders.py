@@ -1,0 +1,331 @@
+"""Re-measuring entries that fail at eps: Ridders extrapolation over many steps, with an error estimate.
+
+Sources: Ridders, "Accurate computation of F'(x) and F'(x) F''(x)", Advances in Engineering Software
+(1982); Richardson extrapolation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fastgrad.core.memory import OUT_OF_MEMORY
+from fastgrad.core.precision import spacing
+from fastgrad.problem.coordinates import block_with
+from fastgrad.problem.problem import Problem
+
+LARGEST_STEP = 1e-2
+"""Relative to max(|x|, 1)."""
+
+SMALLEST_STEP = 1e-13
+"""Relative to |x|; at least 4 ulp of x."""
+
+RATIO = 4.0
+ORDER = 4
+STRAIGHT = 0.2
+"""Slopes at eps are of one straight line where they differ by at most this share of them, and of their distance to
+the refined one."""
+
+WIDER = 64.0
+"""Up to so many times eps func must go straight, for its slope at eps to count."""
+
+ROUNDED = 2.0**-6
+"""What func may round inside, over its movement at eps: more than this, and what it rounds to is func itself."""
+
+FINEST = 4
+"""Steps whose scatter measures the noise of func."""
+
+TOGETHER = 1 << 11
+"""Entries whose estimates, some 200 each, are compared at a time."""
+
+
+@dataclass(frozen=True)
+class Refinement:
+    """Entries of the numerical Jacobian, refined.
+
+    Attributes
+    ----------
+    values, errors
+        The derivatives and how far they may be off: float64, shape (entries,).
+    converged
+        Whether the error is within the tolerance: bool, shape (entries,).
+    left, right
+        One-sided derivatives with the step eps: float64, shape (entries,).
+    doubtful
+        Whether func goes straight through x with another slope where steps are eps and larger, so that
+        the values come from its rounding: bool, shape (entries,).
+    curved
+        Whether the one-sided derivatives come closer to each other at smaller steps: bool, shape (entries,).
+    steps, changes, widths
+        What was measured, large steps first: how far the coordinate was moved to either side, by how much
+        func changed in between, and what that is divided by; zero where no step was taken. Float64, shape
+        (entries, steps).
+    """
+
+    values: Tensor
+    errors: Tensor
+    converged: Tensor
+    left: Tensor
+    right: Tensor
+    doubtful: Tensor
+    curved: Tensor
+    steps: Tensor
+    changes: Tensor
+    widths: Tensor
+
+    def of(self, entries: slice) -> Refinement:
+        """That of some of the entries."""
+        return Refinement(*(getattr(self, field.name)[entries] for field in fields(self)))
+
+    def is_kink(self, entry: int, atol: float, rtol: float) -> bool:
+        """Whether the one-sided derivatives differ by more than the tolerance, at smaller steps, too."""
+        left, right = self.left[entry].item(), self.right[entry].item()
+        if bool(self.curved[entry]):
+            return False
+        return abs(left - right) > 2 * (atol + rtol * max(abs(left), abs(right)))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What func did when coordinates, of inputs that take one step, were moved together, by steps from large to small.
+
+    Attributes
+    ----------
+    rounding
+        What it may do to the outputs: float64, shape (entries,).
+    left, right
+        One-sided derivatives with the step eps: float64, shape (entries,).
+    eps
+        That step.
+    steps, widths, changes, bends
+        How far the coordinate was moved to either side; what is between the two points, zero where it takes no
+        step as small as this; f(x + h) - f(x - h); f(x + h) - 2 f(x) + f(x - h): shape (steps, entries).
+    """
+
+    rounding: Tensor
+    left: Tensor
+    right: Tensor
+    eps: float
+    steps: Tensor
+    widths: Tensor
+    changes: Tensor
+    bends: Tensor
+
+
+def refine(
+    problem: Problem, inputs: Tensor, outputs: Tensor, record_graph: bool, eps: float, atol: float, rtol: float
+) -> Refinement:
+    """Derivatives of some outputs with respect to one coordinate each, over steps from large to small.
+
+    An estimate from some steps counts only if all smaller ones agree with it to within func's own
+    noise: a large step would make a rounding look like the identity.
+
+    Parameters
+    ----------
+    inputs, outputs
+        Coordinates in [0, n), of inputs that take one step, and in [0, m): int64, shape (entries,). They are moved
+        together: no output here may depend on two of them.
+    """
+    return settled([measured(problem, inputs, outputs, record_graph, eps)], atol, rtol)
+
+
+def measured(problem: Problem, inputs: Tensor, outputs: Tensor, record_graph: bool, eps: float) -> Measured:
+    """The evaluations behind `refine`: two a step, and three; at most some 90."""
+    where, owner = torch.unique(inputs, return_inverse=True)
+    block = block_with(problem.inputs, int(where[0]))
+    x = problem.coordinates()[where].abs()
+    ulp = spacing(block.tensor.dtype)
+    smallest = torch.maximum(SMALLEST_STEP * x, 4 * ulp * x.clamp(min=2.0**-40))
+    displacement = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
+    # Like all other values of a copy with all elements specified, where an input is sparse.
+    base = problem.evaluate(record_graph, displacement)[outputs]
+    # An infinite x takes no step, nor does a NaN.
+    step = torch.where(x.isfinite(), LARGEST_STEP * x.clamp(min=1.0), 0.0)
+    steps, widths, changes, bends = [], [], [], []
+    while bool((step >= smallest).any()):
+        displacement[where] = torch.where(step >= smallest, step, 0.0)
+        try:
+            plus, minus = (problem.evaluate(record_graph, displacement, sign)[outputs] for sign in (1.0, -1.0))
+        except OUT_OF_MEMORY:
+            raise
+        except Exception:  # outside of func's domain, say: a smaller step may be inside
+            step = step / RATIO
+            continue
+        steps.append(step[owner])
+        widths.append(problem.realized_width(displacement, 1.0)[where][owner])
+        changes.append(plus - minus)
+        bends.append((plus - base) + (minus - base))
+        step = step / RATIO
+    left, right = _one_sided(problem, where, owner, outputs, base, record_graph, eps)
+    found = [torch.stack(some) if some else base.new_empty(0, base.numel()) for some in (steps, widths, changes, bends)]
+    rounding = _rounding(problem, outputs, base, x[owner], found[2])
+    return Measured(rounding, left, right, eps * block.step, *found)
+
+
+def settled(found: Sequence[Measured], atol: float, rtol: float) -> Refinement:
+    """The derivatives that measurements, of inputs that take one step, tell; end to end."""
+    most = max(len(one.steps) for one in found)
+    rounding, left, right = (torch.cat([getattr(one, name) for one in found]) for name in ("rounding", "left", "right"))
+    steps, widths, changes, bends = (
+        torch.cat([pad(getattr(one, name), (0, 0, 0, most - len(one.steps))) for one in found], 1)
+        for name in ("steps", "widths", "changes", "bends")
+    )
+    taken = widths != 0
+    slopes = torch.where(taken, changes / widths, 0.0)
+    values, errors = extrapolate(slopes, widths, rounding, atol, rtol)
+    eps = found[0].eps
+    doubtful = _is_rounded(slopes, steps, left, right, values, eps, atol, rtol)
+    some = doubtful.nonzero().reshape(-1)
+    if some.numel():
+        # func's rounding is what smaller steps find beside its slope at eps, where that is little.
+        slope = (left + right)[some] / 2
+        finer = torch.where(steps[:, some] <= eps, widths[:, some], 0.0)
+        noise = ((slopes[:, some] - slope) * finer).abs().amax(0)
+        little = noise <= ROUNDED * 2 * eps * slope.abs()
+        some, noise = some[little], noise[little]
+        better = extrapolate(slopes[:, some], widths[:, some], torch.maximum(noise, rounding[some]), atol, rtol)
+        sure = better[1] <= atol + rtol * better[0].abs()
+        some = some[sure]
+        values[some], errors[some] = (result[sure] for result in better)
+        doubtful[some] = False
+    # Not "errors > allowed": a NaN has not converged.
+    converged = errors <= atol + rtol * values.abs()
+    curved = _is_curved(bends, steps, taken, (right - left).abs(), eps)
+    return Refinement(values, errors, converged, left, right, doubtful, curved, steps.t(), changes.t(), widths.t())
+
+
+def _is_rounded(
+    slopes: Tensor,
+    steps: Tensor,
+    left: Tensor,
+    right: Tensor,
+    values: Tensor,
+    eps: float,
+    atol: float,
+    rtol: float,
+) -> Tensor:
+    """Whether func goes straight through x at eps and larger steps, with another slope than the values."""
+    wider = (steps >= RATIO * eps) & (steps <= WIDER * eps)
+    # Next to a kink the two sides differ; under curvature, they or the wider steps do.
+    middle = (left + right) / 2
+    apart = (middle - values).abs().nan_to_num(torch.inf)  # a value that is open excuses nothing
+    bent = torch.where(wider, (slopes - middle).abs(), (left - right).abs())
+    straight = (bent <= STRAIGHT * torch.minimum(apart, middle.abs())).all(0) & wider.any(0)
+    return straight & (apart > atol + rtol * values.abs().nan_to_num())
+
+
+def _is_curved(bends: Tensor, steps: Tensor, taken: Tensor, at_eps: Tensor, eps: float) -> Tensor:
+    """Whether one-sided derivatives come together as steps shrink; f(x + h) - 2 f(x) + f(x - h) over h tells.
+
+    bends, steps, taken: shape (steps, rows), large steps first; at_eps: shape (rows,).
+    """
+    if not len(steps):
+        return torch.zeros_like(at_eps, dtype=torch.bool)
+    small = taken & (steps <= eps / 8)
+    first = small.to(torch.int8).argmax(0, keepdim=True)
+    smaller = (bends / steps).gather(0, first)[0].abs()
+    return small.any(0) & (smaller <= at_eps / 2)
+
+
+def _rounding(problem: Problem, rows: Tensor, base: Tensor, x: Tensor, changes: Tensor) -> Tensor:
+    """One ulp of each output or, where that is larger, of |x|, its coordinate's, or of 1; not more than func shows.
+
+    An output near zero may be what two numbers of order 1 leave: at x = 0, exp(x) - 1 does not move for
+    steps below 1e-16, and no derivative of zero follows. But then it changes by multiples of 1e-16 only.
+
+    Parameters
+    ----------
+    changes
+        Of the outputs, for steps of many sizes: float64, shape (steps, entries).
+    """
+    ulp = torch.empty(problem.m, dtype=torch.float64, device=base.device)
+    for block in problem.outputs:
+        ulp[block.first : block.first + block.size] = spacing(block.tensor.dtype)
+    mantissa, exponent = torch.frexp(torch.where(changes.isfinite(), changes, 0.0))
+    digits = (mantissa.abs() * 2.0**53).to(torch.int64)
+    quantum = torch.ldexp((digits & -digits).to(torch.float64), exponent - 53)  # the last binary digit that is set
+    inside = ulp[rows] * x.clamp(min=1.0)
+    for one in quantum:
+        inside = torch.where(one != 0, torch.minimum(inside, 2 * one), inside)
+    return torch.maximum(ulp[rows] * base.abs(), inside)
+
+
+def _one_sided(
+    problem: Problem, where: Tensor, owner: Tensor, rows: Tensor, base: Tensor, record_graph: bool, eps: float
+) -> tuple[Tensor, Tensor]:
+    direction = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
+    direction[where] = 1.0
+    displacement = problem.displacement(direction, eps)
+    step = displacement[where][owner]
+    try:
+        plus, minus = (problem.evaluate(record_graph, displacement, sign)[rows] for sign in (1.0, -1.0))
+    except OUT_OF_MEMORY:
+        raise
+    except Exception:  # one side is outside of func's domain
+        missing = torch.full_like(base, torch.nan)
+        return missing, missing
+    return (base - minus) / step, (plus - base) / step
+
+
+def extrapolate(slopes: Tensor, widths: Tensor, rounding: Tensor, atol: float, rtol: float) -> tuple[Tensor, Tensor]:
+    """The best estimate of each entry and its error; NaN, infinite, where there is none.
+
+    Parameters
+    ----------
+    slopes, widths
+        Plain differences and what they were divided by: shape (steps, entries), large steps first. A step
+        that an entry did not take, one of the last, has width zero.
+    """
+    values = torch.full_like(rounding, torch.nan)
+    errors = torch.full_like(rounding, torch.inf)
+    if len(widths):
+        for first in range(0, rounding.numel(), TOGETHER):
+            own = slice(first, first + TOGETHER)
+            values[own], errors[own] = _extrapolated(slopes[:, own], widths[:, own], rounding[own], atol, rtol)
+    return values, errors
+
+
+def _extrapolated(slopes: Tensor, widths: Tensor, rounding: Tensor, atol: float, rtol: float) -> tuple[Tensor, Tensor]:
+    values = torch.full_like(rounding, torch.nan)
+    errors_of_values = torch.full_like(rounding, torch.inf)
+    taken = widths != 0
+    # Of every step and order: shape (steps, ORDER + 1, entries); an estimate of order k rests on k larger steps.
+    shape = len(widths), ORDER + 1, rounding.numel()
+    estimates, differences = slopes.new_full(shape, torch.nan), slopes.new_full(shape, torch.nan)
+    estimates[:, 0] = slopes
+    # Where no smaller step moves func, a kink lies between the larger step and this one.
+    still = (slopes == 0).flip(0).cummin(0).values.flip(0)
+    differences[1:, 0] = torch.where(still[1:], 0.0, slopes.diff(dim=0).abs())
+    for k in range(1, min(len(widths) - 1, ORDER) + 1):
+        coarse, fine = estimates[k - 1 : -1, k - 1], estimates[k:, k - 1]
+        estimates[k:, k] = fine + (fine - coarse) / (RATIO ** (2 * k) - 1)
+        differences[k:, k] = torch.maximum((estimates[k:, k] - fine).abs(), (estimates[k:, k] - coarse).abs())
+    # In units of func's values: how the finest steps scatter around a line of their own.
+    finest = taken & (taken.sum(0) - taken.cumsum(0) < FINEST)
+    width = torch.where(finest, widths, 0.0)
+    line = (slopes * width.square()).sum(0) / width.square().sum(0)
+    noise = torch.maximum(rounding, ((slopes - line) * width).abs().nan_to_num(0.0).amax(0))
+    errors = differences + (noise / widths).unsqueeze(1)
+    score = errors / (atol + rtol * estimates.abs())
+    score = torch.where(taken.unsqueeze(1) & score.isfinite(), score, torch.inf).reshape(-1, rounding.numel())
+    # The best one that all smaller steps agree with: mostly the first that is looked at.
+    open_, place = (torch.arange(size, device=score.device) for size in (rounding.numel(), len(widths)))
+    while open_.numel():
+        least, best = score[:, open_].min(0)
+        open_, best = open_[least.isfinite()], best[least.isfinite()]
+        step, order = best // (ORDER + 1), best % (ORDER + 1)
+        where = step, order, open_
+        estimate, error, width = estimates[where], errors[where], widths[:, open_]
+        off = ((slopes[:, open_] - estimate) * width).abs()
+        # In slopes at smaller steps the error is no larger: in func's values it shrinks with them.
+        near = off <= 8 * torch.maximum(noise[open_], error * width)
+        agrees = (near | (place.unsqueeze(1) < step) | (width == 0)).all(0)
+        settled_now = open_[agrees]
+        values[settled_now], errors_of_values[settled_now] = estimate[agrees], error[agrees]
+        score[best[~agrees], open_[~agrees]] = torch.inf
+        open_ = open_[~agrees]
+    return values, errors_of_values

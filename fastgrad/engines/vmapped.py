@@ -1,0 +1,85 @@
+"""Numerical columns from many points in one call of func, vectorized by torch.func.vmap.
+
+A batching rule may be missing, and what func captured does not move with its batch: for `trial` to judge.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from fastgrad.core.native import ops
+from fastgrad.core.phases import phase
+from fastgrad.core.precision import relative_step
+from fastgrad.engines.executor import RefusedError
+from fastgrad.problem.coordinates import Block
+from fastgrad.problem.problem import Problem
+
+FEWEST = 4
+"""Columns of a batch, at least."""
+
+MOST = 512
+"""Columns of a batch, at most."""
+
+HOST_BYTES = 4 << 20
+DEVICE_BYTES = 64 << 20
+"""Of the inputs and outputs of one batch: near what a cache holds, and what keeps a GPU busy."""
+
+
+def column_bytes(problem: Problem) -> int:
+    """What one column of a batch takes, outputs and their copies included; func's own memory is not known."""
+    return 16 * (max(block.size for block in problem.inputs) + 2 * problem.m)
+
+
+def largest(problem: Problem, limit: int | None) -> int:
+    """Columns of a batch that memory admits, of a limit in bytes at most an eighth; less than FEWEST: none."""
+    room = DEVICE_BYTES if problem.device.type == "cuda" else HOST_BYTES
+    room = room if limit is None else min(room, limit // 8)
+    return min(MOST, problem.n, room // column_bytes(problem))
+
+
+@phase("numerical columns")
+def difference_columns(problem: Problem, first: int, count: int, size: int, eps: float) -> Tensor:
+    """Columns as `Problem.difference_columns` gives them, up to rounding: `size` of them in one call of func.
+
+    Func records no graph. The points are the same, bit for bit.
+
+    Raises
+    ------
+    RefusedError
+        func raises for a batch, or returns another kind of output than at first.
+    """
+    columns = torch.empty(count, problem.m, dtype=torch.float64, device=problem.device)
+    widths = problem.coordinate_widths(eps)[first : first + count]
+    for block in problem.inputs:
+        low, high = max(block.first, first), min(block.first + block.size, first + count)
+        for begin in range(low, high, size):
+            some = slice(begin - first, min(begin + size, high) - first)
+            try:
+                plus, minus = _evaluated(problem, block, begin - block.first, some.stop - some.start, eps)
+            except Exception as error:
+                raise RefusedError(f"func raises {type(error).__name__}") from error
+            torch.sub(plus, minus, out=columns[some]).div_(widths[some].unsqueeze(1))
+            problem.progress.step(2 * (some.stop - some.start))
+    return columns
+
+
+def _evaluated(problem: Problem, block: Block, first: int, count: int, eps: float) -> tuple[Tensor, Tensor]:
+    """The outputs where coordinates first, ... of an input are moved to either side: float64, shape (count, m) each."""
+    x = block.tensor.detach()
+    points = x.new_empty((2 * count, *x.shape))
+    points.copy_(x)
+    for sign, side in ((1, points[:count]), (-1, points[count:])):
+        # Point k has coordinate first + k moved; coordinates count through all points of a side.
+        moved = torch.arange(count, device=x.device) * (block.size + 1) + first
+        ops.perturb_coordinates_(side, side, moved, sign, eps * block.step, relative_step(x.dtype))
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's own: that it is slow, say; func's were heard before
+        found = torch.func.vmap(lambda point: problem.evaluate_with(block, point))(points)
+    values = torch.empty(2 * count, problem.m, dtype=torch.float64, device=problem.device)
+    for output, batch in zip(problem.outputs, found, strict=True):
+        real = torch.view_as_real(batch.resolve_conj()) if output.is_complex else batch
+        values[:, output.first : output.first + output.size] = real.reshape(2 * count, output.size)
+    return values[:count], values[count:]

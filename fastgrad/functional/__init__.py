@@ -1,0 +1,5 @@
+"""Jacobians, Hessians and their products, with the signatures of torch.autograd.functional."""
+
+from fastgrad.functional.derivatives import hessian, hvp, jacobian, jvp, vhp, vjp
+
+__all__ = ["hessian", "hvp", "jacobian", "jvp", "vhp", "vjp"]

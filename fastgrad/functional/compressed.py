@@ -1,0 +1,292 @@
+"""Matrices of linear maps by few products: guess or probe the pattern, color, decompress, certify.
+
+A pattern is never trusted: products of the map itself with random seeds must be what its entries add up
+to. Where they are not, or where too few rows can share a product, there is no result, and somebody
+computes row by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastgrad.core.memory import OUT_OF_MEMORY
+from fastgrad.core.phases import phase
+from fastgrad.core.precision import ROUNDING
+from fastgrad.core.random import COTANGENT_STREAM, PROBE_COTANGENT, PROBE_DIRECTION, direction
+from fastgrad.engines.plan import admitted_entries
+from fastgrad.functional.linear_map import LinearMap
+from fastgrad.report.data import Settings
+from fastgrad.structure import coloring, sparsity
+from fastgrad.structure.coloring import Indices
+from fastgrad.structure.sparsity import Mask, Pattern
+
+WORTH_A_GUESS = 32
+"""Rows from which the four products that try a guess, and their overhead, repay."""
+
+GROUPS_WORTH_THE_TRANSPOSE = 8
+"""Groups of rows from which a graph of the backward, whose products are those of columns, may repay."""
+
+WORTH_PROBING = 256
+"""Rows from which probing does, which takes milliseconds beside its products."""
+
+BAND = 61
+"""Rows between those whose product shows a band, which must be at most half as wide; prime, so that they fall on
+all places of blocks."""
+
+PROBING_SHARE = 4
+"""Probing takes at most the rows over this, in products."""
+
+SAVES = 2
+"""Times fewer products than rows, at least, are worth it."""
+
+CERTIFICATES = 2
+"""Random seeds, the second of them with a random half zero."""
+
+SCALES = (3.0, 5.0, 7.0)
+"""Multiples of a seed that tell rounding: powers of two would not."""
+
+
+@dataclass(frozen=True)
+class Entries:
+    """A sparse matrix of shape (m, n), row by row, columns ascending: entries that are not listed are zero.
+
+    Attributes
+    ----------
+    rows, columns
+        int64, shape (nnz,), on the device of the values.
+    values
+        Shape (nnz,).
+    """
+
+    rows: Tensor
+    columns: Tensor
+    values: Tensor
+    m: int
+    n: int
+
+    def transposed(self) -> Entries:
+        """That of shape (n, m)."""
+        order, _ = coloring.bucket(self.columns.cpu().numpy(), self.n)
+        chosen = torch.from_numpy(order).to(self.values.device)
+        return Entries(self.columns[chosen], self.rows[chosen], self.values[chosen], self.n, self.m)
+
+
+@dataclass(frozen=True)
+class _Scheme:
+    """Which rows (or columns, or both at once) share a product, and where each entry is found.
+
+    Attributes
+    ----------
+    group_of, positions
+        Of each entry: the group, and the element of its product. Shape (nnz,).
+    """
+
+    map: LinearMap
+    colors: Indices
+    group_of: Indices
+    positions: Indices
+
+    @property
+    def count(self) -> int:
+        """Number of groups."""
+        return int(self.colors.max()) + 1 if self.colors.size else 0
+
+    def values(self) -> Tensor:
+        """The entries, one product a group: shape (nnz,)."""
+        order, starts = coloring.groups(self.colors)
+        entries, entry_starts = coloring.bucket(self.group_of, self.count)
+        found = torch.zeros(self.positions.size, dtype=self.map.dtype, device=self.map.device)
+        positions = torch.from_numpy(self.positions[entries]).to(self.map.device)
+        places = torch.from_numpy(entries).to(self.map.device)
+        for g in range(self.count):
+            seed = torch.zeros(self.map.m, dtype=torch.float64, device="cpu")
+            seed[torch.from_numpy(order[starts[g] : starts[g + 1]])] = 1.0
+            own = slice(entry_starts[g], entry_starts[g + 1])
+            found[places[own]] = self.map.product(seed)[positions[own]]
+        return found
+
+
+@phase("matrix by structure")
+def entries_by_structure(
+    rows: LinearMap, columns: Callable[[], LinearMap | None] = lambda: None, symmetric: bool = False
+) -> Entries | None:
+    """The matrix of a linear map, where its structure makes that cheaper than a product a row; otherwise None.
+
+    Parameters
+    ----------
+    rows
+        The map; what is returned is certified by its products.
+    columns
+        Makes its transpose, if there is one; called where columns may be better.
+    symmetric
+        Whether the matrix should be symmetric: a certificate tells.
+    """
+    if rows.m < WORTH_A_GUESS or not rows.n:
+        return None
+    maps = _Maps(rows, columns, symmetric)
+    try:
+        for find in (_guess, _guess_band, _probe):
+            pattern = find(maps)
+            if pattern is None:
+                continue
+            for scheme in maps.schemes(pattern):
+                values = scheme.values()
+                if _is_certified(rows, pattern, values):
+                    i, j = (torch.from_numpy(side).to(rows.device) for side in (pattern.rows(), pattern.columns))
+                    return Entries(i, j, values, rows.m, rows.n)
+    except OUT_OF_MEMORY:
+        raise
+    except Exception:  # seeds of one row each may not raise
+        return None
+    return None
+
+
+class _Maps:
+    """A map, with its transpose once that is asked for."""
+
+    def __init__(self, rows: LinearMap, columns: Callable[[], LinearMap | None], symmetric: bool) -> None:
+        self.rows = rows
+        self.symmetric = symmetric
+        self._make_columns = columns
+        self._columns: LinearMap | None = None
+        self._is_made = False
+
+    @property
+    def columns(self) -> LinearMap | None:
+        if not self._is_made:
+            self._columns, self._is_made = self._make_columns(), True
+        return self._columns
+
+    def schemes(self, pattern: Pattern) -> list[_Scheme]:
+        """What may be tried with a pattern, as far as it saves products, the fewest first."""
+        colors = coloring.color(pattern.starts, pattern.columns, pattern.n)
+        found = [_Scheme(self.rows, colors, np.repeat(colors, np.diff(pattern.starts)), pattern.columns)]
+        if self.symmetric:
+            by_stars = _star_scheme(self.rows, pattern, found[0].count)
+            found += [by_stars] if by_stars else []
+        elif found[0].count > GROUPS_WORTH_THE_TRANSPOSE and self.columns is not None:
+            starts, members = coloring.transpose(pattern.starts, pattern.columns, pattern.n)
+            colors = coloring.color(starts, members, pattern.m)
+            found.append(_Scheme(self.columns, colors, colors[pattern.columns], pattern.rows()))
+        found = [scheme for scheme in found if SAVES * (scheme.count + CERTIFICATES) <= self.rows.m]
+        return sorted(found, key=lambda scheme: scheme.count)
+
+
+def _star_scheme(rows: LinearMap, pattern: Pattern, groups: int) -> _Scheme | None:
+    """Each entry, or its mirror image, from the product of one color; None where that takes as many as `groups`."""
+    colors = coloring.star_color(pattern.starts, pattern.columns, groups - 1)
+    if colors is None:
+        return None
+    count = int(colors.max()) + 1
+    i, j = pattern.rows(), pattern.columns
+    keys = i * count + colors[j]
+    _, which, times = np.unique(keys, return_inverse=True, return_counts=True)
+    alone = times[which] == 1  # entry (i, j) is the only one of row i in columns of j's color
+    return _Scheme(rows, colors, np.where(alone, colors[j], colors[i]), np.where(alone, i, j))
+
+
+def _guess(maps: _Maps) -> Pattern | None:
+    """A pointwise pattern, if a product with half of the rows reaches nothing else."""
+    rows = maps.rows
+    pattern = sparsity.guess(rows.targets, rows.sources)
+    if pattern is None or pattern.nnz > admitted_entries(Settings(), rows.m * rows.n):
+        return None
+    return pattern if _bears_a_look(rows, pattern) else None
+
+
+def _guess_band(maps: _Maps) -> Pattern | None:
+    """The offsets from the diagonal that one product with rows far apart shows, for all rows: a chain, a stencil."""
+    rows = maps.rows
+    if rows.m < WORTH_PROBING or len(rows.sources) != 1 or len(rows.targets) != 1:
+        return None
+    chosen = np.arange(BAND // 2, rows.m, BAND)
+    seed = torch.zeros(rows.m, dtype=torch.float64, device="cpu")
+    seed[torch.from_numpy(chosen)] = direction(chosen.size, 0, PROBE_COTANGENT)
+    reacted = np.flatnonzero((rows.product(seed) != 0).cpu().numpy())
+    offsets = np.unique(reacted - chosen[np.minimum(reacted // BAND, chosen.size - 1)])
+    if maps.symmetric:
+        offsets = np.union1d(offsets, -offsets)
+    if not 0 < offsets.size <= BAND // 2 or rows.m * offsets.size > admitted_entries(Settings(), rows.m * rows.n):
+        return None
+    columns = np.arange(rows.m)[:, None] + offsets
+    within = (columns >= 0) & (columns < rows.n)
+    starts = np.zeros(rows.m + 1, dtype=np.int64)
+    np.cumsum(within.sum(1), out=starts[1:])
+    pattern = Pattern(starts, columns[within], rows.n, "guessed from one product: a band")
+    return pattern if _bears_a_look(rows, pattern) else None
+
+
+def _bears_a_look(rows: LinearMap, pattern: Pattern) -> bool:
+    """Whether a product with a random half of the rows reaches no other columns than the pattern says."""
+    seed = direction(rows.m, 0, PROBE_COTANGENT, halved=True)
+    reacted = (rows.product(seed) != 0).cpu().numpy()
+    return sparsity.bears_a_look(pattern.transposed(), seed.numpy() != 0, reacted)
+
+
+def _probe(maps: _Maps) -> Pattern | None:
+    """The pattern that products with random seeds on blocks of rows, or of columns, show."""
+    rows = maps.rows
+    if rows.m < WORTH_PROBING:
+        return None
+    budget, most = rows.m // PROBING_SHARE, admitted_entries(Settings(), rows.m * rows.n)
+
+    def has_room(entries: int) -> bool:
+        return entries <= most
+
+    def refinement(side: LinearMap, stream: int) -> sparsity.Refinement:
+        seed = direction(side.m, 0, stream)
+
+        def respond(chosen: Mask) -> Mask:
+            reacting: Mask = (side.product(torch.where(torch.from_numpy(chosen), seed, 0.0)) != 0).cpu().numpy()
+            return reacting
+
+        return sparsity.Refinement(respond, side.sources, side.n, splits_hubs=maps.symmetric)
+
+    by_rows = refinement(rows, PROBE_COTANGENT)
+    columns = None if maps.symmetric else maps.columns
+    if columns is None:
+        pattern = sparsity.refined(by_rows, None, rows.sources, rows.targets, has_room, budget)
+        pattern = pattern and pattern.transposed()
+    else:
+        by_columns = refinement(columns, PROBE_DIRECTION)
+        pattern = sparsity.refined(by_columns, by_rows, rows.targets, rows.sources, has_room, budget)
+    if pattern is not None and maps.symmetric:
+        pattern = pattern.with_entries(pattern.columns, pattern.rows())
+    return pattern
+
+
+def _is_certified(rows: LinearMap, pattern: Pattern, values: Tensor) -> bool:
+    """Whether products with random seeds are what the entries add up to, to within rounding."""
+    i, j = (torch.from_numpy(side).to(rows.device) for side in (pattern.rows(), pattern.columns))
+    precise = values.to(torch.promote_types(values.dtype, torch.float64))
+    for halved in range(CERTIFICATES):
+        seed = rows.rounded(direction(rows.m, 0, COTANGENT_STREAM + 16 * halved, halved=bool(halved)))
+        terms = precise * seed.to(rows.device)[i]
+        total = torch.zeros(rows.n, dtype=precise.dtype, device=rows.device).index_add_(0, j, terms)
+        size = torch.zeros(rows.n, dtype=torch.float64, device=rows.device).index_add_(0, j, terms.abs())
+        product = rows.product(seed)
+        error, ulp = (product - total).abs(), ROUNDING * rows.spacing
+        # Not "error > allowed": a NaN is no certificate.
+        wrong = ~(error <= ulp * size)
+        if bool(wrong.any()):
+            # Terms that cancel inside the map leave more than one ulp of what is left of them. Still
+            # linear, but for rounding: of the whole product, not of something that is far from linear.
+            noise = _rounding_noise(rows, seed, product)
+            excused = (error <= ROUNDING * noise) & (noise <= ulp * size.max())
+            if not bool((~wrong | excused).all()):
+                return False
+    return True
+
+
+def _rounding_noise(rows: LinearMap, seed: Tensor, product: Tensor) -> Tensor:
+    """How far products with multiples of a seed are from multiples of its product: shape (n,)."""
+    noise = torch.zeros(rows.n, dtype=torch.float64, device=rows.device)
+    for factor in SCALES:
+        multiple = rows.product(rows.rounded(factor * seed))
+        noise = torch.maximum(noise, (multiple / factor - product).abs().to(torch.float64))
+    return noise

@@ -1,0 +1,146 @@
+"""Arguments and results in the forms of torch.autograd.functional: tuples or not, strided or sparse."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fastgrad.functional.compressed import Entries
+
+Tensors = tuple[Tensor, ...]
+Sparse = bool | Literal["auto"]
+Parts = list[list[Tensor]]
+"""Of a Jacobian: one list an output, with one part an input."""
+
+OUTPUTS = "outputs of the user-provided function"
+
+SPARSE_SHARE = 0.25
+"""sparse="auto" gives sparse tensors where at most this share of the entries can differ from zero."""
+
+
+def as_tensors(value: Any, what: str, name: str) -> tuple[bool, Tensors]:
+    """Whether a value is a tuple, and the tuple of Tensors that it is or makes."""
+    is_tuple = isinstance(value, tuple)
+    for i, each in enumerate(value if is_tuple else (value,)):
+        if not isinstance(each, Tensor):
+            where = f"the value at index {i}" if is_tuple else f"the given {what}"
+            raise TypeError(
+                f"The {what} given to {name} must be either a Tensor or a tuple of Tensors, but {where} has type "
+                f"{type(each)}."
+            )
+    if is_tuple and not value and what == "inputs":
+        raise ValueError(f"The inputs given to {name} must hold at least one Tensor, got an empty tuple.")
+    return is_tuple, value if is_tuple else (value,)
+
+
+def vector(v: Any, like: Tensors, is_tuple: bool, name: str, create_graph: bool) -> Tensors | None:
+    """What v is, a tuple of tensors of the sizes of `like`; None, for 1, where it may be left out."""
+    if v is None:
+        if len(like) != 1 or like[0].numel() != 1:
+            of = "user-provided function returns" if name == "vjp" else "input to the user-provided function is"
+            raise RuntimeError(f"The vector v can only be None if the {of} a single Tensor with a single element.")
+        return None
+    _, given = as_tensors(v, "v", name)
+    if len(given) != len(like):
+        if not is_tuple:
+            raise RuntimeError(f"The given v should contain a single Tensor, but is a tuple of {len(given)}.")
+        raise RuntimeError(f"v is a tuple of invalid length: should be {len(like)} but got {len(given)}.")
+    for i, (each, other) in enumerate(zip(given, like, strict=True)):
+        if each.shape != other.shape:
+            which = f"Entry {i} in v" if is_tuple else "v"
+            raise RuntimeError(f"{which} has invalid size: should be {other.shape} but got {each.shape}.")
+    return tuple(each.view_as(each) if create_graph and each.requires_grad else each.detach() for each in given)
+
+
+def scalar(result: Any, name: str, strict: bool = False) -> Tensor:
+    """The single Tensor with a single element that func must return."""
+    is_tuple, outputs = as_tensors(result, OUTPUTS, name)
+    check_tracked(outputs, strict)
+    if is_tuple:
+        raise RuntimeError(f"The function given to {name} should return a single Tensor, but it returned a tuple.")
+    if outputs[0].numel() != 1:
+        raise RuntimeError(
+            f"The Tensor returned by the function given to {name} should contain a single element, but its shape is "
+            f"{tuple(outputs[0].shape)}."
+        )
+    return outputs[0]
+
+
+def check_tracked(outputs: Tensors, strict: bool) -> None:
+    """Strict mode: that outputs require grad."""
+    for i, output in enumerate(outputs):
+        if strict and not output.requires_grad:
+            raise RuntimeError(
+                f"Output {i} of the user-provided function does not require gradients. In strict mode, outputs must be "
+                "computed in a differentiable manner from the inputs."
+            )
+
+
+def form(tensors: Sequence[Tensor], is_tuple: bool, create_graph: bool = False) -> Any:
+    """A tuple or its only tensor, without history unless that is wanted."""
+    found = tuple(tensors) if create_graph else tuple(tensor.detach() for tensor in tensors)
+    return found if is_tuple else found[0]
+
+
+def nested(parts: Parts, outputs_are_tuple: bool, inputs_are_tuple: bool) -> Any:
+    """Parts as a tuple of tuples, without the levels that are no tuples."""
+    rows = [tuple(row) if inputs_are_tuple else row[0] for row in parts]
+    return tuple(rows) if outputs_are_tuple else rows[0]
+
+
+def zeros(output: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """A part of a Jacobian, of zeros."""
+    return torch.zeros((*output.shape, *value.shape), dtype=dtype, device=value.device)
+
+
+def sparse_part(rows: Tensor, columns: Tensor, values: Tensor, output: torch.Size, value: torch.Size) -> Tensor:
+    """A COO tensor of shape (*output, *value) from the entries of a matrix of elements, row by row, columns rising."""
+    indices = [*_unraveled(rows, output), *_unraveled(columns, value)]
+    where = torch.stack(indices) if indices else rows.new_empty(0, values.numel())
+    return torch.sparse_coo_tensor(
+        where, values, (*output, *value), device=values.device, is_coalesced=True, check_invariants=False
+    )
+
+
+def _unraveled(flat: Tensor, shape: torch.Size) -> list[Tensor]:
+    indices = []
+    for size in reversed(shape):
+        indices.append(flat % size)
+        flat = flat // size
+    return indices[::-1]
+
+
+def is_sparse_enough(found: Entries, sparse: Sparse) -> bool:
+    """Whether a matrix whose structure was found is returned sparse."""
+    return sparse is True or (sparse == "auto" and found.values.numel() <= SPARSE_SHARE * found.m * found.n)
+
+
+def of_entries(
+    found: Entries, outputs: Tensors, inputs: Tensors, dtypes: list[list[torch.dtype]], sparse: bool
+) -> Parts:
+    """The parts of a sparse matrix of elements, in the layout asked for."""
+    parts: Parts = []
+    row_start = 0
+    for o, output in enumerate(outputs):
+        parts.append([])
+        column_start = 0
+        for k, value in enumerate(inputs):
+            rows, columns, values = found.rows, found.columns, found.values
+            if len(outputs) > 1 or len(inputs) > 1:
+                rows, columns = rows - row_start, columns - column_start
+                own = (rows >= 0) & (rows < output.numel()) & (columns >= 0) & (columns < value.numel())
+                rows, columns, values = rows[own], columns[own], values[own]
+            dtype = dtypes[o][k]
+            values = values.real.to(dtype) if values.is_complex() and not dtype.is_complex else values.to(dtype)
+            if sparse:
+                part = sparse_part(rows, columns, values, output.shape, value.shape)
+            else:
+                part = zeros(output, value, dtype)
+                part.view(-1)[rows * value.numel() + columns] = values
+            parts[-1].append(part)
+            column_start += value.numel()
+        row_start += output.numel()
+    return parts

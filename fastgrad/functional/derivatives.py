@@ -1,0 +1,746 @@
+"""Jacobians, Hessians and their products: the signatures of torch.autograd.functional, at the price of the structure.
+
+func is called once, as it is recorded. A Jacobian or Hessian whose rows, or columns, can share products
+takes one product a group instead of one a row, whatever layout is asked for; otherwise rows come from a
+native loop. With numerical=True everything comes from values of func, and has an error estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgrad.core import native, torch_private
+from fastgrad.engines.plan import BLOCK_BYTES
+from fastgrad.functional.compressed import Entries, entries_by_structure
+from fastgrad.functional.containers import (
+    OUTPUTS,
+    Parts,
+    Sparse,
+    Tensors,
+    as_tensors,
+    check_tracked,
+    form,
+    is_sparse_enough,
+    nested,
+    of_entries,
+    scalar,
+    sparse_part,
+    vector,
+    zeros,
+)
+from fastgrad.functional.linear_map import backward_map, backward_of_backward_map, forward_map, tangents_along
+from fastgrad.functional.numerical import (
+    numerical_hessian,
+    numerical_hessian_product,
+    numerical_jacobian,
+    numerical_jvp,
+    numerical_vjp,
+)
+from fastgrad.problem.caller_state import keeps_the_callers_state
+
+Func = Callable[..., Any]
+
+BATCH_BYTES = 1 << 26
+"""Of seeds and products that vectorize=True holds at a time."""
+
+
+@dataclass(frozen=True)
+class _Options:
+    """Keywords that say how a matrix is computed and returned."""
+
+    create_graph: bool
+    strict: bool
+    vectorize: bool
+    sparse: Sparse
+
+
+@keeps_the_callers_state
+def jacobian(
+    func: Func,
+    inputs: Any,
+    create_graph: bool = False,
+    strict: bool = False,
+    vectorize: bool = False,
+    strategy: str = "reverse-mode",
+    *,
+    sparse: Sparse = False,
+    numerical: bool = False,
+    return_error: bool = False,
+) -> Any:
+    """The Jacobian of func at inputs, as torch.autograd.functional.jacobian gives it.
+
+    Parameters
+    ----------
+    func
+        Takes the inputs, returns a Tensor or a tuple of Tensors.
+    inputs
+        A Tensor or a tuple of Tensors, floating or complex.
+    create_graph
+        Make the result differentiable. It is computed row by row then: an entry that is zero here may
+        have a derivative.
+    strict
+        Raise where an output does not depend on an input, instead of returning zeros.
+    vectorize
+        Where no structure helps, compute many rows at once by vmap. Needed for complex outputs, whose
+        rows are the gradients of their real parts, and for forward mode.
+    strategy
+        "reverse-mode", or "forward-mode": by forward-mode AD, one evaluation of func a group of columns.
+    sparse
+        False: strided tensors. True: sparse COO tensors. "auto": sparse COO tensors where a structure
+        was found and at most a quarter of the entries can differ from zero, otherwise strided ones. An
+        entry of a sparse result that is not specified is zero; one that is may be.
+    numerical
+        Differentiate by refined central differences of func instead, about 40 evaluations a group of
+        columns; func needs no gradient.
+    return_error
+        With numerical=True: also return an estimate of how far each entry may be off.
+
+    Returns
+    -------
+    Tensor or nested tuple of Tensor
+        Shape ``(*output.shape, *input.shape)``, dtype of the input, in forward mode of the output. Where func
+        returns a tuple, or inputs is one, a tuple of these; where both are, result[i][j] for output i and
+        input j. With return_error, (result, error), of one form; errors are real, infinite where no two
+        steps agree.
+
+    Raises
+    ------
+    TypeError
+        Inputs or outputs that are neither Tensors nor tuples of Tensors.
+    RuntimeError
+        strict=True and an output that does not depend on an input; strict=True with vectorize or forward
+        mode; complex outputs without vectorize.
+    AssertionError
+        An unknown strategy.
+    NotImplementedError
+        Forward mode with create_graph, or without vectorize.
+    ValueError
+        Keywords that exclude each other: numerical=True with create_graph or strict, sparse=True with
+        create_graph, return_error without numerical.
+
+    Notes
+    -----
+    The pattern is guessed or probed by VJPs of the one evaluation, from some 30 rows on; VJPs with
+    random vectors certify that nothing lies outside. Sources: Curtis, Powell & Reid (1974); Griewank & Mitev (2002).
+    """
+    is_tuple, given = as_tensors(inputs, "inputs", "jacobian")
+    options = _Options(create_graph, strict, vectorize, sparse)
+    forward = _check_options("jacobian", options, strategy, numerical, return_error)
+    if numerical:
+        return numerical_jacobian(func, given, is_tuple, sparse, forward, return_error)
+    if forward:
+        outputs_are_tuple, parts = _forward("jacobian", func, given, options)
+        return nested(parts, outputs_are_tuple, is_tuple)
+    with torch.enable_grad():
+        primals = _primals(given, create_graph)
+        outputs_are_tuple, outputs = as_tensors(func(*primals), OUTPUTS, "jacobian")
+        check_tracked(outputs, strict)
+        return nested(_reverse(outputs, primals, options), outputs_are_tuple, is_tuple)
+
+
+@keeps_the_callers_state
+def hessian(
+    func: Func,
+    inputs: Any,
+    create_graph: bool = False,
+    strict: bool = False,
+    vectorize: bool = False,
+    outer_jacobian_strategy: str = "reverse-mode",
+    *,
+    sparse: Sparse = False,
+    numerical: bool = False,
+    return_error: bool = False,
+) -> Any:
+    """The Hessian of func at inputs, as torch.autograd.functional.hessian gives it.
+
+    Rows that share a star coloring's color share a VJP of the gradient, and the symmetry sorts them out;
+    where the second derivatives turn out not to be symmetric, symmetry is not used.
+
+    Parameters
+    ----------
+    func
+        Takes the inputs, returns a Tensor with a single element.
+    outer_jacobian_strategy
+        How the gradient is differentiated, as `strategy` of `jacobian`.
+    inputs, create_graph, strict, vectorize, sparse, numerical, return_error
+        As for `jacobian`. numerical: by second differences of func, n (n + 1) / 2 times 22 evaluations
+        for n elements, which must be real.
+
+    Returns
+    -------
+    Tensor or tuple of tuple of Tensor
+        Shape ``(*input.shape, *input.shape)``; for a tuple of inputs, result[i][j] for inputs i and j, of the
+        dtype of j. With return_error, (result, error).
+
+    Raises
+    ------
+    TypeError, RuntimeError, AssertionError, NotImplementedError, ValueError
+        As `jacobian`; RuntimeError also for a func that returns no single Tensor with a single element.
+
+    Notes
+    -----
+    Source: Gebremedhin, Tarafdar, Manne & Pothen, New acyclic and star coloring algorithms (2007).
+    """
+    is_tuple, given = as_tensors(inputs, "inputs", "hessian")
+    options = _Options(create_graph, strict, vectorize, sparse)
+    forward = _check_options("hessian", options, outer_jacobian_strategy, numerical, return_error)
+    if numerical:
+        return numerical_hessian(func, given, is_tuple, sparse, return_error)
+    if forward:
+
+        def gradient_at(*arguments: Tensor) -> Tensors:
+            with torch.enable_grad():
+                tracked = tuple(value.requires_grad_() for value in arguments)
+                output = scalar(func(*tracked), "hessian")
+                return _zeros_for_none(_gradients((output,), tracked, None, create_graph=True), tracked)
+
+        _, parts = _forward("hessian", gradient_at, given, options, symmetric=True)
+        return nested(parts, is_tuple, is_tuple)
+    with torch.enable_grad():
+        primals = _primals(given, create_graph)
+        output = scalar(func(*primals), "hessian", strict)
+        gradients = _zeros_for_none(_gradients((output,), primals, None, create_graph=True), primals)
+        _check_gradient_tracked(gradients, strict)
+        return nested(_reverse(gradients, primals, options, symmetric=True), is_tuple, is_tuple)
+
+
+@keeps_the_callers_state
+def vjp(
+    func: Func,
+    inputs: Any,
+    v: Any = None,
+    create_graph: bool = False,
+    strict: bool = False,
+    *,
+    numerical: bool = False,
+    return_error: bool = False,
+) -> Any:
+    """v^T J for the Jacobian J of func at inputs, as torch.autograd.functional.vjp gives it.
+
+    Parameters
+    ----------
+    func, inputs, create_graph, strict, numerical, return_error
+        As for `jacobian`. A numerical product costs what the numerical Jacobian does.
+    v
+        Of the shapes of func's outputs; may be left out where func returns a single element.
+
+    Returns
+    -------
+    tuple
+        func's outputs, and the product, of the form of the inputs. With return_error, the error too.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `jacobian`.
+    RuntimeError
+        v is missing, or of other shapes; strict=True and an output, or result, that does not depend on an input.
+    """
+    _check_product_options(create_graph, strict, numerical, return_error)
+    is_tuple, given = as_tensors(inputs, "inputs", "vjp")
+    if numerical:
+        return numerical_vjp(func, given, is_tuple, v, return_error)
+    with torch.enable_grad():
+        primals = _primals(given, create_graph)
+        outputs_are_tuple, outputs = as_tensors(func(*primals), OUTPUTS, "vjp")
+        check_tracked(outputs, strict)
+        cotangents = vector(v, outputs, outputs_are_tuple, "vjp", create_graph)
+        found = _gradients(outputs, primals, cotangents, create_graph)
+        product = _products(
+            found, primals, strict, create_graph, "jacobian", "The output of the user-provided function"
+        )
+    return form(outputs, outputs_are_tuple, create_graph), form(product, is_tuple, create_graph)
+
+
+@keeps_the_callers_state
+def jvp(
+    func: Func,
+    inputs: Any,
+    v: Any = None,
+    create_graph: bool = False,
+    strict: bool = False,
+    *,
+    numerical: bool = False,
+    return_error: bool = False,
+) -> Any:
+    """J v for the Jacobian J of func at inputs, as torch.autograd.functional.jvp gives it.
+
+    By differentiating the backward, so func needs no forward-mode AD.
+
+    Parameters
+    ----------
+    func, inputs, create_graph, strict, numerical, return_error
+        As for `jacobian`. A numerical product takes about 40 evaluations in all.
+    v
+        Of the shapes of the inputs; may be left out where they are a single element.
+
+    Returns
+    -------
+    tuple
+        func's outputs, and the product, of their form. With return_error, the error too.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError
+        As `vjp`.
+    """
+    _check_product_options(create_graph, strict, numerical, return_error)
+    is_tuple, given = as_tensors(inputs, "inputs", "jvp")
+    with torch.enable_grad():
+        primals = _primals(given, create_graph)
+        tangents = vector(v, primals, is_tuple, "jvp", create_graph)
+        if numerical:
+            return numerical_jvp(func, given, tangents, return_error)
+        outputs_are_tuple, outputs = as_tensors(func(*primals), OUTPUTS, "jvp")
+        check_tracked(outputs, strict)
+        # The backward is linear in these: their values do not matter.
+        cotangents = tuple(torch.zeros_like(output, requires_grad=True) for output in outputs)
+        gradients = _gradients(outputs, primals, cotangents, create_graph=True)
+        if strict:
+            for i, gradient in enumerate(gradients):
+                if gradient is None:
+                    raise RuntimeError(_independent("The output of the user-provided function", i))
+                if not gradient.requires_grad:
+                    raise RuntimeError(
+                        f"The gradient with respect to input {i} is independent of the inputs of the user-provided "
+                        "function. This is not allowed in strict mode."
+                    )
+        found = _gradients(gradients, cotangents, tangents, create_graph)
+        product = _products(found, outputs, strict, create_graph, "jacobian", None)
+    return form(outputs, outputs_are_tuple, create_graph), form(product, outputs_are_tuple, create_graph)
+
+
+@keeps_the_callers_state
+def vhp(
+    func: Func,
+    inputs: Any,
+    v: Any = None,
+    create_graph: bool = False,
+    strict: bool = False,
+    *,
+    numerical: bool = False,
+    return_error: bool = False,
+) -> Any:
+    """v^T H for the Hessian H of func at inputs, as torch.autograd.functional.vhp gives it.
+
+    Parameters
+    ----------
+    func
+        Takes the inputs, returns a Tensor with a single element.
+    inputs, create_graph, strict, numerical, return_error
+        As for `hessian`. A numerical product of n elements takes 2 n + 1 times 22 evaluations.
+    v
+        Of the shapes of the inputs; may be left out where they are a single element.
+
+    Returns
+    -------
+    tuple
+        func's output, and the product, of the form of the inputs. With return_error, the error too.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError
+        As `vjp` and `hessian`.
+    """
+    return _hessian_product("vhp", func, inputs, v, create_graph, strict, numerical, return_error)
+
+
+@keeps_the_callers_state
+def hvp(
+    func: Func,
+    inputs: Any,
+    v: Any = None,
+    create_graph: bool = False,
+    strict: bool = False,
+    *,
+    numerical: bool = False,
+    return_error: bool = False,
+) -> Any:
+    """H v for the Hessian H of func at inputs, as torch.autograd.functional.hvp gives it.
+
+    By differentiating v -> v^T H, so that it is H v also where H is not symmetric; `vhp` is faster.
+
+    Parameters
+    ----------
+    func, inputs, v, create_graph, strict, numerical, return_error
+        As for `vhp`.
+
+    Returns
+    -------
+    tuple
+        func's output, and the product, of the form of the inputs. With return_error, the error too.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError
+        As `vhp`.
+    """
+    return _hessian_product("hvp", func, inputs, v, create_graph, strict, numerical, return_error)
+
+
+def _hessian_product(
+    name: str,
+    func: Func,
+    inputs: Any,
+    v: Any,
+    create_graph: bool,
+    strict: bool,
+    numerical: bool,
+    return_error: bool,
+) -> Any:
+    _check_product_options(create_graph, strict, numerical, return_error)
+    is_tuple, given = as_tensors(inputs, "inputs", name)
+    with torch.enable_grad():
+        primals = _primals(given, create_graph)
+        direction = vector(v, primals, is_tuple, name, create_graph)
+        if numerical:
+            return numerical_hessian_product(name, func, given, is_tuple, direction, return_error)
+        output = scalar(func(*primals), name, strict)
+        gradients = _gradients((output,), primals, None, create_graph=True)
+        _check_gradient_tracked(gradients, strict)
+        if name == "vhp":
+            found = _gradients(gradients, primals, direction, create_graph)
+            independent = "The jacobian of the user-provided function"
+            product = _products(found, primals, strict, create_graph, "hessian", independent)
+        else:
+            cotangents = tuple(torch.zeros_like(value, requires_grad=True) for value in primals)
+            products = _gradients(gradients, primals, cotangents, create_graph=True)
+            found = _gradients(products, cotangents, direction, create_graph)
+            product = _products(found, primals, strict, create_graph, "hessian", None)
+    return form((output,), False, create_graph), form(product, is_tuple, create_graph)
+
+
+def _primals(inputs: Tensors, create_graph: bool) -> Tensors:
+    """New tensors that require grad, so that func's own use of the caller's is not differentiated."""
+    return tuple(
+        (value.clone() if value.is_sparse else value.view_as(value))
+        if create_graph and value.requires_grad
+        else value.detach().requires_grad_()
+        for value in inputs
+    )
+
+
+def _gradients(
+    outputs: Sequence[Tensor | None], inputs: Tensors, cotangents: Tensors | None, create_graph: bool
+) -> Sequence[Tensor | None]:
+    """VJPs of the outputs that require grad; no cotangents: 1, for one element. None where there is no gradient."""
+    tracked = [(i, output) for i, output in enumerate(outputs) if output is not None and output.requires_grad]
+    if not tracked:
+        return [None] * len(inputs)
+    return torch.autograd.grad(
+        [output for _, output in tracked],
+        inputs,
+        None if cotangents is None else [cotangents[i] for i, _ in tracked],
+        create_graph=create_graph,
+        allow_unused=True,
+    )
+
+
+def _zeros_for_none(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensors:
+    return tuple(torch.zeros_like(other) if each is None else each for each, other in zip(gradients, like, strict=True))
+
+
+def _products(
+    found: Sequence[Tensor | None],
+    like: Sequence[Tensor],
+    strict: bool,
+    create_graph: bool,
+    derivative: str,
+    independent: str | None,
+) -> Tensors:
+    """Products, zeros where there is none; with strict, errors. independent: of what, or of entries of v."""
+    if strict:
+        for i, each in enumerate(found):
+            if each is None and independent is not None:
+                raise RuntimeError(_independent(independent, i))
+            if each is None:
+                raise RuntimeError(
+                    f"The {'gradient' if derivative == 'jacobian' else 'hessian'} is independent of entry {i} in the "
+                    "grad_outputs of the backward that is differentiated once more. This is not allowed in strict mode."
+                )
+            if create_graph and not each.requires_grad:
+                raise RuntimeError(
+                    f"The {derivative} of the user-provided function is independent of input {i}. This is not allowed "
+                    "in strict mode when create_graph=True."
+                )
+    return _zeros_for_none(found, like)
+
+
+def _independent(what: str, i: int) -> str:
+    return f"{what} is independent of input {i}. This is not allowed in strict mode."
+
+
+def _check_gradient_tracked(gradients: Sequence[Tensor | None], strict: bool) -> None:
+    for i, gradient in enumerate(gradients):
+        if not strict:
+            return
+        if gradient is None:
+            raise RuntimeError(_independent("The output of the user-provided function", i))
+        if not gradient.requires_grad:
+            raise RuntimeError(
+                "While computing the hessian, found that the jacobian of the user-provided function with respect to "
+                f"input {i} is independent of the input. This is not allowed in strict mode; a linear function does it."
+            )
+
+
+def _check_options(name: str, options: _Options, strategy: str, numerical: bool, return_error: bool) -> bool:
+    """Whether forward mode is asked for; raises where keywords exclude each other."""
+    if strategy not in ("forward-mode", "reverse-mode"):
+        raise AssertionError(f'Expected strategy to be either "forward-mode" or "reverse-mode", got {strategy!r}.')
+    if options.sparse not in (True, False, "auto"):
+        raise ValueError(f"sparse must be True, False or 'auto', got {options.sparse!r}.")
+    if options.sparse is True and options.create_graph:
+        raise ValueError(
+            "sparse=True and create_graph=True exclude each other: entries that are zero here, and not stored, may "
+            "have derivatives."
+        )
+    _check_product_options(options.create_graph, options.strict, numerical, return_error)
+    forward = strategy == "forward-mode"
+    if forward and not numerical:
+        for keyword, error in (("create_graph", NotImplementedError), ("strict", RuntimeError)):
+            if getattr(options, keyword):
+                raise error(
+                    f"fastgrad.functional.{name}: `{keyword}=True` and forward mode are not supported together: set "
+                    f'`{keyword}=False`, or choose "reverse-mode".'
+                )
+        if not options.vectorize:
+            raise NotImplementedError(
+                f"fastgrad.functional.{name}: forward mode is only implemented for `vectorize=True`."
+            )
+    if options.strict and options.vectorize:
+        raise RuntimeError(
+            f"fastgrad.functional.{name}: `strict=True` and `vectorize=True` are not supported together: set one of "
+            "them to False."
+        )
+    return forward
+
+
+def _check_product_options(create_graph: bool, strict: bool, numerical: bool, return_error: bool) -> None:
+    if return_error and not numerical:
+        raise ValueError("return_error=True needs numerical=True: what autograd computes comes without an estimate.")
+    if numerical and (create_graph or strict):
+        raise ValueError(
+            f"numerical=True and {'create_graph' if create_graph else 'strict'}=True exclude each other: differences "
+            "record no graph."
+        )
+
+
+def _reverse(outputs: Tensors, inputs: Tensors, options: _Options, symmetric: bool = False) -> Parts:
+    """The Jacobian of recorded outputs: by structure, else row by row."""
+    if not options.vectorize:
+        for output in outputs:
+            if output.is_complex() and output.requires_grad and output.numel():
+                raise RuntimeError(
+                    f"grad can be implicitly created only for real scalar outputs but got {output.dtype}: "
+                    "vectorize=True takes the real parts of complex outputs."
+                )
+    if options.strict:
+        _check_dependence(outputs, inputs)
+    if options.create_graph or not all(_is_plain(tensor, inputs[0].device) for tensor in (*outputs, *inputs)):
+        return _recorded_rows(outputs, inputs, options)
+    is_real = not any(tensor.is_complex() for tensor in (*outputs, *inputs))
+    columns = (lambda: backward_of_backward_map(outputs, inputs)) if is_real else (lambda: None)
+    found = entries_by_structure(backward_map(outputs, inputs), columns, symmetric and is_real)
+    dtypes = [[value.dtype for value in inputs] for _ in outputs]
+    if found is not None:
+        return of_entries(found, outputs, inputs, dtypes, is_sparse_enough(found, options.sparse))
+    blocks = _batched_rows(outputs, inputs) if options.vectorize else _rows(outputs, inputs)
+    if options.sparse is True:
+        return _sparse_rows(blocks, outputs, inputs)
+    parts = [[zeros(output, value, value.dtype) for value in inputs] for output in outputs]
+    for o, first, rows in blocks:
+        for part, row in zip(parts[o], rows, strict=True):
+            part.view(outputs[o].numel(), -1)[first : first + len(row)] = row
+    return parts
+
+
+def _is_plain(tensor: Tensor, device: torch.device) -> bool:
+    """Whether native loops may read the tensor's values, together with others on a device."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.device == device
+        and not tensor.is_meta
+        and type(tensor) in (Tensor, torch.nn.Parameter)
+    )
+
+
+def _check_dependence(outputs: Tensors, inputs: Tensors) -> None:
+    """Strict mode: that every output has a gradient with respect to every input."""
+    for i, output in enumerate(outputs):
+        if output.numel():
+            cotangents = (torch.ones_like(output),)
+            gradients = torch.autograd.grad((output,), inputs, cotangents, retain_graph=True, allow_unused=True)
+            for j, gradient in enumerate(gradients):
+                if gradient is None:
+                    raise RuntimeError(
+                        f"Output {i} of the user-provided function is independent of input {j}. This is not allowed in "
+                        "strict mode."
+                    )
+
+
+def _recorded_rows(outputs: Tensors, inputs: Tensors, options: _Options) -> Parts:
+    """Row by row through torch, recorded with create_graph; whatever the tensors are."""
+    parts = []
+    for output in outputs:
+        count = output.numel()
+        if not (count and output.requires_grad):
+            parts.append([zeros(output, value, value.dtype) for value in inputs])
+            continue
+        one_hot = torch.eye(count, dtype=output.dtype, device=output.device).reshape((count, *output.shape))
+
+        def gradients(cotangent: Tensor, batched: bool, output: Tensor = output) -> Sequence[Tensor | None]:
+            return torch.autograd.grad(
+                output,
+                inputs,
+                cotangent,
+                retain_graph=True,
+                create_graph=options.create_graph,
+                allow_unused=True,
+                is_grads_batched=batched,
+            )
+
+        if options.vectorize:
+            stacked = list(gradients(one_hot, True))
+        else:
+            rows = [gradients(cotangent, False) for cotangent in one_hot]
+            if options.strict and options.create_graph:
+                for row in rows:
+                    _products(row, inputs, True, True, "jacobian", "The output of the user-provided function")
+            stacked = [
+                None
+                if all(gradient is None for gradient in column)
+                else torch.stack(_zeros_for_none(column, [value] * count))
+                for value, column in zip(inputs, zip(*rows, strict=True), strict=True)
+            ]
+        parts.append(
+            [
+                zeros(output, value, value.dtype) if found is None else found.reshape((*output.shape, *value.shape))
+                for found, value in zip(stacked, inputs, strict=True)
+            ]
+        )
+    if not options.create_graph:
+        parts = [[part.detach() for part in row] for row in parts]
+    return [[part.to_sparse() for part in row] for row in parts] if options.sparse is True else parts
+
+
+Rows = Iterator[tuple[int, int, list[Tensor]]]
+"""Rows of a Jacobian: the output, the first element, and for each input a tensor of shape (rows, elements)."""
+
+
+def _rows(outputs: Tensors, inputs: Tensors) -> Rows:
+    """One VJP a row, in a native loop, as many rows at a time as a cache holds."""
+    natives = [native.InputBlock(value, 0, 0.0) for value in inputs]
+    size = sum(value.numel() * (2 if value.is_complex() else 1) for value in inputs)
+    step = max(1, BLOCK_BYTES // (8 * max(1, size)))
+    for o, output in enumerate(outputs):
+        if not output.requires_grad:
+            continue
+        for first in range(0, output.numel(), step):
+            count = min(step, output.numel() - first)
+            rows = torch.empty(count, size, dtype=torch.float64, device=output.device)
+            match = native.vjp_rows(output, natives, first, False, rows, rows[:0], 1.0)
+            if not match.sizes:
+                raise RuntimeError(f"The backward of output {o} gave a gradient of another size than its input's.")
+            parts, start = [], 0
+            for value in inputs:
+                width = 2 if value.is_complex() else 1
+                part = rows[:, start : start + width * value.numel()]
+                start += width * value.numel()
+                parts.append(torch.complex(part[:, ::2], part[:, 1::2]) if width == 2 else part)
+            yield o, first, parts
+
+
+def _batched_rows(outputs: Tensors, inputs: Tensors) -> Rows:
+    """Many VJPs at once by vmap."""
+    size = sum(value.numel() for value in inputs)
+    for o, output in enumerate(outputs):
+        if not output.requires_grad:
+            continue
+        step = max(1, BATCH_BYTES // (16 * max(1, output.numel() + size)))
+        for first in range(0, output.numel(), step):
+            count = min(step, output.numel() - first)
+            seeds = torch.zeros(count, output.numel(), dtype=output.dtype, device=output.device)
+            seeds.diagonal(first).fill_(1)
+            found = torch.autograd.grad(
+                output,
+                inputs,
+                seeds.reshape((count, *output.shape)),
+                retain_graph=True,
+                allow_unused=True,
+                is_grads_batched=True,
+            )
+            yield (
+                o,
+                first,
+                [
+                    value.new_zeros(count, value.numel()) if rows is None else rows.reshape(count, value.numel())
+                    for rows, value in zip(found, inputs, strict=True)
+                ],
+            )
+
+
+def _sparse_rows(blocks: Rows, outputs: Tensors, inputs: Tensors) -> Parts:
+    """Rows as they come, without their zeros."""
+    indices: list[list[list[Tensor]]] = [[[] for _ in inputs] for _ in outputs]
+    values: list[list[list[Tensor]]] = [[[] for _ in inputs] for _ in outputs]
+    for o, first, rows in blocks:
+        for k, row in enumerate(rows):
+            where = row.nonzero().t()
+            values[o][k].append(row[where[0], where[1]].to(inputs[k].dtype))
+            where[0] += first
+            indices[o][k].append(where)
+
+    def part(o: int, k: int) -> Tensor:
+        none = torch.empty(2, 0, dtype=torch.int64, device=inputs[k].device)
+        where = torch.cat([none, *indices[o][k]], 1)
+        found = torch.cat([inputs[k].detach().new_empty(0).reshape(0), *values[o][k]])
+        return sparse_part(where[0], where[1], found, outputs[o].shape, inputs[k].shape)
+
+    return [[part(o, k) for k in range(len(inputs))] for o in range(len(outputs))]
+
+
+def _forward(name: str, func: Func, given: Tensors, options: _Options, symmetric: bool = False) -> tuple[bool, Parts]:
+    """The Jacobian by forward-mode AD: by structure, else many columns at once by vmap."""
+    primals = tuple(value.detach() for value in given)
+    outputs_are_tuple, found_outputs = as_tensors(func(*primals), OUTPUTS, name)
+    outputs = tuple(output.detach() for output in found_outputs)
+
+    def tuple_of(*arguments: Tensor) -> Tensors:
+        return as_tensors(func(*arguments), OUTPUTS, name)[1]
+
+    dtypes = [[output.dtype for _ in primals] for output in outputs]
+    found: Entries | None = None
+    if all(_is_plain(tensor, primals[0].device) and _is_differentiable(tensor) for tensor in (*outputs, *primals)):
+        is_real = not any(tensor.is_complex() for tensor in (*outputs, *primals))
+        found = entries_by_structure(forward_map(tuple_of, primals, outputs), symmetric=symmetric and is_real)
+    if found is not None:
+        sparse = is_sparse_enough(found, options.sparse)
+        return outputs_are_tuple, of_entries(found.transposed(), outputs, primals, dtypes, sparse)
+    parts = [[zeros(output, value, output.dtype) for value in primals] for output in outputs]
+
+    def tangents(*seeds: Tensor) -> Tensors:
+        shaped = [seed.view_as(value) for seed, value in zip(seeds, primals, strict=True)]
+        return _zeros_for_none(tangents_along(tuple_of, primals, shaped), outputs)
+
+    size = sum(value.numel() for value in primals)
+    step = max(1, BATCH_BYTES // (16 * max(1, size + sum(output.numel() for output in outputs))))
+    for k, value in enumerate(primals):
+        for first in range(0, value.numel(), step):
+            count = min(step, value.numel() - first)
+            seeds = [each.new_zeros(count, each.numel()) for each in primals]
+            seeds[k].diagonal(first).fill_(1)
+            for row, output, columns in zip(parts, outputs, torch_private.batched(tangents)(*seeds), strict=True):
+                own = row[k].view(output.numel(), value.numel())[:, first : first + count]
+                own.copy_(columns.detach().reshape(count, -1).t())
+    if options.sparse is True:
+        parts = [[part.to_sparse() for part in row] for row in parts]
+    return outputs_are_tuple, parts
+
+
+def _is_differentiable(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

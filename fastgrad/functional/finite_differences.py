@@ -1,0 +1,240 @@
+"""Derivatives from values of func alone: refined differences, each with an estimate of its error.
+
+First derivatives are Ridders extrapolations of central differences over steps from large to small, columns
+that share no row moved together; second ones extrapolate second differences along sums of coordinates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgrad.checks.compressed import numerical_entries
+from fastgrad.core.memory import OUT_OF_MEMORY
+from fastgrad.core.precision import spacing
+from fastgrad.engines.plan import COLUMNS_WORTH_PROBING
+from fastgrad.engines.ridders import extrapolate, refine
+from fastgrad.problem.coordinates import Block
+from fastgrad.problem.first_look import FirstLook, first_look
+from fastgrad.problem.problem import Problem
+from fastgrad.report.data import Settings
+
+SECOND_STEPS = tuple(2.0 ** -(3 + 2 * k) for k in range(11))
+"""Of second differences, relative to the size of a coordinate, or 1: the last ones tell rounding alone."""
+
+CLOSER = 2.0**-6
+"""Of the step of one-sided derivatives: at a kink, the gap between them stays; on a curve, it shrinks with the step."""
+
+
+@dataclass(frozen=True)
+class Differences:
+    """A Jacobian over real coordinates: entries that are not listed are zero.
+
+    Attributes
+    ----------
+    inputs, outputs
+        Where each tensor's coordinates start; outputs that are no floating or complex tensors are not there.
+    is_compressed
+        Whether a structure was found, so that not all entries are listed.
+    rows, columns
+        Of each entry: int64, shape (entries,).
+    values, errors
+        float64, shape (entries,). An error is infinite where no two steps agree.
+    """
+
+    inputs: tuple[Block, ...]
+    outputs: tuple[Block, ...]
+    is_compressed: bool
+    rows: Tensor
+    columns: Tensor
+    values: Tensor
+    errors: Tensor
+
+
+def jacobian_by_differences(func: Callable[..., Any], inputs: Sequence[Tensor]) -> Differences:
+    """The Jacobian of func, a tuple of Tensors, at strided inputs: about 40 evaluations a group of columns."""
+    with _problem(func, inputs) as problem:
+        # A refined column takes forty evaluations: any structure repays them.
+        settings = Settings(engine="compressed" if problem.n >= COLUMNS_WORTH_PROBING else "auto")
+        columns: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        found = None
+        if problem.n and problem.m:
+            look = first_look(problem, settings)
+            found = numerical_entries(problem, settings, look)
+            if found is None:
+                every = torch.arange(problem.m, device=problem.device)
+                for column in range(problem.n):
+                    own = torch.full_like(every, column)
+                    columns.append((every, own, *_refined(problem, own, every, look.record_graph)))
+            else:
+                columns.extend(_groups(problem, found[0], look))
+        if not columns:
+            none = torch.zeros(0, dtype=torch.float64, device=problem.device)
+            columns.append((none.long(), none.long(), none, none))
+        parts = (torch.cat(part) for part in zip(*columns, strict=True))
+        return Differences(problem.inputs, problem.outputs, found is not None, *parts)
+
+
+def _groups(problem: Problem, compression: Any, look: FirstLook) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Rows, columns, values and errors of each column group."""
+    for entries in compression.column_groups.entries():
+        columns, rows = compression.columns[entries], compression.rows[entries]
+        if columns.numel():
+            yield rows, columns, *_refined(problem, columns, rows, look.record_graph)
+
+
+def _refined(problem: Problem, columns: Tensor, rows: Tensor, record_graph: bool) -> tuple[Tensor, Tensor]:
+    """Derivatives and their errors: at a kink the mean of both sides, and half of the gap between them."""
+    settings = Settings()
+    # Tolerances that make the smallest absolute error the best.
+    found = refine(problem, columns, rows, record_graph, settings.eps, atol=1.0, rtol=0.0)
+    mean, gap = (found.left + found.right) / 2, (found.left - found.right).abs()
+    is_open = found.values.isnan()
+    values = torch.where(is_open, mean, found.values)
+    size = torch.maximum(found.left.abs(), found.right.abs())
+    errors = torch.where(is_open, torch.inf, found.errors)
+    kink = gap > 2 * (settings.atol + settings.rtol * size)
+    if bool(kink.any()):
+        kink &= _gap_closer(problem, columns, rows, record_graph) >= gap / 2
+    return values, torch.where(kink, torch.maximum(errors.nan_to_num(posinf=0.0), gap / 2), errors)
+
+
+def _gap_closer(problem: Problem, columns: Tensor, rows: Tensor, record_graph: bool) -> Tensor:
+    """Of one-sided derivatives with smaller steps than those of `refine`: float64, as its entries."""
+    direction = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
+    direction[columns] = 1.0
+    displacement = problem.displacement(direction, Settings().eps)
+    base, plus, minus = (problem.evaluate(record_graph, displacement, scale * CLOSER) for scale in (0.0, 1.0, -1.0))
+    bends = (plus - base - (base - minus)).abs()
+    return bends[rows] / (displacement[columns] * CLOSER)
+
+
+def derivative_along(
+    func: Callable[..., Any], inputs: Sequence[Tensor], tangents: Sequence[Tensor]
+) -> tuple[tuple[Block, ...], Tensor, Tensor]:
+    """J u for one direction u, all inputs moved together: about 40 evaluations.
+
+    Returns
+    -------
+    tuple
+        The coordinates of the outputs; J u and its errors, float64, shape (coordinates,).
+    """
+    sizes = [(_size(value), _size(tangent)) for value, tangent in zip(inputs, tangents, strict=True)]
+    longest = max(size for _, size in sizes)
+    if not longest or not math.isfinite(longest):
+        longest = 1.0
+    scale = 2.0 ** math.floor(math.log2(max(1.0, *(size for size, _ in sizes)) / longest))
+    dtype = max((value.dtype.to_real() for value in inputs), key=spacing)
+
+    # Around 1, so that steps stay larger than what rounding leaves of them.
+    def moved(place: Tensor) -> Any:
+        step = (place - 1) * scale
+        return func(*(value + step.to(value.device) * tangent for value, tangent in zip(inputs, tangents, strict=True)))
+
+    with _problem(moved, [torch.ones((), dtype=dtype, device=inputs[0].device)]) as problem:
+        every = torch.arange(problem.m, device=problem.device)
+        if not problem.m:
+            return problem.outputs, every.double(), every.double()
+        values, errors = _refined(problem, torch.zeros_like(every), every, first_look(problem, Settings()).record_graph)
+        return problem.outputs, values / scale, errors / scale
+
+
+def _size(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def second_derivatives(
+    func: Callable[..., Any], inputs: Sequence[Tensor], v: Tensor | None
+) -> tuple[tuple[Block, ...], Tensor, Tensor]:
+    """The Hessian of func, one real value, at real inputs, or its product with v (float64, shape (n,)).
+
+    By second differences along x_i + x_j, or x_i + v: n (n + 1) / 2 directions, or 2 n + 1, of 22 evaluations.
+
+    Returns
+    -------
+    tuple
+        The coordinates of the inputs; the Hessian or product and its errors, float64, shape (n, n) or (n,).
+    """
+    with _problem(func, inputs) as problem:
+        n = problem.n
+        scales = 2.0 ** problem.coordinates().abs().clamp(min=1.0).log2().floor()
+        record_graph = first_look(problem, Settings()).record_graph if n else False
+        base = problem.base()
+
+        def axis(i: int) -> Tensor:
+            direction = torch.zeros(n, dtype=torch.float64, device=problem.device)
+            direction[i] = scales[i]
+            return direction
+
+        def bend(direction: Tensor) -> Tensor:
+            return _second_differences(problem, record_graph, base, direction)
+
+        own = [bend(axis(i)) for i in range(n)]
+        ulp = max(spacing(block.tensor.dtype) for block in (*problem.inputs, *problem.outputs))
+        rounding = ulp * base.abs().clamp(min=1.0)
+        if v is None:
+            pairs = list(combinations(range(n), 2))
+            mixed = [(bend(axis(i) + axis(j)) - own[i] - own[j]) / 2 for i, j in pairs]
+            values, errors = _settled_bends([*own, *mixed], rounding)
+            i, j = (torch.tensor([*range(n), *(pair[side] for pair in pairs)], device="cpu") for side in (0, 1))
+            i, j = i.to(values.device), j.to(values.device)
+            matrices = []
+            for found in (values, errors):
+                found = found / (scales[i] * scales[j])
+                matrix = torch.zeros(n, n, dtype=torch.float64, device=values.device)
+                matrix[i, j] = found
+                matrix[j, i] = found
+                matrices.append(matrix)
+            return problem.inputs, matrices[0], matrices[1]
+        v = v.to(problem.device)
+        length = float((v / scales).abs().max()) or 1.0
+        along = bend(v / length)
+        mixed = [(bend(axis(i) + v / length) - own[i] - along) / 2 for i in range(n)]
+        values, errors = _settled_bends(mixed, rounding)
+        return problem.inputs, values * length / scales, errors * length / scales
+
+
+def _second_differences(problem: Problem, record_graph: bool, base: Tensor, direction: Tensor) -> Tensor:
+    """(f(x + h d) - 2 f(x) + f(x - h d)) / h^2 for each of SECOND_STEPS, NaN where func raises: shape (steps,)."""
+    bends = torch.full((len(SECOND_STEPS),), torch.nan, dtype=torch.float64, device=base.device)
+    for s, step in enumerate(SECOND_STEPS):
+        try:
+            plus, minus = (problem.evaluate(record_graph, direction, sign * step)[0] for sign in (1.0, -1.0))
+        except OUT_OF_MEMORY:
+            raise
+        except Exception:  # outside of func's domain: a smaller step may be inside
+            continue
+        bends[s] = (plus - base[0] + (minus - base[0])) / step**2
+    return bends
+
+
+def _settled_bends(bends: list[Tensor], rounding: Tensor) -> tuple[Tensor, Tensor]:
+    """Second derivatives and their errors from second differences; the middle step where no two agree."""
+    if not bends:
+        return rounding[:0], rounding[:0]
+    slopes = torch.stack(bends, 1)
+    widths = torch.tensor(SECOND_STEPS, dtype=torch.float64, device=slopes.device).square()
+    values, errors = extrapolate(
+        slopes, widths.unsqueeze(1).expand_as(slopes), 4 * rounding.expand(slopes.shape[1]), atol=1.0, rtol=0.0
+    )
+    return torch.where(values.isnan(), slopes[len(slopes) // 2], values), errors
+
+
+@contextmanager
+def _problem(func: Callable[..., Any], inputs: Sequence[Tensor]) -> Iterator[Problem]:
+    """A problem of func without its gradients, at copies of the inputs: all of its outputs are differenced."""
+
+    def plain(*arguments: Tensor) -> tuple[Tensor, ...]:
+        return tuple(output.detach() for output in func(*arguments))
+
+    copies = tuple(value.detach().clone(memory_format=torch.contiguous_format).requires_grad_() for value in inputs)
+    # What differentiates inside may do so, whatever the caller's grad mode.
+    with torch.enable_grad(), Problem(plain, copies, warn_of_precision=False) as problem:
+        yield problem

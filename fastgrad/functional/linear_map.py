@@ -1,0 +1,134 @@
+"""Derivatives at one point as linear maps between the elements of tensors: products with seeds, by autograd."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fastgrad.core import native, torch_private
+from fastgrad.core.random import GRAPH_STREAM, uniform_like
+from fastgrad.problem.coordinates import Block, blocks_of
+
+Product = Callable[[list[Tensor]], Sequence[Tensor | None]]
+
+
+class LinearMap:
+    """A matrix with a row for each element of some tensors, the sources, and a column for each of others, the targets.
+
+    Its rows times a seed, one number a source element, are a product, one number a target element. Seeds are
+    real: a complex output's row is its VJP with the cotangent 1, not 1j.
+
+    Attributes
+    ----------
+    sources, targets
+        Where each tensor's elements start; of placeholders, on no device and real, so that an element is one
+        coordinate.
+    m, n
+        Elements of the sources, and of the targets.
+    dtype, device
+        Of products: what the dtypes of all targets promote to.
+    spacing
+        One ulp of 1, of the coarsest dtype among them.
+    """
+
+    def __init__(self, apply: Product, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        """With apply: seeds shaped like the sources -> products shaped like the targets, None being zeros."""
+        self.sources, self.targets = _elements(sources), _elements(targets)
+        self.m, self.n = (sum(block.size for block in blocks) for blocks in (self.sources, self.targets))
+        self.dtype = functools.reduce(torch.promote_types, (target.dtype for target in targets))
+        self.device = targets[0].device
+        self._apply = apply
+        self._source_tensors = sources
+        self.spacing = max(torch.finfo(tensor.dtype).eps for tensor in (*sources, *targets))
+
+    def rounded(self, seed: Tensor) -> Tensor:
+        """A seed as the dtypes of the sources hold it."""
+        seed = seed.clone()
+        for block, tensor in zip(self.sources, self._source_tensors, strict=True):
+            own = slice(block.first, block.first + block.size)
+            seed[own] = seed[own].to(tensor.dtype.to_real()).to(torch.float64)
+        return seed
+
+    def product(self, seed: Tensor) -> Tensor:
+        """Rows times a seed (float64, shape (m,), on the CPU): shape (n,), of `dtype`, on `device`."""
+        # In memory of their own: backward may write into them, or see them as complex numbers.
+        seeds = [
+            seed[block.first : block.first + block.size].to(tensor, copy=True).reshape(tensor.shape)
+            for block, tensor in zip(self.sources, self._source_tensors, strict=True)
+        ]
+        flat = []
+        for block, found in zip(self.targets, self._apply(seeds), strict=True):
+            if found is None:
+                flat.append(torch.zeros(block.size, dtype=self.dtype, device=self.device))
+            else:
+                dense = found.detach() if found.layout is torch.strided else found.detach().to_dense()
+                flat.append(dense.reshape(-1).to(self.dtype))
+        return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+
+def _elements(tensors: Sequence[Tensor]) -> tuple[Block, ...]:
+    placeholders = [torch.empty(tensor.shape, device="meta") for tensor in tensors]
+    return blocks_of(placeholders, range(len(placeholders)), once=False)
+
+
+def backward_map(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> LinearMap:
+    """The map v -> v^T J, one VJP a product; outputs that require no grad add nothing."""
+    tracked = [output for output in outputs if output.requires_grad]
+
+    def apply(seeds: list[Tensor]) -> Sequence[Tensor | None]:
+        if not tracked:
+            return [None] * len(inputs)
+        chosen = [seed for seed, output in zip(seeds, outputs, strict=True) if output.requires_grad]
+        return native.vjp(tracked, inputs, chosen, False)
+
+    return LinearMap(apply, outputs, inputs)
+
+
+def backward_of_backward_map(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> LinearMap | None:
+    """The map u -> J u, by differentiating v -> v^T J, one VJP a product; None where that cannot be done.
+
+    All tensors are real. One evaluation serves this and `backward_map`; that the backward's derivative is
+    right is left to whoever uses it.
+    """
+    tracked = [output for output in outputs if output.requires_grad]
+    cotangents = [uniform_like(output, 0, GRAPH_STREAM).requires_grad_() for output in tracked]
+    try:
+        with torch.enable_grad():
+            gradients = native.vjp(tracked, inputs, cotangents, True)
+    except RuntimeError:
+        return None
+    recorded = [gradient is not None and gradient.requires_grad for gradient in gradients]
+    if not any(recorded):
+        return None
+
+    def apply(seeds: list[Tensor]) -> Sequence[Tensor | None]:
+        heads = [
+            gradient for gradient, counts in zip(gradients, recorded, strict=True) if counts and gradient is not None
+        ]
+        chosen = [seed for seed, counts in zip(seeds, recorded, strict=True) if counts]
+        tangents = iter(native.vjp(heads, cotangents, chosen, False))
+        return [next(tangents) if output.requires_grad else None for output in outputs]
+
+    return LinearMap(apply, inputs, outputs)
+
+
+def forward_map(
+    func: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+) -> LinearMap:
+    """The map u -> J u by forward-mode AD, one evaluation of func a product; outputs: what func gave at inputs."""
+    return LinearMap(lambda seeds: tangents_along(func, inputs, seeds), inputs, outputs)
+
+
+def tangents_along(
+    func: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], tangents: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """The tangents of func's outputs at inputs with tangents, None where an output has none."""
+
+    def evaluate() -> list[Tensor | None]:
+        duals = [torch_private.make_dual(value, tangent) for value, tangent in zip(inputs, tangents, strict=True)]
+        return [torch_private.tangent_of(output) for output in func(*duals)]
+
+    return native.at_dual_level(evaluate)

@@ -1,0 +1,229 @@
+"""The numerical twins of the functional API: refined differences in its forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgrad.core import native
+from fastgrad.functional.compressed import Entries
+from fastgrad.functional.containers import (
+    OUTPUTS,
+    Parts,
+    Sparse,
+    Tensors,
+    as_tensors,
+    form,
+    is_sparse_enough,
+    nested,
+    of_entries,
+    scalar,
+    vector,
+)
+from fastgrad.functional.finite_differences import (
+    Differences,
+    derivative_along,
+    jacobian_by_differences,
+    second_derivatives,
+)
+from fastgrad.problem.coordinates import Block
+
+Func = Callable[..., Any]
+
+
+def numerical_jacobian(
+    func: Func, inputs: Tensors, is_tuple: bool, sparse: Sparse, forward: bool, return_error: bool
+) -> Any:
+    """`functional.jacobian` by differences; forward: with the dtypes and complex entries of forward mode."""
+    _check_strided(inputs, "jacobian")
+    seen = _Seen(func, "jacobian")
+    found = jacobian_by_differences(seen, inputs)
+    dtypes = [[output.dtype if forward else value.dtype for value in inputs] for output in seen.outputs]
+    entries, errors = _of_elements(found, inputs, seen.outputs, forward)
+    is_sparse = sparse is True or (found.is_compressed and is_sparse_enough(entries, sparse))
+    result = nested(of_entries(entries, seen.outputs, inputs, dtypes, is_sparse), seen.is_tuple, is_tuple)
+    if not return_error:
+        return result
+    real = [[dtype.to_real() if dtype.is_complex else dtype for dtype in row] for row in dtypes]
+    return result, nested(of_entries(errors, seen.outputs, inputs, real, is_sparse), seen.is_tuple, is_tuple)
+
+
+def numerical_hessian(func: Func, inputs: Tensors, is_tuple: bool, sparse: Sparse, return_error: bool) -> Any:
+    """`functional.hessian` by second differences."""
+    _, blocks, values, errors = _second_derivatives("hessian", func, inputs, None)
+
+    def parts(matrix: Tensor) -> Any:
+        rows: Parts = []
+        for left in blocks:
+            rows.append([])
+            for right in blocks:
+                own = matrix[left.first : left.first + left.size, right.first : right.first + right.size]
+                part = own.reshape((*left.tensor.shape, *right.tensor.shape)).to(right.tensor.dtype)
+                rows[-1].append(part.to_sparse() if sparse is True else part)
+        return nested(rows, is_tuple, is_tuple)
+
+    return (parts(values), parts(errors)) if return_error else parts(values)
+
+
+def numerical_vjp(func: Func, inputs: Tensors, is_tuple: bool, v: Any, return_error: bool) -> Any:
+    """`functional.vjp` from the Jacobian by differences."""
+    _check_strided(inputs, "vjp")
+    seen = _Seen(func, "vjp")
+    found = jacobian_by_differences(seen, inputs)
+    cotangents = vector(v, seen.outputs, seen.is_tuple, "vjp", False)
+    if cotangents is None:
+        cotangents = tuple(torch.ones_like(output) for output in seen.outputs)
+    weights = torch.zeros(sum(block.size for block in found.outputs), dtype=torch.float64, device=found.values.device)
+    for block in found.outputs:
+        cotangent = cotangents[block.position].to(seen.outputs[block.position].dtype)
+        native.flatten_(weights[block.first : block.first + block.size], cotangent)
+    weights = weights[found.rows]
+
+    def total(entries: Tensor) -> Tensor:
+        size = sum(block.size for block in found.inputs)
+        return torch.zeros(size, dtype=torch.float64, device=entries.device).index_add_(0, found.columns, entries)
+
+    # Zero times infinity is no error.
+    errors = total(torch.where(weights == 0, 0.0, weights.abs() * found.errors))
+    products = _Product(found.inputs, inputs, is_tuple, total(weights * found.values), errors)
+    return products.returned(form(seen.outputs, seen.is_tuple), return_error)
+
+
+def numerical_jvp(func: Func, inputs: Tensors, v: Tensors | None, return_error: bool) -> Any:
+    """`functional.jvp` by differences along v."""
+    _check_strided(inputs, "jvp")
+    seen = _Seen(func, "jvp")
+    primals = tuple(value.detach() for value in inputs)
+    seen(*(value.clone().requires_grad_() for value in primals))
+    tangents = tuple(torch.ones_like(value) for value in primals) if v is None else v
+    blocks, values, errors = derivative_along(seen, primals, tangents)
+    product = _Product(blocks, seen.outputs, seen.is_tuple, values, errors)
+    return product.returned(form(seen.outputs, seen.is_tuple), return_error)
+
+
+def numerical_hessian_product(
+    name: str, func: Func, inputs: Tensors, is_tuple: bool, v: Tensors | None, return_error: bool
+) -> Any:
+    """`functional.vhp` and `functional.hvp`, which are the same, by second differences."""
+    tangents = tuple(torch.ones_like(value) for value in inputs) if v is None else v
+    _check_strided(inputs, name)
+    _check_real(inputs, name)
+    flat = torch.cat([tangent.detach().reshape(-1).to(torch.float64) for tangent in tangents])
+    output, blocks, values, errors = _second_derivatives(name, func, inputs, flat)
+    return _Product(blocks, inputs, is_tuple, values, errors).returned(output, return_error)
+
+
+class _Seen:
+    """func with a tuple for its result; what it returned first, and in which form, is kept."""
+
+    def __init__(self, func: Func, name: str) -> None:
+        self.outputs: Tensors = ()
+        self.is_tuple = False
+        self._func = func
+        self._name = name
+        self._is_first = True
+
+    def __call__(self, *arguments: Tensor) -> Tensors:
+        is_tuple, outputs = as_tensors(self._func(*arguments), OUTPUTS, self._name)
+        if self._is_first:
+            self._is_first = False
+            self.is_tuple, self.outputs = is_tuple, tuple(output.detach().clone() for output in outputs)
+        return outputs
+
+
+class _Product:
+    """Real coordinates and errors of a product, and the tensors that they belong to."""
+
+    def __init__(self, blocks: Sequence[Block], like: Tensors, is_tuple: bool, values: Tensor, errors: Tensor) -> None:
+        self._blocks = blocks
+        self._like = like
+        self._is_tuple = is_tuple
+        self._values = values
+        self._errors = errors
+
+    def returned(self, output: Any, return_error: bool) -> tuple[Any, ...]:
+        """With func's output, what the function returns."""
+        product = form(self._unflattened(self._values), self._is_tuple)
+        if not return_error:
+            return output, product
+        errors = (error.abs() for error in self._unflattened(self._errors))
+        return output, product, form(tuple(errors), self._is_tuple)
+
+    def _unflattened(self, coordinates: Tensor) -> Tensors:
+        """Zeros where a tensor has no coordinates."""
+        tensors = [
+            torch.zeros_like(other, requires_grad=False, memory_format=torch.contiguous_format) for other in self._like
+        ]
+        for block in self._blocks:
+            native.ops.unflatten_(tensors[block.position], coordinates[block.first : block.first + block.size])
+        return tuple(tensors)
+
+
+def _check_strided(inputs: Tensors, name: str) -> None:
+    for i, value in enumerate(inputs):
+        if value.layout is not torch.strided:
+            raise ValueError(f"{name} with numerical=True needs strided inputs; input {i} has layout {value.layout}.")
+
+
+def _check_real(tensors: Tensors, name: str) -> None:
+    if any(tensor.is_complex() for tensor in tensors):
+        raise NotImplementedError(f"{name} with numerical=True needs real inputs and a real output.")
+
+
+def _second_derivatives(
+    name: str, func: Func, inputs: Tensors, v: Tensor | None
+) -> tuple[Tensor, tuple[Block, ...], Tensor, Tensor]:
+    """The value of func first, then what `second_derivatives` returns."""
+    _check_strided(inputs, name)
+    seen: list[Tensor] = []
+
+    def single(*arguments: Tensor) -> Tensors:
+        output = scalar(func(*arguments), name)
+        if not seen:
+            seen.append(output.detach().clone())
+            _check_real((output, *inputs), name)
+        return (output.reshape(1),)
+
+    found = second_derivatives(single, inputs, v)
+    return seen[0], *found
+
+
+def _of_elements(found: Differences, inputs: Tensors, outputs: Tensors, forward: bool) -> tuple[Entries, Entries]:
+    """A Jacobian over real coordinates as one over elements, and its errors.
+
+    An entry is what the seed 1 gives: of a complex output the row of the real part, of a complex input
+    real and imaginary part from two columns; in forward mode the other way round.
+    """
+    row_of, row_part, m = _elements(found.outputs, outputs)
+    column_of, column_part, n = _elements(found.inputs, inputs)
+    seeded, seen = (
+        (column_part[found.columns], row_part[found.rows])
+        if forward
+        else (row_part[found.rows], column_part[found.columns])
+    )
+    chosen = seeded == 0
+    places = (row_of[found.rows] * max(1, n) + column_of[found.columns])[chosen]
+    keys, where = torch.unique(places, return_inverse=True)
+    values, imaginary = found.values[chosen], seen[chosen] == 1
+    if bool(imaginary.any()):
+        values = torch.complex(torch.where(imaginary, 0.0, values), torch.where(imaginary, values, 0.0))
+    sums = torch.zeros(keys.numel(), dtype=values.dtype, device=values.device).index_add_(0, where, values)
+    squares = torch.zeros_like(keys, dtype=torch.float64).index_add_(0, where, found.errors[chosen].square())
+    rows, columns = keys // max(1, n), keys % max(1, n)
+    return Entries(rows, columns, sums, m, n), Entries(rows, columns, squares.sqrt(), m, n)
+
+
+def _elements(blocks: Sequence[Block], tensors: Tensors) -> tuple[Tensor, Tensor, int]:
+    """The element, and the part of it, 0 or 1, of each coordinate; and how many elements all tensors have."""
+    firsts = [0]
+    for tensor in tensors:
+        firsts.append(firsts[-1] + tensor.numel())
+    device = tensors[0].device if tensors else None
+    coordinates = [torch.arange(block.size, device=device) for block in blocks]
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    elements = [own // block.width + firsts[block.position] for own, block in zip(coordinates, blocks, strict=True)]
+    parts = [own % block.width for own, block in zip(coordinates, blocks, strict=True)]
+    return torch.cat([none, *elements]), torch.cat([none, *parts]), firsts[-1]

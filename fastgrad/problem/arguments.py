@@ -1,0 +1,245 @@
+"""Nested arguments, keyword arguments and the parameters of a module as one flat tuple of tensors, with names."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from fastgrad.core import torch_private
+
+Wrt = Literal["inputs", "parameters", "both"]
+"""What derivatives are taken with respect to."""
+
+Rebuild = Callable[[Iterator[Any]], Any]
+"""Makes a nested value anew from its tensors, in their order."""
+
+Children = tuple[list[tuple[str, Any]], Callable[[list[Any]], Any]]
+
+
+def flatten(value: Any, path: str, wanted: Callable[[Tensor], bool], found: list[tuple[str, Tensor]]) -> Rebuild | None:
+    """Collects the tensors in a nested value that are wanted, each with the path to it.
+
+    Containers are those of torch's pytree, and dataclasses.
+
+    Returns
+    -------
+    callable
+        Makes the value anew, containers copied as far as they hold wanted tensors; None: there are none.
+    """
+    if isinstance(value, Tensor):
+        if not wanted(value):
+            return None
+        found.append((path, value))
+        return next
+    held = _children_of(value)
+    if held is None:
+        return None
+    children, make = held
+    rebuilds = [(child, flatten(child, path + step, wanted, found)) for step, child in children]
+    if all(rebuild is None for _, rebuild in rebuilds):
+        return None
+    return lambda tensors: make([child if rebuild is None else rebuild(tensors) for child, rebuild in rebuilds])
+
+
+def _children_of(value: Any) -> Children | None:
+    """What a container holds, each with the way to it, and what makes the container anew; None: it is none."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return [(f"[{i}]", child) for i, child in enumerate(value)], kind
+    held = torch_private.children_of(value)
+    if held is None and dataclasses.is_dataclass(value) and not isinstance(value, (type, torch.nn.Module)):
+        return _dataclass_children(value)
+    return held
+
+
+def _dataclass_children(value: Any) -> Children:
+    names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+
+    def make(children: list[Any]) -> Any:
+        made = copy.copy(value)
+        for name, child in zip(names, children, strict=True):
+            object.__setattr__(made, name, child)  # also where it is frozen
+        return made
+
+    return [(f".{name}", getattr(value, name)) for name in names], make
+
+
+def refuse_function_class(func: object) -> None:
+    """Says what to pass instead of a torch.autograd.Function, which torch refuses to call."""
+    if isinstance(func, type) and issubclass(func, torch.autograd.Function):
+        raise TypeError(f"func is the class {func.__name__}: pass {func.__name__}.apply, which calls it.")
+
+
+class Call:
+    """func(*inputs, **kwargs) as a function of the tensors among them that are checked, flat in and flat out.
+
+    A context manager: on leaving it, a module's buffers are as they were on entering.
+
+    Every call gets containers of its own, so that func may change them, around the caller's own tensors or
+    what the checker puts in their place. The parameters of a module are perturbed where they are; only
+    where the checker puts something else in their place, dual tensors say, the module is called with that.
+
+    Attributes
+    ----------
+    tensors, names
+        What is checked: inputs, then keyword arguments, then parameters; and what messages call it.
+    output_names
+        Of the tensors that func returned the first time.
+    differentiable
+        Whether each of these required grad.
+    """
+
+    def __init__(self, func: Callable[..., Any], inputs: tuple[Any, ...], kwargs: Mapping[str, Any], wrt: Wrt) -> None:
+        refuse_function_class(func)
+        self._func = func
+        self._inputs, self._kwargs = inputs, dict(kwargs)
+        self._parameters: list[_Parameter] = []
+        self._buffers: Buffers | None = None
+        self._rebuilds: list[Rebuild | None] = [None, None]
+        found: list[tuple[str, Tensor]] = []
+        if wrt != "parameters":
+            named = ("inputs", self._inputs), ("kwargs", self._kwargs)
+            self._rebuilds = [flatten(value, name, lambda tensor: tensor.requires_grad, found) for name, value in named]
+        if isinstance(func, torch.nn.Module):
+            self._buffers = Buffers(func)
+            self._parameters = _checked_parameters(func) if wrt != "inputs" else []
+        found += [(f"module.{parameter.name}", parameter.tensor) for parameter in self._parameters]
+        self.tensors = tuple(tensor for _, tensor in found)
+        self.names = tuple(name for name, _ in found)
+        self.output_names: tuple[str, ...] = ()
+        self.differentiable: tuple[bool, ...] = ()
+
+    def __enter__(self) -> Call:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._buffers is not None:
+            self._buffers.restore(thoroughly=True)
+        for parameter in self._parameters:
+            parameter.assign()
+
+    def __call__(self, *tensors: Any) -> tuple[Tensor, ...]:
+        """The tensors in what func returns."""
+        if self._buffers is not None:
+            self._buffers.restore()
+        count = len(tensors) - len(self._parameters)
+        own = iter(tensors[:count])
+        of_inputs, of_kwargs = self._rebuilds
+        inputs = self._inputs if of_inputs is None else of_inputs(own)
+        kwargs = self._kwargs if of_kwargs is None else of_kwargs(own)
+        pairs = zip(self._parameters, tensors[count:], strict=True)
+        replaced = [(parameter, tensor) for parameter, tensor in pairs if tensor is not parameter.tensor]
+        try:
+            for parameter, tensor in replaced:
+                parameter.put(tensor)
+            result = self._func(*inputs, **kwargs)
+        finally:
+            for parameter, _ in replaced:
+                parameter.put(parameter.tensor)
+        if self.output_names and isinstance(result, Tensor):
+            return (result,)
+        found: list[tuple[str, Tensor]] = []
+        flatten(result, "result", lambda tensor: True, found)
+        if not found:
+            raise TypeError(f"func must return a tensor, or a container of tensors, got {type(result).__name__}.")
+        if not self.output_names:
+            self.output_names = tuple(name for name, _ in found)
+            self.differentiable = tuple(tensor.requires_grad for _, tensor in found)
+        return tuple(tensor for _, tensor in found)
+
+
+@dataclasses.dataclass
+class _Parameter:
+    """A parameter of a module: its first name, and the modules that hold it, each with its name there."""
+
+    name: str
+    tensor: Tensor
+    places: list[tuple[torch.nn.Module, str]]
+    was_replaced: bool = False
+
+    def put(self, tensor: Tensor) -> None:
+        """Has the module use a tensor; torch.func.functional_call does not put back what aliased modules hold."""
+        self.was_replaced = True
+        for owner, name in self.places:
+            owner._parameters[name] = tensor  # type: ignore[assignment]  # a dual tensor is no Parameter
+
+    def assign(self) -> None:
+        """Assigns it anew, if it was replaced: recurrent modules hold a list beside their dict, and watch for this."""
+        for owner, name in self.places if self.was_replaced else []:
+            setattr(owner, name, self.tensor)
+
+
+def _checked_parameters(module: torch.nn.Module) -> list[_Parameter]:
+    """Those that require grad, a shared one once."""
+    places: dict[int, list[tuple[torch.nn.Module, str]]] = {}
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            places.setdefault(id(parameter), []).append((owner, name))
+    found = []
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise ValueError(
+                f"Parameter {name} of the module has no values yet: call the module once before the check."
+            )
+        if parameter.requires_grad:
+            found.append(_Parameter(name, parameter, places[id(parameter)]))
+    return found
+
+
+class Buffers:
+    """The buffers of a module, put back before every call: batch norm's running statistics, say.
+
+    A copy of each is taken at once, but only what changes is written: where a version counter moved and, as
+    operators may write past it, where the first call changed a value. Not after a call: its backward may need
+    what it left.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._slots = [(owner, dict(owner._buffers)) for owner in module.modules() if owner._buffers]
+        tensors = {id(tensor): tensor for _, slots in self._slots for tensor in slots.values() if tensor is not None}
+        self._kept = [_Kept(tensor) for tensor in tensors.values() if not tensor.is_meta]
+        self._calls = 0
+
+    def restore(self, thoroughly: bool = False) -> None:
+        """Puts back what was seen to change; thoroughly, and after the first call, every value is looked at."""
+        for owner, slots in self._slots:
+            for name, tensor in slots.items():
+                if owner._buffers.get(name) is not tensor:
+                    owner._buffers[name] = tensor
+        for kept in self._kept:
+            kept.restore(thoroughly or self._calls == 1)
+        self._calls += 1
+
+
+class _Kept:
+    """A buffer and its values."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._values = tensor.detach().clone()
+        self._is_leaf = tensor.is_leaf
+        self._version = self._now()
+        self._moves = False
+
+    def _now(self) -> int:
+        return 0 if self._tensor.is_inference() else self._tensor._version
+
+    def restore(self, look: bool) -> None:
+        tensor = self._tensor
+        if look and not self._moves:
+            self._moves = tensor.layout is not torch.strided or not torch.equal(tensor.detach(), self._values)
+        if self._moves or self._now() != self._version:
+            if self._is_leaf and not tensor.is_leaf:
+                tensor.detach_()  # it was updated by what gradients flow through
+            # Past its version counter, which counts what the module does.
+            tensor.data.copy_(self._values)
+            self._version = self._now()

@@ -1,0 +1,186 @@
+"""What the caller had before func's first call, put back after its last: inputs, their gradients, the grad mode."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from types import BuiltinFunctionType, FunctionType, MethodType, TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.nn import Module
+from torch.nn.parameter import Parameter, is_lazy
+
+from fastgrad.core import torch_private
+from fastgrad.problem.arguments import flatten
+from fastgrad.problem.coordinates import own_values
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+_PLAIN = frozenset({float, int, bool, str, type(None), FunctionType, BuiltinFunctionType, MethodType})
+"""Types of most arguments that hold no tensor."""
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""A dtype whose equality is that of bits, by the bytes of an element."""
+
+
+class Kept:
+    """Tensors in some values, containers and modules among them, as they are now.
+
+    `restore` writes only what has changed since. As a context manager it restores on leaving, whatever is raised.
+    """
+
+    def __init__(self, *values: Any) -> None:
+        self._is_recording = torch.is_grad_enabled()
+        self._tensors = [_KeptTensor(tensor) for tensor in _tensors_in(values, {})]
+
+    def __enter__(self) -> Kept:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        """Puts everything back; may be called again, after a Ctrl-C in the midst of it say."""
+        if torch.is_grad_enabled() != self._is_recording:
+            torch.set_grad_enabled(self._is_recording)
+        for kept in self._tensors:
+            kept.restore()
+
+
+def keeps_the_callers_state(entry: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Decorates a function that calls the caller's func: the caller's tensors are afterwards as they were before.
+
+    So they are kept before func can have been called, however the function comes to an end.
+    """
+
+    @functools.wraps(entry)
+    def keeping(*arguments: Parameters.args, **keywords: Parameters.kwargs) -> Result:
+        __tracebackhide__ = True  # under pytest a failure shows the caller's line
+        kept = Kept(*arguments, *keywords.values())
+        try:
+            return entry(*arguments, **keywords)
+        finally:
+            try:
+                kept.restore()
+            except KeyboardInterrupt:
+                kept.restore()
+                raise
+
+    return torch_private.hidden_from_dynamo(keeping)
+
+
+def _tensors_in(values: Iterable[Any], found: dict[int, Tensor]) -> Iterable[Tensor]:
+    """Each once, added to those found; of a module the parameters that require grad, which may be checked."""
+    for value in values:
+        if isinstance(value, Tensor):
+            found[id(value)] = value
+        elif type(value) in (tuple, list):
+            _tensors_in(value, found)  # what most checks get, and `flatten` takes ten times as long
+        elif isinstance(value, Module):
+            found |= {id(each): each for each in value.parameters() if each.requires_grad and not is_lazy(each)}
+        elif type(value) not in _PLAIN:
+            inside: list[tuple[str, Tensor]] = []
+            flatten(value, "", lambda tensor: True, inside)
+            found |= {id(tensor): tensor for _, tensor in inside}
+    return found.values()
+
+
+class _KeptTensor:
+    """A tensor with its bits, its gradient and whether it requires one."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._requires_grad = tensor.requires_grad
+        self._has_gradient = tensor.is_leaf or tensor.retains_grad  # others warn
+        self._gradient = tensor.grad if self._has_gradient else None
+        self._kept_gradient = None if self._gradient is None else _KeptTensor(self._gradient)
+        self._version = _version(tensor)
+        # Under a version counter of its own.
+        self._alias = None if _is_opaque(tensor) else tensor.data
+        self._memory = None if self._alias is None else _memory(self._alias, self._requires_grad)
+        self._bits = None if self._memory is None else self._memory.clone()
+        # `x.data = ...` and `x.resize_()` move a tensor.
+        is_strided = self._alias is not None and self._alias.layout is torch.strided
+        self._place = _place(tensor) if is_strided else None
+
+    def restore(self) -> None:
+        tensor = self._tensor
+        if self._alias is not None and self._place is not None and _place(tensor) != self._place:
+            tensor.data = self._alias
+        if self._memory is not None and self._bits is not None:
+            self._write(self._memory, self._bits)
+        if tensor.requires_grad != self._requires_grad and tensor.is_leaf:
+            tensor.requires_grad_(self._requires_grad)
+        if self._has_gradient and tensor.grad is not self._gradient:
+            tensor.grad = self._gradient
+        if self._kept_gradient is not None:
+            self._kept_gradient.restore()
+
+    def _write(self, memory: Tensor, bits: Tensor) -> None:
+        # What is not checked is nobody's to write but func's: it may be mapped read-only.
+        if memory.layout is torch.strided and not _is_backed(memory):
+            memory.untyped_storage().resize_(_bytes_needed(memory))  # func freed it
+        elif not self._requires_grad and torch.equal(memory, bits):
+            return
+        if memory.is_inference():
+            with torch.inference_mode():
+                memory.copy_(bits)
+        else:
+            memory.copy_(bits)
+        if _version(self._tensor) != self._version:
+            increment_version(self._tensor)  # graphs that func made may hold the values that it left
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    """Where a strided tensor lies."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
+
+
+def _bytes_needed(tensor: Tensor) -> int:
+    """Bytes of storage up to the last element of a strided tensor."""
+    if not tensor.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.storage_offset() + last + 1) * tensor.element_size()
+
+
+def _is_backed(tensor: Tensor) -> bool:
+    """Whether a strided tensor's storage is as large as its elements need."""
+    return tensor.untyped_storage().nbytes() >= _bytes_needed(tensor)
+
+
+def _is_opaque(tensor: Tensor) -> bool:
+    """Whether a tensor has no memory of its own that can be looked at."""
+    is_plain = type(tensor) in (Tensor, Parameter)
+    return tensor.is_meta or tensor.is_nested or (not is_plain and torch_private.is_dispatched_to_python(tensor))
+
+
+def _memory(tensor: Tensor, is_written: bool) -> Tensor | None:
+    """The memory of a tensor's values; None where it is out of reach.
+
+    Each place once. is_written: the values as they are; otherwise as integers, which are equal where all bits are.
+    """
+    values = own_values(tensor)
+    if values is None or (values.layout is torch.strided and not _is_backed(values)):
+        return None
+    values = values.detach()  # views of a sparse tensor's values are not views of that tensor
+    if not is_written:
+        values = torch_private.unconjugated(values)
+        if values.is_complex():
+            values = torch.view_as_real(values)
+        if values.is_floating_point():
+            values = values.view(_INTEGERS[values.element_size()])
+    for dimension, (size, stride) in enumerate(zip(values.shape, values.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            values = values.narrow(dimension, 0, 1)
+    return values

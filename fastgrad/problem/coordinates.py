@@ -1,0 +1,246 @@
+"""Tensor layouts and the real coordinates of f: R^n -> R^m.
+
+A real element is one coordinate, a complex element two, (re, im), in C order of the logical
+indices; the tensors of one side are laid end to end. Of a sparse tensor under masked semantics the
+specified elements are coordinates, in the order of its values; otherwise all elements are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgrad.core import torch_private
+
+
+@dataclass(frozen=True)
+class Block:
+    """The coordinates of one differentiable tensor.
+
+    index counts the differentiable tensors of its side (an input given twice has the index of its
+    first place); position is its place among func's arguments or results; coordinates run from
+    first to first + size. elements holds the flat (C order) number of each element that has
+    coordinates, where not all have: int64, shape (elements,). step is that of an input, relative to the
+    check's eps; weight is what an error in it counts in sums over inputs whose tolerances differ.
+    """
+
+    index: int
+    position: int
+    tensor: Tensor
+    first: int
+    size: int
+    elements: Tensor | None = None
+    step: float = 1.0
+    weight: float = 1.0
+
+    @property
+    def is_complex(self) -> bool:
+        """Whether an element is two coordinates."""
+        return self.tensor.is_complex()
+
+    @property
+    def width(self) -> int:
+        """Real coordinates of an element."""
+        return 2 if self.is_complex else 1
+
+    def element_index(self, element: int) -> tuple[int, ...]:
+        """The multi-index of an element, given its number among those that have coordinates."""
+        return self.logical_index(element if self.elements is None else int(self.elements[element]))
+
+    def index_at(self, coordinate: int) -> tuple[int, ...]:
+        """The multi-index of the element that one of the block's coordinates, in [first, first + size), belongs to."""
+        return self.element_index((coordinate - self.first) // self.width)
+
+    def logical_index(self, element: int) -> tuple[int, ...]:
+        """The multi-index of the element with a flat (C order) number."""
+        index = []
+        for size in reversed(self.tensor.shape):
+            index.append(element % size)
+            element //= size
+        return tuple(reversed(index))
+
+
+def block_with(blocks: Sequence[Block], coordinate: int) -> Block:
+    """The block that a coordinate lies in."""
+    return next(block for block in blocks if coordinate < block.first + block.size)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Where the coordinates of an input that is not strided can be perturbed.
+
+    Attributes
+    ----------
+    stand_in
+        What func gets instead of the input while inputs are perturbed; None: the input itself. Of an
+        MKLDNN input, whose elements nothing can write, only the dtype and layout matter.
+    values
+        Strided: perturbing it perturbs the stand-in, and its C order is that of the coordinates.
+    elements
+        As in Block.
+    """
+
+    stand_in: Tensor | None
+    values: Tensor
+    elements: Tensor | None = None
+
+
+def own_values(tensor: Tensor) -> Tensor | None:
+    """The strided memory of a tensor: itself, or its values; None where it is out of reach (MKLDNN)."""
+    if tensor.layout is torch.strided:
+        return tensor
+    if tensor.layout is torch_private.MKLDNN:
+        return None
+    return tensor.detach()._values() if tensor.layout is torch.sparse_coo else tensor.detach().values()
+
+
+def memory_of(tensor: Tensor, masked: bool) -> Memory | None:
+    """Where the coordinates of a tensor that is not strided can be perturbed; None for a strided one."""
+    if tensor.layout is torch.strided:
+        return None
+    plain = tensor.detach()
+    if tensor.layout is torch_private.MKLDNN:
+        return Memory(plain, plain.to_dense())
+    values = own_values(plain)
+    if masked and values is not None:
+        return Memory(None, values, _specified_elements(plain, values))
+    # A copy that owns its memory: to_dense() may return a view of what it made.
+    dense = plain.to_dense().contiguous().clone()
+    stand_in, values = _densified_coo(plain, dense) if plain.layout is torch.sparse_coo else _densified(plain, dense)
+    return Memory(stand_in.requires_grad_(), values)
+
+
+def _specified_elements(tensor: Tensor, values: Tensor) -> Tensor:
+    """The flat number of the element of a sparse tensor that each of its values is: shape (values.numel(),)."""
+    if tensor.layout is torch.sparse_coo:
+        shape, block = tensor.shape[: tensor.sparse_dim()], math.prod(values.shape[1:])
+        sparse = torch.zeros(values.shape[0], dtype=torch.int64, device=values.device)
+        for size, index in zip(shape, tensor._indices(), strict=True):
+            sparse = sparse * size + index
+        return (sparse.unsqueeze(-1) * block + torch.arange(block, device=values.device)).reshape(-1)
+    count = values.numel()
+    numbers = torch.arange(1, count + 1, device=values.device).reshape(values.shape)
+    compressed, plain, _ = _compression(tensor)
+    layout = tensor.layout
+    numbered = torch.sparse_compressed_tensor(
+        compressed, plain, numbers, tensor.shape, layout=layout, device=values.device, check_invariants=False
+    )
+    where = numbered.to_dense().reshape(-1)
+    specified = where.nonzero().reshape(-1)
+    elements = torch.empty(count, dtype=torch.int64, device=values.device)
+    elements[where[specified] - 1] = specified
+    return elements
+
+
+def _compression(tensor: Tensor) -> tuple[Tensor, Tensor, bool]:
+    """Compressed and plain indices of a compressed sparse tensor, and whether rows are compressed."""
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), True
+    return tensor.ccol_indices(), tensor.row_indices(), False
+
+
+def _densified_coo(tensor: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
+    """A COO tensor like `tensor` with all elements specified, over the memory of `dense`; and that memory."""
+    sparse = tensor.shape[: tensor.sparse_dim()]
+    indices = torch.ones(sparse, device=tensor.device).nonzero().t()
+    values = dense.reshape(indices.shape[1], *tensor.shape[tensor.sparse_dim() :])
+    return torch.sparse_coo_tensor(
+        indices, values, tensor.shape, device=values.device, is_coalesced=True, check_invariants=False
+    ), dense
+
+
+def _densified(tensor: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
+    """A compressed tensor like `tensor` with all elements specified; and its values, as a view in logical order."""
+    compressed, _, by_rows = _compression(tensor)
+    batch = compressed.dim() - 1
+    blocked = tensor.layout in (torch.sparse_bsr, torch.sparse_bsc)
+    height, width = tensor.values().shape[batch + 1 : batch + 3] if blocked else (1, 1)
+    rows, columns = tensor.shape[batch] // height, tensor.shape[batch + 1] // width
+    lead, rest = tensor.shape[:batch], tensor.shape[batch + 2 :]
+    # From (row, row in block, column, column in block) to blocks in the order of the layout, and back.
+    order = (0, 2, 1, 3) if by_rows else (2, 0, 1, 3)
+    dims = [*range(batch), *(batch + dim for dim in order), *range(batch + 4, batch + 4 + len(rest))]
+    memory = dense.reshape(*lead, rows, height, columns, width, *rest).permute(dims).contiguous()
+    logical = memory.permute([dims.index(dim) for dim in range(len(dims))])
+    values = memory.reshape(*lead, rows * columns, *((height, width) if blocked else ()), *rest)
+    outer, inner = (rows, columns) if by_rows else (columns, rows)
+    ends = torch.arange(outer + 1, device=compressed.device) * inner
+    inside = torch.arange(inner, device=compressed.device).repeat(outer)
+    stand_in = torch.sparse_compressed_tensor(
+        ends.to(compressed.dtype).expand(*lead, -1),
+        inside.to(compressed.dtype).expand(*lead, -1),
+        values,
+        tensor.shape,
+        layout=tensor.layout,
+        device=values.device,
+        check_invariants=False,
+    )
+    return stand_in, logical
+
+
+def blocks_of(
+    tensors: Sequence[Any] | Mapping[int, Any],
+    selected: Sequence[int],
+    once: bool,
+    memories: Mapping[int, Memory | None] | None = None,
+    scales: Sequence[tuple[float, float]] = (),
+) -> tuple[Block, ...]:
+    """The blocks of the tensors at the selected positions; with `once`, the same tensor again adds none.
+
+    memories: of those that are not strided, by position. scales: the step and weight of each, where not all are 1.
+    """
+    blocks: list[Block] = []
+    seen: set[int] = set()
+    first = 0
+    for index, position in enumerate(selected):
+        tensor = tensors[position]
+        if once and id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        memory = memories.get(position) if memories else None
+        elements = None if memory is None else memory.elements
+        size = (tensor.numel() if elements is None else elements.numel()) * (2 if tensor.is_complex() else 1)
+        blocks.append(Block(index, position, tensor, first, size, elements, *(scales[index] if scales else ())))
+        first += size
+    return tuple(blocks)
+
+
+def _addresses(tensor: Tensor, base: int) -> Tensor:
+    """Byte addresses of the elements of a strided tensor, relative to base, shape (numel,)."""
+    offsets = torch.zeros((), dtype=torch.int64, device="cpu")
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        offsets = offsets.unsqueeze(-1) + torch.arange(size, device="cpu") * stride
+    return offsets.reshape(-1) * tensor.element_size() + (tensor.data_ptr() - base)
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether two elements of a strided tensor share memory."""
+    if tensor.is_contiguous() or tensor.numel() < 2 or not torch_private.may_overlap_itself(tensor):
+        return False
+    addresses = _addresses(tensor, tensor.data_ptr()).sort().values
+    return bool((addresses[1:] == addresses[:-1]).any())
+
+
+def overlap(left: Tensor, right: Tensor) -> bool:
+    """Whether two strided tensors share memory: exact also for interleaved views of one storage."""
+    if left.untyped_storage().data_ptr() != right.untyped_storage().data_ptr() or not (left.numel() and right.numel()):
+        return False
+    spans = []
+    for tensor in (left, right):
+        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        spans.append((tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()))
+    (begin, end), (other_begin, other_end) = spans
+    if end <= other_begin or other_end <= begin:
+        return False
+    base = min(begin, other_begin)
+    unit = min(left.element_size(), right.element_size())
+    touched = []
+    for tensor in (left, right):
+        words = torch.arange(tensor.element_size() // unit, device="cpu") * unit
+        touched.append((_addresses(tensor, base).unsqueeze(-1) + words).reshape(-1))
+    return bool(torch.isin(touched[0], touched[1]).any())

@@ -1,0 +1,102 @@
+"""A few evaluations at the inputs and next to them: what they tell about func."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fastgrad.core.memory import OUT_OF_MEMORY
+from fastgrad.core.phases import clock
+from fastgrad.core.random import GRAPH_STREAM, direction
+from fastgrad.problem.problem import Problem
+from fastgrad.report.data import Settings
+
+CALL_SECONDS, COORDINATE_SECONDS = 30e-6, 2e-9
+"""What an evaluation takes where nothing else is known: of an ordinary operator, and for each coordinate."""
+
+SLOW_SECONDS, SLOW_FACTOR = 3e-3, 10
+"""Func is slow where an evaluation takes longer than this, and than so many times what is usual: its seconds count
+then. Else counts and sizes decide alone, so that a busy machine chooses as an idle one does."""
+
+
+@dataclass(frozen=True)
+class FirstLook:
+    """What a few evaluations at x, and at one point next to it, tell.
+
+    Attributes
+    ----------
+    record_graph
+        Whether func must record gradients while it is evaluated for differences, to give the same values.
+    base
+        The outputs at x, in that mode: float64, shape (m,).
+    moved
+        The coordinates, a random half, that differ between the two points: shape (n,).
+    reacted
+        The outputs that do: shape (m,). None where func raises there.
+    seconds
+        What one evaluation takes: of its usual cost and, if it is slow, by the clock.
+    measured
+        By the clock in any case: for what is to be told and tried, and chooses no engine.
+    obstacles
+        What kept another engine than the dense one from being used, in words; added to as it turns up.
+    """
+
+    record_graph: bool
+    base: Tensor
+    moved: NDArray[np.bool_]
+    reacted: NDArray[np.bool_] | None
+    seconds: float
+    measured: float
+    obstacles: list[str] = field(default_factory=list)
+
+
+def first_look(problem: Problem, settings: Settings) -> FirstLook:
+    """Looks, at a point next to x, for any difference in any value between func with and without a graph.
+
+    A func that differentiates inside fails without a graph, or sees to its own. Two evaluations beside the first one
+    at x: the point next to it stands for all, and x itself is compared where bits are to tell a pattern.
+    """
+    half = direction(problem.n, settings.seed, GRAPH_STREAM, halved=True)
+    displacement = problem.displacement(half.to(problem.device), settings.eps)
+    # Outputs that are views of inputs do not survive that these are restored.
+    base = problem.evaluate(True) if problem.mutates_inputs else problem.base()
+    next_to_x, plain = torch.empty_like(base), torch.empty_like(base)
+    moved = half.numpy() != 0
+
+    def evaluate(values: Tensor, record: bool) -> float:
+        start = clock(problem.device)
+        problem.values_along(displacement, (1.0,), (values,), record)
+        return clock(problem.device) - start
+
+    def look(record: bool, reacted: NDArray[np.bool_] | None, *seconds: float) -> FirstLook:
+        # The least of them: another process may have been in the way of one.
+        usual = usual_seconds(problem, min(problem.seconds, *seconds))
+        return FirstLook(record, base, moved, reacted, usual, seconds[-1])
+
+    try:
+        seconds = evaluate(next_to_x, True)
+    except OUT_OF_MEMORY:
+        raise
+    except Exception:  # it takes single steps only
+        return look(True, None, problem.seconds)
+    reacted = (next_to_x.view(torch.int64) != base.view(torch.int64)).cpu().numpy()
+    if torch.is_grad_enabled():
+        try:
+            without = evaluate(plain, False)
+        except OUT_OF_MEMORY:
+            raise
+        except Exception:  # it differentiates inside, say
+            return look(True, reacted, seconds)
+        if torch.equal(next_to_x, plain):
+            return look(False, reacted, seconds, without)
+    return look(True, reacted, seconds)
+
+
+def usual_seconds(problem: Problem, measured: float) -> float:
+    """What one evaluation is taken to cost: by the number of coordinates alone, unless it is slow by far."""
+    usual = CALL_SECONDS + COORDINATE_SECONDS * (problem.n + problem.m)
+    return measured if measured > max(SLOW_SECONDS, SLOW_FACTOR * usual) else usual

@@ -1,0 +1,168 @@
+"""The function that gradgradcheck checks: a backward, as a function of inputs and grad_outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgrad.core import native
+from fastgrad.core.random import GRAD_OUTPUT_STREAM, uniform_like
+from fastgrad.problem.caller_state import Kept
+from fastgrad.problem.problem import as_tuple, disabled_gradients, evaluated_apart
+from fastgrad.report.data import GradOutputs
+
+
+def differentiable_outputs(result: Any) -> tuple[Tensor, ...]:
+    """Those of func's results that require grad."""
+    return tuple(value for value in as_tuple(result) if isinstance(value, Tensor) and value.requires_grad)
+
+
+def random_grad_outputs(outputs: tuple[Tensor, ...], seed: int, noncontiguous: bool) -> tuple[Tensor, ...]:
+    """One leaf an output that requires grad: its shape, dtype and device, components uniform in [-1, 1).
+
+    noncontiguous: every second element of a buffer, where there is more than one element.
+    """
+    grads = []
+    first = 0
+    for output in outputs:
+        grad = uniform_like(output, seed, GRAD_OUTPUT_STREAM, first)
+        first += output.numel() * (2 if output.is_complex() else 1)
+        if noncontiguous and grad.numel() > 1:
+            grad = torch.stack([grad, grad], -1).select(-1, 0)
+        grads.append(grad.requires_grad_())
+    return tuple(grads)
+
+
+def made_by(grad_outputs: Any, noncontiguous: bool) -> GradOutputs:
+    """How grad_outputs come about, by the keywords of gradgradcheck."""
+    if grad_outputs is None:
+        return "non-contiguous" if noncontiguous else "random"
+    if not isinstance(grad_outputs, str):
+        return "given"
+    if grad_outputs != "ones":
+        raise ValueError(f'grad_outputs must be tensors, None or "ones", got {grad_outputs!r}.')
+    return "ones"
+
+
+def grad_outputs_for(
+    func: Callable[..., Any], inputs: tuple[Any, ...], made: GradOutputs, seed: int
+) -> tuple[Tensor, ...]:
+    """Grad_outputs that are not given: one for each output that requires grad. Calls func."""
+    with Kept(inputs):
+        outputs = differentiable_outputs(evaluated_apart(func, inputs))
+    if made == "ones":
+        return tuple(torch.ones_like(output, requires_grad=False) for output in outputs)
+    return random_grad_outputs(outputs, seed, made == "non-contiguous")
+
+
+class Backward:
+    """Callable (*inputs, *grad_outputs) -> the gradients of func that exist.
+
+    It records its own gradients where it is called with gradient recording on. The forward pass is
+    recorded in any case: a backward cannot run without. Arguments that required grad when this was made
+    do so again: forward-mode AD hands over detached ones.
+
+    Where only grad_outputs have moved since the last forward pass, it is not run again: its graph serves
+    as long as nothing is recorded. That this gives the same gradients is tried once, the first time.
+
+    made: how the grad_outputs came about, for messages. exist: which inputs had a gradient in the last call.
+    """
+
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        inputs: tuple[Any, ...],
+        grad_outputs: tuple[Any, ...],
+        made: GradOutputs = "given",
+    ) -> None:
+        self.made = made
+        self._func = func
+        self._count = len(inputs)
+        self._inputs = [i for i, value in enumerate(inputs) if isinstance(value, Tensor) and value.requires_grad]
+        self._grad_outputs = [i for i, value in enumerate(grad_outputs) if value.requires_grad]
+        self._record_forward = torch.is_grad_enabled()
+        self._kept: _Forward | None = None
+        self._reuses: bool | None = None  # not tried yet
+        self.exist: list[bool] = []
+
+    def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
+        """The gradients with respect to the inputs that require grad, those left out that do not matter."""
+        record_backward = torch.is_grad_enabled()
+        inputs, grad_outputs = arguments[: self._count], arguments[self._count :]
+        for value in [*(inputs[i] for i in self._inputs), *(grad_outputs[i] for i in self._grad_outputs)]:
+            if not value.requires_grad:
+                value.requires_grad_()
+        checked = [inputs[i] for i in self._inputs]
+        with torch.set_grad_enabled(self._record_forward):
+            if record_backward or self._reuses is False:
+                self._kept = None
+                outputs = self._outputs(inputs, grad_outputs)
+                return _present(self._gradients(outputs, checked, grad_outputs, record_backward))
+            kept = self._kept
+            if kept is not None and kept.is_at(checked):
+                gradients = self._gradients(kept.outputs, checked, grad_outputs)
+                if self._reuses is None:
+                    again = self._gradients(self._outputs(inputs, grad_outputs), checked, grad_outputs)
+                    self._reuses = _equal(gradients, again)
+                    gradients = again
+            else:
+                outputs = self._outputs(inputs, grad_outputs)
+                self._kept = _Forward(outputs, checked, [value.detach().clone() for value in checked])
+                gradients = self._gradients(outputs, checked, grad_outputs)
+        return _present(gradients)
+
+    def _outputs(self, inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        """A forward pass."""
+        outputs = differentiable_outputs(self._func(*inputs))
+        native.check_memory([inputs[i] for i in self._inputs])
+        if not outputs:
+            disabled = disabled_gradients()
+            because = f": {disabled}" if disabled else ""
+            raise ValueError(
+                f"gradgradcheck needs a func with an output that requires grad, and this has none{because}."
+            )
+        if len(outputs) != len(grad_outputs):
+            raise ValueError(
+                f"gradgradcheck needs one grad_output for each output that requires grad: func returned "
+                f"{len(outputs)} of them, and grad_outputs has {len(grad_outputs)}."
+            )
+        return outputs
+
+    def _gradients(
+        self, outputs: tuple[Tensor, ...], inputs: list[Tensor], grad_outputs: tuple[Any, ...], record: bool = False
+    ) -> list[Tensor | None]:
+        found = native.vjp(outputs, inputs, grad_outputs, record)
+        self.exist = [gradient is not None for gradient in found]
+        return found
+
+
+def _present(gradients: list[Tensor | None]) -> tuple[Tensor, ...]:
+    return tuple([gradient for gradient in gradients if gradient is not None])
+
+
+def _equal(left: list[Tensor | None], right: list[Tensor | None]) -> bool:
+    """Whether two lists hold the same values, and None in the same places."""
+    return all(
+        a is b if a is None or b is None else a.layout is b.layout is torch.strided and torch.equal(a, b)
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """A forward pass: its outputs with their graph, its inputs, and the values that these had."""
+
+    outputs: tuple[Tensor, ...]
+    inputs: list[Tensor]
+    values: list[Tensor]
+
+    def is_at(self, inputs: list[Tensor]) -> bool:
+        """Whether these are the same inputs with the same values."""
+        return all(new is old for new, old in zip(inputs, self.inputs, strict=True)) and all(
+            value.layout is torch.strided and torch.equal(tensor, value)
+            for tensor, value in zip(inputs, self.values, strict=True)
+        )

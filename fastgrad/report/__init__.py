@@ -1,0 +1,1 @@
+"""What a check found: results as data, in words and on a page."""

@@ -1,0 +1,697 @@
+"""What a check found: frozen data, a few sums of it, and its plain form for JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
+
+SCHEMA = 1
+"""The version of what `Report.to_dict` returns: it grows when a key changes its meaning or goes. docs/report.md."""
+
+LARGEST_TENSOR = 4096
+"""Elements up to which `Report.to_dict` writes a tensor out."""
+
+Verdict = Literal["passed", "failed", "not converged", "undecided"]
+"""The outcome of a check; "undecided" where random vectors found nothing, and cannot exclude errors below a bound; "not
+converged" where an entry differs, and no step settles its numerical derivative."""
+
+Part = Literal["all", "real", "imaginary"]
+"""Of a complex output, which is judged part by part; in forward mode, of a complex input. Real ones have "all"."""
+
+Mode = Literal["reverse", "forward"]
+"""The mode of AD whose derivatives were compared."""
+
+GradOutputs = Literal["given", "random", "non-contiguous", "ones"]
+"""How gradgradcheck came by its grad_outputs."""
+
+FailureKind = Literal[
+    "mismatch",
+    "nonzero numerical gradient",
+    "dtype",
+    "size",
+    "nondeterministic",
+    "nonlinear",
+    "not multiplied by grad_output",
+    "incorrect gradient",
+    "undefined grad raises",
+    "undefined grad not zero",
+    "tangent dtype",
+    "undefined tangent",
+    "batched raises",
+    "batched differs",
+]
+"""What a check failed by."""
+
+CauseName = Literal[
+    "constant factor",
+    "sign",
+    "transposed",
+    "rolled",
+    "permuted",
+    "missing reduction",
+    "zero gradient",
+    "missing conjugate",
+    "complex factor",
+    "region",
+    "slice",
+    "boundary",
+    "last tile",
+    "saved tensor",
+    "race",
+    "nonlinear backward",
+    "layout of grad_output",
+    "sparse grad_output",
+    "truncation",
+    "rounding",
+    "kink",
+    "low precision",
+    "not finite",
+    "modes disagree",
+    "both modes wrong",
+]
+"""What may be behind a failure."""
+
+
+class Told:
+    """Data with tensors in it: equal where all that a report in JSON would tell of it is."""
+
+    def _told(self) -> str:
+        return json.dumps(_plain(self), allow_nan=False)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both say the same, tensors of more than LARGEST_TENSOR elements by shape and dtype."""
+        if not isinstance(other, Told) or type(self) is not type(other):
+            return NotImplemented
+        return self._told() == other._told()
+
+    def __hash__(self) -> int:
+        return hash(self._told())
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What is probably behind a failure.
+
+    Attributes
+    ----------
+    name
+        One of the names above.
+    text
+        A sentence for people, without its period.
+    measure
+        What it rests on: a residual or a count, say.
+    confidence
+        From 0 to 1.
+    """
+
+    name: CauseName
+    text: str
+    measure: str
+    confidence: float
+
+
+@dataclass(frozen=True, eq=False)
+class Sample(Told):
+    """Entries of the failing Jacobian of one output with respect to one input, right and wrong ones.
+
+    Attributes
+    ----------
+    output_shape
+        Of the output.
+    input_shape
+        Of the input.
+    outputs
+        The element of the output that each entry is about, in C order: int64, shape (entries,).
+    inputs
+        The same of the input.
+    analytical
+        The derivatives by autograd: float64 or complex128, shape (entries,).
+    numerical
+        The derivatives by differences at eps, of the same dtype and shape.
+    failing
+        Which entries differ by more than their tolerance: bool, shape (entries,).
+    input_values
+        The elements of the input at x, shape (entries,).
+    output_values
+        The elements of the output at x, shape (entries,).
+    complete
+        Whether the entries that are not here are zero on both sides.
+    """
+
+    output_shape: tuple[int, ...]
+    input_shape: tuple[int, ...]
+    outputs: Tensor
+    inputs: Tensor
+    analytical: Tensor
+    numerical: Tensor
+    failing: Tensor
+    input_values: Tensor | None = None
+    output_values: Tensor | None = None
+    complete: bool = False
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A hypothesis that random sums over all entries of the failing Jacobian agree with.
+
+    Attributes
+    ----------
+    name
+        The cause.
+    text
+        What would have happened.
+    error
+        How far the sums are off, over the moduli of their terms.
+    """
+
+    name: CauseName
+    text: str
+    error: float
+
+
+@dataclass(frozen=True, eq=False)
+class Evidence(Told):
+    """What experiments around a failure gave; None: not made, beyond the budget, or dropped because it raised.
+
+    Gradients are VJPs of one random dense cotangent v with respect to all inputs, and deviations the largest
+    difference between two of them over the largest component, unless something else is said.
+
+    Attributes
+    ----------
+    calls
+        Of func and backward, beside those that the report counts.
+    func_moves
+        The largest difference between outputs of two evaluations at x.
+    runs
+        Deviations of some runs on one graph, then on a new one, and so on, from the first run.
+    vanishes
+        Whether the gradient is zero at all elements of the input that failing entries are about.
+    after_others
+        Deviation of a gradient from a graph made before func was evaluated at another point.
+    scaled
+        Scales c, the deviation of the gradient for c v, over c, and its size over that for v.
+    at_zero
+        The largest component of the gradient for a zero cotangent.
+    split
+        Deviation of the sum of the gradients for three parts of v, one of them a single element.
+    added
+        The same for v as the sum of two dense vectors.
+    gapped
+        Deviation for a non-contiguous v from its contiguous copy; infinite where only the former raises.
+    expanded
+        Deviation for a constant v, expanded with stride 0, from its copy; infinite where only the former raises.
+    dense_error
+        ``|v^T J u - v . (difference along u)|``, over the sum of the moduli of its terms, for one random u.
+    output_dtype
+        The narrowest dtype, narrower than double, that all outputs next to x fit in without rounding.
+    slopes
+        Large steps, and central differences of the worst entry there.
+    rounding
+        One ulp of the worst entry's output.
+    other_mode
+        The worst entry by the mode of AD that did not fail.
+    adjoint_error
+        As `fastgrad.AdjointTest.error`.
+    other_part
+        The worst entry of the part of a complex output that did not fail, analytical and numerical.
+    explanation
+        A rearrangement of the numerical Jacobian that the analytical one is, or another point at which the
+        gradient would be right.
+    """
+
+    calls: int = 0
+    func_moves: float | None = None
+    runs: tuple[tuple[float, ...], ...] | None = None
+    vanishes: bool | None = None
+    after_others: float | None = None
+    scaled: tuple[tuple[float, float, float], ...] | None = None
+    at_zero: float | None = None
+    split: float | None = None
+    added: float | None = None
+    gapped: float | None = None
+    expanded: float | None = None
+    dense_error: float | None = None
+    output_dtype: str | None = None
+    slopes: tuple[tuple[float, float], ...] | None = None
+    rounding: float | None = None
+    other_mode: complex | None = None
+    adjoint_error: float | None = None
+    other_part: tuple[complex, complex] | None = None
+    explanation: Explanation | None = None
+
+
+Trouble = Literal["kink", "low precision", "not converged", "not finite"]
+"""What re-measuring over many steps found beside a derivative or in place of one."""
+
+
+@dataclass(frozen=True)
+class Tolerances:
+    """The step of the differences with respect to an input, and how far its entries may be off.
+
+    Attributes
+    ----------
+    eps
+        The step.
+    atol
+        Absolute tolerance.
+    rtol
+        Relative tolerance.
+    """
+
+    eps: float = 1e-6
+    atol: float = 1e-5
+    rtol: float = 1e-3
+
+
+@dataclass(frozen=True)
+class Settings(Tolerances):
+    """The keywords of one check; those that are not listed here are as in `fastgrad.gradcheck`.
+
+    Attributes
+    ----------
+    confidence
+        Of fast mode.
+    grad_outputs
+        How gradgradcheck came by its grad_outputs; None in gradcheck.
+    inputs
+        The tolerances of each checked input, where not all have the same; eps, atol and rtol are then the
+        smallest of them.
+    """
+
+    nondet_tol: float = 0.0
+    check_undefined_grad: bool = True
+    check_grad_dtypes: bool = False
+    check_batched_grad: bool = False
+    check_batched_forward_grad: bool = False
+    check_forward_ad: bool = False
+    check_backward_ad: bool = True
+    fast_mode: bool = False
+    masked: bool = False
+    engine: str = "auto"
+    seed: int = 0
+    confidence: float = 1 - 1e-9
+    memory_limit: int | None = None
+    progress: bool | None = False
+    grad_outputs: GradOutputs | None = None
+    inputs: tuple[Tolerances, ...] = ()
+
+    def of(self, index: int) -> Tolerances:
+        """The tolerances of an input, by the index of its block."""
+        return self.inputs[index] if self.inputs else self
+
+    def loosest(self) -> Tolerances:
+        """The largest of each: for sums over inputs, which fail a check only where no input excuses them."""
+        largest = (max(getattr(own, name) for own in self.inputs) for name in ("eps", "atol", "rtol"))
+        return Tolerances(*largest) if self.inputs else self
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the Jacobians are computed; nothing in it changes a verdict.
+
+    Attributes
+    ----------
+    engine
+        "dense", "compressed" or "sketch".
+    columns_per_pass
+        Of the dense engine: numerical columns held at a time; every pass repeats the VJPs.
+    rows_per_block
+        Of the dense engine: analytical rows computed, and compared, at a time.
+    record_graph
+        Whether func must record gradients while it is evaluated for differences.
+    reason
+        Why this engine, or where the pattern came from.
+    detection_limit
+        Fast mode finds errors that cancel each other in a row or a column from this size on, with the
+        probability `Settings.confidence`; single ones from their tolerance on.
+    column_groups
+        Of a compressed Jacobian: one difference serves a group.
+    row_groups
+        Of a compressed Jacobian: one VJP serves a group. Without any, analytical columns come from
+        differentiating the backward once more.
+    memory
+        Bytes that Jacobians take at a time, estimated; None in fast mode, which holds vectors alone.
+    batch
+        Of the dense engine: columns whose differences come from one vmapped call of func; None: every
+        evaluation is a call.
+    replayed
+        Whether evaluations for numerical columns, or groups of them, are replays of a CUDA graph.
+    rows_replayed
+        Whether VJPs for the rows of the dense engine are.
+    """
+
+    engine: str
+    columns_per_pass: int
+    rows_per_block: int
+    record_graph: bool
+    reason: str
+    detection_limit: float | None = None
+    column_groups: int | None = None
+    row_groups: int | None = None
+    memory: int | None = None
+    batch: int | None = None
+    replayed: bool = False
+    rows_replayed: bool = False
+
+
+def modulus(value: complex) -> float:
+    """|value|; abs() raises for some complex infinities and NaNs."""
+    return math.hypot(value.real, value.imag)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One Jacobian entry, d output / d input, under the allclose rule.
+
+    Attributes
+    ----------
+    output_index
+        The element of the output.
+    input_index
+        The element of the input.
+    analytical
+        The derivative by autograd; complex for a complex input: the conjugate Wirtinger derivative, as torch
+        reports it.
+    numerical
+        The derivative by differences.
+    allowed
+        ``atol + rtol |numerical|``.
+    error
+        How far numerical may be off, where it was re-measured over several steps.
+    """
+
+    output_index: tuple[int, ...]
+    input_index: tuple[int, ...]
+    analytical: complex
+    numerical: complex
+    allowed: float
+    error: float | None = None
+
+    @property
+    def difference(self) -> float:
+        """``|analytical - numerical|``."""
+        return modulus(self.analytical - self.numerical)
+
+
+@dataclass(frozen=True)
+class Span:
+    """The places along one dimension that some entries take.
+
+    Attributes
+    ----------
+    size
+        Of the dimension.
+    count
+        Distinct places.
+    first
+        The first of them.
+    last
+        The last of them.
+    step
+        Their distance, where it is the same for all.
+    places
+        All of them, where they are few.
+    """
+
+    size: int
+    count: int
+    first: int
+    last: int
+    step: int | None
+    places: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Where entries lie.
+
+    Attributes
+    ----------
+    output
+        One Span a dimension of the output.
+    input
+        One Span a dimension of the input.
+    """
+
+    output: tuple[Span, ...]
+    input: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One central difference of an entry.
+
+    Attributes
+    ----------
+    step
+        By which the input was moved to either side; of a complex entry, its first coordinate.
+    change
+        By how much func moved in between; of a complex entry, made of what its two coordinates gave.
+    estimate
+        The derivative that follows: change over the realized distance.
+    """
+
+    step: float
+    change: complex
+    estimate: complex
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison(Told):
+    """The Jacobian of one output with respect to one input, analytical against numerical.
+
+    Attributes
+    ----------
+    entries
+        How many there are.
+    mismatches
+        How many differ at eps by more than their tolerance.
+    worst
+        The worst entry, re-measured.
+    largest_absolute
+        The largest absolute error at eps.
+    largest_relative
+        The largest relative error at eps.
+    sum_analytical
+        The sum of ``|a|^2`` over the mismatched entries; a: analytical, n: numerical.
+    sum_numerical
+        The sum of ``|n|^2``.
+    sum_product
+        The sum of ``a conj(n)``.
+    analytical
+        The matrix, where it is small, in torch's layout: one row an input element, one column an output
+        element.
+    numerical
+        The same.
+    exhaustive
+        Whether all entries were compared; otherwise some were located, and the numbers are about them.
+    worst_entries
+        The worst first, as far as they are wrong (those with an error estimate) or look wrong at eps (those
+        without).
+    extent
+        Where mismatched entries lie.
+    on_pattern
+        Whether the entries are those of the Jacobian's pattern, outside of which it is zero.
+    """
+
+    entries: int
+    mismatches: int
+    worst: Entry | None
+    largest_absolute: float
+    largest_relative: float
+    sum_analytical: float
+    sum_numerical: float
+    sum_product: complex
+    analytical: Tensor | None = None
+    numerical: Tensor | None = None
+    exhaustive: bool = True
+    worst_entries: tuple[Entry, ...] = ()
+    extent: Extent | None = None
+    on_pattern: bool = False
+
+
+class Pair(NamedTuple):
+    """An output and an input whose Jacobian was compared.
+
+    The places, part and mode are as in `Failure`, the numbers as in `Comparison`; agrees says that no entry is
+    wrong: those that differ at eps agreed once re-measured.
+    """
+
+    # Not a dataclass: every check that passes makes one, and a frozen one of as many fields takes ten times as long.
+    output: int
+    input: int
+    output_position: int
+    input_position: int
+    part: Part
+    mode: Mode
+    entries: int
+    mismatches: int
+    agrees: bool
+    largest_absolute: float
+    largest_relative: float
+    on_pattern: bool
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What random vectors vouch for, where not every entry was looked at by itself.
+
+    Attributes
+    ----------
+    claim
+        A sentence without its period.
+    method
+        The vectors, and what they were compared with.
+    bound
+        An error of one entry shows from this size on, beside rounding.
+    """
+
+    claim: str
+    method: str
+    bound: float
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where a check ran: versions, and the device of the outputs, by name."""
+
+    fastgrad: str
+    torch: str
+    python: str
+    device: str
+
+
+@dataclass(frozen=True, eq=False)
+class Failure(Told):
+    """Why a check failed.
+
+    Attributes
+    ----------
+    kind
+        What failed.
+    output
+        Counts the differentiable outputs, as torch's messages do.
+    input
+        Counts the differentiable inputs.
+    output_position
+        The place among func's results.
+    input_position
+        The place among func's arguments.
+    part
+        Of a complex output; in forward mode, of a complex input.
+    mode
+        Of AD.
+    comparison
+        The entries of a mismatch.
+    detail
+        A clause of the message.
+    cause
+        The exception behind the failure, if there was one.
+    trouble
+        What is special about the worst entry's derivative.
+    convergence
+        The differences behind the worst entry, large steps first, where it was re-measured.
+    """
+
+    kind: FailureKind
+    output: int | None = None
+    input: int | None = None
+    output_position: int | None = None
+    input_position: int | None = None
+    part: Part = "all"
+    mode: Mode = "reverse"
+    comparison: Comparison | None = None
+    detail: str = ""
+    cause: Exception | None = None
+    trouble: Trouble | None = None
+    convergence: tuple[Difference, ...] = ()
+
+
+_SAID = "failure", "settings", "n", "m", "input_names", "output_names", "pairs", "undecided"
+"""The fields of a report that make it equal to another."""
+
+
+@dataclass(frozen=True, eq=False)
+class ReportData(Told):
+    """The fields of a `fastgrad.Report`, which describes them: what text and pages are made of."""
+
+    failure: Failure | None
+    settings: Settings
+    plan: Plan | None
+    n: int
+    m: int
+    evaluations: int
+    vjps: int
+    seconds: float
+    jvps: int = 0
+    notes: tuple[str, ...] = ()
+    sample: Sample | None = None
+    evidence: Evidence | None = None
+    causes: tuple[Cause, ...] = ()
+    input_names: tuple[str, ...] = ()
+    output_names: tuple[str, ...] = ()
+    pairs: tuple[Pair, ...] = ()
+    certificates: tuple[Certificate, ...] = ()
+    undecided: float | None = None
+    phases: Mapping[str, float] = field(default_factory=dict)
+    environment: Environment | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether no failure was found."""
+        return self.failure is None
+
+    @property
+    def verdict(self) -> Verdict:
+        """The outcome in a word or two."""
+        if self.failure is not None:
+            return "not converged" if self.failure.trouble == "not converged" else "failed"
+        return "passed" if self.undecided is None else "undecided"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as numbers, strings, lists and dicts, as docs/report.md describes them.
+
+        Complex numbers become ``{"re", "im"}``; NaN and infinities become "nan", "inf" and "-inf"; tensors
+        become ``{"shape", "dtype", "values"}``, values being None above 4096 elements.
+        """
+        return {"schema": SCHEMA, "verdict": self.verdict, "passed": self.passed, **_plain(self)}
+
+    def to_json(self, indent: int | None = None) -> str:
+        """`to_dict` as strict JSON."""
+        return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
+
+    def _told(self) -> str:
+        return json.dumps([_plain(getattr(self, name)) for name in _SAID], allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON knows it."""
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, complex):
+        return {"re": _plain(value.real), "im": _plain(value.imag)}
+    if isinstance(value, Tensor):
+        small = value.numel() <= LARGEST_TENSOR
+        return {
+            "shape": list(value.shape),
+            "dtype": str(value.dtype).removeprefix("torch."),
+            "values": _plain(value.tolist()) if small else None,
+        }
+    if isinstance(value, BaseException):
+        return f"{type(value).__name__}: {value}"
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Pair):
+        return {name: _plain(item) for name, item in value._asdict().items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    if is_dataclass(value):
+        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
+    raise TypeError(f"a report cannot hold a {type(value).__name__}.")

@@ -1,0 +1,393 @@
+"""Numbers -> text: pure functions that turn a report into what a person reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from fastgrad.report.data import Certificate, Comparison, Entry, Extent, Failure, Pair, ReportData, Settings, Span
+
+_UNDEFINED_NOTE = (
+    "An undefined grad_output reaches backward as None, or as zeros where ctx.set_materialize_grads(True) is in force, "
+    "and stands for zero."
+)
+_NONDET_NOTE = (
+    "If the operator is nondeterministic by design (atomic additions, say), pass nondet_tol; otherwise look for state "
+    "or uninitialized memory in backward."
+)
+
+MOST_CAUSES = 3
+"""Of the probable causes, how many are printed."""
+
+_PLACES = {"region", "slice", "boundary", "last tile", "modes disagree", "both modes wrong"}
+_VALUES = {"constant factor", "sign", "zero gradient", "missing conjugate", "complex factor"}
+
+MOST_PAIRS = 8
+"""Pairs that a summary lists."""
+
+FEW = 4
+"""Places along a dimension that an extent lists one by one."""
+
+
+def summary(report: ReportData) -> str:
+    """What a person reads of a check: of a failure the error's message, otherwise what the verdict rests on."""
+    if report.failure is not None:
+        return failure_message(report)
+    lines = [verdict_line(report)]
+    lines += [f"  compared   {_pair_line(report, pair)}" for pair in report.pairs[:MOST_PAIRS]]
+    if len(report.pairs) > MOST_PAIRS:
+        rest = report.pairs[MOST_PAIRS:]
+        lines.append(
+            f"             and {_count(len(rest), 'pair')} more, largest absolute error "
+            f"{max(pair.largest_absolute for pair in rest):.2g}"
+        )
+    lines += [f"  certified  {certificate.claim}: {bound_text(certificate)}" for certificate in report.certificates]
+    lines.append(f"  engine     {engine_line(report)}")
+    lines.append(f"  settings   {settings_line(report)}")
+    return "\n".join([*lines, *_notes(report)])
+
+
+def short(report: ReportData) -> str:
+    """A report in brackets, on one line."""
+    verdict = report.verdict if report.failure is None else f"{report.verdict} ({report.failure.kind})"
+    parts = [f"{report.m} x {report.n}", report.plan.engine if report.plan else "no engine"]
+    parts += [_count(report.evaluations, "evaluation"), _count(report.vjps, "VJP")]
+    parts += [_count(report.jvps, "JVP")] * bool(report.jvps)
+    return f"<Report: {', '.join([verdict, *parts])}>"
+
+
+def bound_text(certificate: Certificate) -> str:
+    """From which size on errors show."""
+    return f"errors show from {certificate.bound:.2g} on" if certificate.bound else "any error shows"
+
+
+def settings_line(report: ReportData) -> str:
+    """What another run needs to come to the same numbers."""
+    settings, environment = report.settings, report.environment
+    numbers = f"eps {settings.eps:g}, atol {settings.atol:g}, rtol {settings.rtol:g}, seed {settings.seed}"
+    if environment is None:
+        return numbers
+    return f"{numbers}; fastgrad {environment.fastgrad}, torch {environment.torch}, {environment.device}"
+
+
+def verdict_line(report: ReportData) -> str:
+    """The verdict in a sentence, for a headline."""
+    name = "gradcheck" if report.settings.grad_outputs is None else "gradgradcheck"
+    if report.verdict == "undecided":
+        return f"{name} undecided: nothing wrong was found, and errors up to {report.undecided:.2g} may be hidden"
+    if report.verdict == "not converged":
+        return f"{name} not converged: the numerical derivative does not settle where the analytical one differs"
+    failure = report.failure
+    if failure is not None and failure.comparison is not None:
+        wrong = failure.comparison.mismatches
+        return (
+            f"{name} failed: {'' if failure.comparison.exhaustive else 'at least '}{wrong} of "
+            f"{_entries(failure.comparison)} of {jacobian_name(report, failure)} {'is' if wrong == 1 else 'are'} wrong"
+        )
+    if failure is not None:
+        return f"{name} failed: {failure.kind}"
+    entries = sum(pair.entries for pair in report.pairs)
+    return f"{name} passed" + (f": {_count(entries, 'entry')} compared" if entries else "")
+
+
+def _pair_line(report: ReportData, pair: Pair) -> str:
+    """What was compared of a pair, and how it came out."""
+    excused = pair.mismatches if pair.agrees else 0
+    differing = f", {excused} of them right only once re-measured" if excused else ""
+    return (
+        f"{jacobian_name(report, pair)}: {_entries(pair)}{differing}, largest absolute error "
+        f"{pair.largest_absolute:.2g}, largest relative error {pair.largest_relative:.2g}"
+    )
+
+
+def jacobian_name(report: ReportData, found: Failure | Pair) -> str:
+    """A Jacobian: d out0 / d in1, and which part of a complex tensor, in which mode."""
+    output, input_ = names_of(report, found)
+    which = [f"{found.part} part"] * (found.part != "all") + ["forward mode"] * (found.mode == "forward")
+    return f"d {output} / d {input_}" + (f" ({', '.join(which)})" if which else "")
+
+
+def names_of(report: ReportData, found: Failure | Pair) -> tuple[str, str]:
+    """What to call an output and an input: out0 and in1, or by path where there are paths."""
+    output, input_ = f"out{found.output}", f"in{found.input}"
+    if report.output_names and found.output_position is not None:
+        output = report.output_names[found.output_position]
+    if report.input_names and found.input_position is not None:
+        input_ = report.input_names[found.input_position]
+    return output, input_
+
+
+def extent_text(extent: Extent, names: tuple[str, str], entries: int) -> str:
+    """The part of each tensor that some entries lie in: all in in1[5, :], say; empty where they are all over."""
+    if entries < 2:
+        return ""  # the index of a single one says it already
+    parts = []
+    for name, spans in zip(names, (extent.output, extent.input), strict=True):
+        places = [_index_of(span, entries) for span in spans]
+        if any(place != ":" for place in places):
+            parts.append(f"{name}[{', '.join(places)}]")
+    return f"all in {' and '.join(parts)}" if parts else ""
+
+
+def _index_of(span: Span, entries: int) -> str:
+    """The places along a dimension, in the language of indices; ":" also where they say nothing."""
+    if span.count == 1 and span.size > 1:
+        return str(span.first)
+    # Three places in a row, or two that recur, are hardly chance; more than that may be.
+    is_slice = span.step is not None and (span.count > 2 if span.step == 1 else span.count > 3)
+    if span.count < span.size and (is_slice or (span.count <= FEW and 2 * span.count <= entries)):
+        return places_text(span)
+    return ":"
+
+
+def places_text(span: Span) -> str:
+    """The places along a dimension: 5, 2:7, 0:12:3, {1, 4, 7}, or from where to where."""
+    if span.count == span.size:
+        return "all"
+    if span.count == 1:
+        return str(span.first)
+    if span.step is not None and (span.count > 2 or span.step == 1):
+        return f"{span.first}:{span.last + 1}" + (f":{span.step}" if span.step > 1 else "")
+    if span.places:
+        return f"{{{', '.join(str(place) for place in span.places)}}}"
+    return f"within {span.first}:{span.last + 1}"
+
+
+def failure_message(report: ReportData) -> str:
+    """The text of the GradcheckError for a report with a failure: torch's key phrases come first."""
+    failure = report.failure
+    if failure is None:
+        raise ValueError("failure_message needs a report with a failure, and this one passed.")
+    lines = [_headline(failure, report)]
+    if failure.comparison is not None:
+        lines += _matrices(failure.comparison) + _details(report, failure, failure.comparison)
+        if failure.detail and not (failure.trouble and report.causes):  # or one of these says it
+            lines.append(f"  because    {failure.detail}")
+    lines += _causes(report) + _positions(report, failure)
+    lines.append(f"  engine     {engine_line(report)}")
+    lines += _notes(report)
+    if failure.comparison is not None:
+        lines.append(f"  reproduce  {call(report)}")
+    return "\n".join(lines)
+
+
+def _notes(report: ReportData) -> list[str]:
+    return [f"  note       {note}" for note in report.notes]
+
+
+def call(report: ReportData) -> str:
+    """The call that measures the same entries again, all but func and tensors."""
+    settings, named = report.settings, bool(report.input_names)
+    second_order = settings.grad_outputs is not None
+    name, forward, reverse = "gradcheck", "check_forward_ad", "check_backward_ad"
+    if second_order:
+        name, forward, reverse = "gradgradcheck", "check_fwd_over_rev", "check_rev_over_rev"
+    keywords = {
+        "given": ["grad_outputs=..."],
+        "ones": ['grad_outputs="ones"'],
+        "non-contiguous": ["gen_non_contig_grad_outputs=True"],
+    }.get(settings.grad_outputs or "", [])
+    if named:
+        name, keywords = "check", ["order=2"] * second_order + keywords
+    keywords += [f"{number}={_numbers(settings, number)}" for number in ("eps", "atol", "rtol")]
+    keywords += [f"{forward}=True"] * settings.check_forward_ad
+    # Without reverse mode gradgradcheck demands that its other keyword is off, too.
+    keywords += [f"{reverse}=False"] * (not settings.check_backward_ad)
+    keywords += ["check_undefined_grad=False"] * (second_order and not settings.check_backward_ad)
+    keywords += ["fast_mode=True"] * settings.fast_mode + ["masked=True"] * settings.masked
+    keywords += [f"engine={settings.engine!r}"] * (settings.engine != "auto")
+    return f"fastgrad.{name}(..., {', '.join(keywords)}, seed={settings.seed})"
+
+
+def _numbers(settings: Settings, name: str) -> str:
+    """One of the numbers that inputs may have of their own."""
+    own = [f"{getattr(tolerances, name):g}" for tolerances in settings.inputs or (settings,)]
+    return own[0] if len(set(own)) == 1 else f"({', '.join(own)})"
+
+
+def engine_line(report: ReportData) -> str:
+    """Which engine ran, and what it cost."""
+    name = report.plan.engine if report.plan else "none"
+    groups = ""
+    if report.plan and report.plan.column_groups is not None:
+        groups = f"{_count(report.plan.column_groups, 'column group')}, "
+        if report.plan.row_groups is not None:
+            groups += f"{_count(report.plan.row_groups, 'row group')}, "
+    return (
+        f"{name}: {groups}{_count(report.n, 'input coordinate')}, {_count(report.m, 'output coordinate')}, "
+        f"{_count(report.evaluations, 'evaluation')}, {_count(report.vjps, 'VJP')}, "
+        f"{_count(report.jvps, 'JVP') + ', ' if report.jvps else ''}{seconds_text(report.seconds)}"
+    )
+
+
+def _headline(failure: Failure, report: ReportData) -> str:
+    output, input_ = f"output {failure.output}", f"input {failure.input}"
+    match failure.kind:
+        case "mismatch":
+            forward = failure.mode == "forward"
+            side = "inputs" if forward else "outputs"
+            part = (
+                "" if failure.part == "all" else f"While considering the {failure.part} part of complex {side} only, "
+            )
+            mode = "computed with forward mode " if forward else ""
+            return f"{part}Jacobian {mode}mismatch for {output} with respect to {input_},"
+        case "nonzero numerical gradient":
+            return (
+                "Numerical gradient for function expected to be zero, because no output requires grad, but for "
+                f"{output} with respect to {input_} it is {failure.detail}."
+            )
+        case "dtype":
+            return f"Gradient has dtype mismatch: backward of {output} returned another dtype than its input's."
+        case "size":
+            return f"Analytical gradient has incorrect size for {output}."
+        case "nondeterministic":
+            return (
+                "Backward is not reentrant, i.e., two runs with the same inputs and grad_output give different values. "
+                f"The tolerance for nondeterminism was {report.settings.nondet_tol}.\n{_NONDET_NOTE}"
+            )
+        case "nonlinear":
+            if failure.mode == "forward":
+                return f"jvp is not linear in its tangent: {failure.detail}."
+            return f"backward is not linear in grad_output: {failure.detail}."
+        case "not multiplied by grad_output":
+            return (
+                f"backward not multiplied by grad_output: with a zero grad_output the gradient of {input_} is not zero."
+            )
+        case "incorrect gradient":
+            return f"{failure.detail} for {input_}."
+        case "undefined grad raises":
+            return (
+                "Expected backward function to handle undefined output grads, but it raised an error. "
+                f"{_UNDEFINED_NOTE}"
+            )
+        case "undefined grad not zero":
+            return (
+                "Expected all input grads to be undefined or zero when all output grads are undefined or zero, but the "
+                f"gradient of {input_} is not. {_UNDEFINED_NOTE}"
+            )
+        case "tangent dtype":
+            return "Forward AD gradient has dtype mismatch: a tangent is complex for a real output, or the reverse."
+        case "undefined tangent":
+            return (
+                f"Mismatch in tangent values for output with index: {failure.output} when the tangent of {input_} is "
+                f"undefined, which stands for zero: {failure.detail}."
+            )
+        case "batched raises":
+            return f"While computing batched gradients, got: {failure.detail}\n\n{_batched_note(failure)}"
+        case "batched differs":
+            return f"For {output} and {input_}:\n\n{_batched_note(failure)}\n\n{failure.detail}"
+
+
+def _batched_note(failure: Failure) -> str:
+    if failure.mode == "forward":
+        who, keyword, what = "gradcheck", "check_batched_forward_grad", "jvp"
+        suffix = " with forward-mode AD"
+    else:
+        who, keyword, what, suffix = "gradcheck or gradgradcheck", "check_batched_grad", "backward", ""
+    return (
+        f"{who} failed while testing batched gradient computation{suffix}: the {what} under vmap, over two vectors at "
+        f"once, against the {what} of each. A {what} that calls .item(), branches on values, writes in place or looks "
+        f"at sizes is the usual cause. {keyword}=False leaves the test out."
+    )
+
+
+def _matrices(comparison: Comparison) -> list[str]:
+    if comparison.analytical is None or comparison.numerical is None:
+        return []
+    return [f"numerical:{comparison.numerical}", f"analytical:{comparison.analytical}"]
+
+
+def _details(report: ReportData, failure: Failure, comparison: Comparison) -> list[str]:
+    lines = []
+    names, own = names_of(report, failure), report.settings.of(failure.input or 0)
+    worst = comparison.worst
+    if worst is not None:
+        lines += [
+            f"  worst      {entry_name(names, worst)}   analytical {worst.analytical:.6g}   "
+            f"numerical {numerical_text(worst)}",
+            f"             |difference| {worst.difference:.3g}, allowed {worst.allowed:.2g} "
+            f"= atol {own.atol:g} + rtol {own.rtol:g} * |numerical|",
+        ]
+    lines += [
+        f"  extent     {extent_line(names, comparison)}",
+        f"             largest absolute error {comparison.largest_absolute:.3g}, largest relative error "
+        f"{comparison.largest_relative:.3g}",
+    ]
+    return lines
+
+
+def entry_name(names: tuple[str, str], entry: Entry) -> str:
+    """An entry as a derivative: d out0[3, 17] / d in1[5, 2], say; names as from `names_of`."""
+    return f"d {names[0]}{_index(entry.output_index)} / d {names[1]}{_index(entry.input_index)}"
+
+
+def numerical_text(entry: Entry) -> str:
+    """An entry's numerical value and how far it may be off, where that is known."""
+    return f"{entry.numerical:.6g}{'' if entry.error is None else f' +- {entry.error:.0e}'}"
+
+
+def extent_line(names: tuple[str, str], comparison: Comparison) -> str:
+    """How many entries differ, and where they lie."""
+    where = ""
+    if comparison.extent is not None:
+        where = extent_text(comparison.extent, names, comparison.mismatches)
+    return (
+        f"{'' if comparison.exhaustive else 'at least '}{comparison.mismatches} of "
+        f"{_entries(comparison)}{', ' + where if where else ''}"
+    )
+
+
+def _entries(comparison: Comparison | Pair) -> str:
+    return _count(comparison.entries, "nonzero entry" if comparison.on_pattern else "entry")
+
+
+def _causes(report: ReportData) -> list[str]:
+    """The most probable causes; what wrong entries are is no alternative to where they are."""
+    lines: list[str] = []
+    for cause in report.causes[:MOST_CAUSES]:
+        head = "looks like" if not lines else "or like   "
+        if lines and report.causes[0].name in _PLACES and cause.name in _VALUES:
+            head = "and there "
+        lines.append(f"  {head} {cause.text} ({cause.measure})")
+    return lines
+
+
+def _positions(report: ReportData, failure: Failure) -> list[str]:
+    """Where torch's numbers, which count differentiable tensors only, are not the positions in the call; or names."""
+    places = []
+    if report.input_names:
+        output, input_ = names_of(report, failure)
+        places += [f"output {failure.output} is {output}"] * (failure.output is not None)
+        places += [f"input {failure.input} is {input_}"] * (failure.input is not None)
+        return [f"  where      {'; '.join(places)}"] if places else []
+    if failure.output is not None and failure.output != failure.output_position:
+        places.append(f"output {failure.output} is element {failure.output_position} of func's result")
+    if failure.input is not None and failure.input != failure.input_position:
+        places.append(f"input {failure.input} is argument {failure.input_position} of func")
+    return [f"  where      {'; '.join(places)} (tensors without gradients are not counted)"] if places else []
+
+
+def _index(index: Sequence[int]) -> str:
+    return f"[{', '.join(str(i) for i in index)}]" if index else ""
+
+
+def _count(number: int, noun: str) -> str:
+    plural = noun[:-1] + "ies" if noun.endswith("y") else noun + "s"
+    return f"{number} {noun if number == 1 else plural}"
+
+
+def seconds_text(seconds: float) -> str:
+    """A time, in seconds or milliseconds."""
+    if not math.isfinite(seconds) or seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.1f} ms"
+
+
+def size_text(size: int) -> str:
+    """Bytes, in a unit that leaves one to four digits."""
+    number, unit = float(size), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if number < 1024:
+            break
+        number, unit = number / 1024, larger
+    return f"{number:.3g} {unit}" if number < 1000 else f"{number:.0f} {unit}"

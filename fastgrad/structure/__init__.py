@@ -1,0 +1,1 @@
+"""Where the entries of a Jacobian may be: patterns, their detection and coloring."""

@@ -1,0 +1,101 @@
+"""Coloring one side of a sparsity pattern: which columns, or rows, can share an evaluation.
+
+A pattern joins vertices (the columns, say) to targets (the rows in which a column has entries), in
+CSR form: vertex k has the targets members[starts[k]:starts[k + 1]], distinct and in [0, targets).
+Index arrays are of NumPy: no default device or dispatch mode of torch touches them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fastgrad.core import native
+
+Indices = NDArray[np.int64]
+
+
+def color(starts: Indices, members: Indices, targets: int) -> Indices:
+    """Colors such that no two vertices of one color share a target: a distance-2 coloring of one side.
+
+    First fit, each vertex in turn the lowest color that fits, in natural order; where that misses the
+    lower bound, the largest number of vertices at one target, also with the vertices of most targets
+    first, and the coloring with fewer colors counts (Curtis, Powell & Reid 1974; Gebremedhin, Manne &
+    Pothen 2005, section 3). The GIL is released.
+
+    Parameters
+    ----------
+    starts
+        Shape (vertices + 1,), rising from 0 to the number of nonzeros.
+    members
+        Shape (nonzeros,).
+    targets
+        How many targets there are.
+
+    Returns
+    -------
+    Indices
+        Shape (vertices,). The colors 0, 1, ..., count - 1 are all used; a vertex without
+        targets has color 0.
+    """
+    return native.color(torch.from_numpy(starts), torch.from_numpy(members), targets).numpy()
+
+
+def star_color(starts: Indices, members: Indices, most: int) -> Indices | None:
+    """Colors of a symmetric pattern, such that each entry, or its mirror image, is alone in its group's product.
+
+    Neighbors differ, and no path over four vertices has only two colors: a star coloring (Gebremedhin,
+    Tarafdar, Manne & Pothen 2007). Then row i has no second entry of the color of j, or row j none of
+    the color of i. First fit, in natural order or with the vertices of most targets first. The GIL is
+    released.
+
+    Parameters
+    ----------
+    starts, members
+        As in `color`; the targets are the vertices, and the pattern is symmetric, which is not checked.
+        Entries on the diagonal do not matter.
+    most
+        How many colors are of use.
+
+    Returns
+    -------
+    Indices or None
+        Shape (vertices,), as in `color`; None where it takes more.
+    """
+    found: Indices = native.star_color(torch.from_numpy(starts), torch.from_numpy(members), most).numpy()
+    return found if found.size == starts.size - 1 else None
+
+
+def groups(colors: Indices, arange: Callable[[int], Indices] = np.arange) -> tuple[Indices, Indices]:
+    """The vertices of each color, what is perturbed together, as `bucket` returns them."""
+    return bucket(colors, int(colors.max()) + 1 if colors.size else 0, arange)
+
+
+def bucket(keys: Indices, count: int, arange: Callable[[int], Indices] = np.arange) -> tuple[Indices, Indices]:
+    """Places of each key in [0, count), by a counting sort.
+
+    Returns (order, starts), shapes (keys,) and (count + 1,): key c stands at the places
+    order[starts[c]:starts[c + 1]], rising. arange makes the order where there is one key only.
+    """
+    if count == 1:
+        return arange(keys.size), np.array([0, keys.size])
+    order, starts = native.bucket(torch.from_numpy(keys), count)
+    return order.numpy(), starts.numpy()
+
+
+def transpose(starts: Indices, members: Indices, targets: int) -> tuple[Indices, Indices]:
+    """The pattern seen from its targets, by a counting sort.
+
+    Parameters are those of `color`.
+
+    Returns
+    -------
+    tuple
+        (starts, members), shapes (targets + 1,) and (nonzeros,): target t has the vertices
+        members[starts[t]:starts[t + 1]], rising.
+    """
+    found = native.transpose(torch.from_numpy(starts), torch.from_numpy(members), targets)
+    return found[0].numpy(), found[1].numpy()

@@ -1,0 +1,1 @@
+"""fastgrad in test suites: torch's checkers forwarded, the pytest plugin."""

@@ -1,0 +1,246 @@
+"""`fastgrad.patch`: torch's checkers forward to fastgrad's, under every name that they are known by."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from types import FunctionType
+from typing import Any, TypeGuard
+
+from fastgrad.api import checkers
+from fastgrad.core.torch_private import hidden_from_dynamo
+from fastgrad.report.report import Report
+from fastgrad.testing import torch_reference
+from fastgrad.testing.torch_reference import Outcome, RandomState, outcome_of
+
+
+@dataclass(frozen=True)
+class Check:
+    """One call of a patched checker.
+
+    Attributes
+    ----------
+    name
+        "gradcheck" or "gradgradcheck".
+    ours
+        How fastgrad's check ended.
+    report
+        What it found; None where an exception kept it from a verdict.
+    torch
+        How torch's checker ended, where both were asked.
+    """
+
+    name: str
+    ours: Outcome
+    report: Report | None
+    torch: Outcome | None = None
+
+    @property
+    def differs(self) -> bool:
+        """Whether the two checkers ended differently. Two exceptions are no difference, of whatever types."""
+        return self.torch is not None and self.torch.verdict != self.ours.verdict
+
+
+class DisagreementError(AssertionError):
+    """fastgrad and torch disagree about one check; `check` holds both outcomes, the message both messages."""
+
+    def __init__(self, check: Check) -> None:
+        assert check.torch is not None
+        super().__init__(
+            f"fastgrad's {check.name} {check.ours.verdict}, and torch's {check.torch.verdict}. Where that is meant, "
+            "docs/differences.md of fastgrad's source tree says why.\n\n"
+            f"fastgrad: {_told(check.ours)}\n\ntorch: {_told(check.torch)}"
+        )
+        self.check = check
+
+    def __reduce__(self) -> tuple[type[DisagreementError], tuple[Check]]:
+        """Pickles with the outcomes."""
+        return type(self), (self.check,)
+
+
+def _told(outcome: Outcome) -> str:
+    told = f"{outcome.verdict} after {outcome.seconds:.3g} s"
+    return told if outcome.error is None else f"{told}\n{type(outcome.error).__name__}: {outcome.error}"
+
+
+@dataclass
+class _Session:
+    """A `patch` in force."""
+
+    compare: bool
+    checks: list[Check] = field(default_factory=list)
+
+
+@contextmanager
+def patch(*, compare: bool = False) -> Iterator[list[Check]]:
+    """Has `torch.autograd.gradcheck` and `gradgradcheck` run fastgrad's, as long as the context lasts.
+
+    The functions themselves forward the call, so it does not matter how they are reached: as attributes of
+    torch.autograd, by names imported before or within the context, from a `functools.partial`, a class or a
+    closure, or through the wrappers of `torch.testing` and of other people, whose defaults stay in force. It holds
+    for all threads. Contexts may be nested: the innermost one decides and records. What lies below the two functions
+    (`get_numerical_jacobian`, say) remains torch's.
+
+    Parameters
+    ----------
+    compare
+        Run torch's checker as well, after fastgrad's, from the same state of torch's random generators. Where
+        the verdicts agree, the result is fastgrad's.
+
+    Yields
+    ------
+    list of Check
+        The calls so far, in order.
+
+    Raises
+    ------
+    DisagreementError
+        From a check, with compare=True: one checker passed, the other failed or raised. An AssertionError,
+        whatever raise_exception says.
+
+    Notes
+    -----
+    What fastgrad does not check (nested tensors, sparse inputs in forward mode) raises NotImplementedError. Torch's
+    checkers raise for these, too, so nothing falls back to them.
+    """
+    session = _Session(compare)
+    with _lock:
+        if not _sessions:
+            _divert()
+        _sessions.append(session)
+    try:
+        yield session.checks
+    finally:
+        with _lock:
+            _sessions.remove(session)
+            if not _sessions:
+                _restore()
+
+
+def _forward(name: str, positional: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
+    """One call of a patched checker."""
+    __tracebackhide__ = True
+    sessions = _sessions[-1:]  # none, where another thread has just left the last context
+    if torch_reference.is_asked() or not sessions:
+        return bool(_TORCH[name].original(*positional, **keywords))
+    [session] = sessions
+    check = ask_both(name, positional, keywords) if session.compare else ask(name, positional, keywords)
+    session.checks.append(check)
+    if check.differs:
+        raise DisagreementError(check)
+    error = check.ours.error
+    if error is not None and (check.ours.verdict == "raised" or keywords.get("raise_exception", True)):
+        try:
+            raise error
+        finally:
+            del error, check  # a traceback that holds its own frame would keep the inputs alive
+    return error is None
+
+
+def ask(name: str, positional: tuple[Any, ...], keywords: dict[str, Any]) -> Check:
+    """Runs fastgrad's checker; one that fails says why, whatever raise_exception says."""
+    reports: list[Report] = []
+
+    def run() -> None:
+        __tracebackhide__ = True
+        getattr(checkers, name)(*positional, **keywords | {"raise_exception": True})
+
+    token = checkers.watcher.set(reports.append)
+    try:
+        ours = outcome_of(run)
+    finally:
+        checkers.watcher.reset(token)
+    return Check(name, ours, None if ours.verdict == "raised" else reports[-1])
+
+
+def ask_both(name: str, positional: tuple[Any, ...], keywords: dict[str, Any]) -> Check:
+    """Runs fastgrad's checker, which leaves the inputs as they are, then torch's as if that had not been."""
+    before = RandomState()
+    check = ask(name, positional, keywords)
+    after = RandomState()
+    before.restore()
+    try:
+        torchs = getattr(torch_reference, f"torch_{name}")(*positional, **keywords)
+    finally:
+        after.restore()
+    return Check(name, check.ours, check.report, torchs)
+
+
+# What torch's functions do while they are diverted. Their globals are torch's: hence the imports, and all parameters.
+@hidden_from_dynamo
+def _gradcheck(func: Callable[..., Any], inputs: Any, *arguments: Any, **keywords: Any) -> bool:
+    __tracebackhide__ = True
+    from fastgrad.testing.patch import _forward
+
+    return _forward("gradcheck", (func, inputs, *arguments), keywords)
+
+
+@hidden_from_dynamo
+def _gradgradcheck(
+    func: Callable[..., Any], inputs: Any, grad_outputs: Any = None, *arguments: Any, **keywords: Any
+) -> bool:
+    __tracebackhide__ = True
+    from fastgrad.testing.patch import _forward
+
+    return _forward("gradgradcheck", (func, inputs, grad_outputs, *arguments), keywords)
+
+
+class _Diversion:
+    """One of torch's checkers, a copy that stays what it was, and the body that it gets meanwhile."""
+
+    def __init__(self, function: FunctionType, body: Any) -> None:
+        self.function = function
+        code, function_globals = self.function.__code__, self.function.__globals__
+        self.original = FunctionType(
+            code, function_globals, f"{function.__name__} of torch", self.function.__defaults__
+        )
+        self.original.__kwdefaults__ = self.function.__kwdefaults__
+        # Suites ask for the signature to learn which keywords this torch has.
+        vars(self.function)["__signature__"] = inspect.signature(self.function)
+        self.function.__code__ = body.__code__
+
+    def undo(self) -> None:
+        """Gives the function its own body back."""
+        self.function.__code__ = self.original.__code__
+        del vars(self.function)["__signature__"]
+
+
+def _torchs_own(name: str) -> FunctionType:
+    """The function that torch has made, whatever its name stands for by now: wrappers call it in the end."""
+    # Not torch.autograd.gradcheck: that attribute is the function, which hides the module of its name.
+    module = import_module("torch.autograd.gradcheck")
+
+    def is_torchs(value: object) -> TypeGuard[FunctionType]:
+        if type(value) is not FunctionType or value.__name__ != name:
+            return False
+        return (value.__code__.co_name, value.__code__.co_filename) == (name, module.__file__)
+
+    there = getattr(module, name)
+    # A wrapper may hold it in a closure, an attribute or wherever else.
+    found = there if is_torchs(there) else next(filter(is_torchs, gc.get_objects()), None)
+    if found is None:
+        raise RuntimeError(f"torch's {name} cannot be patched: it is gone, and {there!r} is in its place.")
+    return found
+
+
+_BODIES = {"gradcheck": _gradcheck, "gradgradcheck": _gradgradcheck}
+_TORCH: dict[str, _Diversion] = {}
+"""Of the last `patch`: a thread may be on its way through one that is over."""
+_lock = threading.Lock()
+_sessions: list[_Session] = []
+
+
+def _divert() -> None:
+    functions = {name: _torchs_own(name) for name in _BODIES}  # all or none
+    for name, body in _BODIES.items():
+        _TORCH[name] = _Diversion(functions[name], body)
+
+
+def _restore() -> None:
+    for diversion in _TORCH.values():
+        diversion.undo()

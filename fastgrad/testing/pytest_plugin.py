@@ -1,0 +1,203 @@
+"""`pytest --fastgrad`: patches torch's checkers for a test session, counts, compares, reports and sums up."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Generator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastgrad._version import __version__
+from fastgrad.report.messages import seconds_text
+from fastgrad.testing.patch import Check, DisagreementError, ask_both, patch
+
+SLOWEST = 10
+"""How many of the slowest checks the summary lists."""
+
+_OUTSIDE = "outside of tests"
+
+
+@dataclass
+class Summary:
+    """Totals of a session's checks; plain data, as a worker of pytest-xdist sends it.
+
+    slowest: rows of seconds, torch's seconds or None, checker, engine, test. reports: paths of HTML files.
+    lost: workers that ended without a summary.
+    """
+
+    checkers: Counter[str] = field(default_factory=Counter)
+    verdicts: Counter[str] = field(default_factory=Counter)
+    engines: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+    torch_seconds: float = 0.0
+    compared: int = 0
+    slowest: list[list[Any]] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
+    reports: list[str] = field(default_factory=list)
+    lost: int = 0
+
+    def add(self, check: Check, test: str) -> None:
+        """Counts a check of a test."""
+        engine = check.report.plan.engine if check.report is not None and check.report.plan else None
+        self.checkers[check.name] += 1
+        self.verdicts["raised" if check.report is None else check.report.verdict] += 1
+        if engine is not None:
+            self.engines[engine] += 1
+        if check.ours.verdict == "raised":
+            self.errors[type(check.ours.error).__name__] += 1
+        self.seconds += check.ours.seconds
+        torch_seconds = None
+        if check.torch is not None:
+            torch_seconds = check.torch.seconds
+            self.torch_seconds += torch_seconds
+            self.compared += 1
+        if check.differs:
+            self.differences.append(test)
+        self._keep_slowest([[check.ours.seconds, torch_seconds, check.name, engine or "-", test]])
+
+    def merge(self, other: dict[str, Any]) -> None:
+        """Adds what `as_dict` made of another summary."""
+        for name in ("checkers", "verdicts", "engines", "errors"):
+            getattr(self, name).update(other[name])
+        for name in ("seconds", "torch_seconds", "compared", "lost"):
+            setattr(self, name, getattr(self, name) + other[name])
+        self.differences += other["differences"]
+        self.reports += other["reports"]
+        self._keep_slowest(other["slowest"])
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields, of types that JSON and execnet know."""
+        return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
+
+    def lines(self) -> list[str]:
+        """The summary for people."""
+        if not self.verdicts and not self.lost:
+            return ["no checks: no test called torch's gradcheck or gradgradcheck, or the fixtures of these names"]
+        lines = [f"{sum(self.checkers.values())} checks ({_counts(self.checkers)}): {_counts(self.verdicts)}"]
+        if self.errors:
+            lines[0] += f" ({_counts(self.errors)})"
+        lines.append(f"{seconds_text(self.seconds)} inside fastgrad's")
+        if self.compared:
+            lines[-1] += f", {seconds_text(self.torch_seconds)} inside torch's"
+            if self.seconds:
+                lines[-1] += f": {self.torch_seconds / self.seconds:.2g} times as long"
+            lines.append(f"verdicts that differ: {len(self.differences)}")
+            lines += [f"  {test}" for test in sorted(set(self.differences))]
+        if self.engines:
+            lines.append(f"engines: {_counts(self.engines)}")
+        if self.slowest:
+            lines.append("slowest:")
+        for seconds, torch_seconds, name, engine, test in self.slowest:
+            torchs = "" if torch_seconds is None else f"  torch {seconds_text(torch_seconds):>8}"
+            lines.append(f"  {seconds_text(seconds):>8}{torchs}  {name:<13} {engine:<10} {test}")
+        if self.lost:
+            lines.append(f"not counted: the checks of workers that crashed, {self.lost} of them")
+        return lines
+
+    def _keep_slowest(self, rows: list[list[Any]]) -> None:
+        self.slowest = sorted(self.slowest + rows, key=lambda row: -float(row[0]))[:SLOWEST]
+
+
+class Session:
+    """The plugin proper, registered where --fastgrad is given: torch's checkers are patched until config ends."""
+
+    def __init__(self, config: pytest.Config, compare: bool, directory: Path | None) -> None:
+        self._config = config
+        self._compare = compare
+        self._directory = directory
+        self._summary = Summary()
+        self._written: Counter[str] = Counter()
+        stack = ExitStack()
+        # Runs however the session ends, also where it never begins.
+        config.add_cleanup(stack.close)
+        self._checks = stack.enter_context(patch(compare=compare))
+        if compare:
+            # Torch's first check imports for most of a second, which no test is to be charged with.
+            ask_both("gradgradcheck", (torch.sin, torch.zeros(1, dtype=torch.float64, requires_grad=True)), {})
+
+    def pytest_report_header(self) -> str:
+        """Says what is not as usual."""
+        beside = ", beside torch's" if self._compare else " in the place of torch's"
+        return f"fastgrad {__version__}: gradcheck and gradgradcheck{beside}"
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Counts the checks of a phase, and fails it for a difference that the test caught or expected."""
+        report = yield
+        differences = []
+        for check in self._taken():
+            self._count(check, item.nodeid, report)
+            if check.differs:
+                differences.append(str(DisagreementError(check)))
+        if differences and not report.failed:
+            report.outcome = "failed"
+            report.longrepr = "\n\n".join(differences)
+        return report
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self) -> None:
+        """Counts what is left; a worker hands its summary over."""
+        for check in self._taken():
+            self._count(check, _OUTSIDE)
+        output = getattr(self._config, "workeroutput", None)
+        if output is not None:
+            output["fastgrad"] = self._summary.as_dict()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Takes a worker's summary (pytest-xdist)."""
+        summary = getattr(node, "workeroutput", {}).get("fastgrad")
+        if summary is None:
+            self._summary.lost += 1
+        else:
+            self._summary.merge(summary)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Prints the totals."""
+        terminalreporter.section("fastgrad")
+        for line in self._summary.lines():
+            terminalreporter.line(line)
+        if self._directory is not None:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            (self._directory / "summary.json").write_text(json.dumps(self._summary.as_dict(), indent=1) + "\n")
+            terminalreporter.line(f"reports of {len(self._summary.reports)} failing checks: {self._directory}")
+
+    def _taken(self) -> list[Check]:
+        """The checks since the last call."""
+        count = len(self._checks)
+        taken = self._checks[:count]
+        del self._checks[:count]  # other threads may have appended meanwhile
+        return taken
+
+    def _count(self, check: Check, test: str, phase: pytest.TestReport | None = None) -> None:
+        self._summary.add(check, test)
+        if self._directory is None or check.report is None or check.report.passed:
+            return
+        path = self._directory / self._file_name(test)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(check.report.to_html())
+        path.with_suffix(".json").write_text(check.report.to_json())
+        self._summary.reports.append(str(path))
+        if phase is not None:
+            phase.sections.append(("fastgrad's report", str(path)))
+
+    def _file_name(self, test: str) -> str:
+        """Of the HTML file of a test's next failing check: legible, legal everywhere, and of no other test."""
+        stem = re.sub(r"[^\w.=,-]+", "-", test).strip("-")
+        if len(stem) > 120:
+            stem = f"{stem[:110]}-{hashlib.sha256(test.encode()).hexdigest()[:8]}"
+        self._written[stem] += 1
+        return f"{stem}-{self._written[stem]}.html"
+
+
+def _counts(counter: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counter.most_common())

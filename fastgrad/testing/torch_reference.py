@@ -1,0 +1,112 @@
+"""torch's own checkers, to compare with: the only module that calls them. No verdict of fastgrad's comes from here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.autograd.gradcheck import GradcheckError
+
+from fastgrad.problem.problem import as_tuple
+from fastgrad.problem.second_order import differentiable_outputs
+
+_asking: ContextVar[bool] = ContextVar("fastgrad_asks_torch", default=False)
+
+_OWN_KEYWORDS = ("engine", "seed", "confidence", "memory_limit", "progress")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a check ended.
+
+    Attributes
+    ----------
+    verdict
+        "passed", "failed", or "raised" where an exception kept it from a verdict.
+    error
+        That of a check that did not pass.
+    seconds
+        Wall time.
+    """
+
+    verdict: Literal["passed", "failed", "raised"]
+    error: Exception | None
+    seconds: float
+
+
+def outcome_of(check: Callable[[], object]) -> Outcome:
+    """Runs a check that raises where it fails."""
+    __tracebackhide__ = True
+    start = time.perf_counter()
+    try:
+        check()
+    except GradcheckError as error:
+        return Outcome("failed", error, time.perf_counter() - start)
+    except Exception as error:
+        return Outcome("raised", error, time.perf_counter() - start)
+    return Outcome("passed", None, time.perf_counter() - start)
+
+
+def is_asked() -> bool:
+    """Whether the call comes from here, so that torch's checker is wanted whatever has been put in its place."""
+    return _asking.get()
+
+
+def torch_gradcheck(func: Callable[..., Any], inputs: Any, **keywords: Any) -> Outcome:
+    """What torch's gradcheck says of the same call; keywords that only fastgrad has are left out."""
+    keywords = _spelled_for_torch(keywords)
+    with _asked():
+        return outcome_of(lambda: torch.autograd.gradcheck(func, inputs, **keywords))
+
+
+def torch_gradgradcheck(func: Callable[..., Any], inputs: Any, grad_outputs: Any = None, **keywords: Any) -> Outcome:
+    """What torch's gradgradcheck says of the same call; keywords that only fastgrad has are left out."""
+    keywords = _spelled_for_torch(keywords)
+
+    def check() -> None:
+        grads = grad_outputs
+        if isinstance(grads, str) and grads == "ones":
+            outputs = differentiable_outputs(func(*as_tuple(inputs)))
+            grads = tuple(torch.ones_like(output, requires_grad=False) for output in outputs)
+        torch.autograd.gradgradcheck(func, inputs, grads, **keywords)
+
+    with _asked():
+        return outcome_of(check)
+
+
+class RandomState:
+    """The state of torch's generators, of the CPU and of the CUDA devices in use, when this was made."""
+
+    def __init__(self) -> None:
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+
+    def restore(self) -> None:
+        """Puts the generators back."""
+        torch.set_rng_state(self._cpu)
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._cuda)
+
+
+@contextmanager
+def _asked() -> Iterator[None]:
+    token = _asking.set(True)
+    try:
+        yield
+    finally:
+        _asking.reset(token)
+
+
+def _spelled_for_torch(keywords: dict[str, Any]) -> dict[str, Any]:
+    spelled = {name: value for name, value in keywords.items() if name not in _OWN_KEYWORDS}
+    old_name = spelled.pop("check_sparse_nnz", None)
+    if spelled.get("masked") is None and old_name is not None:
+        spelled["masked"] = old_name
+    if spelled.get("masked", False) is None:
+        del spelled["masked"]
+    return spelled | {"raise_exception": True}

@@ -1,0 +1,133 @@
+"""`python -m fastgrad bench`: a few operators beside torch's checker on this machine, verdicts first."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastgrad.testing.patch import Check, ask_both
+
+ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Row:
+    """One operator in one mode: verdicts, median seconds of each side, and how often both ran."""
+
+    operator: str
+    fast_mode: bool
+    n: int
+    m: int
+    engine: str
+    verdict: str
+    torch_verdict: str
+    seconds: float
+    torch_seconds: float
+    rounds: int
+
+    @property
+    def ratio(self) -> float:
+        """Torch's time over fastgrad's."""
+        return self.torch_seconds / self.seconds
+
+    @property
+    def as_expected(self) -> bool:
+        """Whether both sides passed it: every operator here is right."""
+        return self.verdict == self.torch_verdict == "passed"
+
+
+def rows(seconds: float, device: str) -> Iterator[Row]:
+    """Measures one operator after the other, in turn on both sides, within about so many seconds altogether."""
+    cases = _operators(device)
+    for number, (name, func, inputs) in enumerate(cases):
+        for fast_mode in (False, True):
+            remaining = 2 * (len(cases) - number) - fast_mode
+            start = time.perf_counter()
+            row = _measured(name, func, inputs, fast_mode, seconds / remaining)
+            seconds -= time.perf_counter() - start
+            yield row
+
+
+def _measured(name: str, func: Callable[..., Any], inputs: tuple[Tensor, ...], fast_mode: bool, budget: float) -> Row:
+    end = time.perf_counter() + budget
+    ask_both("gradcheck", (func, inputs), {"fast_mode": fast_mode})  # imports, and the first run of every kernel
+    checks: list[Check] = []
+    while not checks or (len(checks) < ROUNDS and time.perf_counter() < end):
+        checks.append(ask_both("gradcheck", (func, inputs), {"fast_mode": fast_mode}))
+    check = checks[0]
+    assert check.torch is not None
+    report = check.report
+    return Row(
+        operator=name,
+        fast_mode=fast_mode,
+        n=0 if report is None else report.n,
+        m=0 if report is None else report.m,
+        engine=report.plan.engine if report is not None and report.plan else "none",
+        verdict=check.ours.verdict,
+        torch_verdict=check.torch.verdict,
+        seconds=statistics.median(check.ours.seconds for check in checks),
+        torch_seconds=statistics.median(check.torch.seconds for check in checks if check.torch),
+        rounds=len(checks),
+    )
+
+
+def printed(measured: Iterable[Row]) -> list[Row]:
+    """Prints the table as it grows; returns its rows."""
+    print(f"{'operator':<12} {'mode':<5} {'n':>6} {'m':>6}  {'engine':<11}{'verdict':<8}{'ms':>9}", end="")
+    print(f"   {'torch':<8}{'ms':>10} {'ratio':>8}")
+    done = []
+    for row in measured:
+        done.append(row)
+        print(
+            f"{row.operator:<12} {'fast' if row.fast_mode else 'slow':<5} {row.n:>6} {row.m:>6}  {row.engine:<11}"
+            f"{row.verdict:<8}{row.seconds * 1e3:>9.1f}   {row.torch_verdict:<8}{row.torch_seconds * 1e3:>10.1f} "
+            f"{row.ratio:>7.2f}x",
+            flush=True,
+        )
+    for mode, mean in means(done).items():
+        print(f"torch's time over fastgrad's in {mode} mode: {mean:.2g} (geometric mean)")
+    print("torch's fast mode compares one number a pair of input and output, fastgrad's finds single wrong entries")
+    return done
+
+
+def means(measured: Sequence[Row]) -> dict[str, float]:
+    """The geometric means of torch's time over fastgrad's, by mode."""
+    by_mode = {mode: [row.ratio for row in measured if row.fast_mode is (mode == "fast")] for mode in ("slow", "fast")}
+    return {mode: statistics.geometric_mean(ratios) for mode, ratios in by_mode.items()}
+
+
+def document(measured: Sequence[Row], device: str) -> dict[str, Any]:
+    """The table as JSON fields."""
+    return {
+        "torch": str(torch.__version__),
+        "threads": torch.get_num_threads(),
+        "device": device,
+        "rows": [asdict(row) | {"ratio": row.ratio} for row in measured],
+        "geometric means": means(measured),
+    }
+
+
+def _operators(device: str) -> list[tuple[str, Callable[..., Any], tuple[Tensor, ...]]]:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator, device="cpu").to(device).requires_grad_()
+
+    index = torch.randint(64, (96,), generator=generator, device="cpu").to(device)
+    return [
+        ("sin, small", torch.sin, (normal(3, 4),)),
+        ("sin", torch.sin, (normal(32, 32),)),
+        ("layer norm", lambda x, w, b: F.layer_norm(x, (16,), w, b), (normal(24, 16), normal(16), normal(16))),
+        ("conv2d", F.conv2d, (normal(1, 2, 10, 10), normal(3, 2, 3, 3))),
+        ("matmul", torch.matmul, (normal(12, 16), normal(16, 8))),
+        ("softmax", lambda x: torch.softmax(x, -1), (normal(24, 16),)),
+        ("gather rows", lambda x: x[index], (normal(64, 6),)),
+        ("cumsum", lambda x: x.cumsum(0), (normal(200),)),
+    ]

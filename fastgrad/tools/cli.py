@@ -1,0 +1,235 @@
+"""The command line: python -m fastgrad COMMAND."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fastgrad._version import __version__
+from fastgrad.api.checkers import check
+from fastgrad.report.report import Report
+from fastgrad.tools import specs
+
+CHECKERS = {1: "gradcheck", 2: "gradgradcheck"}
+
+EXIT_CODES = "exit code: 0 passed, 1 failed, 2 usage or an error that kept the check from a verdict"
+
+GRAMMAR = """\
+functions
+  package.module:name      file.py:name      module:Class.method      module:make_layer()
+  an autograd.Function stands for its apply; of an nn.Module the parameters are checked with the inputs
+
+inputs
+  float64[64,32]           normal; floating and complex tensors require grad
+  float64[10]{0.5..2}      uniform between 0.5 and 2
+  int64[64]{0..31}         integers from 0 to 31, both included; bool[64] has no range
+  float64[4,4],nograd      options, with commas: nograd, noncontiguous, channels_last,
+                           layout=coo|csr|csc|bsr|bsc, blocksize=2x2, density=0.5
+  @inputs.pt               a tensor, or a list of inputs, that torch.save wrote
+  3  None  (1,2)  'mean'   Python literals
+
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command; returns the exit code."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except specs.SpecError as error:
+        print(f"fastgrad {options.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="fastgrad", description="Gradient checks for PyTorch operators.")
+    parser.add_argument("--version", action="version", version=f"fastgrad {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_check(
+        commands.add_parser(
+            "check",
+            help="check a function of yours",
+            description="Checks the gradients of a function at tensors that are made for it.",
+            epilog=GRAMMAR + EXIT_CODES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+    )
+    doctor = commands.add_parser("doctor", help="versions, devices, a self-test, and what is missing")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.set_defaults(run=_doctor)
+    bench = commands.add_parser("bench", help="a short comparison with torch's checker on this machine")
+    bench.add_argument("--seconds", type=float, default=20.0, help="about how long it may take (default: 20)")
+    bench.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
+    bench.add_argument("--json", action="store_true", help="print JSON")
+    bench.set_defaults(run=_bench)
+    demo = commands.add_parser("demo", help="check real operators, and a wrong one, beside torch's checker")
+    demo.set_defaults(run=_demo)
+    return parser
+
+
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("function", help="module:name or file.py:name; see below")
+    parser.add_argument(
+        "-i",
+        "--input",
+        action="append",
+        default=[],
+        metavar="INPUT",
+        help="a positional argument; repeat it; see below",
+    )
+    parser.add_argument(
+        "-k", "--keyword", action="append", default=[], metavar="NAME=VALUE", help="a keyword argument; repeat it"
+    )
+    parser.add_argument(
+        "--order", choices=("1", "2", "both"), default="1", help="gradcheck (default), gradgradcheck, or both"
+    )
+    parser.add_argument(
+        "--mode", choices=("reverse", "forward", "both"), default="reverse", help="modes of AD (default: reverse)"
+    )
+    parser.add_argument("--fast", action="store_true", help="compare random combinations of the entries")
+    parser.add_argument("--batched", action="store_true", help="check gradients under vmap, too")
+    parser.add_argument("--no-undefined-grad", action="store_true", help="do not check undefined grad_outputs")
+    for name in ("eps", "atol", "rtol", "nondet-tol"):
+        parser.add_argument(f"--{name}", type=float, help=f"as gradcheck's {name.replace('-', '_')}")
+    parser.add_argument("--masked", action="store_true", help="perturb specified elements of sparse inputs only")
+    parser.add_argument(
+        "--engine", choices=("auto", "dense", "compressed", "sketch"), default="auto", help="default: auto"
+    )
+    parser.add_argument("--device", default="cpu", help="of the inputs: cpu (default), cuda, cuda:1, ...")
+    parser.add_argument("--seed", type=int, default=0, help="of the inputs and of the check (default: 0)")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the report as an HTML page")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--progress", action=argparse.BooleanOptionalAction, help="a bar (default: for long checks)")
+    parser.add_argument("--traceback", action="store_true", help="show where an exception came from")
+    parser.set_defaults(run=_check)
+
+
+def _check(options: argparse.Namespace) -> int:
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning  # type: ignore[assignment]
+        return _checked(options)
+
+
+def _checked(options: argparse.Namespace) -> int:
+    _require_device(options.device)
+    if options.engine == "sketch" and not options.fast:
+        raise specs.SpecError("--engine sketch compares sums of entries: it needs --fast")
+    if options.html is not None and not options.html.parent.is_dir():
+        raise specs.SpecError(f"there is no directory {options.html.parent} for the HTML page")
+    target = specs.target(options.function, options.input, options.keyword, options.seed, options.device)
+    arguments = [specs.described(value) for value in target.inputs]
+    if not options.json:
+        print(f"{options.function} at {', '.join(arguments)}", flush=True)
+    code, documents = 0, []
+    for order, name in CHECKERS.items():
+        if options.order not in (str(order), "both"):
+            continue
+        report, error = None, None
+        try:
+            report = check(target.func, target.inputs, kwargs=target.keywords, **_keywords(options, order))
+        except Exception as raised:  # of func, or about the arguments: no verdict
+            error = raised
+            print(f"fastgrad check: {name} of {options.function} raised {_told(error)}", file=sys.stderr)
+            if options.traceback:
+                traceback.print_exception(error)
+        code = max(code, 2 if report is None else 0 if report.passed else 1)
+        documents.append(_document(name, report, error))
+        if report is None:
+            continue
+        if not options.json:
+            print(report if report.passed else f"{name} {report.verdict}\n{report}")
+        if options.html is not None:
+            path = options.html
+            if options.order == "both":
+                path = path.with_stem(f"{path.stem}-{name}")
+            path.write_text(report.to_html())
+    if options.json:
+        print(json.dumps({"function": options.function, "inputs": arguments, "checks": documents}, indent=1))
+    return code
+
+
+def _keywords(options: argparse.Namespace, order: int) -> dict[str, Any]:
+    """The keywords of a check that the options stand for."""
+    reverse, forward = ("check_backward_ad", "check_forward_ad")
+    if order == 2:
+        reverse, forward = ("check_rev_over_rev", "check_fwd_over_rev")
+    keywords: dict[str, Any] = {
+        "order": order,
+        reverse: options.mode != "forward",
+        forward: options.mode != "reverse",
+        "fast_mode": options.fast,
+        "check_batched_grad": options.batched,
+        # Refused of second order without reverse mode.
+        "check_undefined_grad": not options.no_undefined_grad and not (order == 2 and options.mode == "forward"),
+        "masked": options.masked,
+        "engine": options.engine,
+        "seed": options.seed,
+        "progress": options.progress,
+    }
+    tolerances = {name: getattr(options, name) for name in ("eps", "atol", "rtol", "nondet_tol")}
+    return keywords | {name: value for name, value in tolerances.items() if value is not None}
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _show_warning(message: Warning | str, *_: object) -> None:
+    """A warning without the line of code that it points at, which is of the command line itself."""
+    print(f"fastgrad check: warning: {message}", file=sys.stderr)
+
+
+def _document(name: str, report: Report | None, error: Exception | None) -> dict[str, Any]:
+    """A check as JSON fields."""
+    return {
+        "checker": name,
+        "verdict": "raised" if report is None else report.verdict,
+        "error": None if error is None else {"type": type(error).__name__, "message": str(error)},
+        "message": None if report is None else str(report),
+        "report": None if report is None else report.to_dict(),
+    }
+
+
+def _require_device(device: str) -> None:
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, ValueError) as error:
+        raise specs.SpecError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from error
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from fastgrad.tools import doctor
+
+    if not options.json:
+        return doctor.main()
+    found = doctor.diagnosis()
+    print(json.dumps(found, indent=1))
+    return 0 if doctor.is_well(found) else 1
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from fastgrad.tools import bench
+
+    if not options.seconds > 0:
+        raise specs.SpecError(f"--seconds must be positive, got {options.seconds:g}")
+    _require_device(options.device)
+    rows = bench.rows(options.seconds, options.device)
+    measured = list(rows) if options.json else bench.printed(rows)
+    if options.json:
+        print(json.dumps(bench.document(measured, options.device), indent=1))
+    return 0 if all(row.as_expected for row in measured) else 1
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from fastgrad.tools import demo
+
+    return demo.main()

@@ -1,0 +1,115 @@
+"""`python -m fastgrad demo`: real operators checked by fastgrad and by torch, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastgrad.api.checkers import gradcheck
+from fastgrad.checks.order import check
+from fastgrad.problem.second_order import Backward, differentiable_outputs, random_grad_outputs
+from fastgrad.report.data import Settings
+from fastgrad.report.report import GradcheckError, Report
+from fastgrad.testing.torch_reference import Outcome, torch_gradcheck
+
+
+class SquaredReLU(torch.autograd.Function):
+    """max(x, 0)^2, as a user would write it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Saves x for backward."""
+        ctx.save_for_backward(x)
+        return x.clamp(min=0) ** 2
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+        """2 max(x, 0) times grad_output."""
+        x: Tensor = ctx.saved_tensors[0]
+        return grad_output * 2 * x.clamp(min=0)
+
+
+class ForgottenFactor(SquaredReLU):
+    """The same with a planted error: the factor 2 is missing."""
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+        """Wrong on purpose."""
+        x: Tensor = ctx.saved_tensors[0]
+        return grad_output * x.clamp(min=0)
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One row of the demo."""
+
+    name: str
+    func: Callable[..., Any]
+    inputs: tuple[Tensor, ...]
+
+
+def operators() -> list[Operator]:
+    """The demo's operators, with inputs from a generator of their own."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        return torch.randn(*shape, dtype=dtype, generator=generator, device="cpu").requires_grad_()
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        # Spelled out: torch's fused kernel has no second derivative.
+        return torch.softmax(query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5, dim=-1) @ value
+
+    def lstm_cell(x: Tensor, h: Tensor, c: Tensor, w_x: Tensor, w_h: Tensor) -> tuple[Tensor, Tensor]:
+        i, f, g, o = (x @ w_x + h @ w_h).chunk(4, dim=1)
+        c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+        return torch.sigmoid(o) * torch.tanh(c), c
+
+    return [
+        Operator("linear", F.linear, (normal(4, 6), normal(5, 6), normal(5))),
+        Operator("conv2d", F.conv2d, (normal(1, 2, 6, 6), normal(3, 2, 3, 3))),
+        Operator("layer norm", lambda x, w, b: F.layer_norm(x, (8,), w, b), (normal(5, 8), normal(8), normal(8))),
+        Operator("attention", attention, (normal(1, 2, 4, 3), normal(1, 2, 4, 3), normal(1, 2, 4, 3))),
+        Operator("LSTM cell", lstm_cell, (normal(2, 3), normal(2, 4), normal(2, 4), normal(3, 16), normal(4, 16))),
+        Operator("complex FFT", torch.fft.fft, (normal(3, 8, dtype=torch.complex128),)),
+        Operator("custom Function", SquaredReLU.apply, (normal(6, 8),)),
+        Operator("planted error", ForgottenFactor.apply, (normal(6, 8),)),
+    ]
+
+
+def main() -> int:
+    """Prints the table, then the whole message of the planted error; 0 if all verdicts are as they must be."""
+    print(f"{'check':<14} {'operator':<16} {'n':>4} {'m':>4}  {'verdict':<8}{'evals':>6} {'VJPs':>5} {'ms':>8}", end="")
+    print(f"   {'torch':<8}{'ms':>9} {'ratio':>6}")
+    as_expected = True
+    for operator in operators():
+        wrong = operator.name == "planted error"
+        for second_order in (False, True):
+            grads = random_grad_outputs(differentiable_outputs(operator.func(*operator.inputs)), 0, False)
+            func = Backward(operator.func, operator.inputs, grads) if second_order else operator.func
+            inputs = operator.inputs + grads if second_order else operator.inputs
+            for _warm_up_first in range(2):
+                report = check(func, inputs, Settings())
+                torchs = torch_gradcheck(func, inputs)
+            print(_row("gradgradcheck" if second_order else "gradcheck", operator.name, report, torchs))
+            # The planted backward is a function like any other: its own derivative is right.
+            as_expected &= report.passed == (torchs.verdict == "passed") == (second_order or not wrong)
+    print("\nThe message of the planted error:\n")
+    try:
+        gradcheck(operators()[-1].func, operators()[-1].inputs)
+    except GradcheckError as error:
+        print(error)
+    return 0 if as_expected else 1
+
+
+def _row(name: str, operator: str, report: Report, torchs: Outcome) -> str:
+    verdicts = {True: "passed", False: "failed"}
+    return (
+        f"{name:<14} {operator:<16} {report.n:>4} {report.m:>4}  {verdicts[report.passed]:<8}{report.evaluations:>6} "
+        f"{report.vjps:>5} {report.seconds * 1e3:>8.1f}   {torchs.verdict:<8}{torchs.seconds * 1e3:>9.1f} "
+        f"{torchs.seconds / report.seconds:>5.1f}x"
+    )

@@ -1,0 +1,118 @@
+"""`python -m fastgrad doctor`: versions, devices and threads, a self-test, and what is missing."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from shutil import which
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgrad import _build
+from fastgrad._version import __version__
+from fastgrad.testing.patch import ask
+from fastgrad.tools.demo import ForgottenFactor, SquaredReLU
+
+OPTIONAL = {
+    "tqdm": "the bar of checks that take long",
+    "matplotlib": "figures in reports",
+    "pytest": "pytest --fastgrad",
+}
+
+
+def diagnosis() -> dict[str, Any]:
+    """What `doctor` finds, as plain data: versions, devices, self-tests and what is missing."""
+    devices = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    return {
+        "fastgrad": __version__,
+        "location": str(Path(__file__).parent),
+        "built against": f"torch {_build.TORCH}, CUDA {_build.CUDA or 'no'}",
+        "torch": f"{torch.__version__}, CUDA {torch.version.cuda or 'no'}",
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "numpy": _version("numpy"),
+        "platform": platform.platform(),
+        "cpu": f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+        f"{'' if _has_openmp() else ', torch without OpenMP'}",
+        "devices": {device: _device_name(device) for device in devices},
+        "self-test": [row for device in devices for row in _self_test(device)],
+        "missing": _missing(),
+    }
+
+
+def main() -> int:
+    """Prints the diagnosis; 0 where the self-test went as it must."""
+    found = diagnosis()
+    for name, value in found.items():
+        if isinstance(value, str):
+            print(f"{name:<14} {value}")
+    for device, name in found["devices"].items():
+        print(f"{'device':<14} {device}: {name}")
+    for row in found["self-test"]:
+        told = "as it must be" if row["right"] else "NOT AS IT MUST BE"
+        print(f"{'self-test':<14} {row['device']}, {row['engine']}, {row['operator']}: {row['verdict']}, {told}")
+    for line in found["missing"] or ["nothing"]:
+        print(f"{'missing':<14} {line}")
+    return 0 if is_well(found) else 1
+
+
+def is_well(found: dict[str, Any]) -> bool:
+    """Whether every self-test ended as it must."""
+    return all(row["right"] for row in found["self-test"])
+
+
+def _self_test(device: str) -> list[dict[str, Any]]:
+    """A right operator and one that forgot a factor, with each engine."""
+    generator = torch.Generator().manual_seed(0)
+    x: Tensor = torch.randn(20, 10, dtype=torch.float64, generator=generator, device="cpu").to(device).requires_grad_()
+    rows = []
+    for engine in ("dense", "compressed", "sketch"):
+        for operator, expected in ((SquaredReLU, "passed"), (ForgottenFactor, "failed")):
+            check = ask("gradcheck", (operator.apply, x), {"engine": engine, "fast_mode": engine == "sketch"})
+            verdict = (
+                f"{type(check.ours.error).__name__}: {check.ours.error}"
+                if check.report is None
+                else check.report.verdict
+            )
+            name = "right backward" if expected == "passed" else "wrong backward"
+            rows.append(
+                {"device": device, "engine": engine, "operator": name, "verdict": verdict, "right": verdict == expected}
+            )
+    return rows
+
+
+def _device_name(device: str) -> str:
+    if device == "cpu":
+        return platform.processor() or platform.machine()
+    properties = torch.cuda.get_device_properties(device)
+    capability = f"sm_{properties.major}{properties.minor}"
+    return f"{properties.name}, {capability}, {properties.total_memory / 2**30:.0f} GiB"
+
+
+def _missing() -> list[str]:
+    lines = [f"{name}, for {what}: pip install {name}" for name, what in OPTIONAL.items() if find_spec(name) is None]
+    if torch.version.cuda is not None and _build.CUDA is None:
+        lines.append(
+            "fastgrad's CUDA kernels, though torch has CUDA: rebuild with FASTGRAD_CUDA=1 and nvcc"
+            f"{'' if which('nvcc') else ', which is not on the PATH'}"
+        )
+    if torch.version.cuda is not None and torch.cuda.device_count() == 0:
+        lines.append("a CUDA device that torch can use")
+    if not _has_openmp():
+        lines.append("OpenMP in torch: everything runs on one thread")
+    return lines
+
+
+def _has_openmp() -> bool:
+    return bool(torch.backends.openmp.is_available())  # type: ignore[no-untyped-call]
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "missing"

@@ -1,0 +1,1 @@
+"""Whether what was computed is right: comparison, re-measuring, certificates."""

@@ -1,0 +1,300 @@
+"""Second opinions without eps: forward against reverse mode, and the order of a Taylor remainder."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fastgrad.core.memory import OUT_OF_MEMORY
+from fastgrad.core.precision import ROUNDING
+from fastgrad.core.random import OPINION_STREAM, direction
+from fastgrad.problem.caller_state import keeps_the_callers_state
+from fastgrad.problem.problem import Problem, as_tuple
+from fastgrad.report.data import Told
+
+LARGEST_STEP = 2.0**-6
+"""Of a Taylor test, relative to max(|x|, 1)."""
+
+HALVINGS = 18
+"""Down to LARGEST_STEP 2^-18: 6e-8, where the remainder of a function with curvatures of order 1 is rounding."""
+
+FINEST = 3
+"""Remainders that tell the rate: the smallest that are more than rounding."""
+
+LEAST_RATE = 1.5
+"""Halfway between the rate of a wrong gradient, 1, and that of a right one, 2 or more."""
+
+
+@dataclass(frozen=True, eq=False)
+class AdjointTest(Told):
+    """What forward and reverse mode say of ``<v, J u>``, for each trial, output and input; true where it passed.
+
+    Outputs and inputs are the differentiable ones, as in the messages of `gradcheck`.
+
+    Attributes
+    ----------
+    passed
+        Whether the two agree everywhere: error <= rtol.
+    error
+        The largest ``|<v, J u> - <J^T v, u>|``, over the sum of the moduli of the terms of both sums and 1e-6 of those
+        of u and v (1e-6: 64 times the square root of one ulp).
+    rtol
+        What is allowed.
+    output
+        Where the largest error is.
+    input
+        Where the largest error is.
+    forward
+        ``<v, J u>`` by forward mode: float64, shape (trials, outputs, inputs).
+    reverse
+        ``<J^T v, u>`` by reverse mode, of the same shape.
+    """
+
+    passed: bool
+    error: float
+    rtol: float
+    output: int
+    input: int
+    forward: Tensor
+    reverse: Tensor
+
+    def __bool__(self) -> bool:
+        """`passed`."""
+        return self.passed
+
+    def __repr__(self) -> str:
+        """One line, without the products."""
+        verdict = "passed" if self.passed else f"failed for output {self.output} and input {self.input}"
+        return f"<AdjointTest: {verdict}, error {self.error:.2g}, allowed {self.rtol:.2g}>"
+
+
+@dataclass(frozen=True, eq=False)
+class TaylorTest(Told):
+    """How fast ``|f(x + h u) - f(x) - h J u|`` shrinks with h; true where it passed.
+
+    Attributes
+    ----------
+    passed
+        Whether the rate is more than 1.5: it is 2 or more where J is the derivative, and 1 where it is not.
+    rate
+        The slope of log remainder over log step, from the smallest remainders that are more than rounding;
+        infinite where all are rounding, as those of a linear function with a right gradient.
+    steps
+        h, from large to small.
+    remainders
+        ``|v . (f(x + h u) - f(x)) - h v^T J u|`` for one random v and u.
+    derivative
+        v^T J u, as autograd computes it.
+    """
+
+    passed: bool
+    rate: float
+    steps: tuple[float, ...]
+    remainders: tuple[float, ...]
+    derivative: float
+
+    def __bool__(self) -> bool:
+        """`passed`."""
+        return self.passed
+
+    def __repr__(self) -> str:
+        """One line, without the remainders."""
+        return f"<TaylorTest: {'passed' if self.passed else 'failed'}, rate {self.rate:.3g}, {len(self.steps)} steps>"
+
+
+@keeps_the_callers_state
+def adjoint_test(
+    func: Callable[..., Any],
+    inputs: Any,
+    *,
+    trials: int = 3,
+    rtol: float | None = None,
+    masked: bool = False,
+    seed: int = 0,
+) -> AdjointTest:
+    """Whether forward and reverse mode compute the same Jacobian: ``<v, J u> = <J^T v, u>`` for random u and v.
+
+    No differences are taken: no step to choose, and errors down to rounding show. Only that the two
+    modes agree is tested: both may be wrong, see `taylor_test`.
+
+    Parameters
+    ----------
+    func
+        As in `gradcheck`; it must have derivatives in both modes.
+    inputs
+        As in `gradcheck`: a tensor, or a tuple or list; those that require grad are differentiated.
+    trials
+        Pairs of random u and v, with components of magnitude in [0.5, 1.5). Each costs a JVP an input and a VJP
+        an output.
+    rtol
+        How far the two may be apart, in units of `AdjointTest.error`; by default the square root of one ulp of the
+        coarsest dtype: 1.5e-8 in double precision.
+    masked
+        As in `gradcheck`.
+    seed
+        Of u and v.
+
+    Returns
+    -------
+    AdjointTest
+        `passed`, the largest error and where it is, and both sides of the equation.
+
+    Raises
+    ------
+    ValueError, RuntimeError, TypeError
+        As `gradcheck` for inputs and outputs that it cannot check, and where no output requires grad.
+    NotImplementedError
+        Whatever a func without forward mode raises; sparse inputs.
+
+    Notes
+    -----
+    Source: the dot-product test of Claerbout, Earth Soundings Analysis (1992).
+    """
+    if trials < 1:
+        raise ValueError(f"trials must be at least 1, got {trials}.")
+    with Problem(func, as_tuple(inputs), masked) as problem:
+        _need_graph(problem, "adjoint_test")
+        return adjoint(problem, trials, rtol, seed)
+
+
+@keeps_the_callers_state
+def taylor_test(
+    func: Callable[..., Any],
+    inputs: Any,
+    *,
+    mode: Literal["reverse", "forward"] = "reverse",
+    masked: bool = False,
+    seed: int = 0,
+) -> TaylorTest:
+    """The rate at which ``|f(x + h u) - f(x) - h J u|`` shrinks as h is halved: 2 where the gradient is right.
+
+    No tolerance and no single eps: 19 steps are taken, from ``2^-6 max(|x|, 1)`` down to ``2^-24 max(|x|, 1)``.
+    One random u moves all inputs, one random v weighs all outputs; an error of a gradient shows as a rate of 1
+    once it outweighs the curvature along u, so that errors of 1e-5 show where curvatures are of order 1.
+
+    Parameters
+    ----------
+    func, inputs, masked
+        As in `gradcheck`.
+    mode
+        Of AD, that J u is computed in.
+    seed
+        Of u and v.
+
+    Returns
+    -------
+    TaylorTest
+        `passed`, the rate, and the steps with their remainders.
+
+    Raises
+    ------
+    ValueError, RuntimeError, TypeError
+        As `gradcheck` for inputs and outputs that it cannot check, and where no output requires grad.
+
+    Notes
+    -----
+    The inputs are perturbed in place and restored bit for bit, as by `gradcheck`. A kink next to x, or
+    rounding inside func that is coarser than its dtype, gives a rate below 2 whatever the gradient is.
+    Source: Farrell, Ham, Funke & Rognes, Automated derivation of the adjoint of high-level transient finite
+    element programs (2013).
+    """
+    if mode not in ("reverse", "forward"):
+        raise ValueError(f"mode must be 'reverse' or 'forward', got {mode!r}.")
+    with Problem(func, as_tuple(inputs), masked) as problem:
+        _need_graph(problem, "taylor_test")
+        return taylor(problem, mode, seed)
+
+
+def _need_graph(problem: Problem, who: str) -> None:
+    if not problem.has_graph:
+        raise ValueError(f"{who} needs a func with an output that requires grad, and this has none.")
+
+
+def adjoint(problem: Problem, trials: int, rtol: float | None, seed: int) -> AdjointTest:
+    """`adjoint_test` of an open problem."""
+    outputs, inputs = problem.outputs, problem.inputs
+    allowed = math.sqrt(2 * problem.unit_roundoff) if rtol is None else rtol
+    # Derivatives of 1e-6 and less may be what rounding leaves of numbers of order 1: an error of them is none.
+    least = ROUNDING * math.sqrt(2 * problem.unit_roundoff)
+    forward, reverse, size = torch.zeros(
+        3, trials, len(outputs), len(inputs), dtype=torch.float64, device="cpu"
+    ).unbind()
+    for trial in range(trials):
+        u, v = _pair(problem, seed, trial)
+        for b, block in enumerate(inputs):
+            own = slice(block.first, block.first + block.size)
+            alone = torch.zeros_like(u)
+            alone[own] = u[own]
+            terms = problem.jvp_coordinates(alone).mul_(v)
+            for o, output in enumerate(outputs):
+                within = terms[output.first : output.first + output.size]
+                forward[trial, o, b] = within.sum()
+                weights = v[output.first : output.first + output.size].abs().sum() + u[own].abs().sum()
+                size[trial, o, b] += (within.abs().sum() + least * weights).cpu()
+        for o, output in enumerate(outputs):
+            terms = problem.vjp(v.unsqueeze(0), only=output)[0].mul_(u)
+            for b, block in enumerate(inputs):
+                within = terms[block.first : block.first + block.size]
+                reverse[trial, o, b] = within.sum()
+                size[trial, o, b] += within.abs().sum().cpu()
+    # Where both are zero, they agree; a NaN does not.
+    errors = torch.where(size == 0, 0.0, (forward - reverse).abs() / size)
+    worst = int(errors.nan_to_num(torch.inf).argmax()) if errors.numel() else 0
+    error = float(errors.reshape(-1)[worst]) if errors.numel() else 0.0
+    o, b = divmod(worst % (len(outputs) * len(inputs)), len(inputs))
+    return AdjointTest(error <= allowed, error, allowed, outputs[o].index, inputs[b].index, forward, reverse)
+
+
+def taylor(problem: Problem, mode: Literal["reverse", "forward"], seed: int) -> TaylorTest:
+    """`taylor_test` of an open problem: 20 evaluations, and one VJP or JVP."""
+    u, v = _pair(problem, seed, 0)
+    # Steps of one size relative to x, and h counts these.
+    x = problem.coordinates().abs().clamp(min=1.0)
+    unit = u * x
+    ulp = 2 * problem.unit_roundoff
+    if mode == "reverse":
+        gradient = problem.vjp(v.unsqueeze(0))[0]
+        derivative, size = float(gradient @ unit), float(gradient.abs() @ x)
+    else:
+        tangent = problem.jvp_coordinates(unit)
+        derivative, size = float(v @ tangent), float(v.abs() @ tangent.abs())
+    base = problem.evaluate(True, torch.zeros_like(unit))
+    rounding = ROUNDING * ulp * (size + float(v.abs() @ base.abs()))
+    steps, remainders = [], []
+    for k in range(HALVINGS + 1):
+        h = LARGEST_STEP * 2.0**-k
+        try:
+            change = problem.evaluate(True, unit, h) - base
+        except OUT_OF_MEMORY:
+            raise
+        except Exception:  # outside of func's domain, say: a smaller step may be inside
+            continue
+        steps.append(h)
+        remainders.append(abs(float(v @ change) - h * derivative))
+    rate = _rate(steps, remainders, rounding)
+    return TaylorTest(rate > LEAST_RATE, rate, tuple(steps), tuple(remainders), derivative)
+
+
+def _rate(steps: list[float], remainders: list[float], rounding: float) -> float:
+    """The slope of log remainder over log step; NaN where no two steps have one."""
+    finite = [(h, remainder) for h, remainder in zip(steps, remainders, strict=True) if math.isfinite(remainder)]
+    if len(finite) < 2:
+        return math.nan
+    told = [(math.log2(h), math.log2(remainder)) for h, remainder in finite if remainder > rounding][-FINEST:]
+    if len(told) < 2:
+        return math.inf
+    mean_h, mean_r = (sum(values) / len(told) for values in zip(*told, strict=True))
+    covariance = math.fsum((h - mean_h) * (r - mean_r) for h, r in told)
+    return covariance / math.fsum((h - mean_h) ** 2 for h, _ in told)
+
+
+def _pair(problem: Problem, seed: int, number: int) -> tuple[Tensor, Tensor]:
+    """A random u in R^n and v in R^m."""
+    u = direction(problem.n, seed, OPINION_STREAM + 16 * (2 * number))
+    v = direction(problem.m, seed, OPINION_STREAM + 16 * (2 * number + 1))
+    return u.to(problem.device), v.to(problem.device)

@@ -1,0 +1,266 @@
+"""Whether products of a backward are what the entries of a sparse Jacobian add up to.
+
+Rows that share no column of a pattern are computed together, so an entry that the pattern lacks adds to another one.
+A product shows both, to rounding. The rows behind it are run by themselves, until the entries explain every product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastgrad.core.memory import OUT_OF_MEMORY
+from fastgrad.core.tensors import PIECE, largest
+from fastgrad.engines import compressed
+from fastgrad.engines.blocks import EXPANDED, GAPPED
+from fastgrad.engines.compressed import Compression
+from fastgrad.engines.plan import dense_is_small
+from fastgrad.problem.coordinates import block_with
+from fastgrad.problem.problem import Problem
+from fastgrad.report.data import Certificate, Failure, Settings
+from fastgrad.structure.coloring import Indices
+from fastgrad.verdict.linearity import ALL_KINDS, LinearityProof, groups_failure, linearity_certificate
+from fastgrad.verdict.locate import locate
+from fastgrad.verdict.numerical_certificate import Incomplete, incomplete
+
+MOST_ROWS = 16
+"""Rows that a product of the backward which its entries do not explain may lead to, one after the other."""
+
+MOST_COTANGENTS = 12
+"""Random cotangents to certify large entries with: what their rounding may hide, several cotangents show."""
+
+SAME = 1e-12
+"""Relative difference up to which a row that is run by itself is the one that is known."""
+
+
+class AnalyticalCertificate:
+    """That no entry of the backward lies outside of a pattern, and that the backward is linear in grad_output.
+
+    Attributes
+    ----------
+    values
+        The entries on the pattern: float64, shape (nnz,). Those of rows that were run by themselves are replaced.
+    has_changed
+        Whether any were.
+    bound
+        The size from which an entry outside of the pattern shows, once `certify` has run.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        settings: Settings,
+        compression: Compression,
+        values: Tensor,
+        row_failure: Callable[[int, Tensor], Failure | None],
+    ) -> None:
+        """With who says whether a row, float64, shape (n,), is wrong."""
+        self._problem = problem
+        self._settings = settings
+        self._compression = compression
+        self._row_failure = row_failure
+        self._replaced: dict[int, Tensor] = {}
+        self._proofs: Sequence[LinearityProof] = ()
+        self._proven_kinds: tuple[int, ...] = ()
+        self.values = values
+        self.bound = 0.0
+
+    @property
+    def has_changed(self) -> bool:
+        return bool(self._replaced)
+
+    def certificate(self) -> Certificate:
+        """What it vouches for where nothing is missing."""
+        claim = "no analytical entry outside of it, and backward is linear in grad_output"
+        return linearity_certificate(claim, self._proven_kinds, self.bound)
+
+    def compare_rows(self, rows: Mapping[int, Tensor]) -> Failure | Incomplete:
+        """Rows that were run by themselves against those that were computed together with others."""
+        learnt: list[tuple[Indices, Indices]] = []
+        for row, gradient in rows.items():
+            if self._compression.leaves_out:
+                continue
+            change = gradient - self._row(row)
+            if largest(change) <= SAME * largest(gradient):
+                continue
+            failure = self._row_failure(row, gradient)
+            if failure is not None:
+                return failure
+            self._replace_row(row, gradient)
+            columns = np.flatnonzero(gradient.cpu().numpy())
+            learnt.append((np.full(columns.size, row), columns))
+        return incomplete(learnt)
+
+    def certify(self, asked: float) -> Failure | Incomplete:
+        """That products of the backward are what the entries add up to."""
+        learnt = []
+        resolution = 0.0
+        self._proven_kinds = self._all_kinds if self._proofs else self._kinds
+        proofs, self._proofs = self._proofs or self._proofs_of(self._proven_kinds), ()
+        for proof in proofs:
+            found = self._proven(proof)
+            if isinstance(found, Failure) or found.ends:
+                return found
+            learnt.append((found.rows, found.columns))
+            resolution = max(resolution, proof.resolution)
+        found = self._proven_more(resolution, asked)
+        return found if isinstance(found, Failure) or not found.is_nothing else incomplete(learnt)
+
+    def _proven(self, proof: LinearityProof) -> Failure | Incomplete:
+        """What a proof leads to."""
+        try:
+            proof.gradients()
+        except OUT_OF_MEMORY:
+            raise
+        except Exception:
+            failure = proof.failure()  # says for which grad_output it raised, or raises again
+            assert failure is not None
+            return failure
+        found = self._follow_columns(proof)
+        if isinstance(found, Incomplete) and found.is_nothing:
+            return proof.failure() or found
+        return found
+
+    def _proven_more(self, resolution: float, asked: float) -> Failure | Incomplete:
+        """Proofs by as many more cotangents as it takes to find what large entries may hide.
+
+        An entry that was computed together with a larger one of its column counts in a product times the difference of
+        two components, which is as small as a share s with probability s; and where only one of them is zero, in half
+        of all halved cotangents, wholly.
+        """
+        chance = 4 * (1 - self._settings.confidence)
+        count = 1
+        while resolution > asked * chance ** (1 / count) and count < MOST_COTANGENTS:
+            found = self._proven(next(self._proofs_of((GAPPED,), count)))
+            if isinstance(found, Failure) or not found.is_nothing:
+                return found
+            count += 1
+        self.bound = resolution / chance ** (1 / count)
+        return incomplete([])
+
+    def _follow_columns(self, proof: LinearityProof) -> Failure | Incomplete:
+        """Down to the entry that is wrong; or what the pattern lacks, until the entries explain each product.
+
+        A product is not explained by an entry that the pattern lacks, or by one that was computed together with
+        such an entry. Either is in a row that, run by itself, is another one.
+        """
+        learnt: list[tuple[Indices, Indices]] = []
+        for _ in range(MOST_ROWS):
+            leads = proof.leads()
+            if not leads:
+                return incomplete(learnt)
+            if dense_is_small(self._problem, self._settings):
+                return incomplete(learnt, refuted=True)
+            which, column = leads[0]
+            row, gradient = self._locate_row(proof.cotangent(which), column)
+            known = self._row(row)
+            change = gradient - known
+            if not abs(change[column].item()) > SAME * abs(gradient[column].item()):
+                break  # rows by themselves do not explain it
+            failure = self._row_failure(row, gradient)
+            if failure is not None:
+                return failure
+            self._replace_row(row, gradient)
+            proof.replace_row(row, change)
+            columns = np.flatnonzero(gradient.cpu().numpy())
+            learnt.append((np.full(columns.size, row), columns))
+        else:
+            return incomplete(learnt, refuted=True)
+        failure = proof.failure()
+        if failure is not None:
+            return failure
+        return incomplete([], unexplained=2 * proof.error_at(which, column))
+
+    def _locate_row(self, cotangent: Tensor, column: int) -> tuple[int, Tensor]:
+        """A row that a component of a VJP shows to be another one than is known, and its gradient."""
+        here = self._compression.columns == column
+        rows, entries = self._compression.rows[here], self.values[here]
+        beside = [(row, gradient[column].item()) for row, gradient in self._replaced.items() if not (rows == row).any()]
+
+        def residual(vector: Tensor) -> float:
+            gradient = self._problem.vjp(vector.unsqueeze(0))[0]
+            known = float(vector[rows] @ entries) + sum(vector[row].item() * entry for row, entry in beside)
+            return gradient[column].item() - known
+
+        row = locate(residual, cotangent, residual(cotangent))
+        return row, self.row_alone(row)
+
+    def row_alone(self, row: int) -> Tensor:
+        """A row of the backward in columns that are not apart.
+
+        The grad_outputs of other outputs are undefined, as in torch's checker.
+        """
+        one_hot = torch.zeros(1, self._problem.m, dtype=torch.float64, device=self._problem.device)
+        one_hot[0, row] = 1.0
+        gradient = self._problem.vjp(one_hot, only=block_with(self._problem.outputs, row))[0]
+        apart = self._compression.columns_apart
+        return gradient if apart is None else gradient.masked_fill_(apart, 0.0)
+
+    def _row(self, row: int) -> Tensor:
+        """The analytical row as far as it is known: float64, shape (n,)."""
+        gradient = torch.zeros(self._problem.n, dtype=torch.float64, device=self._problem.device)
+        if row in self._replaced:
+            return gradient.copy_(self._replaced[row])
+        mine = self._compression.entries_of_row(row)
+        return gradient.index_copy_(0, self._compression.columns[mine], self.values[mine])
+
+    def _replace_row(self, row: int, gradient: Tensor) -> None:
+        """By what it is when it is run by itself."""
+        self._replaced[row] = gradient
+        mine = self._compression.entries_of_row(row)
+        self.values[mine] = gradient[self._compression.columns[mine]]
+
+    @property
+    def _all_kinds(self) -> tuple[int, ...]:
+        """Which cotangents there can be: what is expanded is zero at no row."""
+        return ALL_KINDS if self._compression.rows_apart is None else ALL_KINDS[:EXPANDED]
+
+    @property
+    def _kinds(self) -> tuple[int, ...]:
+        """Which cotangents to try: not the expanded one where the second run of the only row group was one."""
+        outputs = self._problem.outputs
+        whole = len(outputs) == 1 and not outputs[0].is_complex and self._compression.row_groups[0].count == 1
+        return ALL_KINDS[:EXPANDED] if whole else self._all_kinds
+
+    def explains_products(self) -> bool:
+        """Whether products are what the entries add up to, to rounding; keeps the products."""
+        self._proofs = list(self._proofs_of(self._all_kinds))
+        return not any(proof.leads() for proof in self._proofs)
+
+    def first_product(self) -> tuple[Tensor, Tensor]:
+        """A cotangent of those, and its VJP: float64, shapes (m,) and (n,)."""
+        proof = self._proofs[0]
+        return proof.cotangent(0), proof.gradients()[0]
+
+    def _proofs_of(self, kinds: tuple[int, ...], number: int = 0) -> Iterator[LinearityProof]:
+        """One of all kinds of cotangents or, where the problem is large and vectors are dear, one at a time."""
+        is_small = self._problem.n + self._problem.m <= PIECE
+        for some in [kinds] if is_small else [(kind,) for kind in kinds]:
+            apart = self._compression.rows_apart, self._compression.columns_apart
+            proof = LinearityProof(
+                self._problem, self._settings, self._repeats_all, self._moving_group, some, *apart, number
+            )
+            proof.add_entries(
+                self._compression.rows, self._compression.columns, self.values, self._compression.most_in_column
+            )
+            for row, gradient in self._replaced.items():
+                gradient = gradient.index_fill(0, self._compression.columns[self._compression.entries_of_row(row)], 0.0)
+                proof.replace_row(row, gradient)
+            yield proof
+
+    @property
+    def _repeats_all(self) -> bool:
+        """Whether no row group ran only once."""
+        return all(grouping.count <= compressed.REPEATED_GROUPS for grouping in self._compression.row_groups)
+
+    def _moving_group(self) -> Failure | None:
+        """Two runs of every row group: the first that moves by more than nondet_tol."""
+        for output, grouping in zip(self._problem.outputs, self._compression.row_groups, strict=True):
+            for g in range(grouping.count):
+                failure = groups_failure(self._problem, self._settings, output, [grouping.members(g)])
+                if failure is not None:
+                    return failure
+        return None

@@ -1,0 +1,412 @@
+"""Comparing blocks of the analytical and the numerical Jacobian, pair by pair of output and input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgrad.core.native import WholeBackward, ops
+from fastgrad.core.phases import phase
+from fastgrad.problem.coordinates import Block
+from fastgrad.problem.problem import Problem
+from fastgrad.report.data import (
+    Certificate,
+    Comparison,
+    Entry,
+    Extent,
+    Mode,
+    Pair,
+    Part,
+    Sample,
+    Settings,
+    Span,
+    modulus,
+)
+from fastgrad.structure import coloring
+from fastgrad.verdict.remeasure import Suspects
+
+SMALL = 256
+"""Jacobians of at most this many entries are kept whole for the message."""
+
+MOST_WORST = 8
+"""Entries that a comparison names."""
+
+CROWDED = 4
+"""Where more than one in so many columns is heard by the outputs that differ, no two are worth moving together."""
+
+FEW_PLACES = 8
+"""Places along a dimension up to which an extent names each."""
+
+
+@dataclass
+class Findings:
+    """What a check gathers on its way to the verdict, beside it.
+
+    Attributes
+    ----------
+    backward
+        All VJPs of a small problem, where they were run at once.
+    early
+        What was raised instead: to be raised in its turn.
+    """
+
+    notes: list[str] = field(default_factory=list)
+    pairs: list[Pair] = field(default_factory=list)
+    certificates: list[Certificate] = field(default_factory=list)
+    undecided: float | None = None
+    sample: Sample | None = None
+    backward: WholeBackward | None = None
+    early: Exception | None = None
+
+    def add(self, other: Findings) -> None:
+        """Takes in those of a part of the check."""
+        self.notes += other.notes
+        self.pairs += other.pairs
+        self.certificates += other.certificates
+        self.sample = other.sample or self.sample
+        self.backward, self.early = other.backward or self.backward, other.early or self.early
+        if other.undecided is not None:
+            self.undecided = max(other.undecided, self.undecided or 0.0)
+
+    def note_undecided(self, bound: float) -> None:
+        """Takes in that errors up to a bound may be hidden."""
+        self.notes.append(f"undecided below {bound:.2g}: errors up to this size may be hidden")
+        self.undecided = max(bound, self.undecided or 0.0)
+
+    def add_pair(self, pair: Pair) -> None:
+        """Takes in a pair; the same one again, as from pass to pass over the columns, counts once."""
+        for number, known in enumerate(self.pairs):
+            if known[:6] == pair[:6]:
+                self.pairs[number] = pair._replace(
+                    entries=known.entries + pair.entries,
+                    mismatches=known.mismatches + pair.mismatches,
+                    largest_absolute=max(known.largest_absolute, pair.largest_absolute),
+                    largest_relative=max(known.largest_relative, pair.largest_relative),
+                )
+                return
+        self.pairs.append(pair)
+
+
+def tolerances(
+    problem: Problem, settings: Settings, columns: Tensor | slice = slice(None)
+) -> tuple[float | Tensor, float | Tensor]:
+    """The atol and rtol of coordinates of the inputs: float64, shape (columns,), or numbers where all are the same."""
+    if not settings.inputs:
+        return settings.atol, settings.rtol
+    sizes = torch.tensor([block.size for block in problem.inputs], device="cpu")
+    own = [settings.of(block.index) for block in problem.inputs]
+
+    def of_coordinates(values: list[float]) -> Tensor:
+        own = torch.tensor(values, dtype=torch.float64, device="cpu")
+        return own.repeat_interleave(sizes).to(problem.device)[columns]
+
+    return of_coordinates([one.atol for one in own]), of_coordinates([one.rtol for one in own])
+
+
+@dataclass
+class PairComparison:
+    """Accumulates the comparison of one output with one input over their blocks.
+
+    In reverse mode a block has a row an element of the output and a column a coordinate of the input;
+    in forward mode a row an element of the input and a column a coordinate of the output.
+    """
+
+    output: Block
+    input: Block
+    atol: float
+    rtol: float
+    mode: Mode = "reverse"
+    entries: int = 0
+    mismatches: int = 0
+    worst: Entry | None = None
+    worst_excess: float = -1.0
+    largest_absolute: float = 0.0
+    largest_relative: float = 0.0
+    sums: list[float] = field(default_factory=lambda: [0.0] * 4)
+    matrices: tuple[Tensor, Tensor] | None = None
+    unspecified: bool = False
+    failing: list[tuple[Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
+    heard: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    is_crowded: bool = False
+    on_pattern: bool = False
+    entries_at_hand: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+
+    @phase("comparison")
+    def add(self, analytical: Tensor, numerical: Tensor, first_row: int, first_column: int) -> None:
+        """Takes in a block.
+
+        Parameters
+        ----------
+        analytical, numerical
+            float64, shape (rows, columns).
+        first_row, first_column
+            The element of row 0 and the coordinate of column 0.
+        """
+        width = self._width()
+        first = first_column // width
+        self._take_in(analytical, numerical, width, lambda row, column: (first_row + row, first + column))
+        whole = self.output.tensor.numel() * self.input.tensor.numel()
+        if self.mismatches and whole <= SMALL and analytical.numel() == whole * width:
+            matrices = _matrix(analytical, width), _matrix(numerical, width)
+            # In torch's layout: one row an input element, one column an output element.
+            self.matrices = matrices if self.mode == "forward" else (matrices[0].t(), matrices[1].t())
+
+    @phase("comparison")
+    def add_entries(self, analytical: Tensor, numerical: Tensor, rows: Tensor, columns: Tensor) -> None:
+        """Takes in entries of a sparse Jacobian.
+
+        Parameters
+        ----------
+        analytical, numerical
+            float64, shape (coordinates,): one an entry, or two side by side that make one complex entry.
+        rows, columns
+            The elements of each entry, as in a block: int64, shape (entries,).
+        """
+        self.on_pattern = True
+        where = analytical.unsqueeze(0), numerical.unsqueeze(0), self._width()
+        self.entries_at_hand = analytical, numerical, rows, columns
+        self._take_in(*where, lambda _, entry: (rows[entry], columns[entry]))
+
+    def add_statistics(self, entries: int, statistics: Sequence[float]) -> None:
+        """Of entries that are known to agree: how many, and the `statistics` of `ops.compare` of them."""
+        self.entries += entries
+        self.largest_absolute, self.largest_relative = statistics[4:6]
+
+    def add_agreeing(self, analytical: Tensor, numerical: Tensor) -> None:
+        """Takes in entries that are known to agree: float64, shape (coordinates,), as in `add_entries`."""
+        width = self._width()
+        entries = analytical.unsqueeze(0), numerical.unsqueeze(0), self.atol, self.rtol
+        self.add_statistics(analytical.numel() // width, ops.compare(*entries, width == 2, False).tolist())
+
+    def _width(self) -> int:
+        """Coordinates along a row of a block that make one entry."""
+        return 2 if (self.output if self.mode == "forward" else self.input).is_complex else 1
+
+    def _take_in(
+        self, analytical: Tensor, numerical: Tensor, width: int, elements: Callable[[Any, Any], tuple[Any, Any]]
+    ) -> None:
+        """Takes in a block, whose rows and columns of entries belong to certain elements."""
+        forward = self.mode == "forward"
+        along_rows, along_columns = (self.input, self.output) if forward else (self.output, self.input)
+        statistics = ops.compare(analytical, numerical, self.atol, self.rtol, width == 2, False).tolist()
+        mismatches, excess, row, column, absolute, relative, *sums = statistics
+        self.entries += analytical.shape[0] * (analytical.shape[1] // width)
+        self.largest_absolute = max(self.largest_absolute, absolute)
+        self.largest_relative = max(self.largest_relative, relative)
+        if not mismatches:
+            return
+        self.mismatches += int(mismatches)
+        self.sums = [total + term for total, term in zip(self.sums, sums, strict=True)]
+        self._keep_failing(analytical, numerical, width, elements)
+        if self.worst is None or excess > self.worst_excess:
+            i, k = int(row), int(column)
+            a, n = (_entry(block[i, k * width : (k + 1) * width]) for block in (analytical, numerical))
+            self.worst_excess = excess
+            along_row, along_column = (int(element) for element in elements(i, k))
+            row_index, column_index = along_rows.element_index(along_row), along_columns.element_index(along_column)
+            self.worst = Entry(
+                column_index if forward else row_index,
+                row_index if forward else column_index,
+                a,
+                n,
+                self.atol + self.rtol * modulus(n),
+            )
+
+    def _keep_failing(
+        self, analytical: Tensor, numerical: Tensor, width: int, elements: Callable[[Any, Any], tuple[Any, Any]]
+    ) -> None:
+        """Keeps the entries of a block that differ: elements along rows and columns, and both values."""
+        values = [_matrix(block, width) for block in (analytical, numerical)]
+        differing = self._differ(*values)
+        rows, columns = differing.nonzero(as_tuple=True)
+        found, wanted = (value[rows, columns].to(torch.complex128) for value in values)
+        self.failing.append((*elements(rows, columns), found, wanted))
+        # Of each output that differs all elements that it hears; in forward mode, of each element all outputs.
+        heard = differing.any(1, keepdim=True) & (differing | (values[1] != 0))
+        self.is_crowded |= int(heard.sum()) > heard.numel() // CROWDED
+        if not self.is_crowded:
+            self.heard.append(elements(*heard.nonzero(as_tuple=True)))
+
+    def _differ(self, analytical: Tensor, numerical: Tensor) -> Tensor:
+        """Where entries differ: by torch's rule, which takes equal infinities for close, and nothing else."""
+        return ~torch.isclose(analytical, numerical, rtol=self.rtol, atol=self.atol)
+
+    def _failing(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The entries that differ: elements of the output and of the input, analytical and numerical values."""
+        rows, columns, analytical, numerical = (torch.cat(tensors) for tensors in zip(*self.failing, strict=True))
+        outputs, inputs = (columns, rows) if self.mode == "forward" else (rows, columns)
+        return outputs, inputs, analytical, numerical
+
+    def _excess(self, analytical: Tensor, numerical: Tensor) -> Tensor:
+        return ((analytical - numerical).abs() / (self.atol + self.rtol * numerical.abs())).nan_to_num(torch.inf)
+
+    def worst_entries(self, count: int) -> list[Entry]:
+        """The entries that differ most at eps."""
+        if not self.failing:
+            return []
+        outputs, inputs, analytical, numerical = self._failing()
+        real = self._width() == 1
+        order = self._excess(analytical, numerical).argsort(descending=True, stable=True)
+        entries: list[Entry] = []
+        for which in order[:count].tolist():
+            a, n = complex(analytical[which]), complex(numerical[which])
+            allowed = self.atol + self.rtol * modulus(n)
+            places = self.output.element_index(int(outputs[which])), self.input.element_index(int(inputs[which]))
+            entries.append(Entry(*places, a.real if real else a, n.real if real else n, allowed))
+        return entries
+
+    def _extent(self) -> Extent | None:
+        """Where the entries that differ lie."""
+        if not self.failing:
+            return None
+        outputs, inputs, *_ = self._failing()
+        return Extent(
+            *(
+                spans(elements if block.elements is None else block.elements[elements.cpu()], block.tensor.shape)
+                for elements, block in ((outputs, self.output), (inputs, self.input))
+            )
+        )
+
+    def suspects(self, part: Part) -> Suspects:
+        """The entries that differ, of which there are some, that with the largest difference first."""
+        outputs, inputs, analytical, numerical = self._failing()
+        order = self._excess(analytical, numerical).argsort(descending=True, stable=True)
+        outputs, inputs, analytical, numerical = (values[order] for values in (outputs, inputs, analytical, numerical))
+
+        def coordinates(block: Block, elements: Tensor, judged_by_parts: bool) -> Tensor:
+            first = block.first + elements.unsqueeze(1) * block.width
+            if judged_by_parts:
+                return first + (part == "imaginary")
+            return torch.cat([first, first + 1], 1) if block.width == 2 else first
+
+        forward = self.mode == "forward"
+        return Suspects(
+            coordinates(self.input, inputs, forward),
+            coordinates(self.output, outputs, not forward),
+            analytical,
+            numerical,
+            inputs,
+            outputs,
+        )
+
+    def groups(self, elements: Tensor) -> Tensor:
+        """Numbers of groups of elements of the input that may be moved together: int64, shape (elements,).
+
+        Of two in one group, neither is heard, at eps, by an output at which the other one's entry differs.
+        """
+        if self.is_crowded:
+            return elements
+        sides = [torch.cat(side).cpu() for side in zip(*self.heard, strict=True)]
+        outputs, inputs = reversed(sides) if self.mode == "forward" else sides
+        moved, which = torch.unique(elements.cpu(), return_inverse=True)
+        chosen = torch.isin(inputs, moved)
+        columns = torch.searchsorted(moved, inputs[chosen])
+        rows, row = torch.unique(outputs[chosen], return_inverse=True)
+        starts = torch.cat([columns.new_zeros(1), columns.bincount(minlength=moved.numel()).cumsum(0)])
+        members = row[columns.argsort(stable=True)]
+        colors = coloring.color(starts.numpy(), members.numpy(), rows.numel())
+        return torch.from_numpy(colors)[which].to(elements.device)
+
+    def add_unspecified(self, row: int, element: int, value: complex) -> None:
+        """Takes in an analytical entry where masked semantics allow none: the numerical one is zero."""
+        if not modulus(value) <= self.atol:
+            self.entries += 1
+            self.mismatches += 1
+            entry = Entry(self.output.element_index(row), self.input.logical_index(element), value, 0.0, self.atol)
+            self.worst = self.worst or entry
+            self.unspecified = True
+
+    def sample(self) -> Sample | None:
+        """All entries of a sparse Jacobian, right and wrong ones; None of a dense one, whose blocks are gone."""
+        if self.entries_at_hand is None:
+            return None
+        analytical, numerical, rows, columns = self.entries_at_hand
+        width = self._width()
+        values = [_matrix(block.unsqueeze(0), width)[0].cpu() for block in (analytical, numerical)]
+        wide = [value.to(torch.complex128 if width == 2 else torch.float64) for value in values]
+        elements = columns if self.input.elements is None else self.input.elements.to(columns.device)[columns]
+        return Sample(
+            tuple(self.output.tensor.shape),
+            tuple(self.input.tensor.shape),
+            rows.cpu(),
+            elements.cpu(),
+            wide[0],
+            wide[1],
+            self._differ(*wide),
+        )
+
+    def result(self) -> Comparison:
+        """The comparison so far, as data."""
+        sum_analytical, sum_numerical, re, im = self.sums
+        analytical, numerical = self.matrices or (None, None)
+        return Comparison(
+            entries=self.entries,
+            mismatches=self.mismatches,
+            worst=self.worst,
+            largest_absolute=self.largest_absolute,
+            largest_relative=self.largest_relative,
+            sum_analytical=sum_analytical,
+            sum_numerical=sum_numerical,
+            sum_product=complex(re, im),
+            analytical=analytical,
+            numerical=numerical,
+            worst_entries=tuple(self.worst_entries(MOST_WORST)) if self.mismatches else (),
+            extent=self._extent() if self.mismatches else None,
+            on_pattern=self.on_pattern,
+        )
+
+    def pair(self, part: Part, agrees: bool) -> Pair:
+        """What was compared, and how it came out."""
+        return Pair(
+            self.output.index,
+            self.input.index,
+            self.output.position,
+            self.input.position,
+            part,
+            self.mode,
+            self.entries,
+            self.mismatches,
+            agrees,
+            self.largest_absolute,
+            self.largest_relative,
+            self.on_pattern,
+        )
+
+
+def spans(elements: Tensor, shape: Sequence[int]) -> tuple[Span, ...]:
+    """The places that elements take along each dimension.
+
+    Parameters
+    ----------
+    elements
+        Numbers in C order: int64, shape (elements,), at least one.
+    """
+    found = []
+    for size in reversed(shape):
+        taken = torch.zeros(size, dtype=torch.bool, device=elements.device)
+        taken[elements % size] = True
+        elements = elements // size
+        places = taken.nonzero().reshape(-1)
+        count, first, last = places.numel(), int(places[0]), int(places[-1])
+        step = (last - first) // (count - 1) if count > 1 else 1
+        regular = bool((places.diff() == step).all())
+        few = tuple(places.tolist()) if count <= FEW_PLACES else ()
+        found.append(Span(size, count, first, last, step if regular else None, few))
+    return tuple(reversed(found))
+
+
+def _entry(coordinates: Tensor) -> complex:
+    values = coordinates.tolist()
+    return values[0] if len(values) == 1 else complex(*values)
+
+
+def _matrix(block: Tensor, width: int) -> Tensor:
+    """A copy of a block, complex where `width` coordinates are one entry."""
+    matrix = block.contiguous().clone()
+    if width == 2:
+        matrix = torch.view_as_complex(matrix.view(matrix.shape[0], -1, 2))
+    return matrix

@@ -1,0 +1,373 @@
+"""Located entries measured by themselves: wrong by the elementwise rule at eps and at other steps, or not."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from fastgrad.core.precision import excess
+from fastgrad.core.tensors import element_number
+from fastgrad.problem.coordinates import Block, block_with
+from fastgrad.problem.problem import Problem
+from fastgrad.report.data import Comparison, Entry, Extent, Failure, Mode, Pair, Part, Plan, Settings, modulus
+from fastgrad.verdict.comparison import MOST_WORST, Findings, PairComparison, spans
+from fastgrad.verdict.locate import locate
+from fastgrad.verdict.remeasure import Survivor, Suspects, not_finite, surviving
+
+WORST = 64
+"""Entries that are re-measured before all others."""
+
+MOST_GROUPS = 64
+"""Groups of elements that are re-measured before the next look at what came of it."""
+
+
+@dataclass(slots=True)
+class Found:
+    """A located entry: coordinates, what it adds to J_num - J_ana, and how it looks if it is wrong.
+
+    unresolved: what it may be off, where it agrees as far as its derivative is known, not to the tolerance.
+    """
+
+    output: Block
+    input: Block
+    part: Part
+    mode: Mode
+    row: int
+    columns: tuple[int, ...]
+    errors: list[float]
+    survivor: Survivor | None
+    unresolved: float = 0.0
+
+
+def entry_in_row(
+    problem: Problem,
+    settings: Settings,
+    row: int,
+    gradient: Tensor,
+    u: Tensor,
+    eps: float,
+    value: float,
+    explained: Callable[[Tensor], float] = lambda _: 0.0,
+) -> Found:
+    """The entry behind what one output's derivative along u differs from gradient . u by.
+
+    Parameters
+    ----------
+    gradient
+        The analytical row: float64, shape (n,).
+    value
+        By how much, without what is explained.
+    explained
+        What entries that are known contribute along a vector.
+    """
+
+    def residual(vector: Tensor) -> float:
+        analytical = 0.0
+        for part, step, weight in problem.parts_of(vector):
+            width = problem.realized_width(part * (eps * step / weight), 1.0) / (2 * eps * step / weight)
+            analytical += (width @ gradient).item()
+        return difference_along(problem, vector, eps, row) - analytical - explained(vector)
+
+    return row_entry(problem, settings, row, gradient, locate(residual, u, value))
+
+
+def difference_along(problem: Problem, vector: Tensor, eps: float, row: int) -> float:
+    """One output's derivative along a vector (float64, shape (n,)), by a central difference.
+
+    Where inputs take different steps, by one for each of these.
+    """
+    derivative = 0.0
+    for part, step, weight in problem.parts_of(vector):
+        h = eps * step / weight
+        plus, minus = (problem.evaluate(True, part * h, sign)[row].item() for sign in (1.0, -1.0))
+        derivative += (plus - minus) / (2 * h)
+    return derivative
+
+
+def row_entry(problem: Problem, settings: Settings, row: int, gradient: Tensor, column: int) -> Found:
+    """The reverse-mode entry at (row, column); gradient is the analytical row, shape (n,)."""
+    block = block_with(problem.inputs, column)
+    output = block_with(problem.outputs, row)
+    columns = _element_coordinates(block, column)
+    part: Part = "all" if not output.is_complex else "imaginary" if (row - output.first) % 2 else "real"
+    analytical = [gradient[j].item() for j in columns]
+    return _confirm(problem, settings, "reverse", output, block, part, (row,), columns, analytical)
+
+
+def column_entry(problem: Problem, settings: Settings, row: int, column: int) -> Found:
+    """The forward-mode entry at (row, column)."""
+    block = block_with(problem.inputs, column)
+    output = block_with(problem.outputs, row)
+    rows = _element_coordinates(output, row)
+    part: Part = "all" if not block.is_complex else "imaginary" if (column - block.first) % 2 else "real"
+    tangents, _ = problem.tangent_columns(column, 1)
+    analytical = [tangents[0, i].item() for i in rows]
+    return _confirm(problem, settings, "forward", output, block, part, rows, (column,), analytical)
+
+
+def _confirm(
+    problem: Problem,
+    settings: Settings,
+    mode: Mode,
+    output: Block,
+    block: Block,
+    part: Part,
+    rows: tuple[int, ...],
+    columns: tuple[int, ...],
+    analytical: list[float],
+) -> Found:
+    """An entry by itself: wrong by the elementwise rule at eps and at other steps, or not.
+
+    rows or columns are two coordinates where these make one complex entry.
+    """
+    differences = [problem.difference_columns(j, 1, settings.eps, True)[0] for j in columns]
+    numerical = [difference[i].item() for difference in differences for i in rows]
+    wanted, got = (complex(*values) for values in (numerical, analytical))
+    own, survivor, unresolved = settings.of(block.index), None, 0.0
+    found, expected = (torch.tensor([value], dtype=torch.complex128, device=problem.device) for value in (got, wanted))
+    if not torch.isclose(found, expected, rtol=own.rtol, atol=own.atol):
+        inputs, outputs = (torch.tensor([places], device=problem.device) for places in (columns, rows))
+        elements = (inputs[:, 0] - block.first) // block.width, (outputs[:, 0] - output.first) // output.width
+        suspects = Suspects(inputs, outputs, found, expected, *elements)
+        survivor = not_finite(problem, True, settings, suspects)
+        if survivor is None:
+            survivor, _, unresolved = surviving(problem, True, settings, [suspects])
+    errors = [number - value for number, value in zip(numerical, analytical, strict=True)]
+    return Found(output, block, part, mode, rows[0], columns, errors, survivor, unresolved)
+
+
+def _element_coordinates(block: Block, coordinate: int) -> tuple[int, ...]:
+    """The coordinates of the element that one of them belongs to."""
+    width = block.width
+    first = coordinate - (coordinate - block.first) % width
+    return tuple(range(first, first + width))
+
+
+def located_failure(found: list[Found]) -> Failure:
+    """The first confirmed entry's failure; the others of the same pair count."""
+    head = found[0]
+    same = [entry for entry in found if (entry.output, entry.input, entry.part) == (head.output, head.input, head.part)]
+    survivors = [entry.survivor for entry in same if entry.survivor is not None]
+    worst = max(survivors, key=lambda survivor: _excess(survivor.entry))
+    width = head.input.width
+    entries = head.output.tensor.numel() * (head.input.size // width)
+    pairs = [(survivor.entry.analytical, survivor.entry.numerical) for survivor in survivors]
+    product = sum((complex(a) * complex(n).conjugate() for a, n in pairs), 0j)
+    wrong = sorted((survivor.entry for survivor in survivors), key=_excess, reverse=True)
+    comparison = Comparison(
+        entries=entries,
+        mismatches=len(same),
+        worst=worst.entry,
+        largest_absolute=max(survivor.entry.difference for survivor in survivors),
+        largest_relative=max(_relative(a, n) for a, n in pairs),
+        sum_analytical=sum(modulus(a) * modulus(a) for a, _ in pairs),
+        sum_numerical=sum(modulus(n) * modulus(n) for _, n in pairs),
+        sum_product=product,
+        exhaustive=False,
+        worst_entries=tuple(wrong[:MOST_WORST]),
+        extent=_extent(wrong, head.output, head.input),
+    )
+    return Failure(
+        "mismatch",
+        head.output.index,
+        head.input.index,
+        head.output.position,
+        head.input.position,
+        head.part,
+        mode=head.mode,
+        comparison=comparison,
+        detail=worst.detail,
+        trouble=worst.trouble,
+        convergence=worst.convergence,
+    )
+
+
+def located_pair(failure: Failure, comparison: Comparison) -> Pair:
+    """The pair of a failure that single entries tell of."""
+    places = failure.output, failure.input, failure.output_position, failure.input_position
+    return Pair(
+        *cast("tuple[int, int, int, int]", places),  # a mismatch has them all
+        failure.part,
+        failure.mode,
+        comparison.entries,
+        comparison.mismatches,
+        False,
+        comparison.largest_absolute,
+        comparison.largest_relative,
+        comparison.on_pattern,
+    )
+
+
+def _extent(entries: list[Entry], output: Block, input_: Block) -> Extent:
+    """Where entries lie."""
+    places = []
+    for block, indices in (
+        (output, [entry.output_index for entry in entries]),
+        (input_, [entry.input_index for entry in entries]),
+    ):
+        shape = block.tensor.shape
+        places.append(spans(torch.tensor([element_number(index, shape) for index in indices], device="cpu"), shape))
+    return Extent(*places)
+
+
+def _excess(entry: Entry) -> float:
+    return excess(entry.difference, entry.allowed)
+
+
+def _relative(analytical: complex, numerical: complex) -> float:
+    size = modulus(numerical)
+    return modulus(analytical - numerical) / size if size else float("inf")
+
+
+def _survivor(
+    problem: Problem, record_graph: bool, settings: Settings, suspects: Suspects, groups: Tensor
+) -> tuple[Survivor | None, Tensor, float]:
+    """The first suspected entry that is wrong after re-measuring, and which ones were: bool, shape (entries,).
+
+    Last, what some may be off that no step resolves to the tolerance. groups: the number of each entry's group, whose
+    elements are moved together; what looks wrong then is moved alone.
+    """
+    measured = torch.zeros_like(groups, dtype=torch.bool)
+    elements, block = suspects.input_elements, suspects.blocks(problem, 0)[1]
+    unresolved = 0.0
+    # A wrong entry is mostly among the worst; the others may be many.
+    for most in (WORST, len(groups)):
+        left = (~measured[:most]).nonzero().reshape(-1)
+        numbers, which = torch.unique(groups[left], return_inverse=True)
+        # Groups by their worst entry, a few at first.
+        worst = torch.full_like(numbers, most).scatter_reduce_(0, which, left, "amin")
+        in_turn, count = worst.argsort(), 1
+        while in_turn.numel():
+            chosen = [left[which == number] for number in in_turn[:count]]
+            survivor, wrong, off = surviving(problem, record_graph, settings, [suspects.of(some) for some in chosen])
+            unresolved = max(unresolved, off)
+            some = torch.cat(chosen)
+            measured[some] = True
+            if survivor is not None and any(bool((elements[own] != elements[own[0]]).any()) for own in chosen):
+                accused = suspects.of(some[wrong])
+                others = (survivor.entry, *survivor.others)
+                survivor, alone, off = _survivor(problem, record_graph, settings, accused, accused.input_elements)
+                unresolved = max(unresolved, off)
+                if survivor is not None:
+                    known = {block.element_index(int(element)) for element in accused.input_elements[alone]}
+                    others = tuple(entry for entry in others if entry.input_index not in known)
+                    survivor = replace(survivor, others=survivor.others + others)
+            if survivor is not None:
+                return survivor, measured, unresolved
+            in_turn, count = in_turn[count:], min(MOST_GROUPS, count * 4)
+    return None, measured, unresolved
+
+
+def entries_failure(
+    problem: Problem, settings: Settings, rows: Tensor, columns: Tensor, analytical: Tensor, numerical: Tensor
+) -> tuple[Failure | None, float]:
+    """The failure of some real entries that differ at eps, if any differs after re-measuring; and what is unresolved.
+
+    Parameters
+    ----------
+    rows, columns
+        Their coordinates: int64, shape (entries,). Columns that share none of these rows are moved together.
+    analytical, numerical
+        float64, shape (entries,).
+    """
+    unresolved = 0.0
+    groups = _groups_without_a_common_row(rows, columns)
+    for output, block in itertools.product(problem.outputs, problem.inputs):
+        elements = columns - block.first, rows - output.first
+        own = (elements[0] >= 0) & (elements[0] < block.size) & (elements[1] >= 0) & (elements[1] < output.size)
+        if not bool(own.any()):
+            continue
+        got, wanted = (one[own].to(torch.complex128) for one in (analytical, numerical))
+        places = columns[own].unsqueeze(1), rows[own].unsqueeze(1)
+        suspects = Suspects(*places, got, wanted, elements[0][own], elements[1][own])
+        survivor, _, off = _survivor(problem, True, settings, suspects, groups[own])
+        unresolved = max(unresolved, off)
+        if survivor is not None:
+            found = Found(output, block, "all", "reverse", 0, (), [], survivor)
+            return located_failure([found]), unresolved
+    return None, unresolved
+
+
+def _groups_without_a_common_row(rows: Tensor, columns: Tensor) -> Tensor:
+    """A group of each entry, the same for all of a column: int64, shape (entries,)."""
+    rows_of: dict[int, set[int]] = {}
+    for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
+        rows_of.setdefault(column, set()).add(row)
+    taken: list[set[int]] = []
+    group_of: dict[int, int] = {}
+    for column, own in rows_of.items():
+        group = next((k for k, some in enumerate(taken) if not some & own), len(taken))
+        if group == len(taken):
+            taken.append(set())
+        taken[group] |= own
+        group_of[column] = group
+    return torch.tensor([group_of[column] for column in columns.tolist()], device=columns.device)
+
+
+def mismatch_failure(
+    problem: Problem,
+    plan: Plan,
+    pair: PairComparison,
+    part: Part,
+    settings: Settings,
+    findings: Findings,
+    group_of: Callable[[int], int] | None = None,
+) -> Failure | None:
+    """The failure of a pair, if an entry that differs at eps differs after re-measuring, too.
+
+    group_of: the group of columns, which share no row, that a coordinate belongs to; None: none is known.
+    """
+    if not pair.mismatches:
+        findings.add_pair(pair.pair(part, agrees=True))
+        return None
+    comparison = pair.result()
+    survivor: Survivor | None = None
+    if not pair.unspecified:
+        suspects = pair.suspects(part)
+        elements = suspects.input_elements
+        if group_of is None:
+            groups = pair.groups(elements)
+        else:
+            numbers = [group_of(coordinate) for coordinate in suspects.inputs[:, 0].tolist()]
+            groups = torch.tensor(numbers, device=elements.device)
+        survivor = not_finite(problem, plan.record_graph, settings, suspects)
+        measured = torch.zeros_like(groups, dtype=torch.bool)
+        if survivor is None:
+            survivor, measured, unresolved = _survivor(problem, plan.record_graph, settings, suspects, groups)
+            if unresolved:
+                findings.note_undecided(unresolved)
+        if survivor is not None:
+            worst = [survivor.entry, *sorted(survivor.others, key=_excess, reverse=True)]
+            others = (~measured).nonzero().reshape(-1)[: MOST_WORST + len(worst)].tolist()
+            entries = [suspects.entry(problem, which, settings.of(pair.input.index)) for which in others]
+            named = {(entry.output_index, entry.input_index) for entry in worst}
+            worst += [entry for entry in entries if (entry.output_index, entry.input_index) not in named]
+            comparison = replace(comparison, worst=survivor.entry, worst_entries=tuple(worst[:MOST_WORST]))
+        else:
+            findings.notes.append(
+                f"{pair.mismatches} of {pair.entries} entries of output {pair.output.index} with respect to input "
+                f"{pair.input.index} differ at eps={settings.of(pair.input.index).eps:g} and agree once re-measured "
+                "over other steps"
+            )
+            findings.add_pair(pair.pair(part, agrees=True))
+            return None
+    findings.add_pair(pair.pair(part, agrees=False))
+    findings.sample = pair.sample()
+    return Failure(
+        "mismatch",
+        output=pair.output.index,
+        input=pair.input.index,
+        output_position=pair.output.position,
+        input_position=pair.input.position,
+        part=part,
+        mode=pair.mode,
+        comparison=comparison,
+        detail=survivor.detail if survivor else "",
+        trouble=survivor.trouble if survivor else None,
+        convergence=survivor.convergence if survivor else (),
+    )

@@ -1,0 +1,775 @@
+"""Proofs that a backward, or a jvp, is the linear map whose rows, or columns, were compared.
+
+Rows come from one-hot, contiguous cotangents. A backward that clamps, squares or takes the sign of
+grad_output, that is right only for a contiguous or only for a dense one, gives those rows and still
+is wrong. So the first rows are repeated at another scale, and v^T J, summed from the rows, must equal
+the VJP of v.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fastgrad.core.memory import OUT_OF_MEMORY
+from fastgrad.core.native import ops
+from fastgrad.core.phases import phase
+from fastgrad.core.precision import ROUNDING
+from fastgrad.core.random import COTANGENT_STREAM, TANGENT_STREAM
+from fastgrad.core.tensors import differ, largest
+from fastgrad.engines.blocks import (
+    COTANGENT_KINDS,
+    EXPANDED,
+    EXPANDED_VALUE,
+    GAPPED,
+    HALVED,
+    REPEAT_SCALE,
+    REPEATED_ROWS,
+    SPARSE,
+    JacobianBlock,
+    TangentBlock,
+    thin_out,
+)
+from fastgrad.problem.coordinates import Block, block_with
+from fastgrad.problem.problem import Problem
+from fastgrad.report.data import Certificate, Failure, Part, Settings, Tolerances
+from fastgrad.verdict.comparison import tolerances
+
+ALL_KINDS = GAPPED, HALVED, SPARSE, EXPANDED
+
+REPEATED_PRODUCTS = SPARSE, GAPPED
+"""Kinds of cotangents, all contiguous here, that are run early and late, too: few rows, and all of them."""
+
+MOST_CALLS = 128
+"""VJPs that a custom backward is run for, at least, where torch's checker runs as many: the number of a call from which
+on it may be wrong."""
+
+RERUNS = 3
+"""Further runs of a VJP that was not what it should have been to the last bit: what moves every third time shows."""
+
+TERM_ROUNDING, SUM_ROUNDING = 8.0, 2.0
+"""Units of rounding that a sum of c terms, relative to the root of the sum of their squares, may be off: the first for
+the few operations behind each term, the second times sqrt(c), since the errors of additions have random signs."""
+
+NEGLIGIBLE = 1e-9
+"""Share of atol below which a component of a product is not looked at."""
+
+RESCALED = 1.3, -0.7
+"""Factors of a cotangent, not powers of two, whose VJPs, divided by them, show how a backward rounds."""
+
+MEASURED = 8.0
+"""What a sum may be off, in units of the rounding that `RESCALED` cotangents show: two samples may both be small."""
+
+LARGEST_MEASURED = 0.5
+"""Exponent: rounding that is measured counts up to the unit roundoff to this power, relative to the product. What
+moves more than half of the digits is no rounding, but a backward that is not linear."""
+
+_KINDS_IN_SHORT = ("dense and non-contiguous", "half of it zero", "most of it zero", "constant and expanded")
+
+
+@lru_cache(8)
+def linearity_certificate(claim: str, kinds: tuple[int, ...], bound: float) -> Certificate:
+    """What cotangents of some kinds vouch for, once v^T J was found to be their VJP."""
+    names = ", ".join(_KINDS_IN_SHORT[kind] for kind in kinds)
+    return Certificate(claim, f"v^T J against the VJP of v, {len(kinds)} cotangents: {names}", bound)
+
+
+def linear_backward(kinds: tuple[int, ...], bound: float) -> Certificate:
+    """That a backward is linear."""
+    return linearity_certificate("backward is linear in grad_output", kinds, bound)
+
+
+def moving_repeat(problem: Problem, block: JacobianBlock, settings: Settings) -> Failure | None:
+    """Whether the rows that are repeated, of all inputs, move from run to run by more than nondet_tol."""
+    rows = problem, block.output, block.part, block.first_row, block.repeated.shape[0], settings.nondet_tol
+    if any(_rows_move(*rows) for _ in range(RERUNS)):
+        return Failure("nondeterministic", block.output.index, None, block.output.position, None, block.part)
+    return None
+
+
+def nonlinear_repeat(block: JacobianBlock, settings: Settings) -> Failure | None:
+    """Whether the repeated rows of a block, which do not move, are another multiple of the first ones."""
+    count = block.repeated.shape[0]
+    width = block.input.width
+    analytical, own = block.analytical[:count], settings.of(block.input.index)
+    fields = ops.compare(block.repeated, analytical, own.atol, own.rtol, width == 2, False).tolist()
+    if not fields[0]:
+        return None
+    row, entry = int(fields[2]), int(fields[3])
+    element = block.output.element_index(block.first_row + row)
+    detail = (
+        f"a grad_output of 1 at element {list(element)} of output {block.output.index} gives the gradient "
+        f"{analytical[row, entry * width].item():.6g} of input {block.input.index} at "
+        f"{list(block.input.element_index(block.first_column // width + entry))}, one of {REPEAT_SCALE:g} gives "
+        f"{REPEAT_SCALE * block.repeated[row, entry * width].item():.6g}"
+    )
+    return Failure(
+        "nonlinear",
+        block.output.index,
+        block.input.index,
+        block.output.position,
+        block.input.position,
+        block.part,
+        detail=detail,
+    )
+
+
+def groups_failure(
+    problem: Problem, settings: Settings, output: Block, groups: Sequence[NDArray[np.int64]]
+) -> Failure | None:
+    """Why a second run of some row groups gave other gradients: as `moving_repeat` and `nonlinear_repeat`.
+
+    groups: coordinates of the output, counted from its first.
+    """
+    cotangents = torch.zeros(len(groups), problem.m, dtype=torch.float64, device=problem.device)
+    for cotangent, group in zip(cotangents, groups, strict=True):
+        cotangent[torch.from_numpy(group).to(problem.device) + output.first] = 1.0
+    part: Part = "imaginary" if output.is_complex else "all"
+    places = output.index, None, output.position, None, part
+    gradients = problem.vjp(cotangents, only=output)
+    again = (problem.vjp(cotangents, only=output) for _ in range(RERUNS))
+    if any(differ(gradients, gradient, settings.nondet_tol, False) for gradient in again):
+        return Failure("nondeterministic", *places)
+    expands = len(problem.outputs) == 1 and not output.is_complex
+    whole = next((k for k, group in enumerate(groups) if expands and group.size == output.size), None)
+    for expanded in (0, 1):
+        if expanded and whole is None:
+            continue
+        rows = cotangents if not expanded else cotangents[whole : whole + 1]  # type: ignore[operator]
+        expected = gradients if not expanded else gradients[whole : whole + 1]  # type: ignore[operator]
+        products = problem.vjp(rows * REPEAT_SCALE, expanded=expanded, only=output) / REPEAT_SCALE
+        if any(
+            ops.compare(left, right, own.atol, own.rtol, False, False)[0].item()
+            for own, left, right in _by_inputs(problem, settings, products, expected)
+        ):
+            kind = " and expanded with stride 0" if expanded else ""
+            detail = (
+                f"a grad_output that is 1 at some elements of output {output.index}, and one {REPEAT_SCALE:g} times as "
+                f"large{kind}, give gradients that are not multiples of each other"
+            )
+            return Failure("nonlinear", *places, detail=detail)
+    return None
+
+
+def _by_inputs(
+    problem: Problem, settings: Settings, left: Tensor, right: Tensor
+) -> Iterator[tuple[Tolerances, Tensor, Tensor]]:
+    """Two lots of gradients, shape (count, n), input by input."""
+    for block in problem.inputs:
+        within = 1, block.first, block.size
+        yield settings.of(block.index), left.narrow(*within), right.narrow(*within)
+
+
+def moving_row(problem: Problem, settings: Settings, rows_per_block: int) -> Failure | None:
+    """Two runs of each row that was run once only: the first that moves by more than nondet_tol."""
+    for output in problem.outputs:
+        parts: tuple[Part, ...] = ("imaginary", "real") if output.is_complex else ("all",)
+        elements = output.tensor.numel()
+        for part in parts:
+            for first in range(REPEATED_ROWS, elements, rows_per_block):
+                count = min(rows_per_block, elements - first)
+                if _rows_move(problem, output, part, first, count, settings.nondet_tol):
+                    return Failure("nondeterministic", output.index, None, output.position, None, part)
+    return None
+
+
+def _rows_move(problem: Problem, output: Block, part: Part, first: int, count: int, nondet_tol: float) -> bool:
+    """Whether two runs with the same one-hot cotangents differ by more than nondet_tol: torch's test."""
+    rows, again, match = problem.analytical_rows(
+        output, part == "imaginary", first, count, problem.inputs, repeated=count, scale=1.0
+    )
+    if match.repeats:
+        return False
+    columns = [slice(block.first, block.first + block.size) for block in problem.inputs]
+    return any(
+        differ(rows[:, within], again[:, within], nondet_tol, block.is_complex)
+        for block, within in zip(problem.inputs, columns, strict=True)
+    )
+
+
+def _term_sizes(squares: Tensor, sums: Tensor) -> Tensor:
+    """The root of a sum of squares of terms or, where these overflow, the size of the sum: rounding beside either."""
+    sizes = squares.sqrt()
+    return sizes if math.isfinite(largest(sizes)) else torch.where(sizes.isinf(), sums.abs(), sizes)
+
+
+def _movement(again: Tensor, gradient: Tensor) -> float:
+    """By how much a second run differs from the first, at most; infinite where it does and one holds a NaN."""
+    if torch.equal(again, gradient):
+        return 0.0
+    difference = largest(again - gradient)
+    return math.inf if math.isnan(difference) else difference
+
+
+def _disagreement(
+    vectors: Tensor,
+    products: Tensor,
+    sums: Tensor,
+    squares: Tensor,
+    settings: Settings,
+    atol: float | Tensor,
+    rtol: float | Tensor,
+    movement: Callable[[], Tensor] | None = None,
+) -> tuple[int, int, Tensor] | None:
+    """Where products of a map with `vectors` are not what its entries add up to: vector, component, allowed.
+
+    A component passes within atol max|v| + rtol times the root of the sum of squares of its terms: the
+    check's own tolerance for the entries, were their errors independent. atol, rtol: one for all components,
+    or one for each. movement: by how much the products were seen to move from run to run, where they may.
+    """
+    if not differ(products, sums, settings.atol, False):
+        return None  # closer than any tolerance below
+    allowed = atol * vectors.abs().amax(1, keepdim=True) + rtol * _term_sizes(squares, sums)
+    if settings.nondet_tol and movement is not None:
+        allowed = allowed + movement()
+    # Not "error > allowed": a NaN must count. An infinite sum was compared entry by entry already.
+    wrong = ~((products - sums).abs() <= allowed) & sums.isfinite()
+    if not bool(wrong.any()):
+        return None
+    which, component = (int(i) for i in wrong.nonzero()[0])
+    return which, component, allowed
+
+
+def proof_cotangents(
+    m: int, seed: int, device: torch.device, kinds: tuple[int, ...] = ALL_KINDS, number: int = 0
+) -> Tensor:
+    """The cotangents of a `LinearityProof`, the `number`th of their kinds: float64, shape (kinds, m)."""
+    cotangents = torch.empty(len(kinds), m, dtype=torch.float64, device=device)
+    for kind, cotangent in zip(kinds, cotangents.unbind(), strict=True):
+        if kind == EXPANDED:
+            cotangent.fill_(EXPANDED_VALUE)
+            continue
+        # Each from a stream of its own: what one does not tell apart, another may.
+        ops.direction_(cotangent, seed, COTANGENT_STREAM + 16 * (kind + len(ALL_KINDS) * number), 0, kind == HALVED)
+        if kind == HALVED:
+            cotangent.mul_(REPEAT_SCALE)
+        elif kind == SPARSE:
+            thin_out(cotangent, seed)
+    return cotangents
+
+
+class LinearityProof:
+    """v^T J against the VJP of v, for three v in R^m over all outputs at once.
+
+    Components of v are +-[0.5, 1.5). The first v is dense and handed over non-contiguous; the second is
+    REPEAT_SCALE times as large, with a random half zeroed; of the third, only one in SPARSE_STRIDE is not
+    zero; the last is constant and handed over expanded from one value, as sum() does. A single row, m = 1,
+    needs no proof: it was repeated at another scale.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        settings: Settings,
+        rows_repeated: bool,
+        moving: Callable[[], Failure | None],
+        kinds: tuple[int, ...] = ALL_KINDS,
+        rows_apart: Tensor | None = None,
+        columns_apart: Tensor | None = None,
+        number: int = 0,
+    ) -> None:
+        """With whether all rows were run twice, who runs all of them twice where one may move, and which v.
+
+        rows_apart, columns_apart: what J leaves out, shapes (m,) and (n,). No v is expanded where there are rows.
+        number: as of `proof_cotangents`.
+        """
+        self._problem = problem
+        self._settings = settings
+        self._rows_repeated = rows_repeated
+        self._moving = moving
+        self._kinds = kinds
+        self._cotangents = proof_cotangents(problem.m, settings.seed, problem.device, kinds, number)
+        if rows_apart is not None:
+            self._cotangents.masked_fill_(rows_apart, 0.0)
+        self._columns_apart = columns_apart
+        self._sums = torch.zeros(len(kinds), problem.n, dtype=torch.float64, device=problem.device)
+        self._squares = torch.zeros_like(self._sums)
+        self._gradients: Tensor | None = None
+        self._moves_by = 0.0
+        self._most_terms = 1.0
+        self.resolution = 0.0
+
+    def take(self, gradients: Tensor, movement: float) -> None:
+        """Takes over the VJPs of the cotangents, and by how much the first one, run again, was another."""
+        self._gradients, self._moves_by = gradients, movement
+
+    def certificate(self) -> Certificate:
+        """What it vouches for where it found no failure."""
+        error = (self.gradients() - self._sums).nan_to_num(0.0, 0.0, 0.0)  # infinite ones were compared
+        return linear_backward(self._kinds, max(self._settings.atol, largest(error)))
+
+    def add(self, block: JacobianBlock) -> None:
+        """Takes a block of analytical rows into v^T J."""
+        width = block.output.width
+        first_row = block.output.first + block.first_row * width + (1 if block.part == "imaginary" else 0)
+        first_column = block.input.first + block.first_column
+        ops.project_rows_(self._sums, self._squares, self._cotangents, block.analytical, first_row, width, first_column)
+
+    def add_entries(self, rows: Tensor, columns: Tensor, analytical: Tensor, most_terms: int) -> None:
+        """Takes the entries of a sparse Jacobian, at coordinates rows and columns, into v^T J.
+
+        most_terms: entries of the fullest column.
+        """
+        self._most_terms = float(most_terms)
+        each = (vectors.unbind() for vectors in (self._cotangents, self._sums, self._squares))
+        for cotangent, total, square in zip(*each, strict=True):
+            ops.project_entries_(total, square, cotangent, rows, columns, analytical)
+
+    @phase("linearity of backward")
+    def failure(self) -> Failure | None:
+        """Compares with the VJPs, coordinate by coordinate, once all rows are in."""
+        try:
+            gradients = self.gradients()
+        except OUT_OF_MEMORY:
+            raise
+        except Exception as error:
+            return self._raised(error)
+        return self._nonlinear(gradients) or self._movement(gradients)
+
+    def gradients(self) -> Tensor:
+        """The VJPs of the cotangents: float64, shape (3, n)."""
+        if self._gradients is None:
+            self._gradients = self._vjps()
+            if self._columns_apart is not None:
+                self._sums = torch.where(self._columns_apart, self._gradients, self._sums)
+            if self._kinds[0] == GAPPED and not self._rows_repeated:
+                # At once, from the same graph.
+                self._moves_by = _movement(self._vjp(0), self._gradients[:1])
+        return self._gradients
+
+    def leads(self) -> list[tuple[int, int]]:
+        """Where a VJP is not what the entries add up to, to rounding: (number of v, coordinate), the worst first.
+
+        Rounding that is larger than that of a few operations is measured. An entry that is missing from a sparse
+        Jacobian shows here, whatever the other entries of its column.
+        """
+        gradients = self.gradients()
+        negligible = self.resolution = NEGLIGIBLE * self._settings.atol
+        if torch.equal(gradients, self._sums):
+            return []
+        rounding = TERM_ROUNDING + SUM_ROUNDING * self._most_terms**0.5
+        allowed = self._term_sizes.mul_(rounding * self._problem.unit_roundoff).add_(negligible)
+        error = (gradients - self._sums).abs_()
+        found = ~(error <= allowed) & self._sums.isfinite()
+        if bool(found.any()):
+            allowed = torch.maximum(allowed, self._measured_rounding(gradients))
+            found = ~(error <= allowed) & self._sums.isfinite()
+        self.resolution = float(allowed.amax()) if allowed.numel() else 0.0
+        which, column = found.nonzero(as_tuple=True)
+        order = (error / allowed)[which, column].nan_to_num(torch.inf).argsort(descending=True)
+        return list(zip(which[order].tolist(), column[order].tolist(), strict=True))
+
+    def error_at(self, which: int, coordinate: int) -> float:
+        """How far a component of a VJP is from what the entries add up to."""
+        return abs(float(self.gradients()[which, coordinate] - self._sums[which, coordinate]))
+
+    def replace_row(self, row: int, change: Tensor) -> None:
+        """Takes a change of a row of J into v^T J: float64, shape (n,)."""
+        self._sums.addr_(self._cotangents[:, row], change)
+
+    def _measured_rounding(self, gradients: Tensor) -> Tensor:
+        """How a backward rounds, and how far it moves where it may: float64, shape (kinds, n)."""
+        rounding = torch.zeros_like(gradients)
+        for factor in RESCALED:
+            scaled = self._vjps(factor).div_(factor)
+            rounding = torch.maximum(rounding, scaled.sub_(gradients).abs_().mul_(MEASURED))
+        rounding = torch.minimum(rounding, self._problem.unit_roundoff**LARGEST_MEASURED * self._term_sizes)
+        if self._settings.nondet_tol:
+            rounding = torch.maximum(rounding, self._movement_allowed(gradients))
+        return rounding.nan_to_num_(0.0)
+
+    @property
+    def _term_sizes(self) -> Tensor:
+        return _term_sizes(self._squares, self._sums)
+
+    def _movement_allowed(self, gradients: Tensor) -> Tensor:
+        """What VJPs may be off where they may move from run to run: float64, shape (kinds, n)."""
+        moved = torch.zeros_like(gradients)
+        for _ in range(RERUNS):
+            moved = torch.maximum(moved, (self._vjps() - gradients).abs_())
+        at_most = self._settings.nondet_tol * self._cotangents.abs().sum(1, keepdim=True)
+        return torch.minimum(moved * MEASURED, at_most)
+
+    def cotangent(self, which: int) -> Tensor:
+        """One of the cotangents: float64, shape (m,)."""
+        return self._cotangents[which]
+
+    def _nonlinear(self, gradients: Tensor) -> Failure | None:
+        own = tolerances(self._problem, self._settings)
+        measured = partial(self._movement_allowed, gradients)
+        found = _disagreement(self._cotangents, gradients, self._sums, self._squares, self._settings, *own, measured)
+        return self._diagnosed(*found[:2], gradients, found[2]) if found else None
+
+    def _vjps(self, scale: float = 1.0) -> Tensor:
+        cotangents = self._cotangents if scale == 1.0 else self._cotangents * scale
+        return self._problem.vjp(cotangents, int(GAPPED in self._kinds), int(EXPANDED in self._kinds))
+
+    def _vjp(self, which: int) -> Tensor:
+        """One of the VJPs again, shape (1, n)."""
+        kind = self._kinds[which]
+        return self._problem.vjp(self._cotangents.narrow(0, which, 1), int(kind == GAPPED), int(kind == EXPANDED))
+
+    def _raised(self, error: Exception) -> Failure:
+        """Which cotangent a backward raises for; an error that does not come again, or for zeros, too, goes through."""
+        for which, kind in enumerate(self._kinds):
+            try:
+                self._vjp(which)
+            except Exception as again:
+                self._problem.vjp(torch.zeros_like(self._cotangents[:1]))  # raises where any grad_output would
+                detail = f"it raised {type(again).__name__} for {COTANGENT_KINDS[kind]}"
+                return Failure("nonlinear", detail=detail, cause=again)
+        raise error
+
+    def _agree(self, gradients: Tensor) -> bool:
+        """Whether the VJPs are what the rows add up to, but for rounding."""
+        tolerance = ROUNDING * self._problem.unit_roundoff * self._problem.m**0.5 * largest(self._sums)
+        return not differ(gradients, self._sums, tolerance, False)
+
+    @property
+    def _rounding(self) -> float:
+        """What adding up the same terms in another order may do, at most."""
+        return ROUNDING * self._problem.unit_roundoff * self._problem.m * largest(self._term_sizes)
+
+    def _movement(self, gradients: Tensor) -> Failure | None:
+        """Determinism of the rows that were run once only: more runs of the same cotangents, bit by bit.
+
+        Where they are equal, what makes rows move is not there. Where they are not, sums may have
+        been added up in another order and no single row move: only all rows run twice can tell.
+        """
+        if not self._agree(gradients):
+            self._moves_by = max(self._moves_by, *(_movement(self._vjps(), gradients) for _ in range(RERUNS)))
+        if not self._moves_by:
+            return None
+        failure = self._moving()
+        if failure is None and self._moves_by > max(self._rounding, self._settings.nondet_tol * self._sizes()):
+            return _nondeterministic(self._problem.outputs[0])
+        return failure
+
+    def _sizes(self) -> float:
+        """The largest sum of |v|, which is how often a movement of a row may count."""
+        return float(self._cotangents.abs().sum(1).amax())
+
+    def _diagnosed(self, which: int, coordinate: int, gradients: Tensor, allowed: Tensor) -> Failure:
+        block = block_with(self._problem.inputs, coordinate)
+        if differ(self._vjp(which), gradients[which : which + 1], self._settings.nondet_tol, False):
+            return Failure("nondeterministic", input=block.index, input_position=block.position)
+        kind = COTANGENT_KINDS[self._kinds[which]]
+        if self._kinds[which] != HALVED:
+            contiguous = self._problem.vjp(self._cotangents[which : which + 1])
+            if bool(((contiguous[0] - self._sums[which]).abs() <= allowed[which]).all()):
+                kind += ", though not for a contiguous copy"
+        index = block.index_at(coordinate)
+        detail = (
+            f"for {kind}, the gradient of input {block.index} at {list(index)} is "
+            f"{gradients[which, coordinate].item():.6g}, but the rows of the Jacobian add up to "
+            f"{self._sums[which, coordinate].item():.6g} (allowed difference {allowed[which, coordinate].item():.2g})"
+        )
+        return Failure("nonlinear", input=block.index, input_position=block.position, detail=detail)
+
+
+@dataclass
+class _Told:
+    """The sum of several cotangents, shape (m,), that of their VJPs and the largest size of each of their components.
+
+    The VJP of the sum is the sum of the VJPs, unless one of them is wrong.
+    """
+
+    cotangent: Tensor
+    gradient: Tensor
+    largest: Tensor
+
+    def add(self, cotangent: Tensor, gradient: Tensor) -> None:
+        self.cotangent += cotangent
+        self.gradient += gradient
+        torch.maximum(self.largest, gradient.abs(), out=self.largest)
+
+
+class RepeatedCalls:
+    """A few VJPs run before all others, and again after them: a backward that keeps state shows.
+
+    Only a custom backward can. One that is wrong from some call on is found as by torch's checker, which runs each row
+    twice, if that call is among the first `most`.
+
+    Attributes
+    ----------
+    rows
+        Rows of the Jacobian that were run by themselves: float64, shape (n,), by their numbers.
+    """
+
+    def __init__(self, problem: Problem, settings: Settings, most: int = MOST_CALLS) -> None:
+        """Runs them; what is raised is kept for `failure`. most: as MOST_CALLS."""
+        self._problem = problem
+        self._settings = settings
+        self._most = min(2 * problem.m, most)
+        self.rows: dict[int, Tensor] = {}
+        self._products: list[Tensor] = []
+        self._raised: Exception | None = None
+        self._moved: Block | None = None
+        self._told: _Told | None = None
+        self._is_needed = problem.is_custom and problem.m > 2
+        if not self._is_needed:
+            return
+        try:
+            self._run_first()
+        except OUT_OF_MEMORY:
+            self._run_first()  # it may have been wanted for a moment only
+        except Exception as error:
+            self._raised = error
+
+    def _run_first(self) -> None:
+        m = self._problem.m
+        rows = [self._settings.seed % m, (self._settings.seed + m // 2) % m]
+        if self._most == MOST_CALLS:
+            rows.append(m - 1)  # kernels treat what is left over at the end separately
+        self.rows = {row: self._row(row) for row in rows}
+        self._products = [self._product(which) for which in range(len(REPEATED_PRODUCTS))]
+
+    def vjp(self, cotangent: Tensor) -> Tensor:
+        """A VJP, shape (1, n), that is not compared with rows: it is, together with others of these, in the end."""
+        gradient = self._problem.vjp(cotangent)
+        if self._problem.is_custom:
+            if self._told is None:
+                self._told = _Told(*(torch.zeros_like(vector[0]) for vector in (cotangent, gradient, gradient)))
+            self._told.add(cotangent[0], gradient[0])
+        return gradient
+
+    def see(self, block: JacobianBlock) -> None:
+        """Compares rows that are run again meanwhile."""
+        width, count = block.output.width, block.analytical.shape[0]
+        first = block.output.first + block.first_row * width + int(block.part == "imaginary")
+        start = block.input.first + block.first_column
+        for row, gradient in self.rows.items():
+            which, other = divmod(row - first, width)
+            if other or not 0 <= which < count:
+                continue
+            known = gradient[None, start : start + block.analytical.shape[1]]
+            if differ(block.analytical[which : which + 1], known, self._settings.nondet_tol, False):
+                self._moved = block.output
+
+    @phase("repeated calls")
+    def failure(self) -> Failure | None:
+        """Whether any is another one, once all others have run; raises what was raised before."""
+        if self._raised is not None:
+            raise self._raised
+        if self._moved is not None:
+            return _nondeterministic(self._moved)
+        if self._told is not None and self._told_moves(self._told):
+            return _nondeterministic(self._problem.outputs[0])
+        if not self._is_needed:
+            return None
+        rows, (few, all_) = list(self.rows), range(len(REPEATED_PRODUCTS))
+        once = [partial(self._row_moves, rows[0]), partial(self._product_moves, all_)]
+        once += [partial(self._row_moves, rows[1]), partial(self._product_moves, few)]
+        once += [partial(self._row_moves, row) for row in rows[2:]]
+        # Five or seven, so that what is wrong in every second, third or fourth call shows in each.
+        for which, moves in enumerate(itertools.cycle([*once, *once[1 : len(once) - 2]])):
+            if which >= len(once) and self._problem.vjps >= self._most:
+                return None
+            moved = moves()
+            if moved is not None:
+                return _nondeterministic(moved)
+        return None
+
+    def _told_moves(self, told: _Told) -> bool:
+        """Whether one of the VJPs that were not compared with rows was wrong by the allclose rule."""
+        again = self._problem.vjp(told.cotangent[None])[0]
+        atol, rtol = tolerances(self._problem, self._settings)
+        allowed = atol + rtol * told.largest + self._settings.nondet_tol * float(told.cotangent.abs().sum())
+        return bool(((again - told.gradient).abs() > allowed).any())
+
+    def _row_moves(self, row: int) -> Block | None:
+        moves = self._moves(self._row(row), self.rows[row], self._settings.nondet_tol)
+        return block_with(self._problem.outputs, row) if moves else None
+
+    def _product_moves(self, which: int) -> Block | None:
+        product = self._products[which]
+        rounding = ROUNDING * self._problem.unit_roundoff * largest(product)
+        movement = self._settings.nondet_tol * float(self._cotangent(which).abs().sum())
+        moves = self._moves(self._product(which), product, max(rounding, movement))
+        return self._problem.outputs[0] if moves else None
+
+    def _row(self, row: int) -> Tensor:
+        one_hot = torch.zeros(1, self._problem.m, dtype=torch.float64, device=self._problem.device)
+        one_hot[0, row] = 1.0
+        return self._problem.vjp(one_hot, only=block_with(self._problem.outputs, row))[0]
+
+    def _cotangent(self, which: int) -> Tensor:
+        kinds = REPEATED_PRODUCTS[which : which + 1]
+        return proof_cotangents(self._problem.m, self._settings.seed, self._problem.device, kinds)
+
+    def _product(self, which: int) -> Tensor:
+        return self._problem.vjp(self._cotangent(which))[0]
+
+    def _moves(self, again: Tensor, gradient: Tensor, tolerance: float) -> bool:
+        return any(
+            differ(left, right, tolerance, False)
+            for _, left, right in _by_inputs(self._problem, self._settings, again[None], gradient[None])
+        )
+
+
+def _nondeterministic(output: Block) -> Failure:
+    return Failure("nondeterministic", output.index, None, output.position)
+
+
+class TangentProof:
+    """J u, summed from one-hot columns, against the JVP of u, for two u in R^n over all inputs at once.
+
+    The first u is dense, with components +-[0.5, 1.5); the second is REPEAT_SCALE times the first with
+    a random half of the negative components zeroed. So every component is negative in one of them:
+    columns, which are not repeated, have seen it positive.
+    """
+
+    def __init__(self, problem: Problem, settings: Settings) -> None:
+        self._problem = problem
+        self._settings = settings
+        self._directions = torch.empty(2, problem.n, dtype=torch.float64, device=problem.device)
+        for which, direction in enumerate(self._directions):
+            ops.direction_(direction, settings.seed, TANGENT_STREAM, 0, which == 1)
+        dense, halved = self._directions
+        halved.copy_(REPEAT_SCALE * torch.where(dense > 0, dense, halved))
+        self._sums, self._squares = torch.zeros(2, 2, problem.m, dtype=torch.float64, device=problem.device).unbind()
+
+    def add(self, block: TangentBlock) -> None:
+        """Takes a block of analytical columns into J u."""
+        width = block.input.width
+        first = block.input.first + block.first_element * width + (1 if block.part == "imaginary" else 0)
+        ops.project_rows_(
+            self._sums, self._squares, self._directions, block.analytical, first, width, block.output.first
+        )
+
+    def certificate(self) -> Certificate:
+        """What it vouches for where it found no failure."""
+        method = "J u against the JVP of u, 2 tangents: dense, half of it zero"
+        return Certificate("jvp is linear in its tangent", method, self._settings.atol)
+
+    @phase("linearity of jvp")
+    def failure(self) -> Failure | None:
+        """Compares with the JVPs, output by output, once all columns are in."""
+        products = torch.zeros_like(self._sums)
+        for product, direction in zip(products, self._directions, strict=True):
+            try:
+                product.copy_(self._problem.jvp_coordinates(direction))
+            except OUT_OF_MEMORY:
+                raise
+            except Exception as error:  # one-hot tangents did not raise
+                detail = f"it raised {type(error).__name__} for a random tangent"
+                return Failure("nonlinear", mode="forward", detail=detail, cause=error)
+        own = self._settings.loosest()
+        wrong = _disagreement(self._directions, products, self._sums, self._squares, self._settings, own.atol, own.rtol)
+        if wrong is None:
+            return None
+        which, component, allowed = wrong
+        output = block_with(self._problem.outputs, component)
+        index = output.index_at(component)
+        detail = (
+            f"for a random tangent{', with some of its elements zero' if which else ''}, the tangent of output "
+            f"{output.index} at {list(index)} is {products[which, component].item():.6g}, but the columns of the "
+            f"Jacobian add up to {self._sums[which, component].item():.6g} (allowed difference "
+            f"{allowed[which, component].item():.2g})"
+        )
+        return Failure("nonlinear", output.index, None, output.position, None, mode="forward", detail=detail)
+
+
+def one_hot_failure(problem: Problem, settings: Settings) -> Failure | None:
+    """Dtype, size, determinism and homogeneity of the backward of each output, at one element of each part."""
+    return one_hot_rows(problem, settings)[0]
+
+
+def one_hot_rows(problem: Problem, settings: Settings) -> tuple[Failure | None, dict[int, Tensor]]:
+    """`one_hot_failure`, and the rows that it looked at: float64, shape (n,), by their numbers."""
+    found: dict[int, Tensor] = {}
+    for imaginary in (True, False):
+        for output in problem.outputs:
+            if (imaginary and not output.is_complex) or not output.size:
+                continue
+            part: Part = ("imaginary" if imaginary else "real") if output.is_complex else "all"
+            element = settings.seed % output.tensor.numel()
+            rows, again, match = problem.analytical_rows(
+                output, imaginary, element, 1, problem.inputs, repeated=1, scale=REPEAT_SCALE
+            )
+            found[output.first + element * output.width + int(imaginary)] = rows[0]
+            places = output.index, None, output.position, None, part
+            if settings.check_grad_dtypes and not match.dtypes:
+                return Failure("dtype", *places), found
+            if not match.sizes:
+                return Failure("size", *places), found
+            if not match.repeats and _rows_move(problem, output, part, element, 1, settings.nondet_tol):
+                return Failure("nondeterministic", *places), found
+            pairs = _by_inputs(problem, settings, rows, again)
+            if not match.repeats and any(differ(left, right, own.atol, False) for own, left, right in pairs):
+                detail = (
+                    f"grad_outputs of 1 and of {REPEAT_SCALE:g} at element {list(output.element_index(element))} of "
+                    f"output {output.index} give gradients that are not multiples of each other"
+                )
+                return Failure("nonlinear", *places, detail=detail), found
+            if output.tensor.numel() > 1:
+                # A backward may return what it kept of the first one.
+                other = (element + output.tensor.numel() // 2) % output.tensor.numel()
+                rows, _, _ = problem.analytical_rows(output, imaginary, other, 1, problem.inputs, repeated=0, scale=1.0)
+                found[output.first + other * output.width + int(imaginary)] = rows[0]
+    return None, found
+
+
+def linearity_failure(
+    problem: Problem, settings: Settings, cotangent: Tensor, gradient: Tensor, kind: str, part: Tensor | None = None
+) -> Failure | None:
+    """Whether a VJP is not what the VJPs of two parts of its cotangent, each contiguous, add up to.
+
+    Parameters
+    ----------
+    cotangent
+        float64, shape (m,).
+    gradient
+        Its VJP, in whatever layout: float64, shape (n,).
+    part
+        One of the two parts, shape (m,); None: a random half of the elements.
+    """
+    addends = "those of two grad_outputs that add up to it"
+    if part is None:
+        half = torch.empty_like(cotangent)
+        ops.direction_(half, settings.seed, COTANGENT_STREAM, 0, True)
+        part, addends = torch.where(half == 0, 0.0, cotangent), "those of its two halves"
+    both = torch.stack([part, cotangent - part])
+    parts = problem.vjp(both)
+    failure = _sum_failure(problem, settings, gradient, parts, f"for {kind}", addends)
+    if failure is not None and differ(problem.vjp(both), parts, settings.nondet_tol, False):
+        return Failure("nondeterministic", problem.outputs[0].index, None, problem.outputs[0].position)
+    return failure
+
+
+def separate_failure(problem: Problem, settings: Settings, cotangent: Tensor, gradient: Tensor) -> Failure | None:
+    """Whether a VJP is what those of each output alone, the other grad_outputs undefined, add up to."""
+    if len(problem.outputs) == 1:
+        return None
+    rows = cotangent.unsqueeze(0)
+    parts = torch.cat([problem.vjp(rows, only=output) for output in problem.outputs])
+    which = "for random grad_outputs of all outputs at once"
+    return _sum_failure(problem, settings, gradient, parts, which, "those of each output alone")
+
+
+def _sum_failure(
+    problem: Problem, settings: Settings, gradient: Tensor, parts: Tensor, which: str, addends: str
+) -> Failure | None:
+    """Whether a gradient, shape (n,), is not the sum of parts, shape (count, n), within the check's tolerance."""
+    total = parts.sum(0)
+    atol, rtol = tolerances(problem, settings)
+    allowed = atol + rtol * parts.abs().sum(0)
+    wrong = ~((gradient - total).abs() <= allowed) & total.isfinite()
+    if not bool(wrong.any()):
+        return None
+    coordinate = int(wrong.nonzero()[0])
+    block = block_with(problem.inputs, coordinate)
+    index = block.index_at(coordinate)
+    detail = (
+        f"{which}, the gradient of input {block.index} at {list(index)} is {gradient[coordinate].item():.6g}, but "
+        f"{addends} add up to {total[coordinate].item():.6g}"
+    )
+    return Failure("nonlinear", input=block.index, input_position=block.position, detail=detail)

@@ -1,0 +1,426 @@
+"""Whether outputs move along random directions as the entries of a sparse Jacobian say.
+
+A pattern is a guess until then: an entry that it lacks shows in the derivative of its output along any direction, by
+itself or added to another entry of its row that was measured together with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastgrad.core.native import ops
+from fastgrad.core.tensors import largest
+from fastgrad.engines.compressed import Compression
+from fastgrad.engines.sketch import Differences, directional_differences
+from fastgrad.problem.problem import Problem
+from fastgrad.report.data import Certificate, Failure, Settings
+from fastgrad.structure.coloring import Indices
+from fastgrad.verdict.comparison import tolerances
+from fastgrad.verdict.confirm import Found, entries_failure, entry_in_row, located_failure, row_entry
+
+MOST_LEADS = 8
+"""Rows, and columns, of a failed certificate to follow up."""
+
+MOST_PEELED = 8
+"""Harmless entries of a row to take out of what is not explained there."""
+
+DIRECTIONS, DIRECTIONS_WATCHED = 3, 2
+"""Directions of the numerical certificate; and where outputs were watched, bit by bit, to find the pattern."""
+
+ROUNDING = 8.0
+"""Units of rounding of an output that a derivative along a direction, over its step, may be off."""
+
+NEGLIGIBLE = 2.0**-10
+"""Share of atol below which a derivative along a direction is not looked at: three directions tell a thousand times as
+much, with the default confidence."""
+
+STARTS = (1.0, 2.0**2, 2.0**4, 2.0**6, 2.0**9, 2.0**12)
+"""Steps to begin with, in units of eps: the smallest at which rounding is negligible."""
+
+LARGEST_TWO_POINT = 2.0**4
+"""Step, in units of eps, up to which two evaluations give a derivative along a direction."""
+
+SMALLER, LARGER = (2.0**-10, 2.0**-14, 2.0**-17), (2.0**6, 2.0**12)
+"""Further steps, in units of eps: smaller ones do not cross the kinks that a joint step crosses and a single one does
+not; beside larger ones rounding is small."""
+
+FEW_HIDING = 2.0**-8
+"""Share of the outputs, beside kinks say, that may hide entries which matter: the check is undecided then. Where more
+do, outputs are watched bit by bit instead."""
+
+MOST_SEPARATED = 64
+"""Outputs that may hide entries, and columns of these, to look at by themselves."""
+
+HOPELESS = 1 / 4
+"""Of the rows: where more are wrong, it is not for kinks, and smaller steps do not help."""
+
+
+@dataclass(frozen=True)
+class Incomplete:
+    """What a certificate found missing: entries that a pattern lacks, or something that none explains.
+
+    Attributes
+    ----------
+    rows, columns
+        Of each entry: shape (entries,).
+    refuted
+        Whether there are too many to be told one by one.
+    unexplained
+        What no entry explains of a derivative or of a product; None: all is explained.
+    """
+
+    rows: Indices
+    columns: Indices
+    refuted: bool = False
+    unexplained: float | None = None
+
+    @property
+    def ends(self) -> bool:
+        """Whether this pattern leads nowhere."""
+        return self.refuted or self.unexplained is not None
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether nothing is missing."""
+        return not self.ends and not self.rows.size
+
+
+def incomplete(
+    learnt: list[tuple[Indices, Indices]], refuted: bool = False, unexplained: float | None = None
+) -> Incomplete:
+    """One of entries found in several places: (rows, columns) each."""
+    empty = np.empty(0, dtype=np.int64)
+    rows, columns = zip(*learnt, strict=True) if learnt else ((empty,), (empty,))
+    return Incomplete(np.concatenate(rows), np.concatenate(columns), refuted, unexplained)
+
+
+@dataclass(frozen=True)
+class _Discrepancies:
+    """Directional derivatives of each output against what the entries of a pattern add up to.
+
+    Attributes
+    ----------
+    error
+        The largest difference: float64, shape (m,).
+    noise
+        What the derivatives may be off: float64, shape (m,).
+    base, rounding
+        The outputs, and what rounding may do to a derivative, relative to them.
+    share
+        By how much rounding and noise count: more than once where entries have them, too.
+    """
+
+    error: Tensor
+    noise: Tensor
+    base: Tensor
+    rounding: float
+    settings: Settings
+    share: float
+
+    @cached_property
+    def allowed(self) -> Tensor:
+        """What rounding and noise explain of an error: float64, shape (m,)."""
+        allowed = self.base.abs().mul_(self.rounding * self.share).add_(self.noise, alpha=4.0 * self.share)
+        return allowed.clamp_(min=NEGLIGIBLE * self.settings.atol)
+
+    @property
+    def wrong(self) -> Tensor:
+        """Where more differs than is explained; a NaN does."""
+        return ~(self.error <= self.allowed)
+
+
+@dataclass(frozen=True)
+class _Apart:
+    """Outputs that are looked at by themselves (bool, shape (m,)), and the columns that are measured one by one."""
+
+    are_rows: Tensor
+    columns: Tensor
+
+
+class NumericalCertificate:
+    """That no entry of func lies outside of a pattern, and that the entries on it are those of func.
+
+    Attributes
+    ----------
+    values
+        The entries on the pattern: float64, shape (nnz,).
+    bound
+        The size from which an entry outside of the pattern shows, once `certify` has run.
+    """
+
+    values: Tensor
+
+    def __init__(self, problem: Problem, settings: Settings, compression: Compression, base: Tensor) -> None:
+        """With the outputs at x: float64, shape (m,)."""
+        self._problem = problem
+        self._settings = settings
+        self._compression = compression
+        self._base = base
+        self.bound, self._margin, self._shares = 0.0, 1.0, (1.0, 1.0)
+        self._explained, self._unresolved = 0.0, 0.0
+
+    @property
+    def hides(self) -> bool:
+        """Whether rounding, or noise, may hide entries that matter."""
+        return self.bound > self.asked
+
+    def certificate(self) -> Certificate:
+        """What it vouches for where nothing is missing."""
+        watched = self._compression.pattern.is_numerical
+        method = f"{DIRECTIONS_WATCHED if watched else DIRECTIONS} random directions" + watched * ", and bit by bit"
+        method += ": the derivatives along them against the sums of entries"
+        return Certificate("no numerical entry outside of the pattern", method, self.bound)
+
+    def screen(self, values: Tensor) -> list[int]:
+        """Outputs that one direction shows not to move as the entries say, worst first."""
+        self.values = values
+        # Of the usual output: beside a few large ones, larger steps are tried afterwards.
+        usual = float(torch.linalg.vector_norm(self._base, 1)) / max(1, self._base.numel())
+        scale = usual * ROUNDING * 2 * self._problem.unit_roundoff / self._settings.eps
+        enough = (step for step in STARTS if scale <= NEGLIGIBLE * self._settings.atol * step)
+        self._start = next(enough, STARTS[-1])
+        self._first = self._differences_along(self._start, 1, extrapolated=1)
+        if not bool(self._compared(self._first, values, self._entry_rounding).wrong.any()):
+            return []
+        return self._unexplained_rows(1, None)
+
+    def certify(self, analytical: Tensor | None) -> Failure | list[int] | None:
+        """That outputs move along random directions as entries say: the analytical ones, or else the numerical ones.
+
+        Analytical entries, which products explain, are known better than numerical ones, and no entry that func has
+        and the backward lacks adds to them. Returns a failure, or the outputs that do not move so; None where so many
+        may hide entries that the pattern is to be found in another way.
+        """
+        watched = self._compression.pattern.is_numerical
+        count = DIRECTIONS_WATCHED if watched else DIRECTIONS
+        # An entry counts times a component of a direction or, where it was measured together with another one, times
+        # the difference of two, which is as small as a share s with probability s; in all directions with s^count.
+        together = (1 - self._settings.confidence) ** (1 / count)
+        self._margin = together if analytical is None else 0.5
+        self._shares = (self._margin / together, 1.0)
+        entries, rounding = (self.values, self._entry_rounding) if analytical is None else (analytical, None)
+        noise, found = self._first.noise, self._compared(self._first, entries, rounding)
+        del self._first  # the memory of several vectors
+        for k in range(1, count):
+            if bool(found.wrong.any()):
+                break
+            more = int(self._start > LARGEST_TWO_POINT)
+            differences = self._differences_along(self._start, 1, extrapolated=more, first=k)
+            if not more:
+                torch.maximum(differences.noise, noise, out=differences.noise)
+            found = self._compared(differences, entries, rounding)
+        rows: list[int] = []
+        explained = not bool(found.wrong.any())
+        if explained:
+            self._explained_to(found.allowed / self._margin)
+        if not explained or self._hiding.numel():
+            rows = self._unexplained_rows(count, analytical)
+            if analytical is not None:
+                failure, rows = self._separated(rows, count, analytical)
+                if failure is not None:
+                    return failure
+        if watched:
+            # What moves no bit of an output, no difference shows.
+            self.bound = max(min(self.bound, self.asked), self._unresolved)
+        elif self._hiding.numel() > FEW_HIDING * self._base.numel():
+            return None
+        return rows
+
+    def follow(self, rows: list[int], row_of: Callable[[int], Tensor]) -> Failure | Incomplete:
+        """Down to the entry of each row that is wrong; or all that its gradient says belongs to it."""
+        learnt: list[tuple[Indices, Indices]] = []
+        for row in rows[:MOST_LEADS]:
+            gradient = row_of(row)
+            found = self._peeled(row, gradient)
+            if not isinstance(found, list):
+                return found
+            columns = np.union1d(np.flatnonzero(gradient.cpu().numpy()), [j for entry in found for j in entry.columns])
+            learnt.append((np.full(columns.size, row), columns.astype(np.int64)))
+        return incomplete(learnt, refuted=len(rows) > MOST_LEADS)
+
+    def row_failure(self, row: int, gradient: Tensor) -> Failure | None:
+        """Whether a row of the backward, run by itself, float64, shape (n,), is wrong by the allclose rule."""
+        mine = self._compression.entries_of_row(row)
+        expected = torch.zeros_like(gradient)
+        expected[self._compression.columns[mine]] = self.values[mine]
+        atol, rtol = tolerances(self._problem, self._settings)
+        error = (gradient - expected).abs() / (atol + rtol * expected.abs())
+        column = int(error.nan_to_num(torch.inf).argmax())
+        if error[column] <= 1:
+            return None
+        found = row_entry(self._problem, self._settings, row, gradient, column)
+        self._unresolved = max(self._unresolved, found.unresolved)
+        return located_failure([found]) if found.survivor is not None else None
+
+    def _unexplained_rows(self, count: int, analytical: Tensor | None, apart: _Apart | None = None) -> list[int]:
+        """Outputs that do not move as entries say, worst first; notes those that may hide entries.
+
+        Several steps in the same directions tell. For each output the step that resolves most decides; and it clears
+        what another step found only if it would have seen as much. Of outputs that are apart, only these are asked for,
+        and columns that are apart do not move.
+        """
+        size = self._base.shape
+        bounds = torch.full((2, *size), torch.inf, dtype=torch.float64, device=self._problem.device)
+        refuted = torch.zeros_like(bounds)
+        steps = [1.0]
+        times, refuting = torch.ones_like(self._base), torch.zeros_like(self._base)
+        while steps:
+            step = steps.pop(0)
+            differences = self._differences_along(step, count, extrapolated=count, apart=apart)
+            found = [self._compared(differences, self.values, self._entry_rounding)]
+            if analytical is not None:
+                found.append(self._compared(differences, analytical, None))
+            for bound, refutation, one in zip(bounds, refuted, found, strict=False):
+                torch.minimum(bound, one.allowed.masked_fill(one.wrong, torch.inf), out=bound)
+                torch.maximum(refutation, one.error.nan_to_num(torch.inf).masked_fill_(~one.wrong, 0.0), out=refutation)
+            beyond = (found[-1].error / found[-1].allowed).nan_to_num(torch.inf)
+            refuting.masked_fill_(beyond > times, step)
+            torch.maximum(times, beyond, out=times)
+            shown = torch.where((bounds <= refuted / 2) | (refuted == 0), bounds, torch.inf)
+            known = torch.minimum(shown[0] * self._shares[0], shown[1] * self._shares[1])
+            if apart is not None:
+                known = known.where(apart.are_rows, 0.0)
+            rows, hiding = known.isinf(), known / self._margin > self.asked
+            unexplained = int(rows.sum())
+            if not bool(hiding.any()) or (step == 1.0 and unexplained > HOPELESS * rows.numel()):
+                break
+            if step == 1.0:
+                steps += [*SMALLER, *LARGER] if unexplained else [*LARGER, *SMALLER]
+        self._explained_to(known.masked_fill(rows, 0.0) / self._margin, apart)
+        worst_first = rows.nonzero().reshape(-1)[refuted[0][rows].argsort(descending=True)]
+        self._refuting = dict(zip(worst_first[:MOST_LEADS].tolist(), refuting[worst_first].tolist(), strict=False))
+        self._count, self._apart = count, apart
+        self._against = (self.values, self._entry_rounding) if analytical is None else (analytical, None)
+        return worst_first.tolist()
+
+    def _explained_to(self, sizes: Tensor, apart: _Apart | None = None) -> None:
+        """Takes the sizes up to which outputs may hide entries: float64, shape (m,)."""
+        earlier = self._explained if apart is not None else 0.0
+        self._explained = max(earlier, largest(sizes.where(sizes <= self.asked, 0.0)))
+        self._hiding = (sizes > self.asked).nonzero().reshape(-1)
+        self.bound = max(self._explained, largest(sizes), self._unresolved)
+
+    def _separated(self, unexplained: list[int], count: int, analytical: Tensor) -> tuple[Failure | None, list[int]]:
+        """Looks again at outputs that are not explained or may hide entries, if they are few; as `certify`.
+
+        These may be beside kinks: their own columns, moved together with others, cross them at every step beside which
+        rounding is small. So these columns are measured one by one, and all others move together.
+        """
+        compression, blocks = self._compression, (*self._problem.inputs, *self._problem.outputs)
+        rows = torch.unique(torch.cat([self._hiding, self._hiding.new_tensor(unexplained)]))
+        if not 0 < rows.numel() <= MOST_SEPARATED or any(block.is_complex for block in blocks):
+            return None, unexplained
+        mine = torch.isin(compression.rows, rows)
+        columns = torch.unique(compression.columns[mine])
+        if not 0 < columns.numel() <= MOST_SEPARATED:
+            return None, unexplained
+        apart = _Apart(torch.zeros_like(self._base, dtype=torch.bool).index_fill_(0, rows, True), columns)
+        expected = analytical.new_zeros(columns.numel(), rows.numel())
+        places = zip((columns, rows), (compression.columns[mine], compression.rows[mine]), strict=True)
+        expected[tuple(torch.searchsorted(known, own) for known, own in places)] = analytical[mine]
+        differences = self._problem.difference_columns
+        found = torch.stack([differences(column, 1, self._settings.eps, True)[0][rows] for column in columns.tolist()])
+        atol, rtol = tolerances(self._problem, self._settings, columns.unsqueeze(1))
+        which = (~((expected - found).abs() <= atol + rtol * found.abs())).nonzero(as_tuple=True)
+        coordinates = rows[which[1]], columns[which[0]]
+        failure, unresolved = entries_failure(
+            self._problem, self._settings, *coordinates, expected[which], found[which]
+        )
+        if failure is not None:
+            return failure, []
+        self._unresolved = max(self._unresolved, unresolved)
+        return None, self._unexplained_rows(count, analytical, apart)
+
+    def _peeled(self, row: int, gradient: Tensor) -> list[Found] | Failure | Incomplete:
+        """The harmless entries that explain, with its gradient, how a row's output moves along all directions."""
+        problem, settings = self._problem, self._settings
+        step = self._refuting[row]
+        differences = self._differences_along(step, self._count, extrapolated=self._count, apart=self._apart)
+        entries, rounding = self._against
+        allowed = float(self._compared(differences, entries, rounding).allowed[row]) + NEGLIGIBLE * settings.atol
+        found: list[Found] = []
+
+        def explained(vector: Tensor) -> float:
+            return sum(
+                vector[column].item() * error
+                for entry in found
+                for column, error in zip(entry.columns, entry.errors, strict=True)
+            )
+
+        while True:
+            along = differences.derivatives[:, row] - differences.directions @ gradient
+            errors = torch.stack([error - explained(u) for error, u in zip(along, differences.directions, strict=True)])
+            k = int(errors.abs().nan_to_num(torch.inf).argmax())
+            if abs(errors[k].item()) <= allowed:
+                return found
+            if len(found) == MOST_PEELED:
+                break
+            where = row, gradient, differences.directions[k], differences.eps, errors[k].item(), explained
+            entry = entry_in_row(problem, settings, *where)
+            if entry.survivor is not None:
+                return located_failure([entry])
+            self._unresolved = max(self._unresolved, entry.unresolved)
+            if any(entry.columns == known.columns for known in found):
+                break
+            found.append(entry)
+        return incomplete([], unexplained=2 * abs(errors[k].item()))
+
+    @cached_property
+    def asked(self) -> float:
+        """The size from which an entry outside of the pattern matters: atol, or what moves an output by one bit."""
+        one_bit = 4 * self._problem.unit_roundoff * largest(self._base) / self._settings.eps
+        return max(self._settings.atol, one_bit)
+
+    @property
+    def _entry_rounding(self) -> float:
+        """What rounding may do to a sum of numerical entries, relative to the output."""
+        return ROUNDING * 2 * self._problem.unit_roundoff / self._settings.eps
+
+    def _differences_along(
+        self, step: float, count: int, extrapolated: int, first: int = 0, apart: _Apart | None = None
+    ) -> Differences:
+        """As `directional_differences`, of what is not apart; step in units of eps, first: of the directions.
+
+        The same numbers are the same directions at every step.
+        """
+        compression = self._compression
+        still = compression.columns_apart
+        if apart is not None:
+            none = torch.zeros(self._problem.n, dtype=torch.bool, device=self._problem.device)
+            still = (none if still is None else still).index_fill(0, apart.columns, True)
+        differences = directional_differences(
+            self._problem,
+            self._settings,
+            self._base,
+            self._settings.eps * step,
+            count,
+            0,
+            extrapolated=extrapolated,
+            still=still,
+            first=first,
+        )
+        if compression.rows_apart is not None:
+            for values in (differences.derivatives, differences.noise):
+                values.masked_fill_(compression.rows_apart, 0.0)
+        return differences
+
+    def _compared(self, differences: Differences, entries: Tensor, rounding: float | None) -> _Discrepancies:
+        """Derivatives along random directions against what entries, off by rounding themselves, add up to."""
+        base = self._base
+        if self._compression.rows_apart is not None:
+            base = base.masked_fill(self._compression.rows_apart, 0.0)
+        error = torch.zeros_like(base)
+        for u, derivatives in zip(differences.directions.unbind(), differences.derivatives.unbind(), strict=True):
+            total = torch.zeros_like(base)
+            ops.project_entries_(total, None, u, self._compression.columns, self._compression.rows, entries)
+            torch.maximum(error, total.sub_(derivatives).abs_(), out=error)
+        own = ROUNDING * differences.rounding
+        # Errors of the numerical entries of a row have random signs, and add up.
+        share = 1.0 if rounding is None else max(1, self._compression.most_in_row) ** 0.5
+        return _Discrepancies(error, differences.noise, base, max(own, rounding or 0.0), self._settings, share)

@@ -1,0 +1,241 @@
+"""Entries that differ at eps, re-measured over many steps: which of them are wrong, and what to say of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from fastgrad.core.phases import phase
+from fastgrad.engines.ridders import Refinement, measured, settled
+from fastgrad.problem.coordinates import Block, block_with
+from fastgrad.problem.problem import Problem
+from fastgrad.report.data import Difference, Entry, Settings, Tolerances, Trouble, modulus
+
+UNRESOLVED = 64.0
+"""What the derivative of an entry may be off, in units of its tolerance, for the entry to be left open: rounding beside
+a kink. Beyond, the derivative did not converge."""
+
+MOST_OTHERS = 7
+"""Wrong entries to tell of beside the worst."""
+
+
+@dataclass(frozen=True)
+class Suspects:
+    """Entries of one output and one input that differ at eps, that with the largest difference first.
+
+    Attributes
+    ----------
+    inputs, outputs
+        Coordinates: int64, shape (entries, 1 or 2), two where they make one complex entry.
+    analytical, numerical
+        The entries, the latter at eps: complex128, shape (entries,).
+    input_elements, output_elements
+        Numbers of the elements among those that have coordinates: int64, shape (entries,).
+    """
+
+    inputs: Tensor
+    outputs: Tensor
+    analytical: Tensor
+    numerical: Tensor
+    input_elements: Tensor
+    output_elements: Tensor
+
+    def of(self, entries: Tensor) -> Suspects:
+        """Some of the entries, by number or mask."""
+        return Suspects(*(getattr(self, field.name)[entries] for field in fields(self)))
+
+    def entry(
+        self, problem: Problem, which: int, own: Tolerances, refined: complex | None = None, error: float | None = None
+    ) -> Entry:
+        """One of them for a report; refined: its numerical value, known to within an error."""
+        output, block = self.blocks(problem, which)
+        numerical = complex(self.numerical[which]) if refined is None else refined
+        analytical = complex(self.analytical[which])
+        is_real = self.inputs.shape[1] == self.outputs.shape[1] == 1
+        return Entry(
+            output.element_index(int(self.output_elements[which])),
+            block.element_index(int(self.input_elements[which])),
+            analytical.real if is_real else analytical,
+            numerical.real if is_real else numerical,
+            own.atol + own.rtol * modulus(numerical),
+            error,
+        )
+
+    def blocks(self, problem: Problem, which: int) -> tuple[Block, Block]:
+        """The output and the input of one of them."""
+        output, input_ = int(self.outputs[which, 0]), int(self.inputs[which, 0])
+        return block_with(problem.outputs, output), block_with(problem.inputs, input_)
+
+
+@dataclass(frozen=True)
+class Survivor:
+    """An entry that is wrong also at other steps, or whose derivative no step settles; and what to say of it.
+
+    convergence: what was measured of it, large steps first. others: more such entries, of those that were
+    re-measured with it.
+    """
+
+    entry: Entry
+    detail: str
+    trouble: Trouble | None = None
+    convergence: tuple[Difference, ...] = ()
+    others: tuple[Entry, ...] = ()
+
+
+def not_finite(problem: Problem, record_graph: bool, settings: Settings, suspects: Suspects) -> Survivor | None:
+    """The first of some suspected entries that no step can settle: func, x or the analytical one is not finite."""
+    base = problem.evaluate(record_graph, torch.zeros(problem.n, dtype=torch.float64, device=problem.device))
+    values, x = base[suspects.outputs], problem.coordinates()[suspects.inputs]
+    of_func, of_input = ~values.isfinite().all(1), ~x.isfinite().all(1)
+    of_backward = ~suspects.analytical.isfinite()
+    wrong = of_func | of_input | of_backward
+    if not bool(wrong.any()):
+        return None
+    # Of the many that one element may spoil, one of that element.
+    order = (of_func.int() + of_input.int() + of_backward.int()).argsort(descending=True, stable=True)
+    worst = int(order[0])
+    output, block = suspects.blocks(problem, worst)
+    own = settings.of(block.index)
+    entries = [suspects.entry(problem, int(i), own) for i in order[: min(int(wrong.sum()), 1 + MOST_OTHERS)]]
+    entry = entries[0]
+    where = f"input {block.index} at {list(entry.input_index)} is {_number(x[worst])}"
+    if bool(of_func[worst]):
+        detail = f"func is not finite: output {output.index} at {list(entry.output_index)} is {_number(values[worst])}"
+        detail += f", and {where}"
+    elif bool(of_input[worst]):
+        detail = f"{where}: it takes no step"
+    else:
+        value = complex(suspects.analytical[worst])
+        detail = f"the analytical derivative is not finite: {value if value.imag else value.real:g}, where {where}"
+    return Survivor(entry, detail, "not finite", (), tuple(entries[1:]))
+
+
+def _number(coordinates: Tensor) -> str:
+    """A value of one or two coordinates in words."""
+    numbers = coordinates.tolist()
+    return f"{numbers[0] if len(numbers) == 1 else complex(*numbers):.6g}"
+
+
+@phase("re-measuring")
+def surviving(
+    problem: Problem, record_graph: bool, settings: Settings, groups: Sequence[Suspects]
+) -> tuple[Survivor | None, Tensor, float]:
+    """The worst of some suspected entries, if any is wrong after re-measuring; and which ones are: bool, end to end.
+
+    Last, what those may be off that agree as far as their derivatives are known, and are not known to the tolerance.
+    groups: of one input; the entries of each are moved together.
+    """
+    own = settings.of(block_with(problem.inputs, int(groups[0].inputs[0, 0])).index)
+    columns = []
+    for part in range(groups[0].inputs.shape[1]):
+        found = [
+            measured(
+                problem,
+                group.inputs[:, part].repeat_interleave(group.outputs.shape[1]),
+                group.outputs.reshape(-1),
+                record_graph,
+                settings.eps,
+            )
+            for group in groups
+        ]
+        columns.append(settled(found, own.atol, own.rtol))
+    suspects = Suspects(*(torch.cat([getattr(group, field.name) for group in groups]) for field in fields(Suspects)))
+    atol, rtol = own.atol, own.rtol
+    shape = suspects.outputs.shape
+    values, errors = (
+        _entries([getattr(column, name).reshape(shape) for column in columns]) for name in ("values", "errors")
+    )
+    converged = torch.stack([column.converged.reshape(shape).all(1) for column in columns]).all(0)
+    difference = (suspects.analytical - values).abs()
+    allowed = atol + rtol * values.abs()
+    doubtful = torch.stack([column.doubtful.reshape(shape).any(1) for column in columns]).any(0)
+    # What is left of func below its own rounding excuses no gradient.
+    converged &= ~(doubtful & (difference <= allowed))
+    agrees = difference <= allowed
+    off = errors.abs()
+    is_open = agrees & ~converged & ~doubtful & (off <= UNRESOLVED * allowed)
+    for which in map(int, is_open.nonzero().reshape(-1)):  # subclasses have no tolist
+        rows = range(which * shape[1], (which + 1) * shape[1])
+        is_open[which] = all(column.is_kink(row, atol, rtol) for column in columns for row in rows)
+    unresolved = float(off[is_open].amax()) if bool(is_open.any()) else 0.0
+    wrong = ~(agrees & (converged | is_open))
+    if not bool(wrong.any()):
+        return None, wrong, unresolved
+    # Converged entries first: they are sure. A NaN is never sure.
+    excess = torch.where(wrong, torch.where(converged, difference / allowed, 0.0), -1.0)
+    worst_first = excess.argsort(descending=True, stable=True)
+    order = [int(which) for which in worst_first[: min(int(wrong.sum()), 1 + MOST_OTHERS)]]  # subclasses have no tolist
+    entries = []
+    for which in order:
+        refined = (complex(values[which]), float(errors[which].abs())) if converged[which] else ()
+        entries.append(suspects.entry(problem, which, own, *refined))
+    worst = order[0]
+    trouble = _trouble(columns, suspects, worst, bool(converged[worst]), own)
+    survivor = Survivor(entries[0], *trouble, _convergence(columns, shape, worst), tuple(entries[1:]))
+    return survivor, wrong, unresolved
+
+
+def _convergence(columns: list[Refinement], shape: torch.Size, entry: int) -> tuple[Difference, ...]:
+    """What was measured of an entry; the steps are those of its first coordinate."""
+    of_entry = slice(entry * shape[1], (entry + 1) * shape[1])
+    own = [column.of(of_entry) for column in columns]
+    measured = []
+    for s in range(min(column.steps.shape[1] for column in own)):
+        if all(bool((column.widths[:, s] != 0).all()) for column in own):
+            changes = [column.changes[:, s].reshape(1, -1) for column in own]
+            estimates = [(column.changes[:, s] / column.widths[:, s]).reshape(1, -1) for column in own]
+            change, estimate = (complex(_entries(values)[0]) for values in (changes, estimates))
+            if len(own) == shape[1] == 1:
+                change, estimate = change.real, estimate.real
+            measured.append(Difference(float(own[0].steps[0, s]), change, estimate))
+    return tuple(measured)
+
+
+def _entries(columns: list[Tensor]) -> Tensor:
+    """Complex entries of real ones, shape (entries, 1 or 2) each: (re, im) are two columns, or side by side."""
+    if len(columns) == 2:
+        return torch.complex(columns[0][:, 0], columns[1][:, 0])
+    (column,) = columns
+    return torch.complex(column[:, 0], column[:, 1] if column.shape[1] == 2 else torch.zeros_like(column[:, 0]))
+
+
+def _trouble(
+    columns: list[Refinement], suspects: Suspects, worst: int, sure: bool, own: Tolerances
+) -> tuple[str, Trouble | None]:
+    """What is special about the worst entry's derivative, as a clause and by name."""
+    width = suspects.outputs.shape[1]
+    for column in columns:
+        for row in range(worst * width, (worst + 1) * width):
+            if column.is_kink(row, own.atol, own.rtol) and not _is_steep(column, row):
+                sides = f"{column.left[row].item():.6g} (left) and {column.right[row].item():.6g} (right)"
+                return f"a kink: the one-sided derivatives are {sides}", "kink"
+    at_eps = suspects.numerical[worst].abs().item()
+    rows = slice(worst * width, (worst + 1) * width)
+    if not any(bool(column.values[rows].any()) for column in columns) and at_eps > own.atol:
+        return (
+            f"func does not move at all for steps much below eps, and by {at_eps:.3g} x eps at eps: "
+            "is something inside computed in a lower precision?",
+            "low precision",
+        )
+    if any(bool(column.doubtful[rows].any()) for column in columns):
+        return (
+            "steps much below eps give another derivative, though func goes straight through there: is something "
+            "inside computed in a lower precision?",
+            "low precision",
+        )
+    if not sure:
+        return (
+            "the numerical derivative did not converge over steps from 1e-2 down to rounding: func is not smooth there",
+            "not converged",
+        )
+    return "", None
+
+
+def _is_steep(column: Refinement, row: int) -> bool:
+    """Whether one-sided derivatives differ by curvature alone: their mean is not the refined value."""
+    mean = (column.left[row].item() + column.right[row].item()) / 2
+    value = column.values[row].item()
+    return not abs(mean - value) <= 1e-3 * abs(column.left[row].item() - column.right[row].item())
