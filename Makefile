@@ -45,7 +45,7 @@ sanitize: $(VENV)/.tools
 	cd $(SANITIZED) && LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 FASTGRAD_FUZZ_CALLS=3000 \
 	  $(abspath $(RUN)) -m pytest \
-	  --deselect tests/test_native.py::test_import_costs_little_beyond_torch
+	  --deselect tests/core/test_native.py::test_import_costs_little_beyond_torch
 
 develop: $(VENV)/.tools
 

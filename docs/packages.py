@@ -1,6 +1,6 @@
 """The packages of fastgrad and what each imports: the picture in CONTRIBUTING.md.
 
-`python -m docs.packages` draws it anew; tests/test_architecture.py tells when it is out of date.
+`python -m docs.packages` draws it anew; tests/behavior/test_architecture.py tells when it is out of date.
 """
 
 from __future__ import annotations

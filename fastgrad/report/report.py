@@ -130,6 +130,8 @@ class GradcheckError(TorchGradcheckError):
         A `fastgrad.Report`.
     """
 
+    __module__ = "fastgrad"  # by which tracebacks name it
+
     def __init__(self, message: str, report: Report) -> None:
         super().__init__(message)
         self.report = report

@@ -15,8 +15,8 @@ from fastgrad.checks.order import check
 from fastgrad.engines import cuda_graph, executor, plan, vmapped
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Settings
-from tests.test_batched import leaf
-from tests.test_fast import doubled
+from tests.checks.test_sketch import doubled
+from tests.engines.test_vmapped import leaf
 
 EPS = 1e-6
 DENSE = Settings(engine="dense")

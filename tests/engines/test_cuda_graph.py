@@ -30,8 +30,8 @@ from fastgrad.engines import cuda_graph, executor, plan, vmapped
 from fastgrad.engines.blocks import REPEATED_ROWS
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Plan, Settings
-from tests.test_batched import leaf
-from tests.test_fast import doubled
+from tests.checks.test_sketch import doubled
+from tests.engines.test_vmapped import leaf
 
 EPS = 1e-6
 
@@ -82,7 +82,7 @@ class Generator:
 
 
 class Cuda:
-    """What fastgrad.graphs uses of torch.cuda."""
+    """What fastgrad.engines.cuda_graph uses of torch.cuda."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -554,7 +554,7 @@ def test_threads_that_cannot_touch_cuda_do_not_matter(cuda: Cuda, monkeypatch: p
 
 
 def test_a_backward_on_other_streams_is_refused(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graph._native, "backward_streams", lambda *_: [Stream([], "other").stream_id])
+    monkeypatch.setattr(cuda_graph.native, "backward_streams", lambda *_: [Stream([], "other").stream_id])
     refused = pytest.raises(executor.RefusedError, match="backward runs on streams of its own")
     with Problem(lambda x: x.cumsum(0), (leaf(40),)) as problem, refused:
         rows_of(problem, 0, 40, replayed=True)
@@ -563,7 +563,7 @@ def test_a_backward_on_other_streams_is_refused(cuda: Cuda, monkeypatch: pytest.
 
 def test_a_backward_on_the_cpu_runs_on_no_stream() -> None:
     x = leaf(3)
-    assert cuda_graph._native.backward_streams([x.sin().exp()], [x]) == []
+    assert cuda_graph.native.backward_streams([x.sin().exp()], [x]) == []
 
 
 def test_a_right_gradient_passes_by_replayed_rows(replaying_rows: Cuda) -> None:

@@ -252,7 +252,8 @@ def test_a_memory_limit_holds_a_sparse_jacobian() -> None:
 
 
 def test_address_space(tmp_path: Path) -> None:
-    free = "import resource; resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30)); import fastgrad.memory as m; "
+    free = "import resource; resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30)); "
+    free += "import fastgrad.core.memory as m; "
     found = subprocess.run(
         [sys.executable, "-c", free + "print(m.free_bytes())"], capture_output=True, text=True, check=True
     )

@@ -128,8 +128,8 @@ def test_a_busy_machine_chooses_as_an_idle_one_does() -> None:
 def test_measured_seconds_choose_no_engine(fast_mode: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def engines(factor: float) -> list[str]:
         clock = time.perf_counter
-        for user in ("plan", "problem"):
-            monkeypatch.setattr(f"fastgrad.{user}.clock", lambda _: factor * clock())
+        for user in ("first_look", "problem"):
+            monkeypatch.setattr(f"fastgrad.problem.{user}.clock", lambda _: factor * clock())
         reports = [fastgrad.check(func, inputs, fast_mode=fast_mode) for _, func, inputs in ordinary()]
         monkeypatch.undo()
         return [report.plan.engine for report in reports if report.plan is not None]
@@ -141,8 +141,8 @@ def test_what_is_slow_by_far_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> No
     x = leaf(16)
     quick = run(torch.sin, x)
     clock = time.perf_counter
-    for user in ("plan", "problem"):
-        monkeypatch.setattr(f"fastgrad.{user}.clock", lambda _: 1e5 * clock())
+    for user in ("first_look", "problem"):
+        monkeypatch.setattr(f"fastgrad.problem.{user}.clock", lambda _: 1e5 * clock())
     slow = run(torch.sin, x)
     assert quick.plan is not None
     assert slow.plan is not None

@@ -658,11 +658,11 @@ def test_the_same_as_keywords(check: Any) -> None:
 
 # The project's own pages
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = [
     page
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-    # The gallery is made by running what it shows: tests/test_gallery.py.
+    # The gallery is made by running what it shows: tests/behavior/test_gallery.py.
     if "```python" in page.read_text() and page.name != "gallery.md"
 ]
 

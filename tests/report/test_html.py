@@ -16,7 +16,7 @@ import torch
 from fastgrad.report import html
 from fastgrad.report.data import FailureKind, Sample, Tolerances
 from fastgrad.report.report import Report
-from tests.test_report import run, scaled, synthetic, uniform
+from tests.report.test_report import run, scaled, synthetic, uniform
 
 
 class Page(HTMLParser):

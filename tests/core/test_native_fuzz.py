@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fastgrad.core import native
-from tests.test_ops import call, samples
+from tests.core.test_ops import call, samples
 
 CALLS = int(os.environ.get("FASTGRAD_FUZZ_CALLS", "100"))
 """Calls of each function: so few take some seconds in all."""
@@ -353,7 +353,7 @@ def fuzz(calls: int, seed: int) -> None:
 
 
 def test_no_call_crashes() -> None:
-    code = f"from tests.test_native_fuzz import fuzz; fuzz({CALLS}, {SEED})"
+    code = f"from tests.core.test_native_fuzz import fuzz; fuzz({CALLS}, {SEED})"
     run = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-c", code], capture_output=True, text=True, check=False
     )

@@ -22,7 +22,7 @@ from fastgrad.core.torch_private import DispatchMode
 from fastgrad.engines import plan
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Settings
-from tests.test_problem import KeepsItsGradient
+from tests.problem.test_problem import KeepsItsGradient
 
 SETTINGS = Settings()
 

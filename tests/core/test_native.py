@@ -49,7 +49,7 @@ def test_an_unbuilt_tree_says_how_to_build() -> None:
 
 
 def test_the_version_is_stated_once() -> None:
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     assert fastgrad.__version__ in (root / "fastgrad/_version.py").read_text()
     assert f"## {fastgrad.__version__}" in (root / "CHANGELOG.md").read_text()
     for name in ("pyproject.toml", "setup.py", "CMakeLists.txt"):

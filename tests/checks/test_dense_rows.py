@@ -16,7 +16,7 @@ from fastgrad.report.data import Settings
 from fastgrad.report.report import Report
 from fastgrad.structure.sparsity import Pattern
 from fastgrad.verdict.linearity import MOST_CALLS
-from tests.test_exact import normal
+from tests.checks.test_compressed import normal
 
 N = 300
 Gradient = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]

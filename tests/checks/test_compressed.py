@@ -363,7 +363,7 @@ def test_memory_stays_near_the_vectors() -> None:
     # Every vector mapped by itself: what is held counts, not what the heap keeps of what was freed.
     result = subprocess.run(
         [sys.executable, "-c", VECTORS_HELD],
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
         env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000"},
         capture_output=True,
         text=True,

@@ -298,7 +298,7 @@ def test_version_help_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_the_console_script_and_the_plugin_are_declared() -> None:
-    project = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert 'fastgrad = "fastgrad.tools.cli:main"' in project
     assert 'pytest_fastgrad = "pytest_fastgrad"' in project
     assert callable(import_module("fastgrad.tools.cli").main)
