@@ -78,7 +78,7 @@ class Report(ReportData):
         Raises
         ------
         GradcheckError
-            With `str` of this report for its message, and this as its `report`.
+            With `str` of this report for its message, and this as its ``report``.
         """
         __tracebackhide__ = True  # under pytest a failure shows the caller's line
         if self.failure is not None:

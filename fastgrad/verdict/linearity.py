@@ -711,8 +711,10 @@ def one_hot_rows(problem: Problem, settings: Settings) -> tuple[Failure | None, 
                 )
                 return Failure("nonlinear", *places, detail=detail), found
             if output.tensor.numel() > 1:
-                # A backward may return what it kept of the first one.
-                other = (element + output.tensor.numel() // 2) % output.tensor.numel()
+                # A backward may return what it kept of the first one; and what treats the end of a tensor by itself,
+                # a tail of a kernel say, may do so for sparse grad_outputs only.
+                last = output.tensor.numel() - 1
+                other = last if element != last else 0
                 rows, _, _ = problem.analytical_rows(output, imaginary, other, 1, problem.inputs, repeated=0, scale=1.0)
                 found[output.first + other * output.width + int(imaginary)] = rows[0]
     return None, found

@@ -339,7 +339,10 @@ def test_a_backward_that_is_wrong_in_one_call_fails_whichever_it_is(n: int, monk
     assert not passed
 
 
-def test_a_one_hot_grad_output_at_the_last_row() -> None:
+@pytest.mark.parametrize("n", [12, 600])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("keywords", [{"engine": "compressed"}, {"engine": "sketch", "fast_mode": True}], ids=str)
+def test_a_one_hot_grad_output_at_the_last_row(keywords: dict[str, Any], seed: int, n: int) -> None:
     class OneHotTail(Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -353,8 +356,8 @@ def test_a_one_hot_grad_output_at_the_last_row() -> None:
                 gradient[-1] *= 1.5
             return gradient
 
-    x = torch.randn(600, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    assert not fastgrad.check(OneHotTail.apply, (x,), engine="compressed").passed
+    x = torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    assert not fastgrad.check(OneHotTail.apply, (x,), seed=seed, **keywords).passed
 
 
 def test_an_output_that_may_hide_entries_and_has_none() -> None:
