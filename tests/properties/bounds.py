@@ -26,6 +26,9 @@ ABOVE_BOUND = 1.05
 ABOVE_TOLERANCE = 2.05
 """Times the entry's own tolerance, where that is larger: a numerical entry may be off by as much as a difference."""
 
+LARGEST_OUTPUT = 1e4
+"""One ulp of it, over eps, is a fifth of atol; of larger ones, differences at eps resolve too little."""
+
 ERRORS_A_PROBLEM = 8
 SETTINGS: dict[str, dict[str, Any]] = {
     "sketch": {"fast_mode": True, "engine": "sketch"},
@@ -92,7 +95,10 @@ def random_problem(chance: random.Random, generator: torch.Generator) -> Problem
         matrix = normal(n, n)
         if kind == "sparse":
             matrix = torch.where(torch.rand(n, n, generator=generator) < 3 / n, matrix, 0.0)
-    return Problem(normal(n).requires_grad_(), scale, matrix)
+    x = normal(n)
+    values = scale * x.sin()
+    size = (values if matrix is None else matrix @ values).abs().max().item()
+    return Problem(x.requires_grad_(), scale * min(1.0, LARGEST_OUTPUT / size), matrix)
 
 
 def excluded(report: Report) -> float:
