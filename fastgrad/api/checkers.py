@@ -15,9 +15,8 @@ from torch.nn import Module
 
 from fastgrad.checks.order import check as run
 from fastgrad.core.errors import warn
-from fastgrad.problem.arguments import Call, Wrt, flatten, refuse_function_class
+from fastgrad.problem.arguments import Call, Wrt, as_tuple, flatten, refuse_function_class
 from fastgrad.problem.caller_state import keeps_the_callers_state
-from fastgrad.problem.problem import as_tuple
 from fastgrad.problem.second_order import Backward, grad_outputs_for, made_by
 from fastgrad.report.data import GradOutputs, Settings, Tolerances
 from fastgrad.report.report import Report

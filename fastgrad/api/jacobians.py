@@ -8,10 +8,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fastgrad.problem.arguments import as_tuple
 from fastgrad.problem.caller_state import keeps_the_callers_state
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.first_look import first_look
-from fastgrad.problem.problem import Problem, as_tuple
+from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Settings
 
 Jacobians = tuple[tuple[Tensor, ...], ...]

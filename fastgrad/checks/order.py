@@ -32,9 +32,11 @@ from fastgrad.engines.plan import (
     tries_structure,
     with_less_memory,
 )
+from fastgrad.problem.arguments import as_tuple
 from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.first_look import FirstLook, first_look
-from fastgrad.problem.problem import Problem, as_tuple, disabled_gradients
+from fastgrad.problem.problem import Problem
+from fastgrad.problem.validation import disabled_gradients
 from fastgrad.report.data import Certificate, Environment, Failure, Part, Plan, Sample, Settings
 from fastgrad.report.report import Report
 from fastgrad.verdict.comparison import Findings, PairComparison

@@ -243,3 +243,8 @@ class _Kept:
             # Past its version counter, which counts what the module does.
             tensor.data.copy_(self._values)
             self._version = self._now()
+
+
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    """A tuple as it is, a list as a tuple, anything else as a tuple of one."""
+    return value if isinstance(value, tuple) else tuple(value) if isinstance(value, list) else (value,)

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from fastgrad.core import native
 from fastgrad.core.random import GRAD_OUTPUT_STREAM, uniform_like
+from fastgrad.problem.arguments import as_tuple
 from fastgrad.problem.caller_state import Kept
-from fastgrad.problem.problem import as_tuple, disabled_gradients, evaluated_apart
+from fastgrad.problem.evaluation import evaluated_apart
+from fastgrad.problem.validation import disabled_gradients
 from fastgrad.report.data import GradOutputs
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch.autograd.gradcheck import GradcheckError
 
-from fastgrad.problem.problem import as_tuple
+from fastgrad.problem.arguments import as_tuple
 from fastgrad.problem.second_order import differentiable_outputs
 
 _asking: ContextVar[bool] = ContextVar("fastgrad_asks_torch", default=False)

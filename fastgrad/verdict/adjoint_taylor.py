@@ -13,8 +13,9 @@ from torch import Tensor
 from fastgrad.core.memory import OUT_OF_MEMORY
 from fastgrad.core.precision import ROUNDING
 from fastgrad.core.random import OPINION_STREAM, direction
+from fastgrad.problem.arguments import as_tuple
 from fastgrad.problem.caller_state import keeps_the_callers_state
-from fastgrad.problem.problem import Problem, as_tuple
+from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Told
 
 LARGEST_STEP = 2.0**-6

@@ -1,0 +1,90 @@
+"""Numerical Jacobians: central differences, column by column or group by group."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastgrad.core import native
+from fastgrad.core.phases import phase
+from fastgrad.core.progress import STEP
+from fastgrad.core.tensors import pieces
+from fastgrad.problem.coordinates import block_with
+from fastgrad.problem.evaluation import Evaluation
+
+
+class Differences(Evaluation):
+    """Columns of the numerical Jacobian."""
+
+    @phase("numerical columns")
+    def difference_columns(self, first: int, count: int, eps: float, record_graph: bool) -> Tensor:
+        """Columns first, ..., first + count - 1 of the numerical Jacobian by central differences.
+
+        Returns
+        -------
+        Tensor
+            float64, shape (count, m): one row a column of the Jacobian. Two evaluations each.
+
+        Raises
+        ------
+        AssertionError
+            Where a perturbed func returns another number of outputs, other shapes or other dtypes.
+        """
+        self._graph = None
+        columns = torch.empty(count, self.m, dtype=torch.float64, device=self.device)
+        step = STEP if self.progress.is_shown else max(1, count)
+        begin = 0
+        while begin < count:
+            # A slice of all would take as long as a small column.
+            some, own_eps = columns[begin : begin + step] if begin or step < count else columns, eps
+            if self.mixes_inputs:
+                block = block_with(self.inputs, first + begin)
+                some, own_eps = some[: block.first + block.size - first - begin], eps * block.step
+            changed = self._evaluator.difference_columns(first + begin, some, self._specs, own_eps, record_graph)
+            if changed is not None:
+                self._raise_changed(*changed, own_eps)
+            self.progress.step(2 * some.shape[0])
+            begin += some.shape[0]
+        return columns
+
+    @phase("numerical columns")
+    def difference_groups(
+        self, groups: native.Groups, rows: Tensor, columns: Tensor, eps: float, record_graph: bool
+    ) -> Tensor:
+        """Entries of the numerical Jacobian, groups of columns that share no row perturbed together.
+
+        The numbers are those of `difference_columns`; two evaluations a group, whose columns take one step.
+
+        Parameters
+        ----------
+        rows, columns
+            Of each entry: int64, shape (entries,).
+
+        Returns
+        -------
+        Tensor
+            float64, shape (entries,).
+        """
+        self._graph = None
+        values = torch.zeros(rows.numel(), dtype=torch.float64, device=self.device)
+        count = groups.starts.numel() - 1
+        step = 1 if self.mixes_inputs else STEP if self.progress.is_shown else max(1, count)
+        for begin in range(0, count, step):
+            part = groups if step >= count else groups.part(begin, begin + step)
+            own_eps = eps
+            if self.mixes_inputs:
+                own_eps *= block_with(self.inputs, int(groups.coordinates[int(groups.starts[begin])])).step
+            changed = self._evaluator.difference_groups(part, values, self.m, self._specs, own_eps, record_graph)
+            if changed is not None:
+                self._raise_changed(*changed, own_eps)
+            self.progress.step(2 * min(step, count - begin))
+        widths = self.coordinate_widths(eps)
+        for some in pieces(0, values.numel(), values.device):
+            values[some].div_(widths[columns[some]])
+        return values
+
+    def coordinate_widths(self, eps: float) -> Tensor:
+        """What a single coordinate's difference divides by: float64, shape (n,)."""
+        widths = torch.empty(self.n, dtype=torch.float64, device=self.device)
+        self._evaluator.coordinate_widths(widths, [eps * block.step for block in self.inputs])
+        return widths

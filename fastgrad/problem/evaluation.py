@@ -1,0 +1,335 @@
+"""Func as a map of real coordinates: evaluations at x and next to it; and the caller's state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from fastgrad.core import native
+from fastgrad.core.errors import as_raised
+from fastgrad.core.memory import told_as_memory_error
+from fastgrad.core.phases import clock, phase
+from fastgrad.core.precision import relative_step, spacing
+from fastgrad.core.progress import Progress
+from fastgrad.core.tensors import PIECE
+from fastgrad.problem.arguments import as_tuple, refuse_function_class
+from fastgrad.problem.coordinates import Block, block_with, blocks_of, memory_of
+from fastgrad.problem.validation import changed_message, check_outputs, differentiable_inputs, is_differentiable
+
+Self = TypeVar("Self", bound="Evaluation")
+
+_ALIKE = ((1.0, 1.0),)
+"""The scales of inputs that all have the same."""
+
+
+def evaluated_apart(func: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """What func returns for arguments that no problem is made of yet; strided ones that require grad are restored."""
+    checked: list[Tensor] = []
+    for value in arguments:
+        is_checked = isinstance(value, Tensor) and value.requires_grad and not value.is_nested
+        if is_checked and value.layout is torch.strided and not any(value is other for other in checked):
+            checked.append(value)
+    blocks = [
+        native.InputBlock(block.tensor, block.first, 0.0)
+        for block in blocks_of(checked, range(len(checked)), once=True)
+    ]
+    evaluator = native.Evaluator(func, arguments, blocks)
+    try:
+        results = evaluator.evaluate(True)
+        if evaluator.inputs_changed():
+            evaluator.restore()
+    except BaseException:
+        evaluator.restore()
+        raise
+    return results
+
+
+class Evaluation:
+    """The outputs of func at x and next to it; `fastgrad.problem.problem.Problem` describes it."""
+
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        masked: bool = False,
+        progress: Progress | None = None,
+        names: tuple[str, ...] = (),
+        scales: Sequence[tuple[float, float]] = (),
+        warn_of_precision: bool = True,
+    ) -> None:
+        """With what messages call the arguments, if they do, and the step and weight of each checked one."""
+        refuse_function_class(func)
+        positions = differentiable_inputs(arguments, names, warn_of_precision)
+        memories = {position: memory_of(arguments[position], masked) for position in positions}
+        self._memories = memories
+        self.inputs = blocks_of(arguments, positions, once=True, memories=memories, scales=scales)
+        self.scales = tuple(dict.fromkeys((block.step, block.weight) for block in self.inputs)) if scales else _ALIKE
+        self.mixes_inputs = self.scales is not _ALIKE and len(self.scales) > 1
+        self._names = names
+        self.n = self.inputs[-1].first + self.inputs[-1].size
+        self.outputs: tuple[Block, ...] = ()
+        self.m = 0
+        self.device = self.inputs[0].tensor.device
+        self.has_graph = False
+        self.is_custom = self.vectorizes = False
+        self.seconds = 0.0
+        self.unspecified = 0.0
+        self.progress = progress or Progress(False)
+        self.vjps = 0
+        self.jvps = 0
+        self._arguments = arguments
+        self._graph: tuple[Tensor, ...] | None = None
+        self._base: Tensor | None = None
+        self._coordinates: Tensor | None = None
+        self._input_tensors = [block.tensor for block in self.inputs]
+        self._natives = []
+        for block in self.inputs:
+            where = block.tensor, block.first, relative_step(block.tensor.dtype)
+            memory = memories[block.position]
+            self._natives.append(
+                native.InputBlock(*where)
+                if memory is None
+                else native.InputBlock(*where, memory.stand_in, memory.values, memory.elements)
+            )
+        self._evaluator = native.Evaluator(func, arguments, self._natives)
+
+    def __enter__(self: Self) -> Self:
+        """Evaluates func once, to learn its outputs."""
+        try:
+            self._trace()
+        except BaseException:
+            self._evaluator.restore()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.restore()
+        raised = None if error is None else as_raised(error)
+        if raised is not None and raised is not error:
+            raise raised from raised.__cause__
+
+    def restore(self) -> None:
+        """Puts the bits that they had at first back into all inputs."""
+        self._graph = None
+        self._evaluator.restore()
+
+    @property
+    def mutates_inputs(self) -> bool:
+        """Whether func was seen to change its inputs; they are restored around every evaluation."""
+        return self._evaluator.mutates_inputs
+
+    @property
+    def evaluations(self) -> int:
+        """Calls of func so far."""
+        return self._evaluator.evaluations
+
+    @phase("first evaluation")
+    def _trace(self) -> None:
+        start = clock(self.device)
+        results = as_tuple(self._evaluator.evaluate(True))
+        self.seconds = clock(next((v.device for v in results if isinstance(v, Tensor)), self.device)) - start
+        if self._evaluator.inputs_changed():
+            self._evaluator.mutates_inputs = True  # or they hold a NaN, and it does no harm
+        check_outputs(results)
+        positions = [i for i, value in enumerate(results) if is_differentiable(value) and value.requires_grad]
+        self.has_graph = bool(positions)
+        if not positions:
+            positions = [i for i, value in enumerate(results) if is_differentiable(value)]
+        detached = {position: results[position].detach() for position in positions}
+        # func may return one tensor twice, and torch counts it twice.
+        self.outputs = blocks_of(detached, positions, once=False)
+        if self.outputs:
+            self.m = self.outputs[-1].first + self.outputs[-1].size
+            self.device = self.outputs[0].tensor.device
+        if self.has_graph:
+            self._graph = tuple(results[position] for position in positions)
+            self.is_custom = not native.runs_no_custom_code(self._graph, self._input_tensors)
+            self.vectorizes = not self.is_custom
+        self._specs = [native.OutputSpec(block.position, block.tensor) for block in self.outputs]
+
+    def forget_outputs(self) -> None:
+        """Frees the memory of the first evaluation's outputs, if it is much; what they look like stays known."""
+        if self.m <= PIECE or any(type(block.tensor) is not Tensor for block in self.outputs):
+            return
+        self.outputs = tuple(
+            replace(block, tensor=block.tensor.new_empty(()).expand(block.tensor.shape)) for block in self.outputs
+        )
+        self._specs = [native.OutputSpec(block.position, block.tensor) for block in self.outputs]
+
+    @cached_property
+    def unit_roundoff(self) -> float:
+        """Half an ulp of the coarsest dtype among inputs and outputs."""
+        return max(spacing(block.tensor.dtype) for block in (*self.inputs, *self.outputs)) / 2
+
+    def name_of(self, block: Block) -> str:
+        """What messages call an input."""
+        return self._names[block.position] if self._names else f"input {block.position}"
+
+    @told_as_memory_error
+    def graph(self) -> tuple[Tensor, ...]:
+        """The outputs of an evaluation at x, recorded by autograd; made anew after any other evaluation."""
+        if self._graph is None:
+            self._graph = self._selected(self._evaluator.evaluate(True))
+            for block, output in zip(self.outputs, self._graph, strict=True):
+                if not output.requires_grad:
+                    raise AssertionError(
+                        f"Expected `func` to return the same differentiable outputs on every call, but result "
+                        f"{block.position} no longer requires grad."
+                    )
+        return self._graph
+
+    def graph_of_its_own(self) -> tuple[Tensor, ...]:
+        """The outputs of another evaluation at x, whose graph nobody else has: it runs on the current stream."""
+        self._graph = None
+        graph = self.graph()
+        self._graph = None
+        return graph
+
+    def displacement(self, direction: Tensor, eps: float) -> Tensor:
+        """Steps times a direction u: of at least eps each, and large enough to move every coordinate.
+
+        Parameters
+        ----------
+        direction
+            float64, shape (n,).
+
+        Returns
+        -------
+        Tensor
+            float64, shape (n,): max(eps, r |x_j|) u_j, r the `relative_step` of the input's dtype, eps that
+            of the input; eps u_j where x_j is not finite.
+        """
+        steps = self.coordinates().abs()
+        for block in self.inputs:
+            within = steps[block.first : block.first + block.size]
+            own_eps = eps * block.step
+            within.mul_(relative_step(block.tensor.dtype)).nan_to_num_(own_eps, posinf=own_eps).clamp_(min=own_eps)
+        return steps.mul_(direction)
+
+    def parts_of(self, vector: Tensor) -> Iterator[tuple[Tensor, float, float]]:
+        """A vector in R^n, part by part: what lies in the inputs of one step and one weight, and these two.
+
+        The vector itself where all inputs have the same; a part that is zero, or weighs nothing, is left out.
+        """
+        if not self.mixes_inputs:
+            yield vector, *self.scales[0]
+            return
+        for step, weight in self.scales:
+            part = torch.zeros_like(vector)
+            for block in self.inputs:
+                if (block.step, block.weight) == (step, weight):
+                    within = slice(block.first, block.first + block.size)
+                    part[within] = vector[within]
+            if weight and bool(part.any()):
+                yield part, step, weight
+
+    def realize(
+        self, displacement: Tensor, realized: Tensor, seed: int, stream: int, eps: float, relative: float = 1.0
+    ) -> None:
+        """Of a random direction, the `displacement` and what `values_along` it, extrapolated, really measure.
+
+        Parameters
+        ----------
+        displacement
+            Written: float64, shape (n,).
+        realized
+            Written: the displacement over eps, up to rounding to the inputs' dtypes. Float64, shape (n,).
+        seed, stream
+            Which direction, as of `directions.direction`.
+        relative
+            A factor of the relative steps at large magnitudes.
+        """
+        self._evaluator.realize(displacement, realized, seed, stream, eps, relative)
+
+    @told_as_memory_error
+    def values_along(
+        self, displacement: Tensor, scales: Sequence[float], values: Sequence[Tensor], record_graph: bool = True
+    ) -> None:
+        """Writes the outputs at x + scale displacement, for several scales, into values: float64, shape (m,) each."""
+        self._graph = None
+        changed = self._evaluator.values_along(displacement, scales, values, self._specs, record_graph)
+        if changed is not None:
+            when = "perturbed together" if scales[changed[0]] else "evaluated again"
+            raise AssertionError(changed_message(self.outputs[changed[1]], changed[2], when))
+
+    def coordinates(self) -> Tensor:
+        """The real coordinates of the inputs at x: float64, shape (n,)."""
+        if self._coordinates is None:
+            self._coordinates = self._evaluator.coordinates().to(self.device)
+        return self._coordinates
+
+    def realized_width(self, displacement: Tensor, scale: float) -> Tensor:
+        """(x + scale d) - (x - scale d) as rounding to the inputs' dtypes leaves it: float64, shape (n,)."""
+        widths = torch.empty_like(displacement)
+        self._evaluator.realized_widths(widths, displacement, scale)
+        return widths
+
+    @told_as_memory_error
+    def evaluate(self, record_graph: bool, displacement: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        """The outputs at x or, with a displacement (float64, shape (n,)), at x + scale displacement.
+
+        Returns
+        -------
+        Tensor
+            float64, shape (m,): a copy, so that func may reuse its buffers.
+        """
+        self._graph = None
+        if displacement is not None:
+            # Copied before the inputs are restored: outputs may be views of them.
+            values = torch.empty(self.m, dtype=torch.float64, device=self.device)
+            self.values_along(displacement, (scale,), (values,), record_graph)
+            return values
+        return self._flat(self._selected(self._evaluator.evaluate(record_graph)))
+
+    def evaluate_with(self, block: Block, tensor: Tensor) -> tuple[Tensor, ...]:
+        """The outputs, as func makes them, where a tensor stands in the place of an input."""
+        self._graph = None
+        arguments = tuple(tensor if value is block.tensor else value for value in self._arguments)
+        return self._selected(self._evaluator.evaluate_at(arguments))
+
+    def base(self) -> Tensor:
+        """The outputs at x: float64, shape (m,); evaluated once, or known from the first evaluation."""
+        if self._base is None:
+            # Where func gets stand-ins while inputs are perturbed, it may depend on what they specify.
+            stands_in = any(memory is not None and memory.stand_in is not None for memory in self._memories.values())
+            if stands_in:
+                self._base = self.evaluate(True, torch.zeros(self.n, dtype=torch.float64, device="cpu"))
+            elif self.evaluations == 1:
+                self._base = self._flat(block.tensor for block in self.outputs)
+            else:
+                self._base = self.evaluate(True)
+        return self._base
+
+    def _flat(self, outputs: Iterable[Tensor]) -> Tensor:
+        flat = torch.empty(self.m, dtype=torch.float64, device=self.device)
+        for block, output in zip(self.outputs, outputs, strict=True):
+            native.flatten_(flat[block.first : block.first + block.size], output.detach())
+        return flat
+
+    def _selected(self, result: Any) -> tuple[Tensor, ...]:
+        """The outputs in what func returned, if they look as they did at first."""
+        results = as_tuple(result)
+        selected = []
+        for block in self.outputs:
+            found = results[block.position] if block.position < len(results) else None
+            expected = block.tensor
+            if not isinstance(found, Tensor) or (
+                (found.shape, found.dtype, found.device) != (expected.shape, expected.dtype, expected.device)
+            ):
+                raise AssertionError(changed_message(block, found, "evaluated again"))
+            selected.append(found)
+        return tuple(selected)
+
+    def _raise_changed(self, coordinate: int, output: int, found: Any, eps: float) -> None:
+        block = block_with(self.inputs, coordinate)
+        index = block.index_at(coordinate)
+        when = f"perturbed on index {index} of {self.name_of(block)} by {eps}"
+        raise AssertionError(changed_message(self.outputs[output], found, when))

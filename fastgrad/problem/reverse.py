@@ -1,0 +1,198 @@
+"""Analytical Jacobians by reverse-mode AD: products with cotangents, and rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from fastgrad.core import native
+from fastgrad.core.memory import told_as_memory_error
+from fastgrad.core.phases import phase
+from fastgrad.core.random import GRAPH_STREAM, uniform_like
+from fastgrad.problem.coordinates import Block
+from fastgrad.problem.evaluation import Evaluation
+from fastgrad.report.data import modulus
+
+
+class ReverseMode(Evaluation):
+    """Vector-Jacobian products."""
+
+    @phase("analytical rows")
+    def vjp_groups(
+        self, output: Block, groups: native.Groups, count: int, values: Tensor, repeated: int, scale: float
+    ) -> native.GradientsMatch:
+        """Writes the analytical entries of an output's rows into values: float64, shape (entries,).
+
+        `count` groups of rows that share no column have one VJP each; each of the first `repeated` is
+        run again, `scale` (a power of two) times as large.
+        """
+        # With other outputs, what reaches backward may be a sum of grad_outputs, and not expanded in use.
+        expand, graph = len(self.outputs) == 1, self.graph()[output.index]
+        match = native.vjp_groups(graph, self._natives, groups, values, self.n, repeated, scale, expand)
+        self.vjps += count + repeated
+        self.progress.step(count + repeated)
+        return match
+
+    @phase("analytical rows")
+    def analytical_rows(
+        self,
+        output: Block,
+        imaginary: bool,
+        first: int,
+        count: int,
+        inputs: Sequence[Block],
+        repeated: int,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, native.GradientsMatch]:
+        """Rows of the analytical Jacobian of one output, by VJPs with one-hot cotangents.
+
+        The cotangents are 1 or, for `imaginary`, 1j at elements first, ..., first + count - 1. Each of
+        the first `repeated` is run again at once, `scale` (a power of two) times as large.
+
+        Returns
+        -------
+        tuple
+            The rows (float64, shape (count, coordinates of `inputs` end to end)), those of the second
+            run divided by scale (the same, with `repeated` rows), and what the gradients looked like.
+        """
+        natives = self._natives
+        size = self.n
+        if len(inputs) < len(natives):
+            natives = [natives[self.inputs.index(block)] for block in inputs]
+            size = sum(block.size for block in inputs)
+        rows = torch.empty(count, size, dtype=torch.float64, device=self.device)
+        again = torch.empty(repeated, size, dtype=torch.float64, device=self.device)
+        match = native.vjp_rows(self.graph()[output.index], natives, first, imaginary, rows, again, scale)
+        self.vjps += count + repeated
+        self.progress.step(count + repeated)
+        return rows, again, match
+
+    @phase("backward")
+    def whole_backward(
+        self,
+        cotangents: Tensor,
+        repeated: int,
+        scale: float,
+        undefined: bool,
+        fewest_vectorized: int,
+        atol: float,
+        rtol: float,
+    ) -> native.WholeBackward:
+        """All VJPs of a check of a small problem, in one call.
+
+        Parameters
+        ----------
+        cotangents
+            As of `vjp`, the first gapped and the last expanded; or none.
+        repeated, scale
+            As of `analytical_rows`.
+        undefined
+            Whether to run undefined grad_outputs, too.
+        fewest_vectorized
+            From so many rows of an output on, they are one vectorized VJP, where the backward can be vectorized;
+            0: never. Without `repeated` only.
+        atol, rtol
+            Up to which the products of the cotangents are what the rows add up to; rtol of the largest sum.
+        """
+        whole = native.whole_backward(
+            self.graph(), self._natives, cotangents, repeated, scale, undefined, fewest_vectorized, atol, rtol
+        )
+        self.vjps += whole.vjps
+        self.progress.step(whole.vjps)
+        return whole
+
+    @told_as_memory_error
+    def vjp(self, cotangents: Tensor, gapped: int = 0, expanded: int = 0, only: Block | None = None) -> Tensor:
+        """V J for rows of cotangents, one VJP a row.
+
+        Parameters
+        ----------
+        cotangents
+            float64, shape (count, m).
+        gapped
+            For so many rows, from the first, backward gets grad_outputs with transposed strides and
+            gaps; for the others contiguous ones.
+        expanded
+            For so many rows, the last, single values expanded with stride 0: the row must be constant
+            over each output.
+        only
+            The one output that gets a grad_output, the others undefined ones.
+
+        Returns
+        -------
+        Tensor
+            The products: float64, shape (count, n); zero where an input does not matter.
+        """
+        outputs = self.graph()
+        if only is not None:
+            outputs = outputs[only.index : only.index + 1]
+            cotangents = cotangents[:, only.first : only.first + only.size]
+        products, match = native.vjp_coordinates(outputs, self._natives, cotangents, gapped, expanded)
+        for entry in match.unspecified.values():
+            if not modulus(entry.value) <= self.unspecified:  # a NaN is the largest
+                self.unspecified = modulus(entry.value)
+        self.vjps += cotangents.shape[0]
+        return products
+
+    def vjp_of_older_graph(self, cotangents: Tensor, displacement: Tensor, only: Block | None = None) -> Tensor:
+        """V J as `vjp` gives it, from a graph at x that was made before func was evaluated at x + displacement."""
+        graph = self.graph()
+        self.evaluate(True, displacement)
+        self._graph = graph
+        try:
+            return self.vjp(cotangents, only=only)
+        finally:
+            self._graph = None
+
+    @told_as_memory_error
+    def zero_gradients(self, outputs: Sequence[Tensor]) -> list[Tensor | None]:
+        """Autograd's gradients of `outputs` for zero grad_outputs, one an input block, as backward made them.
+
+        None where it made none.
+        """
+        self.vjps += 1
+        return native.vjp_of_zeros(outputs, self._input_tensors)
+
+    def columns_of_backward(self, groups: Iterable[Tensor]) -> Iterator[Tensor]:
+        """J u by the backward alone, differentiated once more: v -> v^T J is linear, and u its grad_output.
+
+        Parameters
+        ----------
+        groups
+            For each u, the coordinates at which it is 1, the others being 0: int64, shape (count,).
+
+        Returns
+        -------
+        Iterator
+            J u, one a group: float64, shape (m,), the same memory every time. One VJP each, and one more.
+
+        Raises
+        ------
+        RuntimeError
+            The backward cannot be differentiated; whatever else it raises.
+        """
+        outputs = self.graph()
+        cotangents = [
+            uniform_like(block.tensor, 0, GRAPH_STREAM, block.first).requires_grad_() for block in self.outputs
+        ]
+        found = torch.autograd.grad(outputs, self._input_tensors, cotangents, create_graph=True, allow_unused=True)
+        self.vjps += 1
+        of_inputs = [(block, g) for block, g in zip(self.inputs, found, strict=True) if g is not None]
+        of_inputs = [(block, gradient) for block, gradient in of_inputs if gradient.requires_grad]
+        u = torch.zeros(self.n, dtype=torch.float64, device=self.device)
+        product = torch.zeros(self.m, dtype=torch.float64, device=self.device)
+        for group in groups:
+            u.zero_()[group] = 1.0
+            grad_outputs = []
+            for block, gradient in of_inputs:
+                grad_outputs.append(torch.empty_like(gradient, memory_format=torch.contiguous_format).detach())
+                native.ops.unflatten_(grad_outputs[-1], u[block.first : block.first + block.size])
+            gradients = [gradient for _, gradient in of_inputs]
+            tangents = native.vjp(gradients, cotangents, grad_outputs, False)
+            self.vjps += 1
+            for output, tangent in zip(self.outputs, tangents, strict=True):
+                within = product[output.first : output.first + output.size]
+                within.zero_() if tangent is None else native.flatten_(within, tangent)
+            yield product

@@ -1,0 +1,132 @@
+"""What func, its inputs and outputs must be to be checked: one clear sentence where they are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgrad.core import torch_private
+from fastgrad.core.errors import warn
+from fastgrad.problem.coordinates import Block, overlap, overlaps_itself, own_values
+
+_SPARSE_LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+def disabled_gradients() -> str | None:
+    """What keeps func from recording gradients here, in words; None where nothing does."""
+    if torch.is_grad_enabled():
+        return None
+    inference = torch.is_inference_mode_enabled()
+    mode = "torch.inference_mode" if inference else "torch.no_grad or torch.set_grad_enabled(False)"
+    return f"gradients are disabled here by {mode}"
+
+
+def is_differentiable(value: Any) -> bool:
+    """Whether a value is a tensor that can carry a gradient."""
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def differentiable_inputs(inputs: tuple[Any, ...], names: tuple[str, ...], warn_of_precision: bool) -> list[int]:
+    """Positions of the inputs to check; raises or warns about those that cannot be checked well."""
+    for i, value in enumerate(inputs):
+        held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+        if any(isinstance(v, Tensor) and v.requires_grad for v in held):
+            raise TypeError(
+                f"Input {i} is a {type(value).__name__} of tensors that require grad: pass them one by one, or use "
+                "fastgrad.check."
+            )
+    positions = [i for i, value in enumerate(inputs) if isinstance(value, Tensor) and value.requires_grad]
+    for i in positions:
+        value = inputs[i]
+        if warn_of_precision and value.dtype not in (torch.float64, torch.complex128):
+            warn(
+                f"{names[i] if names else f'Input #{i}'} requires gradient and is not a double precision floating "
+                f"point or complex tensor, but {value.dtype}: differences with a small eps drown in its rounding, and "
+                "the check will likely fail."
+            )
+        _check_values(value, names[i] if names else f"input {i}", names[i] if names else f"The {i}th input")
+    if not positions:
+        raise ValueError(
+            "gradcheck expects at least one input tensor to require gradient, but none of the "
+            f"{len(inputs)} inputs is a tensor with requires_grad=True."
+        )
+    _check_memory(inputs, positions, names)
+    return positions
+
+
+def _check_values(value: Tensor, name: str, subject: str) -> None:
+    """Whether the elements of an input can be perturbed one by one; name, subject: what messages call it."""
+    if value.is_nested:
+        raise NotImplementedError(f"fastgrad checks no nested tensors; {name} is one.")
+    if value.is_inference() and not torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            f"{subject} was made under torch.inference_mode, and autograd records nothing "
+            "that is done with it: pass a copy, input.detach().clone().requires_grad_()."
+        )
+    if value.is_meta:
+        raise ValueError(f"{subject} is on the meta device: a gradient check needs values.")
+    values = own_values(value)
+    if values is None or (values.is_contiguous() and values.numel()):
+        return  # out of reach; or free of overlap
+    if any(stride == 0 and size > 1 for size, stride in zip(values.shape, values.stride(), strict=True)):
+        raise RuntimeError(
+            f"{subject} has a dimension with stride 0. Several of its elements share one place in memory and cannot be "
+            "perturbed one by one: pass a copy, input.detach().clone().requires_grad_()."
+        )
+    if overlaps_itself(values):
+        raise RuntimeError(
+            f"{subject} overlaps itself in memory (shape {tuple(values.shape)}, stride {values.stride()}): its "
+            "elements cannot be perturbed one by one; pass a copy, input.detach().clone().requires_grad_()."
+        )
+
+
+def _check_memory(inputs: tuple[Any, ...], positions: list[int], names: tuple[str, ...]) -> None:
+    """Whether no two different inputs share memory."""
+    for k, i in enumerate(positions):
+        for j in positions[:k]:
+            if inputs[i] is inputs[j]:
+                continue
+            values, others = own_values(inputs[i]), own_values(inputs[j])
+            if values is not None and others is not None and overlap(values, others):
+                pair = f"{names[j]} and {names[i]}" if names else f"Inputs {j} and {i}"
+                raise RuntimeError(
+                    f"{pair} are different tensors that overlap in memory: perturbing one would change the other "
+                    "behind autograd's back; pass the same tensor twice, or copies."
+                )
+
+
+def check_outputs(results: tuple[Any, ...]) -> None:
+    """Raises where what func returned is no flat tuple of tensors that can be differentiated."""
+    if results and not any(isinstance(value, Tensor) for value in results):
+        kinds = ", ".join(type(value).__name__ for value in results)
+        raise TypeError(f"func must return a Tensor or a tuple of Tensors, got {kinds}.")
+    for i, value in enumerate(results):
+        if isinstance(value, (list, tuple, dict)):
+            raise TypeError(
+                f"func must return a Tensor or a flat tuple of them; result {i} is a {type(value).__name__}."
+            )
+        if not isinstance(value, Tensor) or value.layout is torch.strided or not value.requires_grad:
+            continue
+        kind = (
+            "Sparse" if value.layout in _SPARSE_LAYOUTS else "MKLDNN" if value.layout is torch_private.MKLDNN else None
+        )
+        if kind:
+            raise ValueError(
+                f"{kind} output is not supported at gradcheck yet. "
+                "Return output.to_dense(masked_grad=...) from func instead."
+            )
+
+
+def changed_message(expected: Block, found: Any, when: str) -> str:
+    """What to say when func returned another kind of output than at first."""
+    if isinstance(found, Tensor) and found.device != expected.tensor.device:
+        what, got = "on the same device", f"devices {expected.tensor.device} and {found.device}"
+    elif not isinstance(found, Tensor):
+        what, got = "as a tensor in the same place", f"{found!r} as result {expected.position}"
+    elif found.shape != expected.tensor.shape:
+        what, got = "with the same shape", f"shapes {expected.tensor.shape} and {found.shape}"
+    else:
+        what, got = "with the same dtype", f"dtypes {expected.tensor.dtype} and {found.dtype}"
+    return f"Expected `func` to return outputs {what} when inputs are {when}, but got: {got}."
