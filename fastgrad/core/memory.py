@@ -19,7 +19,7 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
-"""What says that memory ran out; what the CPU's allocator raises beside these, `told_as_memory_error` makes one of."""
+"""What says that memory ran out; what the CPU's allocator raises beside these, `raises_memory_error` makes one of."""
 
 UNKNOWN_BYTES = 4 << 30
 """What is taken to be free where the system does not tell, in bytes: less than most machines have."""
@@ -115,7 +115,7 @@ def _fields(path: Path) -> dict[str, int]:
     return {words[0].rstrip(":"): int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
 
 
-def told_as_memory_error(func: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+def raises_memory_error(func: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Decorates what allocates: the CPU allocator's RuntimeError becomes a MemoryError.
 
     Else it would look like an error of func, or of backward, which may say something of a gradient.

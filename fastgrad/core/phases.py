@@ -11,7 +11,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from fastgrad.core.memory import told_as_memory_error
+from fastgrad.core.memory import raises_memory_error
 from fastgrad.core.torch_private import profiler_is_enabled
 
 Parameters = ParamSpec("Parameters")
@@ -70,7 +70,7 @@ def phase(name: str) -> Callable[[Callable[Parameters, Result]], Callable[Parame
     """
 
     def decorate(func: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-        func = told_as_memory_error(func)
+        func = raises_memory_error(func)
 
         def ranged(*arguments: Parameters.args, **keywords: Parameters.kwargs) -> Result:
             with torch.profiler.record_function(f"fastgrad: {name}"):

@@ -225,7 +225,7 @@ def _bears_a_look(rows: LinearMap, pattern: Pattern) -> bool:
     """Whether a product with a random half of the rows reaches no other columns than the pattern says."""
     seed = direction(rows.m, 0, PROBE_COTANGENT, halved=True)
     reacted = (rows.product(seed) != 0).cpu().numpy()
-    return sparsity.bears_a_look(pattern.transposed(), seed.numpy() != 0, reacted)
+    return sparsity.explains_look(pattern.transposed(), seed.numpy() != 0, reacted)
 
 
 def _probe(maps: _Maps) -> Pattern | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastgrad.core import native
 from fastgrad.core.errors import as_raised
-from fastgrad.core.memory import told_as_memory_error
+from fastgrad.core.memory import raises_memory_error
 from fastgrad.core.phases import clock, phase
 from fastgrad.core.precision import relative_step, spacing
 from fastgrad.core.progress import Progress
@@ -173,7 +173,7 @@ class Evaluation:
         """What messages call an input."""
         return self._names[block.position] if self._names else f"input {block.position}"
 
-    @told_as_memory_error
+    @raises_memory_error
     def graph(self) -> tuple[Tensor, ...]:
         """The outputs of an evaluation at x, recorded by autograd; made anew after any other evaluation."""
         if self._graph is None:
@@ -249,7 +249,7 @@ class Evaluation:
         """
         self._evaluator.realize(displacement, realized, seed, stream, eps, relative)
 
-    @told_as_memory_error
+    @raises_memory_error
     def values_along(
         self, displacement: Tensor, scales: Sequence[float], values: Sequence[Tensor], record_graph: bool = True
     ) -> None:
@@ -272,7 +272,7 @@ class Evaluation:
         self._evaluator.realized_widths(widths, displacement, scale)
         return widths
 
-    @told_as_memory_error
+    @raises_memory_error
     def evaluate(self, record_graph: bool, displacement: Tensor | None = None, scale: float = 1.0) -> Tensor:
         """The outputs at x or, with a displacement (float64, shape (n,)), at x + scale displacement.
 

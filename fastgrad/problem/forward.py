@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastgrad.core import native, torch_private
-from fastgrad.core.memory import told_as_memory_error
+from fastgrad.core.memory import raises_memory_error
 from fastgrad.core.phases import phase
 from fastgrad.problem.evaluation import Evaluation
 
@@ -41,7 +41,7 @@ class ForwardMode(Evaluation):
             self._raise_changed(*changed, 0.0)
         return columns, domains_match
 
-    @told_as_memory_error
+    @raises_memory_error
     def jvp(self, tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Tangents of `outputs` for tangents of `inputs`, None being undefined; one evaluation."""
         self._graph = None

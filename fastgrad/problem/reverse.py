@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastgrad.core import native
-from fastgrad.core.memory import told_as_memory_error
+from fastgrad.core.memory import raises_memory_error
 from fastgrad.core.phases import phase
 from fastgrad.core.random import GRAPH_STREAM, uniform_like
 from fastgrad.problem.coordinates import Block
@@ -103,7 +103,7 @@ class ReverseMode(Evaluation):
         self.progress.step(whole.vjps)
         return whole
 
-    @told_as_memory_error
+    @raises_memory_error
     def vjp(self, cotangents: Tensor, gapped: int = 0, expanded: int = 0, only: Block | None = None) -> Tensor:
         """V J for rows of cotangents, one VJP a row.
 
@@ -146,7 +146,7 @@ class ReverseMode(Evaluation):
         finally:
             self._graph = None
 
-    @told_as_memory_error
+    @raises_memory_error
     def zero_gradients(self, outputs: Sequence[Tensor]) -> list[Tensor | None]:
         """Autograd's gradients of `outputs` for zero grad_outputs, one an input block, as backward made them.
 

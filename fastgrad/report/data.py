@@ -77,20 +77,20 @@ CauseName = Literal[
 """What may be behind a failure."""
 
 
-class Told:
+class EqualByContent:
     """Data with tensors in it: equal where all that a report in JSON would tell of it is."""
 
-    def _told(self) -> str:
+    def _content(self) -> str:
         return json.dumps(_plain(self), allow_nan=False)
 
     def __eq__(self, other: object) -> bool:
         """Whether both say the same, tensors of more than LARGEST_TENSOR elements by shape and dtype."""
-        if not isinstance(other, Told) or type(self) is not type(other):
+        if not isinstance(other, EqualByContent) or type(self) is not type(other):
             return NotImplemented
-        return self._told() == other._told()
+        return self._content() == other._content()
 
     def __hash__(self) -> int:
-        return hash(self._told())
+        return hash(self._content())
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Cause:
 
 
 @dataclass(frozen=True, eq=False)
-class Sample(Told):
+class Sample(EqualByContent):
     """Entries of the failing Jacobian of one output with respect to one input, right and wrong ones.
 
     Attributes
@@ -175,7 +175,7 @@ class Explanation:
 
 
 @dataclass(frozen=True, eq=False)
-class Evidence(Told):
+class Evidence(EqualByContent):
     """What experiments around a failure gave; None: not made, beyond the budget, or dropped because it raised.
 
     Gradients are VJPs of one random dense cotangent v with respect to all inputs, and deviations the largest
@@ -462,7 +462,7 @@ class Difference:
 
 
 @dataclass(frozen=True, eq=False)
-class Comparison(Told):
+class Comparison(EqualByContent):
     """The Jacobian of one output with respect to one input, analytical against numerical.
 
     Attributes
@@ -567,7 +567,7 @@ class Environment:
 
 
 @dataclass(frozen=True, eq=False)
-class Failure(Told):
+class Failure(EqualByContent):
     """Why a check failed.
 
     Attributes
@@ -617,7 +617,7 @@ _SAID = "failure", "settings", "n", "m", "input_names", "output_names", "pairs",
 
 
 @dataclass(frozen=True, eq=False)
-class ReportData(Told):
+class ReportData(EqualByContent):
     """The fields of a `fastgrad.Report`, which describes them: what text and pages are made of."""
 
     failure: Failure | None
@@ -665,7 +665,7 @@ class ReportData(Told):
         """`to_dict` as strict JSON."""
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 
-    def _told(self) -> str:
+    def _content(self) -> str:
         return json.dumps([_plain(getattr(self, name)) for name in _SAID], allow_nan=False)
 
 

@@ -81,7 +81,7 @@ class Patterns:
             )
 
         for pattern in guesses():
-            if pattern is not None and self._bears(pattern):
+            if pattern is not None and self._is_plausible(pattern):
                 return pattern
         return None
 
@@ -89,7 +89,7 @@ class Patterns:
     def dense(self) -> Pattern | None:
         """Every entry, of few rows or columns."""
         pattern = sparsity.guess_dense(self._problem.inputs, self._problem.outputs)
-        return pattern if pattern is not None and self._bears(pattern) else None
+        return pattern if pattern is not None and self._is_plausible(pattern) else None
 
     @phase("pattern")
     def decode(self) -> Pattern | None:
@@ -106,7 +106,7 @@ class Patterns:
             raise
         except Exception:
             return None  # as below
-        return pattern if pattern is not None and self._bears(pattern) else None
+        return pattern if pattern is not None and self._is_plausible(pattern) else None
 
     @phase("pattern")
     def probe(
@@ -134,20 +134,20 @@ class Patterns:
         except Exception:
             return None  # one-hot cotangents, or single steps, may not raise
 
-    def _bears(self, pattern: Pattern) -> bool:
-        """Whether it repays, has room, and bears the first look, or another one where that could not tell."""
+    def _is_plausible(self, pattern: Pattern) -> bool:
+        """Whether it repays, fits in memory, and explains the first look, or another one where that shows nothing."""
         moved = self._look.moved
-        if not (self._has_room(pattern.nnz) and sparsity.bears_a_look(pattern, moved, self._reacted)):
+        if not (self._has_room(pattern.nnz) and sparsity.explains_look(pattern, moved, self._reacted)):
             return False
         if not pattern.touched(moved).all():
             return True
-        telling = sparsity.telling_columns(pattern)
+        telling = sparsity.separating_columns(pattern)
         if not telling.any():
             return True
         if not self._budget.looks_again:
             return False
         try:
-            return sparsity.bears_a_look(pattern, telling, self._reacting_outputs(telling))
+            return sparsity.explains_look(pattern, telling, self._reacting_outputs(telling))
         except OUT_OF_MEMORY:
             raise
         except Exception:

@@ -1,6 +1,6 @@
 """Which entries of a Jacobian may differ from zero: guessed from shapes, or found by refinement.
 
-Pipeline: a guess, if it bears a single look; otherwise blocks of sources are moved, the targets that
+Pipeline: a guess, if it explains a first look; otherwise blocks of sources are moved, the targets that
 react are watched, blocks are halved, and so on. Whoever uses a pattern certifies it afterwards.
 
 Source: Griewank & Mitev, Detecting Jacobian sparsity patterns by Bayesian probing (2002).
@@ -209,7 +209,7 @@ def guess_moved(values: NDArray[np.float64], results: NDArray[np.float64], react
     """
     some = np.flatnonzero(reacted)
     if not np.isin(values, results[some[:: max(1, some.size // FEW)]]).any():
-        return None  # told without sorting
+        return None  # seen without sorting
     order = np.argsort(values)
     ascending = values[order]
     if not values.size or (ascending[1:] == ascending[:-1]).any():
@@ -225,7 +225,7 @@ def decode(
     """The source of each target, where it has one in each tensor at most: found from the bits of the source's index.
 
     All sources with a one in some bit of their index are probed at once, and the targets that react have it in the
-    index of theirs. Before that, two random halves must share no target: what has more sources is most often told by
+    index of theirs. Before that, two random halves must share no target: what has more sources is most often found by
     that; certificates tell the rest. The probes are two halves, and one a bit, of each tensor.
 
     Parameters
@@ -291,14 +291,14 @@ def decoded(
     found = decode(reacting_outputs, inputs, m, most_probes) if likely else None
     if found is not None:
         rows, columns, probes = found
-        origin = f"told by {probes} evaluations, one a bit of the inputs' indices"
+        origin = f"read from {probes} evaluations, one per bit of the inputs' indices"
     else:
         fits = max(block.size for block in outputs) <= n
         found = decode(reacting_inputs, outputs, n, most_probes) if fits else None
         if found is None:
             return None
         columns, rows, probes = found
-        origin = f"told by {probes} VJPs, one a bit of the outputs' indices"
+        origin = f"read from {probes} VJPs, one per bit of the outputs' indices"
     return _with_whole_elements(_from_entries(rows, columns, m, n, origin), inputs, outputs)
 
 
@@ -307,12 +307,12 @@ def _concatenated(arrays: Sequence[Indices], axis: int) -> Indices:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis)
 
 
-def bears_a_look(pattern: Pattern, moved: Mask, reacted: Mask) -> bool:
+def explains_look(pattern: Pattern, moved: Mask, reacted: Mask) -> bool:
     """Whether each row that reacted, shape (m,), has an entry in one of the columns that moved, shape (n,)."""
     return bool((pattern.touched(moved) | ~reacted).all())
 
 
-def telling_columns(pattern: Pattern) -> Mask:
+def separating_columns(pattern: Pattern) -> Mask:
     """Columns, shape (n,), that are to leave every second row as it is: a look at them, and a dense row, tell much."""
     still = np.zeros(pattern.m, dtype=np.bool_)
     still[::2] = True
@@ -339,7 +339,7 @@ class Refinement:
     ----------
     probes
         Calls of respond so far.
-    tells
+    separates
         Whether some half of a block was seen to reach fewer targets than the block.
     """
 
@@ -356,7 +356,7 @@ class Refinement:
         self._targets = targets
         self._sources = sum(block.size for block in blocks)
         self.probes = 0
-        self.tells = False
+        self.separates = False
         self._order = np.arange(self._sources)
         self._is_in_order = True
         blocks = [block for block in blocks if block.size]
@@ -392,7 +392,7 @@ class Refinement:
                 np.moveaxis(own, dim, 0)[: shape[dim] // 2] = True
                 if self._probe(selection).size <= SEPARATES * reached.size:
                     telling.append(dim)
-            self.tells |= bool(telling)
+            self.separates |= bool(telling)
             order = telling + [dim for dim in order if dim not in telling]
             coordinates = np.arange(block.first, block.first + block.size).reshape(*shape, width)
             permuted = coordinates.transpose(*order, len(shape))
@@ -496,9 +496,9 @@ class Refinement:
         active = self._active
         pairs, starts = coloring.bucket(children, 2 * active.size)
         before, after = np.diff(self._starts)[active], np.diff(starts).reshape(-1, 2)
-        told = (after <= SEPARATES * before[:, None]).any(1)
-        self.tells |= bool(told.any())
-        idle = np.where(told, 0, self._idle[active] + 1)
+        separated = (after <= SEPARATES * before[:, None]).any(1)
+        self.separates |= bool(separated.any())
+        idle = np.where(separated, 0, self._idle[active] + 1)
         rest = np.delete(np.arange(self._first.size), active)
         rest_starts, rest_members = _select(self._starts, self._members, rest)
 
@@ -562,7 +562,7 @@ def refined(
         other = sides[sides.index(side) - 1]
         if side.is_done or (not other.is_done and spent(side) > 2 * spent(other)):
             side = other
-        most = max(most_probes, most_if_likely) if any(each.tells for each in sides) else most_probes
+        most = max(most_probes, most_if_likely) if any(each.separates for each in sides) else most_probes
         if sum(each.probes for each in sides) + side.next_cost > most:
             return None
         side.refine()

@@ -53,8 +53,8 @@ def main() -> int:
     for device, name in found["devices"].items():
         print(f"{'device':<14} {device}: {name}")
     for row in found["self-test"]:
-        told = "as it must be" if row["right"] else "NOT AS IT MUST BE"
-        print(f"{'self-test':<14} {row['device']}, {row['engine']}, {row['operator']}: {row['verdict']}, {told}")
+        line = "as it must be" if row["right"] else "NOT AS IT MUST BE"
+        print(f"{'self-test':<14} {row['device']}, {row['engine']}, {row['operator']}: {row['verdict']}, {line}")
     for line in found["missing"] or ["nothing"]:
         print(f"{'missing':<14} {line}")
     return 0 if is_well(found) else 1

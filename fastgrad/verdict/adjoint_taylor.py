@@ -16,7 +16,7 @@ from fastgrad.core.random import OPINION_STREAM, direction
 from fastgrad.problem.arguments import as_tuple
 from fastgrad.problem.caller_state import keeps_the_callers_state
 from fastgrad.problem.problem import Problem
-from fastgrad.report.data import Told
+from fastgrad.report.data import EqualByContent
 
 LARGEST_STEP = 2.0**-6
 """Of a Taylor test, relative to max(|x|, 1)."""
@@ -32,7 +32,7 @@ LEAST_RATE = 1.5
 
 
 @dataclass(frozen=True, eq=False)
-class AdjointTest(Told):
+class AdjointTest(EqualByContent):
     """What forward and reverse mode say of ``<v, J u>``, for each trial, output and input; true where it passed.
 
     Outputs and inputs are the differentiable ones, as in the messages of `gradcheck`.
@@ -75,7 +75,7 @@ class AdjointTest(Told):
 
 
 @dataclass(frozen=True, eq=False)
-class TaylorTest(Told):
+class TaylorTest(EqualByContent):
     """How fast ``|f(x + h u) - f(x) - h J u|`` shrinks with h; true where it passed.
 
     Attributes

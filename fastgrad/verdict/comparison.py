@@ -36,7 +36,7 @@ MOST_WORST = 8
 """Entries that a comparison names."""
 
 CROWDED = 4
-"""Where more than one in so many columns is heard by the outputs that differ, no two are worth moving together."""
+"""Where the outputs that differ depend on more than one in so many columns, no two are worth moving together."""
 
 FEW_PLACES = 8
 """Places along a dimension up to which an extent names each."""
@@ -130,7 +130,7 @@ class PairComparison:
     matrices: tuple[Tensor, Tensor] | None = None
     unspecified: bool = False
     failing: list[tuple[Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
-    heard: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    dependent: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     is_crowded: bool = False
     on_pattern: bool = False
     entries_at_hand: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
@@ -225,11 +225,11 @@ class PairComparison:
         rows, columns = differing.nonzero(as_tuple=True)
         found, wanted = (value[rows, columns].to(torch.complex128) for value in values)
         self.failing.append((*elements(rows, columns), found, wanted))
-        # Of each output that differs all elements that it hears; in forward mode, of each element all outputs.
-        heard = differing.any(1, keepdim=True) & (differing | (values[1] != 0))
-        self.is_crowded |= int(heard.sum()) > heard.numel() // CROWDED
+        # Of each output that differs all elements that it depends on; in forward mode, of each element all outputs.
+        dependent = differing.any(1, keepdim=True) & (differing | (values[1] != 0))
+        self.is_crowded |= int(dependent.sum()) > dependent.numel() // CROWDED
         if not self.is_crowded:
-            self.heard.append(elements(*heard.nonzero(as_tuple=True)))
+            self.dependent.append(elements(*dependent.nonzero(as_tuple=True)))
 
     def _differ(self, analytical: Tensor, numerical: Tensor) -> Tensor:
         """Where entries differ: by torch's rule, which takes equal infinities for close, and nothing else."""
@@ -296,11 +296,11 @@ class PairComparison:
     def groups(self, elements: Tensor) -> Tensor:
         """Numbers of groups of elements of the input that may be moved together: int64, shape (elements,).
 
-        Of two in one group, neither is heard, at eps, by an output at which the other one's entry differs.
+        No output at which the entry of one differs depends, at eps, on another one of its group.
         """
         if self.is_crowded:
             return elements
-        sides = [torch.cat(side).cpu() for side in zip(*self.heard, strict=True)]
+        sides = [torch.cat(side).cpu() for side in zip(*self.dependent, strict=True)]
         outputs, inputs = reversed(sides) if self.mode == "forward" else sides
         moved, which = torch.unique(elements.cpu(), return_inverse=True)
         chosen = torch.isin(inputs, moved)

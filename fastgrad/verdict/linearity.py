@@ -476,7 +476,7 @@ class LinearityProof:
 
 
 @dataclass
-class _Told:
+class _SummedProducts:
     """The sum of several cotangents, shape (m,), that of their VJPs and the largest size of each of their components.
 
     The VJP of the sum is the sum of the VJPs, unless one of them is wrong.
@@ -513,7 +513,7 @@ class RepeatedCalls:
         self._products: list[Tensor] = []
         self._raised: Exception | None = None
         self._moved: Block | None = None
-        self._told: _Told | None = None
+        self._summed: _SummedProducts | None = None
         self._is_needed = problem.is_custom and problem.m > 2
         if not self._is_needed:
             return
@@ -535,9 +535,11 @@ class RepeatedCalls:
         """A VJP, shape (1, n), that is not compared with rows: it is, together with others of these, in the end."""
         gradient = self._problem.vjp(cotangent)
         if self._problem.is_custom:
-            if self._told is None:
-                self._told = _Told(*(torch.zeros_like(vector[0]) for vector in (cotangent, gradient, gradient)))
-            self._told.add(cotangent[0], gradient[0])
+            if self._summed is None:
+                self._summed = _SummedProducts(
+                    *(torch.zeros_like(vector[0]) for vector in (cotangent, gradient, gradient))
+                )
+            self._summed.add(cotangent[0], gradient[0])
         return gradient
 
     def see(self, block: JacobianBlock) -> None:
@@ -560,7 +562,7 @@ class RepeatedCalls:
             raise self._raised
         if self._moved is not None:
             return _nondeterministic(self._moved)
-        if self._told is not None and self._told_moves(self._told):
+        if self._summed is not None and self._sum_moves(self._summed):
             return _nondeterministic(self._problem.outputs[0])
         if not self._is_needed:
             return None
@@ -577,12 +579,12 @@ class RepeatedCalls:
                 return _nondeterministic(moved)
         return None
 
-    def _told_moves(self, told: _Told) -> bool:
+    def _sum_moves(self, summed: _SummedProducts) -> bool:
         """Whether one of the VJPs that were not compared with rows was wrong by the allclose rule."""
-        again = self._problem.vjp(told.cotangent[None])[0]
+        again = self._problem.vjp(summed.cotangent[None])[0]
         atol, rtol = tolerances(self._problem, self._settings)
-        allowed = atol + rtol * told.largest + self._settings.nondet_tol * float(told.cotangent.abs().sum())
-        return bool(((again - told.gradient).abs() > allowed).any())
+        allowed = atol + rtol * summed.largest + self._settings.nondet_tol * float(summed.cotangent.abs().sum())
+        return bool(((again - summed.gradient).abs() > allowed).any())
 
     def _row_moves(self, row: int) -> Block | None:
         moves = self._moves(self._row(row), self.rows[row], self._settings.nondet_tol)

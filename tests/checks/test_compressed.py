@@ -231,7 +231,7 @@ def test_a_dependence_that_the_backward_ignores() -> None:
 @pytest.mark.parametrize("size", [1.0, 1e3, 1e6])
 def test_the_certificate_sees_what_the_look_did_not(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where values are large, a smaller step says less, and dismisses nothing."""
-    monkeypatch.setattr(sparsity, "bears_a_look", lambda *_: True)
+    monkeypatch.setattr(sparsity, "explains_look", lambda *_: True)
     func = function(lambda x: _changed(size + x.sin(), 20, 5e-3 * x[777]), lambda x, g: g * x.cos())
     report = compressed(func, normal(2000))
     assert worst_entry(report) == (20, 777)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import fastgrad
-from fastgrad.core.memory import UNKNOWN_BYTES, free_bytes, told_as_memory_error
+from fastgrad.core.memory import UNKNOWN_BYTES, free_bytes, raises_memory_error
 
 GIB = 1 << 30
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -96,13 +96,13 @@ def test_the_allocators_error_is_a_memory_error() -> None:
         return torch.empty(1 << 50)
 
     with pytest.raises(MemoryError, match="you tried to allocate 4503599627370496 bytes"):
-        told_as_memory_error(allocate)()
+        raises_memory_error(allocate)()
 
     def other() -> Tensor:
         raise RuntimeError("planted")
 
     with pytest.raises(RuntimeError, match="planted"):
-        told_as_memory_error(other)()
+        raises_memory_error(other)()
 
 
 def leaf(*shape: int) -> Tensor:

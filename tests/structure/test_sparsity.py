@@ -15,9 +15,9 @@ from fastgrad.structure.sparsity import (
     Mask,
     Pattern,
     Refinement,
-    bears_a_look,
     decode,
     decoded,
+    explains_look,
     guess,
     guess_in_order,
     guess_moved,
@@ -105,8 +105,8 @@ def test_one_look_refutes_a_guess() -> None:
     pattern = guess(blocks((8,)), blocks((8,)))
     assert pattern is not None
     moved = np.arange(8) % 2 == 0
-    assert bears_a_look(pattern, moved, np.arange(8) % 4 == 0)
-    assert not bears_a_look(pattern, moved, np.arange(8) < 2)
+    assert explains_look(pattern, moved, np.arange(8) % 4 == 0)
+    assert not explains_look(pattern, moved, np.arange(8) < 2)
 
 
 def test_entries_can_be_added() -> None:
@@ -201,7 +201,7 @@ def test_single_sources_are_decoded(data: st.DataObject) -> None:
     assert by_columns is not None
     assert (dense(by_columns) == matrix).all()
     most = sum(2 + (size - 1).bit_length() for size in sizes)
-    assert by_columns.origin.startswith(f"told by {most} evaluations")
+    assert by_columns.origin.startswith(f"read from {most} evaluations")
     assert decode(oracle(matrix)[0], inputs, m, most - 1) is None
     sources = decode(oracle(matrix.T)[1], inputs, m, 1000)  # the same, seen from the rows
     assert sources is not None
@@ -215,7 +215,7 @@ def test_columns_of_one_entry_are_decoded_from_the_rows() -> None:
     pattern = decoded(*oracle(matrix), blocks((128,)), blocks((32,)), 1.0, 1000)
     assert pattern is not None
     assert (dense(pattern) == matrix).all()
-    assert pattern.origin == "told by 7 VJPs, one a bit of the outputs' indices"
+    assert pattern.origin == "read from 7 VJPs, one per bit of the outputs' indices"
 
 
 def test_two_sources_are_not_decoded() -> None:
