@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import fields, replace
-from functools import lru_cache
-from numbers import Real
-from typing import Any, Literal, NoReturn
+from dataclasses import replace
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.nn import Module
 
+from fastgrad.api.settings import OneOrEach, masked_by_old_name, refuse_positional, settings_of, take_out_own, with_own
 from fastgrad.checks.order import check as run
 from fastgrad.core.errors import warn
 from fastgrad.problem.arguments import Call, Wrt, as_tuple, flatten, refuse_function_class
 from fastgrad.problem.caller_state import keeps_the_callers_state
 from fastgrad.problem.second_order import Backward, grad_outputs_for, made_by
-from fastgrad.report.data import GradOutputs, Settings, Tolerances
+from fastgrad.report.data import Engine, Settings
 from fastgrad.report.report import Report
 
 TensorOrTensors = Tensor | Sequence[Any]
 
 watcher: ContextVar[Callable[[Report], object] | None] = ContextVar("fastgrad_watcher", default=None)
 """Is handed the report of every gradcheck and gradgradcheck that reaches a verdict: those that pass return no more."""
-
-OneOrEach = float | Sequence[float] | Mapping[str, float]
-"""One number for all inputs, one for each, or by the names of the inputs."""
 
 
 @keeps_the_callers_state
@@ -49,7 +44,7 @@ def gradcheck(
     fast_mode: bool = False,
     masked: bool | None = None,
     check_sparse_nnz: bool | None = None,
-    engine: str = "auto",
+    engine: Engine = "auto",
     seed: int | None = None,
     confidence: float | None = None,
     memory_limit: int | None = None,
@@ -144,10 +139,10 @@ def gradcheck(
     keywords = locals()
     __tracebackhide__ = True  # under pytest a failure shows the caller's line
     if positional:
-        _refuse_positional(positional)
+        refuse_positional(positional)
     if check_sparse_nnz is not None:
-        keywords["masked"] = _masked(masked, check_sparse_nnz)
-    return _raise_or_return(func, inputs, _settings(keywords), raise_exception)
+        keywords["masked"] = masked_by_old_name(masked, check_sparse_nnz)
+    return _raise_or_return(func, inputs, settings_of(keywords), raise_exception)
 
 
 @keeps_the_callers_state
@@ -170,7 +165,7 @@ def gradgradcheck(
     fast_mode: bool = False,
     masked: bool | None = None,
     check_sparse_nnz: bool | None = None,
-    engine: str = "auto",
+    engine: Engine = "auto",
     seed: int | None = None,
     confidence: float | None = None,
     memory_limit: int | None = None,
@@ -201,10 +196,10 @@ def gradgradcheck(
     keywords = locals()
     __tracebackhide__ = True  # under pytest a failure shows the caller's line
     if positional:
-        _refuse_positional(positional)
+        refuse_positional(positional)
     if check_sparse_nnz is not None:
-        keywords["masked"] = _masked(masked, check_sparse_nnz)
-    settings = _settings(keywords, made_by(grad_outputs, gen_non_contig_grad_outputs))
+        keywords["masked"] = masked_by_old_name(masked, check_sparse_nnz)
+    settings = settings_of(keywords, made_by(grad_outputs, gen_non_contig_grad_outputs))
     backward, arguments = _second_order(func, as_tuple(inputs), grad_outputs, settings)
     return _raise_or_return(backward, arguments, settings, raise_exception)
 
@@ -233,7 +228,7 @@ def check(
     check_rev_over_rev: bool = True,
     fast_mode: bool = False,
     masked: bool | None = None,
-    engine: str = "auto",
+    engine: Engine = "auto",
     seed: int | None = None,
     confidence: float | None = None,
     memory_limit: int | None = None,
@@ -292,28 +287,18 @@ def check(
     that torch's pytree does not know is not seen.
     """
     keywords = locals()
-    if order not in (1, 2) or isinstance(order, bool):
-        raise ValueError(f"order must be 1 or 2, got {order!r}.")
-    for keyword, default in _OF_ONE_ORDER[3 - order].items():
-        if keywords[keyword] is not default:
-            raise ValueError(f"{keyword} is a keyword of order={3 - order}, and order is {order}.")
-    if wrt not in ("inputs", "parameters", "both"):
-        raise ValueError(f"wrt must be 'inputs', 'parameters' or 'both', got {wrt!r}.")
-    if wrt == "parameters" and not isinstance(func, Module):
-        raise TypeError(f"wrt='parameters' needs a torch.nn.Module as func, got {type(func).__name__}.")
-    if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(key, str) for key in kwargs)):
-        raise TypeError(f"kwargs must be a mapping from names to func's keyword arguments, got {kwargs!r}.")
-    own = _take_out_own(keywords)
-    settings = _settings(keywords, made_by(grad_outputs, gen_non_contig_grad_outputs) if order == 2 else None)
+    _check_keywords(func, keywords)
+    own = take_out_own(keywords)
+    settings = settings_of(keywords, made_by(grad_outputs, gen_non_contig_grad_outputs) if order == 2 else None)
     with Call(func, as_tuple(inputs), kwargs or {}, wrt) as call:
         if not call.tensors:
             raise ValueError(_NOTHING[wrt if isinstance(func, Module) else "inputs"])
         if order == 1:
-            report = run(call, call.tensors, _with_own(settings, own, call.names), call.names)
+            report = run(call, call.tensors, with_own(settings, own, call.names), call.names)
             return replace(report, output_names=call.output_names)
         backward, arguments, names = _second_order_of_call(call, grad_outputs, settings)
         checked = [name for name, value in zip(names, arguments, strict=True) if value.requires_grad]
-        report = run(backward, arguments, _with_own(settings, own, checked), names)
+        report = run(backward, arguments, with_own(settings, own, checked), names)
         gradients = zip(call.names, backward.exist, strict=True)
         return replace(report, output_names=tuple(f"grad({name})" for name, exists in gradients if exists))
 
@@ -336,37 +321,12 @@ def _second_order_of_call(
     return backward, arguments, call.names + names
 
 
-def _refuse_positional(positional: tuple[Any, ...]) -> NoReturn:
-    """Names the keyword: torch 1.8 and Lucid took eps, atol, rtol, ... by position."""
-    raise TypeError(
-        f"eps and all that follows it must be given by keyword, eps={positional[0]!r}, say; got "
-        f"{len(positional)} more positional argument{'s' if len(positional) > 1 else ''} than there are."
-    )
-
-
-_FIRST_ORDER = {field.name: field.name for field in fields(Settings) if field.name not in ("grad_outputs", "inputs")}
-"""The fields of Settings that are keywords, and what gradcheck calls them."""
-
-_SECOND_ORDER = {
-    **{name: keyword for name, keyword in _FIRST_ORDER.items() if name != "check_batched_forward_grad"},
-    "check_forward_ad": "check_fwd_over_rev",
-    "check_backward_ad": "check_rev_over_rev",
-}
-"""What gradgradcheck calls them."""
-
-_NAMES = {True: tuple(_FIRST_ORDER.values()), False: tuple(_SECOND_ORDER.values())}
-"""The keywords that settings come from, by whether they are gradcheck's."""
-
-_PLAIN = frozenset({float, int, bool, str, type(None)})
-
-_OF_ONE_ORDER: dict[int, dict[str, Any]] = {
-    1: {"check_forward_ad": False, "check_backward_ad": True, "check_batched_forward_grad": False},
-    2: {
-        "check_fwd_over_rev": False,
-        "check_rev_over_rev": True,
-        "grad_outputs": None,
-        "gen_non_contig_grad_outputs": False,
-    },
+_FIRST_ORDER_ONLY = {"check_forward_ad": False, "check_backward_ad": True, "check_batched_forward_grad": False}
+_SECOND_ORDER_ONLY = {
+    "check_fwd_over_rev": False,
+    "check_rev_over_rev": True,
+    "grad_outputs": None,
+    "gen_non_contig_grad_outputs": False,
 }
 """Keywords of `check` that say nothing about the other order, and their defaults."""
 
@@ -378,60 +338,20 @@ _NOTHING = {
 """What to say where nothing is to be checked, by wrt."""
 
 
-def _settings(keywords: Mapping[str, Any], made: GradOutputs | None = None) -> Settings:
-    """The settings that all keywords of a check, by name, come to; refuses what cannot be.
-
-    made: how grad_outputs come about, for second derivatives.
-    """
-    names = _NAMES[made is None]
-    given = [keywords[name] for name in names]
-    # Most checks are given what the last ones were. A tensor, which is a number too, may be another one by then.
-    make = _known_settings if _PLAIN.issuperset(map(type, given)) else _new_settings
-    return make(made, *given)
-
-
-def _new_settings(made: GradOutputs | None, *given: Any) -> Settings:
-    keywords = dict(zip(_NAMES[made is None], given, strict=True))
-    table = _FIRST_ORDER if made is None else _SECOND_ORDER
-    forward, reverse = table["check_forward_ad"], table["check_backward_ad"]
-    if not (keywords[forward] or keywords[reverse]):
-        raise AssertionError(f"Expected at least one of {forward} or {reverse} to be True")
-    if made is not None and keywords["check_undefined_grad"] and not keywords[reverse]:
-        raise AssertionError(f"Setting check_undefined_grad=True requires {reverse} to be True")
-    if keywords["check_batched_grad"] and not keywords[reverse]:
-        raise AssertionError(f"Setting check_batched_grad=True requires {reverse} to be True")
-    if made is None and keywords["check_batched_forward_grad"] and not keywords[forward]:
-        raise AssertionError(f"Setting check_batched_forward_grad=True requires {forward} to be True")
-    progress, engine, confidence, seed, memory_limit = (
-        keywords["progress"],
-        keywords["engine"],
-        keywords["confidence"],
-        keywords["seed"],
-        keywords["memory_limit"],
-    )
-    if progress is not None and not isinstance(progress, bool):
-        raise TypeError(f"progress must be None, True or False, got {progress!r}.")
-    if engine not in ("auto", "dense", "compressed", "sketch"):
-        raise ValueError(f"engine must be 'auto', 'dense', 'compressed' or 'sketch', got {engine!r}.")
-    if engine == "sketch" and not keywords["fast_mode"]:
-        raise ValueError("engine='sketch' compares sums of entries, not every entry: it needs fast_mode=True.")
-    if confidence is not None and not 0 < _number("confidence", confidence) < 1:
-        raise ValueError(f"confidence must be None or between 0 and 1, got {confidence!r}.")
-    if seed is not None and not (_is_integer(seed) and -(2**63) <= seed < 2**63):
-        raise ValueError(f"seed must be None or an integer of 64 bits, got {seed!r}.")
-    if memory_limit is not None and not (_is_integer(memory_limit) and memory_limit > 0):
-        raise ValueError(f"memory_limit must be None or a positive number of bytes, got {memory_limit!r}.")
-    values = {name: keywords[keyword] for name, keyword in table.items()}
-    values["eps"] = _number("eps", keywords["eps"], zero=False)
-    for name in ("atol", "rtol", "nondet_tol"):
-        values[name] = _number(name, keywords[name])
-    values["masked"] = bool(keywords["masked"])
-    values["seed"] = 0 if seed is None else seed
-    values["confidence"] = Settings.confidence if confidence is None else float(confidence)
-    return Settings(**values, grad_outputs=made)
-
-
-_known_settings = lru_cache(64, typed=True)(_new_settings)
+def _check_keywords(func: Callable[..., Any], keywords: Mapping[str, Any]) -> None:
+    """Refuses what is only `check`'s and cannot be; keywords: all of its arguments, by name."""
+    order, wrt, kwargs = keywords["order"], keywords["wrt"], keywords["kwargs"]
+    if order not in (1, 2) or isinstance(order, bool):
+        raise ValueError(f"order must be 1 or 2, got {order!r}.")
+    for keyword, default in (_SECOND_ORDER_ONLY if order == 1 else _FIRST_ORDER_ONLY).items():
+        if keywords[keyword] is not default:
+            raise ValueError(f"{keyword} is a keyword of order={3 - order}, and order is {order}.")
+    if wrt not in ("inputs", "parameters", "both"):
+        raise ValueError(f"wrt must be 'inputs', 'parameters' or 'both', got {wrt!r}.")
+    if wrt == "parameters" and not isinstance(func, Module):
+        raise TypeError(f"wrt='parameters' needs a torch.nn.Module as func, got {type(func).__name__}.")
+    if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(key, str) for key in kwargs)):
+        raise TypeError(f"kwargs must be a mapping from names to func's keyword arguments, got {kwargs!r}.")
 
 
 def _second_order(
@@ -448,73 +368,6 @@ def _second_order(
             if not isinstance(grad, Tensor):
                 raise TypeError(f"grad_outputs must be tensors, got {type(grad).__name__} as number {i}.")
     return Backward(func, inputs, grads, made), inputs + grads
-
-
-def _take_out_own(keywords: dict[str, Any]) -> dict[str, Any]:
-    """Those of eps, atol and rtol that are given input by input; the default takes their places."""
-    own = {}
-    for name in ("eps", "atol", "rtol"):
-        if isinstance(keywords[name], (Mapping, Sequence)) and not isinstance(keywords[name], str):
-            own[name], keywords[name] = keywords[name], getattr(Tolerances, name)
-    return own
-
-
-def _with_own(settings: Settings, own: Mapping[str, Any], names: Sequence[str]) -> Settings:
-    """Settings with the numbers that are given input by input: one for each name, or by name."""
-    if not own:
-        return settings
-    columns = [_one_each(name, own.get(name, getattr(settings, name)), names) for name in ("eps", "atol", "rtol")]
-    inputs = tuple(Tolerances(*row) for row in zip(*columns, strict=True))
-    smallest = Tolerances(*(min(column) for column in columns))
-    return replace(settings, **vars(smallest), inputs=inputs if set(inputs) != {smallest} else ())
-
-
-def _one_each(name: str, given: Any, names: Sequence[str]) -> list[float]:
-    """A keyword's number for each input; a mapping's keys name an input, or all below a part of its path."""
-    if isinstance(given, Mapping):
-        found = [getattr(Tolerances, name)] * len(names)
-        # Of two that fit, the longer one says more.
-        for key in sorted(given, key=lambda key: len(str(key))):
-            path = str(key).replace("'", '"')
-            within = [i for i, known in enumerate(names) if known == path or known.startswith((path + ".", path + "["))]
-            if not within:
-                raise ValueError(f"{name} has the key {key!r}, and the checked inputs are {', '.join(names)}.")
-            for i in within:
-                found[i] = given[key]
-    else:
-        found = list(given) if isinstance(given, Sequence) else [given] * len(names)
-        if len(found) != len(names):
-            raise ValueError(
-                f"{name} needs one number for each of the {len(names)} checked inputs ({', '.join(names)}), got "
-                f"{len(found)}."
-            )
-    return [_number(f"{name} of {known}", value, zero=name != "eps") for known, value in zip(names, found, strict=True)]
-
-
-def _masked(masked: bool | None, check_sparse_nnz: bool) -> bool:
-    """The value of masked, given under its old name."""
-    warn("check_sparse_nnz is the old name of masked: use masked.", FutureWarning)
-    if masked is not None and masked != check_sparse_nnz:
-        raise ValueError(f"masked={masked} and check_sparse_nnz={check_sparse_nnz} contradict each other: give masked.")
-    return check_sparse_nnz
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _number(name: str, value: Any, zero: bool = True) -> float:
-    """The value of a keyword as a float, if it is a number at least zero (or above zero)."""
-    if type(value) is float and (value >= 0 if zero else value > 0) and value < math.inf:
-        return value
-    if isinstance(value, Tensor) and value.ndim == 0 and not value.is_meta:
-        value = value.item()  # torch's arithmetic takes tensors of one number, too
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, got {value!r}.")
-    number = float(value)
-    if not (number >= 0 if zero else 0 < number < math.inf):
-        raise ValueError(f"{name} must be {'at least zero' if zero else 'positive and finite'}, got {value!r}.")
-    return number
 
 
 def _raise_or_return(

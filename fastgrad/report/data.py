@@ -29,6 +29,9 @@ Mode = Literal["reverse", "forward"]
 GradOutputs = Literal["given", "random", "non-contiguous", "ones"]
 """How gradgradcheck came by its grad_outputs."""
 
+Engine = Literal["auto", "dense", "compressed", "sketch"]
+"""What computes the Jacobians; "auto" chooses."""
+
 FailureKind = Literal[
     "mismatch",
     "nonzero numerical gradient",
@@ -292,7 +295,7 @@ class Settings(Tolerances):
     check_backward_ad: bool = True
     fast_mode: bool = False
     masked: bool = False
-    engine: str = "auto"
+    engine: Engine = "auto"
     seed: int = 0
     confidence: float = 1 - 1e-9
     memory_limit: int | None = None

@@ -1,0 +1,165 @@
+"""Keywords of a check into settings; refuses what cannot be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from functools import lru_cache
+from numbers import Real
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from fastgrad.core.errors import warn
+from fastgrad.report.data import GradOutputs, Settings, Tolerances
+
+OneOrEach = float | Sequence[float] | Mapping[str, float]
+"""One number for all inputs, one for each, or by the names of the inputs."""
+
+
+def refuse_positional(positional: tuple[Any, ...]) -> NoReturn:
+    """Names the keyword: torch 1.8 and Lucid took eps, atol, rtol, ... by position."""
+    raise TypeError(
+        f"eps and all that follows it must be given by keyword, eps={positional[0]!r}, say; got "
+        f"{len(positional)} more positional argument{'s' if len(positional) > 1 else ''} than there are."
+    )
+
+
+_FIRST_ORDER = {field.name: field.name for field in fields(Settings) if field.name not in ("grad_outputs", "inputs")}
+"""The fields of Settings that are keywords, and what gradcheck calls them."""
+
+_SECOND_ORDER = {
+    **{name: keyword for name, keyword in _FIRST_ORDER.items() if name != "check_batched_forward_grad"},
+    "check_forward_ad": "check_fwd_over_rev",
+    "check_backward_ad": "check_rev_over_rev",
+}
+"""What gradgradcheck calls them."""
+
+_NAMES = {True: tuple(_FIRST_ORDER.values()), False: tuple(_SECOND_ORDER.values())}
+"""The keywords that settings come from, by whether they are gradcheck's."""
+
+_PLAIN = frozenset({float, int, bool, str, type(None)})
+
+
+def settings_of(keywords: Mapping[str, Any], made: GradOutputs | None = None) -> Settings:
+    """The settings that all keywords of a check, by name, come to; refuses what cannot be.
+
+    made: how grad_outputs come about, for second derivatives.
+    """
+    names = _NAMES[made is None]
+    given = [keywords[name] for name in names]
+    # Most checks are given what the last ones were. A tensor, which is a number too, may be another one by then.
+    make = _known_settings if _PLAIN.issuperset(map(type, given)) else _new_settings
+    return make(made, *given)
+
+
+def _new_settings(made: GradOutputs | None, *given: Any) -> Settings:
+    keywords = dict(zip(_NAMES[made is None], given, strict=True))
+    table = _FIRST_ORDER if made is None else _SECOND_ORDER
+    forward, reverse = table["check_forward_ad"], table["check_backward_ad"]
+    if not (keywords[forward] or keywords[reverse]):
+        raise AssertionError(f"Expected at least one of {forward} or {reverse} to be True")
+    if made is not None and keywords["check_undefined_grad"] and not keywords[reverse]:
+        raise AssertionError(f"Setting check_undefined_grad=True requires {reverse} to be True")
+    if keywords["check_batched_grad"] and not keywords[reverse]:
+        raise AssertionError(f"Setting check_batched_grad=True requires {reverse} to be True")
+    if made is None and keywords["check_batched_forward_grad"] and not keywords[forward]:
+        raise AssertionError(f"Setting check_batched_forward_grad=True requires {forward} to be True")
+    progress, engine, confidence, seed, memory_limit = (
+        keywords["progress"],
+        keywords["engine"],
+        keywords["confidence"],
+        keywords["seed"],
+        keywords["memory_limit"],
+    )
+    if progress is not None and not isinstance(progress, bool):
+        raise TypeError(f"progress must be None, True or False, got {progress!r}.")
+    if engine not in ("auto", "dense", "compressed", "sketch"):
+        raise ValueError(f"engine must be 'auto', 'dense', 'compressed' or 'sketch', got {engine!r}.")
+    if engine == "sketch" and not keywords["fast_mode"]:
+        raise ValueError("engine='sketch' compares sums of entries, not every entry: it needs fast_mode=True.")
+    if confidence is not None and not 0 < _number("confidence", confidence) < 1:
+        raise ValueError(f"confidence must be None or between 0 and 1, got {confidence!r}.")
+    if seed is not None and not (_is_integer(seed) and -(2**63) <= seed < 2**63):
+        raise ValueError(f"seed must be None or an integer of 64 bits, got {seed!r}.")
+    if memory_limit is not None and not (_is_integer(memory_limit) and memory_limit > 0):
+        raise ValueError(f"memory_limit must be None or a positive number of bytes, got {memory_limit!r}.")
+    values = {name: keywords[keyword] for name, keyword in table.items()}
+    values["eps"] = _number("eps", keywords["eps"], zero=False)
+    for name in ("atol", "rtol", "nondet_tol"):
+        values[name] = _number(name, keywords[name])
+    values["masked"] = bool(keywords["masked"])
+    values["seed"] = 0 if seed is None else seed
+    values["confidence"] = Settings.confidence if confidence is None else float(confidence)
+    return Settings(**values, grad_outputs=made)
+
+
+_known_settings = lru_cache(64, typed=True)(_new_settings)
+
+
+def take_out_own(keywords: dict[str, Any]) -> dict[str, Any]:
+    """Those of eps, atol and rtol that are given input by input; the default takes their places."""
+    own = {}
+    for name in ("eps", "atol", "rtol"):
+        if isinstance(keywords[name], (Mapping, Sequence)) and not isinstance(keywords[name], str):
+            own[name], keywords[name] = keywords[name], getattr(Tolerances, name)
+    return own
+
+
+def with_own(settings: Settings, own: Mapping[str, Any], names: Sequence[str]) -> Settings:
+    """Settings with the numbers that are given input by input: one for each name, or by name."""
+    if not own:
+        return settings
+    columns = [_one_each(name, own.get(name, getattr(settings, name)), names) for name in ("eps", "atol", "rtol")]
+    inputs = tuple(Tolerances(*row) for row in zip(*columns, strict=True))
+    smallest = Tolerances(*(min(column) for column in columns))
+    return replace(settings, **vars(smallest), inputs=inputs if set(inputs) != {smallest} else ())
+
+
+def _one_each(name: str, given: Any, names: Sequence[str]) -> list[float]:
+    """A keyword's number for each input; a mapping's keys name an input, or all below a part of its path."""
+    if isinstance(given, Mapping):
+        found = [getattr(Tolerances, name)] * len(names)
+        # Of two that fit, the longer one says more.
+        for key in sorted(given, key=lambda key: len(str(key))):
+            path = str(key).replace("'", '"')
+            within = [i for i, known in enumerate(names) if known == path or known.startswith((path + ".", path + "["))]
+            if not within:
+                raise ValueError(f"{name} has the key {key!r}, and the checked inputs are {', '.join(names)}.")
+            for i in within:
+                found[i] = given[key]
+    else:
+        found = list(given) if isinstance(given, Sequence) else [given] * len(names)
+        if len(found) != len(names):
+            raise ValueError(
+                f"{name} needs one number for each of the {len(names)} checked inputs ({', '.join(names)}), got "
+                f"{len(found)}."
+            )
+    return [_number(f"{name} of {known}", value, zero=name != "eps") for known, value in zip(names, found, strict=True)]
+
+
+def masked_by_old_name(masked: bool | None, check_sparse_nnz: bool) -> bool:
+    """The value of masked, given under its old name."""
+    warn("check_sparse_nnz is the old name of masked: use masked.", FutureWarning)
+    if masked is not None and masked != check_sparse_nnz:
+        raise ValueError(f"masked={masked} and check_sparse_nnz={check_sparse_nnz} contradict each other: give masked.")
+    return check_sparse_nnz
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(name: str, value: Any, zero: bool = True) -> float:
+    """The value of a keyword as a float, if it is a number at least zero (or above zero)."""
+    if type(value) is float and (value >= 0 if zero else value > 0) and value < math.inf:
+        return value
+    if isinstance(value, Tensor) and value.ndim == 0 and not value.is_meta:
+        value = value.item()  # torch's arithmetic takes tensors of one number, too
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r}.")
+    number = float(value)
+    if not (number >= 0 if zero else 0 < number < math.inf):
+        raise ValueError(f"{name} must be {'at least zero' if zero else 'positive and finite'}, got {value!r}.")
+    return number
