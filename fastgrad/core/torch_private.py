@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import os
+import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -46,8 +50,18 @@ def batched(func: Callable[..., Any]) -> Callable[..., Any]:
     return _vmap(func)
 
 
+@functools.cache
+def _load_decompositions() -> None:
+    """What the first `make_dual` of a process imports, without the warnings of torch's that say it is old."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        if os.environ.get("PYTORCH_JIT", "1") == "1":  # as make_dual does
+            importlib.import_module("torch._decomp.decompositions_for_jvp")
+
+
 def make_dual(primal: Tensor, tangent: Tensor) -> Tensor:
     """`torch.autograd.forward_ad.make_dual`, which has no types."""
+    _load_decompositions()
     return cast(Tensor, forward_ad.make_dual(primal, tangent))  # type: ignore[no-untyped-call]
 
 

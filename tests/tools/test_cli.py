@@ -91,7 +91,6 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
         ("torch:sin", "-i", "float64[]", "--engine", "dense", "--eps", "1e-5", "--seed", "3", "--no-progress"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # of torch's forward mode, on import
 @pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
 def test_right_functions_pass(file: str, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -> None:
     code, out, err = run(capsys, "check", *arguments)
