@@ -84,11 +84,7 @@ def directional_differences(
     different weights, each of which counts in the unit of its own tolerance. Coordinates that are `still`, shape
     (n,), do not move.
     """
-    displacement = torch.empty(problem.n, dtype=torch.float64, device=problem.device)
-    most = len(SCALES) if extrapolated else 2
-    # Not one block: where vectors are large, blocks of several sizes leave holes in the heap. And before what stays:
-    # memory above that goes back to the system when it is free, and what comes next is made anew, page by page.
-    values = [torch.empty(problem.m, dtype=torch.float64, device=problem.device) for _ in range(most)]
+    measure = _Measurement(problem, settings, base, len(SCALES) if extrapolated else 2, min(1.0, eps / settings.eps))
     found = Differences(
         eps,
         torch.empty(count, problem.n, dtype=torch.float64, device=problem.device),
@@ -96,39 +92,54 @@ def directional_differences(
         torch.zeros(problem.m, dtype=torch.float64, device=problem.device),
         2 * problem.unit_roundoff / eps * sum(weight / step for step, weight in problem.scales),
     )
-    relative = min(1.0, eps / settings.eps)
-
-    def difference(
-        points: int, stream: int, still: Tensor | None, step: float, u: Tensor, derivative: Tensor, noise: Tensor
-    ) -> None:
-        problem.realize(displacement, u, settings.seed, stream, step, relative)
-        if still is not None:
-            displacement.masked_fill_(still, 0.0)
-            u.masked_fill_(still, 0.0)
-        problem.values_along(displacement, SCALES[:points], values[:points])
-        rule: Callable[..., None] = ops.richardson_ if points == len(SCALES) else _central_difference
-        for output in problem.outputs:
-            within = slice(output.first, output.first + output.size)
-            own = derivative[within], noise[within], base[within], *(value[within] for value in values[:points])
-            rule(*own, step, spacing(output.tensor.dtype))
-
     for k in range(count):
         points = len(SCALES) if k < extrapolated else 2
         stream = SKETCH_DIRECTIONS + 16 * (attempt * count + first + k)
         if not problem.mixes_inputs:
-            difference(points, stream, still, eps, found.directions[k], found.derivatives[k], found.noise)
+            measure.difference(points, stream, still, eps, found.directions[k], found.derivatives[k], found.noise)
             continue
         total_noise = torch.zeros_like(found.noise)
         found.directions[k], found.derivatives[k] = 0.0, 0.0
-        for part, step, weight in problem.parts_of(torch.ones_like(displacement)):
+        for part, step, weight in problem.parts_of(torch.ones_like(found.directions[k])):
             u, derivative, noise = torch.zeros_like(part), torch.zeros_like(base), torch.zeros_like(base)
             others = part == 0 if still is None else (part == 0) | still
-            difference(points, stream, others, eps * step, u, derivative, noise)
+            measure.difference(points, stream, others, eps * step, u, derivative, noise)
             found.directions[k] += weight * u
             found.derivatives[k] += weight * derivative
             total_noise += weight * noise
         torch.maximum(found.noise, total_noise, out=found.noise)
     return found
+
+
+class _Measurement:
+    """Differences along one direction after the other, in the same memory.
+
+    base: the outputs at x, shape (m,). most: the values of a difference, at most. relative: as of `Problem.realize`.
+    """
+
+    def __init__(self, problem: Problem, settings: Settings, base: Tensor, most: int, relative: float) -> None:
+        self._problem, self._settings, self._base, self._relative = problem, settings, base, relative
+        self._displacement = torch.empty(problem.n, dtype=torch.float64, device=problem.device)
+        # Not one block: where vectors are large, blocks of several sizes leave holes in the heap. And before what
+        # stays: memory above that goes back to the system when it is free, and what comes next is made anew, page by
+        # page.
+        self._values = [torch.empty(problem.m, dtype=torch.float64, device=problem.device) for _ in range(most)]
+
+    def difference(
+        self, points: int, stream: int, still: Tensor | None, step: float, u: Tensor, derivative: Tensor, noise: Tensor
+    ) -> None:
+        """Writes a direction u, shape (n,), and the derivative along it, (m,), from so many points; adds to noise."""
+        problem, displacement, values = self._problem, self._displacement, self._values[:points]
+        problem.realize(displacement, u, self._settings.seed, stream, step, self._relative)
+        if still is not None:
+            displacement.masked_fill_(still, 0.0)
+            u.masked_fill_(still, 0.0)
+        problem.values_along(displacement, SCALES[:points], values)
+        rule: Callable[..., None] = ops.richardson_ if points == len(SCALES) else _central_difference
+        for output in problem.outputs:
+            within = slice(output.first, output.first + output.size)
+            own = derivative[within], noise[within], self._base[within], *(value[within] for value in values)
+            rule(*own, step, spacing(output.tensor.dtype))
 
 
 def _central_difference(

@@ -309,6 +309,38 @@ def _groups_without_a_common_row(rows: Tensor, columns: Tensor) -> Tensor:
     return torch.tensor([group_of[column] for column in columns.tolist()], device=columns.device)
 
 
+def _worst_remeasured(
+    problem: Problem,
+    plan: Plan,
+    pair: PairComparison,
+    suspects: Suspects,
+    settings: Settings,
+    findings: Findings,
+    group_of: Callable[[int], int] | None,
+) -> tuple[Survivor | None, tuple[Entry, ...]]:
+    """The worst of the entries that differ at eps, if it differs after re-measuring, too; and the worst entries."""
+    elements = suspects.input_elements
+    if group_of is None:
+        groups = pair.groups(elements)
+    else:
+        numbers = [group_of(coordinate) for coordinate in suspects.inputs[:, 0].tolist()]
+        groups = torch.tensor(numbers, device=elements.device)
+    survivor = not_finite(problem, plan.record_graph, settings, suspects)
+    measured = torch.zeros_like(groups, dtype=torch.bool)
+    if survivor is None:
+        survivor, measured, unresolved = _survivor(problem, plan.record_graph, settings, suspects, groups)
+        if unresolved:
+            findings.note_undecided(unresolved)
+    if survivor is None:
+        return None, ()
+    worst = [survivor.entry, *sorted(survivor.others, key=_excess, reverse=True)]
+    others = (~measured).nonzero().reshape(-1)[: MOST_WORST + len(worst)].tolist()
+    entries = [suspects.entry(problem, which, settings.of(pair.input.index)) for which in others]
+    named = {(entry.output_index, entry.input_index) for entry in worst}
+    worst += [entry for entry in entries if (entry.output_index, entry.input_index) not in named]
+    return survivor, tuple(worst[:MOST_WORST])
+
+
 def mismatch_failure(
     problem: Problem,
     plan: Plan,
@@ -328,27 +360,8 @@ def mismatch_failure(
     comparison = pair.result()
     survivor: Survivor | None = None
     if not pair.unspecified:
-        suspects = pair.suspects(part)
-        elements = suspects.input_elements
-        if group_of is None:
-            groups = pair.groups(elements)
-        else:
-            numbers = [group_of(coordinate) for coordinate in suspects.inputs[:, 0].tolist()]
-            groups = torch.tensor(numbers, device=elements.device)
-        survivor = not_finite(problem, plan.record_graph, settings, suspects)
-        measured = torch.zeros_like(groups, dtype=torch.bool)
+        survivor, worst = _worst_remeasured(problem, plan, pair, pair.suspects(part), settings, findings, group_of)
         if survivor is None:
-            survivor, measured, unresolved = _survivor(problem, plan.record_graph, settings, suspects, groups)
-            if unresolved:
-                findings.note_undecided(unresolved)
-        if survivor is not None:
-            worst = [survivor.entry, *sorted(survivor.others, key=_excess, reverse=True)]
-            others = (~measured).nonzero().reshape(-1)[: MOST_WORST + len(worst)].tolist()
-            entries = [suspects.entry(problem, which, settings.of(pair.input.index)) for which in others]
-            named = {(entry.output_index, entry.input_index) for entry in worst}
-            worst += [entry for entry in entries if (entry.output_index, entry.input_index) not in named]
-            comparison = replace(comparison, worst=survivor.entry, worst_entries=tuple(worst[:MOST_WORST]))
-        else:
             findings.notes.append(
                 f"{pair.mismatches} of {pair.entries} entries of output {pair.output.index} with respect to input "
                 f"{pair.input.index} differ at eps={settings.of(pair.input.index).eps:g} and agree once re-measured "
@@ -356,6 +369,7 @@ def mismatch_failure(
             )
             findings.add_pair(pair.pair(part, agrees=True))
             return None
+        comparison = replace(comparison, worst=survivor.entry, worst_entries=worst)
     findings.add_pair(pair.pair(part, agrees=False))
     findings.sample = pair.sample()
     return Failure(
