@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import partial
 from types import MappingProxyType
 
@@ -40,7 +41,7 @@ from fastgrad.engines.plan import (
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.first_look import FirstLook
 from fastgrad.problem.problem import Problem
-from fastgrad.report.data import Failure, Part, Plan, Settings
+from fastgrad.report.data import Failure, Part, Plan, Settings, Tolerances
 from fastgrad.structure.detection import Patterns
 from fastgrad.structure.sparsity import HANDFUL, Mask, Pattern
 from fastgrad.verdict.analytical_certificate import AnalyticalCertificate
@@ -65,6 +66,13 @@ class Outcome:
     failure: Failure | None
 
 
+class Next(Enum):
+    """What is to be done where a pattern led to no verdict."""
+
+    PATTERN = "try the next candidate"
+    DENSE_ENGINE = "leave it to the dense engine"
+
+
 @phase("compressed Jacobians")
 def check_by_structure(
     problem: Problem, settings: Settings, look: FirstLook, calls: RepeatedCalls, findings: Findings
@@ -76,88 +84,160 @@ def check_by_structure(
     if look.reacted is None or not bool(look.base.isfinite().all()):
         return None
     problem.forget_outputs()
-    patterns = Patterns(problem, settings, look, detection_budget(problem, settings, look), calls.vjp)
-    finders: Iterator[Callable[[], Pattern | None]] = iter((patterns.guess, patterns.decode, patterns.probe))
-    if takes_long(2 * problem.n + problem.m, look):
-        # Dense rows and dense columns may hide a structure from both sides, and be all there is.
-        brief = partial(patterns.probe, most=BRIEF_PROBES), partial(patterns.probe, most=BRIEF_PROBES, splits_hubs=True)
-        finders = iter((patterns.guess, patterns.decode, *brief, patterns.probe, patterns.dense))
-    pattern: Pattern | None = None
-    certifies, asked, dense_columns = True, False, None
+    candidates = _Candidates(problem, settings, look, calls)
     for _ in range(ATTEMPTS):
-        while pattern is None:
-            find = next(finders, None)
-            if find is None:
-                return None
-            pattern = find()
-        guessed = find in (patterns.guess, patterns.decode)
-        compression = _compression(problem, look, pattern, certifies, dense_columns)
-        column_groups = compression.column_groups.count
-        row_groups = sum(grouping.count for grouping in compression.row_groups)
-        by_columns = prefers_columns(column_groups, row_groups)
-        if not pays_to_compress(problem, settings, column_groups, None if by_columns else row_groups):
+        compression = candidates.compress()
+        if compression is None:
             return None
-        plan = _plan(problem, settings, look, compression)
-        planned = 2 * column_groups + (column_groups if by_columns else row_groups)
-        problem.progress.start(planned, look.seconds * planned, f"{column_groups} column groups")
-        try:
-            verdict = _Verdict(problem, settings, plan, compression, look, calls.rows)
-        except OUT_OF_MEMORY:
-            raise
-        except Exception:  # of func, which may take single steps only
+        answer = _attempt(problem, settings, look, calls, findings, candidates, compression)
+        if isinstance(answer, Outcome):
+            return answer
+        if answer is Next.DENSE_ENGINE:
             return None
-        if verdict.numerical_leads and dense_is_small(problem, settings):
-            return None
-        if guessed and len(verdict.numerical_leads) > MOST_LEADS:
-            pattern = None  # a wrong guess
-            continue
-        found: Failure | Incomplete | None = None
-        if by_columns:
-            by_columns, found = verdict.by_columns()
-        if not by_columns:
-            if certifies and not asked and takes_long(VJP_COST * row_groups, look):
-                asked, dense = True, pattern.dense_columns()
-                if dense.any():
-                    dense_columns = dense
-                    continue
-            if not pays_to_compress(problem, settings, column_groups, row_groups):
-                return None
-            found = verdict.by_rows()
-        if found is None and compression.leaves_out:
-            screening = verdict.screen_apart()
-            if screening.undecided is not None:
-                certifies, dense_columns = False, None
-                continue
-            found = screening.failure
-        if isinstance(found, Incomplete):
-            found = verdict.moved() or found
-        if isinstance(found, Incomplete) and found.unexplained is not None:
-            if can_be_dense(problem, settings):
-                return None
-            verdict.findings.note_undecided(found.unexplained)
-            found = None
-        if found is None or isinstance(found, Failure):
-            if found is None:
-                verdict.record()
-            findings.add(verdict.findings)
-            return Outcome(verdict.plan if by_columns else replace(verdict.plan, row_groups=row_groups), found)
-        if dense_is_small(problem, settings):
-            return None
-        if found.refuted and not pattern.is_numerical and verdict.hides:
-            finders = iter((partial(patterns.probe, watch_gradients=False),))
-        pattern = None if found.refuted else pattern.with_entries(found.rows, found.columns)
     return None
 
 
-def _compression(
-    problem: Problem, look: FirstLook, pattern: Pattern, certifies: bool, columns_apart: Mask | None
-) -> Compression:
-    """The groups; without the dense rows, where they may be certified and keep columns apart for long."""
-    rows_apart: Mask | None = None
-    if certifies and takes_long(2 * int(np.diff(pattern.starts).max(initial=0)), look):
-        dense = pattern.dense_rows()
-        rows_apart = dense if dense.any() else None
-    return compressed.compress(problem, pattern, rows_apart, columns_apart)
+def _attempt(
+    problem: Problem,
+    settings: Settings,
+    look: FirstLook,
+    calls: RepeatedCalls,
+    findings: Findings,
+    candidates: _Candidates,
+    compression: Compression,
+) -> Outcome | Next:
+    """Measures, compares and certifies the Jacobians by one pattern."""
+    column_groups = compression.column_groups.count
+    row_groups = sum(grouping.count for grouping in compression.row_groups)
+    by_columns = prefers_columns(column_groups, row_groups)
+    if not pays_to_compress(problem, settings, column_groups, None if by_columns else row_groups):
+        return Next.DENSE_ENGINE
+    planned = 2 * column_groups + (column_groups if by_columns else row_groups)
+    problem.progress.start(planned, look.seconds * planned, f"{column_groups} column groups")
+    plan = _plan(problem, settings, look, compression)
+    try:
+        verdict = _Verdict(problem, settings, plan, compression, look, calls.rows)
+    except OUT_OF_MEMORY:
+        raise
+    except Exception:  # of func, which may take single steps only
+        return Next.DENSE_ENGINE
+    if verdict.numerical_leads and dense_is_small(problem, settings):
+        return Next.DENSE_ENGINE
+    if candidates.is_guess and len(verdict.numerical_leads) > MOST_LEADS:
+        candidates.drop()
+        return Next.PATTERN
+    found: Failure | Incomplete | None = None
+    if by_columns:
+        by_columns, found = verdict.by_columns()
+    if not by_columns:
+        if takes_long(VJP_COST * row_groups, look) and candidates.exclude_columns():
+            return Next.PATTERN
+        if not pays_to_compress(problem, settings, column_groups, row_groups):
+            return Next.DENSE_ENGINE
+        found = verdict.by_rows()
+    if found is None and compression.leaves_out:
+        screening = verdict.screen_excluded()
+        if screening.undecided is not None:
+            candidates.exclude_nothing()
+            return Next.PATTERN
+        found = screening.failure
+    plan = verdict.plan if by_columns else replace(verdict.plan, row_groups=row_groups)
+    return _answer(problem, settings, findings, candidates, verdict, found, plan)
+
+
+def _answer(
+    problem: Problem,
+    settings: Settings,
+    findings: Findings,
+    candidates: _Candidates,
+    verdict: _Verdict,
+    found: Failure | Incomplete | None,
+    plan: Plan,
+) -> Outcome | Next:
+    """What follows from a failure, from what a pattern lacks, or from nothing that is wrong."""
+    if isinstance(found, Incomplete):
+        found = verdict.moved() or found
+    if isinstance(found, Incomplete):
+        if found.unexplained is None:
+            if dense_is_small(problem, settings):
+                return Next.DENSE_ENGINE
+            candidates.learn(found, verdict.hides)
+            return Next.PATTERN
+        if can_be_dense(problem, settings):
+            return Next.DENSE_ENGINE
+        verdict.findings.note_undecided(found.unexplained)
+        found = None
+    if found is None:
+        verdict.record()
+    findings.add(verdict.findings)
+    return Outcome(plan, found)
+
+
+class _Candidates:
+    """Patterns to try: guesses first, then what probing finds, then what a certificate added to the last one.
+
+    Attributes
+    ----------
+    is_guess
+        Whether the present pattern, or the one that it grew from, was guessed.
+    """
+
+    def __init__(self, problem: Problem, settings: Settings, look: FirstLook, calls: RepeatedCalls) -> None:
+        self._problem, self._look = problem, look
+        patterns = Patterns(problem, settings, look, detection_budget(problem, settings, look), calls.vjp)
+        self._patterns = patterns
+        finders: list[Callable[[], Pattern | None]] = [patterns.guess, patterns.decode, patterns.probe]
+        if takes_long(2 * problem.n + problem.m, look):
+            # Dense rows and dense columns may hide a structure from both sides, and be all there is.
+            brief = partial(patterns.probe, most=BRIEF_PROBES)
+            finders[2:] = [brief, partial(brief, splits_hubs=True), patterns.probe, patterns.dense]
+        self._finders = iter(finders)
+        self._guesses = patterns.guess, patterns.decode
+        self._pattern: Pattern | None = None
+        self._certifies, self._may_exclude_columns = True, True
+        self._excluded_columns: Mask | None = None
+        self.is_guess = False
+
+    def compress(self) -> Compression | None:
+        """The groups of the present pattern, or of the next one; None: there is none left.
+
+        Without the dense rows, where they may be certified and keep columns in different groups for long.
+        """
+        while self._pattern is None:
+            find = next(self._finders, None)
+            if find is None:
+                return None
+            self._pattern = find()
+            self.is_guess = find in self._guesses
+        rows: Mask | None = None
+        if self._certifies and takes_long(2 * int(np.diff(self._pattern.starts).max(initial=0)), self._look):
+            dense = self._pattern.dense_rows()
+            rows = dense if dense.any() else None
+        return compressed.compress(self._problem, self._pattern, rows, self._excluded_columns)
+
+    def drop(self) -> None:
+        """The present pattern is wrong."""
+        self._pattern = None
+
+    def exclude_columns(self) -> bool:
+        """Has dense columns, which keep rows in different groups, certified instead; whether there are any."""
+        if not (self._certifies and self._may_exclude_columns) or self._pattern is None:
+            return False
+        self._may_exclude_columns, dense = False, self._pattern.dense_columns()
+        self._excluded_columns = dense if dense.any() else self._excluded_columns
+        return bool(dense.any())
+
+    def exclude_nothing(self) -> None:
+        """What was excluded could not be certified: every entry is to be compared."""
+        self._certifies, self._excluded_columns = False, None
+
+    def learn(self, found: Incomplete, hides: bool) -> None:
+        """Takes in what the present pattern lacks; hides: whether rounding may hide entries of gradients."""
+        if self._pattern is None:
+            return
+        if found.refuted and not self._pattern.is_numerical and hides:
+            self._finders = iter((partial(self._patterns.probe, watch_gradients=False),))
+        self._pattern = None if found.refuted else self._pattern.with_entries(found.rows, found.columns)
 
 
 def _plan(problem: Problem, settings: Settings, look: FirstLook, compression: Compression) -> Plan:
@@ -385,32 +465,26 @@ class _Verdict:
             return rows
         return self._of_func.follow(rows, self._of_backward.row_alone)
 
-    def screen_apart(self) -> Screening:
+    def screen_excluded(self) -> Screening:
         """The verdict on dense rows and columns that no group has, as fast mode's on all; certified where it passes."""
         settings, compression = self._settings, self._compression
-        if compression.rows_apart is not None:
-            screening = self._screen(rows=compression.rows_apart)
+        if compression.excluded_rows is not None:
+            screening = _screen(self._problem, settings, rows=compression.excluded_rows)
             if screening.failure is not None or screening.undecided is not None:
                 return screening
-            self._note_certified(int(compression.rows_apart.sum()), "row", screening)
+            self._note_certified(int(compression.excluded_rows.sum()), "row", screening)
             if screening.bound > QUIET * settings.atol:
                 self.findings.note_undecided(screening.bound)
-        if compression.columns_apart is None:
+        if compression.excluded_columns is None:
             return Screening()
-        # One by one, as far as they are few: beside the entry of another column, a small one would not be heard.
-        columns = compression.columns_apart.nonzero().reshape(-1)
+        # One by one, as far as they are few: beside the entry of another column, a small one would be lost in rounding.
+        columns = compression.excluded_columns.nonzero().reshape(-1)
         for some in torch.split(columns, 1 if columns.numel() <= HANDFUL else columns.numel()):
-            selected = torch.zeros_like(compression.columns_apart).index_fill_(0, some, True)
-            screening = self._screen(columns=selected)
+            selected = torch.zeros_like(compression.excluded_columns).index_fill_(0, some, True)
+            screening = _screen(self._problem, settings, columns=selected)
             if screening.failure is not None or screening.undecided is not None:
                 return screening
         self._note_certified(columns.numel(), "column", screening)
-        return screening
-
-    def _screen(self, rows: Tensor | None = None, columns: Tensor | None = None) -> Screening:
-        screening = screen(self._problem, self._settings, rows, columns)
-        if screening.raised is not None:
-            raise screening.raised
         return screening
 
     def _note_certified(self, count: int, kind: str, screening: Screening) -> None:
@@ -490,10 +564,10 @@ class _Verdict:
         return (self._of_backward.values[entries] - numerical).abs() / (atol + rtol * numerical.abs())
 
     def _single_difference(self, column: int) -> Tensor:
-        """The numerical entries of a column, in rows that are not apart."""
+        """The numerical entries of a column, in rows that are not excluded."""
         difference = self._problem.difference_columns(column, 1, self._settings.eps, self.plan.record_graph)[0]
-        apart = self._compression.rows_apart
-        return difference if apart is None else difference.masked_fill_(apart, 0.0)
+        excluded = self._compression.excluded_rows
+        return difference if excluded is None else difference.masked_fill_(excluded, 0.0)
 
     def _mismatch(self) -> Failure | None:
         """Every entry of the pattern under the allclose rule, in torch's order of judging."""
@@ -501,23 +575,38 @@ class _Verdict:
         self.findings = Findings()  # entries outside of the pattern may have been mixed in before
         for output, part in row_parts(problem.outputs):
             for block in problem.inputs:
-                pair = self._pair(output, part, block)
+                values, own = self._of_backward.values, self._settings.of(block.index)
+                pair = _pair(self._compression, values, self.numerical, own, (output, part, block))
                 group_of = self._compression.column_group_of
                 failure = mismatch_failure(problem, self.plan, pair, part, self._settings, self.findings, group_of)
                 if failure is not None:
                     return failure
         return None
 
-    def _pair(self, output: Block, part: Part, block: Block) -> PairComparison:
-        within = self._compression.entries_of(output)
-        own = self._settings.of(block.index)
-        pair = PairComparison(output, block, own.atol, own.rtol)
-        rows, columns = self._compression.rows[within] - output.first, self._compression.columns[within] - block.first
-        chosen = (columns >= 0) & (columns < block.size)
-        if part != "all":
-            chosen &= rows % 2 == (1 if part == "imaginary" else 0)
-        analytical, numerical = self._of_backward.values[within][chosen], self.numerical[within][chosen]
-        width = block.width
-        row_elements = rows[chosen][::width] // output.width
-        pair.add_entries(analytical, numerical, row_elements, columns[chosen][::width] // width)
-        return pair
+
+def _screen(
+    problem: Problem, settings: Settings, rows: Tensor | None = None, columns: Tensor | None = None
+) -> Screening:
+    screening = screen(problem, settings, rows, columns)
+    if screening.raised is not None:
+        raise screening.raised
+    return screening
+
+
+def _pair(
+    compression: Compression, analytical: Tensor, numerical: Tensor, own: Tolerances, sides: tuple[Block, Part, Block]
+) -> PairComparison:
+    """The comparison of the entries of an output, or of a part of it, and an input; sides: these three."""
+    output, part, block = sides
+    within = compression.entries_of(output)
+    pair = PairComparison(output, block, own.atol, own.rtol)
+    rows, columns = compression.rows[within] - output.first, compression.columns[within] - block.first
+    chosen = (columns >= 0) & (columns < block.size)
+    if part != "all":
+        chosen &= rows % 2 == (1 if part == "imaginary" else 0)
+    width = block.width
+    row_elements = rows[chosen][::width] // output.width
+    pair.add_entries(
+        analytical[within][chosen], numerical[within][chosen], row_elements, columns[chosen][::width] // width
+    )
+    return pair

@@ -65,7 +65,7 @@ class Compression:
         One an output; its coordinates count from the output's first.
     column_colors
         The group of each column: shape (n,); -1: of none.
-    rows_apart, columns_apart
+    excluded_rows, excluded_columns
         Dense ones that the pattern leaves out, and whose coordinates no group has: shapes (m,) and (n,); None: none.
     """
 
@@ -75,19 +75,20 @@ class Compression:
     column_groups: Grouping
     row_groups: tuple[Grouping, ...]
     column_colors: Indices
-    rows_apart: Tensor | None = None
-    columns_apart: Tensor | None = None
+    excluded_rows: Tensor | None = None
+    excluded_columns: Tensor | None = None
 
     @property
     def leaves_out(self) -> bool:
         """Whether there are any."""
-        return self.rows_apart is not None or self.columns_apart is not None
+        return self.excluded_rows is not None or self.excluded_columns is not None
 
     def leaves_out_pair(self, output: Block, block: Block) -> bool:
         """Whether all rows of an output, or all columns of an input, are left out."""
-        sides = (self.rows_apart, output), (self.columns_apart, block)
+        sides = (self.excluded_rows, output), (self.excluded_columns, block)
         return any(
-            apart is not None and bool(apart[side.first : side.first + side.size].all()) for apart, side in sides
+            excluded is not None and bool(excluded[side.first : side.first + side.size].all())
+            for excluded, side in sides
         )
 
     def column_group_of(self, coordinate: int) -> int:
@@ -115,11 +116,11 @@ class Compression:
 
 @phase("coloring")
 def compress(
-    problem: Problem, pattern: Pattern, rows_apart: Mask | None = None, columns_apart: Mask | None = None
+    problem: Problem, pattern: Pattern, excluded_rows: Mask | None = None, excluded_columns: Mask | None = None
 ) -> Compression:
     """Colors columns and rows, but for those that are to be left out: shapes (m,) and (n,)."""
-    if rows_apart is not None or columns_apart is not None:
-        pattern = pattern.without(rows_apart, columns_apart)
+    if excluded_rows is not None or excluded_columns is not None:
+        pattern = pattern.without(excluded_rows, excluded_columns)
     # One group, and one entry a row, make many of these; none is written to.
     arange = lru_cache(np.arange) if problem.n + problem.m > PIECE else np.arange
     rows, columns = (torch.from_numpy(values).to(problem.device) for values in (pattern.rows(), pattern.columns))
@@ -130,17 +131,18 @@ def compress(
         colors = coloring.color(starts, members, pattern.m)
     if problem.mixes_inputs:
         colors = _by_step(problem, colors)
-    column_groups = _grouping(colors, colors[pattern.columns], 0, rows, arange, columns_apart)
-    column_colors = colors if columns_apart is None else np.where(columns_apart, -1, colors)
+    column_groups = _grouping(colors, colors[pattern.columns], 0, rows, arange, excluded_columns)
+    column_colors = colors if excluded_columns is None else np.where(excluded_columns, -1, colors)
     row_groups = []
     for output in problem.outputs:
         starts = pattern.starts[output.first : output.first + output.size + 1]
         first, last = starts[0], starts[-1]
         colors = coloring.color(starts - first, pattern.columns[first:last], pattern.n)
-        own = None if rows_apart is None else rows_apart[output.first : output.first + output.size]
+        own = None if excluded_rows is None else excluded_rows[output.first : output.first + output.size]
         row_groups.append(_grouping(colors, np.repeat(colors, np.diff(starts)), first, columns, arange, own))
     masks = (
-        None if mask is None else torch.from_numpy(mask).to(problem.device) for mask in (rows_apart, columns_apart)
+        None if mask is None else torch.from_numpy(mask).to(problem.device)
+        for mask in (excluded_rows, excluded_columns)
     )
     return Compression(pattern, rows, columns, column_groups, tuple(row_groups), column_colors, *masks)
 
@@ -159,11 +161,11 @@ def _grouping(
     first_entry: int,
     positions: Tensor,
     arange: Callable[[int], Indices],
-    apart: Mask | None,
+    excluded: Mask | None,
 ) -> Grouping:
     order, starts = coloring.groups(colors, arange)
-    if apart is not None:
-        kept = ~apart[order]
+    if excluded is not None:
+        kept = ~excluded[order]
         order, starts = order[kept], np.concatenate([[0], kept.cumsum()])[starts]
         if not order.size:
             starts = starts[:1]

@@ -212,10 +212,10 @@ def _is_rounded(
     wider = (steps >= RATIO * eps) & (steps <= WIDER * eps)
     # Next to a kink the two sides differ; under curvature, they or the wider steps do.
     middle = (left + right) / 2
-    apart = (middle - values).abs().nan_to_num(torch.inf)  # a value that is open excuses nothing
+    distance = (middle - values).abs().nan_to_num(torch.inf)  # a value that is open excuses nothing
     bent = torch.where(wider, (slopes - middle).abs(), (left - right).abs())
-    straight = (bent <= STRAIGHT * torch.minimum(apart, middle.abs())).all(0) & wider.any(0)
-    return straight & (apart > atol + rtol * values.abs().nan_to_num())
+    straight = (bent <= STRAIGHT * torch.minimum(distance, middle.abs())).all(0) & wider.any(0)
+    return straight & (distance > atol + rtol * values.abs().nan_to_num())
 
 
 def _is_curved(bends: Tensor, steps: Tensor, taken: Tensor, at_eps: Tensor, eps: float) -> Tensor:

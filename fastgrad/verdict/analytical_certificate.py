@@ -189,15 +189,15 @@ class AnalyticalCertificate:
         return row, self.row_alone(row)
 
     def row_alone(self, row: int) -> Tensor:
-        """A row of the backward in columns that are not apart.
+        """A row of the backward in columns that are not excluded.
 
         The grad_outputs of other outputs are undefined, as in torch's checker.
         """
         one_hot = torch.zeros(1, self._problem.m, dtype=torch.float64, device=self._problem.device)
         one_hot[0, row] = 1.0
         gradient = self._problem.vjp(one_hot, only=block_with(self._problem.outputs, row))[0]
-        apart = self._compression.columns_apart
-        return gradient if apart is None else gradient.masked_fill_(apart, 0.0)
+        excluded = self._compression.excluded_columns
+        return gradient if excluded is None else gradient.masked_fill_(excluded, 0.0)
 
     def _row(self, row: int) -> Tensor:
         """The analytical row as far as it is known: float64, shape (n,)."""
@@ -216,7 +216,7 @@ class AnalyticalCertificate:
     @property
     def _all_kinds(self) -> tuple[int, ...]:
         """Which cotangents there can be: what is expanded is zero at no row."""
-        return ALL_KINDS if self._compression.rows_apart is None else ALL_KINDS[:EXPANDED]
+        return ALL_KINDS if self._compression.excluded_rows is None else ALL_KINDS[:EXPANDED]
 
     @property
     def _kinds(self) -> tuple[int, ...]:
@@ -239,9 +239,9 @@ class AnalyticalCertificate:
         """One of all kinds of cotangents or, where the problem is large and vectors are dear, one at a time."""
         is_small = self._problem.n + self._problem.m <= PIECE
         for some in [kinds] if is_small else [(kind,) for kind in kinds]:
-            apart = self._compression.rows_apart, self._compression.columns_apart
+            excluded = self._compression.excluded_rows, self._compression.excluded_columns
             proof = LinearityProof(
-                self._problem, self._settings, self._repeats_all, self._moving_group, some, *apart, number
+                self._problem, self._settings, self._repeats_all, self._moving_group, some, *excluded, number
             )
             proof.add_entries(
                 self._compression.rows, self._compression.columns, self.values, self._compression.most_in_column

@@ -272,13 +272,13 @@ class LinearityProof:
         rows_repeated: bool,
         moving: Callable[[], Failure | None],
         kinds: tuple[int, ...] = ALL_KINDS,
-        rows_apart: Tensor | None = None,
-        columns_apart: Tensor | None = None,
+        excluded_rows: Tensor | None = None,
+        excluded_columns: Tensor | None = None,
         number: int = 0,
     ) -> None:
         """With whether all rows were run twice, who runs all of them twice where one may move, and which v.
 
-        rows_apart, columns_apart: what J leaves out, shapes (m,) and (n,). No v is expanded where there are rows.
+        excluded_rows, excluded_columns: what J leaves out, shapes (m,) and (n,). No v is expanded where there are rows.
         number: as of `proof_cotangents`.
         """
         self._problem = problem
@@ -287,9 +287,9 @@ class LinearityProof:
         self._moving = moving
         self._kinds = kinds
         self._cotangents = proof_cotangents(problem.m, settings.seed, problem.device, kinds, number)
-        if rows_apart is not None:
-            self._cotangents.masked_fill_(rows_apart, 0.0)
-        self._columns_apart = columns_apart
+        if excluded_rows is not None:
+            self._cotangents.masked_fill_(excluded_rows, 0.0)
+        self._excluded_columns = excluded_columns
         self._sums = torch.zeros(len(kinds), problem.n, dtype=torch.float64, device=problem.device)
         self._squares = torch.zeros_like(self._sums)
         self._gradients: Tensor | None = None
@@ -338,8 +338,8 @@ class LinearityProof:
         """The VJPs of the cotangents: float64, shape (3, n)."""
         if self._gradients is None:
             self._gradients = self._vjps()
-            if self._columns_apart is not None:
-                self._sums = torch.where(self._columns_apart, self._gradients, self._sums)
+            if self._excluded_columns is not None:
+                self._sums = torch.where(self._excluded_columns, self._gradients, self._sums)
             if self._kinds[0] == GAPPED and not self._rows_repeated:
                 # At once, from the same graph.
                 self._moves_by = _movement(self._vjp(0), self._gradients[:1])

@@ -136,7 +136,7 @@ class _Discrepancies:
 
 
 @dataclass(frozen=True)
-class _Apart:
+class _Excluded:
     """Outputs that are looked at by themselves (bool, shape (m,)), and the columns that are measured one by one."""
 
     are_rows: Tensor
@@ -258,12 +258,12 @@ class NumericalCertificate:
         self._unresolved = max(self._unresolved, found.unresolved)
         return located_failure([found]) if found.survivor is not None else None
 
-    def _unexplained_rows(self, count: int, analytical: Tensor | None, apart: _Apart | None = None) -> list[int]:
+    def _unexplained_rows(self, count: int, analytical: Tensor | None, excluded: _Excluded | None = None) -> list[int]:
         """Outputs that do not move as entries say, worst first; notes those that may hide entries.
 
         Several steps in the same directions tell. For each output the step that resolves most decides; and it clears
-        what another step found only if it would have seen as much. Of outputs that are apart, only these are asked for,
-        and columns that are apart do not move.
+        what another step found only if it would have seen as much. Of excluded outputs and columns, only these outputs
+        are asked for, and these columns do not move.
         """
         size = self._base.shape
         bounds = torch.full((2, *size), torch.inf, dtype=torch.float64, device=self._problem.device)
@@ -272,7 +272,7 @@ class NumericalCertificate:
         times, refuting = torch.ones_like(self._base), torch.zeros_like(self._base)
         while steps:
             step = steps.pop(0)
-            differences = self._differences_along(step, count, extrapolated=count, apart=apart)
+            differences = self._differences_along(step, count, extrapolated=count, excluded=excluded)
             found = [self._compared(differences, self.values, self._entry_rounding)]
             if analytical is not None:
                 found.append(self._compared(differences, analytical, None))
@@ -284,24 +284,24 @@ class NumericalCertificate:
             torch.maximum(times, beyond, out=times)
             shown = torch.where((bounds <= refuted / 2) | (refuted == 0), bounds, torch.inf)
             known = torch.minimum(shown[0] * self._shares[0], shown[1] * self._shares[1])
-            if apart is not None:
-                known = known.where(apart.are_rows, 0.0)
+            if excluded is not None:
+                known = known.where(excluded.are_rows, 0.0)
             rows, hiding = known.isinf(), known / self._margin > self.asked
             unexplained = int(rows.sum())
             if not bool(hiding.any()) or (step == 1.0 and unexplained > HOPELESS * rows.numel()):
                 break
             if step == 1.0:
                 steps += [*SMALLER, *LARGER] if unexplained else [*LARGER, *SMALLER]
-        self._explained_to(known.masked_fill(rows, 0.0) / self._margin, apart)
+        self._explained_to(known.masked_fill(rows, 0.0) / self._margin, excluded)
         worst_first = rows.nonzero().reshape(-1)[refuted[0][rows].argsort(descending=True)]
         self._refuting = dict(zip(worst_first[:MOST_LEADS].tolist(), refuting[worst_first].tolist(), strict=False))
-        self._count, self._apart = count, apart
+        self._count, self._excluded = count, excluded
         self._against = (self.values, self._entry_rounding) if analytical is None else (analytical, None)
         return worst_first.tolist()
 
-    def _explained_to(self, sizes: Tensor, apart: _Apart | None = None) -> None:
+    def _explained_to(self, sizes: Tensor, excluded: _Excluded | None = None) -> None:
         """Takes the sizes up to which outputs may hide entries: float64, shape (m,)."""
-        earlier = self._explained if apart is not None else 0.0
+        earlier = self._explained if excluded is not None else 0.0
         self._explained = max(earlier, largest(sizes.where(sizes <= self.asked, 0.0)))
         self._hiding = (sizes > self.asked).nonzero().reshape(-1)
         self.bound = max(self._explained, largest(sizes), self._unresolved)
@@ -320,7 +320,7 @@ class NumericalCertificate:
         columns = torch.unique(compression.columns[mine])
         if not 0 < columns.numel() <= MOST_SEPARATED:
             return None, unexplained
-        apart = _Apart(torch.zeros_like(self._base, dtype=torch.bool).index_fill_(0, rows, True), columns)
+        excluded = _Excluded(torch.zeros_like(self._base, dtype=torch.bool).index_fill_(0, rows, True), columns)
         expected = analytical.new_zeros(columns.numel(), rows.numel())
         places = zip((columns, rows), (compression.columns[mine], compression.rows[mine]), strict=True)
         expected[tuple(torch.searchsorted(known, own) for known, own in places)] = analytical[mine]
@@ -335,13 +335,13 @@ class NumericalCertificate:
         if failure is not None:
             return failure, []
         self._unresolved = max(self._unresolved, unresolved)
-        return None, self._unexplained_rows(count, analytical, apart)
+        return None, self._unexplained_rows(count, analytical, excluded)
 
     def _peeled(self, row: int, gradient: Tensor) -> list[Found] | Failure | Incomplete:
         """The harmless entries that explain, with its gradient, how a row's output moves along all directions."""
         problem, settings = self._problem, self._settings
         step = self._refuting[row]
-        differences = self._differences_along(step, self._count, extrapolated=self._count, apart=self._apart)
+        differences = self._differences_along(step, self._count, extrapolated=self._count, excluded=self._excluded)
         entries, rounding = self._against
         allowed = float(self._compared(differences, entries, rounding).allowed[row]) + NEGLIGIBLE * settings.atol
         found: list[Found] = []
@@ -383,17 +383,17 @@ class NumericalCertificate:
         return ROUNDING * 2 * self._problem.unit_roundoff / self._settings.eps
 
     def _differences_along(
-        self, step: float, count: int, extrapolated: int, first: int = 0, apart: _Apart | None = None
+        self, step: float, count: int, extrapolated: int, first: int = 0, excluded: _Excluded | None = None
     ) -> Differences:
-        """As `directional_differences`, of what is not apart; step in units of eps, first: of the directions.
+        """As `directional_differences`, of what is not excluded; step in units of eps, first: of the directions.
 
         The same numbers are the same directions at every step.
         """
         compression = self._compression
-        still = compression.columns_apart
-        if apart is not None:
+        still = compression.excluded_columns
+        if excluded is not None:
             none = torch.zeros(self._problem.n, dtype=torch.bool, device=self._problem.device)
-            still = (none if still is None else still).index_fill(0, apart.columns, True)
+            still = (none if still is None else still).index_fill(0, excluded.columns, True)
         differences = directional_differences(
             self._problem,
             self._settings,
@@ -405,16 +405,16 @@ class NumericalCertificate:
             still=still,
             first=first,
         )
-        if compression.rows_apart is not None:
+        if compression.excluded_rows is not None:
             for values in (differences.derivatives, differences.noise):
-                values.masked_fill_(compression.rows_apart, 0.0)
+                values.masked_fill_(compression.excluded_rows, 0.0)
         return differences
 
     def _compared(self, differences: Differences, entries: Tensor, rounding: float | None) -> _Discrepancies:
         """Derivatives along random directions against what entries, off by rounding themselves, add up to."""
         base = self._base
-        if self._compression.rows_apart is not None:
-            base = base.masked_fill(self._compression.rows_apart, 0.0)
+        if self._compression.excluded_rows is not None:
+            base = base.masked_fill(self._compression.excluded_rows, 0.0)
         error = torch.zeros_like(base)
         for u, derivatives in zip(differences.directions.unbind(), differences.derivatives.unbind(), strict=True):
             total = torch.zeros_like(base)

@@ -128,7 +128,7 @@ def test_a_busy_machine_chooses_as_an_idle_one_does() -> None:
 def test_measured_seconds_choose_no_engine(fast_mode: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def engines(factor: float) -> list[str]:
         clock = time.perf_counter
-        for user in ("first_look", "problem"):
+        for user in ("first_look", "evaluation"):
             monkeypatch.setattr(f"fastgrad.problem.{user}.clock", lambda _: factor * clock())
         reports = [fastgrad.check(func, inputs, fast_mode=fast_mode) for _, func, inputs in ordinary()]
         monkeypatch.undo()
@@ -141,7 +141,7 @@ def test_what_is_slow_by_far_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> No
     x = leaf(16)
     quick = run(torch.sin, x)
     clock = time.perf_counter
-    for user in ("first_look", "problem"):
+    for user in ("first_look", "evaluation"):
         monkeypatch.setattr(f"fastgrad.problem.{user}.clock", lambda _: 1e5 * clock())
     slow = run(torch.sin, x)
     assert quick.plan is not None
