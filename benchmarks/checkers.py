@@ -160,7 +160,7 @@ def scipys(problem: Problem) -> None:
 
 
 def scipys_sparse(problem: Problem) -> None:
-    """Differences a group of columns against VJPs a group of rows, in one known pattern."""
+    """Differences per group of columns against VJPs per group of rows, in one known pattern."""
     from scipy.optimize._numdiff import approx_derivative, group_columns
 
     problem = real(problem)

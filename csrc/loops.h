@@ -126,7 +126,7 @@ class Evaluator {
 
   // Analytical columns by forward-mode AD: row j of `columns` (as in difference_columns) becomes the
   // tangent of the outputs where the tangent of the inputs is one-hot at coordinate first + j. duals
-  // are func's arguments; tangents, one an input block, are the tangents inside them: zero, written
+  // are func's arguments; tangents, one per input block, are the tangents inside them: zero, written
   // while this runs and zero again when it returns. An output without a tangent gives zeros.
   // Returns what difference_columns returns, and whether all tangents were complex where their
   // outputs are and real where they are real.

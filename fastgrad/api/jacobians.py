@@ -98,7 +98,7 @@ def analytical_jacobian(
     func, inputs, layout, seed
         As in `numerical_jacobian`.
     mode
-        "reverse": a VJP a row, or a group of rows; "forward": a JVP a column.
+        "reverse": a VJP per row, or a group of rows; "forward": a JVP per column.
 
     Returns
     -------

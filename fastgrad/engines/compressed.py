@@ -62,7 +62,7 @@ class Compression:
     rows, columns
         Of each entry, on the device of the values: int64, shape (nnz,).
     row_groups
-        One an output; its coordinates count from the output's first.
+        One per output; its coordinates count from the output's first.
     column_colors
         The group of each column: shape (n,); -1: of none.
     excluded_rows, excluded_columns
@@ -121,7 +121,7 @@ def compress(
     """Colors columns and rows, but for those that are to be left out: shapes (m,) and (n,)."""
     if excluded_rows is not None or excluded_columns is not None:
         pattern = pattern.without(excluded_rows, excluded_columns)
-    # One group, and one entry a row, make many of these; none is written to.
+    # One group, and one entry per row, make many of these; none is written to.
     arange = lru_cache(np.arange) if problem.n + problem.m > PIECE else np.arange
     rows, columns = (torch.from_numpy(values).to(problem.device) for values in (pattern.rows(), pattern.columns))
     if np.diff(pattern.starts).max(initial=0) <= 1:
@@ -178,7 +178,7 @@ def _grouping(
 
 
 def numerical_entries(problem: Problem, plan: Plan, compression: Compression, eps: float) -> Tensor:
-    """Entries by central differences: float64, shape (nnz,). Two evaluations a column group.
+    """Entries by central differences: float64, shape (nnz,). Two evaluations per column group.
 
     Raises
     ------
@@ -201,7 +201,7 @@ def numerical_entries(problem: Problem, plan: Plan, compression: Compression, ep
 def linear_entries(problem: Problem, compression: Compression) -> Tensor:
     """Entries by differentiating the backward, which is to be linear: float64, shape (nnz,).
 
-    One evaluation, one VJP a column group, and one more; raises where the backward cannot be
+    One evaluation, one VJP per column group, and one more; raises where the backward cannot be
     differentiated. Nothing says yet that its derivative is right, too.
     """
     values = torch.zeros(compression.pattern.nnz, dtype=torch.float64, device=problem.device)
@@ -218,7 +218,7 @@ def analytical_entries(
 ) -> tuple[Tensor, list[tuple[Block, int, GradientsMatch]]]:
     """Entries by VJPs: float64, shape (nnz,); and, for each output, how many groups ran twice, and what was seen.
 
-    One evaluation, one VJP a row group, and one more for each group that is repeated, REPEAT_SCALE
+    One evaluation, one VJP per row group, and one more for each group that is repeated, REPEAT_SCALE
     times as large.
     """
     values = torch.zeros(compression.pattern.nnz, dtype=torch.float64, device=problem.device)

@@ -134,7 +134,7 @@ def refine(
 
 
 def measured(problem: Problem, inputs: Tensor, outputs: Tensor, record_graph: bool, eps: float) -> Measured:
-    """The evaluations behind `refine`: two a step, and three; at most some 90."""
+    """The evaluations behind `refine`: two per step, and three; at most some 90."""
     where, owner = torch.unique(inputs, return_inverse=True)
     block = block_with(problem.inputs, int(where[0]))
     x = problem.coordinates()[where].abs()

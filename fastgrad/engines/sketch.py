@@ -158,7 +158,7 @@ def _central_difference(
 
 
 def weights(noise: Tensor, atol: float, pending: Tensor) -> Tensor:
-    """A weight an output, at most 1, such that the noise of all of them adds up to atol / 16 at most.
+    """A weight per output, at most 1, such that the noise of all of them adds up to atol / 16 at most.
 
     Zero for outputs that are not pending or whose noise is not finite.
     """

@@ -1,7 +1,7 @@
 """Jacobians, Hessians and their products: the signatures of torch.autograd.functional, at the price of the structure.
 
 func is called once, as it is recorded. A Jacobian or Hessian whose rows, or columns, can share products
-takes one product a group instead of one a row, whatever layout is asked for; otherwise rows come from a
+takes one product per group instead of one per row, for every layout; otherwise rows come from a
 native loop. With numerical=True everything comes from values of func, and has an error estimate.
 """
 
@@ -95,7 +95,7 @@ def jacobian(
         was found and at most a quarter of the entries can differ from zero, otherwise strided ones. An
         entry of a sparse result that is not specified is zero; one that is may be.
     numerical
-        Differentiate by refined central differences of func instead, about 40 evaluations a group of
+        Differentiate by refined central differences of func instead, about 40 evaluations per group of
         columns; func needs no gradient.
     return_error
         With numerical=True: also return an estimate of how far each entry may be off.
@@ -633,7 +633,7 @@ Rows = Iterator[tuple[int, int, list[Tensor]]]
 
 
 def _rows(outputs: Tensors, inputs: Tensors) -> Rows:
-    """One VJP a row, in a native loop, as many rows at a time as a cache holds."""
+    """One VJP per row, in a native loop, as many rows at a time as a cache holds."""
     natives = [native.InputBlock(value, 0, 0.0) for value in inputs]
     size = sum(value.numel() * (2 if value.is_complex() else 1) for value in inputs)
     step = max(1, BLOCK_BYTES // (8 * max(1, size)))

@@ -59,7 +59,7 @@ class Differences:
 
 
 def jacobian_by_differences(func: Callable[..., Any], inputs: Sequence[Tensor]) -> Differences:
-    """The Jacobian of func, a tuple of Tensors, at strided inputs: about 40 evaluations a group of columns."""
+    """The Jacobian of func, a tuple of Tensors, at strided inputs: about 40 evaluations per group of columns."""
     with _problem(func, inputs) as problem:
         # A refined column takes forty evaluations: any structure repays them.
         settings = Settings(engine="compressed" if problem.n >= COLUMNS_WORTH_PROBING else "auto")

@@ -53,7 +53,7 @@ class Differences(Evaluation):
     ) -> Tensor:
         """Entries of the numerical Jacobian, groups of columns that share no row perturbed together.
 
-        The numbers are those of `difference_columns`; two evaluations a group, whose columns take one step.
+        The numbers are those of `difference_columns`; two evaluations per group, whose columns take one step.
 
         Parameters
         ----------

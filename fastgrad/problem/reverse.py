@@ -105,7 +105,7 @@ class ReverseMode(Evaluation):
 
     @raises_memory_error
     def vjp(self, cotangents: Tensor, gapped: int = 0, expanded: int = 0, only: Block | None = None) -> Tensor:
-        """V J for rows of cotangents, one VJP a row.
+        """V J for rows of cotangents, one VJP per row.
 
         Parameters
         ----------
@@ -148,7 +148,7 @@ class ReverseMode(Evaluation):
 
     @raises_memory_error
     def zero_gradients(self, outputs: Sequence[Tensor]) -> list[Tensor | None]:
-        """Autograd's gradients of `outputs` for zero grad_outputs, one an input block, as backward made them.
+        """Autograd's gradients of `outputs` for zero grad_outputs, one per input block, as backward made them.
 
         None where it made none.
         """
@@ -166,7 +166,7 @@ class ReverseMode(Evaluation):
         Returns
         -------
         Iterator
-            J u, one a group: float64, shape (m,), the same memory every time. One VJP each, and one more.
+            J u, one per group: float64, shape (m,), the same memory every time. One VJP each, and one more.
 
         Raises
         ------

@@ -436,9 +436,9 @@ class Extent:
     Attributes
     ----------
     output
-        One Span a dimension of the output.
+        One Span per dimension of the output.
     input
-        One Span a dimension of the input.
+        One Span per dimension of the input.
     """
 
     output: tuple[Span, ...]

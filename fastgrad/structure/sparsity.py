@@ -86,7 +86,7 @@ class Pattern:
     def rows(self) -> Indices:
         """The row of each entry, shape (nnz,)."""
         sizes = np.diff(self.starts)
-        # With one entry a row, the starts are the numbers of the rows: no need of more memory.
+        # With one entry per row, the starts are the numbers of the rows: no need of more memory.
         return self.starts[:-1] if bool((sizes == 1).all()) else np.repeat(np.arange(self.m), sizes)
 
     def dense_rows(self) -> Mask:
@@ -226,7 +226,7 @@ def decode(
 
     All sources with a one in some bit of their index are probed at once, and the targets that react have it in the
     index of theirs. Before that, two random halves must share no target: what has more sources is most often found by
-    that; certificates tell the rest. The probes are two halves, and one a bit, of each tensor.
+    that; certificates tell the rest. The probes are two halves, and one per bit, of each tensor.
 
     Parameters
     ----------
@@ -280,7 +280,7 @@ def decoded(
     share: float,
     most_probes: int,
 ) -> Pattern | None:
-    """The pattern of what has one entry a row and input, or one a column and output; None: neither is so.
+    """The pattern of what has one entry per row and input, or one per column and output; None: neither is so.
 
     share: of the outputs that react where a random half of all inputs moves. With one source in each of t tensors that
     would be 1 - 2^-t of them at most, but for chance.

@@ -130,7 +130,7 @@ def adjoint_test(
     inputs
         As in `gradcheck`: a tensor, or a tuple or list; those that require grad are differentiated.
     trials
-        Pairs of random u and v, with components of magnitude in [0.5, 1.5). Each costs a JVP an input and a VJP
+        Pairs of random u and v, with components of magnitude in [0.5, 1.5). Each costs a JVP per input and a VJP
         an output.
     rtol
         How far the two may be apart, in units of `AdjointTest.error`; by default the square root of one ulp of the

@@ -162,7 +162,7 @@ class PairComparison:
         Parameters
         ----------
         analytical, numerical
-            float64, shape (coordinates,): one an entry, or two side by side that make one complex entry.
+            float64, shape (coordinates,): one per entry, or two side by side that make one complex entry.
         rows, columns
             The elements of each entry, as in a block: int64, shape (entries,).
         """

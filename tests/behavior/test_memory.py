@@ -100,4 +100,4 @@ def test_memory_does_not_grow() -> None:
         finally:
             tracemalloc.stop()
     assert later_objects - objects < 30  # one object every ten checks would be as many
-    assert later_size - size < 64 * 1024  # some 200 bytes a check: free lists of Python's fill up slowly
+    assert later_size - size < 64 * 1024  # some 200 bytes per check: free lists of Python's fill up slowly

@@ -351,4 +351,4 @@ def test_the_profiler_shows_the_phases() -> None:
         )
     }
     counts = {event.key: event.count for event in profile.key_averages()}
-    assert counts["fastgrad: numerical columns"] == 1  # a range a phase, not one a column
+    assert counts["fastgrad: numerical columns"] == 1  # a range per phase, not one per column

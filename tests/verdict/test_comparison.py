@@ -48,7 +48,7 @@ def test_cells() -> None:
     assert all(row["verdict"] is True for row in rows.values())
     assert all(row["ratio"] == row["seconds"] / row["own_seconds"] for row in rows.values())
     m = comparison.make(case, n).func(comparison.make(case, n).x).numel()
-    # torch: two evaluations a column, and every row twice; one more evaluation for the outputs, and one for attributes.
+    # torch: two evaluations per column, every row twice; one more evaluation for the outputs, and one for attributes.
     assert (rows["torch slow"]["evaluations"], rows["torch slow"]["backwards"]) == (2 * n + 2, 2 * m + 2)
     assert (rows["by hand, loop"]["evaluations"], rows["by hand, loop"]["backwards"]) == (3, m)
     assert (rows["by hand, vectorize"]["evaluations"], rows["by hand, vectorize"]["backwards"]) == (3, 1)
