@@ -62,11 +62,11 @@ def diagnose(report: Report) -> tuple[Cause, ...]:
 
 
 def _without_contradictions(causes: list[Cause]) -> Iterator[Cause]:
-    """Where the function itself is at fault, or backward no linear map, its entries are no evidence."""
+    """Where the function or the call is at fault, or backward is no linear map, entries are no evidence."""
     first = causes[0].name if causes else None
     numerical = {"kink", "low precision", "truncation", "rounding"}
     for cause in causes:
-        if first in {"race", "nonlinear backward", *numerical} and cause.name != first:
+        if first in {"race", "nonlinear backward", "dependent inputs", *numerical} and cause.name != first:
             continue
         if cause.confidence >= 0.3:
             yield cause
@@ -188,17 +188,11 @@ def _of_backward(failure: Failure, evidence: Evidence, settings: Settings) -> It
     if bent:
         yield Cause("nonlinear backward", _how_nonlinear(evidence.scaled or ()), _scaled_measure(bent), 0.94)
         return
-    for deviation, how in ((evidence.gapped, "non-contiguous"), (evidence.expanded, "expanded (stride 0)")):
-        if deviation is not None and not deviation <= DEVIATES:
-            raises = math.isinf(deviation)
-            yield Cause(
-                "layout of grad_output",
-                f"backward {'raises' if raises else 'is wrong'} for a grad_output that is {how}, and not for a "
-                "contiguous copy: a data_ptr(), view() or kernel that takes it for contiguous",
-                "the contiguous copy raises nothing" if raises else f"the two differ by {deviation:.1e} of themselves",
-                0.93 if linear or how == "non-contiguous" else 0.8,
-            )
-            break
+    layout = list(_of_layouts(evidence, linear))
+    if evidence.modified is not None and (evidence.modified > DEVIATES or layout):
+        yield _modified(evidence)
+    else:
+        yield from layout
     if evidence.added is not None and not evidence.added <= DEVIATES:
         yield Cause(
             "nonlinear backward",
@@ -215,6 +209,44 @@ def _of_backward(failure: Failure, evidence: Evidence, settings: Settings) -> It
             f"gradients for parts of a grad_output do not add up, by {evidence.split:.1e}",
             0.92,
         )
+
+
+def _of_layouts(evidence: Evidence, linear: bool) -> Iterator[Cause]:
+    kinds = (
+        (evidence.gapped, evidence.gapped_error, "non-contiguous"),
+        (evidence.expanded, evidence.expanded_error, "expanded (stride 0)"),
+    )
+    for deviation, error, how in kinds:
+        if error is None and (deviation is None or deviation <= DEVIATES):
+            continue
+        if error is not None or deviation is None:
+            measure = error or ""
+        elif math.isinf(deviation):
+            measure = "one of the two is zero, or not finite, and the other is not"
+        else:
+            measure = f"the two differ by {deviation:.1e} of themselves"
+        yield Cause(
+            "layout of grad_output",
+            f"backward {'is wrong' if error is None else 'raises'} for a grad_output that is {how}, and not for a "
+            "contiguous copy: a data_ptr(), view() or kernel that takes it for contiguous",
+            measure,
+            0.93 if linear or how == "non-contiguous" else 0.8,
+        )
+        return
+
+
+def _modified(evidence: Evidence) -> Cause:
+    error = evidence.gapped_error or evidence.expanded_error
+    if evidence.modified is not None and evidence.modified > DEVIATES:
+        measure = f"the gradient differs by {evidence.modified:.1e} of itself from the one for copies"
+    else:
+        measure = "a dense one holds other values after the call" + (f"; for others {error}" if error else "")
+    return Cause(
+        "modified grad_output",
+        "backward writes into grad_output, which others read, too: an operation in place, where a new tensor belongs",
+        measure,
+        0.97,
+    )
 
 
 def _of_runs(evidence: Evidence, settings: Settings) -> Iterator[Cause]:
@@ -277,6 +309,8 @@ def _of_modes(failure: Failure, evidence: Evidence, settings: Settings) -> Itera
         return
     own, name = ("backward", "forward") if failure.mode == "reverse" else ("jvp", "reverse")
     numerical, analytical = complex(worst.numerical), complex(worst.analytical)
+    if not math.isfinite(modulus(numerical)):
+        return  # everything is within a tolerance that is infinite, too
     tolerances = settings.of(failure.input or 0)
     allowed = tolerances.atol + tolerances.rtol * modulus(numerical)
     both = settings.check_forward_ad and settings.check_backward_ad
@@ -309,6 +343,8 @@ def _of_experiments(failure: Failure, evidence: Evidence) -> Iterator[Cause]:
         if explanation.name == "saved tensor":
             text += ": what forward saved was changed afterwards, or is not what backward takes it for"
             confidence = 0.85
+        elif explanation.name == "dependent inputs":
+            confidence = 0.98
         yield Cause(
             explanation.name, text, f"explains random sums of all entries to {explanation.error:.0e}", confidence
         )

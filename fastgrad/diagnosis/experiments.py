@@ -18,8 +18,9 @@ from fastgrad.core.memory import OUT_OF_MEMORY
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import spacing
 from fastgrad.core.random import EVIDENCE_STREAM, direction
+from fastgrad.diagnosis.autograd_graph import copied_gradients, written_gradients
 from fastgrad.diagnosis.causes import diagnose
-from fastgrad.diagnosis.rearrangements import ADJOINT, MOST_SHIFTS, Rearrangement, rearrangements
+from fastgrad.diagnosis.hypotheses import HYPOTHESIS_CALLS, Hypotheses
 from fastgrad.engines.blocks import EXPANDED_VALUE
 from fastgrad.engines.sketch import directional_differences
 from fastgrad.problem.coordinates import Block
@@ -43,6 +44,9 @@ MOST_COLUMNS, MOST_ROWS = 12, 24
 LARGEST_BLOCK = 1 << 8
 """Of a kernel whose tail a sample looks for."""
 
+LARGEST_WATCHED = 1 << 22
+"""Real coordinates of inputs and outputs up to which grad_outputs are copied to see whether backward changes them."""
+
 SCALES = (-1.0, 4.0, 0.5)
 """Of cotangents; powers of two, so that a linear backward gives the same bits."""
 
@@ -53,9 +57,6 @@ NARROWER = (torch.bfloat16, torch.float16, torch.float32)
 
 LARGE_STEPS = (2.0**-3, 2.0**-4, 2.0**-5)
 """At which an entry is measured whose differences at eps are zero: func may be a staircase."""
-
-NEAR = 1e-7
-"""A hypothesis explains random sums of a Jacobian to within this; without it they are off a hundred times as much."""
 
 RESOLVED = 1e-5
 """Noise of a directional derivative, relative to its terms, above which it says nothing."""
@@ -124,12 +125,21 @@ class _Investigation:
         if failure.kind == "mismatch":
             self._second_opinions()
             if failure.mode == "reverse" and self._output is not None and self._input is not None:
-                output, block = self._output, self._input
-                if sample is None or not sample.complete:
-                    self._try(10, lambda: self._rearranged(output, block))
-                if not self._report_with(sample).causes:
-                    self._try(10, lambda: self._elsewhere(output, block))
+                pair = self._output, self._input
+                self._hypotheses(Hypotheses(self._problem, *pair, self._settings.seed, self._record), sample)
         return sample, replace(self._evidence, calls=self._calls() - self._before)
+
+    def _hypotheses(self, hypotheses: Hypotheses, sample: Sample | None) -> None:
+        """What explains all entries at once, by random sums of them; the first that does."""
+        self._explain(hypotheses.independent)
+        if sample is None or not sample.complete:
+            self._explain(hypotheses.rearranged)
+        if not self._report_with(sample).causes:
+            self._explain(lambda: hypotheses.elsewhere(self._left))
+
+    def _explain(self, hypothesis: Callable[[], Explanation | None]) -> None:
+        if self._evidence.explanation is None:
+            self._note(explanation=self._try(HYPOTHESIS_CALLS, hypothesis))
 
     def _report_with(self, sample: Sample | None) -> Report:
         report = replace(self._report, sample=sample, evidence=self._evidence)
@@ -310,6 +320,8 @@ class _Investigation:
         self._try(1, lambda: self._note(at_zero=float(self._vjp(torch.zeros_like(v)).abs().max())))
         self._try(6, lambda: self._split(v))
         self._layouts(v)
+        if self._problem.is_custom and self._problem.m + self._problem.n <= LARGEST_WATCHED:
+            self._try(3, lambda: self._modified(v))
         self._try(6, lambda: self._dense(v))
 
     def _cotangent(self, number: int) -> Tensor:
@@ -361,11 +373,23 @@ class _Investigation:
     def _layouts(self, v: Tensor) -> None:
         contiguous = self._try(1, lambda: self._vjp(v))
         if contiguous is not None and self._left() > 0:
-            self._note(gapped=_deviation_or_raised(lambda: self._vjp(v, gapped=1), contiguous))
+            deviation, error = _deviation_or_error(lambda: self._vjp(v, gapped=1), contiguous)
+            self._note(gapped=deviation, gapped_error=error)
         ones = torch.full_like(v, EXPANDED_VALUE)
         contiguous = self._try(2, lambda: self._vjp(ones))
         if contiguous is not None:
-            self._note(expanded=_deviation_or_raised(lambda: self._vjp(ones, expanded=1), contiguous))
+            deviation, error = _deviation_or_error(lambda: self._vjp(ones, expanded=1), contiguous)
+            self._note(expanded=deviation, expanded_error=error)
+
+    def _modified(self, v: Tensor) -> None:
+        graph = self._problem.graph()
+        outputs = graph if self._only is None else (graph[self._only.index],)
+        with written_gradients(outputs) as written:
+            gradient = self._vjp(v)
+            if not written():
+                return
+        with copied_gradients(outputs):
+            self._note(modified=_deviation(gradient, self._vjp(v)))
 
     def _dense(self, v: Tensor) -> None:
         problem, settings = self._problem, self._settings
@@ -480,131 +504,6 @@ class _Investigation:
             found = complex(*gradient[0, own].tolist()), complex(*columns[:, row].tolist())
         self._note(other_part=found)
 
-    def _slope_along(self, u: Tensor, away: Tensor) -> Tensor:
-        """The derivative of the outputs along u, at a displacement from x: float64, shape (m,)."""
-        step = 2.0**-17
-        plus, minus = (self._problem.evaluate(self._record, away + sign * step * u) for sign in (1.0, -1.0))
-        return (plus - minus) / (2 * step)
-
-    def _vectors(self, output: Block, block: Block, number: int) -> tuple[Tensor, Tensor, Tensor]:
-        """A random u at the coordinates of an input only, a v at those of an output, and v^T J."""
-        u, v = (torch.zeros(size, dtype=torch.float64, device="cpu") for size in (self._problem.n, self._problem.m))
-        for vector, own, stream in ((u, block, 2 + number), (v, output, 4 + number)):
-            vector[own.first : own.first + own.size] = direction(
-                own.size, self._settings.seed, EVIDENCE_STREAM + 16 * stream
-            )
-        u, v = u.to(self._problem.device), v.to(self._problem.device)
-        return u, v, self._problem.vjp(v.unsqueeze(0), only=output)[0]
-
-    def _rearranged(self, output: Block, block: Block) -> None:
-        """Whether the Jacobian is a rearrangement of what it should be, by random sums of all of its entries."""
-        vectors = [self._vectors(output, block, number) for number in range(2)]
-        here = torch.zeros_like(vectors[0][0])
-        slopes = [self._slope_along(u, here) for u, _, _ in vectors]
-        if not all(_apart(g * u, v * slope) > 100 * NEAR for (u, v, g), slope in zip(vectors, slopes, strict=True)):
-            return
-        most = max(16, MOST_SHIFTS * 4096 // max(output.size, block.size))
-
-        def explained(sums: Callable[[int], tuple[Tensor, Tensor]]) -> float:
-            error = _apart(*sums(0))
-            return max(error, _apart(*sums(1))) if error <= NEAR else error
-
-        for side, own in (("input", block), ("output", output)):
-            shape = tuple(own.tensor.shape)
-            if own.elements is not None:
-                continue
-            for rearrangement in rearrangements(
-                shape, "input" if side == "input" else "output", min(MOST_SHIFTS, most)
-            ):
-
-                def sums(number: int, r: Rearrangement = rearrangement, side: str = side) -> tuple[Tensor, Tensor]:
-                    (u, v, g), slope = vectors[number], slopes[number]
-                    if side == "input":
-                        return _moved(u, block, r) * g, v * slope
-                    return u * g, v * _moved(slope, output, r)
-
-                error = explained(sums)
-                if error <= NEAR:
-                    self._note(explanation=Explanation(rearrangement.name, rearrangement.text, error))
-                    return
-        if output.tensor.shape == block.tensor.shape and output.width == block.width == 1 and block.elements is None:
-            here_in, here_out = (slice(some.first, some.first + some.size) for some in (block, output))
-
-            def transposed(number: int) -> tuple[Tensor, Tensor]:
-                u, v, g = vectors[number]
-                along = torch.zeros_like(u)
-                along[here_in] = v[here_out]
-                return u * g, u[here_in] * self._slope_along(along, here)[here_out]
-
-            error = explained(transposed)
-            if error <= NEAR:
-                self._note(explanation=Explanation("transposed", ADJOINT.format(""), error))
-
-    def _elsewhere(self, output: Block, block: Block) -> None:
-        """Whether the gradient is right at a point that a saved tensor may have been changed to, or taken from."""
-        vectors = [self._vectors(output, block, number) for number in range(2)]
-
-        def off(number: int, away: Tensor) -> float:
-            u, v, g = vectors[number]
-            return _apart(u * g, v * self._slope_along(u, away))
-
-        if not off(0, torch.zeros_like(vectors[0][0])) > 100 * NEAR:
-            return
-        for name, away in self._points():
-            if self._left() < 4:
-                return
-            try:
-                error = off(0, away)
-                error = max(error, off(1, away)) if error <= NEAR else math.inf
-            except Exception:  # outside of func's domain
-                continue
-            if error <= NEAR:
-                self._note(explanation=Explanation("saved tensor", f"the gradient is right for {name}", error))
-                return
-
-    def _points(self) -> Iterator[tuple[str, Tensor]]:
-        """Points that a saved input may have been changed to, in words, as displacements from x."""
-        problem = self._problem
-        x = problem.coordinates()
-        for block in problem.inputs:
-            own = slice(block.first, block.first + block.size)
-            here = x[own]
-            name = f"input {block.position}"
-            results = [
-                (f"{name} overwritten by output {output.position}", problem.base()[output.first :][: output.size])
-                for output in problem.outputs
-                if output.size == block.size
-            ]
-            changed = [
-                (f"{name} clamped to positive values", here.clamp(min=0)),
-                (f"{name} without its signs", here.abs()),
-                (f"{name} times 2", 2 * here),
-                (f"{name} plus 1", here + 1),
-                (f"{name} minus 1", here - 1),
-                (f"{name} divided by 2", here / 2),
-                (f"{name} with the other sign", -here),
-                (f"{name} squared", here * here),
-            ]
-            for words, there in results + changed:
-                away = torch.zeros_like(x)
-                away[own] = there - here
-                yield words, away
-
-
-def _apart(terms: Tensor, others: Tensor) -> float:
-    """How far two sums are apart, over the sum of the moduli of their terms."""
-    size = float(terms.abs().sum() + others.abs().sum())
-    return abs(float(terms.sum() - others.sum())) / size if size else math.inf
-
-
-def _moved(coordinates: Tensor, block: Block, rearrangement: Rearrangement) -> Tensor:
-    """The coordinates of a side, those of one block rearranged."""
-    moved = coordinates.clone()
-    own = slice(block.first, block.first + block.size)
-    elements = coordinates[own].reshape(*block.tensor.shape, block.width)
-    moved[own] = rearrangement.apply(elements, 0).reshape(-1)
-    return moved
-
 
 def _flat(index: tuple[int, ...], shape: Iterable[int]) -> int:
     """The number, in C order, of an element."""
@@ -695,10 +594,14 @@ def _deviation(found: Tensor, expected: Tensor) -> float:
     return difference / size if size else (math.inf if difference else 0.0)
 
 
-def _deviation_or_raised(run: Callable[[], Tensor], expected: Tensor) -> float | None:
+def _deviation_or_error(run: Callable[[], Tensor], expected: Tensor) -> tuple[float | None, str | None]:
     try:
-        return _deviation(run(), expected)
+        return _deviation(run(), expected), None
     except OUT_OF_MEMORY:
-        return None
-    except Exception:
-        return math.inf
+        return None, None
+    except Exception as error:
+        return None, f"{type(error).__name__}: {_first_sentence(str(error))}"
+
+
+def _first_sentence(text: str) -> str:
+    return text.strip().partition("\n")[0].partition(". ")[0].removesuffix(".")

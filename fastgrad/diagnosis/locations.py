@@ -20,6 +20,9 @@ CHANCE_OF_PLACES = 0.35
 JUMP = 30.0
 """By how much errors inside of a region, over what is allowed, exceed those outside at least."""
 
+NATURAL = (0.0, 1.0, -1.0, 2.0, -2.0, 0.5, -0.5, 3.0, -3.0, 6.0)
+"""Numbers that code is full of, the likeliest first."""
+
 LEAST_BLOCK = 4
 """Of a kernel, in elements along a dimension; a power of two."""
 
@@ -28,7 +31,8 @@ LEAST_BLOCK = 4
 class _Places:
     """The elements of one side that the Jacobian has entries about: which are wrong, their values at x, and more.
 
-    excess: the largest error there over what is allowed. mixing: as `_mixing`.
+    excess: the largest error there over what is allowed. mixing: as `_mixing`. share: of the entries about elements
+    that are wrong, how many are. entries: how many are wrong, and how many there are.
     """
 
     side: str
@@ -38,6 +42,8 @@ class _Places:
     values: Tensor | None
     excess: Tensor
     mixing: frozenset[int] | None
+    share: float
+    entries: tuple[int, int]
 
     @property
     def index(self) -> Tensor:
@@ -46,8 +52,12 @@ class _Places:
 
     def chance(self) -> float:
         """How often as many wrong elements would be those of one given rule by chance."""
-        total, bad = self.bad.numel(), int(self.bad.sum())
-        return math.exp(math.lgamma(bad + 1) + math.lgamma(total - bad + 1) - math.lgamma(total + 1))
+        return math.exp(_log_chance(int(self.bad.sum()), self.bad.numel()))
+
+
+def _log_chance(chosen: int, total: int) -> float:
+    """The logarithm of how often so many of all would be given ones by chance."""
+    return math.lgamma(chosen + 1) + math.lgamma(total - chosen + 1) - math.lgamma(total + 1)
 
 
 def _places(sample: Sample, side: str, settings: Tolerances) -> _Places | None:
@@ -75,7 +85,9 @@ def _places(sample: Sample, side: str, settings: Tolerances) -> _Places | None:
     excess = torch.zeros(unique.numel(), dtype=torch.float64, device="cpu").scatter_reduce(
         0, number, of_entries, "amax"
     )
-    return _Places(side, shape, unique, bad, values, excess, _mixing(sample, telling))
+    count = int(failing.sum())
+    share = count / int(bad[number].sum())
+    return _Places(side, shape, unique, bad, values, excess, _mixing(sample, telling), share, (count, failing.numel()))
 
 
 def _unraveled(elements: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
@@ -97,19 +109,36 @@ def _mixing(sample: Sample, telling: Tensor) -> frozenset[int] | None:
 
 
 def place_causes(sample: Sample, names: tuple[str, str], settings: Tolerances) -> list[Cause]:
+    """Rules for the places that entries are wrong at, on either side."""
+    sides = [_places(sample, side, settings) for side in ("input", "output")]
+    most = max((places.share for places in sides if places is not None), default=0.0)
     found: list[Cause] = []
-    for side in ("input", "output"):
-        places = _places(sample, side, settings)
-        if places is None:
+    for places, name in zip(sides, names, strict=True):
+        # Where a few of the entries about a place are wrong, and on the other side most, it is not this place.
+        if places is None or places.share < most / 2:
             continue
-        name = names[0] if side == "input" else names[1]
         # What an output's place is to an input's, where each has one of the other.
-        share = 0.0 if side == "input" else 0.01
+        less = 0.0 if places.side == "input" else 0.01
+        element = _element(places, name)
+        if element is not None:
+            found.append(element)
         for rule in (_tail, _ends, _slice, _region):
             cause = rule(places, name)
             if cause is not None:
-                found.append(replace(cause, confidence=cause.confidence - share))
+                found.append(replace(cause, confidence=cause.confidence - less))
     return found
+
+
+def _element(places: _Places, name: str) -> Cause | None:
+    """Wrong in all entries about a single element, and in no other one."""
+    wrong, total = places.entries
+    if int(places.bad.sum()) != 1 or wrong < 3 or places.share < 1:
+        return None
+    spot = ", ".join(map(str, places.index[places.bad][0].tolist()))
+    likely = places.bad.numel() * math.exp(_log_chance(wrong, total))
+    text = f"wrong only in {name}[{spot}]"
+    measure = f"all {wrong} entries about it, and none of the other {total - wrong}"
+    return Cause("slice", text, measure, 0.95 * (1 - likely)) if likely <= CHANCE else None
 
 
 def _rule(
@@ -243,33 +272,51 @@ def _region(places: _Places, name: str) -> Cause | None:
         return None
     if not float(places.excess[~bad].max()) <= min(0.1, float(places.excess[bad].min()) / JUMP):
         return None  # wrong formulas are nearly right somewhere, too
+    exactly = _single_value(places, name)
+    if exactly is not None:
+        return exactly
     for what, of in ((name, values), (f"|{name}|", values.abs())):
         right, wrong = of[~bad], of[bad]
         if float(wrong.max()) < float(right.min()):
-            low, high, sign = float(wrong.max()), float(right.min()), "<"
+            last_wrong, first_right, sign = float(wrong.max()), float(right.min()), "<"
         elif float(wrong.min()) > float(right.max()):
-            low, high, sign = float(right.max()), float(wrong.min()), ">"
+            last_wrong, first_right, sign = float(wrong.min()), float(right.max()), ">"
         else:
             continue
-        threshold, natural = _threshold(low, high)
+        threshold, natural = _threshold(*sorted((last_wrong, first_right)))
         if wrong.numel() == 1 and not natural:
             return None  # the largest, or smallest, of all is one in two anyway
         likely = (2 if natural else 4) * places.chance()
         base = 0.92 if natural else 0.89
+        sign += "=" * (threshold == last_wrong)
         return _rule("region", f"wrong only where {what} {sign} {threshold:.4g}", places, likely, base)
     right, wrong = values[~bad], values[bad]
     low, high = float(wrong.min()), float(wrong.max())
     if not bool(((right >= low) & (right <= high)).any()) and bool((right < low).any()) and bool((right > high).any()):
         begin, _ = _threshold(float(right[right < low].max()), low)
         end, _ = _threshold(high, float(right[right > high].min()))
+        signs = "<=" if begin == low else "<", "<=" if end == high else "<"
         likely = places.bad.numel() ** 2 * places.chance()
-        return _rule("region", f"wrong only where {begin:.4g} < {name} < {end:.4g}", places, likely, 0.85)
+        text = f"wrong only where {begin:.4g} {signs[0]} {name} {signs[1]} {end:.4g}"
+        return _rule("region", text, places, likely, 0.85)
     return None
+
+
+def _single_value(places: _Places, name: str) -> Cause | None:
+    """Wrong only where the element's value is one number, as at the zeros of a mask."""
+    assert places.values is not None
+    wrong, right = places.values[places.bad], places.values[~places.bad]
+    value = float(wrong[0])
+    if bool((wrong != value).any()) or bool((right == value).any()):
+        return None
+    if wrong.numel() == 1 and value not in NATURAL:
+        return None
+    return _rule("region", f"wrong only where {name} is {value + 0.0:.4g}", places, 2 * places.chance(), 0.92)
 
 
 def _threshold(low: float, high: float) -> tuple[float, bool]:
     """A number between two, a round one if there is one; and whether it is one that code is full of."""
-    for natural in (0.0, 1.0, -1.0, 2.0, -2.0, 0.5, -0.5, 3.0, -3.0, 6.0):
+    for natural in NATURAL:
         if low <= natural <= high:
             return natural, True
     for digits in range(-3, 12):

@@ -69,6 +69,8 @@ CauseName = Literal[
     "nonlinear backward",
     "layout of grad_output",
     "sparse grad_output",
+    "modified grad_output",
+    "dependent inputs",
     "truncation",
     "rounding",
     "kink",
@@ -205,9 +207,15 @@ class Evidence(EqualByContent):
     added
         The same for v as the sum of two dense vectors.
     gapped
-        Deviation for a non-contiguous v from its contiguous copy; infinite where only the former raises.
+        Deviation for a non-contiguous v from its contiguous copy; infinite where one of them is not finite.
     expanded
-        Deviation for a constant v, expanded with stride 0, from its copy; infinite where only the former raises.
+        Deviation for a constant v, expanded with stride 0, from its copy.
+    gapped_error
+        The exception for a non-contiguous v, where its contiguous copy raises none; gapped is None then.
+    expanded_error
+        The same for an expanded v.
+    modified
+        Where a backward writes into its grad_output: deviation of the gradient from that of backwards with copies.
     dense_error
         ``|v^T J u - v . (difference along u)|``, over the sum of the moduli of its terms, for one random u.
     output_dtype
@@ -223,8 +231,8 @@ class Evidence(EqualByContent):
     other_part
         The worst entry of the part of a complex output that did not fail, analytical and numerical.
     explanation
-        A rearrangement of the numerical Jacobian that the analytical one is, or another point at which the
-        gradient would be right.
+        A rearrangement of the numerical Jacobian that the analytical one is, or another problem whose gradient
+        it is.
     """
 
     calls: int = 0
@@ -238,6 +246,9 @@ class Evidence(EqualByContent):
     added: float | None = None
     gapped: float | None = None
     expanded: float | None = None
+    gapped_error: str | None = None
+    expanded_error: str | None = None
+    modified: float | None = None
     dense_error: float | None = None
     output_dtype: str | None = None
     slopes: tuple[tuple[float, float], ...] | None = None

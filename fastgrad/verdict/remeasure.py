@@ -94,8 +94,9 @@ def not_finite(problem: Problem, record_graph: bool, settings: Settings, suspect
     wrong = of_func | of_input | of_backward
     if not bool(wrong.any()):
         return None
-    # Of the many that one element may spoil, one of that element.
-    order = (of_func.int() + of_input.int() + of_backward.int()).argsort(descending=True, stable=True)
+    # Of the many that one element may spoil, one of that element: an infinity times zero is a NaN at others.
+    votes = torch.stack([of_func, of_input, of_backward, suspects.analytical.isinf()])
+    order = votes.sum(0).argsort(descending=True, stable=True)
     worst = int(order[0])
     output, block = suspects.blocks(problem, worst)
     own = settings.of(block.index)
@@ -104,7 +105,8 @@ def not_finite(problem: Problem, record_graph: bool, settings: Settings, suspect
     where = f"input {block.index} at {list(entry.input_index)} is {_number(x[worst])}"
     if bool(of_func[worst]):
         detail = f"func is not finite: output {output.index} at {list(entry.output_index)} is {_number(values[worst])}"
-        detail += f", and {where}"
+        # Another element's entry, with which it has nothing to do, is finite.
+        detail += f", and {where}" if bool(of_input[worst] | of_backward[worst]) else ""
     elif bool(of_input[worst]):
         detail = f"{where}: it takes no step"
     else:

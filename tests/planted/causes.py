@@ -903,4 +903,92 @@ NUMBERS = [
     ),
 ]
 
-CAUSES: list[Planted] = [*VALUES, *PLACES_SWAPPED, *COMPLEX_NUMBERS, *PLACES, *BACKWARD, *NUMBERS]
+
+def _with_zeros() -> tuple[Tensor]:
+    x = normal((4, 5))()[0].detach()
+    x[0, 1] = x[2, 3] = x[1, 1] = 0.0
+    return (x.requires_grad_(),)
+
+
+def _dependent() -> tuple[Tensor, Tensor]:
+    (x,) = normal((5,))()
+    return x, 3 * x
+
+
+def _one_entry_scaled(g: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    of_weight = x.t() @ g
+    of_weight[3, 5] *= 1.5
+    return g @ w.t(), of_weight
+
+
+def _infinite_unless_contiguous(g: Tensor, x: Tensor) -> Tensor:
+    return 2 * x * g if g.is_contiguous() else 2 * x * g * math.inf
+
+
+def _mean_of_groups(x: Tensor) -> Tensor:
+    return torch.stack([part.mean() for part in x.split([8, 8, 5])])
+
+
+def _counted(*counts: float) -> Callable[[Tensor, Tensor], Tensor]:
+    sizes = torch.tensor([8, 8, 5])
+    return lambda g, x: (g / torch.tensor(counts, dtype=g.dtype)).repeat_interleave(sizes)
+
+
+# Each was once said to be something else.
+MISTAKEN = [
+    Planted(
+        "infinite for other strides, without an exception",
+        "layout of grad_output",
+        **pair(lambda x: x * x, _infinite_unless_contiguous, lambda g, x: 2 * x * g),
+    ),
+    Planted(
+        "zero where the input is zero, among both signs",
+        "region",
+        **pair(lambda x: x * x + x, lambda g, x: g * (2 * x + 1) * (x != 0), lambda g, x: g * (2 * x + 1)),
+        inputs=_with_zeros,
+    ),
+    Planted(
+        "one entry of a weight's gradient",
+        "slice",
+        **pair(torch.matmul, _one_entry_scaled, lambda g, x, w: (g @ w.t(), x.t() @ g)),
+        inputs=normal((6, 8), (8, 9)),
+        entry=lambda o, i: i == (3, 5) and o[1] == 5,
+    ),
+    Planted(
+        "mean over groups, one count wrong",
+        "slice",
+        **pair(_mean_of_groups, _counted(8, 8, 6), _counted(8, 8, 5)),
+        inputs=normal((21,)),
+        entry=lambda o, i: o == (2,) and i[0] >= 16,
+    ),
+    Planted(
+        "an input made of another, added",
+        "dependent inputs",
+        wrong=torch.add,
+        right=lambda x, y: x.exp() + 0 * y,
+        inputs=_dependent,
+        entry=_on_diagonal,
+    ),
+    Planted(
+        "an input made of another, multiplied",
+        "dependent inputs",
+        wrong=lambda x, y: x.sin() * y,
+        right=lambda x, y: x.sin() * x,
+        inputs=_dependent,
+        entry=_on_diagonal,
+    ),
+    Planted(
+        "grad_output multiplied in place",
+        "modified grad_output",
+        **pair(lambda x: x * x, lambda g, x: g.mul_(2 * x), lambda g, x: 2 * x * g),
+    ),
+    Planted(
+        "grad_output multiplied in place, which a skip connection reads",
+        "modified grad_output",
+        wrong=lambda x: function(torch.sin, lambda g, x: g.mul_(x.cos()))(x) + x,
+        right=lambda x: function(torch.sin, lambda g, x: g * x.cos())(x) + x,
+        entry=_on_diagonal,
+    ),
+]
+
+CAUSES: list[Planted] = [*VALUES, *PLACES_SWAPPED, *COMPLEX_NUMBERS, *PLACES, *BACKWARD, *NUMBERS, *MISTAKEN]

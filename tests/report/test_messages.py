@@ -251,11 +251,19 @@ CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
         "looks like backward is not linear in grad_output: a clamp, a quantization, or a product of two grad_outputs",
     ),
     "layout of grad_output": (
-        "looks like backward raises for a grad_output that is non-contiguous, and not for a contiguous copy: a "
+        "looks like backward is wrong for a grad_output that is non-contiguous, and not for a contiguous copy: a "
         "data_ptr(), view() or kernel that takes it for contiguous",
     ),
     "sparse grad_output": (
         "looks like backward looks at which elements of grad_output are zero: it is right for dense ones only",
+    ),
+    "modified grad_output": (
+        "looks like backward writes into grad_output, which others read, too: an operation in place, where a new "
+        "tensor belongs",
+    ),
+    "dependent inputs": (
+        "looks like input 1 was computed from input 0, and autograd follows it back, which differences do not: pass "
+        "tensors that do not depend on each other, tensor.detach().requires_grad_()",
     ),
     "truncation": (
         "looks like eps = 0.0001 is too large for func's curvature: at 2.4e-06 the difference is -0.967407, which the "

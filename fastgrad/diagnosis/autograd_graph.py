@@ -1,0 +1,64 @@
+"""What autograd's graph tells: which inputs it leads to, and which backwards write into their grad_output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+
+
+def nodes_behind(tensors: Iterable[Tensor]) -> Iterator[Node]:
+    """The nodes of the graph that some tensors come from, each once."""
+    seen: set[Node] = set()
+    stack = [tensor.grad_fn for tensor in tensors]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        stack += [behind for behind, _ in node.next_functions]
+
+
+def depends_on(tensor: Tensor, other: Tensor) -> bool:
+    """Whether autograd knows that a tensor was computed from another one."""
+    if tensor is other or tensor.grad_fn is None or not other.requires_grad:
+        return False
+    return get_gradient_edge(other).node in set(nodes_behind([tensor]))
+
+
+@contextmanager
+def written_gradients(outputs: Sequence[Tensor]) -> Iterator[Callable[[], bool]]:
+    """Watches backward passes: yields what tells whether any node wrote into a gradient that it was given."""
+    kept: list[tuple[Tensor, Tensor]] = []
+
+    def keep(gradients: tuple[Tensor | None, ...]) -> None:
+        kept.extend((gradient, gradient.clone()) for gradient in gradients if gradient is not None)
+
+    with _before_each(outputs, keep):
+        yield lambda: not all(torch.allclose(gradient, copy, 0, 0, equal_nan=True) for gradient, copy in kept)
+
+
+@contextmanager
+def copied_gradients(outputs: Sequence[Tensor]) -> Iterator[None]:
+    """Gives every node copies, so that what it writes into them reaches no other one."""
+
+    def copy(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        return tuple(None if gradient is None else gradient.clone() for gradient in gradients)
+
+    with _before_each(outputs, copy):
+        yield
+
+
+@contextmanager
+def _before_each(outputs: Sequence[Tensor], hook: Callable[[tuple[Tensor | None, ...]], Any]) -> Iterator[None]:
+    handles = [node.register_prehook(hook) for node in nodes_behind(outputs)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

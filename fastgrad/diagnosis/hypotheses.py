@@ -1,0 +1,216 @@
+"""Hypotheses about a wrong gradient, each tested by random sums over all entries of its Jacobian."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fastgrad.core import native
+from fastgrad.core.random import EVIDENCE_STREAM, direction
+from fastgrad.diagnosis.autograd_graph import depends_on
+from fastgrad.diagnosis.rearrangements import ADJOINT, MOST_SHIFTS, Rearrangement, rearrangements
+from fastgrad.problem.coordinates import Block
+from fastgrad.problem.problem import Problem
+from fastgrad.report.data import CauseName, Explanation
+
+HYPOTHESIS_CALLS = 10
+"""Of func and backward that most of them take."""
+
+NEAR = 1e-7
+"""A hypothesis explains random sums of a Jacobian to within this; without it they are off a hundred times as much."""
+
+Sums = tuple[Tensor, Tensor]
+"""The terms of two sums that are equal where a hypothesis holds."""
+
+
+@dataclass(frozen=True)
+class _Vectors:
+    """A random u at the coordinates of an input, a v at those of an output, v^T J by backward, and J u by differences.
+
+    float64, shapes (n,), (m,), (n,) and (m,).
+    """
+
+    u: Tensor
+    v: Tensor
+    gradient: Tensor
+    slope: Tensor
+
+
+class Hypotheses:
+    """What the analytical Jacobian of one output with respect to one input may be in place of the right one."""
+
+    def __init__(self, problem: Problem, output: Block, block: Block, seed: int, record_graph: bool) -> None:
+        self._problem = problem
+        self._output = output
+        self._input = block
+        self._seed = seed
+        self._record = record_graph
+        self._here = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
+
+    def independent(self) -> Explanation | None:
+        """Whether the gradient is right once nothing that the other inputs were computed from is followed back."""
+        problem, block = self._problem, self._input
+        dependent = [other for other in problem.inputs if depends_on(other.tensor, block.tensor)]
+        if not dependent or not self._tell:
+            return None
+        leaf = block.tensor.detach().clone().requires_grad_()
+        names = ", ".join(problem.name_of(other) for other in dependent)
+        return self._explained(
+            "dependent inputs",
+            f"{names} was computed from {problem.name_of(block)}, and autograd follows it back, which differences do "
+            "not: pass tensors that do not depend on each other, tensor.detach().requires_grad_()",
+            lambda one: (one.u[self._own] * self._gradient_with(block, leaf, one.v), one.v * one.slope),
+        )
+
+    def rearranged(self) -> Explanation | None:
+        """Whether the Jacobian is a rearrangement of what it should be."""
+        if not self._tell:
+            return None
+        output, block = self._output, self._input
+        most = min(MOST_SHIFTS, max(16, MOST_SHIFTS * 4096 // max(output.size, block.size)))
+        if block.elements is None:
+            for rearrangement in rearrangements(tuple(block.tensor.shape), "input", most):
+
+                def on_input(one: _Vectors, r: Rearrangement = rearrangement) -> Sums:
+                    return _moved(one.u, block, r) * one.gradient, one.v * one.slope
+
+                found = self._explained(rearrangement.name, rearrangement.text, on_input)
+                if found is not None:
+                    return found
+        for rearrangement in rearrangements(tuple(output.tensor.shape), "output", most):
+
+            def on_output(one: _Vectors, r: Rearrangement = rearrangement) -> Sums:
+                return one.u * one.gradient, one.v * _moved(one.slope, output, r)
+
+            found = self._explained(rearrangement.name, rearrangement.text, on_output)
+            if found is not None:
+                return found
+        if (
+            output.tensor.shape != block.tensor.shape
+            or not output.width == block.width == 1
+            or block.elements is not None
+        ):
+            return None
+        return self._explained("transposed", ADJOINT.format(""), self._transposed)
+
+    def elsewhere(self, left: Callable[[], int]) -> Explanation | None:
+        """Whether the gradient is right at a point that a saved tensor may have been changed to, or taken from."""
+        if not self._tell:
+            return None
+        for name, away in self._points():
+            if left() < 4:
+                return None
+
+            def there(one: _Vectors, away: Tensor = away) -> Sums:
+                return one.u * one.gradient, one.v * self._slope_along(one.u, away)
+
+            try:
+                found = self._explained("saved tensor", f"the gradient is right for {name}", there)
+            except Exception:  # outside of func's domain
+                continue
+            if found is not None:
+                return found
+        return None
+
+    @property
+    def _own(self) -> slice:
+        """The input's coordinates."""
+        return slice(self._input.first, self._input.first + self._input.size)
+
+    @cached_property
+    def _vectors(self) -> tuple[_Vectors, ...]:
+        found = []
+        for number in range(2):
+            u, v = (torch.zeros(size, dtype=torch.float64, device="cpu") for size in (self._problem.n, self._problem.m))
+            for vector, own, stream in ((u, self._input, 2 + number), (v, self._output, 4 + number)):
+                vector[own.first : own.first + own.size] = direction(
+                    own.size, self._seed, EVIDENCE_STREAM + 16 * stream
+                )
+            u, v = u.to(self._problem.device), v.to(self._problem.device)
+            gradient = self._problem.vjp(v.unsqueeze(0), only=self._output)[0]
+            found.append(_Vectors(u, v, gradient, self._slope_along(u, self._here)))
+        return tuple(found)
+
+    @cached_property
+    def _tell(self) -> bool:
+        """Whether the sums show that the gradient is wrong."""
+        return all(_apart(one.u * one.gradient, one.v * one.slope) > 100 * NEAR for one in self._vectors)
+
+    def _explained(self, name: CauseName, text: str, sums: Callable[[_Vectors], Sums]) -> Explanation | None:
+        """The hypothesis, where its sums are equal for all vectors."""
+        error = 0.0
+        for one in self._vectors:
+            error = max(error, _apart(*sums(one)))
+            if not error <= NEAR:
+                return None
+        return Explanation(name, text, error)
+
+    def _slope_along(self, u: Tensor, away: Tensor) -> Tensor:
+        """The derivative of the outputs along u, at a displacement from x: float64, shape (m,)."""
+        step = 2.0**-17
+        plus, minus = (self._problem.evaluate(self._record, away + sign * step * u) for sign in (1.0, -1.0))
+        return (plus - minus) / (2 * step)
+
+    def _gradient_with(self, block: Block, leaf: Tensor, v: Tensor) -> Tensor:
+        """v^T J with respect to a tensor that stands in the place of an input: float64, shape (coordinates,)."""
+        output = self._problem.evaluate_with(block, leaf)[self._output.index]
+        own = v[self._output.first : self._output.first + self._output.size]
+        inputs = [native.InputBlock(leaf, 0, 0.0)]
+        products, _ = native.vjp_coordinates((output,), inputs, own.unsqueeze(0), 0, 0)
+        self._problem.vjps += 1
+        return products[0]
+
+    def _transposed(self, one: _Vectors) -> Sums:
+        output, block = self._output, self._input
+        here_in, here_out = (slice(some.first, some.first + some.size) for some in (block, output))
+        along = torch.zeros_like(one.u)
+        along[here_in] = one.v[here_out]
+        return one.u * one.gradient, one.u[here_in] * self._slope_along(along, self._here)[here_out]
+
+    def _points(self) -> Iterator[tuple[str, Tensor]]:
+        """Points that a saved input may have been changed to, in words, as displacements from x."""
+        problem = self._problem
+        x = problem.coordinates()
+        for block in problem.inputs:
+            own = slice(block.first, block.first + block.size)
+            here = x[own]
+            name = problem.name_of(block)
+            results = [
+                (f"{name} overwritten by output {output.position}", problem.base()[output.first :][: output.size])
+                for output in problem.outputs
+                if output.size == block.size
+            ]
+            changed = [
+                (f"{name} clamped to positive values", here.clamp(min=0)),
+                (f"{name} without its signs", here.abs()),
+                (f"{name} times 2", 2 * here),
+                (f"{name} plus 1", here + 1),
+                (f"{name} minus 1", here - 1),
+                (f"{name} divided by 2", here / 2),
+                (f"{name} with the other sign", -here),
+                (f"{name} squared", here * here),
+            ]
+            for words, there in results + changed:
+                away = torch.zeros_like(x)
+                away[own] = there - here
+                yield words, away
+
+
+def _apart(terms: Tensor, others: Tensor) -> float:
+    """How far two sums are apart, over the sum of the moduli of their terms."""
+    size = float(terms.abs().sum() + others.abs().sum())
+    return abs(float(terms.sum() - others.sum())) / size if size else math.inf
+
+
+def _moved(coordinates: Tensor, block: Block, rearrangement: Rearrangement) -> Tensor:
+    """The coordinates of a side, those of one block rearranged."""
+    moved = coordinates.clone()
+    own = slice(block.first, block.first + block.size)
+    elements = coordinates[own].reshape(*block.tensor.shape, block.width)
+    moved[own] = rearrangement.apply(elements, 0).reshape(-1)
+    return moved
