@@ -82,7 +82,8 @@ LAYOUTS: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda t: torch.as_strided(t.clone(), t.shape, [1] * t.dim()),
     lambda t: torch.cat([t.reshape(-1), t.reshape(-1)])[t.numel() :].reshape(t.shape),
     lambda t: t.clone().requires_grad_(),
-    lambda t: torch._neg_view(t),
+    # Torch copies a quantized one of these without end.
+    lambda t: t if t.is_quantized else torch._neg_view(t),
     lambda t: t.conj(),
     lambda t: t.to("meta"),
     lambda t: t.to_sparse(),
