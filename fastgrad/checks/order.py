@@ -203,8 +203,9 @@ def _exact(problem: Problem, settings: Settings, findings: Findings) -> tuple[Pl
     runs_backward = problem.has_graph and settings.check_backward_ad
     calls = RepeatedCalls(problem, settings) if runs_backward else None
     plan, failure = _all_entries(problem, settings, calls, findings)
-    if failure is None and calls is not None and findings.early is None:
-        failure = calls.failure()
+    if calls is not None and findings.early is None and (failure is None or failure.kind == "mismatch"):
+        # Of an entry that is wrong in some calls only, the cause is named.
+        failure = calls.failure() or failure
     return plan, failure
 
 
