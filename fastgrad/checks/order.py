@@ -36,8 +36,10 @@ from fastgrad.problem.arguments import as_tuple
 from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.first_look import FirstLook, first_look
 from fastgrad.problem.problem import Problem
+from fastgrad.problem.second_order import Backward
+from fastgrad.problem.signature import function_name, kind_of, parameter_names
 from fastgrad.problem.validation import disabled_gradients
-from fastgrad.report.data import Certificate, Environment, Failure, Part, Plan, Sample, Settings
+from fastgrad.report.data import Certificate, Environment, Failure, Part, Plan, Sample, Settings, Subject
 from fastgrad.report.report import Report
 from fastgrad.verdict.comparison import Findings, PairComparison
 from fastgrad.verdict.confirm import located_pair, mismatch_failure
@@ -132,7 +134,21 @@ def check(
             undecided=findings.undecided,
             environment=_environment(problem.device),
         )
-        return _diagnosed(problem, report, findings.sample) if explain and failure is not None else report
+        if not explain or failure is None:
+            return report
+        return _diagnosed(problem, replace(report, subject=_subject(func, problem)), findings.sample)
+
+
+def _subject(func: Callable[..., Any], problem: Problem) -> Subject:
+    parameters = parameter_names(func)
+    if isinstance(func, Backward):
+        parameters = parameters[: func.count]  # grad_outputs come after them
+    return Subject(
+        function_name(func),
+        parameters,
+        tuple(kind_of(block.tensor) for block in problem.inputs),
+        tuple(kind_of(block.tensor) for block in problem.outputs),
+    )
 
 
 def _diagnosed(problem: Problem, report: Report, at_hand: Sample | None) -> Report:
@@ -205,7 +221,7 @@ def _exact(problem: Problem, settings: Settings, findings: Findings) -> tuple[Pl
     plan, failure = _all_entries(problem, settings, calls, findings)
     if calls is not None and findings.early is None and (failure is None or failure.kind == "mismatch"):
         # Of an entry that is wrong in some calls only, the cause is named.
-        failure = calls.failure() or failure
+        failure = calls.failure(one_round=failure is not None) or failure
     return plan, failure
 
 

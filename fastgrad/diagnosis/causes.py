@@ -23,6 +23,7 @@ from fastgrad.report.data import (
     Tolerances,
     modulus,
 )
+from fastgrad.report.messages import names_of
 from fastgrad.report.report import Report
 
 RESIDUAL = 1e-3
@@ -541,9 +542,8 @@ def _sizes(sample: Sample) -> dict[str, int]:
 
 def _names(report: Report, failure: Failure) -> tuple[str, str]:
     """What to call the input and the output; outputs have no names yet where inputs have."""
-    if report.input_names and failure.input_position is not None:
-        return report.input_names[failure.input_position], "the output"
-    return f"in{failure.input}", f"out{failure.output}"
+    output, input_ = names_of(report, failure)
+    return input_, "the output" if report.input_names else output
 
 
 # How finely the analytical entries are given.

@@ -98,7 +98,7 @@ class Call:
 
     def __init__(self, func: Callable[..., Any], inputs: tuple[Any, ...], kwargs: Mapping[str, Any], wrt: Wrt) -> None:
         refuse_function_class(func)
-        self._func = func
+        self._func = self.__wrapped__ = func
         self._inputs, self._kwargs = inputs, dict(kwargs)
         self._parameters: list[_Parameter] = []
         self._buffers: Buffers | None = None

@@ -71,7 +71,8 @@ class Backward:
     Where only grad_outputs have moved since the last forward pass, it is not run again: its graph serves
     as long as nothing is recorded. That this gives the same gradients is tried once, the first time.
 
-    made: how the grad_outputs came about, for messages. exist: which inputs had a gradient in the last call.
+    made: how the grad_outputs came about, for messages. count: of the inputs, which come first. exist: which inputs had
+    a gradient in the last call.
     """
 
     def __init__(
@@ -82,8 +83,8 @@ class Backward:
         made: GradOutputs = "given",
     ) -> None:
         self.made = made
-        self._func = func
-        self._count = len(inputs)
+        self._func = self.__wrapped__ = func
+        self.count = len(inputs)
         self._inputs = [i for i, value in enumerate(inputs) if isinstance(value, Tensor) and value.requires_grad]
         self._grad_outputs = [i for i, value in enumerate(grad_outputs) if value.requires_grad]
         self._record_forward = torch.is_grad_enabled()
@@ -94,7 +95,7 @@ class Backward:
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
         """The gradients with respect to the inputs that require grad, those left out that do not matter."""
         record_backward = torch.is_grad_enabled()
-        inputs, grad_outputs = arguments[: self._count], arguments[self._count :]
+        inputs, grad_outputs = arguments[: self.count], arguments[self.count :]
         for value in [*(inputs[i] for i in self._inputs), *(grad_outputs[i] for i in self._grad_outputs)]:
             if not value.requires_grad:
                 value.requires_grad_()

@@ -580,6 +580,28 @@ class Environment:
     device: str
 
 
+@dataclass(frozen=True)
+class Subject:
+    """What a check that failed was of.
+
+    Attributes
+    ----------
+    function
+        The name of func; empty where it has none.
+    parameters
+        What func calls its arguments, as far as that is known.
+    inputs
+        Dtype and shape of each checked input, ``float64[3, 4]`` say.
+    outputs
+        The same of each differentiable output.
+    """
+
+    function: str = ""
+    parameters: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, eq=False)
 class Failure(EqualByContent):
     """Why a check failed.
@@ -654,6 +676,7 @@ class ReportData(EqualByContent):
     undecided: float | None = None
     phases: Mapping[str, float] = field(default_factory=dict)
     environment: Environment | None = None
+    subject: Subject | None = None
 
     @property
     def passed(self) -> bool:

@@ -162,14 +162,14 @@ def figure(report: ReportData) -> Figure:
     """All figures side by side; see `Report.plot`."""
     figures = _matplotlib_figures()
     panels = _panels(report)
-    if not panels:
+    if not panels or report.failure is None:
         why = "the check passed" if report.failure is None else "the failure is not about entries of a Jacobian"
         raise ValueError(f"a report without entries cannot be plotted: {why}.")
     drawn: Figure = figures.Figure(figsize=(5.2 * len(panels), 4.4), layout="constrained")
     for axes, panel in zip(drawn.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         panel.draw(axes, "black")
         axes.set_title(panel.title, pad=38)  # above its legend
-    drawn.suptitle(messages.failure_message(report).partition("\n")[0].rstrip(","))
+    drawn.suptitle(messages.key_phrase(report, report.failure).partition("\n")[0].rstrip(":"))
     return drawn
 
 

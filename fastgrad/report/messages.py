@@ -5,7 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fastgrad.report.data import Certificate, Comparison, Entry, Extent, Failure, Pair, ReportData, Settings, Span
+from fastgrad.report.data import (
+    Certificate,
+    Comparison,
+    Entry,
+    Extent,
+    Failure,
+    Pair,
+    ReportData,
+    Settings,
+    Span,
+    Subject,
+)
 
 _UNDEFINED_NOTE = (
     "An undefined grad_output reaches backward as None, or as zeros where ctx.set_materialize_grads(True) is in force, "
@@ -21,6 +32,9 @@ MOST_CAUSES = 3
 
 _PLACES = {"region", "slice", "boundary", "last tile", "modes disagree", "both modes wrong"}
 _VALUES = {"constant factor", "sign", "zero gradient", "missing conjugate", "complex factor"}
+
+SURE = 0.85
+"""The confidence from which on a cause is part of the first line."""
 
 MOST_PAIRS = 8
 """Pairs that a summary lists."""
@@ -80,10 +94,8 @@ def verdict_line(report: ReportData) -> str:
     failure = report.failure
     if failure is not None and failure.comparison is not None:
         wrong = failure.comparison.mismatches
-        return (
-            f"{name} failed: {'' if failure.comparison.exhaustive else 'at least '}{wrong} of "
-            f"{_entries(failure.comparison)} of {jacobian_name(report, failure)} {'is' if wrong == 1 else 'are'} wrong"
-        )
+        be = "is" if wrong == 1 else "are"
+        return f"{name} failed: {_extent(failure.comparison)} of {jacobian_name(report, failure)} {be} wrong"
     if failure is not None:
         return f"{name} failed: {failure.kind}"
     entries = sum(pair.entries for pair in report.pairs)
@@ -110,6 +122,9 @@ def jacobian_name(report: ReportData, found: Failure | Pair) -> str:
 def names_of(report: ReportData, found: Failure | Pair) -> tuple[str, str]:
     """What to call an output and an input: out0 and in1, or by path where there are paths."""
     output, input_ = f"out{found.output}", f"in{found.input}"
+    position = found.input_position
+    if report.subject is not None and position is not None and position < len(report.subject.parameters):
+        input_ = report.subject.parameters[position]
     if report.output_names and found.output_position is not None:
         output = report.output_names[found.output_position]
     if report.input_names and found.input_position is not None:
@@ -154,13 +169,18 @@ def places_text(span: Span) -> str:
 
 
 def failure_message(report: ReportData) -> str:
-    """The text of the GradcheckError for a report with a failure: torch's key phrases come first."""
+    """The text of the GradcheckError for a report with a failure.
+
+    The first line says what is wrong by itself: the summary of a test suite shows no other. A line with torch's key
+    phrase follows, or is the first where no entries are wrong. Matrices come last.
+    """
     failure = report.failure
     if failure is None:
         raise ValueError("failure_message needs a report with a failure, and this one passed.")
-    lines = [_headline(failure, report)]
+    lines = [key_phrase(report, failure)]
     if failure.comparison is not None:
-        lines += _matrices(failure.comparison) + _details(report, failure, failure.comparison)
+        lines = [_first_line(report, failure, failure.comparison), *lines]
+        lines += _details(report, failure, failure.comparison)
         if failure.detail and not (failure.trouble and report.causes):  # or one of these says it
             lines.append(f"  because    {failure.detail}")
     lines += _causes(report) + _positions(report, failure)
@@ -168,7 +188,27 @@ def failure_message(report: ReportData) -> str:
     lines += _notes(report)
     if failure.comparison is not None:
         lines.append(f"  reproduce  {call(report)}")
+        lines += _matrices(failure.comparison)
     return "\n".join(lines)
+
+
+def _first_line(report: ReportData, failure: Failure, comparison: Comparison) -> str:
+    """Which gradient of what is wrong, in how many entries and, where that is probable enough, why."""
+    output, input_ = names_of(report, failure)
+    subject = report.subject or Subject()
+    function = subject.function or "func"
+    if report.settings.grad_outputs is not None:
+        function = f"backward of {function}"
+    what = "gradient of" if failure.mode == "reverse" else "forward-mode derivative by"
+    through = f" through {output}" if len(subject.outputs) > 1 else ""
+    of = [*subject.inputs[failure.input or 0 :][:1], *[f"{failure.part} part"] * (failure.part != "all")]
+    kind = f" ({', '.join(of)})" if of else ""
+    verdict = f"is wrong in {_extent(comparison)}"
+    if failure.trouble == "not converged":
+        what, verdict = f"numerical {what}", f"does not settle in {_extent(comparison)} that differ"
+    line = f"{function}: {what} {input_}{kind}{through} {verdict}"
+    sure = report.causes and report.causes[0].confidence >= SURE
+    return f"{line}; probably {report.causes[0].text}" if sure else line
 
 
 def _notes(report: ReportData) -> list[str]:
@@ -220,7 +260,8 @@ def engine_line(report: ReportData) -> str:
     )
 
 
-def _headline(failure: Failure, report: ReportData) -> str:
+def key_phrase(report: ReportData, failure: Failure) -> str:
+    """What failed, in the words that code matches on: torch's, where it makes the same check."""
     output, input_ = f"output {failure.output}", f"input {failure.input}"
     match failure.kind:
         case "mismatch":
@@ -230,7 +271,7 @@ def _headline(failure: Failure, report: ReportData) -> str:
                 "" if failure.part == "all" else f"While considering the {failure.part} part of complex {side} only, "
             )
             mode = "computed with forward mode " if forward else ""
-            return f"{part}Jacobian {mode}mismatch for {output} with respect to {input_},"
+            return f"{part}Jacobian {mode}mismatch for {output} with respect to {input_}:"
         case "nonzero numerical gradient":
             return (
                 "Numerical gradient for function expected to be zero, because no output requires grad, but for "
@@ -331,10 +372,11 @@ def extent_line(names: tuple[str, str], comparison: Comparison) -> str:
     where = ""
     if comparison.extent is not None:
         where = extent_text(comparison.extent, names, comparison.mismatches)
-    return (
-        f"{'' if comparison.exhaustive else 'at least '}{comparison.mismatches} of "
-        f"{_entries(comparison)}{', ' + where if where else ''}"
-    )
+    return f"{_extent(comparison)}{', ' + where if where else ''}"
+
+
+def _extent(comparison: Comparison) -> str:
+    return f"{'' if comparison.exhaustive else 'at least '}{comparison.mismatches} of {_entries(comparison)}"
 
 
 def _entries(comparison: Comparison | Pair) -> str:

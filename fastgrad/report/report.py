@@ -66,6 +66,8 @@ class Report(ReportData):
         Seconds by phase.
     environment
         Versions and device.
+    subject
+        Names, dtypes and shapes, of a check that failed.
     """
 
     def __bool__(self) -> bool:

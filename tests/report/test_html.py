@@ -76,9 +76,9 @@ def test_the_page_of_a_failure(text_of_failed: str) -> None:
     page = Page(text_of_failed)
     assert page.tags.count("svg") == page.tags.count("figure") == 3
     text = page.text
-    assert "gradcheck failed: 5 of 20 nonzero entries of d out0 / d in0 are wrong" in text
-    assert "all in out0[2, :] and in0[2, :]" in text
-    assert "d out0[2, 0] / d in0[2, 0]" in text
+    assert "gradcheck failed: 5 of 20 nonzero entries of d out0 / d x are wrong" in text
+    assert "all in out0[2, :] and x[2, :]" in text
+    assert "d out0[2, 0] / d x[2, 0]" in text
     assert "fastgrad.gradcheck(..., eps=1e-06, atol=1e-05, rtol=0.001, engine='compressed', seed=0)" in text
     for title in ("What failed", "The worst entries", "In pictures", "What was compared", "What it cost"):
         assert title in text

@@ -55,7 +55,9 @@ def test_a_mismatch() -> None:
     failure = Failure("mismatch", output=0, input=1, output_position=0, input_position=2, comparison=comparison())
     half = Cause("constant factor", "the analytical gradient is 0.5 x the numerical one there", "residual 1e-09", 0.9)
     assert failure_message(report(failure, causes=(half,))) == (
-        "Jacobian mismatch for output 0 with respect to input 1,\n"
+        "func: gradient of in1 is wrong in 12 of 8448 entries; "
+        "looks like the analytical gradient is 0.5 x the numerical one there\n"
+        "Jacobian mismatch for output 0 with respect to input 1:\n"
         "  worst      d out0[3, 17] / d in1[5, 2]   analytical 0.4821   numerical 0.9642\n"
         "             |difference| 0.482, allowed 0.00097 = atol 1e-05 + rtol 0.001 * |numerical|\n"
         "  extent     12 of 8448 entries\n"
@@ -178,10 +180,11 @@ def test_key_phrases_come_first(kind: FailureKind, phrase: str) -> None:
 
 def test_parts_of_complex_outputs() -> None:
     failure = Failure("mismatch", 0, 0, 0, 0, part="imaginary", comparison=comparison(sum_product=0j))
-    first = failure_message(report(failure)).splitlines()[0]
-    assert first == (
+    first, key_phrase = failure_message(report(failure)).splitlines()[:2]
+    assert first == "func: gradient of in0 (imaginary part) is wrong in 12 of 8448 entries"
+    assert key_phrase == (
         "While considering the imaginary part of complex outputs only, "
-        "Jacobian mismatch for output 0 with respect to input 0,"
+        "Jacobian mismatch for output 0 with respect to input 0:"
     )
 
 
@@ -307,7 +310,8 @@ def test_three_causes_at_most_and_none_without_evidence() -> None:
     failure = Failure("mismatch", 0, 0, 0, 0, comparison=comparison())
     many = tuple(Cause("race", f"cause {k}", "measured", 0.9 - k / 10) for k in range(5))
     lines = failure_message(report(failure, causes=many)).splitlines()
-    assert [line for line in lines if "cause" in line] == [
+    assert lines[0].endswith("; probably cause 0")
+    assert [line for line in lines[1:] if "cause" in line] == [
         "  looks like cause 0 (measured)",
         "  or like    cause 1 (measured)",
         "  or like    cause 2 (measured)",

@@ -348,7 +348,7 @@ def test_the_message_says_where(engine: str) -> None:
     with pytest.raises(fastgrad.GradcheckError) as raised:
         fastgrad.gradcheck(scaled(slice(None), 3), (uniform(6, 5),), engine=engine)
     entries = {"dense": "900 entries", "compressed": "30 nonzero entries"}[engine]
-    assert f"  extent     6 of {entries}, all in out0[:, 3] and in0[:, 3]\n" in str(raised.value)
+    assert f"  extent     6 of {entries}, all in out0[:, 3] and x[:, 3]\n" in str(raised.value)
 
 
 def test_extents_of_sparse_inputs_are_about_all_elements() -> None:
@@ -577,6 +577,7 @@ def synthetic() -> Report:
         undecided=1e-3,
         phases={"numerical columns": 0.25},
         environment=reports.Environment("1", "2", "3", "cuda:0 <A>"),
+        subject=reports.Subject("F", ("x", "y"), ("float64[2]", "float64[3]"), ("float64[]",)),
     )
 
 

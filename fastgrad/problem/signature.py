@@ -1,0 +1,59 @@
+"""What a function and its parameters are called, as far as Python knows, and what a tensor is like."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import Module
+
+
+def function_name(func: Callable[..., Any]) -> str:
+    """The name of a function, of the Function whose apply it is, or of a module's class; empty where there is none."""
+    func = inspect.unwrap(func)
+    if isinstance(func, partial):
+        return function_name(func.func)
+    custom = _function_class(func)
+    if custom is not None:
+        return custom.__name__
+    name = str(getattr(func, "__name__", "") or type(func).__name__)
+    return "" if name == "<lambda>" else name
+
+
+def parameter_names(func: Callable[..., Any]) -> tuple[str, ...]:
+    """What a function calls its positional parameters, up to the first that stands for several."""
+    func = inspect.unwrap(func)
+    custom = _function_class(func)
+    called: Callable[..., Any] = func
+    if custom is not None:
+        called = custom.forward
+    elif isinstance(func, Module):
+        called = func.forward
+    try:
+        parameters = list(inspect.signature(called).parameters.values())
+    except (TypeError, ValueError):  # of builtins
+        return ()
+    if custom is not None and custom.setup_context is Function.setup_context:
+        parameters = parameters[1:]  # ctx
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = []
+    for parameter in parameters:
+        if parameter.kind not in positional:
+            break
+        names.append(parameter.name)
+    return tuple(names)
+
+
+def kind_of(tensor: Tensor) -> str:
+    """The dtype and shape of a tensor: ``float64[3, 4]``."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _function_class(func: Callable[..., Any]) -> type[Function] | None:
+    """The custom Function whose apply something is."""
+    owner = getattr(func, "__self__", None)
+    return owner if isinstance(owner, type) and issubclass(owner, Function) else None

@@ -1,0 +1,109 @@
+"""Names of functions and their parameters: custom Functions, modules, partials, lambdas and builtins."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fastgrad
+from fastgrad.problem.signature import function_name, kind_of, parameter_names
+
+
+def leaf(*shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(input, weight)
+        return input * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:
+        input, weight = ctx.saved_tensors
+        return grad_output * weight, 0.5 * grad_output * input
+
+
+class Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad_output * 3 * x.detach() * x
+
+
+class WithSetup(torch.autograd.Function):
+    @staticmethod
+    def forward(input: Tensor, *others: Tensor) -> Tensor:
+        return input.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        return None
+
+
+def product(left: Tensor, right: Tensor, *, scale: float = 1.0) -> Tensor:
+    return left * right * scale
+
+
+@functools.wraps(product)
+def wrapped(*arguments: Any, **keywords: Any) -> Tensor:
+    return product(*arguments, **keywords)
+
+
+@pytest.mark.parametrize(
+    ("func", "name", "parameters"),
+    [
+        (Scaled.apply, "Scaled", ("input", "weight")),
+        (WithSetup.apply, "WithSetup", ("input",)),
+        (product, "product", ("left", "right")),
+        (wrapped, "product", ("left", "right")),
+        (functools.partial(product, scale=2.0), "product", ("left", "right")),
+        (nn.Linear(2, 2), "Linear", ("input",)),
+        (lambda x, *rest: x, "", ("x",)),
+        (torch.sin, "sin", ()),
+    ],
+)
+def test_names(func: Callable[..., Any], name: str, parameters: tuple[str, ...]) -> None:
+    assert function_name(func) == name
+    assert parameter_names(func) == parameters
+
+
+def test_kinds() -> None:
+    assert kind_of(torch.ones(3, 4)) == "float32[3, 4]"
+    assert kind_of(torch.ones((), dtype=torch.complex128)) == "complex128[]"
+
+
+def first_line(checker: Callable[..., Any], *arguments: Any, **keywords: Any) -> str:
+    with pytest.raises(fastgrad.GradcheckError) as raised:
+        checker(*arguments, **keywords)
+    return str(raised.value).splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("engine", "extent"), [("dense", "12 of 144 entries"), ("compressed", "12 of 12 nonzero entries")]
+)
+def test_the_first_line_names_function_argument_extent_and_cause(engine: str, extent: str) -> None:
+    line = first_line(fastgrad.gradcheck, Scaled.apply, (leaf(3, 4), leaf(3, 4)), engine=engine)
+    assert line == (
+        f"Scaled: gradient of weight (float64[3, 4]) is wrong in {extent}; "
+        "looks like the analytical gradient is 0.5 x the numerical one there: a missing factor 2"
+    )
+
+
+def test_the_first_line_of_other_arguments() -> None:
+    two = first_line(fastgrad.gradcheck, lambda x: (x.sin(), Scaled.apply(x, x)), (leaf(2),))
+    assert two.startswith("func: gradient of x (float64[2]) through out1 is wrong in 2 of 4 entries")
+    second = first_line(fastgrad.gradgradcheck, Cubed.apply, (leaf(2),))
+    assert second.startswith("backward of Cubed: gradient of x (float64[2]) is wrong in 2 of 4 entries")
