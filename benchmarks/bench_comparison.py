@@ -47,7 +47,7 @@ EVERY = {checker.name: checker.every for checker in CHECKERS}
 
 OVER_MEMORY = ("MemoryError", "can't allocate memory", "not enough memory", "RESOURCE_EXHAUSTED", "bad_alloc")
 LOCATED = re.compile(
-    r"d out0\[(\d+)\] / d in0\[(\d+)\]|at index \((\d+), (\d+)\)|^ \[(\d+), (\d+)\]: ", flags=re.MULTILINE
+    r"d out0\[(\d+)\] / d \w+\[(\d+)\]|at index \((\d+), (\d+)\)|^ \[(\d+), (\d+)\]: ", flags=re.MULTILINE
 )
 """How tools name an entry of the Jacobian: fastgrad, torch.testing, and numpy.testing."""
 IMPORTED = ("scipy.optimize", "scipy.sparse", "numdifftools", "jax.test_util", "torch.testing", "torch.func")

@@ -84,13 +84,13 @@ def test_the_same_tensor_twice_is_one_input() -> None:
         (
             torch.float64,
             lambda x, t: 2.1 * x * t,
-            "Jacobian computed with forward mode mismatch for output 0 with respect to input 0,",
+            "Jacobian computed with forward mode mismatch for output 0 with respect to input 0:",
         ),
         (
             torch.complex128,
             lambda x, t: torch.complex((2 * x * t).real, (2.1 * x * t).imag),
             "While considering the imaginary part of complex inputs only, Jacobian computed with forward mode mismatch "
-            "for output 0 with respect to input 0,",
+            "for output 0 with respect to input 0:",
         ),
         (torch.float64, lambda x, t: 2 * x * t.clamp(-1, 1), "jvp is not linear in its tangent: "),
     ],
@@ -100,7 +100,7 @@ def test_wrong_jvps_are_named(dtype: torch.dtype, tangent: Any, headline: str) -
     assert fastgrad.gradcheck(func, leaf(3, dtype=dtype))
     with pytest.raises(fastgrad.GradcheckError) as raised:
         fastgrad.gradcheck(func, leaf(3, dtype=dtype), check_forward_ad=True)
-    assert str(raised.value).startswith(headline)
+    assert any(line.startswith(headline) for line in str(raised.value).splitlines()[:2])
     assert raised.value.report.failure is not None
     assert raised.value.report.failure.mode == "forward"
 
@@ -133,7 +133,7 @@ def test_the_worst_entry_of_a_forward_jacobian_is_named_by_output_and_input() ->
         result[0, 2] += 0.5 * t[1, 1]
         return result
 
-    with pytest.raises(fastgrad.GradcheckError, match=r"d out0\[0, 2\] / d in0\[1, 1\]"):
+    with pytest.raises(fastgrad.GradcheckError, match=r"d out0\[0, 2\] / d x\[1, 1\]"):
         fastgrad.gradcheck(Squared.with_tangent(tangent), leaf(2, 3), check_forward_ad=True)
 
 

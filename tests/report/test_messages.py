@@ -56,7 +56,7 @@ def test_a_mismatch() -> None:
     half = Cause("constant factor", "the analytical gradient is 0.5 x the numerical one there", "residual 1e-09", 0.9)
     assert failure_message(report(failure, causes=(half,))) == (
         "func: gradient of in1 is wrong in 12 of 8448 entries; "
-        "looks like the analytical gradient is 0.5 x the numerical one there\n"
+        "probably the analytical gradient is 0.5 x the numerical one there\n"
         "Jacobian mismatch for output 0 with respect to input 1:\n"
         "  worst      d out0[3, 17] / d in1[5, 2]   analytical 0.4821   numerical 0.9642\n"
         "             |difference| 0.482, allowed 0.00097 = atol 1e-05 + rtol 0.001 * |numerical|\n"
