@@ -16,8 +16,8 @@ __device__ Entry entry_at(const Matrix<const double>& block, int64_t row, int64_
 }
 
 __global__ void compare_kernel(
-    ComparisonStatistics* partial, Matrix<const double> analytical, Matrix<const double> numerical, int64_t rows,
-    int64_t entries, double atol, double rtol, bool complex_entries, bool equal_nan) {
+    ComparisonStatistics* __restrict__ partial, Matrix<const double> analytical, Matrix<const double> numerical,
+    int64_t rows, int64_t entries, double atol, double rtol, bool complex_entries, bool equal_nan) {
   ComparisonStatistics statistics;
   const int64_t tiles_high = (rows + tile_rows - 1) / tile_rows;
   const int64_t stripes = (entries + stripe_columns - 1) / stripe_columns;
@@ -38,7 +38,8 @@ __global__ void compare_kernel(
   }
 }
 
-__global__ void combine_kernel(ComparisonStatistics* fields, const ComparisonStatistics* partial, int64_t count) {
+__global__ void combine_kernel(
+    ComparisonStatistics* __restrict__ fields, const ComparisonStatistics* __restrict__ partial, int64_t count) {
   ComparisonStatistics statistics;
   for (int64_t b = threadIdx.x; b < count; b += threads_per_block) {
     statistics = combine(statistics, partial[b]);

@@ -19,7 +19,8 @@ __device__ inline Sums added(Sums left, Sums right) {
 }
 
 __global__ void dots_kernel(
-    double* partial, const double* rows, const double* vector, int64_t count, int64_t size, int64_t chunks) {
+    double* __restrict__ partial, const double* __restrict__ rows, const double* __restrict__ vector, int64_t count,
+    int64_t size, int64_t chunks) {
   for (int64_t piece = blockIdx.x; piece < count * chunks; piece += gridDim.x) {
     const double* const row = rows + piece / chunks * size;
     const int64_t first = piece % chunks * dots_chunk;
@@ -37,7 +38,8 @@ __global__ void dots_kernel(
   }
 }
 
-__global__ void chunks_kernel(double* result, const double* partial, int64_t count, int64_t chunks) {
+__global__ void chunks_kernel(
+    double* __restrict__ result, const double* __restrict__ partial, int64_t count, int64_t chunks) {
   for (int64_t row = blockIdx.x; row < count; row += gridDim.x) {
     Sums sums{0, 0};
     for (int64_t piece = row * chunks + threadIdx.x; piece < (row + 1) * chunks; piece += threads_per_block) {

@@ -16,20 +16,11 @@
 #include "../ops/realize.h"
 #include "../ops/richardson.h"
 #include "../ops/unflatten.h"
-#include "central_difference.h"
 #include "compare.h"
-#include "decompress.h"
-#include "direction.h"
-#include "displace.h"
 #include "dots.h"
-#include "flatten.h"
-#include "perturb_coordinate.h"
-#include "perturb_coordinates.h"
+#include "elementwise.h"
 #include "project_entries.h"
 #include "project_rows.h"
-#include "realize.h"
-#include "richardson.h"
-#include "unflatten.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/sort.h>

@@ -41,10 +41,10 @@ cudaError_t with_real_type(RealType type, const Visit& visit) {
   }
 }
 
-// A matrix with any strides; T is double or const double.
+// A matrix with any strides, which no other pointer of its kernel overlaps; T is double or const double.
 template <typename T>
 struct Matrix {
-  T* values;
+  T* __restrict__ values;
   int64_t row_stride, column_stride;
 
   FASTGRAD_HOST_DEVICE T& at(int64_t row, int64_t column) const {

@@ -40,8 +40,9 @@ struct Partials {
 // its last one's, of zero where they need none.
 template <typename Terms>
 __global__ void project_entries_kernel(
-    double* sums, double* squares, int64_t size, const int64_t* targets, Terms terms, int64_t count,
-    int64_t* next_targets, double* next_sums, double* next_squares) {
+    double* __restrict__ sums, double* __restrict__ squares, int64_t size, const int64_t* __restrict__ targets,
+    Terms terms, int64_t count, int64_t* __restrict__ next_targets, double* __restrict__ next_sums,
+    double* __restrict__ next_squares) {
   for (int64_t e = first_element(); e < count; e += element_step()) {
     const int64_t window = e / entries_window;
     const int64_t begin = window * entries_window;

@@ -1,0 +1,292 @@
+// CUDA kernels of the element-wise operators: one kernel, and what it does with an element as a functor.
+#include "elementwise.h"
+
+#include "../kernels/difference.h"
+#include "../kernels/direction.h"
+#include "../kernels/richardson.h"
+#include "../kernels/sparse.h"
+#include "device.h"
+
+#include <cmath>
+
+namespace fastgrad::cuda {
+namespace {
+
+template <typename Functor>
+__global__ void elementwise_kernel(Functor functor, int64_t count) {
+  for (int64_t i = first_element(); i < count; i += element_step()) {
+    functor(i);
+  }
+}
+
+// Calls functor(i) on the device for each i in [0, count).
+template <typename Functor>
+cudaError_t for_each(int64_t count, cudaStream_t cuda_stream, const Functor& functor) {
+  if (count == 0) {
+    return cudaSuccess;
+  }
+  FASTGRAD_LAUNCH(elementwise_kernel, blocks_for(count), threads_per_block, cuda_stream, functor, count);
+  return cudaGetLastError();
+}
+
+template <typename T>
+struct Flatten {
+  double* __restrict__ out;
+  int64_t stride;
+  const T* __restrict__ values;
+
+  __device__ void operator()(int64_t c) const { out[c * stride] = static_cast<double>(values[c]); }
+};
+
+template <typename T>
+struct Unflatten {
+  T* __restrict__ values;
+  const double* __restrict__ coordinates;
+  int64_t stride;
+
+  __device__ void operator()(int64_t c) const { values[c] = static_cast<T>(coordinates[c * stride]); }
+};
+
+// A group of four coordinates shares its random words. The components are computed in registers and written once.
+template <typename Use>
+__device__ void for_each_component(
+    int64_t g, int64_t size, int64_t seed, int64_t stream, int64_t first, bool halved, const Use& use) {
+  const int64_t group = first / 4 + g;
+  const Words4 words = direction_words(seed, stream, group);
+  for (int64_t coordinate = 4 * group; coordinate < 4 * group + 4; ++coordinate) {
+    if (coordinate >= first && coordinate < first + size) {
+      use(coordinate - first, component_of(words, coordinate, halved));
+    }
+  }
+}
+
+struct Direction {
+  double* __restrict__ out;
+  int64_t stride, size, seed, stream, first;
+  bool halved;
+
+  __device__ void operator()(int64_t g) const {
+    for_each_component(
+        g, size, seed, stream, first, halved, [&](int64_t c, double component) { out[c * stride] = component; });
+  }
+};
+
+template <typename T>
+struct Realize {
+  double* __restrict__ displacement;
+  double* __restrict__ realized;
+  const T* __restrict__ origin;
+  int64_t size, seed, stream, first;
+  double eps, relative_step;
+
+  __device__ void operator()(int64_t g) const {
+    for_each_component(g, size, seed, stream, first, /*halved=*/false, [&](int64_t c, double component) {
+      const T x = origin[c];
+      const double step = component * directional_step(x, eps, relative_step);
+      displacement[c] = step;
+      realized[c] = realized_component(x, step, eps);
+    });
+  }
+};
+
+template <typename T>
+struct PerturbCoordinate {
+  T* __restrict__ target;
+  const T* __restrict__ value;
+  int sign;
+  double eps, relative_step;
+
+  __device__ void operator()(int64_t) const { *target = moved_coordinate(*value, sign, eps, relative_step); }
+};
+
+template <typename T>
+struct PerturbCoordinates {
+  T* __restrict__ values;
+  const T* __restrict__ origin;
+  int64_t size;
+  const int64_t* __restrict__ coordinates;
+  int sign;
+  double eps, relative_step;
+
+  __device__ void operator()(int64_t k) const {
+    const int64_t c = coordinates[k];
+    if (is_within(c, size)) {
+      values[c] = moved_coordinate(origin[c], sign, eps, relative_step);
+    }
+  }
+};
+
+template <typename T>
+struct Displace {
+  T* __restrict__ x;
+  const T* __restrict__ origin;
+  const double* __restrict__ displacement;
+  int64_t stride;
+  double scale;
+
+  __device__ void operator()(int64_t c) const { x[c] = displaced(origin[c], displacement[c * stride], scale); }
+};
+
+template <typename T>
+__device__ double width_at(const void* origin, int64_t coordinate, double eps, double relative_step) {
+  const T value = static_cast<const T*>(origin)[coordinate];
+  return realized_width(value, coordinate_step(value, eps, relative_step));
+}
+
+template <typename T>
+struct CentralDifference {
+  double* __restrict__ column;
+  int64_t stride;
+  const T* __restrict__ minus;
+  const void* __restrict__ origin;
+  RealType origin_type;
+  int64_t coordinate;
+  double eps, relative_step;
+
+  __device__ void operator()(int64_t i) const {
+    column[i * stride] = difference_quotient(column[i * stride], minus[i], width());
+  }
+
+  // On the device, so that nothing waits for it. All threads take the same branch, which replaces a kernel for each
+  // pair of types.
+  __device__ double width() const {
+    switch (origin_type) {
+      case RealType::float64:
+        return width_at<double>(origin, coordinate, eps, relative_step);
+      case RealType::float32:
+        return width_at<float>(origin, coordinate, eps, relative_step);
+      case RealType::float16:
+        return width_at<Float16>(origin, coordinate, eps, relative_step);
+      default:
+        return width_at<BFloat16>(origin, coordinate, eps, relative_step);
+    }
+  }
+};
+
+struct Richardson {
+  double* __restrict__ derivative;
+  double* __restrict__ noise;
+  const double* __restrict__ base;
+  const double* __restrict__ plus;
+  const double* __restrict__ minus;
+  const double* __restrict__ half_plus;
+  const double* __restrict__ half_minus;
+  double eps, ulp;
+
+  __device__ void operator()(int64_t i) const {
+    const FourValues f{plus[i], minus[i], half_plus[i], half_minus[i]};
+    derivative[i] = richardson(f, eps);
+    noise[i] = louder(difference_noise(f, base[i], eps, ulp), noise[i]);
+  }
+};
+
+struct Decompress {
+  double* __restrict__ values;
+  int64_t nonzeros;
+  const double* __restrict__ compressed;
+  const double* __restrict__ subtrahend;
+  int64_t size;
+  const int64_t* __restrict__ positions;
+  const int64_t* __restrict__ entries;
+
+  __device__ void operator()(int64_t k) const {
+    const int64_t e = entries[k];
+    if (is_within(e, nonzeros)) {
+      values[e] = is_within(positions[e], size) ? decompressed(compressed, subtrahend, positions[e]) : NAN;
+    }
+  }
+};
+
+}  // namespace
+
+cudaError_t launch_flatten(
+    double* out, int64_t stride, const void* values, RealType type, int64_t size, cudaStream_t cuda_stream) {
+  return with_real_type(type, [&](auto zero) {
+    using T = decltype(zero);
+    return for_each(size, cuda_stream, Flatten<T>{out, stride, static_cast<const T*>(values)});
+  });
+}
+
+cudaError_t launch_unflatten(
+    void* values, RealType type, const double* coordinates, int64_t stride, int64_t size, cudaStream_t cuda_stream) {
+  return with_real_type(type, [&](auto zero) {
+    using T = decltype(zero);
+    return for_each(size, cuda_stream, Unflatten<T>{static_cast<T*>(values), coordinates, stride});
+  });
+}
+
+cudaError_t launch_direction(
+    double* out, int64_t stride, int64_t size, int64_t seed, int64_t stream, int64_t first, bool halved,
+    cudaStream_t cuda_stream) {
+  const int64_t groups = size == 0 ? 0 : direction_groups(first, size);
+  return for_each(groups, cuda_stream, Direction{out, stride, size, seed, stream, first, halved});
+}
+
+cudaError_t launch_perturb_coordinate(
+    void* x, int64_t target, const void* origin, int64_t coordinate, RealType type, int sign, double eps,
+    double relative_step, cudaStream_t cuda_stream) {
+  return with_real_type(type, [&](auto zero) {
+    using T = decltype(zero);
+    T* const moved = static_cast<T*>(x) + target;
+    const T* const value = static_cast<const T*>(origin) + coordinate;
+    return for_each(1, cuda_stream, PerturbCoordinate<T>{moved, value, sign, eps, relative_step});
+  });
+}
+
+cudaError_t launch_perturb_coordinates(
+    void* values, const void* origin, RealType type, int64_t size, const int64_t* coordinates, int64_t count, int sign,
+    double eps, double relative_step, cudaStream_t cuda_stream) {
+  return with_real_type(type, [&](auto zero) {
+    using T = decltype(zero);
+    const PerturbCoordinates<T> perturb{
+        static_cast<T*>(values), static_cast<const T*>(origin), size, coordinates, sign, eps, relative_step};
+    return for_each(count, cuda_stream, perturb);
+  });
+}
+
+cudaError_t launch_displace(
+    void* x, const void* origin, RealType type, const double* displacement, int64_t stride, int64_t size, double scale,
+    cudaStream_t cuda_stream) {
+  return with_real_type(type, [&](auto zero) {
+    using T = decltype(zero);
+    const Displace<T> displace{static_cast<T*>(x), static_cast<const T*>(origin), displacement, stride, scale};
+    return for_each(size, cuda_stream, displace);
+  });
+}
+
+cudaError_t launch_realize(
+    double* displacement, double* realized, const void* origin, RealType type, int64_t size, int64_t seed,
+    int64_t stream, int64_t first, double eps, double relative_step, cudaStream_t cuda_stream) {
+  const int64_t groups = size == 0 ? 0 : direction_groups(first, size);
+  return with_real_type(type, [&](auto zero) {
+    using T = decltype(zero);
+    const Realize<T> realize{displacement, realized,     static_cast<const T*>(origin), size, seed, stream, first,
+                             eps,          relative_step};
+    return for_each(groups, cuda_stream, realize);
+  });
+}
+
+cudaError_t launch_central_difference(
+    double* column, int64_t stride, const void* minus, RealType minus_type, int64_t size, const void* origin,
+    RealType origin_type, int64_t coordinate, double eps, double relative_step, cudaStream_t cuda_stream) {
+  return with_real_type(minus_type, [&](auto zero) {
+    using T = decltype(zero);
+    const CentralDifference<T> difference{
+        column, stride, static_cast<const T*>(minus), origin, origin_type, coordinate, eps, relative_step};
+    return for_each(size, cuda_stream, difference);
+  });
+}
+
+cudaError_t launch_richardson(
+    double* derivative, double* noise, const double* base, const double* plus, const double* minus,
+    const double* half_plus, const double* half_minus, int64_t size, double eps, double ulp, cudaStream_t cuda_stream) {
+  return for_each(size, cuda_stream, Richardson{derivative, noise, base, plus, minus, half_plus, half_minus, eps, ulp});
+}
+
+cudaError_t launch_decompress(
+    double* values, int64_t nonzeros, const double* compressed, const double* subtrahend, int64_t size,
+    const int64_t* positions, const int64_t* entries, int64_t count, cudaStream_t cuda_stream) {
+  return for_each(count, cuda_stream, Decompress{values, nonzeros, compressed, subtrahend, size, positions, entries});
+}
+
+}  // namespace fastgrad::cuda
