@@ -185,6 +185,7 @@ def _first_failure(problem: Problem, settings: Settings, findings: Findings) -> 
         plan, failure = _screened(problem, settings, findings)
         if failure is None and calls is not None:
             failure = calls.failure()
+            findings.certificates += calls.certificates()
     else:
         plan, failure = _exact(problem, settings, findings)
     if failure is None and problem.has_graph:
@@ -222,6 +223,7 @@ def _exact(problem: Problem, settings: Settings, findings: Findings) -> tuple[Pl
     if calls is not None and findings.early is None and (failure is None or failure.kind == "mismatch"):
         # Of an entry that is wrong in some calls only, the cause is named.
         failure = calls.failure(one_round=failure is not None) or failure
+        findings.certificates += calls.certificates()
     return plan, failure
 
 

@@ -514,6 +514,7 @@ class RepeatedCalls:
         self._raised: Exception | None = None
         self._moved: Block | None = None
         self._summed: _SummedProducts | None = None
+        self._last = 0
         self._is_needed = problem.is_custom and problem.m > 2
         if not self._is_needed:
             return
@@ -580,7 +581,16 @@ class RepeatedCalls:
             moved = moves()
             if moved is not None:
                 return _nondeterministic(moved)
+            self._last = self._problem.vjps
         return None
+
+    def certificates(self) -> list[Certificate]:
+        """What the repeated calls vouch for, if any were needed."""
+        if not self._last:
+            return []
+        claim = f"gradients of a custom backward repeat, up to its call {self._last}"
+        method = f"{len(self.rows)} rows and {len(self._products)} products, run before all others and again after them"
+        return [Certificate(claim, method, self._settings.nondet_tol)]
 
     def _sum_moves(self, summed: _SummedProducts) -> bool:
         """Whether one of the VJPs that were not compared with rows was wrong by the allclose rule."""

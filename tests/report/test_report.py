@@ -197,6 +197,32 @@ def test_a_func_that_does_not_move() -> None:
         assert (certificate.claim, certificate.bound) == ("func does not depend on its inputs", 0.0)
 
 
+@pytest.mark.parametrize("keywords", [{"engine": "dense"}, {"engine": "compressed"}, {"fast_mode": True}])
+def test_a_report_says_up_to_which_call_gradients_were_repeated(keywords: dict[str, Any]) -> None:
+    calls = 0
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            return grad_output * (2 if calls <= right else 3)
+
+    right = 10**9
+    passed = run(Doubled.apply, uniform(60), **keywords)
+    claims = [re.fullmatch(r".* repeat, up to its call (\d+)", known.claim) for known in passed.certificates]
+    (last,) = (int(claim[1]) for claim in claims if claim)
+    assert last <= passed.vjps
+    # All errors from that call on show.
+    for right in (1, 9, last // 2, last - 1):
+        calls = 0
+        assert not run(Doubled.apply, uniform(60), **keywords).passed, right
+
+
 def test_fast_mode_says_what_its_sums_vouch_for() -> None:
     report = run(torch.sin, uniform(100), fast_mode=True, check_forward_ad=True, engine="sketch")
     assert report.pairs == ()
