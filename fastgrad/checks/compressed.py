@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastgrad.checks.sketch import QUIET, Screening, screen
+from fastgrad.checks.sketch import SMALL_BOUND, Screening, screen
 from fastgrad.core.memory import OUT_OF_MEMORY
 from fastgrad.core.native import ops
 from fastgrad.core.phases import phase
@@ -473,7 +473,7 @@ class _Verdict:
             if screening.failure is not None or screening.undecided is not None:
                 return screening
             self._note_certified(int(compression.excluded_rows.sum()), "row", screening)
-            if screening.bound > QUIET * settings.atol:
+            if screening.bound > SMALL_BOUND * settings.atol:
                 self.findings.note_undecided(screening.bound)
         if compression.excluded_columns is None:
             return Screening()

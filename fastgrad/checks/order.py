@@ -109,13 +109,7 @@ def check(
             findings.add_pair(located_pair(failure, failure.comparison))
         if problem.device.type == "cuda":
             findings.notes += notes
-        disabled = disabled_gradients()
-        if disabled:
-            findings.notes.append(disabled)
-        if problem.mutates_inputs:
-            findings.notes.append(
-                "func changes its inputs (or they hold NaN); they were restored around every evaluation"
-            )
+        findings.notes += _notes(problem)
         report = Report(
             failure=failure,
             settings=settings,
@@ -139,6 +133,13 @@ def check(
         return _diagnosed(problem, replace(report, subject=_subject(func, problem)), findings.sample)
 
 
+def _notes(problem: Problem) -> list[str]:
+    """What is unusual about func and the caller's modes."""
+    disabled = disabled_gradients()
+    changes = "func changes its inputs (or they hold NaN); they were restored around every evaluation"
+    return ([disabled] if disabled else []) + ([changes] if problem.mutates_inputs else [])
+
+
 def _subject(func: Callable[..., Any], problem: Problem) -> Subject:
     parameters = parameter_names(func)
     if isinstance(func, Backward):
@@ -154,7 +155,7 @@ def _subject(func: Callable[..., Any], problem: Problem) -> Subject:
 def _diagnosed(problem: Problem, report: Report, at_hand: Sample | None) -> Report:
     """The report of a failed check, with evidence and probable causes."""
     from fastgrad.diagnosis.causes import diagnose  # only here: a check that passes needs neither
-    from fastgrad.diagnosis.experiments import gather
+    from fastgrad.diagnosis.evidence import gather
 
     sample, evidence = gather(problem, report, at_hand)
     report = replace(report, sample=sample, evidence=evidence)

@@ -38,9 +38,9 @@ from fastgrad.verdict.locate import locate
 
 MOST_STEPS = 5
 SMALLER, LARGER = 2.0**-5, 2.0**6
-"""From one step to the next: smaller where joint steps cross kinks, larger where rounding is loud."""
+"""From one step to the next: smaller where joint steps cross kinks, larger where rounding dominates."""
 
-QUIET, QUIET_STEPS = 16, 3
+SMALL_BOUND, SMALL_BOUND_STEPS = 16, 3
 """Times atol that the bound of selected rows is to be, and steps to try for it."""
 
 REPEATED, RUNS = 1, 3
@@ -97,74 +97,129 @@ def screen(
     rows, columns: on those of the Jacobian that are selected, shapes (m,) and (n,); None: on all. For selected rows
     the step with the smallest bound is looked for.
     """
-    count = sketch_size(settings.confidence)
-    base = problem.base()
-    pending = torch.ones(problem.m, dtype=torch.bool, device=problem.device) if rows is None else rows.clone()
-    still = None if columns is None else ~columns
-    limit, bound, quietest, unresolved = 0.0, settings.atol, math.inf, 0.0
-    eps = settings.eps
-    first: Differences | None = None
-    attempt, extrapolated = 0, 1  # as cheap as can be: where all is well, most often that tells
-    earlier: tuple[Tensor, Mapping[int, Tensor]] | None = None
-    while attempt < MOST_STEPS:
-        differences = directional_differences(
-            problem, settings, base, eps, count, attempt, extrapolated=extrapolated, still=still
-        )
-        first = first or differences
+    return _Screen(problem, settings, rows, columns).run()
+
+
+class _Screen:
+    """Sketches at one step size after another, until all outputs are verified or something is wrong."""
+
+    def __init__(self, problem: Problem, settings: Settings, rows: Tensor | None, columns: Tensor | None) -> None:
+        self._problem, self._settings = problem, settings
+        self._count = sketch_size(settings.confidence)
+        self._base = problem.base()
+        self._selected = rows is not None
+        self._pending = torch.ones(problem.m, dtype=torch.bool, device=problem.device) if rows is None else rows.clone()
+        self._fixed = None if columns is None else ~columns
+        self._eps = settings.eps
+        self._attempt = 0
+        self._extrapolated = 1  # the fewest evaluations: they usually decide if all is well
+        self._first: Differences | None = None
+        self._earlier: tuple[Tensor, Mapping[int, Tensor]] | None = None
+        self._suspected = 0.0  # the largest error that sums suggested and single entries did not confirm
+        self._bound = settings.atol
+        self._smallest_bound = math.inf
+        self._unresolved = 0.0
+
+    def run(self) -> Screening:
+        """The verdict, after MOST_STEPS step sizes at most."""
+        while self._attempt < MOST_STEPS:
+            differences = directional_differences(
+                self._problem,
+                self._settings,
+                self._base,
+                self._eps,
+                self._count,
+                self._attempt,
+                extrapolated=self._extrapolated,
+                fixed=self._fixed,
+            )
+            self._first = self._first or differences
+            verdict = self._judge(differences)
+            if verdict is not None:
+                return verdict
+        if math.isfinite(self._smallest_bound):
+            return self._verified(self._smallest_bound)
+        assert self._first is not None
+        hidden = max(self._suspected, self._unresolved)
+        return _one_by_one(self._problem, self._settings, self._first, self._pending, hidden)
+
+    def _judge(self, differences: Differences) -> Screening | None:
+        """The verdict at this step size; None where it takes more differences, or another step size."""
+        problem, settings = self._problem, self._settings
         search = _Search(problem, settings, differences)
-        weight = weights(_noise(problem, settings, differences), settings.atol, pending)
+        weight = weights(_noise(problem, settings, differences), settings.atol, self._pending)
         try:
-            failure = _one_hot(problem, settings, search, differences) if attempt == 0 else None
+            failure = _one_hot(problem, settings, search, differences) if self._attempt == 0 else None
         except OUT_OF_MEMORY:
             raise
         except Exception as error:
             return Screening(raised=error)
-        if failure is None:
-            tentative = extrapolated < count
-            same = earlier[1] if earlier and attempt == 0 and torch.equal(earlier[0], weight) else {}
-            sketch, failure = _sketch(problem, settings, differences, weight, count, attempt, tentative, same)
-        flagged = sketch.worst() if failure is None else None
-        if flagged is not None:
-            if tentative:
-                extrapolated = count  # differences that can say that something is wrong
-                earlier = weight, sketch.gradients
-                continue
-            failure = search.run(sketch)
-            flagged = sketch.worst()
         if failure is not None:
             return Screening(failure)
-        unresolved = max(unresolved, search.unresolved)
+        tentative = self._extrapolated < self._count
+        sketch, failure = self._sketch(differences, weight, tentative)
+        if failure is not None:
+            return Screening(failure)
+        flagged = sketch.worst()
+        if flagged is not None and tentative:
+            self._extrapolated = self._count  # differences that can prove that something is wrong
+            self._earlier = weight, sketch.gradients
+            return None
+        if flagged is not None:
+            failure = search.run(sketch)
+            if failure is not None:
+                return Screening(failure)
+            flagged = sketch.worst()
+        self._unresolved = max(self._unresolved, search.unresolved)
         if not problem.unspecified <= settings.atol / 4:
             return Screening(undecided=problem.unspecified)
-        if flagged is not None and math.isfinite(quietest):
-            break  # all was well at another step
         if flagged is not None:
-            # Nothing confirmed, nothing verified.
-            limit = max(limit, 4 * abs(sketch.values[flagged[0]][flagged[1]]))
-            if not search.dead:
-                return Screening(undecided=limit)  # off by a little all over: no step changes that
-        elif not search.dead and all_count_fully(weight) and not sketch.granted:
-            return _verified(settings, count, bound, unresolved)
-        else:
-            hidden = torch.where(weight > 0, (settings.atol + 4 * sketch.granted) / weight, math.inf)
-            heard = (hidden <= settings.atol + settings.rtol * differences.size()) & hidden.isfinite()
-            if search.dead:
-                heard[search.dead] = False
-            bound = max(bound, float(hidden.masked_fill_(~heard, 0.0).amax()))
-            if not bool((pending & ~heard).any()):
-                quietest = min(quietest, bound)
-                if rows is None or bound <= QUIET * settings.atol or attempt + 1 >= QUIET_STEPS:
-                    break
-                # All rows anew, at a step beside which rounding is small, and curvature may not be.
-                bound, eps, attempt, extrapolated = settings.atol, eps * LARGER, attempt + 1, count
-                continue
-            pending &= ~heard
-        eps = _next_step(problem, settings, differences, base, pending)
-        attempt += 1
-    if math.isfinite(quietest):
-        return _verified(settings, count, quietest, unresolved)
-    assert first is not None
-    return _one_by_one(problem, settings, first, pending, max(limit, unresolved))
+            return self._unconfirmed(differences, search, sketch.values[flagged[0]][flagged[1]])
+        return self._verify(differences, search, sketch, weight)
+
+    def _sketch(self, differences: Differences, weight: Tensor, tentative: bool) -> tuple[Sketch, Failure | None]:
+        earlier = self._earlier
+        same = earlier[1] if earlier and self._attempt == 0 and torch.equal(earlier[0], weight) else {}
+        return _sketch(self._problem, self._settings, differences, weight, self._count, self._attempt, tentative, same)
+
+    def _unconfirmed(self, differences: Differences, search: _Search, value: float) -> Screening | None:
+        """Where a sum looks wrong, and no entry is: nothing is confirmed, nothing verified."""
+        if math.isfinite(self._smallest_bound):
+            return self._verified(self._smallest_bound)  # all was well at another step
+        self._suspected = max(self._suspected, 4 * abs(value))
+        if not search.doubtful:
+            return Screening(undecided=self._suspected)  # off by a little all over: no step changes that
+        self._go_to_next_step(differences)
+        return None
+
+    def _verify(self, differences: Differences, search: _Search, sketch: Sketch, weight: Tensor) -> Screening | None:
+        """Where no sum looks wrong: the outputs whose noise is within their tolerance are verified."""
+        settings = self._settings
+        if not search.doubtful and all_count_fully(weight) and not sketch.allowance:
+            return self._verified(self._bound)
+        hidden = torch.where(weight > 0, (settings.atol + 4 * sketch.allowance) / weight, math.inf)
+        verified = (hidden <= settings.atol + settings.rtol * differences.size()) & hidden.isfinite()
+        if search.doubtful:
+            verified[search.doubtful] = False
+        self._bound = max(self._bound, float(hidden.masked_fill_(~verified, 0.0).amax()))
+        if bool((self._pending & ~verified).any()):
+            self._pending &= ~verified
+            self._go_to_next_step(differences)
+            return None
+        self._smallest_bound = min(self._smallest_bound, self._bound)
+        if not self._selected or self._bound <= SMALL_BOUND * settings.atol or self._attempt + 1 >= SMALL_BOUND_STEPS:
+            return self._verified(self._smallest_bound)
+        # All rows anew, at a step beside which rounding is small, and curvature may not be.
+        self._bound, self._extrapolated = settings.atol, self._count
+        self._eps, self._attempt = self._eps * LARGER, self._attempt + 1
+        return None
+
+    def _go_to_next_step(self, differences: Differences) -> None:
+        self._eps = _next_step(self._problem, self._settings, differences, self._base, self._pending)
+        self._attempt += 1
+
+    def _verified(self, bound: float) -> Screening:
+        return _verified(self._settings, self._count, bound, self._unresolved)
 
 
 def _verified(settings: Settings, count: int, bound: float, unresolved: float) -> Screening:
@@ -205,7 +260,7 @@ def _one_hot(problem: Problem, settings: Settings, search: _Search, differences:
         rounding = ROUNDING * problem.unit_roundoff * largest(gradient)
         if differ(search.row_alone(row)[None], gradient[None], max(rounding, settings.nondet_tol), False):
             return _moving(problem)
-        search.dead.append(row)
+        search.doubtful.append(row)
     return failure
 
 
@@ -307,7 +362,7 @@ def _row_by_row(
         sketch.cotangents.append(cotangent)
         sketch.values.append(values)
         sketch.allowed.append(allowed)
-        sketch.granted = max(sketch.granted, max(allowed) / cotangent.scale - settings.atol / 4)
+        sketch.allowance = max(sketch.allowance, max(allowed) / cotangent.scale - settings.atol / 4)
         if looks_wrong and tentative:
             sketch.gradients[number] = gradient
             break
@@ -341,7 +396,7 @@ class _Search:
         self._problem = problem
         self._settings = settings
         self._differences = differences
-        self.dead: list[int] = []
+        self.doubtful: list[int] = []
         self.unresolved = 0.0
 
     def run(self, sketch: Sketch) -> Failure | None:
@@ -370,7 +425,7 @@ class _Search:
                     return failure
             error, _ = self._row_error(row)
             if entry is None or bool((~((error - self._explained(entry)).abs() <= self._settings.atol / 4)).any()):
-                self.dead.append(row)
+                self.doubtful.append(row)
             sketch.subtract(row, error)
             leads += 1
         return located_failure(found) if found else None
@@ -469,8 +524,8 @@ def screen_forward(problem: Problem, settings: Settings) -> Screening:
             if found.survivor is not None:
                 return Screening(located_failure([found]))
             limit, unresolved = max(limit, 4 * errors[k, row].item()), max(unresolved, found.unresolved)
-        heard = 4 * differences.noise <= settings.atol + settings.rtol * differences.size()
-        pending &= ~(heard & (times <= 1).all(0))
+        verified = 4 * differences.noise <= settings.atol + settings.rtol * differences.size()
+        pending &= ~(verified & (times <= 1).all(0))
         if not bool(pending.any()):
             if unresolved:
                 return Screening(undecided=unresolved)

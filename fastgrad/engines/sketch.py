@@ -71,7 +71,7 @@ def directional_differences(
     attempt: int,
     *,
     extrapolated: int,
-    still: Tensor | None = None,
+    fixed: Tensor | None = None,
     first: int = 0,
 ) -> Differences:
     """Differences along random directions; `attempt` numbers the sets of directions of one check, first one of a set.
@@ -81,7 +81,7 @@ def directional_differences(
     wrong does not look right by an error of the difference. It is not enough to find that something is wrong.
 
     Inputs that take different steps move one after the other, and what they give adds up; so do inputs of
-    different weights, each of which counts in the unit of its own tolerance. Coordinates that are `still`, shape
+    different weights, each of which counts in the unit of its own tolerance. Coordinates that are `fixed`, shape
     (n,), do not move.
     """
     measure = _Measurement(problem, settings, base, len(SCALES) if extrapolated else 2, min(1.0, eps / settings.eps))
@@ -96,13 +96,13 @@ def directional_differences(
         points = len(SCALES) if k < extrapolated else 2
         stream = SKETCH_DIRECTIONS + 16 * (attempt * count + first + k)
         if not problem.mixes_inputs:
-            measure.difference(points, stream, still, eps, found.directions[k], found.derivatives[k], found.noise)
+            measure.difference(points, stream, fixed, eps, found.directions[k], found.derivatives[k], found.noise)
             continue
         total_noise = torch.zeros_like(found.noise)
         found.directions[k], found.derivatives[k] = 0.0, 0.0
         for part, step, weight in problem.parts_of(torch.ones_like(found.directions[k])):
             u, derivative, noise = torch.zeros_like(part), torch.zeros_like(base), torch.zeros_like(base)
-            others = part == 0 if still is None else (part == 0) | still
+            others = part == 0 if fixed is None else (part == 0) | fixed
             measure.difference(points, stream, others, eps * step, u, derivative, noise)
             found.directions[k] += weight * u
             found.derivatives[k] += weight * derivative
@@ -126,14 +126,14 @@ class _Measurement:
         self._values = [torch.empty(problem.m, dtype=torch.float64, device=problem.device) for _ in range(most)]
 
     def difference(
-        self, points: int, stream: int, still: Tensor | None, step: float, u: Tensor, derivative: Tensor, noise: Tensor
+        self, points: int, stream: int, fixed: Tensor | None, step: float, u: Tensor, derivative: Tensor, noise: Tensor
     ) -> None:
         """Writes a direction u, shape (n,), and the derivative along it, (m,), from so many points; adds to noise."""
         problem, displacement, values = self._problem, self._displacement, self._values[:points]
         problem.realize(displacement, u, self._settings.seed, stream, step, self._relative)
-        if still is not None:
-            displacement.masked_fill_(still, 0.0)
-            u.masked_fill_(still, 0.0)
+        if fixed is not None:
+            displacement.masked_fill_(fixed, 0.0)
+            u.masked_fill_(fixed, 0.0)
         problem.values_along(displacement, SCALES[:points], values)
         rule: Callable[..., None] = ops.richardson_ if points == len(SCALES) else _central_difference
         for output in problem.outputs:
@@ -166,18 +166,18 @@ def weights(noise: Tensor, atol: float, pending: Tensor) -> Tensor:
     if float(torch.dot(noise, noise)) <= budget**2:
         return pending.to(torch.float64)
     usable = pending & noise.isfinite()
-    heard = torch.where(usable, noise, 0.0)
-    # Loud outputs are turned down to a common cap, and the cap takes what the quiet ones leave.
+    own = torch.where(usable, noise, 0.0)
+    # The noisiest outputs are scaled down to a common cap, which takes what the others leave of the budget.
     cap = budget / math.sqrt(max(1, int(usable.sum())))
-    capped, loud = torch.empty_like(heard), -1
+    capped, count = torch.empty_like(own), -1
     for _ in range(4):
-        before, loud = loud, int((heard > cap).sum())
-        if loud in (0, before):
+        before, count = count, int((own > cap).sum())
+        if count in (0, before):
             break
-        torch.clamp(heard, max=cap, out=capped)
-        quiet = float(torch.dot(capped, capped)) - loud * cap**2
-        cap = max(cap, math.sqrt(max(0.0, budget**2 - quiet) / loud))
-    torch.div(cap, heard, out=capped).masked_fill_(heard <= cap, 1.0)
+        torch.clamp(own, max=cap, out=capped)
+        others = float(torch.dot(capped, capped)) - count * cap**2
+        cap = max(cap, math.sqrt(max(0.0, budget**2 - others) / count))
+    torch.div(cap, own, out=capped).masked_fill_(own <= cap, 1.0)
     return capped.masked_fill_(~usable, 0.0)
 
 
@@ -232,15 +232,15 @@ def cotangents(problem: Problem, settings: Settings, weight: Tensor, count: int,
 class Sketch:
     """S = V^T (J_num - J_ana) U and what is allowed for it: lists of rows, one a cotangent, one column a direction.
 
-    gradients: VJPs at hand, by the number of their cotangent. granted: what rounding was allowed beside the threshold,
-    relative to the cotangent's scale.
+    gradients: VJPs at hand, by the number of their cotangent. allowance: what is allowed for rounding beside the
+    threshold, relative to the cotangent's scale.
     """
 
     cotangents: list[Cotangent] = field(default_factory=list)
     values: list[list[float]] = field(default_factory=list)
     allowed: list[list[float]] = field(default_factory=list)
     gradients: dict[int, Tensor] = field(default_factory=dict)
-    granted: float = 0.0
+    allowance: float = 0.0
 
     def worst(self) -> tuple[int, int] | None:
         """The entry (cotangent, direction) furthest beyond what is allowed, if any is beyond: NaN is the furthest."""
@@ -310,7 +310,7 @@ def residual_rows(
         sketch.cotangents, sketch.values = [rows[number] for number in order], values.tolist()
         sketch.allowed = allowed.tolist()
         scales = torch.tensor([[rows[number].scale] for number in order], dtype=torch.float64, device=values.device)
-        sketch.granted = float(((allowed - slack) / scales)[:-1].amax())
+        sketch.allowance = float(((allowed - slack) / scales)[:-1].amax())
     return sketch, vectors[repeated], gradients[repeated + 1 : repeated + runs]
 
 

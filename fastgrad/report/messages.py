@@ -265,13 +265,7 @@ def key_phrase(report: ReportData, failure: Failure) -> str:
     output, input_ = f"output {failure.output}", f"input {failure.input}"
     match failure.kind:
         case "mismatch":
-            forward = failure.mode == "forward"
-            side = "inputs" if forward else "outputs"
-            part = (
-                "" if failure.part == "all" else f"While considering the {failure.part} part of complex {side} only, "
-            )
-            mode = "computed with forward mode " if forward else ""
-            return f"{part}Jacobian {mode}mismatch for {output} with respect to {input_}:"
+            return _mismatch_phrase(failure)
         case "nonzero numerical gradient":
             return (
                 "Numerical gradient for function expected to be zero, because no output requires grad, but for "
@@ -317,6 +311,12 @@ def key_phrase(report: ReportData, failure: Failure) -> str:
             return f"While computing batched gradients, got: {failure.detail}\n\n{_batched_note(failure)}"
         case "batched differs":
             return f"For {output} and {input_}:\n\n{_batched_note(failure)}\n\n{failure.detail}"
+
+
+def _mismatch_phrase(failure: Failure) -> str:
+    side, mode = ("inputs", "computed with forward mode ") if failure.mode == "forward" else ("outputs", "")
+    part = "" if failure.part == "all" else f"While considering the {failure.part} part of complex {side} only, "
+    return f"{part}Jacobian {mode}mismatch for output {failure.output} with respect to input {failure.input}:"
 
 
 def _batched_note(failure: Failure) -> str:

@@ -390,10 +390,10 @@ class NumericalCertificate:
         The same numbers are the same directions at every step.
         """
         compression = self._compression
-        still = compression.excluded_columns
+        fixed = compression.excluded_columns
         if excluded is not None:
             none = torch.zeros(self._problem.n, dtype=torch.bool, device=self._problem.device)
-            still = (none if still is None else still).index_fill(0, excluded.columns, True)
+            fixed = (none if fixed is None else fixed).index_fill(0, excluded.columns, True)
         differences = directional_differences(
             self._problem,
             self._settings,
@@ -402,7 +402,7 @@ class NumericalCertificate:
             count,
             0,
             extrapolated=extrapolated,
-            still=still,
+            fixed=fixed,
             first=first,
         )
         if compression.excluded_rows is not None:

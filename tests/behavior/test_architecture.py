@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import io
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -60,3 +62,27 @@ def test_no_verdict_comes_from_torch() -> None:
     assert {package(name) for name in modules_with("ask_both")} == {"testing", "tools"}
     # Torch's own, while it is patched: for torch's gradgradcheck, which calls gradcheck.
     assert modules_with(".original(") == {"fastgrad.testing.patch"}
+
+
+def lines_of_code(text: str, tree: ast.Module) -> set[int]:
+    """The numbers of lines with code: no blank ones, comments or docstrings."""
+    layout = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    code = {line for token in tokens if token.type not in layout for line in range(token.start[0], token.end[0] + 1)}
+    strings = (
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    )
+    return code.difference(*(range(node.lineno, (node.end_lineno or 0) + 1) for node in strings))
+
+
+@pytest.mark.parametrize("path", [pytest.param(path, id=module_name(path)) for path in MODULES])
+def test_no_function_is_longer_than_50_lines_of_code_and_no_class_than_250(path: Path) -> None:
+    text = path.read_text()
+    tree = ast.parse(text)
+    code = lines_of_code(text, tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            most = 250 if isinstance(node, ast.ClassDef) else 50
+            assert len(code.intersection(range(node.lineno, (node.end_lineno or 0) + 1))) <= most, node.name

@@ -1,0 +1,154 @@
+"""Experiments with backward after a failure: repeats, other scales, other layouts, sums."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fastgrad.core.memory import OUT_OF_MEMORY
+from fastgrad.core.random import EVIDENCE_STREAM, direction
+from fastgrad.diagnosis.autograd_graph import copied_gradients, written_gradients
+from fastgrad.diagnosis.experiments import Experiments
+from fastgrad.engines.blocks import EXPANDED_VALUE
+from fastgrad.engines.sketch import directional_differences
+from fastgrad.report.data import Sample
+
+LARGEST_WATCHED = 1 << 22
+"""Real coordinates of inputs and outputs up to which grad_outputs are copied to see whether backward changes them."""
+
+SCALES = (-1.0, 4.0, 0.5)
+"""Of cotangents; powers of two, so that a linear backward gives the same bits."""
+
+RUNS = (3, 2, 3)
+"""Of one VJP, on one graph after the other; not one number, or what moves at every third call would look alike."""
+
+RESOLVED = 1e-5
+"""Noise of a directional derivative, relative to its terms, above which it says nothing."""
+
+
+class BackwardExperiments(Experiments):
+    """What runs of backward tell about it."""
+
+    def _vjps(self, sample: Sample | None) -> None:
+        v = self._cotangent(0)
+        gradient = self._try(2, lambda: self._vjp(v))
+        if gradient is None or not bool(gradient.isfinite().all()):
+            return
+        block = self._input
+        if sample is not None and block is not None and block.elements is None:
+            own = gradient[0, block.first : block.first + block.size].reshape(-1, block.width).cpu()
+            self._note(vanishes=not bool(own[sample.inputs[sample.failing]].any()))
+        self._try(sum(RUNS) + 2 * len(RUNS), lambda: self._repeated(v))
+        self._try(3, lambda: self._after_others(v))
+        self._try(len(SCALES) + 1, lambda: self._scaled(v))
+        self._try(1, lambda: self._note(at_zero=float(self._vjp(torch.zeros_like(v)).abs().max())))
+        self._try(6, lambda: self._split(v))
+        self._layouts(v)
+        if self._problem.is_custom and self._problem.m + self._problem.n <= LARGEST_WATCHED:
+            self._try(3, lambda: self._modified(v))
+        self._try(6, lambda: self._dense(v))
+
+    def _cotangent(self, number: int) -> Tensor:
+        v = direction(self._problem.m, self._settings.seed, EVIDENCE_STREAM + 16 * number)
+        if self._only is not None:
+            v[: self._only.first] = 0.0
+            v[self._only.first + self._only.size :] = 0.0
+        return v.to(self._problem.device).unsqueeze(0)
+
+    def _vjp(self, cotangents: Tensor, gapped: int = 0, expanded: int = 0) -> Tensor:
+        return self._problem.vjp(cotangents, gapped, expanded, self._only)
+
+    def _repeated(self, v: Tensor) -> None:
+        graphs = []
+        for count in RUNS:
+            self._problem.evaluate(True)  # the next VJP makes a new graph
+            graphs.append([self._vjp(v) for _ in range(count)])
+        first = graphs[0][0]
+        self._note(runs=tuple(tuple(_deviation(run, first) for run in graph) for graph in graphs))
+
+    def _after_others(self, v: Tensor) -> None:
+        before = self._vjp(v)
+        away = direction(self._problem.n, self._settings.seed, EVIDENCE_STREAM + 16 * 7).to(self._problem.device)
+        after = self._problem.vjp_of_older_graph(v, away.mul_(2.0**-4), self._only)
+        self._note(after_others=_deviation(after, before))
+
+    def _scaled(self, v: Tensor) -> None:
+        gradient = self._vjp(v)
+        size = _size(gradient)
+        found = []
+        for scale in SCALES:
+            other = self._vjp(scale * v)
+            found.append((scale, _deviation(other / scale, gradient), _size(other) / size if size else math.nan))
+        self._note(scaled=tuple(found))
+
+    def _split(self, v: Tensor) -> None:
+        half = direction(self._problem.m, self._settings.seed, EVIDENCE_STREAM, halved=True).to(v.device)
+        single = torch.zeros_like(v)
+        first = self._only.first if self._only is not None else 0
+        single[0, first] = v[0, first]
+        some = torch.where(half == 0, 0.0, v - single)
+        parts = self._vjp(torch.cat([single, some, v - single - some]))
+        gradient = self._vjp(v)
+        self._note(split=_deviation(parts.sum(0, keepdim=True), gradient))
+        other = self._cotangent(1)
+        parts = self._vjp(torch.cat([other, v - other]))
+        self._note(added=_deviation(parts.sum(0, keepdim=True), gradient))
+
+    def _layouts(self, v: Tensor) -> None:
+        contiguous = self._try(1, lambda: self._vjp(v))
+        if contiguous is not None and self._left() > 0:
+            deviation, error = _deviation_or_error(lambda: self._vjp(v, gapped=1), contiguous)
+            self._note(gapped=deviation, gapped_error=error)
+        ones = torch.full_like(v, EXPANDED_VALUE)
+        contiguous = self._try(2, lambda: self._vjp(ones))
+        if contiguous is not None:
+            deviation, error = _deviation_or_error(lambda: self._vjp(ones, expanded=1), contiguous)
+            self._note(expanded=deviation, expanded_error=error)
+
+    def _modified(self, v: Tensor) -> None:
+        graph = self._problem.graph()
+        outputs = graph if self._only is None else (graph[self._only.index],)
+        with written_gradients(outputs) as written:
+            gradient = self._vjp(v)
+            if not written():
+                return
+        with copied_gradients(outputs):
+            self._note(modified=_deviation(gradient, self._vjp(v)))
+
+    def _dense(self, v: Tensor) -> None:
+        problem, settings = self._problem, self._settings
+        differences = directional_differences(problem, settings, problem.base(), settings.eps, 1, 0, extrapolated=1)
+        terms = v[0] * differences.derivatives[0]
+        others = self._vjp(v)[0] * differences.directions[0]
+        size = float(terms.abs().sum() + others.abs().sum())
+        noise = float(v[0].abs() @ differences.noise)
+        if size and noise <= RESOLVED * size:
+            self._note(dense_error=abs(float(terms.sum() - others.sum())) / size)
+
+
+def _size(gradient: Tensor) -> float:
+    return float(gradient.abs().max())
+
+
+def _deviation(found: Tensor, expected: Tensor) -> float:
+    """The largest difference over the largest component; infinite where one is not finite and the other is."""
+    difference, size = float((found - expected).abs().max()), _size(expected)
+    if difference != difference:
+        return math.inf
+    return difference / size if size else (math.inf if difference else 0.0)
+
+
+def _deviation_or_error(run: Callable[[], Tensor], expected: Tensor) -> tuple[float | None, str | None]:
+    try:
+        return _deviation(run(), expected), None
+    except OUT_OF_MEMORY:
+        return None, None
+    except Exception as error:
+        return None, f"{type(error).__name__}: {_first_sentence(str(error))}"
+
+
+def _first_sentence(text: str) -> str:
+    return text.strip().partition("\n")[0].partition(". ")[0].removesuffix(".")

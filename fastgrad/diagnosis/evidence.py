@@ -1,0 +1,80 @@
+"""Evidence after a failure: entries around the worst one, and experiments with func and its backward.
+
+Nothing here changes a verdict. Calls and time are bounded; an experiment that raises is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from fastgrad.core.phases import phase
+from fastgrad.diagnosis.backward_experiments import BackwardExperiments
+from fastgrad.diagnosis.causes import diagnose
+from fastgrad.diagnosis.func_experiments import FuncExperiments
+from fastgrad.diagnosis.hypotheses import HYPOTHESIS_CALLS, Hypotheses
+from fastgrad.diagnosis.samples import Samples
+from fastgrad.problem.problem import Problem
+from fastgrad.report.data import Evidence, Explanation, Sample
+from fastgrad.report.report import Report
+
+_ZERO_KINDS = ("not multiplied by grad_output",)
+
+
+@phase("evidence")
+def gather(problem: Problem, report: Report, at_hand: Sample | None = None) -> tuple[Sample | None, Evidence | None]:
+    """Entries of the failing pair, and experiments; about as many calls as the check took, and a second, at most.
+
+    Parameters
+    ----------
+    report
+        Of the check that failed, with its failure, plan, calls and seconds.
+    at_hand
+        Entries of the failing pair that its engine had; perhaps with what lies outside of a pattern mixed in.
+
+    Returns
+    -------
+    tuple
+        None where nothing was to be learnt from calling func again.
+    """
+    failure = report.failure
+    if failure is None or failure.kind not in ("mismatch", "nonlinear", "nondeterministic", *_ZERO_KINDS):
+        return None, None
+    if not problem.has_graph or not problem.n or not problem.m:
+        return None, None
+    return _Investigation(problem, report, failure, at_hand).run()
+
+
+class _Investigation(Samples, BackwardExperiments, FuncExperiments):
+    """The experiments, cheap and telling ones first; later ones only while nothing explains the failure."""
+
+    def run(self) -> tuple[Sample | None, Evidence | None]:
+        """All of it."""
+        failure, sample = self._failure, None
+        if failure.kind == "mismatch" and failure.comparison is not None and self._output and self._input:
+            sample = self._sample(self._output, self._input, failure.comparison)
+        self._try(2, self._movement_of_func)
+        if failure.mode == "reverse":
+            self._vjps(sample)
+        if failure.kind == "mismatch":
+            self._second_opinions()
+            if failure.mode == "reverse" and self._output is not None and self._input is not None:
+                pair = self._output, self._input
+                self._hypotheses(Hypotheses(self._problem, *pair, self._settings.seed, self._record), sample)
+        return sample, replace(self._evidence, calls=self._calls() - self._before)
+
+    def _hypotheses(self, hypotheses: Hypotheses, sample: Sample | None) -> None:
+        """What explains all entries at once, by random sums of them; the first that does."""
+        self._explain(hypotheses.independent)
+        if sample is None or not sample.complete:
+            self._explain(hypotheses.rearranged)
+        if not self._report_with(sample).causes:
+            self._explain(lambda: hypotheses.elsewhere(self._left))
+
+    def _explain(self, hypothesis: Callable[[], Explanation | None]) -> None:
+        if self._evidence.explanation is None:
+            self._note(explanation=self._try(HYPOTHESIS_CALLS, hypothesis))
+
+    def _report_with(self, sample: Sample | None) -> Report:
+        report = replace(self._report, sample=sample, evidence=self._evidence)
+        return replace(report, causes=diagnose(report))

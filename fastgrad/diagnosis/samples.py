@@ -1,0 +1,231 @@
+"""Entries of the failing Jacobian as evidence: all of them, those at hand, or those around the worst one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fastgrad.core.random import EVIDENCE_STREAM, direction
+from fastgrad.diagnosis.experiments import Experiments, flat_index
+from fastgrad.problem.coordinates import Block
+from fastgrad.report.data import Comparison, Entry, Sample
+
+MOST_ENTRIES = 1 << 14
+"""Of a sample."""
+
+MOST_COLUMNS, MOST_ROWS = 12, 24
+"""Of a Jacobian that is too dear to be computed whole: two evaluations each, and one VJP."""
+
+LARGEST_BLOCK = 1 << 8
+"""Of a kernel whose tail a sample looks for."""
+
+
+class Samples(Experiments):
+    """Entries of the failing pair."""
+
+    def _sample(self, output: Block, block: Block, comparison: Comparison) -> Sample | None:
+        """Entries of the failing pair: all where that is affordable, else those at hand, or around the worst."""
+        rows, columns = output.tensor.numel(), block.size
+        whole = 2 * columns + rows if self._failure.mode == "reverse" else 3 * columns
+        sample = None
+        if comparison.analytical is not None and comparison.numerical is not None:
+            # In torch's layout; those of a sparse input have a row an element, too.
+            sample = self._of_matrices(comparison.analytical.t(), comparison.numerical.t(), output, block)
+        elif whole <= min(self._affordable, self._left()) and rows * columns <= 1 << 22:
+            sample = self._try(whole, lambda: self._whole(output, block))
+        if sample is None and self._at_hand is not None:
+            sample = _thinned_sample(self._at_hand, self._settings.seed)
+        if sample is None and comparison.worst is not None:
+            worst = comparison.worst
+            sample = self._try(3, lambda: self._part(output, block, worst))
+        if sample is None or not bool(sample.failing.any()):
+            return None
+        return self._try(1, lambda: self._with_values(sample, output, block)) or sample
+
+    def _with_values(self, sample: Sample, output: Block, block: Block) -> Sample:
+        """Also the inputs' and outputs' values at x."""
+        at, values = self._problem.coordinates(), self._problem.base()
+        element = sample.inputs
+        is_densified = block.elements is None and block.tensor.layout is not torch.strided
+        if block.elements is not None:
+            specified = block.elements.cpu()
+            order = specified.argsort()
+            element = order[torch.searchsorted(specified[order], element)]
+        return replace(
+            sample,
+            # The zeros that a sparse input does not specify are a matter of layout, not of values.
+            input_values=None if is_densified else _elements(at, block).cpu()[element],
+            output_values=_elements(values, output).cpu()[sample.outputs],
+        )
+
+    def _whole(self, output: Block, block: Block) -> Sample:
+        numerical = self._columns(block, range(block.size // block.width))
+        if self._failure.mode == "forward":
+            tangents, _ = self._problem.tangent_columns(block.first, block.size)
+            found = self._entries(tangents, output, block)
+            return self._of_matrices(found, self._entries(numerical, output, block), output, block)
+        analytical = self._rows(output, block, range(output.tensor.numel()))
+        return self._of_matrices(analytical, self._entries(numerical, output, block), output, block)
+
+    def _part(self, output: Block, block: Block, worst: Entry) -> Sample:
+        """The entries in some columns and rows: those of the worst entry, its neighbors and likely borders."""
+        places = flat_index(worst.input_index, block.tensor.shape)
+        chosen = list(_around(places, tuple(block.tensor.shape), self._settings.seed))
+        if block.elements is not None:
+            where = {int(element): k for k, element in enumerate(block.elements.tolist())}
+            chosen = [where[element] for element in chosen if element in where]
+        budget = self._left() - 40
+        count = max(1, min(MOST_COLUMNS, budget // (4 * block.width)))
+        chosen = chosen[:count]
+        numerical = self._entries(self._columns(block, chosen), output, block)
+        # The outputs that the chosen elements matter most for: where a Jacobian is sparse, nothing else says anything.
+        row = flat_index(worst.output_index, output.tensor.shape)
+        heard = numerical.abs().nan_to_num(0.0)
+        rows = [row, *heard.argmax(0).tolist(), *_around(row, tuple(output.tensor.shape), self._settings.seed)]
+        rows = list(dict.fromkeys(rows))[: max(2 * count, min(MOST_ROWS, budget // 2))]
+        if self._failure.mode == "forward":
+            own = torch.cat([self._tangents(block, element) for element in chosen])
+            analytical = self._entries(own, output, block)[rows]
+        else:
+            analytical = self._rows(output, block, rows)[:, chosen]
+        return self._of_matrices(analytical, numerical[rows], output, block, rows, chosen)
+
+    def _columns(self, block: Block, elements: Iterable[int]) -> Tensor:
+        """Numerical columns of some elements of an input: float64, shape (coordinates, m)."""
+        eps, width = self._settings.eps, block.width
+        elements = list(elements)
+        if elements == list(range(block.size // width)):
+            return self._problem.difference_columns(block.first, block.size, eps, self._record)
+        columns = (block.first + width * element for element in elements)
+        return torch.cat([self._problem.difference_columns(j, width, eps, self._record) for j in columns])
+
+    def _tangents(self, block: Block, element: int) -> Tensor:
+        return self._problem.tangent_columns(block.first + block.width * element, block.width)[0]
+
+    def _entries(self, columns: Tensor, output: Block, block: Block) -> Tensor:
+        """Entries of the failing part from columns (coordinates, m): shape (output elements, input elements)."""
+        own = columns[:, output.first : output.first + output.size]
+        imaginary = int(self._failure.part == "imaginary")
+        if self._failure.mode == "forward":
+            own = own[imaginary :: block.width]
+            return (_paired(own) if output.is_complex else own).t()
+        own = own[:, imaginary :: output.width].t()
+        return _paired(own) if block.is_complex else own
+
+    def _rows(self, output: Block, block: Block, elements: Iterable[int]) -> Tensor:
+        """Analytical rows of some elements of an output: shape (elements, input elements)."""
+        imaginary = self._failure.part == "imaginary"
+        elements = list(elements)
+        runs = [(elements[0], len(elements))] if elements == list(range(output.tensor.numel())) else None
+        rows = [
+            self._problem.analytical_rows(output, imaginary, first, count, [block], 0, 1.0)[0]
+            for first, count in runs or [(element, 1) for element in elements]
+        ]
+        return _paired(torch.cat(rows)) if block.is_complex else torch.cat(rows)
+
+    def _of_matrices(
+        self,
+        analytical: Tensor,
+        numerical: Tensor,
+        output: Block,
+        block: Block,
+        rows: list[int] | None = None,
+        columns: list[int] | None = None,
+    ) -> Sample:
+        """A sample of two matrices, shape (output elements, input elements); some of the zeros are left out."""
+        analytical, numerical = analytical.cpu(), numerical.cpu()
+        own = self._settings.of(block.index)
+        failing = _failing(analytical, numerical, own.atol, own.rtol)
+        whole = rows is None and columns is None
+        kept = failing | (analytical != 0) | (numerical != 0)
+        if not whole or kept.numel() <= MOST_ENTRIES:
+            kept = torch.ones_like(kept)
+        i, j = kept.nonzero(as_tuple=True)
+        chosen = _thinned(failing[kept], self._settings.seed)
+        i, j = i[chosen], j[chosen]
+        element = (
+            torch.arange(block.size // block.width, device="cpu") if block.elements is None else block.elements.cpu()
+        )
+        complete = whole and block.elements is None and i.numel() == int(kept.sum())
+        return Sample(
+            tuple(output.tensor.shape),
+            tuple(block.tensor.shape),
+            i if rows is None else torch.tensor(rows, device="cpu")[i],
+            element[j if columns is None else torch.tensor(columns, device="cpu")[j]],
+            _wide(analytical[i, j]),
+            _wide(numerical[i, j]),
+            failing[i, j],
+            complete=complete,
+        )
+
+
+def _around(element: int, shape: tuple[int, ...], seed: int) -> Iterator[int]:
+    """An element, its neighbors along each dimension, the ends, where tails of blocks begin, and random others."""
+    index = []
+    for size in reversed(shape):
+        index.append(element % size)
+        element //= size
+    index.reverse()
+    seen: set[tuple[int, ...]] = set()
+
+    def places() -> Iterator[tuple[int, ...]]:
+        yield tuple(index)
+        along: list[list[int]] = []
+        for dim, size in enumerate(shape):
+            here, block = index[dim], 8
+            near = [here + 1, here - 1, 0, size - 1]
+            while block < size and block <= LARGEST_BLOCK:
+                near += [size - size % block, size - size % block - 1]
+                block *= 2
+            along.append([k for k in near if 0 <= k < size])
+        for turn in range(max(map(len, along), default=0)):
+            for dim, candidates in enumerate(along):
+                if turn < len(candidates):
+                    yield (*index[:dim], candidates[turn], *index[dim + 1 :])
+            # Every other one at random: neighbors alone would not tell a place from a rule.
+            where = direction(max(1, len(shape)), seed, EVIDENCE_STREAM + 16 * 9, 8 * turn).abs_().sub_(0.5).tolist()
+            yield tuple(min(size - 1, int(share * size)) for share, size in zip(where, shape, strict=False))
+
+    for place in places():
+        if place not in seen:
+            seen.add(place)
+            yield flat_index(place, shape)
+
+
+def _elements(coordinates: Tensor, block: Block) -> Tensor:
+    """The elements of a block, from all coordinates of its side."""
+    own = coordinates[block.first : block.first + block.size]
+    return torch.view_as_complex(own.contiguous().view(-1, 2)) if block.is_complex else own
+
+
+def _paired(coordinates: Tensor) -> Tensor:
+    """Complex entries of pairs of columns, shape (rows, entries)."""
+    return torch.view_as_complex(coordinates.contiguous().view(coordinates.shape[0], -1, 2))
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.to(torch.complex128 if values.is_complex() else torch.float64)
+
+
+def _failing(analytical: Tensor, numerical: Tensor, atol: float, rtol: float) -> Tensor:
+    return ~torch.isclose(analytical, numerical, rtol=rtol, atol=atol)
+
+
+def _thinned(failing: Tensor, seed: int) -> Tensor:
+    """The numbers of at most MOST_ENTRIES of some entries, failing ones not crowded out, nor these crowding out."""
+    if failing.numel() <= MOST_ENTRIES:
+        return torch.arange(failing.numel(), device="cpu")
+    generator = torch.Generator("cpu").manual_seed(seed % (1 << 63))
+    order = torch.randperm(failing.numel(), generator=generator, device="cpu")
+    wrong, right = order[failing[order]], order[~failing[order]]
+    wrong = wrong[: max(MOST_ENTRIES // 2, MOST_ENTRIES - right.numel())]
+    return torch.cat([wrong, right[: MOST_ENTRIES - wrong.numel()]]).sort().values
+
+
+def _thinned_sample(sample: Sample, seed: int) -> Sample:
+    chosen = _thinned(sample.failing, seed)
+    names = "outputs", "inputs", "analytical", "numerical", "failing"
+    return replace(sample, **{name: getattr(sample, name)[chosen] for name in names})
