@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fastgrad
 from fastgrad.checks.order import check
-from fastgrad.diagnosis import experiments
+from fastgrad.diagnosis import evidence, experiments, samples
 from fastgrad.report.data import Settings
 from fastgrad.report.report import Report
 from tests.planted import TABLE
@@ -64,7 +64,7 @@ def test_a_check_that_passes_gathers_nothing(keywords: dict[str, Any], monkeypat
     assert report.passed
     assert func.calls == report.evaluations
     assert func.vjps == report.vjps
-    monkeypatch.setattr(experiments, "gather", pytest.fail)
+    monkeypatch.setattr(evidence, "gather", pytest.fail)
     assert check(Counted(factor=1.0), leaf(5, 6), Settings(**keywords)).passed
 
 
@@ -184,7 +184,7 @@ def test_large_operators(
 ) -> None:
     report = check(Counted(scale=scale), leaf(*shape), Settings(**keywords))
     assert report.sample is not None
-    assert report.sample.analytical.numel() <= experiments.MOST_ENTRIES
+    assert report.sample.analytical.numel() <= samples.MOST_ENTRIES
     assert cause in [found.name for found in report.causes], report.causes
 
 
