@@ -138,7 +138,7 @@ def analytical_jacobian(
             for part in range(width):
                 elements = output.tensor.numel()
                 found_rows, _, _ = problem.analytical_rows(output, part == 1, 0, elements, problem.inputs, 0, 1.0)
-                rows[output.first + part : output.first + output.size : width] = found_rows
+                rows[output.first + part : output.end : width] = found_rows
         return _dense(problem, rows, layout)
 
 
@@ -164,7 +164,7 @@ def _dense(problem: Problem, matrix: Tensor, layout: torch.layout) -> Jacobians:
     """The parts of a matrix of shape (m, n)."""
 
     def part(output: Block, block: Block) -> Tensor:
-        own = matrix[output.first : output.first + output.size, block.first : block.first + block.size]
+        own = matrix[output.slice, block.slice]
         if layout is torch.strided:
             return own.reshape(*_shape(output), *_shape(block))
         return own.to_sparse(layout=layout)

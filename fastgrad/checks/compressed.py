@@ -517,7 +517,7 @@ class _Verdict:
                 elif len(inputs) == 1:
                     pair.add_agreeing(*entries)
                 else:
-                    own = (columns >= block.first) & (columns < block.first + block.size)
+                    own = (columns >= block.first) & (columns < block.end)
                     pair.add_agreeing(*(values[own] for values in entries))
                 self.findings.add_pair(pair.pair("all", agrees=True))
 

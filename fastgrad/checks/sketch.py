@@ -581,7 +581,7 @@ def screen_constant(problem: Problem, settings: Settings) -> Screening:
             row = int(moved.nonzero()[0])
             vector = displacement / eps
             for block in problem.inputs:
-                vector[block.first : block.first + block.size] *= block.weight / block.step
+                vector[block.slice] *= block.weight / block.step
             column = locate(
                 lambda part, row=row, eps=eps: difference_along(problem, part, eps, row),  # type: ignore[misc]
                 vector,

@@ -39,7 +39,7 @@ class BackwardExperiments(Experiments):
             return
         block = self._input
         if sample is not None and block is not None and block.elements is None:
-            own = gradient[0, block.first : block.first + block.size].reshape(-1, block.width).cpu()
+            own = gradient[0, block.slice].reshape(-1, block.width).cpu()
             self._note(vanishes=not bool(own[sample.inputs[sample.failing]].any()))
         self._try(sum(RUNS) + 2 * len(RUNS), lambda: self._repeated(v))
         self._try(3, lambda: self._after_others(v))
@@ -55,7 +55,7 @@ class BackwardExperiments(Experiments):
         v = direction(self._problem.m, self._settings.seed, EVIDENCE_STREAM + 16 * number)
         if self._only is not None:
             v[: self._only.first] = 0.0
-            v[self._only.first + self._only.size :] = 0.0
+            v[self._only.end :] = 0.0
         return v.to(self._problem.device).unsqueeze(0)
 
     def _vjp(self, cotangents: Tensor, gapped: int = 0, expanded: int = 0) -> Tensor:

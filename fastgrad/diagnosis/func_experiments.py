@@ -53,7 +53,7 @@ class FuncExperiments(Experiments):
             if output.tensor.dtype not in (torch.float64, torch.complex128):
                 return
         chosen = self._output or problem.outputs[0]
-        own = slice(chosen.first, chosen.first + chosen.size)
+        own = chosen.slice
         moved = values[own][(values[own] != base[own]) & values[own].isfinite()]
         moved = moved[moved != moved.round()]
         for dtype in NARROWER:

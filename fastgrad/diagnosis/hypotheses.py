@@ -120,7 +120,7 @@ class Hypotheses:
     @property
     def _own(self) -> slice:
         """The input's coordinates."""
-        return slice(self._input.first, self._input.first + self._input.size)
+        return self._input.slice
 
     @cached_property
     def _vectors(self) -> tuple[_Vectors, ...]:
@@ -128,9 +128,7 @@ class Hypotheses:
         for number in range(2):
             u, v = (torch.zeros(size, dtype=torch.float64, device="cpu") for size in (self._problem.n, self._problem.m))
             for vector, own, stream in ((u, self._input, 2 + number), (v, self._output, 4 + number)):
-                vector[own.first : own.first + own.size] = direction(
-                    own.size, self._seed, EVIDENCE_STREAM + 16 * stream
-                )
+                vector[own.slice] = direction(own.size, self._seed, EVIDENCE_STREAM + 16 * stream)
             u, v = u.to(self._problem.device), v.to(self._problem.device)
             gradient = self._problem.vjp(v.unsqueeze(0), only=self._output)[0]
             found.append(_Vectors(u, v, gradient, self._slope_along(u, self._here)))
@@ -159,7 +157,7 @@ class Hypotheses:
     def _gradient_with(self, block: Block, leaf: Tensor, v: Tensor) -> Tensor:
         """v^T J with respect to a tensor that stands in the place of an input: float64, shape (coordinates,)."""
         output = self._problem.evaluate_with(block, leaf)[self._output.index]
-        own = v[self._output.first : self._output.first + self._output.size]
+        own = v[self._output.slice]
         inputs = [native.InputBlock(leaf, 0, 0.0)]
         products, _ = native.vjp_coordinates((output,), inputs, own.unsqueeze(0), 0, 0)
         self._problem.vjps += 1
@@ -167,7 +165,7 @@ class Hypotheses:
 
     def _transposed(self, one: _Vectors) -> Sums:
         output, block = self._output, self._input
-        here_in, here_out = (slice(some.first, some.first + some.size) for some in (block, output))
+        here_in, here_out = (some.slice for some in (block, output))
         along = torch.zeros_like(one.u)
         along[here_in] = one.v[here_out]
         return one.u * one.gradient, one.u[here_in] * self._slope_along(along, self._here)[here_out]
@@ -177,7 +175,7 @@ class Hypotheses:
         problem = self._problem
         x = problem.coordinates()
         for block in problem.inputs:
-            own = slice(block.first, block.first + block.size)
+            own = block.slice
             here = x[own]
             name = problem.name_of(block)
             results = [
@@ -210,7 +208,7 @@ def _apart(terms: Tensor, others: Tensor) -> float:
 def _moved(coordinates: Tensor, block: Block, rearrangement: Rearrangement) -> Tensor:
     """The coordinates of a side, those of one block rearranged."""
     moved = coordinates.clone()
-    own = slice(block.first, block.first + block.size)
+    own = block.slice
     elements = coordinates[own].reshape(*block.tensor.shape, block.width)
     moved[own] = rearrangement.apply(elements, 0).reshape(-1)
     return moved

@@ -107,7 +107,7 @@ class Samples(Experiments):
 
     def _entries(self, columns: Tensor, output: Block, block: Block) -> Tensor:
         """Entries of the failing part from columns (coordinates, m): shape (output elements, input elements)."""
-        own = columns[:, output.first : output.first + output.size]
+        own = columns[:, output.slice]
         imaginary = int(self._failure.part == "imaginary")
         if self._failure.mode == "forward":
             own = own[imaginary :: block.width]
@@ -197,7 +197,7 @@ def _around(element: int, shape: tuple[int, ...], seed: int) -> Iterator[int]:
 
 def _elements(coordinates: Tensor, block: Block) -> Tensor:
     """The elements of a block, from all coordinates of its side."""
-    own = coordinates[block.first : block.first + block.size]
+    own = coordinates[block.slice]
     return torch.view_as_complex(own.contiguous().view(-1, 2)) if block.is_complex else own
 
 

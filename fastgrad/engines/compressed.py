@@ -86,10 +86,7 @@ class Compression:
     def leaves_out_pair(self, output: Block, block: Block) -> bool:
         """Whether all rows of an output, or all columns of an input, are left out."""
         sides = (self.excluded_rows, output), (self.excluded_columns, block)
-        return any(
-            excluded is not None and bool(excluded[side.first : side.first + side.size].all())
-            for excluded, side in sides
-        )
+        return any(excluded is not None and bool(excluded[side.slice].all()) for excluded, side in sides)
 
     def column_group_of(self, coordinate: int) -> int:
         """The group of a column."""
@@ -111,7 +108,7 @@ class Compression:
 
     def entries_of(self, output: Block) -> slice:
         """The entries in the rows of an output."""
-        return slice(*(int(self.pattern.starts[row]) for row in (output.first, output.first + output.size)))
+        return slice(*(int(self.pattern.starts[row]) for row in (output.first, output.end)))
 
 
 @phase("coloring")
@@ -135,10 +132,10 @@ def compress(
     column_colors = colors if excluded_columns is None else np.where(excluded_columns, -1, colors)
     row_groups = []
     for output in problem.outputs:
-        starts = pattern.starts[output.first : output.first + output.size + 1]
+        starts = pattern.starts[output.first : output.end + 1]
         first, last = starts[0], starts[-1]
         colors = coloring.color(starts - first, pattern.columns[first:last], pattern.n)
-        own = None if excluded_rows is None else excluded_rows[output.first : output.first + output.size]
+        own = None if excluded_rows is None else excluded_rows[output.slice]
         row_groups.append(_grouping(colors, np.repeat(colors, np.diff(starts)), first, columns, arange, own))
     masks = (
         None if mask is None else torch.from_numpy(mask).to(problem.device)

@@ -89,7 +89,7 @@ def difference_columns(problem: Problem, first: int, count: int, eps: float, rec
     """
     columns = torch.empty(count, problem.m, dtype=torch.float64, device=problem.device)
     for block in problem.inputs:
-        low, high = max(block.first, first), min(block.first + block.size, first + count)
+        low, high = max(block.first, first), min(block.end, first + count)
         rows = columns[low - first : max(low, high) - first]
         if high - low >= FEWEST:
             _replay(problem, block, low, rows, eps, record_graph)

@@ -45,13 +45,13 @@ def row_blocks(
 def tangent_blocks(problem: Problem, first: int, columns: Tensor, tangents: Tensor) -> Iterator[TangentBlock]:
     """One pass of forward mode: the columns of `Problem.tangent_columns` against the numerical ones."""
     for block in _inputs_within(problem, first, columns):
-        low, high = max(block.first, first), min(block.first + block.size, first + columns.shape[0])
+        low, high = max(block.first, first), min(block.end, first + columns.shape[0])
         parts: tuple[Part, ...] = ("real", "imaginary") if block.is_complex else ("all",)
         width = len(parts)
         for offset, part in enumerate(parts):
             rows = slice(low - first + offset, high - first, width)
             for output in problem.outputs:
-                within = slice(output.first, output.first + output.size)
+                within = output.slice
                 yield TangentBlock(
                     output, part, block, (low - block.first) // width, tangents[rows, within], columns[rows, within]
                 )
@@ -77,7 +77,7 @@ def _inputs_within(problem: Problem, first: int, columns: Tensor) -> list[Block]
     return [
         block
         for block in problem.inputs
-        if (block.first < last and first < block.first + block.size)
+        if (block.first < last and first < block.end)
         # Nothing specified, and gradients of the rest must be zero all the same.
         or (block.size == first == 0 and block.elements is not None)
     ]
@@ -96,7 +96,7 @@ def numerical_columns(problem: Problem, plan: Plan, settings: Settings) -> Itera
     first = 0
     while first < problem.n:
         last = min(first + plan.columns_per_pass, problem.n)
-        block = next(block for block in problem.inputs if last <= block.first + block.size)
+        block = next(block for block in problem.inputs if last <= block.end)
         if block.is_complex and last - first > 1:
             last -= (last - block.first) % 2  # an entry of a complex input is two coordinates: not to be split
         columns = _columns(problem, plan, settings, first, last - first)
@@ -135,7 +135,7 @@ def _row_blocks(
     numerical = columns.t()
     last = first + columns.shape[0]
     if output.size < columns.shape[1] or width == 2:
-        numerical = numerical[offset : output.first + output.size : width]
+        numerical = numerical[offset : output.end : width]
     elements = output.tensor.numel()
     for row in range(0, elements, plan.rows_per_block):
         count = min(plan.rows_per_block, elements - row)
@@ -147,7 +147,7 @@ def _row_blocks(
         held = numerical if count == elements else numerical.narrow(0, row, count)
         start = 0
         for k, block in enumerate(inputs):
-            low, high = max(block.first, first), min(block.first + block.size, last)
+            low, high = max(block.first, first), min(block.end, last)
             size = max(0, high - low)  # an input with nothing specified may lie behind this pass
             # A block of one input is the whole: a view of it costs more than comparing it, if small.
             whole = size == rows.shape[1]

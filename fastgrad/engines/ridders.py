@@ -244,7 +244,7 @@ def _rounding(problem: Problem, rows: Tensor, base: Tensor, x: Tensor, changes: 
     """
     ulp = torch.empty(problem.m, dtype=torch.float64, device=base.device)
     for block in problem.outputs:
-        ulp[block.first : block.first + block.size] = spacing(block.tensor.dtype)
+        ulp[block.slice] = spacing(block.tensor.dtype)
     mantissa, exponent = torch.frexp(torch.where(changes.isfinite(), changes, 0.0))
     digits = (mantissa.abs() * 2.0**53).to(torch.int64)
     quantum = torch.ldexp((digits & -digits).to(torch.float64), exponent - 53)  # the last binary digit that is set

@@ -137,7 +137,7 @@ class _Measurement:
         problem.values_along(displacement, SCALES[:points], values)
         rule: Callable[..., None] = ops.richardson_ if points == len(SCALES) else _central_difference
         for output in problem.outputs:
-            within = slice(output.first, output.first + output.size)
+            within = output.slice
             own = derivative[within], noise[within], self._base[within], *(value[within] for value in values)
             rule(*own, step, spacing(output.tensor.dtype))
 

@@ -54,7 +54,7 @@ def difference_columns(problem: Problem, first: int, count: int, size: int, eps:
     columns = torch.empty(count, problem.m, dtype=torch.float64, device=problem.device)
     widths = problem.coordinate_widths(eps)[first : first + count]
     for block in problem.inputs:
-        low, high = max(block.first, first), min(block.first + block.size, first + count)
+        low, high = max(block.first, first), min(block.end, first + count)
         for begin in range(low, high, size):
             some = slice(begin - first, min(begin + size, high) - first)
             try:
@@ -81,5 +81,5 @@ def _evaluated(problem: Problem, block: Block, first: int, count: int, eps: floa
     values = torch.empty(2 * count, problem.m, dtype=torch.float64, device=problem.device)
     for output, batch in zip(problem.outputs, found, strict=True):
         real = torch.view_as_real(batch.resolve_conj()) if output.is_complex else batch
-        values[:, output.first : output.first + output.size] = real.reshape(2 * count, output.size)
+        values[:, output.slice] = real.reshape(2 * count, output.size)
     return values[:count], values[count:]

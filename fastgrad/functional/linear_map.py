@@ -48,7 +48,7 @@ class LinearMap:
         """A seed as the dtypes of the sources hold it."""
         seed = seed.clone()
         for block, tensor in zip(self.sources, self._source_tensors, strict=True):
-            own = slice(block.first, block.first + block.size)
+            own = block.slice
             seed[own] = seed[own].to(tensor.dtype.to_real()).to(torch.float64)
         return seed
 
@@ -56,7 +56,7 @@ class LinearMap:
         """Rows times a seed (float64, shape (m,), on the CPU): shape (n,), of `dtype`, on `device`."""
         # In memory of their own: backward may write into them, or see them as complex numbers.
         seeds = [
-            seed[block.first : block.first + block.size].to(tensor, copy=True).reshape(tensor.shape)
+            seed[block.slice].to(tensor, copy=True).reshape(tensor.shape)
             for block, tensor in zip(self.sources, self._source_tensors, strict=True)
         ]
         flat = []

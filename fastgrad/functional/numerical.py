@@ -60,7 +60,7 @@ def numerical_hessian(func: Func, inputs: Tensors, is_tuple: bool, sparse: Spars
         for left in blocks:
             rows.append([])
             for right in blocks:
-                own = matrix[left.first : left.first + left.size, right.first : right.first + right.size]
+                own = matrix[left.slice, right.slice]
                 part = own.reshape((*left.tensor.shape, *right.tensor.shape)).to(right.tensor.dtype)
                 rows[-1].append(part.to_sparse() if sparse is True else part)
         return nested(rows, is_tuple, is_tuple)
@@ -79,7 +79,7 @@ def numerical_vjp(func: Func, inputs: Tensors, is_tuple: bool, v: Any, return_er
     weights = torch.zeros(sum(block.size for block in found.outputs), dtype=torch.float64, device=found.values.device)
     for block in found.outputs:
         cotangent = cotangents[block.position].to(seen.outputs[block.position].dtype)
-        native.flatten_(weights[block.first : block.first + block.size], cotangent)
+        native.flatten_(weights[block.slice], cotangent)
     weights = weights[found.rows]
 
     def total(entries: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ class _Product:
             torch.zeros_like(other, requires_grad=False, memory_format=torch.contiguous_format) for other in self._like
         ]
         for block in self._blocks:
-            native.ops.unflatten_(tensors[block.position], coordinates[block.first : block.first + block.size])
+            native.ops.unflatten_(tensors[block.position], coordinates[block.slice])
         return tuple(tensors)
 
 

@@ -48,6 +48,16 @@ class Block:
         """Real coordinates of an element."""
         return 2 if self.is_complex else 1
 
+    @property
+    def end(self) -> int:
+        """The coordinate after the last one."""
+        return self.first + self.size
+
+    @property
+    def slice(self) -> slice:
+        """Its coordinates among those of all blocks."""
+        return slice(self.first, self.first + self.size)
+
     def element_index(self, element: int) -> tuple[int, ...]:
         """The multi-index of an element, given its number among those that have coordinates."""
         return self.logical_index(element if self.elements is None else int(self.elements[element]))
@@ -67,7 +77,7 @@ class Block:
 
 def block_with(blocks: Sequence[Block], coordinate: int) -> Block:
     """The block that a coordinate lies in."""
-    return next(block for block in blocks if coordinate < block.first + block.size)
+    return next(block for block in blocks if coordinate < block.end)
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ class Differences(Evaluation):
             some, own_eps = columns[begin : begin + step] if begin or step < count else columns, eps
             if self.mixes_inputs:
                 block = block_with(self.inputs, first + begin)
-                some, own_eps = some[: block.first + block.size - first - begin], eps * block.step
+                some, own_eps = some[: block.end - first - begin], eps * block.step
             changed = self._evaluator.difference_columns(first + begin, some, self._specs, own_eps, record_graph)
             if changed is not None:
                 self._raise_changed(*changed, own_eps)

@@ -209,7 +209,7 @@ class Evaluation:
         """
         steps = self.coordinates().abs()
         for block in self.inputs:
-            within = steps[block.first : block.first + block.size]
+            within = steps[block.slice]
             own_eps = eps * block.step
             within.mul_(relative_step(block.tensor.dtype)).nan_to_num_(own_eps, posinf=own_eps).clamp_(min=own_eps)
         return steps.mul_(direction)
@@ -226,7 +226,7 @@ class Evaluation:
             part = torch.zeros_like(vector)
             for block in self.inputs:
                 if (block.step, block.weight) == (step, weight):
-                    within = slice(block.first, block.first + block.size)
+                    within = block.slice
                     part[within] = vector[within]
             if weight and bool(part.any()):
                 yield part, step, weight
@@ -311,7 +311,7 @@ class Evaluation:
     def _flat(self, outputs: Iterable[Tensor]) -> Tensor:
         flat = torch.empty(self.m, dtype=torch.float64, device=self.device)
         for block, output in zip(self.outputs, outputs, strict=True):
-            native.flatten_(flat[block.first : block.first + block.size], output.detach())
+            native.flatten_(flat[block.slice], output.detach())
         return flat
 
     def _selected(self, result: Any) -> tuple[Tensor, ...]:

@@ -60,11 +60,11 @@ class ForwardMode(Evaluation):
         tangents = []
         for block in self.inputs:
             tangents.append(torch.empty_like(block.tensor.detach()))
-            native.ops.unflatten_(tangents[-1], direction[block.first : block.first + block.size])
+            native.ops.unflatten_(tangents[-1], direction[block.slice])
         product = torch.zeros(self.m, dtype=torch.float64, device=self.device)
         for output, tangent in zip(self.outputs, self.jvp(tangents), strict=True):
             if tangent is not None:
-                within = product[output.first : output.first + output.size]
+                within = product[output.slice]
                 native.flatten_(within, tangent.to(output.tensor.dtype))
         return product
 

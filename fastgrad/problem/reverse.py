@@ -128,7 +128,7 @@ class ReverseMode(Evaluation):
         outputs = self.graph()
         if only is not None:
             outputs = outputs[only.index : only.index + 1]
-            cotangents = cotangents[:, only.first : only.first + only.size]
+            cotangents = cotangents[:, only.slice]
         products, match = native.vjp_coordinates(outputs, self._natives, cotangents, gapped, expanded)
         for entry in match.unspecified.values():
             if not modulus(entry.value) <= self.unspecified:  # a NaN is the largest
@@ -188,11 +188,11 @@ class ReverseMode(Evaluation):
             grad_outputs = []
             for block, gradient in of_inputs:
                 grad_outputs.append(torch.empty_like(gradient, memory_format=torch.contiguous_format).detach())
-                native.ops.unflatten_(grad_outputs[-1], u[block.first : block.first + block.size])
+                native.ops.unflatten_(grad_outputs[-1], u[block.slice])
             gradients = [gradient for _, gradient in of_inputs]
             tangents = native.vjp(gradients, cotangents, grad_outputs, False)
             self.vjps += 1
             for output, tangent in zip(self.outputs, tangents, strict=True):
-                within = product[output.first : output.first + output.size]
+                within = product[output.slice]
                 within.zero_() if tangent is None else native.flatten_(within, tangent)
             yield product

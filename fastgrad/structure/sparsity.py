@@ -252,7 +252,7 @@ def decode(
         probes += 2 + bits
         if probes > most_probes:
             return None
-        own = selection[block.first : block.first + block.size].reshape(elements, block.width)
+        own = selection[block.slice].reshape(elements, block.width)
         own[...] = halves.integers(0, 2, (elements, 1), dtype=np.bool_)
         one_half = respond(selection)
         own[...] = ~own
@@ -383,7 +383,7 @@ class Refinement:
         order = list(range(len(shape)))
         if len(wide) > 1:
             selection = np.zeros(self._sources, dtype=np.bool_)
-            own = selection[block.first : block.first + block.size].reshape(*shape, width)
+            own = selection[block.slice].reshape(*shape, width)
             own[...] = True
             reached = self._probe(selection)
             telling = []
@@ -394,9 +394,9 @@ class Refinement:
                     telling.append(dim)
             self.separates |= bool(telling)
             order = telling + [dim for dim in order if dim not in telling]
-            coordinates = np.arange(block.first, block.first + block.size).reshape(*shape, width)
+            coordinates = np.arange(block.first, block.end).reshape(*shape, width)
             permuted = coordinates.transpose(*order, len(shape))
-            self._order[block.first : block.first + block.size] = permuted.reshape(-1)
+            self._order[block.slice] = permuted.reshape(-1)
             self._is_in_order &= order == sorted(order)
         # What one index of each dimension holds, ascending, from one element to the whole.
         units = {width}

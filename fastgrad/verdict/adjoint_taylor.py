@@ -228,19 +228,19 @@ def adjoint(problem: Problem, trials: int, rtol: float | None, seed: int) -> Adj
     for trial in range(trials):
         u, v = _pair(problem, seed, trial)
         for b, block in enumerate(inputs):
-            own = slice(block.first, block.first + block.size)
+            own = block.slice
             alone = torch.zeros_like(u)
             alone[own] = u[own]
             terms = problem.jvp_coordinates(alone).mul_(v)
             for o, output in enumerate(outputs):
-                within = terms[output.first : output.first + output.size]
+                within = terms[output.slice]
                 forward[trial, o, b] = within.sum()
-                weights = v[output.first : output.first + output.size].abs().sum() + u[own].abs().sum()
+                weights = v[output.slice].abs().sum() + u[own].abs().sum()
                 size[trial, o, b] += (within.abs().sum() + least * weights).cpu()
         for o, output in enumerate(outputs):
             terms = problem.vjp(v.unsqueeze(0), only=output)[0].mul_(u)
             for b, block in enumerate(inputs):
-                within = terms[block.first : block.first + block.size]
+                within = terms[block.slice]
                 reverse[trial, o, b] = within.sum()
                 size[trial, o, b] += within.abs().sum().cpu()
     # Where both are zero, they agree; a NaN does not.

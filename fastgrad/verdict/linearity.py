@@ -188,7 +188,7 @@ def _rows_move(problem: Problem, output: Block, part: Part, first: int, count: i
     )
     if match.repeats:
         return False
-    columns = [slice(block.first, block.first + block.size) for block in problem.inputs]
+    columns = [block.slice for block in problem.inputs]
     return any(
         differ(rows[:, within], again[:, within], nondet_tol, block.is_complex)
         for block, within in zip(problem.inputs, columns, strict=True)

@@ -220,7 +220,7 @@ def test_largest_errors_are_those_of_compare(dtype: torch.dtype) -> None:
         assert found is not None
         numerical = columns.t()[first::width]
         for block, (absolute, _) in zip(problem.inputs, found, strict=True):
-            within = slice(block.first, block.first + block.size)
+            within = block.slice
             error = rows[:, within] - numerical[:, within]
             entries = torch.view_as_complex(error.reshape(6, -1, 2).contiguous()) if dtype.is_complex else error
             assert absolute == pytest.approx(float(entries.abs().max()), rel=1e-12)
