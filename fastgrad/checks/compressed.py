@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fastgrad.checks.sketch import SMALL_BOUND, Screening, screen
-from fastgrad.core.memory import OUT_OF_MEMORY
+from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.native import ops
 from fastgrad.core.phases import phase
 from fastgrad.core.tensors import largest
@@ -117,9 +117,8 @@ def _attempt(
     plan = _plan(problem, settings, look, compression)
     try:
         verdict = _Verdict(problem, settings, plan, compression, look, calls.rows)
-    except OUT_OF_MEMORY:
-        raise
-    except Exception:  # of func, which may take single steps only
+    except Exception as error:  # of func, which may take single steps only
+        raise_unless_of_func(error)
         return Next.DENSE_ENGINE
     if verdict.numerical_leads and dense_is_small(problem, settings):
         return Next.DENSE_ENGINE
@@ -344,17 +343,15 @@ class _Verdict:
         problem.graph()  # what func raises is not about its backward
         try:
             values = compressed.linear_entries(problem, self._compression)
-        except OUT_OF_MEMORY:
-            raise
-        except Exception:  # it cannot be differentiated
+        except Exception as error:  # it cannot be differentiated
+            raise_unless_of_func(error)
             return False, None
         self._of_backward = self._certificate_of(values)
         try:
             if not self._of_backward.explains_products():
                 return False, None
-        except OUT_OF_MEMORY:
-            raise
-        except Exception:  # for some layout
+        except Exception as error:  # for some layout
+            raise_unless_of_func(error)
             return False, None
         failure = one_hot_failure(problem, self._settings)
         if failure is None:
@@ -367,14 +364,12 @@ class _Verdict:
         problem.graph()  # what func raises is not about its backward
         try:
             values, matches = compressed.analytical_entries(problem, compression)
-        except OUT_OF_MEMORY:
-            raise
         except Exception as error:
+            raise_unless_of_func(error)
             try:
                 compressed.analytical_entries(problem, compression, repeat=False)
-            except OUT_OF_MEMORY:
-                raise
-            except Exception:  # one-hot grad_outputs may not raise
+            except Exception as another:  # one-hot grad_outputs may not raise
+                raise_unless_of_func(another)
                 return incomplete([], refuted=True)
             detail = f"it raised {type(error).__name__} for a constant grad_output, or for a larger one"
             return Failure("nonlinear", detail=detail, cause=error)

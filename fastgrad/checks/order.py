@@ -16,6 +16,7 @@ from torch import Tensor
 from fastgrad._version import __version__
 from fastgrad.checks.one_block import agrees, is_small, single_rows, whole_backward
 from fastgrad.core.backends import exact_libraries
+from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.memory import OUT_OF_MEMORY
 from fastgrad.core.native import Rows, WholeBackward
 from fastgrad.core.phases import Stopwatch
@@ -295,9 +296,8 @@ def _dense(
     elif is_small(problem, settings):
         try:
             findings.backward = whole_backward(problem, settings, look.measured if look else problem.seconds)
-        except OUT_OF_MEMORY:
-            raise
         except Exception as error:
+            raise_unless_of_func(error)
             findings.early = error
     return plan, judge(problem, plan, settings, findings, calls)
 
@@ -322,9 +322,8 @@ def _screened(problem: Problem, settings: Settings, findings: Findings) -> tuple
     for run in screens:
         try:
             found = run(problem, settings)
-        except OUT_OF_MEMORY:
-            raise
-        except Exception:
+        except Exception as error:
+            raise_unless_of_func(error)
             # Of func, next to x: where it takes single steps only, the exact engine may still decide.
             if not is_affordable(problem):
                 raise

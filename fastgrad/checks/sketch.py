@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastgrad.core.memory import OUT_OF_MEMORY
+from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.native import ops
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING, excess
@@ -150,9 +150,8 @@ class _Screen:
         weight = weights(_noise(problem, settings, differences), settings.atol, self._pending)
         try:
             failure = _one_hot(problem, settings, search, differences) if self._attempt == 0 else None
-        except OUT_OF_MEMORY:
-            raise
         except Exception as error:
+            raise_unless_of_func(error)
             return Screening(raised=error)
         if failure is not None:
             return Screening(failure)
@@ -309,9 +308,8 @@ def _sketch(
     try:
         sketch, vector, repeats = residual_rows(problem, settings, differences, rows, REPEATED, RUNS)
         failure = _repeat_failure(problem, settings, vector, sketch.gradients[REPEATED], repeats)
-    except OUT_OF_MEMORY:
-        raise
     except Exception as error:
+        raise_unless_of_func(error)
         sketch, failure = _row_by_row(problem, settings, differences, rows, True, tentative, {})
         if failure is None:
             detail = f"it raised {type(error).__name__} in one of several runs"
@@ -343,9 +341,8 @@ def _row_by_row(
             if repeat and number == REPEATED:
                 repeats = problem.vjp(vector.expand(RUNS - 1, -1))
                 failure = _repeat_failure(problem, settings, vector, gradient, repeats)
-        except OUT_OF_MEMORY:
-            raise
         except Exception as error:  # one-hot grad_outputs did not raise
+            raise_unless_of_func(error)
             detail = f"it raised {type(error).__name__} for {cotangent.kind}"
             return sketch, Failure("nonlinear", detail=detail, cause=error)
         if failure is None and number in earlier and _moves(settings, gradient, earlier[number]):
@@ -503,9 +500,8 @@ def screen_forward(problem: Problem, settings: Settings) -> Screening:
                 return Screening(Failure("tangent dtype", mode="forward"))
         try:
             tangents = torch.stack([problem.jvp_coordinates(u) for u in differences.directions])
-        except OUT_OF_MEMORY:
-            raise
         except Exception as error:  # a one-hot tangent did not raise
+            raise_unless_of_func(error)
             detail = f"it raised {type(error).__name__} for a random tangent"
             return Screening(Failure("nonlinear", mode="forward", detail=detail, cause=error))
         if attempt == 0:

@@ -1,4 +1,4 @@
-"""What func raised inside a generator, and warnings that point at the caller."""
+"""Exceptions of func and of backward, as against those of fastgrad's own code; warnings that point at the caller."""
 
 from __future__ import annotations
 
@@ -6,8 +6,39 @@ import os
 import sys
 import warnings
 
+from fastgrad.core.memory import OUT_OF_MEMORY
+
 _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 """The package: the frames of fastgrad's own code."""
+
+_CALLS_FUNC = tuple(
+    _HERE + os.path.join(*path.split("/"))
+    for path in (
+        *("problem/", "functional/", "core/native.py", "core/torch_private.py", "engines/vmapped.py"),
+        *("engines/cuda_graph.py", "verdict/grad_outputs.py", "tools/", "testing/"),
+    )
+)
+"""Files that call func and backward, or define some: where a builtin one raises, this is the innermost frame."""
+
+
+def _innermost_file(error: BaseException) -> str:
+    """Of the frame that raised; empty where there is none."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "" if trace is None else trace.tb_frame.f_code.co_filename
+
+
+def raise_unless_of_func(error: Exception) -> None:
+    """Raises an exception again that says nothing of func or backward: lack of memory, or a bug of fastgrad.
+
+    It counts as one of func, or of backward, unless the innermost frame is one of fastgrad that calls neither.
+    """
+    if isinstance(error, OUT_OF_MEMORY):
+        raise error
+    file = _innermost_file(error)
+    if file.startswith(_HERE) and not file.startswith(_CALLS_FUNC):
+        raise error
 
 
 def as_raised(error: BaseException) -> BaseException:
@@ -15,10 +46,7 @@ def as_raised(error: BaseException) -> BaseException:
 
     Only of fastgrad's own generators; anything else is returned as it is.
     """
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    ours = trace is not None and trace.tb_frame.f_code.co_filename.startswith(_HERE)
+    ours = _innermost_file(error).startswith(_HERE)
     stopped = ours and isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration)
     return error.__cause__ if stopped and error.__cause__ is not None else error
 

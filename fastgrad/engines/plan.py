@@ -10,7 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fastgrad.core.memory import OUT_OF_MEMORY, free_bytes
+from fastgrad.core.errors import raise_unless_of_func
+from fastgrad.core.memory import free_bytes
 from fastgrad.engines import executor
 from fastgrad.problem.first_look import FirstLook, usual_seconds
 from fastgrad.problem.problem import Problem
@@ -412,9 +413,8 @@ def _rows_way(problem: Problem, settings: Settings, look: FirstLook) -> tuple[bo
         gain = executor.speedup(problem, settings.atol, 0, count, single, replay)
     except executor.RefusedError as error:
         return False, f"; replays of a VJP: {error}"
-    except OUT_OF_MEMORY:
-        raise
-    except Exception:  # of backward: it is to raise in its turn
+    except Exception as error:  # of backward: it is to raise in its turn
+        raise_unless_of_func(error)
         return False, ""
     return gain >= TRIAL_GAIN, f"; replays of a VJP: {gain:.2g} times as fast as one by one"
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fastgrad.core.memory import OUT_OF_MEMORY
+from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.precision import spacing
 from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.problem import Problem
@@ -150,9 +150,8 @@ def measured(problem: Problem, inputs: Tensor, outputs: Tensor, record_graph: bo
         displacement[where] = torch.where(step >= smallest, step, 0.0)
         try:
             plus, minus = (problem.evaluate(record_graph, displacement, sign)[outputs] for sign in (1.0, -1.0))
-        except OUT_OF_MEMORY:
-            raise
-        except Exception:  # outside of func's domain, say: a smaller step may be inside
+        except Exception as error:  # outside of func's domain, say: a smaller step may be inside
+            raise_unless_of_func(error)
             step = step / RATIO
             continue
         steps.append(step[owner])
@@ -263,9 +262,8 @@ def _one_sided(
     step = displacement[where][owner]
     try:
         plus, minus = (problem.evaluate(record_graph, displacement, sign)[rows] for sign in (1.0, -1.0))
-    except OUT_OF_MEMORY:
-        raise
-    except Exception:  # one side is outside of func's domain
+    except Exception as error:  # one side is outside of func's domain
+        raise_unless_of_func(error)
         missing = torch.full_like(base, torch.nan)
         return missing, missing
     return (base - minus) / step, (plus - base) / step

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastgrad.core.memory import OUT_OF_MEMORY
+from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING
 from fastgrad.core.random import COTANGENT_STREAM, PROBE_COTANGENT, PROBE_DIRECTION, direction
@@ -139,9 +139,8 @@ def entries_by_structure(
                 if _is_certified(rows, pattern, values):
                     i, j = (torch.from_numpy(side).to(rows.device) for side in (pattern.rows(), pattern.columns))
                     return Entries(i, j, values, rows.m, rows.n)
-    except OUT_OF_MEMORY:
-        raise
-    except Exception:  # seeds of one row each may not raise
+    except Exception as error:  # seeds of one row each may not raise
+        raise_unless_of_func(error)
         return None
     return None
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fastgrad.checks.compressed import numerical_entries
-from fastgrad.core.memory import OUT_OF_MEMORY
+from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.precision import spacing
 from fastgrad.engines.plan import COLUMNS_WORTH_PROBING
 from fastgrad.engines.ridders import extrapolate, refine
@@ -207,9 +207,8 @@ def _second_differences(problem: Problem, record_graph: bool, base: Tensor, dire
     for s, step in enumerate(SECOND_STEPS):
         try:
             plus, minus = (problem.evaluate(record_graph, direction, sign * step)[0] for sign in (1.0, -1.0))
-        except OUT_OF_MEMORY:
-            raise
-        except Exception:  # outside of func's domain: a smaller step may be inside
+        except Exception as error:  # outside of func's domain: a smaller step may be inside
+            raise_unless_of_func(error)
             continue
         bends[s] = (plus - base[0] + (minus - base[0])) / step**2
     return bends

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastgrad.core.memory import OUT_OF_MEMORY
+from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.phases import clock
 from fastgrad.core.random import GRAPH_STREAM, direction
 from fastgrad.problem.problem import Problem
@@ -79,17 +79,15 @@ def first_look(problem: Problem, settings: Settings) -> FirstLook:
 
     try:
         seconds = evaluate(next_to_x, True)
-    except OUT_OF_MEMORY:
-        raise
-    except Exception:  # it takes single steps only
+    except Exception as error:  # it takes single steps only
+        raise_unless_of_func(error)
         return look(True, None, problem.seconds)
     reacted = (next_to_x.view(torch.int64) != base.view(torch.int64)).cpu().numpy()
     if torch.is_grad_enabled():
         try:
             without = evaluate(plain, False)
-        except OUT_OF_MEMORY:
-            raise
-        except Exception:  # it differentiates inside, say
+        except Exception as error:  # it differentiates inside, say
+            raise_unless_of_func(error)
             return look(True, reacted, seconds)
         if torch.equal(next_to_x, plain):
             return look(False, reacted, seconds, without)

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fastgrad.core.memory import OUT_OF_MEMORY
+from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.phases import phase
 from fastgrad.core.random import PROBE_COTANGENT, PROBE_DIRECTION, direction
 from fastgrad.problem.first_look import FirstLook
@@ -102,9 +102,8 @@ class Patterns:
             pattern = sparsity.decoded(
                 self._reacting_outputs, self._reacting_inputs, *blocks, share, self._budget.probes
             )
-        except OUT_OF_MEMORY:
-            raise
-        except Exception:
+        except Exception as error:
+            raise_unless_of_func(error)
             return None  # as below
         return pattern if pattern is not None and self._is_plausible(pattern) else None
 
@@ -129,9 +128,8 @@ class Patterns:
             if watch_gradients:
                 rows = sparsity.Refinement(self._reacting_inputs, problem.outputs, problem.n, splits_hubs)
             return sparsity.refined(columns, rows, *blocks, self._has_room, budget, if_likely)
-        except OUT_OF_MEMORY:
-            raise
-        except Exception:
+        except Exception as error:
+            raise_unless_of_func(error)
             return None  # one-hot cotangents, or single steps, may not raise
 
     def _is_plausible(self, pattern: Pattern) -> bool:
@@ -148,9 +146,8 @@ class Patterns:
             return False
         try:
             return sparsity.explains_look(pattern, telling, self._reacting_outputs(telling))
-        except OUT_OF_MEMORY:
-            raise
-        except Exception:
+        except Exception as error:
+            raise_unless_of_func(error)
             return False  # it takes single steps only
 
     def _has_room(self, entries: int) -> bool:

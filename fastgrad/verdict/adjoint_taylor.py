@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fastgrad.core.memory import OUT_OF_MEMORY
+from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.precision import ROUNDING
 from fastgrad.core.random import OPINION_STREAM, direction
 from fastgrad.problem.arguments import as_tuple
@@ -271,9 +271,8 @@ def taylor(problem: Problem, mode: Literal["reverse", "forward"], seed: int) -> 
         h = LARGEST_STEP * 2.0**-k
         try:
             change = problem.evaluate(True, unit, h) - base
-        except OUT_OF_MEMORY:
-            raise
-        except Exception:  # outside of func's domain, say: a smaller step may be inside
+        except Exception as error:  # outside of func's domain, say: a smaller step may be inside
+            raise_unless_of_func(error)
             continue
         steps.append(h)
         remainders.append(abs(float(v @ change) - h * derivative))

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastgrad.core.memory import OUT_OF_MEMORY
+from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.tensors import PIECE, largest
 from fastgrad.engines import compressed
 from fastgrad.engines.blocks import EXPANDED, GAPPED
@@ -113,9 +113,8 @@ class AnalyticalCertificate:
         """What a proof leads to."""
         try:
             proof.gradients()
-        except OUT_OF_MEMORY:
-            raise
-        except Exception:
+        except Exception as error:
+            raise_unless_of_func(error)
             failure = proof.failure()  # says for which grad_output it raised, or raises again
             assert failure is not None
             return failure

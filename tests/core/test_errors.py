@@ -1,0 +1,78 @@
+"""Exceptions of fastgrad's own code are raised, and never reported as errors of func or of backward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastgrad
+from fastgrad.core.errors import raise_unless_of_func
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.linspace(0.2, 0.9, torch.Size(shape).numel(), dtype=torch.float64).view(shape).requires_grad_()
+
+
+def bug_in(file: str) -> Any:
+    """A function that fails as a bug in a file of fastgrad would."""
+    path = Path(fastgrad.__file__).parent / file
+    names: dict[str, Any] = {}
+    exec(compile("def bug(*arguments, **keywords):\n    return {}[0]", str(path), "exec"), names)
+    return names["bug"]
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * x * x * grad_output
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "keywords"),
+    [
+        ("fastgrad.checks.sketch.residual_rows", "engines/sketch.py", {"fast_mode": True, "engine": "sketch"}),
+        ("fastgrad.checks.sketch.one_hot_rows", "verdict/linearity.py", {"fast_mode": True, "engine": "sketch"}),
+        ("fastgrad.checks.sketch.directional_differences", "engines/sketch.py", {"fast_mode": True}),
+        ("fastgrad.engines.compressed.analytical_entries", "engines/compressed.py", {"engine": "compressed"}),
+        ("fastgrad.engines.compressed.numerical_entries", "engines/compressed.py", {"engine": "compressed"}),
+        ("fastgrad.verdict.linearity.proof_cotangents", "verdict/linearity.py", {"engine": "compressed"}),
+        ("fastgrad.verdict.linearity.proof_cotangents", "verdict/linearity.py", {"engine": "dense"}),
+    ],
+)
+def test_a_bug_of_fastgrad_is_raised(
+    name: str, file: str, keywords: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert fastgrad.check(Cube.apply, leaf(40), **keywords).passed
+    monkeypatch.setattr(name, bug_in(file))
+    with pytest.raises(KeyError):
+        fastgrad.check(Cube.apply, leaf(40), **keywords)
+
+
+def raised_by(run: Any) -> Exception:
+    try:
+        run()
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def test_errors_of_func_and_backward_are_not_fastgrads() -> None:
+    def func(x: Tensor) -> Tensor:
+        raise KeyError(x)
+
+    for checked in (func, lambda x: torch.mm(x, x), lambda x: x.view(7)):
+        raise_unless_of_func(raised_by(lambda checked=checked: fastgrad.check(checked, leaf(3))))
+    with pytest.raises(KeyError):
+        raise_unless_of_func(raised_by(bug_in("verdict/confirm.py")))
+    with pytest.raises(MemoryError):
+        raise_unless_of_func(MemoryError())
