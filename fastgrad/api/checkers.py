@@ -99,7 +99,7 @@ def gradcheck(
         The old name of masked.
     engine
         "auto"; "dense" computes every row and every column; "compressed" computes groups of them, on the
-        pattern of the Jacobian, also where "auto" would find that too dear, and falls back to "dense"
+        pattern of the Jacobian, also where "auto" would find that too expensive, and falls back to "dense"
         where there is no pattern; "sketch", with fast_mode, never takes an exact engine for small
         problems.
     seed
@@ -136,12 +136,19 @@ def gradcheck(
     ends; no other thread may use them meanwhile. The definition is that of
     `torch.autograd.gradcheck`; docs/differences.md lists where the verdicts differ.
     """
-    keywords = locals()
     __tracebackhide__ = True  # under pytest a failure shows the caller's line
     if positional:
         refuse_positional(positional)
     if check_sparse_nnz is not None:
-        keywords["masked"] = masked_by_old_name(masked, check_sparse_nnz)
+        masked = masked_by_old_name(masked, check_sparse_nnz)
+    keywords: dict[str, Any] = {
+        **{"eps": eps, "atol": atol, "rtol": rtol, "nondet_tol": nondet_tol},
+        **{"check_undefined_grad": check_undefined_grad, "check_grad_dtypes": check_grad_dtypes},
+        **{"check_batched_grad": check_batched_grad, "check_batched_forward_grad": check_batched_forward_grad},
+        **{"check_forward_ad": check_forward_ad, "check_backward_ad": check_backward_ad, "fast_mode": fast_mode},
+        **{"masked": masked, "engine": engine, "seed": seed, "confidence": confidence, "memory_limit": memory_limit},
+        **{"progress": progress},
+    }
     return _raise_or_return(func, inputs, settings_of(keywords), raise_exception)
 
 
@@ -193,12 +200,18 @@ def gradgradcheck(
     bool
         True where the check passed.
     """
-    keywords = locals()
     __tracebackhide__ = True  # under pytest a failure shows the caller's line
     if positional:
         refuse_positional(positional)
     if check_sparse_nnz is not None:
-        keywords["masked"] = masked_by_old_name(masked, check_sparse_nnz)
+        masked = masked_by_old_name(masked, check_sparse_nnz)
+    keywords: dict[str, Any] = {
+        **{"eps": eps, "atol": atol, "rtol": rtol, "nondet_tol": nondet_tol},
+        **{"check_undefined_grad": check_undefined_grad, "check_grad_dtypes": check_grad_dtypes},
+        **{"check_batched_grad": check_batched_grad, "check_fwd_over_rev": check_fwd_over_rev},
+        **{"check_rev_over_rev": check_rev_over_rev, "fast_mode": fast_mode, "masked": masked, "engine": engine},
+        **{"seed": seed, "confidence": confidence, "memory_limit": memory_limit, "progress": progress},
+    }
     settings = settings_of(keywords, made_by(grad_outputs, gen_non_contig_grad_outputs))
     backward, arguments = _second_order(func, as_tuple(inputs), grad_outputs, settings)
     return _raise_or_return(backward, arguments, settings, raise_exception)
@@ -286,8 +299,18 @@ def check(
     last call left it; dropout draws anew in every call: check such a module after eval(). A tensor in a container
     that torch's pytree does not know is not seen.
     """
-    keywords = locals()
-    _check_keywords(func, keywords)
+    keywords: dict[str, Any] = {
+        **{"eps": eps, "atol": atol, "rtol": rtol, "nondet_tol": nondet_tol},
+        **{"check_undefined_grad": check_undefined_grad, "check_grad_dtypes": check_grad_dtypes},
+        **{"check_batched_grad": check_batched_grad, "check_batched_forward_grad": check_batched_forward_grad},
+        **{"check_forward_ad": check_forward_ad, "check_backward_ad": check_backward_ad},
+        **{"grad_outputs": grad_outputs, "gen_non_contig_grad_outputs": gen_non_contig_grad_outputs},
+        **{"check_fwd_over_rev": check_fwd_over_rev, "check_rev_over_rev": check_rev_over_rev},
+        **{"fast_mode": fast_mode, "masked": masked, "engine": engine, "seed": seed, "confidence": confidence},
+        **{"memory_limit": memory_limit, "progress": progress},
+    }
+    _check_own_arguments(func, order, kwargs, wrt)
+    _refuse_keywords_of_the_other_order(order, keywords)
     own = take_out_own(keywords)
     settings = settings_of(keywords, made_by(grad_outputs, gen_non_contig_grad_outputs) if order == 2 else None)
     with Call(func, as_tuple(inputs), kwargs or {}, wrt) as call:
@@ -296,11 +319,15 @@ def check(
         if order == 1:
             report = run(call, call.tensors, with_own(settings, own, call.names), call.names)
             return replace(report, output_names=call.output_names)
-        backward, arguments, names = _second_order_of_call(call, grad_outputs, settings)
-        checked = [name for name, value in zip(names, arguments, strict=True) if value.requires_grad]
-        report = run(backward, arguments, with_own(settings, own, checked), names)
-        gradients = zip(call.names, backward.exist, strict=True)
-        return replace(report, output_names=tuple(f"grad({name})" for name, exists in gradients if exists))
+        return _second_order_report(call, grad_outputs, settings, own)
+
+
+def _second_order_report(call: Call, grad_outputs: Any, settings: Settings, own: Mapping[str, Any]) -> Report:
+    backward, arguments, names = _second_order_of_call(call, grad_outputs, settings)
+    checked = [name for name, value in zip(names, arguments, strict=True) if value.requires_grad]
+    report = run(backward, arguments, with_own(settings, own, checked), names)
+    gradients = zip(call.names, backward.exist, strict=True)
+    return replace(report, output_names=tuple(f"grad({name})" for name, exists in gradients if exists))
 
 
 def _second_order_of_call(
@@ -338,20 +365,23 @@ _NOTHING = {
 """What to say where nothing is to be checked, by wrt."""
 
 
-def _check_keywords(func: Callable[..., Any], keywords: Mapping[str, Any]) -> None:
-    """Refuses what is only `check`'s and cannot be; keywords: all of its arguments, by name."""
-    order, wrt, kwargs = keywords["order"], keywords["wrt"], keywords["kwargs"]
+def _check_own_arguments(func: Callable[..., Any], order: object, kwargs: object, wrt: object) -> None:
+    """Refuses what is only `check`'s and cannot be."""
     if order not in (1, 2) or isinstance(order, bool):
         raise ValueError(f"order must be 1 or 2, got {order!r}.")
-    for keyword, default in (_SECOND_ORDER_ONLY if order == 1 else _FIRST_ORDER_ONLY).items():
-        if keywords[keyword] is not default:
-            raise ValueError(f"{keyword} is a keyword of order={3 - order}, and order is {order}.")
     if wrt not in ("inputs", "parameters", "both"):
         raise ValueError(f"wrt must be 'inputs', 'parameters' or 'both', got {wrt!r}.")
     if wrt == "parameters" and not isinstance(func, Module):
         raise TypeError(f"wrt='parameters' needs a torch.nn.Module as func, got {type(func).__name__}.")
     if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(key, str) for key in kwargs)):
         raise TypeError(f"kwargs must be a mapping from names to func's keyword arguments, got {kwargs!r}.")
+
+
+def _refuse_keywords_of_the_other_order(order: int, keywords: Mapping[str, Any]) -> None:
+    other, defaults = (2, _SECOND_ORDER_ONLY) if order == 1 else (1, _FIRST_ORDER_ONLY)
+    for keyword, default in defaults.items():
+        if keywords[keyword] is not default:
+            raise ValueError(f"{keyword} is a keyword of order={other}, and order is {order}.")
 
 
 def _second_order(

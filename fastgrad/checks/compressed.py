@@ -2,7 +2,7 @@
 
 Every entry of the pattern is compared as in the dense engine. That no entry lies outside of it, and
 that the backward is the linear map that its compressed rows say, is certified by random directions
-and cotangents. A certificate that fails is a lead, not a verdict: it ends at a single entry that is
+and cotangents. A certificate that fails is a suspicion, not a verdict: it ends at a single entry that is
 wrong by itself, or in a larger pattern.
 """
 
@@ -48,7 +48,7 @@ from fastgrad.verdict.analytical_certificate import AnalyticalCertificate
 from fastgrad.verdict.comparison import Findings, PairComparison, tolerances
 from fastgrad.verdict.confirm import mismatch_failure
 from fastgrad.verdict.linearity import RepeatedCalls, groups_failure, one_hot_failure, separate_failure
-from fastgrad.verdict.numerical_certificate import MOST_LEADS, Incomplete, NumericalCertificate, incomplete
+from fastgrad.verdict.numerical_certificate import MOST_SUSPECTS, Incomplete, NumericalCertificate, incomplete
 
 ATTEMPTS = 6
 """Patterns to try: guesses, what probing finds, from both sides or from one, with and without what is dense, and what
@@ -120,9 +120,9 @@ def _attempt(
     except Exception as error:  # of func, which may take single steps only
         raise_unless_of_func(error)
         return Next.DENSE_ENGINE
-    if verdict.numerical_leads and dense_is_small(problem, settings):
+    if verdict.numerical_suspects and dense_is_small(problem, settings):
         return Next.DENSE_ENGINE
-    if candidates.is_guess and len(verdict.numerical_leads) > MOST_LEADS:
+    if candidates.is_guess and len(verdict.numerical_suspects) > MOST_SUSPECTS:
         candidates.drop()
         return Next.PATTERN
     found: Failure | Incomplete | None = None
@@ -307,12 +307,12 @@ class _Verdict:
             self._measure()
         except RefusedError as error:
             self._measure_one_by_one(str(error))
-        if self.plan.replayed and self.numerical_leads != []:
+        if self.plan.replayed and self.numerical_suspects != []:
             self._measure_one_by_one("they do not add up to evaluations one by one")
 
     def _measure(self) -> None:
         numerical = compressed.numerical_entries(self._problem, self.plan, self._compression, self._settings.eps)
-        self.numerical_leads = self._of_func.screen(numerical)
+        self.numerical_suspects = self._of_func.screen(numerical)
 
     @property
     def numerical(self) -> Tensor:
@@ -331,7 +331,7 @@ class _Verdict:
 
     def is_certified_numerically(self) -> bool:
         """Whether outputs move along random directions as the numerical entries say."""
-        return not self.numerical_leads and self._of_func.certify(None) == []
+        return not self.numerical_suspects and self._of_func.certify(None) == []
 
     def is_certified(self, values: Tensor) -> bool:
         """Whether analytical entries add up to products of the backward."""
@@ -437,7 +437,7 @@ class _Verdict:
         """That nothing lies outside of the pattern, and that the backward is linear."""
         of_func, of_backward = self._of_func, self._of_backward
         certifications: tuple[Callable[[], Failure | Incomplete], ...] = (
-            lambda: of_func.follow(self.numerical_leads, of_backward.row_alone),
+            lambda: of_func.follow(self.numerical_suspects, of_backward.row_alone),
             lambda: of_backward.compare_rows(self._single_rows),
             lambda: of_backward.certify(of_func.asked),
             self._certify_func,
@@ -538,11 +538,11 @@ class _Verdict:
         differing = (~(excess <= 1)).nonzero().reshape(-1)
         worst = differing[excess[differing].nan_to_num(torch.inf).argsort(descending=True)]
         measured: set[int] = set()
-        for row in list(dict.fromkeys(rows[worst[: 16 * MOST_LEADS]].tolist()))[:MOST_LEADS]:
+        for row in list(dict.fromkeys(rows[worst[: 16 * MOST_SUSPECTS]].tolist()))[:MOST_SUSPECTS]:
             mine = (rows == row).nonzero().reshape(-1)
             self._of_backward.values[mine] = self._of_backward.row_alone(row)[columns[mine]]
             still = mine[~(self._excesses(mine) <= 1)]
-            for column in columns[still[:MOST_LEADS]].tolist():
+            for column in columns[still[:MOST_SUSPECTS]].tolist():
                 if column not in measured:
                     measured.add(column)
                     within = columns == column

@@ -318,7 +318,8 @@ def _screened(problem: Problem, settings: Settings, findings: Findings) -> tuple
     if not problem.has_graph:
         screens = [screen_constant]
     else:
-        screens = [screen] * settings.check_backward_ad + [screen_forward] * settings.check_forward_ad
+        modes = (settings.check_backward_ad, screen), (settings.check_forward_ad, screen_forward)
+        screens = [run for is_checked, run in modes if is_checked]
     for run in screens:
         try:
             found = run(problem, settings)

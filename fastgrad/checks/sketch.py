@@ -52,7 +52,7 @@ MOST_AT_ONCE = 1 << 14
 MOST_ENTRIES = 8
 """Wrong entries to look for."""
 
-MOST_LEADS = 8
+MOST_SUSPECTS = 8
 """Outputs that look wrong in a sum and prove right, before another step is tried."""
 
 MOST_SINGLE = 4
@@ -399,8 +399,8 @@ class _Search:
     def run(self, sketch: Sketch) -> Failure | None:
         """The confirmed entries, up to MOST_ENTRIES; takes what it explains out of the sketch."""
         found: list[Found] = []
-        leads = 0
-        while len(found) < MOST_ENTRIES and leads < MOST_LEADS:
+        suspects = 0
+        while len(found) < MOST_ENTRIES and suspects < MOST_SUSPECTS:
             flagged = sketch.worst()
             if flagged is None:
                 break
@@ -424,7 +424,7 @@ class _Search:
             if entry is None or bool((~((error - self._explained(entry)).abs() <= self._settings.atol / 4)).any()):
                 self.doubtful.append(row)
             sketch.subtract(row, error)
-            leads += 1
+            suspects += 1
         return located_failure(found) if found else None
 
     def _nonlinear(self, cotangent: Cotangent, dense: Cotangent) -> Failure | None:
@@ -512,7 +512,7 @@ def screen_forward(problem: Problem, settings: Settings) -> Screening:
         rounding = ROUNDING * problem.unit_roundoff * (tangents.abs() + differences.derivatives.abs())
         times = (errors / (settings.atol / 2 + 4 * differences.noise + rounding)).nan_to_num(torch.inf)
         times = torch.where(pending, times, 0.0)
-        for row in times.amax(0).argsort(descending=True)[:MOST_LEADS].tolist():
+        for row in times.amax(0).argsort(descending=True)[:MOST_SUSPECTS].tolist():
             k = int(times[:, row].argmax())
             if not times[k, row] > 1:
                 break

@@ -1,4 +1,4 @@
-"""How much memory is free to a check, and how the want of it is told."""
+"""How much memory a check may take, and what a lack of it raises."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def raises_memory_error(func: Callable[Parameters, Result]) -> Callable[Paramete
     """
 
     @functools.wraps(func)
-    def telling(*arguments: Parameters.args, **keywords: Parameters.kwargs) -> Result:
+    def wrapped(*arguments: Parameters.args, **keywords: Parameters.kwargs) -> Result:
         try:
             return func(*arguments, **keywords)
         except RuntimeError as error:
@@ -130,4 +130,4 @@ def raises_memory_error(func: Callable[Parameters, Result]) -> Callable[Paramete
                 raise
             raise MemoryError(str(error)) from error
 
-    return telling
+    return wrapped

@@ -1,4 +1,4 @@
-"""What autograd's graph tells: which inputs it leads to, and which backwards write into their grad_output."""
+"""Facts from autograd's graph: which inputs it leads to, and which backwards write into their grad_output."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def depends_on(tensor: Tensor, other: Tensor) -> bool:
 
 @contextmanager
 def written_gradients(outputs: Sequence[Tensor]) -> Iterator[Callable[[], bool]]:
-    """Watches backward passes: yields what tells whether any node wrote into a gradient that it was given."""
+    """Watches backward passes: yields what says whether any node wrote into a gradient that it was given."""
     kept: list[tuple[Tensor, Tensor]] = []
 
     def keep(gradients: tuple[Tensor | None, ...]) -> None:

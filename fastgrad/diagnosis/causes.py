@@ -93,8 +93,8 @@ def _of_func(failure: Failure, evidence: Evidence, settings: Settings) -> Iterat
     if evidence.func_moves:
         yield Cause(
             "race",
-            "func itself gives other values each time it is called: random numbers, atomic additions, or memory "
-            "that nobody wrote",
+            "func itself gives other values each time it is called: random numbers, atomic additions, or uninitialized "
+            "memory",
             f"two calls at the same inputs differ by {evidence.func_moves:.1e}",
             0.97,
         )
@@ -275,8 +275,7 @@ def _of_runs(evidence: Evidence, settings: Settings) -> Iterator[Cause]:
     else:
         yield Cause(
             "race",
-            "backward gives other values each time: atomic additions, threads that do not wait, or memory that nobody "
-            "wrote",
+            "backward gives other values each time: atomic additions, missing synchronization, or uninitialized memory",
             measure,
             0.95,
         )
@@ -554,8 +553,8 @@ def _of_precision(sample: Sample) -> Iterator[Cause]:
     a, n = sample.analytical, sample.numerical
     if a.is_complex():
         a, n = torch.view_as_real(a).reshape(-1), torch.view_as_real(n).reshape(-1)
-    telling = (a != 0) & (n != 0) & a.isfinite()
-    a, n = a[telling], n[telling]
+    nonzero = (a != 0) & (n != 0) & a.isfinite()
+    a, n = a[nonzero], n[nonzero]
     if a.numel() < 3 or torch.unique(a).numel() < 3:
         return
     for dtype in (torch.bfloat16, torch.float16, torch.float32):

@@ -46,7 +46,7 @@ def gather(problem: Problem, report: Report, at_hand: Sample | None = None) -> t
 
 
 class _Investigation(Samples, BackwardExperiments, FuncExperiments):
-    """The experiments, cheap and telling ones first; later ones only while nothing explains the failure."""
+    """The experiments, cheap and conclusive ones first; later ones only while nothing explains the failure."""
 
     def run(self) -> tuple[Sample | None, Evidence | None]:
         """All of it."""
@@ -57,7 +57,7 @@ class _Investigation(Samples, BackwardExperiments, FuncExperiments):
         if failure.mode == "reverse":
             self._vjps(sample)
         if failure.kind == "mismatch":
-            self._second_opinions()
+            self._other_measurements()
             if failure.mode == "reverse" and self._output is not None and self._input is not None:
                 pair = self._output, self._input
                 self._hypotheses(Hypotheses(self._problem, *pair, self._settings.seed, self._record), sample)

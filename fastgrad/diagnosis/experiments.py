@@ -59,7 +59,7 @@ class Experiments:
             return None
         try:
             return experiment()
-        except Exception:  # of func, or for want of memory: the failure stands, and this says nothing of it
+        except Exception:  # of func, or for lack of memory: the failure stands without it
             return None
 
     def _note(self, **found: object) -> None:

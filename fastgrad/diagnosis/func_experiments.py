@@ -24,7 +24,7 @@ class FuncExperiments(Experiments):
         first, second = (self._problem.evaluate(True) for _ in range(2))
         self._note(func_moves=float((first - second).abs().nan_to_num(0.0).max()))
 
-    def _second_opinions(self) -> None:
+    def _other_measurements(self) -> None:
         worst = self._failure.comparison.worst if self._failure.comparison is not None else None
         self._try(2, self._precision)
         if worst is None or self._output is None or self._input is None:

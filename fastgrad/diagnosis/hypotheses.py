@@ -137,13 +137,13 @@ class Hypotheses:
     @cached_property
     def _tell(self) -> bool:
         """Whether the sums show that the gradient is wrong."""
-        return all(_apart(one.u * one.gradient, one.v * one.slope) > 100 * NEAR for one in self._vectors)
+        return all(_relative_difference(one.u * one.gradient, one.v * one.slope) > 100 * NEAR for one in self._vectors)
 
     def _explained(self, name: CauseName, text: str, sums: Callable[[_Vectors], Sums]) -> Explanation | None:
         """The hypothesis, where its sums are equal for all vectors."""
         error = 0.0
         for one in self._vectors:
-            error = max(error, _apart(*sums(one)))
+            error = max(error, _relative_difference(*sums(one)))
             if not error <= NEAR:
                 return None
         return Explanation(name, text, error)
@@ -199,8 +199,8 @@ class Hypotheses:
                 yield words, away
 
 
-def _apart(terms: Tensor, others: Tensor) -> float:
-    """How far two sums are apart, over the sum of the moduli of their terms."""
+def _relative_difference(terms: Tensor, others: Tensor) -> float:
+    """The difference of two sums over the sum of the moduli of their terms."""
     size = float(terms.abs().sum() + others.abs().sum())
     return abs(float(terms.sum() - others.sum())) / size if size else math.inf
 

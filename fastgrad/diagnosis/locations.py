@@ -66,11 +66,11 @@ def _places(sample: Sample, side: str, settings: Tolerances) -> _Places | None:
         if side == "input"
         else (sample.outputs, sample.output_values, sample.output_shape)
     )
-    telling = (sample.analytical != 0) | (sample.numerical != 0)
-    own = elements[telling]
+    nonzero = (sample.analytical != 0) | (sample.numerical != 0)
+    own = elements[nonzero]
     unique, number = torch.unique(own, return_inverse=True)
     bad = torch.zeros(unique.numel(), dtype=torch.bool, device="cpu")
-    failing = sample.failing[telling]
+    failing = sample.failing[nonzero]
     bad[number[failing]] = True
     if not shape or unique.numel() < 2 or not bool(bad.any()) or bool(bad.all()):
         return None
@@ -78,16 +78,16 @@ def _places(sample: Sample, side: str, settings: Tolerances) -> _Places | None:
         return None  # single entries are wrong, not what is at these places
     if values is not None:
         of_each = torch.empty(unique.numel(), dtype=values.dtype, device="cpu")
-        of_each[number] = values[telling]
+        of_each[number] = values[nonzero]
         values = of_each
     allowed = settings.atol + settings.rtol * sample.numerical.abs()
-    of_entries = ((sample.analytical - sample.numerical).abs() / allowed).nan_to_num(math.inf)[telling]
+    of_entries = ((sample.analytical - sample.numerical).abs() / allowed).nan_to_num(math.inf)[nonzero]
     excess = torch.zeros(unique.numel(), dtype=torch.float64, device="cpu").scatter_reduce(
         0, number, of_entries, "amax"
     )
     count = int(failing.sum())
     share = count / int(bad[number].sum())
-    return _Places(side, shape, unique, bad, values, excess, _mixing(sample, telling), share, (count, failing.numel()))
+    return _Places(side, shape, unique, bad, values, excess, _mixing(sample, nonzero), share, (count, failing.numel()))
 
 
 def _unraveled(elements: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
@@ -99,12 +99,12 @@ def _unraveled(elements: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
     return found[::-1]
 
 
-def _mixing(sample: Sample, telling: Tensor) -> frozenset[int] | None:
+def _mixing(sample: Sample, nonzero: Tensor) -> frozenset[int] | None:
     """Dimensions along which outputs depend on inputs at other places; None where the sides have other dimensions."""
     if len(sample.input_shape) != len(sample.output_shape):
         return None
-    ins = _unraveled(sample.inputs[telling], sample.input_shape)
-    outs = _unraveled(sample.outputs[telling], sample.output_shape)
+    ins = _unraveled(sample.inputs[nonzero], sample.input_shape)
+    outs = _unraveled(sample.outputs[nonzero], sample.output_shape)
     return frozenset(dim for dim, (i, o) in enumerate(zip(ins, outs, strict=True)) if bool((i != o).any()))
 
 

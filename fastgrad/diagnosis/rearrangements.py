@@ -63,13 +63,13 @@ class _Matrices:
             return 0  # mostly; all entries take a hundred times as long
         known = ~(rearranged.isnan() | self.analytical.isnan())
         # Zeros agree with zeros anywhere.
-        telling = known & ((self.analytical != 0) | (rearranged != 0))
-        all_telling = ~self.analytical.isnan() & (self.analytical != 0)
-        if int(telling.sum()) < max(2, int(all_telling.sum()) // 2):
+        nonzero = known & ((self.analytical != 0) | (rearranged != 0))
+        all_nonzero = ~self.analytical.isnan() & (self.analytical != 0)
+        if int(nonzero.sum()) < max(2, int(all_nonzero.sum()) // 2):
             return 0
         if bool((~self._close(rearranged) & known).any()):
             return 0
-        wrong = ~self._close(self.numerical) & telling
+        wrong = ~self._close(self.numerical) & nonzero
         return int(wrong.sum())
 
     @cached_property
@@ -215,15 +215,15 @@ def _of_permutations(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
         other = n.shape[1 - dim]
         if count < 2 or other < 2:
             continue
-        apart = (a.sort(dim).values - n.sort(dim).values).abs().max()
+        difference = (a.sort(dim).values - n.sort(dim).values).abs().max()
         moved = int((~((a - n).abs() <= allowed)).any(1 - dim).sum())
         # A row of equal values has no order.
         spread = (n.amax(dim) - n.amin(dim)).max()
-        if bool(apart <= allowed) and moved > 1 and bool(spread > 10 * allowed):
+        if bool(difference <= allowed) and moved > 1 and bool(spread > 10 * allowed):
             yield Cause(
                 "permuted",
                 f"{what} holds the right values in the wrong places: an index, or its inverse, taken for the other",
-                f"sorted, the entries agree to {float(apart):.0e}; {moved} of {count} places moved",
+                f"sorted, the entries agree to {float(difference):.0e}; {moved} of {count} places moved",
                 0.91,
             )
             return

@@ -17,7 +17,7 @@ MOST_ENTRIES = 1 << 14
 """Of a sample."""
 
 MOST_COLUMNS, MOST_ROWS = 12, 24
-"""Of a Jacobian that is too dear to be computed whole: two evaluations each, and one VJP."""
+"""Of a Jacobian that is too expensive to compute whole: two evaluations each, and one VJP."""
 
 LARGEST_BLOCK = 1 << 8
 """Of a kernel whose tail a sample looks for."""
@@ -83,8 +83,8 @@ class Samples(Experiments):
         numerical = self._entries(self._columns(block, chosen), output, block)
         # The outputs that the chosen elements matter most for: where a Jacobian is sparse, nothing else says anything.
         row = flat_index(worst.output_index, output.tensor.shape)
-        heard = numerical.abs().nan_to_num(0.0)
-        rows = [row, *heard.argmax(0).tolist(), *_around(row, tuple(output.tensor.shape), self._settings.seed)]
+        sizes = numerical.abs().nan_to_num(0.0)
+        rows = [row, *sizes.argmax(0).tolist(), *_around(row, tuple(output.tensor.shape), self._settings.seed)]
         rows = list(dict.fromkeys(rows))[: max(2 * count, min(MOST_ROWS, budget // 2))]
         if self._failure.mode == "forward":
             own = torch.cat([self._tangents(block, element) for element in chosen])

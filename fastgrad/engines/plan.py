@@ -53,7 +53,7 @@ PROBE_SECONDS = 30e-3
 """What probing takes."""
 
 SMALL_CALLS = 1000
-"""Evaluations and VJPs of the dense engine up to which it follows up leads: an entry re-measured takes fifty."""
+"""Evaluations and VJPs of the dense engine up to which it follows up suspects: an entry re-measured takes fifty."""
 
 MOST_DENSE_CALLS = 400_000
 """Evaluations and VJPs of the dense engine up to which it decides what no pattern explains; above, the check is

@@ -190,7 +190,7 @@ def all_count_fully(weight: Tensor) -> bool:
 class Cotangent:
     """A row of V: what makes its vector in R^m, how autograd gets it, and how much of the threshold it scales.
 
-    The vector is made whenever it is asked for, the same every time: memory is dearer.
+    The vector is made whenever it is asked for, the same every time: that costs less than the memory.
     """
 
     vector: Callable[[], Tensor]
@@ -265,7 +265,7 @@ def residual_row(
     """One row of the sketch, of a cotangent and its vector; what is allowed for it; the VJP behind it (shape (n,))."""
     gradient = problem.vjp(vector.unsqueeze(0), int(cotangent.gapped), int(cotangent.expanded))[0]
     sums = ops.dots(differences.derivatives, vector), ops.dots(differences.directions, gradient)
-    # A few numbers each: sooner told here than by operators, and asked of a device at once.
+    # A few numbers each: compared here in less time than by operators, and fetched from a device at once.
     pairs = list(zip(*torch.stack(sums).tolist(), strict=True))
     values = [numerical[0] - analytical[0] for numerical, analytical in pairs]
     slack = _slack(settings, differences, cotangent)

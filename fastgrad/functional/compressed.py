@@ -195,7 +195,7 @@ def _guess(maps: _Maps) -> Pattern | None:
     pattern = sparsity.guess(rows.targets, rows.sources)
     if pattern is None or pattern.nnz > admitted_entries(Settings(), rows.m * rows.n):
         return None
-    return pattern if _bears_a_look(rows, pattern) else None
+    return pattern if _explains_random_rows(rows, pattern) else None
 
 
 def _guess_band(maps: _Maps) -> Pattern | None:
@@ -217,10 +217,10 @@ def _guess_band(maps: _Maps) -> Pattern | None:
     starts = np.zeros(rows.m + 1, dtype=np.int64)
     np.cumsum(within.sum(1), out=starts[1:])
     pattern = Pattern(starts, columns[within], rows.n, "guessed from one product: a band")
-    return pattern if _bears_a_look(rows, pattern) else None
+    return pattern if _explains_random_rows(rows, pattern) else None
 
 
-def _bears_a_look(rows: LinearMap, pattern: Pattern) -> bool:
+def _explains_random_rows(rows: LinearMap, pattern: Pattern) -> bool:
     """Whether a product with a random half of the rows reaches no other columns than the pattern says."""
     seed = direction(rows.m, 0, PROBE_COTANGENT, halved=True)
     reacted = (rows.product(seed) != 0).cpu().numpy()

@@ -28,7 +28,7 @@ _ALIKE = ((1.0, 1.0),)
 """The scales of inputs that all have the same."""
 
 
-def evaluated_apart(func: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+def evaluated_and_restored(func: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """What func returns for arguments that no problem is made of yet; strided ones that require grad are restored."""
     checked: list[Tensor] = []
     for value in arguments:

@@ -13,7 +13,7 @@ from fastgrad.core import native
 from fastgrad.core.random import GRAD_OUTPUT_STREAM, uniform_like
 from fastgrad.problem.arguments import as_tuple
 from fastgrad.problem.caller_state import Kept
-from fastgrad.problem.evaluation import evaluated_apart
+from fastgrad.problem.evaluation import evaluated_and_restored
 from fastgrad.problem.validation import disabled_gradients
 from fastgrad.report.data import GradOutputs
 
@@ -55,7 +55,7 @@ def grad_outputs_for(
 ) -> tuple[Tensor, ...]:
     """Grad_outputs that are not given: one for each output that requires grad. Calls func."""
     with Kept(inputs):
-        outputs = differentiable_outputs(evaluated_apart(func, inputs))
+        outputs = differentiable_outputs(evaluated_and_restored(func, inputs))
     if made == "ones":
         return tuple(torch.ones_like(output, requires_grad=False) for output in outputs)
     return random_grad_outputs(outputs, seed, made == "non-contiguous")

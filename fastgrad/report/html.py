@@ -555,7 +555,9 @@ def _pair_row(report: ReportData, pair: Pair) -> tuple[str, ...]:
 
 def _cost_section(report: ReportData) -> str:
     rows = [("time", messages.seconds_text(report.seconds)), ("evaluations of func", f"{report.evaluations:,}")]
-    rows += [("VJPs", f"{report.vjps:,}")] + [("JVPs", f"{report.jvps:,}")] * bool(report.jvps)
+    rows.append(("VJPs", f"{report.vjps:,}"))
+    if report.jvps:
+        rows.append(("JVPs", f"{report.jvps:,}"))
     rows += [("input coordinates", f"{report.n:,}"), ("output coordinates", f"{report.m:,}")]
     plan = report.plan
     if plan is not None:

@@ -66,7 +66,8 @@ def short(report: ReportData) -> str:
     verdict = report.verdict if report.failure is None else f"{report.verdict} ({report.failure.kind})"
     parts = [f"{report.m} x {report.n}", report.plan.engine if report.plan else "no engine"]
     parts += [_count(report.evaluations, "evaluation"), _count(report.vjps, "VJP")]
-    parts += [_count(report.jvps, "JVP")] * bool(report.jvps)
+    if report.jvps:
+        parts.append(_count(report.jvps, "JVP"))
     return f"<Report: {', '.join([verdict, *parts])}>"
 
 
@@ -115,8 +116,10 @@ def _pair_line(report: ReportData, pair: Pair) -> str:
 def jacobian_name(report: ReportData, found: Failure | Pair) -> str:
     """A Jacobian: d out0 / d in1, and which part of a complex tensor, in which mode."""
     output, input_ = names_of(report, found)
-    which = [f"{found.part} part"] * (found.part != "all") + ["forward mode"] * (found.mode == "forward")
-    return f"d {output} / d {input_}" + (f" ({', '.join(which)})" if which else "")
+    part = "" if found.part == "all" else f"{found.part} part"
+    mode = "forward mode" if found.mode == "forward" else ""
+    which = ", ".join(filter(None, (part, mode)))
+    return f"d {output} / d {input_}" + (f" ({which})" if which else "")
 
 
 def names_of(report: ReportData, found: Failure | Pair) -> tuple[str, str]:
@@ -201,8 +204,10 @@ def _first_line(report: ReportData, failure: Failure, comparison: Comparison) ->
         function = f"backward of {function}"
     what = "gradient of" if failure.mode == "reverse" else "forward-mode derivative by"
     through = f" through {output}" if len(subject.outputs) > 1 else ""
-    of = [*subject.inputs[failure.input or 0 :][:1], *[f"{failure.part} part"] * (failure.part != "all")]
-    kind = f" ({', '.join(of)})" if of else ""
+    tensor = subject.inputs[failure.input] if subject.inputs and failure.input is not None else ""
+    part = "" if failure.part == "all" else f"{failure.part} part"
+    details = ", ".join(filter(None, (tensor, part)))
+    kind = f" ({details})" if details else ""
     verdict = f"is wrong in {_extent(comparison)}"
     if failure.trouble == "not converged":
         what, verdict = f"numerical {what}", f"does not settle in {_extent(comparison)} that differ"
@@ -228,14 +233,18 @@ def call(report: ReportData) -> str:
         "non-contiguous": ["gen_non_contig_grad_outputs=True"],
     }.get(settings.grad_outputs or "", [])
     if named:
-        name, keywords = "check", ["order=2"] * second_order + keywords
+        name, keywords = "check", ["order=2", *keywords] if second_order else keywords
     keywords += [f"{number}={_numbers(settings, number)}" for number in ("eps", "atol", "rtol")]
-    keywords += [f"{forward}=True"] * settings.check_forward_ad
-    # Without reverse mode gradgradcheck demands that its other keyword is off, too.
-    keywords += [f"{reverse}=False"] * (not settings.check_backward_ad)
-    keywords += ["check_undefined_grad=False"] * (second_order and not settings.check_backward_ad)
-    keywords += ["fast_mode=True"] * settings.fast_mode + ["masked=True"] * settings.masked
-    keywords += [f"engine={settings.engine!r}"] * (settings.engine != "auto")
+    not_default = {
+        f"{forward}=True": settings.check_forward_ad,
+        f"{reverse}=False": not settings.check_backward_ad,
+        # Without reverse mode gradgradcheck demands that this is off, too.
+        "check_undefined_grad=False": second_order and not settings.check_backward_ad,
+        "fast_mode=True": settings.fast_mode,
+        "masked=True": settings.masked,
+        f"engine={settings.engine!r}": settings.engine != "auto",
+    }
+    keywords += [keyword for keyword, is_given in not_default.items() if is_given]
     return f"fastgrad.{name}(..., {', '.join(keywords)}, seed={settings.seed})"
 
 
@@ -399,8 +408,10 @@ def _positions(report: ReportData, failure: Failure) -> list[str]:
     places = []
     if report.input_names:
         output, input_ = names_of(report, failure)
-        places += [f"output {failure.output} is {output}"] * (failure.output is not None)
-        places += [f"input {failure.input} is {input_}"] * (failure.input is not None)
+        if failure.output is not None:
+            places.append(f"output {failure.output} is {output}")
+        if failure.input is not None:
+            places.append(f"input {failure.input} is {input_}")
         return [f"  where      {'; '.join(places)}"] if places else []
     if failure.output is not None and failure.output != failure.output_position:
         places.append(f"output {failure.output} is element {failure.output_position} of func's result")

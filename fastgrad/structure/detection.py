@@ -139,13 +139,13 @@ class Patterns:
             return False
         if not pattern.touched(moved).all():
             return True
-        telling = sparsity.separating_columns(pattern)
-        if not telling.any():
+        separating = sparsity.separating_columns(pattern)
+        if not separating.any():
             return True
         if not self._budget.looks_again:
             return False
         try:
-            return sparsity.explains_look(pattern, telling, self._reacting_outputs(telling))
+            return sparsity.explains_look(pattern, separating, self._reacting_outputs(separating))
         except Exception as error:
             raise_unless_of_func(error)
             return False  # it takes single steps only

@@ -314,11 +314,11 @@ def explains_look(pattern: Pattern, moved: Mask, reacted: Mask) -> bool:
 
 def separating_columns(pattern: Pattern) -> Mask:
     """Columns, shape (n,), that are to leave every second row as it is: a look at them, and a dense row, tell much."""
-    still = np.zeros(pattern.m, dtype=np.bool_)
-    still[::2] = True
-    telling = np.ones(pattern.n, dtype=np.bool_)
-    telling[pattern.columns[np.repeat(still, np.diff(pattern.starts))]] = False
-    return telling
+    chosen = np.zeros(pattern.m, dtype=np.bool_)
+    chosen[::2] = True
+    separating = np.ones(pattern.n, dtype=np.bool_)
+    separating[pattern.columns[np.repeat(chosen, np.diff(pattern.starts))]] = False
+    return separating
 
 
 def probes_to_arrange(blocks: Sequence[Block]) -> int:
@@ -376,7 +376,7 @@ class Refinement:
         return np.flatnonzero(self._respond(selection))
 
     def _arrange(self, block: Block) -> Indices:
-        """Puts the telling dimensions of a tensor first, and says which targets the whole of it reaches."""
+        """Puts the separating dimensions of a tensor first, and says which targets the whole of it reaches."""
         shape, width = list(block.tensor.shape), block.width
         wide = [dim for dim, size in enumerate(shape) if size > 1]
         reached = np.arange(self._targets)
@@ -386,14 +386,14 @@ class Refinement:
             own = selection[block.slice].reshape(*shape, width)
             own[...] = True
             reached = self._probe(selection)
-            telling = []
+            separating = []
             for dim in wide:
                 own[...] = False
                 np.moveaxis(own, dim, 0)[: shape[dim] // 2] = True
                 if self._probe(selection).size <= SEPARATES * reached.size:
-                    telling.append(dim)
-            self.separates |= bool(telling)
-            order = telling + [dim for dim in order if dim not in telling]
+                    separating.append(dim)
+            self.separates |= bool(separating)
+            order = separating + [dim for dim in order if dim not in separating]
             coordinates = np.arange(block.first, block.end).reshape(*shape, width)
             permuted = coordinates.transpose(*order, len(shape))
             self._order[block.slice] = permuted.reshape(-1)

@@ -54,7 +54,7 @@ class DisagreementError(AssertionError):
         super().__init__(
             f"fastgrad's {check.name} {check.ours.verdict}, and torch's {check.torch.verdict}. Where that is meant, "
             "docs/differences.md of fastgrad's source tree says why.\n\n"
-            f"fastgrad: {_told(check.ours)}\n\ntorch: {_told(check.torch)}"
+            f"fastgrad: {_described(check.ours)}\n\ntorch: {_described(check.torch)}"
         )
         self.check = check
 
@@ -63,9 +63,9 @@ class DisagreementError(AssertionError):
         return type(self), (self.check,)
 
 
-def _told(outcome: Outcome) -> str:
-    told = f"{outcome.verdict} after {outcome.seconds:.3g} s"
-    return told if outcome.error is None else f"{told}\n{type(outcome.error).__name__}: {outcome.error}"
+def _described(outcome: Outcome) -> str:
+    text = f"{outcome.verdict} after {outcome.seconds:.3g} s"
+    return text if outcome.error is None else f"{text}\n{type(outcome.error).__name__}: {outcome.error}"
 
 
 @dataclass

@@ -136,7 +136,7 @@ def _checked(options: argparse.Namespace) -> int:
             report = check(target.func, target.inputs, kwargs=target.keywords, **_keywords(options, order))
         except Exception as raised:  # of func, or about the arguments: no verdict
             error = raised
-            print(f"fastgrad check: {name} of {options.function} raised {_told(error)}", file=sys.stderr)
+            print(f"fastgrad check: {name} of {options.function} raised {_described(error)}", file=sys.stderr)
             if options.traceback:
                 traceback.print_exception(error)
         code = max(code, 2 if report is None else 0 if report.passed else 1)
@@ -177,7 +177,7 @@ def _keywords(options: argparse.Namespace, order: int) -> dict[str, Any]:
     return keywords | {name: value for name, value in tolerances.items() if value is not None}
 
 
-def _told(error: Exception) -> str:
+def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 

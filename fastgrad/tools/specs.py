@@ -1,4 +1,4 @@
-"""What the command line is told in words: a function to check, tensors to check it at, keywords.
+"""Specifications in command-line arguments: a function to check, tensors to check it at, keywords.
 
 FUNCTION  MODULE:NAME  or  FILE.py:NAME, NAME with attributes after dots, each of which may be called: Net().forward
 INPUT     DTYPE[SIZE,...]      float64[64,32]  float64[]  complex128[8]  bool[5]

@@ -1,4 +1,4 @@
-"""Second opinions without eps: forward against reverse mode, and the order of a Taylor remainder."""
+"""Tests without a step size: forward against reverse mode, and the order of a Taylor remainder."""
 
 from __future__ import annotations
 
@@ -285,12 +285,12 @@ def _rate(steps: list[float], remainders: list[float], rounding: float) -> float
     finite = [(h, remainder) for h, remainder in zip(steps, remainders, strict=True) if math.isfinite(remainder)]
     if len(finite) < 2:
         return math.nan
-    told = [(math.log2(h), math.log2(remainder)) for h, remainder in finite if remainder > rounding][-FINEST:]
-    if len(told) < 2:
+    usable = [(math.log2(h), math.log2(remainder)) for h, remainder in finite if remainder > rounding][-FINEST:]
+    if len(usable) < 2:
         return math.inf
-    mean_h, mean_r = (sum(values) / len(told) for values in zip(*told, strict=True))
-    covariance = math.fsum((h - mean_h) * (r - mean_r) for h, r in told)
-    return covariance / math.fsum((h - mean_h) ** 2 for h, _ in told)
+    mean_h, mean_r = (sum(values) / len(usable) for values in zip(*usable, strict=True))
+    covariance = math.fsum((h - mean_h) * (r - mean_r) for h, r in usable)
+    return covariance / math.fsum((h - mean_h) ** 2 for h, _ in usable)
 
 
 def _pair(problem: Problem, seed: int, number: int) -> tuple[Tensor, Tensor]:

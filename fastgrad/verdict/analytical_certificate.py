@@ -148,12 +148,12 @@ class AnalyticalCertificate:
         """
         learnt: list[tuple[Indices, Indices]] = []
         for _ in range(MOST_ROWS):
-            leads = proof.leads()
-            if not leads:
+            suspects = proof.suspects()
+            if not suspects:
                 return incomplete(learnt)
             if dense_is_small(self._problem, self._settings):
                 return incomplete(learnt, refuted=True)
-            which, column = leads[0]
+            which, column = suspects[0]
             row, gradient = self._locate_row(proof.cotangent(which), column)
             known = self._row(row)
             change = gradient - known
@@ -227,7 +227,7 @@ class AnalyticalCertificate:
     def explains_products(self) -> bool:
         """Whether products are what the entries add up to, to rounding; keeps the products."""
         self._proofs = list(self._proofs_of(self._all_kinds))
-        return not any(proof.leads() for proof in self._proofs)
+        return not any(proof.suspects() for proof in self._proofs)
 
     def first_product(self) -> tuple[Tensor, Tensor]:
         """A cotangent of those, and its VJP: float64, shapes (m,) and (n,)."""
@@ -235,7 +235,7 @@ class AnalyticalCertificate:
         return proof.cotangent(0), proof.gradients()[0]
 
     def _proofs_of(self, kinds: tuple[int, ...], number: int = 0) -> Iterator[LinearityProof]:
-        """One of all kinds of cotangents or, where the problem is large and vectors are dear, one at a time."""
+        """One of all kinds of cotangents or, where vectors take much memory, one at a time."""
         is_small = self._problem.n + self._problem.m <= PIECE
         for some in [kinds] if is_small else [(kind,) for kind in kinds]:
             excluded = self._compression.excluded_rows, self._compression.excluded_columns

@@ -345,7 +345,7 @@ class LinearityProof:
                 self._moves_by = _movement(self._vjp(0), self._gradients[:1])
         return self._gradients
 
-    def leads(self) -> list[tuple[int, int]]:
+    def suspects(self) -> list[tuple[int, int]]:
         """Where a VJP is not what the entries add up to, to rounding: (number of v, coordinate), the worst first.
 
         Rounding that is larger than that of a few operations is measured. An entry that is missing from a sparse

@@ -24,7 +24,7 @@ from fastgrad.structure.coloring import Indices
 from fastgrad.verdict.comparison import tolerances
 from fastgrad.verdict.confirm import Found, entries_failure, entry_in_row, located_failure, row_entry
 
-MOST_LEADS = 8
+MOST_SUSPECTS = 8
 """Rows, and columns, of a failed certificate to follow up."""
 
 MOST_PEELED = 8
@@ -82,7 +82,7 @@ class Incomplete:
 
     @property
     def ends(self) -> bool:
-        """Whether this pattern leads nowhere."""
+        """Whether this pattern is of no use."""
         return self.refuted or self.unexplained is not None
 
     @property
@@ -235,14 +235,14 @@ class NumericalCertificate:
     def follow(self, rows: list[int], row_of: Callable[[int], Tensor]) -> Failure | Incomplete:
         """Down to the entry of each row that is wrong; or all that its gradient says belongs to it."""
         learnt: list[tuple[Indices, Indices]] = []
-        for row in rows[:MOST_LEADS]:
+        for row in rows[:MOST_SUSPECTS]:
             gradient = row_of(row)
             found = self._peeled(row, gradient)
             if not isinstance(found, list):
                 return found
             columns = np.union1d(np.flatnonzero(gradient.cpu().numpy()), [j for entry in found for j in entry.columns])
             learnt.append((np.full(columns.size, row), columns.astype(np.int64)))
-        return incomplete(learnt, refuted=len(rows) > MOST_LEADS)
+        return incomplete(learnt, refuted=len(rows) > MOST_SUSPECTS)
 
     def row_failure(self, row: int, gradient: Tensor) -> Failure | None:
         """Whether a row of the backward, run by itself, float64, shape (n,), is wrong by the allclose rule."""
@@ -294,7 +294,7 @@ class NumericalCertificate:
                 steps += [*SMALLER, *LARGER] if unexplained else [*LARGER, *SMALLER]
         self._explained_to(known.masked_fill(rows, 0.0) / self._margin, excluded)
         worst_first = rows.nonzero().reshape(-1)[refuted[0][rows].argsort(descending=True)]
-        self._refuting = dict(zip(worst_first[:MOST_LEADS].tolist(), refuting[worst_first].tolist(), strict=False))
+        self._refuting = dict(zip(worst_first[:MOST_SUSPECTS].tolist(), refuting[worst_first].tolist(), strict=False))
         self._count, self._excluded = count, excluded
         self._against = (self.values, self._entry_rounding) if analytical is None else (analytical, None)
         return worst_first.tolist()

@@ -247,8 +247,8 @@ CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
         "or in a shared buffer, where ctx.save_for_backward would keep one a graph",
     ),
     "race": (
-        "looks like backward gives other values each time: atomic additions, threads that do not wait, or memory that "
-        "nobody wrote",
+        "looks like backward gives other values each time: atomic additions, missing synchronization, or "
+        "uninitialized memory",
     ),
     "nonlinear backward": (
         "looks like backward is not linear in grad_output: a clamp, a quantization, or a product of two grad_outputs",

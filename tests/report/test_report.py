@@ -90,7 +90,7 @@ def test_undecided_has_a_bound() -> None:
     assert (report.verdict, report.passed) == ("undecided", True)
     assert report.undecided is not None
     assert report.undecided > 1e-5
-    assert report.certificates == ()
+    assert ["repeat" in certificate.claim for certificate in report.certificates] == [True]
     assert str(report).startswith(
         f"gradcheck undecided: nothing wrong was found, and errors up to {report.undecided:.2g}"
     )
