@@ -215,6 +215,9 @@ class Scene:
     def func(self, *_: Any) -> Any:
         if self.make.random() < 0.1:
             return tuple(any_tensor(self.make) for _ in range(self.make.randrange(3)))
+        for tensor in (self.x, self.z):
+            if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
+                raise RuntimeError("freed by an earlier call: torch would read it all the same")
         outputs = self.x.sin(), self.z * self.z
         if self.make.random() < 0.05:
             memory = self.make.choice((self.x, self.z, *outputs)).detach()
