@@ -3,16 +3,14 @@
 import os
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 try:
     import torch
     from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
 except ImportError:
-    raise SystemExit(
-        "fastgrad compiles against the installed torch, and this build environment has none: "
-        "install torch >= 2.11 first, then run pip with --no-build-isolation."
-    ) from None
+    torch = None  # an sdist and metadata need neither torch nor a compiler
 
 ROOT = Path(__file__).parent
 
@@ -38,39 +36,52 @@ def translation_unit(name: str, parts: list[str]) -> str:
     return str(path.relative_to(ROOT))
 
 
-cuda = use_cuda()
-if cuda:
-    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
-listed = (ROOT / "csrc/sources.txt").read_text().split()
-calling_python = ["csrc/bindings.cpp", "csrc/loops.cpp", "csrc/vjp.cpp", "csrc/whole_backward.cpp"]
-operators = [source for source in listed if "/cuda/" not in source and source not in calling_python]
-sources = [translation_unit("calling_python", calling_python), translation_unit("operators", operators)]
-sources += [source for source in listed if cuda and "/cuda/" in source]
-# Python's own CFLAGS add -g, and at::parallel_for is serial without -fopenmp.
-# -fno-trapping-math: nobody here looks at floating-point exceptions, and without it no condition vectorizes.
-flags = ["-O3", "-g0", "-fopenmp", "-fno-trapping-math", "-fvisibility=hidden"]
-flags += ["-Wall", "-Wextra", "-Wno-unused-parameter"]
-if os.environ.get("FASTGRAD_WERROR") == "1":
-    flags.append("-Werror")
-# -fmad=false: products and sums round as on the CPU, and no kernel here is short of arithmetic.
-nvcc_flags = ["-O3", "-fmad=false"]
-sanitizers = []
-if os.environ.get("FASTGRAD_SANITIZE") == "1":
-    sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
-    # Python's own CFLAGS add -fwrapv, under which no signed overflow is an error.
-    flags += ["-O1", "-g", "-fno-wrapv", "-fno-omit-frame-pointer", "-D_GLIBCXX_ASSERTIONS", *sanitizers]
-(ROOT / "fastgrad/_build.py").write_text(
-    '"""What the compiled module was built against; written by setup.py."""\n\n'
-    f"TORCH = {str(torch.__version__)!r}\nCUDA = {torch.version.cuda if cuda else None!r}\n"
-)
-setup(
-    ext_modules=[
-        (CUDAExtension if cuda else CppExtension)(
-            "fastgrad._C",
-            sources,
-            extra_compile_args={"cxx": flags, "nvcc": nvcc_flags} if cuda else flags,
-            extra_link_args=["-fopenmp", *sanitizers],
+def extension() -> Extension:
+    """The compiled module; writes what it is built against."""
+    cuda = use_cuda()
+    if cuda:
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
+    listed = (ROOT / "csrc/sources.txt").read_text().split()
+    calling_python = ["csrc/bindings.cpp", "csrc/loops.cpp", "csrc/vjp.cpp", "csrc/whole_backward.cpp"]
+    operators = [source for source in listed if "/cuda/" not in source and source not in calling_python]
+    sources = [translation_unit("calling_python", calling_python), translation_unit("operators", operators)]
+    sources += [source for source in listed if cuda and "/cuda/" in source]
+    # Python's own CFLAGS add -g, and at::parallel_for is serial without -fopenmp.
+    # -fno-trapping-math: nobody here looks at floating-point exceptions, and without it no condition vectorizes.
+    flags = ["-O3", "-g0", "-fopenmp", "-fno-trapping-math", "-fvisibility=hidden"]
+    flags += ["-Wall", "-Wextra", "-Wno-unused-parameter"]
+    if os.environ.get("FASTGRAD_WERROR") == "1":
+        flags.append("-Werror")
+    # -fmad=false: products and sums round as on the CPU, and no kernel here is short of arithmetic.
+    nvcc_flags = ["-O3", "-fmad=false"]
+    sanitizers = []
+    if os.environ.get("FASTGRAD_SANITIZE") == "1":
+        sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+        # Python's own CFLAGS add -fwrapv, under which no signed overflow is an error.
+        flags += ["-O1", "-g", "-fno-wrapv", "-fno-omit-frame-pointer", "-D_GLIBCXX_ASSERTIONS", *sanitizers]
+    (ROOT / "fastgrad/_build.py").write_text(
+        '"""What the compiled module was built against; written by setup.py."""\n\n'
+        f"TORCH = {str(torch.__version__)!r}\nCUDA = {torch.version.cuda if cuda else None!r}\n"
+    )
+    return (CUDAExtension if cuda else CppExtension)(
+        "fastgrad._C",
+        sources,
+        extra_compile_args={"cxx": flags, "nvcc": nvcc_flags} if cuda else flags,
+        extra_link_args=["-fopenmp", *sanitizers],
+    )
+
+
+class BuildWithoutTorch(build_ext):
+    """Says what is missing."""
+
+    def run(self) -> None:
+        raise SystemExit(
+            "fastgrad compiles against torch, and this build environment has none: "
+            "install torch >= 2.11 first, then run pip with --no-build-isolation."
         )
-    ],
-    cmdclass={"build_ext": BuildExtension},
-)
+
+
+if torch is None:
+    setup(ext_modules=[Extension("fastgrad._C", [])], cmdclass={"build_ext": BuildWithoutTorch})
+else:
+    setup(ext_modules=[extension()], cmdclass={"build_ext": BuildExtension})

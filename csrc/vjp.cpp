@@ -274,6 +274,12 @@ std::tuple<at::Tensor, GradientsMatch> vjp_coordinates(
   TORCH_CHECK(
       cotangents.size(1) == total(outputs), "vjp_coordinates: cotangents must have ", total(outputs),
       " columns, one for each real coordinate of the outputs, got ", cotangents.size(1));
+  for (const int64_t count : {gapped, expanded}) {
+    TORCH_CHECK(
+        0 <= count && count <= cotangents.size(0),
+        "vjp_coordinates: gapped and expanded must be at least 0 and at most ", cotangents.size(0),
+        ", the rows of cotangents, got ", count);
+  }
   const int64_t n = total(inputs);
   at::Tensor gradients;
   GradientsMatch match;

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
+
+MISSING = (
+    "fastgrad's compiled module is missing: build it with `make develop`, or with "
+    "`pip install --no-build-isolation .`, in its source tree."
+)
 
 try:
     from fastgrad import _build
 except ImportError:
-    raise ImportError(
-        "fastgrad's compiled module is missing: build it with `pip install --no-build-isolation .` in its source tree."
-    ) from None
+    raise ImportError(MISSING) from None
 
 
 def _release(version: str) -> list[str]:
@@ -24,7 +29,10 @@ if _release(_build.TORCH) != _release(str(torch.__version__)) or _build.CUDA not
         "`pip install --no-build-isolation --force-reinstall --no-deps fastgrad`, from its source tree or sdist."
     )
 
-from fastgrad._C import (  # noqa: E402  (after the check)
+if importlib.util.find_spec("fastgrad._C") is None:
+    raise ImportError(MISSING)
+
+from fastgrad._C import (  # noqa: E402  (after the checks)
     Evaluator,
     GradientsMatch,
     Groups,

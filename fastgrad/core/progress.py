@@ -48,7 +48,7 @@ class Progress:
         except ImportError:
             if self._wanted is None:
                 return
-            raise ImportError("progress=True needs tqdm: pip install tqdm, or fastgrad[progress].") from None
+            raise ImportError("progress=True needs tqdm: pip install tqdm.") from None
         if self._bar is not None:
             self._bar.close()
         hint = "; fast_mode=True takes a moment" if seconds >= LONG else ""

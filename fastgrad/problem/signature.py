@@ -14,7 +14,7 @@ from torch.nn import Module
 
 def function_name(func: Callable[..., Any]) -> str:
     """The name of a function, of the Function whose apply it is, or of a module's class; empty where there is none."""
-    func = inspect.unwrap(func)
+    func = _unwrapped(func)
     if isinstance(func, partial):
         return function_name(func.func)
     custom = _function_class(func)
@@ -26,7 +26,7 @@ def function_name(func: Callable[..., Any]) -> str:
 
 def parameter_names(func: Callable[..., Any]) -> tuple[str, ...]:
     """What a function calls its positional parameters, up to the first that stands for several."""
-    func = inspect.unwrap(func)
+    func = _unwrapped(func)
     custom = _function_class(func)
     called: Callable[..., Any] = func
     if custom is not None:
@@ -35,7 +35,7 @@ def parameter_names(func: Callable[..., Any]) -> tuple[str, ...]:
         called = func.forward
     try:
         parameters = list(inspect.signature(called).parameters.values())
-    except (TypeError, ValueError):  # of builtins
+    except Exception:  # of builtins; and signatures of their own may raise whatever they like
         return ()
     if custom is not None and custom.setup_context is Function.setup_context:
         parameters = parameters[1:]  # ctx
@@ -51,6 +51,15 @@ def parameter_names(func: Callable[..., Any]) -> tuple[str, ...]:
 def kind_of(tensor: Tensor) -> str:
     """The dtype and shape of a tensor: ``float64[3, 4]``."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _unwrapped(func: Callable[..., Any]) -> Callable[..., Any]:
+    """What decorators wrap, if they say so."""
+    try:
+        unwrapped: Callable[..., Any] = inspect.unwrap(func)
+    except ValueError:  # they wrap each other in a circle
+        return func
+    return unwrapped
 
 
 def _function_class(func: Callable[..., Any]) -> type[Function] | None:

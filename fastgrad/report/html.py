@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-NO_FIGURES = "plots need matplotlib: pip install matplotlib, or fastgrad[plot]"
+NO_FIGURES = "plots need matplotlib: pip install matplotlib"
 
 BINS = 96
 """Places along a side of the error map: larger tensors are binned."""

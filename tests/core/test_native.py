@@ -45,6 +45,7 @@ def test_an_unbuilt_tree_says_how_to_build() -> None:
     result = run("import sys; sys.modules['fastgrad._build'] = None; import fastgrad")
     last = result.stderr.strip().splitlines()[-1]
     assert last.startswith("ImportError: fastgrad's compiled module is missing")
+    assert "make develop" in last
     assert "pip install --no-build-isolation" in last
 
 

@@ -80,6 +80,20 @@ def test_names(func: Callable[..., Any], name: str, parameters: tuple[str, ...])
     assert parameter_names(func) == parameters
 
 
+def test_names_never_raise() -> None:
+    class Odd:
+        __signature__ = "none"
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return x
+
+    circular = Odd()
+    circular.__wrapped__ = circular  # type: ignore[attr-defined]
+    for func in (Odd(), circular):
+        assert function_name(func) == "Odd"
+        assert parameter_names(func) == ()
+
+
 def test_kinds() -> None:
     assert kind_of(torch.ones(3, 4)) == "float32[3, 4]"
     assert kind_of(torch.ones((), dtype=torch.complex128)) == "complex128[]"
