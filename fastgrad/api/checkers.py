@@ -17,6 +17,7 @@ from fastgrad.problem.arguments import Call, Wrt, as_tuple, flatten, refuse_func
 from fastgrad.problem.caller_state import keeps_the_callers_state
 from fastgrad.problem.second_order import Backward, grad_outputs_for, made_by
 from fastgrad.report.data import Engine, Settings
+from fastgrad.report.messages import undecided_text
 from fastgrad.report.report import Report
 
 TensorOrTensors = Tensor | Sequence[Any]
@@ -409,9 +410,10 @@ def _raise_or_return(
     if watch is not None:
         watch(report)
     if report.undecided is not None:
+        more = "fast_mode=False" if settings.fast_mode else "engine='dense'"
         warn(
-            f"Nothing wrong was found, but the check is undecided below {report.undecided:.2g}: errors up to this size "
-            "may be hidden. fast_mode=False compares every entry."
+            f"Nothing wrong was found, but the check is {undecided_text(report.undecided)}. "
+            f"{more} compares every entry."
         )
     if report.failure is None:
         return True

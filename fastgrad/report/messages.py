@@ -71,6 +71,13 @@ def short(report: ReportData) -> str:
     return f"<Report: {', '.join([verdict, *parts])}>"
 
 
+def undecided_text(bound: float) -> str:
+    """What a check leaves open."""
+    if bound == math.inf:
+        return "undecided: errors of any size may be hidden"
+    return f"undecided below {bound:.2g}: errors up to this size may be hidden"
+
+
 def bound_text(certificate: Certificate) -> str:
     """From which size on errors show."""
     return f"errors show from {certificate.bound:.2g} on" if certificate.bound else "any error shows"
@@ -89,7 +96,8 @@ def verdict_line(report: ReportData) -> str:
     """The verdict in a sentence, for a headline."""
     name = "gradcheck" if report.settings.grad_outputs is None else "gradgradcheck"
     if report.verdict == "undecided":
-        return f"{name} undecided: nothing wrong was found, and errors up to {report.undecided:.2g} may be hidden"
+        size = "of any size" if report.undecided == math.inf else f"up to {report.undecided:.2g}"
+        return f"{name} undecided: nothing wrong was found, and errors {size} may be hidden"
     if report.verdict == "not converged":
         return f"{name} not converged: the numerical derivative does not settle where the analytical one differs"
     failure = report.failure

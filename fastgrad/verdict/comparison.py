@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,7 @@ from fastgrad.report.data import (
     Span,
     modulus,
 )
+from fastgrad.report.messages import undecided_text
 from fastgrad.structure import coloring
 from fastgrad.verdict.remeasure import Suspects
 
@@ -73,8 +75,9 @@ class Findings:
             self.undecided = max(other.undecided, self.undecided or 0.0)
 
     def note_undecided(self, bound: float) -> None:
-        """Takes in that errors up to a bound may be hidden."""
-        self.notes.append(f"undecided below {bound:.2g}: errors up to this size may be hidden")
+        """Takes in that errors up to a bound may be hidden; of any size, if nothing is known of the bound."""
+        bound = math.inf if math.isnan(bound) else bound
+        self.notes.append(undecided_text(bound))
         self.undecided = max(bound, self.undecided or 0.0)
 
     def add_pair(self, pair: Pair) -> None:
