@@ -23,13 +23,11 @@ from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.native import ops
 from fastgrad.core.phases import phase
 from fastgrad.core.tensors import largest
-from fastgrad.engines import compressed
+from fastgrad.engines import compressed, cost_model
 from fastgrad.engines.blocks import row_parts
 from fastgrad.engines.compressed import Compression
 from fastgrad.engines.executor import RefusedError
 from fastgrad.engines.plan import (
-    ENTRY_BYTES,
-    VJP_COST,
     can_be_dense,
     dense_is_small,
     detection_budget,
@@ -129,7 +127,7 @@ def _attempt(
     if by_columns:
         by_columns, found = verdict.by_columns()
     if not by_columns:
-        if takes_long(VJP_COST * row_groups, look) and candidates.exclude_columns():
+        if takes_long(cost_model.COSTS.vjp_evaluations * row_groups, look) and candidates.exclude_columns():
             return Next.PATTERN
         if not pays_to_compress(problem, settings, column_groups, row_groups):
             return Next.DENSE_ENGINE
@@ -241,7 +239,7 @@ class _Candidates:
 
 def _plan(problem: Problem, settings: Settings, look: FirstLook, compression: Compression) -> Plan:
     pattern, groups = compression.pattern, compression.column_groups.count
-    memory = pattern.nnz * ENTRY_BYTES
+    memory = pattern.nnz * cost_model.COSTS.entry_bytes
     replayed = replays_groups(problem, settings, look, groups)
     if replayed:
         memory += 8 * groups * problem.m

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.memory import free_bytes
-from fastgrad.engines import executor
+from fastgrad.engines import cost_model, executor
 from fastgrad.problem.first_look import FirstLook, usual_seconds
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Plan, Settings
@@ -37,20 +37,11 @@ SMALL_BYTES = 64 << 20
 TINY = 24
 """Evaluations and VJPs of the dense engine up to which it costs no more than a sketch."""
 
-SKETCH_SECONDS, SKETCH_CALLS = 0.55e-3, 24
-"""What a sketch takes beside its evaluations and VJPs, and what these take, in evaluations."""
-
 AFFORDABLE_ENTRIES = 4_000_000
 AFFORDABLE_CALLS = 20_000
 
 PAIR_RATIO = 4000.0
 """Errors that cancel in a row or a column are found from this many times the threshold on."""
-
-GUESS_SECONDS = 2e-3
-"""What a guessed pattern takes, beside the calls of func and backward, and something to spare."""
-
-PROBE_SECONDS = 30e-3
-"""What probing takes."""
 
 SMALL_CALLS = 1000
 """Evaluations and VJPs of the dense engine up to which it follows up suspects: an entry re-measured takes fifty."""
@@ -59,60 +50,14 @@ MOST_DENSE_CALLS = 400_000
 """Evaluations and VJPs of the dense engine up to which it decides what no pattern explains; above, the check is
 undecided. Of a function that takes a millisecond, they take some minutes."""
 
-VJP_SECONDS = 10e-6
-"""What autograd's engine takes for a VJP, however quick backward is."""
-
-VJP_COST = 1.5
-"""Of one VJP, in evaluations."""
-
-LINEAR_COST = 2.0
-"""Of one column by differentiating the backward, in evaluations."""
-
-LINEAR_START = 16
-"""Of what else that takes, its proof and making its graph, in evaluations."""
-
-EXACT_SECONDS = 10.0
-"""What columns, or rows, may take one by one, before the few dense ones that keep the others apart are certified."""
-
-CERTIFICATE_COST = 14
-"""Of all certificates, in evaluations."""
-
-ENTRY_BYTES = 56
-"""What an entry of a compressed Jacobian takes, with its indices and what coloring needs: six numbers of 8 bytes at a
-time (49 bytes are measured for a softmax of 64 rows of 500), and some room."""
-
 COLUMNS_WORTH_PROBING = 32
 """Columns from which probing may find groups that repay it, and a guess of which nothing was seen one more look."""
 
 COLUMNS_WORTH_A_LOOK = 12
 """Columns from which two cheaper evaluations each repay the two that tell whether a graph is needed."""
 
-EXPLORING_SHARE = 10
-"""Of the dense engine's calls, one in so many may be spent on a structure of which nothing was seen."""
-
-LIKELY_SHARE = 4
-"""One in so many where the first look shows that outputs depend on few inputs, or probing that some block does not
-reach all of them."""
-
 FEWEST_PROBES = 14
 """With fewer, at three halvings, probing ends before it finds anything."""
-
-PAYS_SHARE, LARGE_PAYS_SHARE = 0.8, 1 / 8
-"""What the compressed engine may cost, against the dense one; and what it may where its pattern takes more memory than
-two whole Jacobians."""
-
-MOST_VECTORIZED, VECTORIZED_SECONDS = 1024, 10e-3
-"""Rows of a vectorized VJP, and seconds of an evaluation for each of them, at most."""
-
-TRIAL_COLUMNS = 64
-TRIAL_SECONDS = 20e-3
-"""Columns, and seconds of their evaluations one by one, from which a trial of vmapped batches, or replays, repays."""
-
-TRIAL_SHARE = 16
-"""One in so many columns, or rows, is tried."""
-
-TRIAL_GAIN = 1.25
-"""Times as fast as one by one that they must be."""
 
 
 def _memory_limit(settings: Settings, needed: int, device: torch.device | None = None) -> int:
@@ -150,7 +95,7 @@ def sketches(problem: Problem, settings: Settings) -> bool:
     if 2 * problem.n + problem.m <= TINY:
         return False
     seconds = usual_seconds(problem, problem.seconds)
-    return _dense_seconds(problem, seconds) > SKETCH_SECONDS + SKETCH_CALLS * seconds
+    return _dense_seconds(problem, seconds) > cost_model.COSTS.sketch_seconds + cost_model.COSTS.sketch_calls * seconds
 
 
 def is_affordable(problem: Problem) -> bool:
@@ -161,9 +106,9 @@ def is_affordable(problem: Problem) -> bool:
 def looks_first(problem: Problem, settings: Settings) -> bool:
     """Whether the problem is large enough for `first_look` to repay."""
     seconds = _dense_seconds(problem, usual_seconds(problem, problem.seconds))
-    if not problem.m or (problem.n < COLUMNS_WORTH_A_LOOK and seconds <= EXACT_SECONDS):
+    if not problem.m or (problem.n < COLUMNS_WORTH_A_LOOK and seconds <= cost_model.COSTS.single_calls_seconds):
         return False
-    return settings.engine == "compressed" or seconds >= GUESS_SECONDS
+    return settings.engine == "compressed" or seconds >= cost_model.COSTS.guess_seconds
 
 
 def tries_structure(problem: Problem, settings: Settings, look: FirstLook) -> bool:
@@ -173,7 +118,9 @@ def tries_structure(problem: Problem, settings: Settings, look: FirstLook) -> bo
     if any(block.tensor.layout is not torch.strided for block in problem.inputs):
         return False
     return settings.engine == "compressed" or (
-        settings.engine == "auto" and dense_seconds(problem, look) >= GUESS_SECONDS + CERTIFICATE_COST * look.seconds
+        settings.engine == "auto"
+        and dense_seconds(problem, look)
+        >= cost_model.COSTS.guess_seconds + cost_model.COSTS.certificate_evaluations * look.seconds
     )
 
 
@@ -183,9 +130,11 @@ def dense_seconds(problem: Problem, look: FirstLook) -> float:
 
 
 def _dense_seconds(problem: Problem, seconds: float) -> float:
-    rows = VJP_COST * seconds + VJP_SECONDS
+    rows = cost_model.COSTS.vjp_evaluations * seconds + cost_model.COSTS.vjp_seconds
     if problem.m <= most_vectorized_rows(problem, seconds):
-        rows = VJP_COST * max(0.0, seconds - VJP_SECONDS)  # what calls take is shared by all
+        rows = cost_model.COSTS.vjp_evaluations * max(
+            0.0, seconds - cost_model.COSTS.vjp_seconds
+        )  # what calls take is shared by all
     return 2 * seconds * problem.n + rows * problem.m
 
 
@@ -214,11 +163,11 @@ def _probes(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int,
     calls = 2 * problem.n + problem.m
     if settings.engine == "compressed":
         return max(64, calls), max(64, calls)
-    if problem.n < COLUMNS_WORTH_PROBING or dense_seconds(problem, look) < PROBE_SECONDS:
+    if problem.n < COLUMNS_WORTH_PROBING or dense_seconds(problem, look) < cost_model.COSTS.probe_seconds:
         return 0, 0
     is_likely = look.reacted is not None and not look.reacted.all()
-    budget = calls // (LIKELY_SHARE if is_likely else EXPLORING_SHARE)
-    return (budget, calls // LIKELY_SHARE) if budget >= FEWEST_PROBES else (0, 0)
+    budget = calls // (cost_model.COSTS.likely_share if is_likely else cost_model.COSTS.exploring_share)
+    return (budget, calls // cost_model.COSTS.likely_share) if budget >= FEWEST_PROBES else (0, 0)
 
 
 def _paying_entries(problem: Problem, settings: Settings, look: FirstLook) -> int:
@@ -230,28 +179,32 @@ def _paying_entries(problem: Problem, settings: Settings, look: FirstLook) -> in
     n, m = problem.n, problem.m
     if settings.engine == "compressed":
         return n * m
-    dense_cost = 2 * n + VJP_COST * m
-    within_two_jacobians = max(SMALL_BYTES, 2 * 8 * n * m) // ENTRY_BYTES
-    paying = min(within_two_jacobians, _entries_worth(n, m, PAYS_SHARE * dense_cost))
-    paying = max(paying, _entries_worth(n, m, LARGE_PAYS_SHARE * dense_cost))
+    dense_cost = 2 * n + cost_model.COSTS.vjp_evaluations * m
+    within_two_jacobians = max(SMALL_BYTES, 2 * 8 * n * m) // cost_model.COSTS.entry_bytes
+    paying = min(within_two_jacobians, _entries_worth(n, m, cost_model.COSTS.paying_share * dense_cost))
+    paying = max(paying, _entries_worth(n, m, cost_model.COSTS.large_paying_share * dense_cost))
     return paying + (n * few(m) + m * few(n) if takes_long(2 * n + m, look) else 0)
 
 
 def _entries_worth(n: int, m: int, cost: float) -> int:
     """The entries whose groups, were all rows and columns alike, would cost so much, by rows or by columns."""
-    by_rows = (cost - CERTIFICATE_COST) / (2 / m + VJP_COST / n)
-    by_columns = (cost - CERTIFICATE_COST - LINEAR_START) * m / (2 + LINEAR_COST)
+    by_rows = (cost - cost_model.COSTS.certificate_evaluations) / (2 / m + cost_model.COSTS.vjp_evaluations / n)
+    by_columns = (
+        (cost - cost_model.COSTS.certificate_evaluations - cost_model.COSTS.linear_start_evaluations)
+        * m
+        / (2 + cost_model.COSTS.linear_column_evaluations)
+    )
     return int(max(0.0, by_rows, by_columns))
 
 
 def admitted_entries(settings: Settings, most: int) -> int:
     """Entries of a sparse matrix, out of `most`, that memory admits."""
-    return _memory_limit(settings, ENTRY_BYTES * most) // ENTRY_BYTES
+    return _memory_limit(settings, cost_model.COSTS.entry_bytes * most) // cost_model.COSTS.entry_bytes
 
 
 def replays_groups(problem: Problem, settings: Settings, look: FirstLook, count: int) -> bool:
     """Whether so many column groups are worth replays of a CUDA graph, and there is room for them."""
-    if problem.device.type != "cuda" or 2 * count * look.measured < TRIAL_SECONDS:
+    if problem.device.type != "cuda" or 2 * count * look.measured < cost_model.COSTS.trial_seconds:
         return False
     from fastgrad.engines import cuda_graph  # only here: importing fastgrad is to cost little
 
@@ -266,20 +219,29 @@ def replays_groups(problem: Problem, settings: Settings, look: FirstLook, count:
 
 def prefers_columns(columns: int, rows: int) -> bool:
     """Whether analytical columns, from differentiating the backward once more, cost less than rows."""
-    return LINEAR_COST * columns + LINEAR_START < VJP_COST * rows
+    return (
+        cost_model.COSTS.linear_column_evaluations * columns + cost_model.COSTS.linear_start_evaluations
+        < cost_model.COSTS.vjp_evaluations * rows
+    )
 
 
 def takes_long(evaluations: float, look: FirstLook) -> bool:
     """Whether so many are worth certifying what they are for, instead."""
-    return evaluations * look.seconds > EXACT_SECONDS
+    return evaluations * look.seconds > cost_model.COSTS.single_calls_seconds
 
 
 def pays_to_compress(problem: Problem, settings: Settings, columns: int, rows: int | None) -> bool:
     """Whether so many column groups and row groups (None: no need of any) cost less than the dense engine."""
     if settings.engine == "compressed":
         return True
-    analytical = LINEAR_COST * columns + LINEAR_START if rows is None else VJP_COST * rows
-    return 2 * columns + analytical + CERTIFICATE_COST < PAYS_SHARE * (2 * problem.n + VJP_COST * problem.m)
+    analytical = (
+        cost_model.COSTS.linear_column_evaluations * columns + cost_model.COSTS.linear_start_evaluations
+        if rows is None
+        else cost_model.COSTS.vjp_evaluations * rows
+    )
+    return 2 * columns + analytical + cost_model.COSTS.certificate_evaluations < cost_model.COSTS.paying_share * (
+        2 * problem.n + cost_model.COSTS.vjp_evaluations * problem.m
+    )
 
 
 def is_one_block(problem: Problem, settings: Settings) -> bool:
@@ -293,7 +255,11 @@ def most_vectorized_rows(problem: Problem, seconds: float) -> int:
 
     What func holds inside is not known, but it takes time to write: so this bounds memory, too.
     """
-    return int(min(MOST_VECTORIZED, VECTORIZED_SECONDS / max(seconds, 1e-6))) if problem.vectorizes else 0
+    return (
+        int(min(cost_model.COSTS.vectorized_rows, cost_model.COSTS.vectorized_seconds / max(seconds, 1e-6)))
+        if problem.vectorizes
+        else 0
+    )
 
 
 def with_less_memory(problem: Problem, plan: Plan) -> Plan | None:
@@ -354,7 +320,7 @@ def _way(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int | N
 
     Also what is to be said of it.
     """
-    if problem.n < TRIAL_COLUMNS or 2 * problem.n * look.measured < TRIAL_SECONDS:
+    if problem.n < cost_model.COSTS.trial_columns or 2 * problem.n * look.measured < cost_model.COSTS.trial_seconds:
         return None, False, ""
     reason = executor.obstacle(problem)
     if reason is not None:
@@ -377,7 +343,7 @@ def _way(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int | N
         if reason is None:
             ways.append((None, True, "replays of a CUDA graph", replay, cuda_graph.FEWEST, problem.n))
     found: tuple[int | None, bool] = None, False
-    best = TRIAL_GAIN
+    best = cost_model.COSTS.trial_gain
     for columns_a_batch, replayed, name, columns, fewest, most in ways:
         count = _sample(block.size, fewest, most)
         try:
@@ -394,7 +360,11 @@ def _way(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int | N
 def _rows_way(problem: Problem, settings: Settings, look: FirstLook) -> tuple[bool, str]:
     """Whether rows come from replays of a VJP, if that is faster than one by one; and what is to be said of it."""
     are_run = problem.has_graph and settings.check_backward_ad
-    if problem.device.type != "cuda" or not are_run or VJP_COST * look.measured * problem.m < TRIAL_SECONDS:
+    if (
+        problem.device.type != "cuda"
+        or not are_run
+        or cost_model.COSTS.vjp_evaluations * look.measured * problem.m < cost_model.COSTS.trial_seconds
+    ):
         return False, ""
     from fastgrad.engines import cuda_graph  # only here: importing fastgrad is to cost little
 
@@ -416,12 +386,12 @@ def _rows_way(problem: Problem, settings: Settings, look: FirstLook) -> tuple[bo
     except Exception as error:  # of backward: it is to raise in its turn
         raise_unless_of_func(error)
         return False, ""
-    return gain >= TRIAL_GAIN, f"; replays of a VJP: {gain:.2g} times as fast as one by one"
+    return gain >= cost_model.COSTS.trial_gain, f"; replays of a VJP: {gain:.2g} times as fast as one by one"
 
 
 def _sample(size: int, fewest: int, most: int) -> int:
     """How many columns, or rows, of one input or output to try."""
-    return min(size, max(fewest, min(most, size // TRIAL_SHARE)))
+    return min(size, max(fewest, min(most, size // cost_model.COSTS.trial_share)))
 
 
 def make_sketch_plan(settings: Settings) -> Plan:

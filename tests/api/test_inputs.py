@@ -22,6 +22,7 @@ from fastgrad.report.messages import failure_message
 from fastgrad.report.report import Report
 from fastgrad.verdict.confirm import difference_along
 from fastgrad.verdict.numerical_certificate import STARTS
+from tests.costs import set_costs
 
 ENGINES = [
     {"engine": "dense"},
@@ -747,9 +748,7 @@ def test_every_keyword_arrives(order: Any, name: str) -> None:
 
 
 def test_check_and_the_others_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "fastgrad.engines.plan.GUESS_SECONDS", 0.0
-    )  # or the number of calls would depend on the time they take
+    set_costs(monkeypatch, guess_seconds=0.0)  # or the number of calls would depend on the time they take
     x = leaf(3, 4)
     wrong: Callable[..., Any] = lambda x: off(x, 1.1).exp()  # noqa: E731
     for order, other in ((1, fastgrad.gradcheck), (2, fastgrad.gradgradcheck)):

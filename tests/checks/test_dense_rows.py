@@ -17,6 +17,7 @@ from fastgrad.report.report import Report
 from fastgrad.structure.sparsity import Pattern
 from fastgrad.verdict.linearity import MOST_CALLS
 from tests.checks.test_compressed import normal
+from tests.costs import set_costs
 
 N = 300
 Gradient = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -25,7 +26,7 @@ Gradient = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if every problem took long."""
-    monkeypatch.setattr("fastgrad.engines.plan.EXACT_SECONDS", 0.0)
+    set_costs(monkeypatch, single_calls_seconds=0.0)
 
 
 def scale(gradient: Gradient | None = None) -> Callable[[Tensor, Tensor], Tensor]:
@@ -153,7 +154,7 @@ def test_many_dense_rows_are_compared_entry_by_entry() -> None:
 
 
 def test_a_short_check_is_exact_throughout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastgrad.engines.plan.EXACT_SECONDS", 1e9)
+    set_costs(monkeypatch, single_calls_seconds=1e9)
     report = run(lambda x: (x.tanh(), x.tanh().square().sum()), normal(N))
     assert groups(report) == (N, 2)
     assert not report.notes

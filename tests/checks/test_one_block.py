@@ -19,9 +19,9 @@ from fastgrad.checks import one_block
 from fastgrad.checks.order import check
 from fastgrad.core.native import largest_errors
 from fastgrad.core.torch_private import DispatchMode
-from fastgrad.engines import plan
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Settings
+from tests.costs import set_costs
 from tests.problem.test_problem import KeepsItsGradient
 
 SETTINGS = Settings()
@@ -78,7 +78,7 @@ def test_vectorized_rows_are_those_of_single_vjps(name: str) -> None:
 def test_what_agrees_at_once_is_what_is_judged_part_by_part(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     func, inputs = CASES[name]
     tolerances = Settings(eps=1e-2, atol=1e-2) if name == "float32" else SETTINGS
-    monkeypatch.setattr("fastgrad.engines.plan.GUESS_SECONDS", math.inf)  # however slow the machine is
+    set_costs(monkeypatch, guess_seconds=math.inf)  # however slow the machine is
     at_once = check(func, inputs, tolerances)
     monkeypatch.setattr("fastgrad.checks.order.agrees", lambda *_: False)
     in_parts = check(func, inputs, tolerances)
@@ -110,7 +110,7 @@ def test_a_wrong_row_is_named_however_it_was_found(row: int) -> None:
 
 def test_the_fault_of_vectorizing_is_none_of_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
     x, original = leaf(10), Problem.whole_backward
-    monkeypatch.setattr(plan, "VECTORIZED_SECONDS", 10.0)  # however long the first evaluation takes
+    set_costs(monkeypatch, vectorized_seconds=10.0)  # however long the first evaluation takes
 
     def spoiled(self: Problem, *arguments: Any) -> Any:
         whole = original(self, *arguments)

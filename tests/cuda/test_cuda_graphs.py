@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from fastgrad.checks.order import check
-from fastgrad.engines import cuda_graph, executor, plan, vmapped
+from fastgrad.engines import cuda_graph, executor, vmapped
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Settings
 from tests.checks.test_sketch import doubled
+from tests.costs import set_costs
 from tests.engines.test_vmapped import leaf
 
 EPS = 1e-6
@@ -243,7 +244,7 @@ def test_replays_do_not_wait_for_the_device(device: torch.device, monkeypatch: p
 
 
 def test_replayed_groups(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "TRIAL_SECONDS", 0.0)
+    set_costs(monkeypatch, trial_seconds=0.0)
     x = leaf(60, 20).detach().to(device).requires_grad_()
     compressed = Settings(engine="compressed")
     right = check(lambda x: x.cumsum(-1).exp(), (x,), compressed)
@@ -269,8 +270,8 @@ def test_verdicts(way: str, device: torch.device, monkeypatch: pytest.MonkeyPatc
         of_batches = getattr(arguments[-1], "func", None) is vmapped.difference_columns
         return 10.0 if of_batches is (way == "batches") else 0.0
 
-    monkeypatch.setattr(plan, "GUESS_SECONDS", 0.0)
-    monkeypatch.setattr(plan, "TRIAL_SECONDS", 0.0)
+    set_costs(monkeypatch, guess_seconds=0.0)
+    set_costs(monkeypatch, trial_seconds=0.0)
     monkeypatch.setattr(executor, "speedup", forced)
     right = check(chain, inputs(device), DENSE)
     assert right.passed

@@ -26,11 +26,12 @@ from tqdm import tqdm
 
 from fastgrad.checks.order import check
 from fastgrad.core import torch_private
-from fastgrad.engines import cuda_graph, executor, plan, vmapped
+from fastgrad.engines import cost_model, cuda_graph, executor, plan, vmapped
 from fastgrad.engines.blocks import REPEATED_ROWS
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Plan, Settings
 from tests.checks.test_sketch import doubled
+from tests.costs import set_costs
 from tests.engines.test_vmapped import leaf
 
 EPS = 1e-6
@@ -673,7 +674,7 @@ def test_groups_are_those_of_the_loop(
 
 
 def test_groups_leave_out_what_is_apart(replaying_groups: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastgrad.engines.plan.EXACT_SECONDS", 0.0)
+    set_costs(monkeypatch, single_calls_seconds=0.0)
     report = check(lambda x: (x.cumsum(-1), x.exp().sum()), (leaf(60, 20),), COMPRESSED)
     assert report.passed
     assert report.plan is not None
@@ -732,7 +733,7 @@ def test_which_groups_are_replayed(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) 
     assert plan.replays_groups(problem, roomy, look, 64)
     assert not plan.replays_groups(problem, roomy, look, 65)
     assert not plan.replays_groups(problem, roomy, look, cuda_graph.FEWEST - 1)
-    look.measured = plan.TRIAL_SECONDS / 256
+    look.measured = cost_model.COSTS.trial_seconds / 256
     assert not plan.replays_groups(problem, roomy, look, 64)
     look.measured, problem.device = 1.0, torch.device("cpu")
     assert not plan.replays_groups(problem, roomy, look, 64)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 import fastgrad
-from fastgrad.engines import plan
+from fastgrad.engines import cost_model
 from fastgrad.report.report import Report
+from tests.costs import set_costs
 
 Func = Callable[..., Any]
 
@@ -31,10 +32,10 @@ def mix(n: int, m: int) -> Func:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """However quick func is, structure is looked for, and neither batches nor vectorized rows are tried."""
-    monkeypatch.setattr(plan, "GUESS_SECONDS", 0.0)
-    monkeypatch.setattr(plan, "PROBE_SECONDS", 0.0)
-    monkeypatch.setattr(plan, "CERTIFICATE_COST", 0)
-    monkeypatch.setattr(plan, "TRIAL_COLUMNS", 10**9)
+    set_costs(monkeypatch, guess_seconds=0.0)
+    set_costs(monkeypatch, probe_seconds=0.0)
+    set_costs(monkeypatch, certificate_evaluations=0)
+    set_costs(monkeypatch, trial_columns=10**9)
 
 
 def run(func: Func, *inputs: Tensor, **keywords: Any) -> Report:
@@ -73,8 +74,8 @@ def test_exploring_takes_a_tenth_of_the_dense_engines_calls(shapes: tuple[Any, .
     assert report.plan is not None
     assert report.plan.engine == "dense"
     explored = report.evaluations + report.vjps - dense.evaluations - dense.vjps
-    assert explored <= (2 * n + m) / plan.EXPLORING_SHARE
-    assert report.evaluations <= 2 * n + 4 + (2 * n + m) / plan.EXPLORING_SHARE
+    assert explored <= (2 * n + m) / cost_model.COSTS.exploring_share
+    assert report.evaluations <= 2 * n + 4 + (2 * n + m) / cost_model.COSTS.exploring_share
 
 
 @pytest.mark.usefixtures("slow")

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from fastgrad.checks.order import check
-from fastgrad.engines import executor, plan, vmapped
+from fastgrad.engines import executor, vmapped
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Settings, Tolerances
+from tests.costs import set_costs
 
 EPS = 1e-6
 DENSE = Settings(engine="dense")
@@ -28,9 +29,9 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tens
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches wherever func takes them, whatever the clock says."""
-    monkeypatch.setattr(plan, "GUESS_SECONDS", 0.0)
-    monkeypatch.setattr(plan, "TRIAL_SECONDS", 0.0)
-    monkeypatch.setattr(plan, "TRIAL_GAIN", 0.0)
+    set_costs(monkeypatch, guess_seconds=0.0)
+    set_costs(monkeypatch, trial_seconds=0.0)
+    set_costs(monkeypatch, trial_gain=0.0)
 
 
 W = leaf(9, 9, seed=1).detach()
@@ -179,7 +180,7 @@ def wrong(x: Tensor, y: Tensor) -> Tensor:
 def test_a_failure_is_told_from_evaluations_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = leaf(10, 8), leaf(8, 4, seed=2)
     report = check(wrong, inputs, DENSE)
-    monkeypatch.setattr(plan, "TRIAL_COLUMNS", 10**9)
+    set_costs(monkeypatch, trial_columns=10**9)
     alone = check(wrong, inputs, DENSE)
     assert report.plan is not None
     assert report.plan.batch is None
@@ -225,8 +226,8 @@ def test_every_input_has_its_own_step_and_tolerance() -> None:
 
 
 def test_the_clock_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "GUESS_SECONDS", 0.0)
-    monkeypatch.setattr(plan, "TRIAL_SECONDS", 0.0)
+    set_costs(monkeypatch, guess_seconds=0.0)
+    set_costs(monkeypatch, trial_seconds=0.0)
     for seconds, faster in (((0.0, 1.0, 1.1), True), ((0.0, 1.0, 126.0), False)):
         clock = iter(seconds)
         monkeypatch.setattr(executor, "clock", lambda _, clock=clock: next(clock))

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastgrad
 from fastgrad.problem.problem import Problem
+from tests.costs import set_costs
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
@@ -89,9 +90,7 @@ class PlantedError(Exception):
 def test_restored_when_func_raises_on_every_call(
     error: type[BaseException], dtype: torch.dtype, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "fastgrad.engines.plan.GUESS_SECONDS", 0.0
-    )  # or the number of calls would depend on the time they take
+    set_costs(monkeypatch, guess_seconds=0.0)  # or the number of calls would depend on the time they take
     x = leaf(2, 7, dtype=dtype)
     with torch.no_grad():
         x[0, 0] = -0.0
@@ -432,7 +431,7 @@ def test_a_wrapper_subclass() -> None:
 
 
 def test_func_sees_no_graph_only_where_it_makes_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastgrad.engines.plan.GUESS_SECONDS", 0.0)  # however quick func is, it is looked at
+    set_costs(monkeypatch, guess_seconds=0.0)  # however quick func is, it is looked at
     x = leaf(20)
     modes = []
 

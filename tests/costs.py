@@ -1,0 +1,14 @@
+"""Another cost model while a test runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fastgrad.engines import cost_model
+
+
+def set_costs(monkeypatch: pytest.MonkeyPatch, **costs: float) -> None:
+    """Replaces costs by their names, so that what is chosen does not depend on the machine."""
+    monkeypatch.setattr(cost_model, "COSTS", replace(cost_model.COSTS, **costs))  # type: ignore[arg-type]
