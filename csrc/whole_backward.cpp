@@ -159,6 +159,9 @@ GradientsMatch vectorized_rows(
 // The same; nothing where the backward cannot be vectorized, which only trying tells.
 std::optional<GradientsMatch> try_vectorized_rows(
     const at::Tensor& output, const std::vector<InputBlock>& inputs, bool imaginary, const at::Tensor& rows) {
+  if (output.layout() != at::kStrided) {
+    return std::nullopt;
+  }
   try {
     return vectorized_rows(output, inputs, imaginary, rows);
   } catch (const c10::OutOfMemoryError&) {
