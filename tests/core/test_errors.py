@@ -11,6 +11,9 @@ from torch import Tensor
 
 import fastgrad
 from fastgrad.core.errors import raise_unless_of_func
+from tests.planted.row import function
+
+CUBE = function(lambda x: x**3, lambda g, x: 3 * x * x * g)
 
 
 def leaf(*shape: int) -> Tensor:
@@ -23,18 +26,6 @@ def bug_in(file: str) -> Any:
     names: dict[str, Any] = {}
     exec(compile("def bug(*arguments, **keywords):\n    return {}[0]", str(path), "exec"), names)
     return names["bug"]
-
-
-class Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return 3 * x * x * grad_output
 
 
 @pytest.mark.parametrize(
@@ -52,10 +43,10 @@ class Cube(torch.autograd.Function):
 def test_a_bug_of_fastgrad_is_raised(
     name: str, file: str, keywords: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert fastgrad.check(Cube.apply, leaf(40), **keywords).passed
+    assert fastgrad.check(CUBE, leaf(40), **keywords).passed
     monkeypatch.setattr(name, bug_in(file))
     with pytest.raises(KeyError):
-        fastgrad.check(Cube.apply, leaf(40), **keywords)
+        fastgrad.check(CUBE, leaf(40), **keywords)
 
 
 def raised_by(run: Any) -> Exception:

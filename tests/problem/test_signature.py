@@ -12,11 +12,7 @@ from torch import Tensor, nn
 
 import fastgrad
 from fastgrad.problem.signature import function_name, kind_of, parameter_names
-
-
-def leaf(*shape: int) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
+from tests.api.test_inputs import Cube, leaf
 
 
 class Scaled(torch.autograd.Function):
@@ -29,18 +25,6 @@ class Scaled(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:
         input, weight = ctx.saved_tensors
         return grad_output * weight, 0.5 * grad_output * input
-
-
-class Cubed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return grad_output * 3 * x.detach() * x
 
 
 class WithSetup(torch.autograd.Function):
@@ -119,5 +103,5 @@ def test_the_first_line_names_function_argument_extent_and_cause(engine: str, ex
 def test_the_first_line_of_other_arguments() -> None:
     two = first_line(fastgrad.gradcheck, lambda x: (x.sin(), Scaled.apply(x, x)), (leaf(2),))
     assert two.startswith("func: gradient of x (float64[2]) through out1 is wrong in 2 of 4 entries")
-    second = first_line(fastgrad.gradgradcheck, Cubed.apply, (leaf(2),))
-    assert second.startswith("backward of Cubed: gradient of x (float64[2]) is wrong in 2 of 4 entries")
+    second = first_line(fastgrad.gradgradcheck, Cube.apply, (leaf(2),))
+    assert second.startswith("backward of Cube: gradient of x (float64[2]) is wrong in 2 of 4 entries")

@@ -41,6 +41,7 @@ from fastgrad.report.data import (
 from fastgrad.report.messages import extent_text, size_text, verdict_line
 from fastgrad.report.report import Report
 from fastgrad.verdict.comparison import spans
+from tests.planted.row import function
 
 
 def uniform(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -201,26 +202,21 @@ def test_a_func_that_does_not_move() -> None:
 def test_a_report_says_up_to_which_call_gradients_were_repeated(keywords: dict[str, Any]) -> None:
     calls = 0
 
-    class Doubled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return 2 * x
+    def backward(grad_output: Tensor, x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return grad_output * (2 if calls <= right else 3)
 
-        @staticmethod
-        def backward(ctx: Any, grad_output: Tensor) -> Tensor:
-            nonlocal calls
-            calls += 1
-            return grad_output * (2 if calls <= right else 3)
-
+    doubled = function(lambda x: 2 * x, backward)
     right = 10**9
-    passed = run(Doubled.apply, uniform(60), **keywords)
+    passed = run(doubled, uniform(60), **keywords)
     claims = [re.fullmatch(r".* repeat, up to its call (\d+)", known.claim) for known in passed.certificates]
     (last,) = (int(claim[1]) for claim in claims if claim)
     assert last <= passed.vjps
     # All errors from that call on show.
     for right in (1, 9, last // 2, last - 1):
         calls = 0
-        assert not run(Doubled.apply, uniform(60), **keywords).passed, right
+        assert not run(doubled, uniform(60), **keywords).passed, right
 
 
 def test_fast_mode_says_what_its_sums_vouch_for() -> None:
