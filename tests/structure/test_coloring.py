@@ -243,18 +243,18 @@ def test_more_colors_than_one_pass_handles() -> None:
 
 
 def blocks() -> tuple[Indices, Indices, int]:
-    block = np.arange(1_000_000) // 10 * 10
-    return np.arange(1_000_001) * 10, (block[:, None] + np.arange(10)).reshape(-1), 1_000_000
+    block = np.arange(200_000) // 10 * 10
+    return np.arange(200_001) * 10, (block[:, None] + np.arange(10)).reshape(-1), 200_000
 
 
 def random() -> tuple[Indices, Indices, int]:
     # One target in each tenth: distinct within a vertex.
-    members = np.random.default_rng(0).integers(0, 100_000, (1_000_000, 10)) + np.arange(10) * 100_000
-    return np.arange(1_000_001) * 10, members.reshape(-1), 1_000_000
+    members = np.random.default_rng(0).integers(0, 20_000, (200_000, 10)) + np.arange(10) * 20_000
+    return np.arange(200_001) * 10, members.reshape(-1), 200_000
 
 
 @pytest.mark.parametrize("pattern", [blocks, random])
-def test_ten_million_nonzeros_take_seconds(pattern: Callable[[], tuple[Indices, Indices, int]]) -> None:
+def test_two_million_nonzeros_take_seconds(pattern: Callable[[], tuple[Indices, Indices, int]]) -> None:
     starts, members, targets = pattern()
     begin = time.process_time()
     colors = coloring.color(starts, members, targets)
@@ -271,7 +271,7 @@ def test_ten_million_nonzeros_take_seconds(pattern: Callable[[], tuple[Indices, 
     assert np.array_equal(colors[grouped], np.arange(count(colors)).repeat(np.diff(group_starts)))
     if pattern is blocks:
         assert count(colors) == 10
-    assert seconds < 20
+    assert seconds < 4
 
 
 @pytest.mark.parametrize("function", [coloring.color, coloring.transpose])
