@@ -8,7 +8,7 @@ import torch
 from benchmarks.cases import operators
 from tests.parity.sweep import CHECKS, DTYPES, compare_operator
 
-EVERY = {"auto": 23, "compressed": 37, "sketch": 41}  # of the operators; `make parity` runs them all
+EVERY = {"auto": 23, "compressed": 31, "sketch": 29}  # of the operators; `make parity` runs them all
 
 
 @pytest.mark.filterwarnings("ignore")
