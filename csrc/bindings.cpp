@@ -13,10 +13,12 @@
 namespace py = pybind11;
 
 PYBIND11_MODULE(_C, module) {
+  using fastgrad::Derivative;
   using fastgrad::Evaluator;
   using fastgrad::Groups;
   using fastgrad::InputBlock;
   using fastgrad::OutputSpec;
+  using fastgrad::RandomDirection;
 
   py::class_<InputBlock>(module, "InputBlock")
       .def(
@@ -36,6 +38,14 @@ PYBIND11_MODULE(_C, module) {
       .def_readonly("starts", &Groups::starts)
       .def_readonly("entries", &Groups::entries)
       .def_readonly("entry_starts", &Groups::entry_starts);
+  py::class_<RandomDirection>(module, "RandomDirection")
+      .def(
+          py::init<int64_t, int64_t, double, double, at::Tensor, at::Tensor>(), py::arg("seed"), py::arg("stream"),
+          py::arg("step"), py::arg("relative"), py::arg("displacement"), py::arg("direction"));
+  py::class_<Derivative>(module, "Derivative")
+      .def(
+          py::init<at::Tensor, at::Tensor, at::Tensor, double>(), py::arg("derivative"), py::arg("noise"),
+          py::arg("base"), py::arg("curve"));
   py::class_<Evaluator>(module, "Evaluator")
       .def(py::init<py::object, py::tuple, std::vector<InputBlock>>())
       .def("coordinates", torch::wrap_pybind_function(&Evaluator::coordinates))
@@ -44,6 +54,7 @@ PYBIND11_MODULE(_C, module) {
       .def("evaluate", torch::wrap_pybind_function(&Evaluator::evaluate))
       .def("realize", torch::wrap_pybind_function(&Evaluator::realize))
       .def("values_along", torch::wrap_pybind_function(&Evaluator::values_along))
+      .def("difference_along", torch::wrap_pybind_function(&Evaluator::difference_along))
       .def("difference_columns", torch::wrap_pybind_function(&Evaluator::difference_columns))
       .def("difference_groups", torch::wrap_pybind_function(&Evaluator::difference_groups))
       .def("evaluate_at", torch::wrap_pybind_function(&Evaluator::evaluate_at))
@@ -98,7 +109,10 @@ PYBIND11_MODULE(_C, module) {
   module.def("vjp", torch::wrap_pybind_function(&fastgrad::vjp));
   module.def("with_undefined_grads", torch::wrap_pybind_function(&fastgrad::with_undefined_grads));
   module.def("vjp_of_zeros", torch::wrap_pybind_function(&fastgrad::vjp_of_zeros));
-  module.def("vjp_coordinates", torch::wrap_pybind_function(&fastgrad::vjp_coordinates));
+  module.def(
+      "vjp_coordinates", torch::wrap_pybind_function(&fastgrad::vjp_coordinates), py::arg("outputs"), py::arg("inputs"),
+      py::arg("cotangents"), py::arg("gapped"), py::arg("expanded"), py::arg("only") = std::vector<int64_t>());
+  module.def("first_other_vjp", torch::wrap_pybind_function(&fastgrad::first_other_vjp));
   module.def("vjp_groups", torch::wrap_pybind_function(&fastgrad::vjp_groups));
   module.def("vjp_rows", torch::wrap_pybind_function(&fastgrad::vjp_rows));
   module.def("whole_backward", torch::wrap_pybind_function(&fastgrad::whole_backward));

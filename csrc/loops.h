@@ -71,6 +71,22 @@ struct Groups {
   at::Tensor entries_of(int64_t g) const;
 };
 
+// A random direction u in R^n, as of Evaluator::realize; displacement and direction (float64, shape (coordinates of all
+// inputs,)) are written: the steps, and what rounding leaves of u.
+struct RandomDirection {
+  int64_t seed, stream;
+  double step, relative;
+  at::Tensor displacement, direction;
+};
+
+// What a difference along a direction gives, float64, shape (coordinates of all outputs,) each: the derivative, which is
+// written, and how far it may be off, which is raised where it is off by more; base: the outputs at x. curve: what the
+// one-sided derivatives of a smooth function may be off the central one, relative to it.
+struct Derivative {
+  at::Tensor derivative, noise, base;
+  double curve;
+};
+
 // Calls func with the caller's own arguments, unperturbed or perturbed in place. After every call,
 // exceptions and interrupts included, the inputs hold the bits of their origins again, except after
 // evaluate(), whose graph may need what func made of them: there the next call restores first.
@@ -106,6 +122,13 @@ class Evaluator {
   std::optional<std::tuple<int64_t, int64_t, pybind11::object>> values_along(
       const at::Tensor& displacement, const std::vector<double>& scales, const std::vector<at::Tensor>& values,
       const std::vector<OutputSpec>& outputs, bool record_graph);
+
+  // The derivative along a random direction, from as many evaluations as there are `values`, each of which (float64,
+  // shape (m,)) is written over: two, or four for Richardson extrapolation. fixed: true for coordinates that do not
+  // move, shape (coordinates of all inputs,). ulps: the relative spacing of each output's dtype. Returns as values_along.
+  std::optional<std::tuple<int64_t, int64_t, pybind11::object>> difference_along(
+      const RandomDirection& along, const std::optional<at::Tensor>& fixed, const Derivative& into,
+      const std::vector<at::Tensor>& values, const std::vector<OutputSpec>& outputs, const std::vector<double>& ulps);
 
   // Numerical columns first, first + 1, ...: row j of `columns` (float64, shape (count, m), m the
   // coordinates of all outputs end to end) becomes the central difference at coordinate first + j,
@@ -216,10 +239,18 @@ struct GradientsMatch {
 // VJP of row k of cotangents (float64, shape (count, coordinates of all outputs end to end)). Autograd is given
 // contiguous grad_outputs, but for the first `gapped` rows ones with the dimensions reversed in memory and gaps
 // of NaN, and for the last `expanded` rows, which must be constant over each output, single values expanded with
-// stride 0, as sum() sends them. A single row may be autograd's own memory, where nobody else has it.
+// stride 0, as sum() sends them. only: for each row the one output that gets a grad_output, or -1 for all; empty: all,
+// for every row. A single row may be autograd's own memory, where nobody else has it.
 std::tuple<at::Tensor, GradientsMatch> vjp_coordinates(
     const std::vector<at::Tensor>& outputs, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
-    int64_t gapped, int64_t expanded);
+    int64_t gapped, int64_t expanded, const std::vector<int64_t>& only);
+
+// Runs the VJPs of rows order[0], order[1], ... of cotangents, contiguous, until one differs from its row of `known`
+// (float64, shape (count, coordinates of all inputs)); cotangents and only as of vjp_coordinates. Returns how many were
+// run, the VJP that differs (shape (1, coordinates of all inputs)), if one does, and what the gradients looked like.
+std::tuple<int64_t, std::optional<at::Tensor>, GradientsMatch> first_other_vjp(
+    const std::vector<at::Tensor>& outputs, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
+    const std::vector<int64_t>& only, const std::vector<int64_t>& order, const at::Tensor& known);
 
 // Analytical rows of one output: row i of `rows` becomes the VJP with the one-hot cotangent at element
 // first + i of output, 1 or, for `imaginary`, 1j. Row i of `repeated`, which may have fewer rows,

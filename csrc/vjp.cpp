@@ -267,55 +267,103 @@ int64_t total(const std::vector<InputBlock>& inputs) {
   });
 }
 
+namespace {
+
+enum class Layout { contiguous, gapped, expanded };
+
+// One row of cotangents as grad_outputs, in one layout, of all outputs or of one alone.
+class Cotangents {
+ public:
+  // only: for each row the one output that gets a grad_output, or -1; empty: all of them, for every row.
+  Cotangents(
+      const char* what, const std::vector<at::Tensor>& outputs, const at::Tensor& rows,
+      const std::vector<int64_t>& only)
+      : outputs_(outputs), rows_(rows), only_(only) {
+    check_float64(what, "cotangents", rows, 2);
+    TORCH_CHECK(
+        rows.size(1) == total(outputs), what, ": cotangents must have ", total(outputs),
+        " columns, one for each real coordinate of the outputs, got ", rows.size(1));
+    TORCH_CHECK(
+        only.empty() || static_cast<int64_t>(only.size()) == rows.size(0), what,
+        ": only must have one number for each row of cotangents, ", rows.size(0), ", or none, got ", only.size());
+    for (const int64_t output : only) {
+      TORCH_CHECK(
+          -1 <= output && output < static_cast<int64_t>(outputs.size()), what, ": only must hold numbers of outputs, "
+          "at least -1 and less than ", outputs.size(), ", got ", output);
+    }
+  }
+
+  // The VJP of row k.
+  std::vector<at::Tensor> vjp(int64_t k, Layout layout, const std::vector<at::Tensor>& arguments) const {
+    const int64_t one = only_.empty() ? -1 : only_[k];
+    std::vector<at::Tensor> grad_outputs;
+    {
+      const BelowAutograd guard;
+      const at::Tensor row = rows_.select(0, k);
+      int64_t offset = 0;
+      for (int64_t i = 0; i < static_cast<int64_t>(outputs_.size()); ++i) {
+        const int64_t size = coordinate_count(outputs_[i]);
+        if (one == -1 || one == i) {
+          grad_outputs.push_back(
+              grad_output(outputs_[i], size == row.numel() ? row : row.narrow(0, offset, size), layout));
+        }
+        offset += size;
+      }
+    }
+    if (one == -1) {
+      return fastgrad::vjp(outputs_, arguments, grad_outputs, /*create_graph=*/false);
+    }
+    return fastgrad::vjp({outputs_[one]}, arguments, grad_outputs, /*create_graph=*/false);
+  }
+
+ private:
+  static at::Tensor grad_output(const at::Tensor& output, const at::Tensor& coordinates, Layout layout) {
+    if (layout == Layout::expanded && coordinates.numel() > 0) {
+      const at::Tensor value = at::empty({}, output.options());
+      unflatten_(value, coordinates.narrow(0, 0, coordinates_per_element(output)));
+      return value.expand(output.sizes());
+    }
+    // Torch takes an empty tensor for contiguous, whatever its strides: backwards then trip over them.
+    const at::Tensor made = layout == Layout::gapped && coordinates.numel() > 0
+        ? gapped_and_transposed(output)
+        : at::empty_like(output, {}, at::MemoryFormat::Contiguous);
+    unflatten_into(made, coordinates);
+    return made;
+  }
+
+  const std::vector<at::Tensor>& outputs_;
+  const at::Tensor& rows_;
+  const std::vector<int64_t>& only_;
+};
+
+}  // namespace
+
 std::tuple<at::Tensor, GradientsMatch> vjp_coordinates(
     const std::vector<at::Tensor>& outputs, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
-    int64_t gapped, int64_t expanded) {
-  check_float64("vjp_coordinates", "cotangents", cotangents, 2);
-  TORCH_CHECK(
-      cotangents.size(1) == total(outputs), "vjp_coordinates: cotangents must have ", total(outputs),
-      " columns, one for each real coordinate of the outputs, got ", cotangents.size(1));
-  for (const int64_t count : {gapped, expanded}) {
+    int64_t gapped, int64_t expanded, const std::vector<int64_t>& only) {
+  const Cotangents rows("vjp_coordinates", outputs, cotangents, only);
+  const int64_t count = cotangents.size(0);
+  for (const int64_t some : {gapped, expanded}) {
     TORCH_CHECK(
-        0 <= count && count <= cotangents.size(0),
-        "vjp_coordinates: gapped and expanded must be at least 0 and at most ", cotangents.size(0),
-        ", the rows of cotangents, got ", count);
+        0 <= some && some <= count, "vjp_coordinates: gapped and expanded must be at least 0 and at most ", count,
+        ", the rows of cotangents, got ", some);
   }
   const int64_t n = total(inputs);
   at::Tensor gradients;
   GradientsMatch match;
   Unspecified unspecified;
   const std::vector<at::Tensor> arguments = arguments_of(inputs);
-  for (int64_t k = 0; k < cotangents.size(0); ++k) {
-    std::vector<at::Tensor> grad_outputs;
+  for (int64_t k = 0; k < count; ++k) {
+    const Layout layout = k >= count - expanded ? Layout::expanded : k < gapped ? Layout::gapped : Layout::contiguous;
+    std::vector<at::Tensor> found = rows.vjp(k, layout, arguments);
     {
       const BelowAutograd guard;
-      const at::Tensor cotangent = cotangents.select(0, k);
-      int64_t offset = 0;
-      for (const at::Tensor& output : outputs) {
-        const int64_t size = coordinate_count(output);
-        if (k >= cotangents.size(0) - expanded && size > 0) {
-          const at::Tensor value = at::empty({}, output.options());
-          unflatten_(value, cotangent.narrow(0, offset, coordinates_per_element(output)));
-          grad_outputs.push_back(value.expand(output.sizes()));
-        } else {
-          // Torch takes an empty tensor for contiguous, whatever its strides: backwards then trip over them.
-          grad_outputs.push_back(
-              k < gapped && size > 0 ? gapped_and_transposed(output)
-                                     : at::empty_like(output, {}, at::MemoryFormat::Contiguous));
-          unflatten_into(grad_outputs.back(), outputs.size() == 1 ? cotangent : cotangent.narrow(0, offset, size));
-        }
-        offset += size;
-      }
-    }
-    std::vector<at::Tensor> found = vjp(outputs, arguments, grad_outputs, /*create_graph=*/false);
-    {
-      const BelowAutograd guard;
-      if (cotangents.size(0) == 1 && found.size() == 1 && can_be_taken(found[0], inputs[0])) {
+      if (count == 1 && found.size() == 1 && can_be_taken(found[0], inputs[0])) {
         check_in_place(inputs);
         gradients = found[0].view({1, n});
       } else {
         if (!gradients.defined()) {
-          gradients = at::empty({cotangents.size(0), n}, cotangents.options());
+          gradients = at::empty({count, n}, cotangents.options());
         }
         flatten_gradients(found, inputs, gradients, k, match, unspecified);
       }
@@ -324,6 +372,41 @@ std::tuple<at::Tensor, GradientsMatch> vjp_coordinates(
   }
   read_unspecified(unspecified, match);
   return {gradients.defined() ? gradients : at::empty({0, n}, cotangents.options()), match};
+}
+
+std::tuple<int64_t, std::optional<at::Tensor>, GradientsMatch> first_other_vjp(
+    const std::vector<at::Tensor>& outputs, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
+    const std::vector<int64_t>& only, const std::vector<int64_t>& order, const at::Tensor& known) {
+  const Cotangents rows("first_other_vjp", outputs, cotangents, only);
+  check_rows("first_other_vjp", "known", known, inputs);
+  TORCH_CHECK(
+      known.size(0) == cotangents.size(0), "first_other_vjp: known must have as many rows as cotangents, ",
+      cotangents.size(0), ", got ", known.size(0));
+  for (const int64_t k : order) {
+    TORCH_CHECK(
+        0 <= k && k < cotangents.size(0), "first_other_vjp: order must hold numbers of rows, at least 0 and less than ",
+        cotangents.size(0), ", got ", k);
+  }
+  const std::vector<at::Tensor> arguments = arguments_of(inputs);
+  const at::Tensor gradient = at::empty({1, known.size(1)}, known.options());
+  GradientsMatch match;
+  Unspecified unspecified;
+  std::optional<at::Tensor> other;
+  size_t position = 0;
+  for (; position < order.size() && !other; ++position) {
+    const int64_t k = order[position];
+    const std::vector<at::Tensor> found = rows.vjp(k, Layout::contiguous, arguments);
+    {
+      const BelowAutograd guard;
+      flatten_gradients(found, inputs, gradient, 0, match, unspecified);
+      if (!at::equal(gradient.select(0, 0), known.select(0, k))) {
+        other = gradient;
+      }
+    }
+    raise_if_interrupted();
+  }
+  read_unspecified(unspecified, match);
+  return {static_cast<int64_t>(position), other, match};
 }
 
 GradientsMatch vjp_rows(

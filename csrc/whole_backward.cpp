@@ -304,11 +304,11 @@ WholeBackward whole_backward(
   if (cotangents.size(0) == 0) {
     return whole;
   }
-  whole.products = std::get<0>(vjp_coordinates(outputs, inputs, cotangents, /*gapped=*/1, /*expanded=*/1));
+  whole.products = std::get<0>(vjp_coordinates(outputs, inputs, cotangents, /*gapped=*/1, /*expanded=*/1, /*only=*/{}));
   whole.vjps += cotangents.size(0);
   if (!repeats_all) {
     const at::Tensor first = cotangents.narrow(0, 0, 1);
-    const at::Tensor again = std::get<0>(vjp_coordinates(outputs, inputs, first, /*gapped=*/1, /*expanded=*/0));
+    const at::Tensor again = std::get<0>(vjp_coordinates(outputs, inputs, first, /*gapped=*/1, /*expanded=*/0, /*only=*/{}));
     whole.vjps += 1;
     whole.movement = largest_difference(again, whole.products.narrow(0, 0, 1));
   }

@@ -35,6 +35,14 @@ class Groups:
     def entry_starts(self) -> Tensor: ...
     def part(self, first: int, last: int) -> Groups: ...
 
+class RandomDirection:
+    def __init__(
+        self, seed: int, stream: int, step: float, relative: float, displacement: Tensor, direction: Tensor
+    ) -> None: ...
+
+class Derivative:
+    def __init__(self, derivative: Tensor, noise: Tensor, base: Tensor, curve: float) -> None: ...
+
 class Evaluator:
     def __init__(self, func: Callable[..., Any], arguments: tuple[Any, ...], blocks: Sequence[InputBlock]) -> None: ...
     def coordinates(self) -> Tensor: ...
@@ -51,6 +59,15 @@ class Evaluator:
         values: Sequence[Tensor],
         outputs: Sequence[OutputSpec],
         record_graph: bool,
+    ) -> tuple[int, int, Any] | None: ...
+    def difference_along(
+        self,
+        along: RandomDirection,
+        fixed: Tensor | None,
+        into: Derivative,
+        values: Sequence[Tensor],
+        outputs: Sequence[OutputSpec],
+        ulps: Sequence[float],
     ) -> tuple[int, int, Any] | None: ...
     def difference_columns(
         self, first: int, columns: Tensor, outputs: Sequence[OutputSpec], eps: float, record_graph: bool
@@ -166,7 +183,16 @@ def vjp_coordinates(
     cotangents: Tensor,
     gapped: int,
     expanded: int,
+    only: Sequence[int] = (),
 ) -> tuple[Tensor, GradientsMatch]: ...
+def first_other_vjp(
+    outputs: Sequence[Tensor],
+    inputs: Sequence[InputBlock],
+    cotangents: Tensor,
+    only: Sequence[int],
+    order: Sequence[int],
+    known: Tensor,
+) -> tuple[int, Tensor | None, GradientsMatch]: ...
 def vjp_groups(
     output: Tensor,
     inputs: Sequence[InputBlock],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,9 +26,9 @@ from fastgrad.engines.sketch import (
     cotangents,
     directional_differences,
     residual_row,
-    residual_rows,
     weights,
 )
+from fastgrad.engines.small_sketch import REPEATED, RUNS, SmallSketch, small_sketch
 from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Certificate, Failure, FailureKind, Settings
@@ -42,9 +42,6 @@ SMALLER, LARGER = 2.0**-5, 2.0**6
 
 SMALL_BOUND, SMALL_BOUND_STEPS = 16, 3
 """Times atol that the bound of selected rows is to be, and steps to try for it."""
-
-REPEATED, RUNS = 1, 3
-"""The cotangent whose VJP is run several times, and how many: what moves every second or third time shows, too."""
 
 MOST_AT_ONCE = 1 << 14
 """Coordinates of inputs and outputs up to which all cotangents are run in one call."""
@@ -119,6 +116,7 @@ class _Screen:
         self._bound = settings.atol
         self._smallest_bound = math.inf
         self._unresolved = 0.0
+        self._raised: Exception | None = None
 
     def run(self) -> Screening:
         """The verdict, after MOST_STEPS step sizes at most."""
@@ -148,15 +146,22 @@ class _Screen:
         problem, settings = self._problem, self._settings
         search = _Search(problem, settings, differences)
         weight = weights(_noise(problem, settings, differences), settings.atol, self._pending)
-        try:
-            failure = _one_hot(problem, settings, search, differences) if self._attempt == 0 else None
-        except Exception as error:
-            raise_unless_of_func(error)
-            return Screening(raised=error)
-        if failure is not None:
-            return Screening(failure)
         tentative = self._extrapolated < self._count
-        sketch, failure = self._sketch(differences, weight, tentative)
+        small = self._small(differences, weight) if self._attempt == 0 else None
+        if small is not None and small.one_hot_agree:
+            sketch, failure = self._of_small(small, differences, weight, tentative)
+        else:
+            try:
+                failure = _one_hot(problem, settings, search, differences, small) if self._attempt == 0 else None
+            except Exception as error:
+                raise_unless_of_func(error)
+                return Screening(raised=error)
+            if failure is not None:
+                return Screening(failure)
+            sketch, failure = self._row_by_row(differences, weight, tentative, small.sketch.gradients if small else {})
+            if failure is None and self._raised is not None:
+                detail = f"it raised {type(self._raised).__name__} in one of several runs"
+                failure = Failure("nonlinear", detail=detail, cause=self._raised)
         if failure is not None:
             return Screening(failure)
         flagged = sketch.worst()
@@ -176,10 +181,45 @@ class _Screen:
             return self._unconfirmed(differences, search, sketch.values[flagged[0]][flagged[1]])
         return self._verify(differences, search, sketch, weight)
 
-    def _sketch(self, differences: Differences, weight: Tensor, tentative: bool) -> tuple[Sketch, Failure | None]:
-        earlier = self._earlier
-        same = earlier[1] if earlier and self._attempt == 0 and torch.equal(earlier[0], weight) else {}
-        return _sketch(self._problem, self._settings, differences, weight, self._count, self._attempt, tentative, same)
+    def _small(self, differences: Differences, weight: Tensor) -> SmallSketch | None:
+        """All grad_outputs in one call, where they are few and none raises."""
+        problem = self._problem
+        self._raised = None
+        if problem.n + problem.m > MOST_AT_ONCE or not problem.m:
+            return None
+        try:
+            return small_sketch(problem, self._settings, differences, weight, self._count)
+        except Exception as error:
+            raise_unless_of_func(error)
+            self._raised = error
+            return None
+
+    def _of_small(
+        self, small: SmallSketch, differences: Differences, weight: Tensor, tentative: bool
+    ) -> tuple[Sketch, Failure | None]:
+        """What a small sketch says; it is made row by row where something is, and can be told to be, wrong."""
+        problem, settings, sketch = self._problem, self._settings, small.sketch
+        gradient = sketch.gradients[REPEATED]
+        failure = _repeat_failure(problem, settings, small.vector, gradient, small.repeats, small.separate)
+        known = self._known(weight)
+        if failure is None and any(_moves(settings, sketch.gradients[k], known[k]) for k in known):
+            failure = _moving(problem)
+        if tentative or failure is not None or sketch.worst() is None:
+            return sketch, failure
+        return self._row_by_row(differences, weight, tentative, sketch.gradients)
+
+    def _known(self, weight: Tensor) -> Mapping[int, Tensor]:
+        """VJPs of the same cotangents in an earlier sketch, by their numbers."""
+        if self._earlier is None or self._attempt or not torch.equal(self._earlier[0], weight):
+            return {}
+        return self._earlier[1]
+
+    def _row_by_row(
+        self, differences: Differences, weight: Tensor, tentative: bool, earlier: Mapping[int, Tensor]
+    ) -> tuple[Sketch, Failure | None]:
+        rows = list(cotangents(self._settings.seed, weight, self._count, self._attempt))
+        earlier = {**self._known(weight), **earlier}
+        return _row_by_row(self._problem, self._settings, differences, rows, self._attempt == 0, tentative, earlier)
 
     def _unconfirmed(self, differences: Differences, search: _Search, value: float) -> Screening | None:
         """Where a sum looks wrong, and no entry is: nothing is confirmed, nothing verified."""
@@ -245,9 +285,19 @@ def _noise(problem: Problem, settings: Settings, differences: Differences) -> Te
     return differences.noise + rounding * differences.size()
 
 
-def _one_hot(problem: Problem, settings: Settings, search: _Search, differences: Differences) -> Failure | None:
-    """How the backward fails for a one-hot grad_output of each output, by itself or beside differences."""
+def _one_hot(
+    problem: Problem, settings: Settings, search: _Search, differences: Differences, small: SmallSketch | None
+) -> Failure | None:
+    """How the backward fails for a one-hot grad_output of each output, by itself or beside differences.
+
+    small: what the same grad_outputs gave before.
+    """
     failure, rows = one_hot_rows(problem, settings)
+    earlier = small.one_hot if small else {}
+    if failure is None and any(
+        differ(gradient[None], rows[row][None], settings.nondet_tol, False) for row, gradient in earlier.items()
+    ):
+        return _moving(problem)
     for row, gradient in rows.items() if failure is None else ():
         error = differences.derivatives[:, row] - differences.directions @ gradient
         allowed = settings.atol / 4 + 4 * differences.noise[row] + ROUNDING * problem.unit_roundoff * gradient.norm()
@@ -285,43 +335,6 @@ def _one_by_one(
     return Screening(undecided=max(limit, search.unresolved, 4 * float(noise.nan_to_num(torch.inf).amax())))
 
 
-def _sketch(
-    problem: Problem,
-    settings: Settings,
-    differences: Differences,
-    weight: Tensor,
-    count: int,
-    attempt: int,
-    tentative: bool,
-    earlier: Mapping[int, Tensor],
-) -> tuple[Sketch, Failure | None]:
-    """The sketch, and how the backward may have failed meanwhile: it moves, it depends on layouts, it raises.
-
-    A tentative one ends with the first cotangent for which something looks wrong. A small one is
-    made by one call, and row by row only where something is, and can be told to be, wrong.
-
-    earlier: VJPs of the same cotangents, by their numbers.
-    """
-    rows = list(cotangents(problem, settings, weight, count, attempt))
-    if attempt or problem.n + problem.m > MOST_AT_ONCE:
-        return _row_by_row(problem, settings, differences, rows, attempt == 0, tentative, earlier)
-    try:
-        sketch, vector, repeats = residual_rows(problem, settings, differences, rows, REPEATED, RUNS)
-        failure = _repeat_failure(problem, settings, vector, sketch.gradients[REPEATED], repeats)
-    except Exception as error:
-        raise_unless_of_func(error)
-        sketch, failure = _row_by_row(problem, settings, differences, rows, True, tentative, {})
-        if failure is None:
-            detail = f"it raised {type(error).__name__} in one of several runs"
-            failure = Failure("nonlinear", detail=detail, cause=error)
-        return sketch, failure
-    if failure is None and any(_moves(settings, sketch.gradients[k], known) for k, known in earlier.items()):
-        failure = _moving(problem)
-    if tentative or failure is not None or sketch.worst() is None:
-        return sketch, failure
-    return _row_by_row(problem, settings, differences, rows, True, tentative, sketch.gradients)
-
-
 def _row_by_row(
     problem: Problem,
     settings: Settings,
@@ -331,7 +344,12 @@ def _row_by_row(
     tentative: bool,
     earlier: Mapping[int, Tensor],
 ) -> tuple[Sketch, Failure | None]:
-    """The same, one VJP after the other; repeat: whether one of them is run several times."""
+    """The sketch, and how the backward may have failed meanwhile: it moves, it depends on layouts, it raises.
+
+    One VJP after the other. A tentative sketch ends with the first cotangent for which something looks wrong.
+
+    repeat: whether one of them is run several times. earlier: VJPs of the same cotangents, by their numbers.
+    """
     sketch = Sketch()
     for number, cotangent in enumerate(rows):
         try:
@@ -367,12 +385,18 @@ def _row_by_row(
 
 
 def _repeat_failure(
-    problem: Problem, settings: Settings, vector: Tensor, gradient: Tensor, repeats: Tensor
+    problem: Problem,
+    settings: Settings,
+    vector: Tensor,
+    gradient: Tensor,
+    repeats: Iterable[Tensor],
+    separate: Tensor | None = None,
 ) -> Failure | None:
     """Whether a VJP, run again, moves, or is not that of each output alone, added up."""
-    failure = separate_failure(problem, settings, vector, gradient)
+    failure = separate_failure(problem, settings, vector, gradient, separate)
     tolerance = settings.nondet_tol * float(vector.abs().sum()) if settings.nondet_tol else 0.0
-    if any(differ(again[None], gradient[None], tolerance, False) for again in repeats):
+    moved = [again for again in repeats if not torch.equal(again, gradient)]
+    if any(differ(again[None], gradient[None], tolerance, False) for again in moved):
         return _moving(problem)
     return failure
 

@@ -33,11 +33,13 @@ if importlib.util.find_spec("fastgrad._C") is None:
     raise ImportError(MISSING)
 
 from fastgrad._C import (  # noqa: E402  (after the checks)
+    Derivative,
     Evaluator,
     GradientsMatch,
     Groups,
     InputBlock,
     OutputSpec,
+    RandomDirection,
     Rows,
     UnspecifiedEntry,
     WholeBackward,
@@ -48,6 +50,7 @@ from fastgrad._C import (  # noqa: E402  (after the checks)
     color,
     compare,
     direction_,
+    first_other_vjp,
     flatten_,
     is_plain_zero,
     largest_errors,
@@ -84,11 +87,13 @@ class ops:  # noqa: N801  (a namespace, like torch.ops.fastgrad)
 
 
 __all__ = [
+    "Derivative",
     "Evaluator",
     "GradientsMatch",
     "Groups",
     "InputBlock",
     "OutputSpec",
+    "RandomDirection",
     "Rows",
     "UnspecifiedEntry",
     "WholeBackward",
@@ -97,6 +102,7 @@ __all__ = [
     "bucket",
     "check_memory",
     "color",
+    "first_other_vjp",
     "flatten_",
     "is_plain_zero",
     "largest_errors",

@@ -14,11 +14,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fastgrad.core.native import ops
+from fastgrad.core.native import Derivative, RandomDirection, ops
 from fastgrad.core.phases import phase
-from fastgrad.core.precision import ROUNDING, excess, spacing
+from fastgrad.core.precision import ROUNDING, excess
 from fastgrad.core.random import SKETCH_COTANGENTS, SKETCH_DIRECTIONS
-from fastgrad.core.tensors import largest
 from fastgrad.engines.blocks import COTANGENT_KINDS, EXPANDED_VALUE, REPEAT_SCALE, thin_out
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Settings
@@ -26,7 +25,8 @@ from fastgrad.report.data import Settings
 NOISE_SHARE = 16
 """The noise of a cotangent's sum stays within atol over this; the threshold is atol / 4."""
 
-SCALES = (1.0, -1.0, 0.5, -0.5)
+EXTRAPOLATED, CENTRAL = 4, 2
+"""Evaluations of a directional derivative with Richardson extrapolation, and without."""
 
 KINK = 1e-2
 """Where one-sided derivatives are off the central one by this share: nothing smooth bends so within a step."""
@@ -84,7 +84,9 @@ def directional_differences(
     different weights, each of which counts in the unit of its own tolerance. Coordinates that are `fixed`, shape
     (n,), do not move.
     """
-    measure = _Measurement(problem, settings, base, len(SCALES) if extrapolated else 2, min(1.0, eps / settings.eps))
+    measure = _Measurement(
+        problem, settings, base, EXTRAPOLATED if extrapolated else CENTRAL, min(1.0, eps / settings.eps)
+    )
     found = Differences(
         eps,
         torch.empty(count, problem.n, dtype=torch.float64, device=problem.device),
@@ -93,7 +95,7 @@ def directional_differences(
         2 * problem.unit_roundoff / eps * sum(weight / step for step, weight in problem.scales),
     )
     for k in range(count):
-        points = len(SCALES) if k < extrapolated else 2
+        points = EXTRAPOLATED if k < extrapolated else CENTRAL
         stream = SKETCH_DIRECTIONS + 16 * (attempt * count + first + k)
         if not problem.mixes_inputs:
             measure.difference(points, stream, fixed, eps, found.directions[k], found.derivatives[k], found.noise)
@@ -129,32 +131,9 @@ class _Measurement:
         self, points: int, stream: int, fixed: Tensor | None, step: float, u: Tensor, derivative: Tensor, noise: Tensor
     ) -> None:
         """Writes a direction u, shape (n,), and the derivative along it, (m,), from so many points; adds to noise."""
-        problem, displacement, values = self._problem, self._displacement, self._values[:points]
-        problem.realize(displacement, u, self._settings.seed, stream, step, self._relative)
-        if fixed is not None:
-            displacement.masked_fill_(fixed, 0.0)
-            u.masked_fill_(fixed, 0.0)
-        problem.values_along(displacement, SCALES[:points], values)
-        rule: Callable[..., None] = ops.richardson_ if points == len(SCALES) else _central_difference
-        for output in problem.outputs:
-            within = output.slice
-            own = derivative[within], noise[within], self._base[within], *(value[within] for value in values)
-            rule(*own, step, spacing(output.tensor.dtype))
-
-
-def _central_difference(
-    derivative: Tensor, noise: Tensor, base: Tensor, plus: Tensor, minus: Tensor, eps: float, ulp: float
-) -> None:
-    """Of second order, from two values, which are written over; where they show a kink, the noise grows to it."""
-    torch.sub(plus, minus, out=derivative).div_(2 * eps)
-    bend = plus.add_(minus).sub_(base, alpha=2)
-    # Beside an output's own, the mean: at its extremum a smooth function bends, and its derivative vanishes.
-    mean = torch.linalg.vector_norm(derivative) / max(1, derivative.numel()) ** 0.5
-    if derivative.is_cpu and largest(bend) / (2 * eps) <= KINK * float(mean):
-        return  # nothing bends that much anywhere; a device would have to be waited for
-    bend.abs_().div_(2 * eps)
-    smooth = torch.abs(derivative, out=minus).add_(mean).mul_(KINK).add_(base.abs(), alpha=32 * ulp / eps)
-    torch.maximum(noise, bend.masked_fill_(bend <= smooth, 0.0), out=noise)  # a NaN stays one
+        along = RandomDirection(self._settings.seed, stream, step, self._relative, self._displacement, u)
+        into = Derivative(derivative, noise, self._base, KINK)
+        self._problem.difference_along(along, into, self._values[:points], fixed)
 
 
 def weights(noise: Tensor, atol: float, pending: Tensor) -> Tensor:
@@ -200,14 +179,14 @@ class Cotangent:
     expanded: bool = False
 
 
-def cotangents(problem: Problem, settings: Settings, weight: Tensor, count: int, attempt: int) -> Iterator[Cotangent]:
+def cotangents(seed: int, weight: Tensor, count: int, attempt: int) -> Iterator[Cotangent]:
     """Random ones, weighed, the first non-contiguous; in the first attempt, some with zeros and an expanded one too."""
     gapped, halved, sparse, expanded = COTANGENT_KINDS
     plain = all_count_fully(weight)
 
     def weighed(number: int, halve: bool = False, scale: float = 1.0) -> Tensor:
         vector = torch.empty_like(weight)
-        ops.direction_(vector, settings.seed, SKETCH_COTANGENTS + 16 * number, 0, halve)
+        ops.direction_(vector, seed, SKETCH_COTANGENTS + 16 * number, 0, halve)
         if not plain:
             vector.mul_(weight)
         return vector if scale == 1.0 else vector.mul_(scale)
@@ -221,7 +200,7 @@ def cotangents(problem: Problem, settings: Settings, weight: Tensor, count: int,
 
     def mostly_zero() -> Tensor:
         vector = weighed(count)
-        thin_out(vector, settings.seed)
+        thin_out(vector, seed)
         return vector
 
     yield Cotangent(mostly_zero, sparse)
@@ -268,7 +247,7 @@ def residual_row(
     # A few numbers each: compared here in less time than by operators, and fetched from a device at once.
     pairs = list(zip(*torch.stack(sums).tolist(), strict=True))
     values = [numerical[0] - analytical[0] for numerical, analytical in pairs]
-    slack = _slack(settings, differences, cotangent)
+    slack = allowed_in_row(settings, differences, cotangent)
     allowed = [slack] * len(values)
     for k, value in enumerate(values):
         if abs(value) > slack:  # only then does it matter what rounding may do
@@ -282,39 +261,7 @@ def _rounding(problem: Problem, norms: Sequence[float]) -> float:
     return ROUNDING * problem.unit_roundoff * math.hypot(*norms)
 
 
-def residual_rows(
-    problem: Problem, settings: Settings, differences: Differences, rows: Sequence[Cotangent], repeated: int, runs: int
-) -> tuple[Sketch, Tensor, Tensor]:
-    """A small sketch, the first row gapped and the last expanded; row `repeated` is run so many times.
-
-    Returns
-    -------
-    tuple
-        The sketch, but for its gradients empty where nothing looks wrong even without rounding; of the repeated row the
-        vector (shape (m,)) and the other VJPs (shape (runs - 1, n)).
-    """
-    vectors = [row.vector() for row in rows]
-    order = [*range(repeated), *[repeated] * runs, *range(repeated + 1, len(rows))]
-    stacked = torch.stack([vectors[number] for number in order])
-    gradients = problem.vjp(stacked, 1, 1)
-    derivatives, directions = differences.derivatives.t(), differences.directions.t()
-    values = (stacked @ derivatives).addmm_(gradients, directions, alpha=-1)
-    slack = torch.tensor(
-        [[_slack(settings, differences, rows[number])] for number in order], dtype=torch.float64, device="cpu"
-    )
-    slack = slack.to(values.device)
-    sketch = Sketch(gradients={number: gradients[order.index(number)] for number in range(len(rows))})
-    if not bool((values.abs() <= slack).all()):
-        terms = (stacked.square() @ derivatives.square()).addmm_(gradients.square(), directions.square()).sqrt_()
-        allowed = torch.where(values.abs() <= slack, slack, slack + ROUNDING * problem.unit_roundoff * terms)
-        sketch.cotangents, sketch.values = [rows[number] for number in order], values.tolist()
-        sketch.allowed = allowed.tolist()
-        scales = torch.tensor([[rows[number].scale] for number in order], dtype=torch.float64, device=values.device)
-        sketch.allowance = float(((allowed - slack) / scales)[:-1].amax())
-    return sketch, vectors[repeated], gradients[repeated + 1 : repeated + runs]
-
-
-def _slack(settings: Settings, differences: Differences, cotangent: Cotangent) -> float:
+def allowed_in_row(settings: Settings, differences: Differences, cotangent: Cotangent) -> float:
     """What a row may be off, beside rounding."""
     slack = cotangent.scale * settings.atol / 4
     if cotangent.expanded:

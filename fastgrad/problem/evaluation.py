@@ -165,6 +165,10 @@ class Evaluation:
         self._specs = [native.OutputSpec(block.position, block.tensor) for block in self.outputs]
 
     @cached_property
+    def _ulps(self) -> list[float]:
+        return [spacing(block.tensor.dtype) for block in self.outputs]
+
+    @cached_property
     def unit_roundoff(self) -> float:
         """Half an ulp of the coarsest dtype among inputs and outputs."""
         return max(spacing(block.tensor.dtype) for block in (*self.inputs, *self.outputs)) / 2
@@ -231,24 +235,6 @@ class Evaluation:
             if weight and bool(part.any()):
                 yield part, step, weight
 
-    def realize(
-        self, displacement: Tensor, realized: Tensor, seed: int, stream: int, eps: float, relative: float = 1.0
-    ) -> None:
-        """Of a random direction, the `displacement` and what `values_along` it, extrapolated, really measure.
-
-        Parameters
-        ----------
-        displacement
-            Written: float64, shape (n,).
-        realized
-            Written: the displacement over eps, up to rounding to the inputs' dtypes. Float64, shape (n,).
-        seed, stream
-            Which direction, as of `directions.direction`.
-        relative
-            A factor of the relative steps at large magnitudes.
-        """
-        self._evaluator.realize(displacement, realized, seed, stream, eps, relative)
-
     @raises_memory_error
     def values_along(
         self, displacement: Tensor, scales: Sequence[float], values: Sequence[Tensor], record_graph: bool = True
@@ -259,6 +245,32 @@ class Evaluation:
         if changed is not None:
             when = "perturbed together" if scales[changed[0]] else "evaluated again"
             raise AssertionError(changed_message(self.outputs[changed[1]], changed[2], when))
+
+    @raises_memory_error
+    def difference_along(
+        self,
+        along: native.RandomDirection,
+        into: native.Derivative,
+        values: Sequence[Tensor],
+        fixed: Tensor | None = None,
+    ) -> None:
+        """The derivative along a random direction, from as many evaluations as there are values: two or four.
+
+        Parameters
+        ----------
+        along
+            Which direction; its vectors are written, as by `realize`.
+        into
+            What is written and compared with.
+        values
+            Written over: float64, shape (m,) each.
+        fixed
+            True for coordinates that do not move, shape (n,).
+        """
+        self._graph = None
+        changed = self._evaluator.difference_along(along, fixed, into, values, self._specs, self._ulps)
+        if changed is not None:
+            raise AssertionError(changed_message(self.outputs[changed[1]], changed[2], "perturbed together"))
 
     def coordinates(self) -> Tensor:
         """The real coordinates of the inputs at x: float64, shape (n,)."""

@@ -130,11 +130,43 @@ class ReverseMode(Evaluation):
             outputs = outputs[only.index : only.index + 1]
             cotangents = cotangents[:, only.slice]
         products, match = native.vjp_coordinates(outputs, self._natives, cotangents, gapped, expanded)
+        self._count(cotangents.shape[0], match)
+        return products
+
+    @raises_memory_error
+    def vjps_of(
+        self, cotangents: Tensor, only: Sequence[int], gapped: int = 0, expanded: int = 0
+    ) -> tuple[Tensor, native.GradientsMatch]:
+        """V J as of `vjp`, and what the gradients looked like.
+
+        only: per row, the index of the output that gets a grad_output, -1 for all.
+        """
+        products, match = native.vjp_coordinates(self.graph(), self._natives, cotangents, gapped, expanded, only)
+        self._count(len(only), match)
+        return products, match
+
+    @raises_memory_error
+    def first_other_vjp(
+        self, cotangents: Tensor, only: Sequence[int], order: Sequence[int], known: Tensor
+    ) -> tuple[int, Tensor | None]:
+        """Runs the VJPs of rows of cotangents, in this order, until one differs from its row of `known`.
+
+        cotangents, only: as of `vjps_of`. known: float64, shape (count, n).
+
+        Returns
+        -------
+        tuple
+            How many were run, and the one that differs, shape (1, n); None if none does.
+        """
+        run, other, match = native.first_other_vjp(self.graph(), self._natives, cotangents, only, order, known)
+        self._count(run, match)
+        return run, other
+
+    def _count(self, vjps: int, match: native.GradientsMatch) -> None:
         for entry in match.unspecified.values():
             if not modulus(entry.value) <= self.unspecified:  # a NaN is the largest
                 self.unspecified = modulus(entry.value)
-        self.vjps += cotangents.shape[0]
-        return products
+        self.vjps += vjps
 
     def vjp_of_older_graph(self, cotangents: Tensor, displacement: Tensor, only: Block | None = None) -> Tensor:
         """V J as `vjp` gives it, from a graph at x that was made before func was evaluated at x + displacement."""

@@ -8,7 +8,6 @@ the VJP of v.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -52,6 +51,9 @@ REPEATED_PRODUCTS = SPARSE, GAPPED
 MOST_CALLS = 128
 """VJPs that a custom backward is run for, at least, where torch's checker runs as many: the number of a call from which
 on it may be wrong."""
+
+MOST_AT_ONCE = 1 << 14
+"""Coordinates of inputs and outputs up to which the repeated calls are run in one call of native code."""
 
 RERUNS = 3
 """Further runs of a VJP that was not what it should have been to the last bit: what moves every third time shows."""
@@ -510,7 +512,6 @@ class RepeatedCalls:
         self._settings = settings
         self._most = min(2 * problem.m, most)
         self.rows: dict[int, Tensor] = {}
-        self._products: list[Tensor] = []
         self._raised: Exception | None = None
         self._moved: Block | None = None
         self._summed: _SummedProducts | None = None
@@ -518,6 +519,12 @@ class RepeatedCalls:
         self._is_needed = problem.is_custom and problem.m > 2
         if not self._is_needed:
             return
+        m = problem.m
+        # The last one, too: kernels treat what is left over at the end separately.
+        self._rows = list(dict.fromkeys([settings.seed % m, (settings.seed + m // 2) % m, m - 1]))
+        self._outputs = [block_with(problem.outputs, row).index for row in self._rows] + [-1] * len(REPEATED_PRODUCTS)
+        self._calls = range(len(self._outputs))
+        self._at_once = len(self._calls) if problem.n + m <= MOST_AT_ONCE else 1
         try:
             self._run_first()
         except OUT_OF_MEMORY:
@@ -526,11 +533,27 @@ class RepeatedCalls:
             self._raised = error
 
     def _run_first(self) -> None:
-        m = self._problem.m
-        # The last one, too: kernels treat what is left over at the end separately.
-        rows = dict.fromkeys([self._settings.seed % m, (self._settings.seed + m // 2) % m, m - 1])
-        self.rows = {row: self._row(row) for row in rows}
-        self._products = [self._product(which) for which in range(len(REPEATED_PRODUCTS))]
+        found = [
+            self._problem.vjps_of(self._cotangents(calls), self._outputs[calls.start : calls.stop])[0]
+            for calls in self._batches()
+        ]
+        self._known = found[0] if len(found) == 1 else torch.cat(found)
+        self.rows = dict(zip(self._rows, self._known, strict=False))
+
+    def _batches(self) -> list[range]:
+        return [self._calls[first : first + self._at_once] for first in self._calls[:: self._at_once]]
+
+    def _cotangents(self, calls: range) -> Tensor:
+        """One-hot ones of the rows, then those of the products: float64, shape (calls, m)."""
+        count = len(self._rows)
+        cotangents = torch.zeros(len(calls), self._problem.m, dtype=torch.float64, device=self._problem.device)
+        for call, cotangent in zip(calls, cotangents, strict=True):
+            if call < count:
+                cotangent[self._rows[call]] = 1.0
+            else:
+                kinds = REPEATED_PRODUCTS[call - count : call - count + 1]
+                cotangent.copy_(proof_cotangents(self._problem.m, self._settings.seed, cotangent.device, kinds)[0])
+        return cotangents
 
     def vjp(self, cotangent: Tensor) -> Tensor:
         """A VJP, shape (1, n), that is not compared with rows: it is, together with others of these, in the end."""
@@ -570,26 +593,53 @@ class RepeatedCalls:
             return _nondeterministic(self._problem.outputs[0])
         if not self._is_needed:
             return None
-        rows, (few, all_) = list(self.rows), range(len(REPEATED_PRODUCTS))
-        once = [partial(self._row_moves, rows[0]), partial(self._product_moves, all_)]
-        once += [partial(self._row_moves, rows[1]), partial(self._product_moves, few)]
-        once += [partial(self._row_moves, row) for row in rows[2:]]
+        moved = self._first_moved(self._order(one_round))
+        return None if moved is None else _nondeterministic(moved)
+
+    def _order(self, one_round: bool) -> list[int]:
+        """The numbers of the calls that are repeated: each once, then until as many were run as `most` says."""
+        rows, (few, all_) = self._calls[: len(self._rows)], self._calls[len(self._rows) :]
+        once = [rows[0], all_, rows[1], few, *rows[2:]]
         # Five or seven, so that what is wrong in every second, third or fourth call shows in each.
-        for which, moves in enumerate(itertools.cycle([*once, *once[1 : len(once) - 2]])):
-            if which >= len(once) and (one_round or self._problem.vjps >= self._most):
-                return None
-            moved = moves()
-            if moved is not None:
-                return _nondeterministic(moved)
+        cycle = [*once, *once[1 : len(once) - 2]]
+        count = len(once) if one_round else max(len(once), self._most - self._problem.vjps)
+        return [cycle[call % len(cycle)] for call in range(count)]
+
+    def _first_moved(self, order: list[int]) -> Block | None:
+        """The output of the first call in this order that gives another gradient."""
+        batched = self._at_once == len(self._calls)
+        everything = self._cotangents(self._calls) if batched else None
+        done = 0
+        while done < len(order):
+            call = order[done]
+            if everything is not None:
+                arguments = everything, self._outputs, order[done:], self._known
+            else:
+                within = range(call, call + 1)
+                arguments = self._cotangents(within), self._outputs[call : call + 1], [0], self._known[call : call + 1]
+            run, other = self._problem.first_other_vjp(*arguments)
+            done += run
+            call = order[done - 1]
+            if other is not None and self._moves(other, self._known[call : call + 1], self._tolerance(call)):
+                return self._problem.outputs[max(0, self._outputs[call])]
             self._last = self._problem.vjps
         return None
+
+    def _tolerance(self, call: int) -> float:
+        """What a gradient may differ by from run to run."""
+        if call < len(self._rows):
+            return self._settings.nondet_tol
+        rounding = ROUNDING * self._problem.unit_roundoff * largest(self._known[call])
+        return max(rounding, self._settings.nondet_tol * float(self._cotangents(range(call, call + 1)).abs().sum()))
 
     def certificates(self) -> list[Certificate]:
         """What the repeated calls vouch for, if any were needed."""
         if not self._last:
             return []
         claim = f"gradients of a custom backward repeat, up to its call {self._last}"
-        method = f"{len(self.rows)} rows and {len(self._products)} products, run before all others and again after them"
+        method = (
+            f"{len(self.rows)} rows and {len(REPEATED_PRODUCTS)} products, run before all others and again after them"
+        )
         return [Certificate(claim, method, self._settings.nondet_tol)]
 
     def _sum_moves(self, summed: _SummedProducts) -> bool:
@@ -599,33 +649,10 @@ class RepeatedCalls:
         allowed = atol + rtol * summed.largest + self._settings.nondet_tol * float(summed.cotangent.abs().sum())
         return bool(((again - summed.gradient).abs() > allowed).any())
 
-    def _row_moves(self, row: int) -> Block | None:
-        moves = self._moves(self._row(row), self.rows[row], self._settings.nondet_tol)
-        return block_with(self._problem.outputs, row) if moves else None
-
-    def _product_moves(self, which: int) -> Block | None:
-        product = self._products[which]
-        rounding = ROUNDING * self._problem.unit_roundoff * largest(product)
-        movement = self._settings.nondet_tol * float(self._cotangent(which).abs().sum())
-        moves = self._moves(self._product(which), product, max(rounding, movement))
-        return self._problem.outputs[0] if moves else None
-
-    def _row(self, row: int) -> Tensor:
-        one_hot = torch.zeros(1, self._problem.m, dtype=torch.float64, device=self._problem.device)
-        one_hot[0, row] = 1.0
-        return self._problem.vjp(one_hot, only=block_with(self._problem.outputs, row))[0]
-
-    def _cotangent(self, which: int) -> Tensor:
-        kinds = REPEATED_PRODUCTS[which : which + 1]
-        return proof_cotangents(self._problem.m, self._settings.seed, self._problem.device, kinds)
-
-    def _product(self, which: int) -> Tensor:
-        return self._problem.vjp(self._cotangent(which))[0]
-
     def _moves(self, again: Tensor, gradient: Tensor, tolerance: float) -> bool:
         return any(
             differ(left, right, tolerance, False)
-            for _, left, right in _by_inputs(self._problem, self._settings, again[None], gradient[None])
+            for _, left, right in _by_inputs(self._problem, self._settings, again, gradient)
         )
 
 
@@ -760,12 +787,18 @@ def linearity_failure(
     return failure
 
 
-def separate_failure(problem: Problem, settings: Settings, cotangent: Tensor, gradient: Tensor) -> Failure | None:
-    """Whether a VJP is what those of each output alone, the other grad_outputs undefined, add up to."""
+def separate_failure(
+    problem: Problem, settings: Settings, cotangent: Tensor, gradient: Tensor, parts: Tensor | None = None
+) -> Failure | None:
+    """Whether a VJP is not what those of each output alone, the other grad_outputs undefined, add up to.
+
+    parts: these, if they are at hand, shape (outputs, n).
+    """
     if len(problem.outputs) == 1:
         return None
-    rows = cotangent.unsqueeze(0)
-    parts = torch.cat([problem.vjp(rows, only=output) for output in problem.outputs])
+    if parts is None:
+        rows = cotangent.unsqueeze(0)
+        parts = torch.cat([problem.vjp(rows, only=output) for output in problem.outputs])
     which = "for random grad_outputs of all outputs at once"
     return _sum_failure(problem, settings, gradient, parts, which, "those of each output alone")
 

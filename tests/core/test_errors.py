@@ -31,8 +31,8 @@ def bug_in(file: str) -> Any:
 @pytest.mark.parametrize(
     ("name", "file", "keywords"),
     [
-        ("fastgrad.checks.sketch.residual_rows", "engines/sketch.py", {"fast_mode": True, "engine": "sketch"}),
-        ("fastgrad.checks.sketch.one_hot_rows", "verdict/linearity.py", {"fast_mode": True, "engine": "sketch"}),
+        ("fastgrad.checks.sketch.small_sketch", "engines/small_sketch.py", {"fast_mode": True, "engine": "sketch"}),
+        ("fastgrad.engines.small_sketch._compare", "engines/sketch.py", {"fast_mode": True, "engine": "sketch"}),
         ("fastgrad.checks.sketch.directional_differences", "engines/sketch.py", {"fast_mode": True}),
         ("fastgrad.engines.compressed.analytical_entries", "engines/compressed.py", {"engine": "compressed"}),
         ("fastgrad.engines.compressed.numerical_entries", "engines/compressed.py", {"engine": "compressed"}),

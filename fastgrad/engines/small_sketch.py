@@ -1,0 +1,206 @@
+"""The sketch of a small problem: all its grad_outputs in one call of native code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from fastgrad.core.precision import ROUNDING
+from fastgrad.engines.blocks import REPEAT_SCALE
+from fastgrad.engines.sketch import Cotangent, Differences, Sketch, all_count_fully, allowed_in_row, cotangents
+from fastgrad.problem.problem import Problem
+from fastgrad.report.data import Settings
+
+REPEATED, RUNS = 1, 3
+"""The cotangent whose VJP is run several times, and how many: what moves every second or third time shows, too."""
+
+MOST_CACHED = 1 << 10
+"""Coordinates of the outputs up to which grad_outputs are kept: a suite checks many functions of the same shapes."""
+
+_Layout = tuple[tuple[int, int, int], ...]
+"""Of each output: its first coordinate, the coordinates of an element, its elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class _GradOutputs:
+    """The grad_outputs of a small sketch.
+
+    Attributes
+    ----------
+    vectors
+        Float64, shape (rows, m); the first is handed over gapped, the last expanded.
+    only
+        Per row, the output that gets one; -1: all.
+    cotangents, rows
+        The cotangents of the sketch, and the row of each.
+    repeats, separate
+        Rows that hold cotangent REPEATED again, for all outputs and for each output alone.
+    one_hot
+        By coordinate, the row that is 1 there.
+    scaled
+        A one-hot row, and the row that is REPEAT_SCALE times that.
+    """
+
+    vectors: Tensor
+    only: list[int]
+    cotangents: list[Cotangent]
+    rows: list[int]
+    repeats: list[int]
+    separate: list[int]
+    one_hot: dict[int, int]
+    scaled: list[tuple[int, int]]
+
+
+@dataclass(slots=True)
+class SmallSketch:
+    """What the VJPs of a small sketch gave.
+
+    Attributes
+    ----------
+    sketch
+        Gradients by the number of their cotangent; the rest is empty where no sum looks wrong even without rounding.
+    one_hot_agree
+        Whether those of one-hot grad_outputs have the sizes and dtypes of the inputs, are homogeneous and agree with
+        the differences.
+    """
+
+    sketch: Sketch
+    one_hot_agree: bool
+    _made: _GradOutputs
+    _gradients: tuple[Tensor, ...]
+
+    @property
+    def vector(self) -> Tensor:
+        """Cotangent REPEATED: float64, shape (m,)."""
+        return self._made.vectors[self._made.rows[REPEATED]]
+
+    @property
+    def repeats(self) -> list[Tensor]:
+        """Its VJPs, from the second on: shape (n,) each."""
+        return [self._gradients[row] for row in self._made.repeats]
+
+    @property
+    def separate(self) -> Tensor | None:
+        """Its VJPs for each output alone: shape (outputs, n); None for a single output."""
+        rows = self._made.separate
+        return torch.stack([self._gradients[row] for row in rows]) if rows else None
+
+    @property
+    def one_hot(self) -> dict[int, Tensor]:
+        """Gradients, shape (n,), by the coordinate at which their grad_output is 1."""
+        return {coordinate: self._gradients[row] for coordinate, row in self._made.one_hot.items()}
+
+
+def small_sketch(
+    problem: Problem, settings: Settings, differences: Differences, weight: Tensor, count: int
+) -> SmallSketch:
+    """The sketch at the first step size; weight: per output, shape (m,); count: of random cotangents."""
+    layout = tuple((block.first, block.width, block.tensor.numel()) for block in problem.outputs)
+    plain = problem.m <= MOST_CACHED and all_count_fully(weight)
+    made = (
+        _cached_grad_outputs(layout, settings.seed, count, weight.device)
+        if plain
+        else _grad_outputs(layout, settings.seed, count, weight)
+    )
+    gradients, match = problem.vjps_of(made.vectors, made.only, gapped=1, expanded=1)
+    of_rows = gradients.unbind()
+    sketch = Sketch(gradients={number: of_rows[row] for number, row in enumerate(made.rows)})
+    agree = _compare(problem, settings, differences, made, gradients, sketch)
+    agree = agree and match.sizes and (match.dtypes or not settings.check_grad_dtypes)
+    agree = agree and all(torch.equal(of_rows[row] * REPEAT_SCALE, of_rows[again]) for row, again in made.scaled)
+    return SmallSketch(sketch, agree, made, of_rows)
+
+
+def _compare(
+    problem: Problem,
+    settings: Settings,
+    differences: Differences,
+    made: _GradOutputs,
+    gradients: Tensor,
+    sketch: Sketch,
+) -> bool:
+    """Sums of analytical entries against differences; fills in the sketch where one looks wrong without rounding.
+
+    Returns whether the one-hot rows agree.
+    """
+    derivatives, directions = differences.derivatives.t(), differences.directions.t()
+    values = (made.vectors @ derivatives).addmm_(gradients, directions, alpha=-1)
+    of_one_hot = settings.atol / 4
+    allowed = dict.fromkeys(made.one_hot.values(), of_one_hot)
+    for cotangent, row in zip(made.cotangents, made.rows, strict=True):
+        allowed[row] = allowed_in_row(settings, differences, cotangent)
+    largest = values.abs().amax(1).tolist()
+    if all(largest[row] <= most for row, most in allowed.items()):
+        return True
+    terms = (made.vectors.square() @ derivatives.square()).addmm_(gradients.square(), directions.square()).sqrt_()
+    rounding = terms.mul_(ROUNDING * problem.unit_roundoff).tolist()
+    errors = values.tolist()
+    for cotangent, row in zip(made.cotangents, made.rows, strict=True):
+        own = allowed[row]
+        most = [own if abs(e) <= own else own + more for e, more in zip(errors[row], rounding[row], strict=True)]
+        sketch.cotangents.append(cotangent)
+        sketch.values.append(errors[row])
+        sketch.allowed.append(most)
+        if not cotangent.expanded:
+            sketch.allowance = max(sketch.allowance, (max(most) - own) / cotangent.scale)
+    noise = differences.noise
+    return all(
+        abs(e) <= of_one_hot + 4 * float(noise[coordinate]) + more
+        for coordinate, row in made.one_hot.items()
+        for e, more in zip(errors[row], rounding[row], strict=True)
+    )
+
+
+@lru_cache(32)
+def _cached_grad_outputs(layout: _Layout, seed: int, count: int, device: torch.device) -> _GradOutputs:
+    m = sum(width * elements for _, width, elements in layout)
+    return _grad_outputs(layout, seed, count, torch.ones(m, dtype=torch.float64, device=device))
+
+
+def _grad_outputs(layout: _Layout, seed: int, count: int, weight: Tensor) -> _GradOutputs:
+    random = list(cotangents(seed, weight, count, 0))
+    by_number = [cotangent.vector() for cotangent in random]
+    vectors, only, rows = [by_number[0]], [-1], [0]
+    one_hot: dict[int, int] = {}
+    scaled = []
+
+    def add(vector: Tensor, output: int = -1) -> int:
+        vectors.append(vector)
+        only.append(output)
+        return len(vectors) - 1
+
+    for coordinate, output, again in _one_hot_coordinates(layout, seed):
+        one = torch.zeros_like(weight)
+        one[coordinate] = 1.0
+        one_hot[coordinate] = add(one, output)
+        if again:
+            scaled.append((one_hot[coordinate], add(one * REPEAT_SCALE, output)))
+    repeats, separate = [], []
+    for number, vector in enumerate(by_number[1:], 1):
+        rows.append(add(vector))
+        if number == REPEATED:
+            repeats = [add(vector) for _ in range(RUNS - 1)]
+            separate = [add(vector, output) for output in range(len(layout))] if len(layout) > 1 else []
+    return _GradOutputs(torch.stack(vectors), only, random, rows, repeats, separate, one_hot, scaled)
+
+
+def _one_hot_coordinates(layout: _Layout, seed: int) -> list[tuple[int, int, bool]]:
+    """Coordinates with a one-hot grad_output, its output, and whether a multiple of it is run, too.
+
+    Of each part of each output one anywhere and the last: what treats the end of a tensor by itself, a tail of a kernel
+    say, may do so for sparse grad_outputs only.
+    """
+    found = []
+    for imaginary in (1, 0):
+        for output, (first, width, elements) in enumerate(layout):
+            if imaginary >= width or not elements:
+                continue
+            element = seed % elements
+            found.append((first + element * width + imaginary, output, True))
+            if elements > 1:
+                other = elements - 1 if element != elements - 1 else 0
+                found.append((first + other * width + imaginary, output, False))
+    return found
