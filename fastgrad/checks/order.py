@@ -155,12 +155,9 @@ def _subject(func: Callable[..., Any], problem: Problem) -> Subject:
 
 def _diagnosed(problem: Problem, report: Report, at_hand: Sample | None) -> Report:
     """The report of a failed check, with evidence and probable causes."""
-    from fastgrad.diagnosis.causes import diagnose  # only here: a check that passes needs neither
-    from fastgrad.diagnosis.evidence import gather
+    from fastgrad.diagnosis.evidence import diagnosed  # only here: a check that passes needs none
 
-    sample, evidence = gather(problem, report, at_hand)
-    report = replace(report, sample=sample, evidence=evidence)
-    return replace(report, causes=diagnose(report))
+    return diagnosed(problem, report, at_hand)
 
 
 def _exact_libraries(arguments: tuple[Any, ...], settings: Settings) -> AbstractContextManager[list[str]]:

@@ -15,15 +15,17 @@ from fastgrad.diagnosis.func_experiments import FuncExperiments
 from fastgrad.diagnosis.hypotheses import HYPOTHESIS_CALLS, Hypotheses
 from fastgrad.diagnosis.samples import Samples
 from fastgrad.problem.problem import Problem
-from fastgrad.report.data import Evidence, Explanation, Sample
+from fastgrad.report.data import Cause, Explanation, Sample
 from fastgrad.report.report import Report
 
 _ZERO_KINDS = ("not multiplied by grad_output",)
 
 
 @phase("evidence")
-def gather(problem: Problem, report: Report, at_hand: Sample | None = None) -> tuple[Sample | None, Evidence | None]:
-    """Entries of the failing pair, and experiments; about as many calls as the check took, and a second, at most.
+def diagnosed(problem: Problem, report: Report, at_hand: Sample | None = None) -> Report:
+    """The report of a failed check with entries of the failing pair, experiments and probable causes.
+
+    About as many calls as the check took, and a second, at most.
 
     Parameters
     ----------
@@ -31,25 +33,21 @@ def gather(problem: Problem, report: Report, at_hand: Sample | None = None) -> t
         Of the check that failed, with its failure, plan, calls and seconds.
     at_hand
         Entries of the failing pair that its engine had; perhaps with what lies outside of a pattern mixed in.
-
-    Returns
-    -------
-    tuple
-        None where nothing was to be learnt from calling func again.
     """
     failure = report.failure
-    if failure is None or failure.kind not in ("mismatch", "nonlinear", "nondeterministic", *_ZERO_KINDS):
-        return None, None
-    if not problem.has_graph or not problem.n or not problem.m:
-        return None, None
-    return _Investigation(problem, report, failure, at_hand).run()
+    kinds = ("mismatch", "nonlinear", "nondeterministic", *_ZERO_KINDS)
+    # Of other kinds, nothing is to be learnt from calling func again.
+    if failure is not None and failure.kind in kinds and problem.has_graph and problem.n and problem.m:
+        return _Investigation(problem, report, failure, at_hand).run()
+    return replace(report, causes=diagnose(report))
 
 
 class _Investigation(Samples, BackwardExperiments, FuncExperiments):
     """The experiments, cheap and conclusive ones first; later ones only while nothing explains the failure."""
 
-    def run(self) -> tuple[Sample | None, Evidence | None]:
+    def run(self) -> Report:
         """All of it."""
+        causes: tuple[Cause, ...] = ()
         failure, sample = self._failure, None
         if failure.kind == "mismatch" and failure.comparison is not None and self._output and self._input:
             sample = self._sample(self._output, self._input, failure.comparison)
@@ -60,21 +58,22 @@ class _Investigation(Samples, BackwardExperiments, FuncExperiments):
             self._other_measurements()
             if failure.mode == "reverse" and self._output is not None and self._input is not None:
                 pair = self._output, self._input
-                self._hypotheses(Hypotheses(self._problem, *pair, self._settings.seed, self._record), sample)
-        return sample, replace(self._evidence, calls=self._calls() - self._before)
+                hypotheses = Hypotheses(self._problem, *pair, self._settings.seed, self._record)
+                causes = self._hypotheses(hypotheses, sample)
+        evidence = replace(self._evidence, calls=self._calls() - self._before)
+        report = replace(self._report, sample=sample, evidence=evidence)
+        return replace(report, causes=causes or diagnose(report))
 
-    def _hypotheses(self, hypotheses: Hypotheses, sample: Sample | None) -> None:
-        """What explains all entries at once, by random sums of them; the first that does."""
+    def _hypotheses(self, hypotheses: Hypotheses, sample: Sample | None) -> tuple[Cause, ...]:
+        """Explains all entries at once, by random sums of them, until something does; returns the causes, if any."""
         self._explain(hypotheses.independent)
         if sample is None or not sample.complete:
             self._explain(hypotheses.rearranged)
-        if not self._report_with(sample).causes:
+        causes = diagnose(replace(self._report, sample=sample, evidence=self._evidence))
+        if not causes:
             self._explain(lambda: hypotheses.elsewhere(self._left))
+        return causes
 
     def _explain(self, hypothesis: Callable[[], Explanation | None]) -> None:
         if self._evidence.explanation is None:
             self._note(explanation=self._try(HYPOTHESIS_CALLS, hypothesis))
-
-    def _report_with(self, sample: Sample | None) -> Report:
-        report = replace(self._report, sample=sample, evidence=self._evidence)
-        return replace(report, causes=diagnose(report))

@@ -61,16 +61,27 @@ class _Matrices:
         some = rearranged[self._some_wrong] - self.analytical[self._some_wrong]
         if bool((some.abs() > self.settings.atol + self.settings.rtol * rearranged[self._some_wrong].abs()).any()):
             return 0  # mostly; all entries take a hundred times as long
-        known = ~(rearranged.isnan() | self.analytical.isnan())
         # Zeros agree with zeros anywhere.
-        nonzero = known & ((self.analytical != 0) | (rearranged != 0))
-        all_nonzero = ~self.analytical.isnan() & (self.analytical != 0)
-        if int(nonzero.sum()) < max(2, int(all_nonzero.sum()) // 2):
+        places, analytical = self._nonzero
+        some = rearranged[places]
+        known = ~some.isnan()
+        if int(known.sum()) < max(2, analytical.numel() // 2):
             return 0
+        off = (some - analytical).abs() > self.settings.atol + self.settings.rtol * some.abs()
+        if bool((off & known).any()):
+            return 0
+        known = ~(rearranged.isnan() | self.analytical.isnan())
+        nonzero = known & ((self.analytical != 0) | (rearranged != 0))
         if bool((~self._close(rearranged) & known).any()):
             return 0
         wrong = ~self._close(self.numerical) & nonzero
         return int(wrong.sum())
+
+    @cached_property
+    def _nonzero(self) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Where analytical entries are known and not zero, and these."""
+        places = (~self.analytical.isnan() & (self.analytical != 0)).nonzero().unbind(1)
+        return places, self.analytical[places]
 
     @cached_property
     def _some_wrong(self) -> tuple[Tensor, ...]:

@@ -6,10 +6,12 @@ Sources: Ridders, "Accurate computation of F'(x) and F'(x) F''(x)", Advances in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -17,6 +19,8 @@ from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.precision import spacing
 from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.problem import Problem
+
+Array = NDArray[np.float64]
 
 LARGEST_STEP = 1e-2
 """Relative to max(|x|, 1)."""
@@ -38,6 +42,9 @@ ROUNDED = 2.0**-6
 
 FINEST = 4
 """Steps whose scatter measures the noise of func."""
+
+AT_ONCE = 1 << 16
+"""Values of outputs, for several steps, that are held at a time."""
 
 TOGETHER = 1 << 11
 """Entries whose estimates, some 200 each, are compared at a time."""
@@ -144,25 +151,61 @@ def measured(problem: Problem, inputs: Tensor, outputs: Tensor, record_graph: bo
     # Like all other values of a copy with all elements specified, where an input is sparse.
     base = problem.evaluate(record_graph, displacement)[outputs]
     # An infinite x takes no step, nor does a NaN.
-    step = torch.where(x.isfinite(), LARGEST_STEP * x.clamp(min=1.0), 0.0)
+    largest = torch.where(x.isfinite(), LARGEST_STEP * x.clamp(min=1.0), 0.0)
     steps, widths, changes, bends = [], [], [], []
-    while bool((step >= smallest).any()):
-        displacement[where] = torch.where(step >= smallest, step, 0.0)
-        try:
-            plus, minus = (problem.evaluate(record_graph, displacement, sign)[outputs] for sign in (1.0, -1.0))
-        except Exception as error:  # outside of func's domain, say: a smaller step may be inside
-            raise_unless_of_func(error)
-            step = step / RATIO
-            continue
-        steps.append(step[owner])
-        widths.append(problem.realized_width(displacement, 1.0)[where][owner])
-        changes.append(plus - minus)
-        bends.append((plus - base) + (minus - base))
-        step = step / RATIO
+    for taken, powers in _runs(largest, smallest):
+        displacement[where] = torch.where(taken, largest, 0.0)
+        scales = [RATIO**-power for power in powers]
+        for scale, pair in zip(scales, _pairs(problem, record_graph, displacement, scales, outputs), strict=True):
+            if pair is None:
+                continue  # outside of func's domain, say: a smaller step may be inside
+            plus, minus = pair
+            steps.append((scale * largest)[owner])
+            widths.append(problem.realized_width(displacement, scale)[where][owner])
+            changes.append(plus - minus)
+            bends.append((plus - base) + (minus - base))
     left, right = _one_sided(problem, where, owner, outputs, base, record_graph, eps)
     found = [torch.stack(some) if some else base.new_empty(0, base.numel()) for some in (steps, widths, changes, bends)]
     rounding = _rounding(problem, outputs, base, x[owner], found[2])
     return Measured(rounding, left, right, eps * block.step, *found)
+
+
+def _runs(largest: Tensor, smallest: Tensor) -> list[tuple[Tensor, range]]:
+    """Which coordinates take the steps largest * RATIO**-power, at least `smallest`, and for which powers.
+
+    largest, smallest: shape (coordinates,). Each mask, of the same shape, is another one.
+    """
+    found: list[tuple[Tensor, range]] = []
+    power = 0
+    while bool((taken := largest * RATIO**-power >= smallest).any()):
+        if found and torch.equal(found[-1][0], taken):
+            found[-1] = taken, range(found[-1][1].start, power + 1)
+        else:
+            found.append((taken, range(power, power + 1)))
+        power += 1
+    return found
+
+
+def _pairs(
+    problem: Problem, record_graph: bool, displacement: Tensor, scales: Sequence[float], outputs: Tensor
+) -> Iterator[tuple[Tensor, Tensor] | None]:
+    """Some outputs at x + scale * displacement and x - scale * displacement, per scale; None where func raises."""
+    at_once = max(1, AT_ONCE // (2 * max(1, problem.m)))
+    for first in range(0, len(scales), at_once):
+        own = scales[first : first + at_once]
+        values = torch.empty(2 * len(own), problem.m, dtype=torch.float64, device=problem.device)
+        signed = [sign * scale for scale in own for sign in (1.0, -1.0)]
+        try:
+            problem.values_along(displacement, signed, values.unbind(), record_graph)
+        except Exception as error:
+            raise_unless_of_func(error)
+            if len(own) == 1:
+                yield None
+            else:
+                for scale in own:
+                    yield from _pairs(problem, record_graph, displacement, [scale], outputs)
+            continue
+        yield from zip(*(values[sign::2, outputs].unbind() for sign in (0, 1)), strict=True)
 
 
 def settled(found: Sequence[Measured], atol: float, rtol: float) -> Refinement:
@@ -278,52 +321,55 @@ def extrapolate(slopes: Tensor, widths: Tensor, rounding: Tensor, atol: float, r
         Plain differences and what they were divided by: shape (steps, entries), large steps first. A step
         that an entry did not take, one of the last, has width zero.
     """
-    values = torch.full_like(rounding, torch.nan)
-    errors = torch.full_like(rounding, torch.inf)
-    if len(widths):
-        for first in range(0, rounding.numel(), TOGETHER):
-            own = slice(first, first + TOGETHER)
-            values[own], errors[own] = _extrapolated(slopes[:, own], widths[:, own], rounding[own], atol, rtol)
+    if not widths.numel():
+        return torch.full_like(rounding, torch.nan), torch.full_like(rounding, torch.inf)
+    # A few numbers each: NumPy takes a quarter of the time that operators do.
+    slope, width, noise = (tensor.detach().cpu().numpy() for tensor in (slopes, widths, rounding))
+    found = []
+    for first in range(0, rounding.numel(), TOGETHER):
+        own = slice(first, first + TOGETHER)
+        with np.errstate(all="ignore"):
+            found.append(_extrapolated(slope[:, own], width[:, own], noise[own], atol, rtol))
+    values, errors = (torch.from_numpy(np.concatenate(part)).to(rounding.device) for part in zip(*found, strict=True))
     return values, errors
 
 
-def _extrapolated(slopes: Tensor, widths: Tensor, rounding: Tensor, atol: float, rtol: float) -> tuple[Tensor, Tensor]:
-    values = torch.full_like(rounding, torch.nan)
-    errors_of_values = torch.full_like(rounding, torch.inf)
+def _extrapolated(slopes: Array, widths: Array, rounding: Array, atol: float, rtol: float) -> tuple[Array, Array]:
+    values = np.full_like(rounding, np.nan)
+    errors_of_values = np.full_like(rounding, np.inf)
     taken = widths != 0
     # Of every step and order: shape (steps, ORDER + 1, entries); an estimate of order k rests on k larger steps.
-    shape = len(widths), ORDER + 1, rounding.numel()
-    estimates, differences = slopes.new_full(shape, torch.nan), slopes.new_full(shape, torch.nan)
+    estimates = np.full((len(widths), ORDER + 1, rounding.size), np.nan)
+    differences = np.full_like(estimates, np.nan)
     estimates[:, 0] = slopes
     # Where no smaller step moves func, a kink lies between the larger step and this one.
-    still = (slopes == 0).flip(0).cummin(0).values.flip(0)
-    differences[1:, 0] = torch.where(still[1:], 0.0, slopes.diff(dim=0).abs())
+    still = np.logical_and.accumulate((slopes == 0)[::-1], 0)[::-1]
+    differences[1:, 0] = np.where(still[1:], 0.0, np.abs(np.diff(slopes, axis=0)))
     for k in range(1, min(len(widths) - 1, ORDER) + 1):
         coarse, fine = estimates[k - 1 : -1, k - 1], estimates[k:, k - 1]
         estimates[k:, k] = fine + (fine - coarse) / (RATIO ** (2 * k) - 1)
-        differences[k:, k] = torch.maximum((estimates[k:, k] - fine).abs(), (estimates[k:, k] - coarse).abs())
+        differences[k:, k] = np.maximum(np.abs(estimates[k:, k] - fine), np.abs(estimates[k:, k] - coarse))
     # In units of func's values: how the finest steps scatter around a line of their own.
     finest = taken & (taken.sum(0) - taken.cumsum(0) < FINEST)
-    width = torch.where(finest, widths, 0.0)
-    line = (slopes * width.square()).sum(0) / width.square().sum(0)
-    noise = torch.maximum(rounding, ((slopes - line) * width).abs().nan_to_num(0.0).amax(0))
-    errors = differences + (noise / widths).unsqueeze(1)
-    score = errors / (atol + rtol * estimates.abs())
-    score = torch.where(taken.unsqueeze(1) & score.isfinite(), score, torch.inf).reshape(-1, rounding.numel())
+    width = np.where(finest, widths, 0.0)
+    line = (slopes * width**2).sum(0) / (width**2).sum(0)
+    noise = np.maximum(rounding, np.nan_to_num(np.abs((slopes - line) * width)).max(0))
+    errors = differences + (noise / widths)[:, None]
+    score = errors / (atol + rtol * np.abs(estimates))
+    score = np.where(taken[:, None] & np.isfinite(score), score, np.inf).reshape(-1, rounding.size)
     # The best one that all smaller steps agree with: mostly the first that is looked at.
-    open_, place = (torch.arange(size, device=score.device) for size in (rounding.numel(), len(widths)))
-    while open_.numel():
-        least, best = score[:, open_].min(0)
-        open_, best = open_[least.isfinite()], best[least.isfinite()]
-        step, order = best // (ORDER + 1), best % (ORDER + 1)
-        where = step, order, open_
-        estimate, error, width = estimates[where], errors[where], widths[:, open_]
-        off = ((slopes[:, open_] - estimate) * width).abs()
+    open_, place = np.arange(rounding.size), np.arange(len(widths))[:, None]
+    while open_.size:
+        best = score[:, open_].argmin(0)
+        possible = np.isfinite(score[best, open_])
+        open_, best = open_[possible], best[possible]
+        step, order = np.divmod(best, ORDER + 1)
+        estimate, error, width = estimates[step, order, open_], errors[step, order, open_], widths[:, open_]
+        off = np.abs((slopes[:, open_] - estimate) * width)
         # In slopes at smaller steps the error is no larger: in func's values it shrinks with them.
-        near = off <= 8 * torch.maximum(noise[open_], error * width)
-        agrees = (near | (place.unsqueeze(1) < step) | (width == 0)).all(0)
-        settled_now = open_[agrees]
-        values[settled_now], errors_of_values[settled_now] = estimate[agrees], error[agrees]
-        score[best[~agrees], open_[~agrees]] = torch.inf
+        near = off <= 8 * np.maximum(noise[open_], error * width)
+        agrees = (near | (place < step) | (width == 0)).all(0)
+        values[open_[agrees]], errors_of_values[open_[agrees]] = estimate[agrees], error[agrees]
+        score[best[~agrees], open_[~agrees]] = np.inf
         open_ = open_[~agrees]
     return values, errors_of_values

@@ -55,6 +55,9 @@ on it may be wrong."""
 MOST_AT_ONCE = 1 << 14
 """Coordinates of inputs and outputs up to which the repeated calls are run in one call of native code."""
 
+MOST_CACHED = 1 << 10
+"""Coordinates of the outputs up to which the cotangents of repeated calls are kept: 40 kB."""
+
 RERUNS = 3
 """Further runs of a VJP that was not what it should have been to the last bit: what moves every third time shows."""
 
@@ -544,16 +547,10 @@ class RepeatedCalls:
         return [self._calls[first : first + self._at_once] for first in self._calls[:: self._at_once]]
 
     def _cotangents(self, calls: range) -> Tensor:
-        """One-hot ones of the rows, then those of the products: float64, shape (calls, m)."""
-        count = len(self._rows)
-        cotangents = torch.zeros(len(calls), self._problem.m, dtype=torch.float64, device=self._problem.device)
-        for call, cotangent in zip(calls, cotangents, strict=True):
-            if call < count:
-                cotangent[self._rows[call]] = 1.0
-            else:
-                kinds = REPEATED_PRODUCTS[call - count : call - count + 1]
-                cotangent.copy_(proof_cotangents(self._problem.m, self._settings.seed, cotangent.device, kinds)[0])
-        return cotangents
+        m, seed, device = self._problem.m, self._settings.seed, self._problem.device
+        if m <= MOST_CACHED:
+            return _cached_repeated(m, seed, device, tuple(self._rows))[calls.start : calls.stop]
+        return _repeated_cotangents(m, seed, device, self._rows, calls)
 
     def vjp(self, cotangent: Tensor) -> Tensor:
         """A VJP, shape (1, n), that is not compared with rows: it is, together with others of these, in the end."""
@@ -654,6 +651,23 @@ class RepeatedCalls:
             differ(left, right, tolerance, False)
             for _, left, right in _by_inputs(self._problem, self._settings, again, gradient)
         )
+
+
+def _repeated_cotangents(m: int, seed: int, device: torch.device, rows: Sequence[int], calls: range) -> Tensor:
+    """One-hot cotangents of rows, then those of the products: float64, shape (calls, m)."""
+    cotangents = torch.zeros(len(calls), m, dtype=torch.float64, device=device)
+    for call, cotangent in zip(calls, cotangents, strict=True):
+        product = call - len(rows)
+        if product < 0:
+            cotangent[rows[call]] = 1.0
+        else:
+            cotangent.copy_(proof_cotangents(m, seed, device, REPEATED_PRODUCTS[product : product + 1])[0])
+    return cotangents
+
+
+@lru_cache(32)
+def _cached_repeated(m: int, seed: int, device: torch.device, rows: tuple[int, ...]) -> Tensor:
+    return _repeated_cotangents(m, seed, device, rows, range(len(rows) + len(REPEATED_PRODUCTS)))
 
 
 def _nondeterministic(output: Block) -> Failure:

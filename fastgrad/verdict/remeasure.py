@@ -184,16 +184,23 @@ def _convergence(columns: list[Refinement], shape: torch.Size, entry: int) -> tu
     """What was measured of an entry; the steps are those of its first coordinate."""
     of_entry = slice(entry * shape[1], (entry + 1) * shape[1])
     own = [column.of(of_entry) for column in columns]
-    measured = []
-    for s in range(min(column.steps.shape[1] for column in own)):
-        if all(bool((column.widths[:, s] != 0).all()) for column in own):
-            changes = [column.changes[:, s].reshape(1, -1) for column in own]
-            estimates = [(column.changes[:, s] / column.widths[:, s]).reshape(1, -1) for column in own]
-            change, estimate = (complex(_entries(values)[0]) for values in (changes, estimates))
-            if len(own) == shape[1] == 1:
-                change, estimate = change.real, estimate.real
-            measured.append(Difference(float(own[0].steps[0, s]), change, estimate))
-    return tuple(measured)
+    is_real = len(own) == shape[1] == 1
+    # Of func, two columns, or one with both parts side by side, make a complex entry.
+    changes = _parts([column.changes for column in own])
+    widths = [column.widths.tolist() for column in own]
+    estimates = _parts([column.changes / column.widths for column in own])
+    return tuple(
+        Difference(step, change.real if is_real else change, estimate.real if is_real else estimate)
+        for s, (step, change, estimate) in enumerate(zip(own[0].steps[0].tolist(), changes, estimates, strict=False))
+        if all(row[s] for rows in widths for row in rows)
+    )
+
+
+def _parts(columns: list[Tensor]) -> list[complex]:
+    """Complex numbers of one entry, from shape (1 or 2, steps) each."""
+    steps = min(column.shape[1] for column in columns)
+    together: list[complex] = _entries([column[:, :steps].t() for column in columns]).tolist()
+    return together
 
 
 def _entries(columns: list[Tensor]) -> Tensor:

@@ -64,7 +64,7 @@ def test_a_check_that_passes_gathers_nothing(keywords: dict[str, Any], monkeypat
     assert report.passed
     assert func.calls == report.evaluations
     assert func.vjps == report.vjps
-    monkeypatch.setattr(evidence, "gather", pytest.fail)
+    monkeypatch.setattr(evidence, "diagnosed", pytest.fail)
     assert check(Counted(factor=1.0), leaf(5, 6), Settings(**keywords)).passed
 
 
