@@ -40,6 +40,10 @@ MOST_STEPS = 5
 SMALLER, LARGER = 2.0**-5, 2.0**6
 """From one step to the next: smaller where joint steps cross kinks, larger where rounding dominates."""
 
+EXACT_CALLS = 256
+"""Evaluations and VJPs of the dense engine up to which it decides what the first step size leaves open: the others, and
+entries measured by themselves, take as many."""
+
 SMALL_BOUND, SMALL_BOUND_STEPS = 16, 3
 """Times atol that the bound of selected rows is to be, and steps to try for it."""
 
@@ -228,8 +232,7 @@ class _Screen:
         self._suspected = max(self._suspected, 4 * abs(value))
         if not search.doubtful:
             return Screening(undecided=self._suspected)  # off by a little all over: no step changes that
-        self._go_to_next_step(differences)
-        return None
+        return self._next_step(differences)
 
     def _verify(self, differences: Differences, search: _Search, sketch: Sketch, weight: Tensor) -> Screening | None:
         """Where no sum looks wrong: the outputs whose noise is within their tolerance are verified."""
@@ -243,8 +246,7 @@ class _Screen:
         self._bound = max(self._bound, float(hidden.masked_fill_(~verified, 0.0).amax()))
         if bool((self._pending & ~verified).any()):
             self._pending &= ~verified
-            self._go_to_next_step(differences)
-            return None
+            return self._next_step(differences)
         self._smallest_bound = min(self._smallest_bound, self._bound)
         if not self._selected or self._bound <= SMALL_BOUND * settings.atol or self._attempt + 1 >= SMALL_BOUND_STEPS:
             return self._verified(self._smallest_bound)
@@ -253,7 +255,11 @@ class _Screen:
         self._eps, self._attempt = self._eps * LARGER, self._attempt + 1
         return None
 
-    def _go_to_next_step(self, differences: Differences) -> None:
+    def _next_step(self, differences: Differences) -> Screening | None:
+        """Goes on to another step size; leaves a small problem to the exact engine, which costs no more than that."""
+        problem = self._problem
+        if not self._selected and self._eps == self._settings.eps and 2 * problem.n + problem.m <= EXACT_CALLS:
+            return Screening(undecided=math.inf)
         self._eps = _next_step(self._problem, self._settings, differences, self._base, self._pending)
         self._attempt += 1
 
