@@ -111,7 +111,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("vjp_of_zeros", torch::wrap_pybind_function(&fastgrad::vjp_of_zeros));
   module.def(
       "vjp_coordinates", torch::wrap_pybind_function(&fastgrad::vjp_coordinates), py::arg("outputs"), py::arg("inputs"),
-      py::arg("cotangents"), py::arg("gapped"), py::arg("expanded"), py::arg("only") = std::vector<int64_t>());
+      py::arg("cotangents"), py::arg("layouts") = std::vector<int64_t>(), py::arg("only") = std::vector<int64_t>());
   module.def("first_other_vjp", torch::wrap_pybind_function(&fastgrad::first_other_vjp));
   module.def("vjp_groups", torch::wrap_pybind_function(&fastgrad::vjp_groups));
   module.def("vjp_rows", torch::wrap_pybind_function(&fastgrad::vjp_rows));

@@ -235,15 +235,19 @@ struct GradientsMatch {
   std::map<int64_t, UnspecifiedEntry> unspecified;  // by input, where there is any
 };
 
+// How a grad_output lies in memory: contiguous; with the dimensions reversed and gaps of NaN; contiguous, one element
+// behind the beginning of its storage, where addresses are not those that vectorized loads need, behind a NaN; and, of
+// a row that is constant over each output, a single value expanded with stride 0, as sum() sends it.
+enum class Layout : int64_t { contiguous, gapped, offset, expanded };
+
 // V J in coordinates: row k of the result (float64, shape (count, coordinates of all inputs end to end)) = the
-// VJP of row k of cotangents (float64, shape (count, coordinates of all outputs end to end)). Autograd is given
-// contiguous grad_outputs, but for the first `gapped` rows ones with the dimensions reversed in memory and gaps
-// of NaN, and for the last `expanded` rows, which must be constant over each output, single values expanded with
-// stride 0, as sum() sends them. only: for each row the one output that gets a grad_output, or -1 for all; empty: all,
-// for every row. A single row may be autograd's own memory, where nobody else has it.
+// VJP of row k of cotangents (float64, shape (count, coordinates of all outputs end to end)). layouts: for each row the
+// Layout that autograd is given it in; empty: contiguous, for every row. only: for each row the one output that gets a
+// grad_output, or -1 for all; empty: all, for every row. A single row may be autograd's own memory, where nobody else
+// has it.
 std::tuple<at::Tensor, GradientsMatch> vjp_coordinates(
     const std::vector<at::Tensor>& outputs, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
-    int64_t gapped, int64_t expanded, const std::vector<int64_t>& only);
+    const std::vector<int64_t>& layouts, const std::vector<int64_t>& only);
 
 // Runs the VJPs of rows order[0], order[1], ... of cotangents, contiguous, until one differs from its row of `known`
 // (float64, shape (count, coordinates of all inputs)); cotangents and only as of vjp_coordinates. Returns how many were
@@ -309,12 +313,13 @@ struct WholeBackward {
 };
 
 // Runs them: of zeros, undefined, one-hot as in vjp_rows, and `cotangents` (float64, shape (count, coordinates of
-// all outputs)), gapped the first and expanded the last; none of these, no products. What the rows add up to may
+// all outputs)) in `layouts`; none of these, no products. What the rows add up to may
 // differ by atol, and by rtol of the largest sum. Of an output of `fewest_vectorized` elements or more (0: of none)
 // the rows are one vectorized VJP, if the backward can be vectorized: pass 0 for `repeated` then.
 WholeBackward whole_backward(
     const std::vector<at::Tensor>& outputs, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
-    int64_t repeated, double repeat_scale, bool undefined, int64_t fewest_vectorized, double atol, double rtol);
+    const std::vector<int64_t>& layouts, int64_t repeated, double repeat_scale, bool undefined,
+    int64_t fewest_vectorized, double atol, double rtol);
 
 // Of one input: its coordinates, whether two of them are an entry, atol and rtol.
 using InputTolerances = std::tuple<int64_t, bool, double, double>;

@@ -269,20 +269,28 @@ int64_t total(const std::vector<InputBlock>& inputs) {
 
 namespace {
 
-enum class Layout { contiguous, gapped, expanded };
-
 // One row of cotangents as grad_outputs, in one layout, of all outputs or of one alone.
 class Cotangents {
  public:
-  // only: for each row the one output that gets a grad_output, or -1; empty: all of them, for every row.
+  // layouts, only: as of vjp_coordinates.
   Cotangents(
       const char* what, const std::vector<at::Tensor>& outputs, const at::Tensor& rows,
-      const std::vector<int64_t>& only)
-      : outputs_(outputs), rows_(rows), only_(only) {
+      const std::vector<int64_t>& layouts, const std::vector<int64_t>& only)
+      : outputs_(outputs), rows_(rows), layouts_(layouts), only_(only) {
     check_float64(what, "cotangents", rows, 2);
     TORCH_CHECK(
         rows.size(1) == total(outputs), what, ": cotangents must have ", total(outputs),
         " columns, one for each real coordinate of the outputs, got ", rows.size(1));
+    TORCH_CHECK(
+        layouts.empty() || static_cast<int64_t>(layouts.size()) == rows.size(0), what,
+        ": layouts must have one number for each row of cotangents, ", rows.size(0), ", or none, got ",
+        layouts.size());
+    for (const int64_t layout : layouts) {
+      TORCH_CHECK(
+          0 <= layout && layout <= static_cast<int64_t>(Layout::expanded), what,
+          ": layouts must hold numbers of layouts, at least 0 and at most ", static_cast<int64_t>(Layout::expanded),
+          ", got ", layout);
+    }
     TORCH_CHECK(
         only.empty() || static_cast<int64_t>(only.size()) == rows.size(0), what,
         ": only must have one number for each row of cotangents, ", rows.size(0), ", or none, got ", only.size());
@@ -294,7 +302,8 @@ class Cotangents {
   }
 
   // The VJP of row k.
-  std::vector<at::Tensor> vjp(int64_t k, Layout layout, const std::vector<at::Tensor>& arguments) const {
+  std::vector<at::Tensor> vjp(int64_t k, const std::vector<at::Tensor>& arguments) const {
+    const Layout layout = layouts_.empty() ? Layout::contiguous : static_cast<Layout>(layouts_[k]);
     const int64_t one = only_.empty() ? -1 : only_[k];
     std::vector<at::Tensor> grad_outputs;
     {
@@ -323,16 +332,26 @@ class Cotangents {
       unflatten_(value, coordinates.narrow(0, 0, coordinates_per_element(output)));
       return value.expand(output.sizes());
     }
-    // Torch takes an empty tensor for contiguous, whatever its strides: backwards then trip over them.
-    const at::Tensor made = layout == Layout::gapped && coordinates.numel() > 0
-        ? gapped_and_transposed(output)
-        : at::empty_like(output, {}, at::MemoryFormat::Contiguous);
+    const at::Tensor made = memory_for(output, layout);
     unflatten_into(made, coordinates);
     return made;
   }
 
+  static at::Tensor memory_for(const at::Tensor& output, Layout layout) {
+    // Torch takes an empty tensor for contiguous, whatever its strides: backwards then trip over them.
+    if (output.numel() > 0 && layout == Layout::gapped) {
+      return gapped_and_transposed(output);
+    }
+    if (output.numel() > 0 && layout == Layout::offset) {
+      const double nan = std::numeric_limits<double>::quiet_NaN();
+      return at::full({output.numel() + 1}, nan, output.options()).narrow(0, 1, output.numel()).view(output.sizes());
+    }
+    return at::empty_like(output, {}, at::MemoryFormat::Contiguous);
+  }
+
   const std::vector<at::Tensor>& outputs_;
   const at::Tensor& rows_;
+  const std::vector<int64_t>& layouts_;
   const std::vector<int64_t>& only_;
 };
 
@@ -340,22 +359,16 @@ class Cotangents {
 
 std::tuple<at::Tensor, GradientsMatch> vjp_coordinates(
     const std::vector<at::Tensor>& outputs, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
-    int64_t gapped, int64_t expanded, const std::vector<int64_t>& only) {
-  const Cotangents rows("vjp_coordinates", outputs, cotangents, only);
+    const std::vector<int64_t>& layouts, const std::vector<int64_t>& only) {
+  const Cotangents rows("vjp_coordinates", outputs, cotangents, layouts, only);
   const int64_t count = cotangents.size(0);
-  for (const int64_t some : {gapped, expanded}) {
-    TORCH_CHECK(
-        0 <= some && some <= count, "vjp_coordinates: gapped and expanded must be at least 0 and at most ", count,
-        ", the rows of cotangents, got ", some);
-  }
   const int64_t n = total(inputs);
   at::Tensor gradients;
   GradientsMatch match;
   Unspecified unspecified;
   const std::vector<at::Tensor> arguments = arguments_of(inputs);
   for (int64_t k = 0; k < count; ++k) {
-    const Layout layout = k >= count - expanded ? Layout::expanded : k < gapped ? Layout::gapped : Layout::contiguous;
-    std::vector<at::Tensor> found = rows.vjp(k, layout, arguments);
+    std::vector<at::Tensor> found = rows.vjp(k, arguments);
     {
       const BelowAutograd guard;
       if (count == 1 && found.size() == 1 && can_be_taken(found[0], inputs[0])) {
@@ -377,7 +390,8 @@ std::tuple<at::Tensor, GradientsMatch> vjp_coordinates(
 std::tuple<int64_t, std::optional<at::Tensor>, GradientsMatch> first_other_vjp(
     const std::vector<at::Tensor>& outputs, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
     const std::vector<int64_t>& only, const std::vector<int64_t>& order, const at::Tensor& known) {
-  const Cotangents rows("first_other_vjp", outputs, cotangents, only);
+  const std::vector<int64_t> contiguous;
+  const Cotangents rows("first_other_vjp", outputs, cotangents, contiguous, only);
   check_rows("first_other_vjp", "known", known, inputs);
   TORCH_CHECK(
       known.size(0) == cotangents.size(0), "first_other_vjp: known must have as many rows as cotangents, ",
@@ -395,7 +409,7 @@ std::tuple<int64_t, std::optional<at::Tensor>, GradientsMatch> first_other_vjp(
   size_t position = 0;
   for (; position < order.size() && !other; ++position) {
     const int64_t k = order[position];
-    const std::vector<at::Tensor> found = rows.vjp(k, Layout::contiguous, arguments);
+    const std::vector<at::Tensor> found = rows.vjp(k, arguments);
     {
       const BelowAutograd guard;
       flatten_gradients(found, inputs, gradient, 0, match, unspecified);

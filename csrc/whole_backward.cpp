@@ -245,7 +245,8 @@ std::vector<int64_t> backward_streams(const std::vector<at::Tensor>& outputs, co
 
 WholeBackward whole_backward(
     const std::vector<at::Tensor>& outputs, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
-    int64_t repeated, double repeat_scale, bool undefined, int64_t fewest_vectorized, double atol, double rtol) {
+    const std::vector<int64_t>& layouts, int64_t repeated, double repeat_scale, bool undefined,
+    int64_t fewest_vectorized, double atol, double rtol) {
   TORCH_CHECK(fewest_vectorized == 0 || repeated == 0, "whole_backward: vectorized rows are not repeated");
   WholeBackward whole;
   const std::vector<at::Tensor> arguments = arguments_of(inputs);
@@ -304,11 +305,12 @@ WholeBackward whole_backward(
   if (cotangents.size(0) == 0) {
     return whole;
   }
-  whole.products = std::get<0>(vjp_coordinates(outputs, inputs, cotangents, /*gapped=*/1, /*expanded=*/1, /*only=*/{}));
+  whole.products = std::get<0>(vjp_coordinates(outputs, inputs, cotangents, layouts, /*only=*/{}));
   whole.vjps += cotangents.size(0);
   if (!repeats_all) {
     const at::Tensor first = cotangents.narrow(0, 0, 1);
-    const at::Tensor again = std::get<0>(vjp_coordinates(outputs, inputs, first, /*gapped=*/1, /*expanded=*/0, /*only=*/{}));
+    const std::vector<int64_t> own(layouts.begin(), layouts.begin() + (layouts.empty() ? 0 : 1));
+    const at::Tensor again = std::get<0>(vjp_coordinates(outputs, inputs, first, own, /*only=*/{}));
     whole.vjps += 1;
     whole.movement = largest_difference(again, whole.products.narrow(0, 0, 1));
   }

@@ -181,8 +181,7 @@ def vjp_coordinates(
     outputs: Sequence[Tensor],
     inputs: Sequence[InputBlock],
     cotangents: Tensor,
-    gapped: int,
-    expanded: int,
+    layouts: Sequence[int] = (),
     only: Sequence[int] = (),
 ) -> tuple[Tensor, GradientsMatch]: ...
 def first_other_vjp(
@@ -216,6 +215,7 @@ def whole_backward(
     outputs: Sequence[Tensor],
     inputs: Sequence[InputBlock],
     cotangents: Tensor,
+    layouts: Sequence[int],
     repeated: int,
     repeat_scale: float,
     undefined: bool,

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastgrad.core.native import Rows, WholeBackward, largest_errors
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING
-from fastgrad.engines.blocks import REPEAT_SCALE, REPEATED_ROWS, row_parts
+from fastgrad.engines.blocks import LAYOUTS, REPEAT_SCALE, REPEATED_ROWS, row_parts
 from fastgrad.engines.plan import is_one_block, most_vectorized_rows
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Pair, Settings
@@ -45,6 +45,7 @@ def whole_backward(problem: Problem, settings: Settings, seconds: float) -> Whol
     vectorized = m >= FEWEST_VECTORIZED and m <= most_vectorized_rows(problem, seconds)
     return problem.whole_backward(
         _cotangents(m, settings.seed, problem.device),
+        LAYOUTS if m > 1 else (),
         0 if vectorized else REPEATED_ROWS,  # the products tell what moves or is not homogeneous
         REPEAT_SCALE,
         settings.check_undefined_grad,

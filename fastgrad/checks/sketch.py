@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastgrad.core.errors import raise_unless_of_func
-from fastgrad.core.native import ops
+from fastgrad.core.native import Layout, ops
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING, excess
 from fastgrad.core.random import SKETCH_DIRECTIONS, TANGENT_STREAM, direction
@@ -262,6 +262,7 @@ class _Screen:
             return Screening(undecided=math.inf)
         self._eps = _next_step(self._problem, self._settings, differences, self._base, self._pending)
         self._attempt += 1
+        return None
 
     def _verified(self, bound: float) -> Screening:
         return _verified(self._settings, self._count, bound, self._unresolved)
@@ -374,7 +375,7 @@ def _row_by_row(
         if failure is not None:
             return sketch, failure
         looks_wrong = any(excess(*pair) > 1 for pair in zip(values, allowed, strict=True))
-        if looks_wrong and not tentative and (cotangent.gapped or cotangent.expanded):
+        if looks_wrong and not tentative and cotangent.layout != Layout.CONTIGUOUS:
             failure = linearity_failure(problem, settings, vector, gradient, cotangent.kind)
             if failure is not None:
                 return sketch, failure

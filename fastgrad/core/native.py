@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from enum import IntEnum
 
 import torch
 
@@ -68,6 +69,15 @@ from fastgrad._C import (  # noqa: E402  (after the checks)
 )
 
 
+class Layout(IntEnum):
+    """How a grad_output lies in memory; `csrc/loops.h` says more."""
+
+    CONTIGUOUS = 0
+    GAPPED = 1
+    OFFSET = 2
+    EXPANDED = 3
+
+
 class ops:  # noqa: N801  (a namespace, like torch.ops.fastgrad)
     """The operators by name, resolved once: looking one up costs as much as running it on a small block.
 
@@ -92,6 +102,7 @@ __all__ = [
     "GradientsMatch",
     "Groups",
     "InputBlock",
+    "Layout",
     "OutputSpec",
     "RandomDirection",
     "Rows",

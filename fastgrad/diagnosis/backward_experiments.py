@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from fastgrad.core.memory import OUT_OF_MEMORY
+from fastgrad.core.native import Layout
 from fastgrad.core.random import EVIDENCE_STREAM, direction
 from fastgrad.diagnosis.autograd_graph import copied_gradients, written_gradients
 from fastgrad.diagnosis.experiments import Experiments
@@ -58,8 +59,8 @@ class BackwardExperiments(Experiments):
             v[self._only.end :] = 0.0
         return v.to(self._problem.device).unsqueeze(0)
 
-    def _vjp(self, cotangents: Tensor, gapped: int = 0, expanded: int = 0) -> Tensor:
-        return self._problem.vjp(cotangents, gapped, expanded, self._only)
+    def _vjp(self, cotangents: Tensor, layouts: Sequence[Layout] = ()) -> Tensor:
+        return self._problem.vjp(cotangents, layouts, self._only)
 
     def _repeated(self, v: Tensor) -> None:
         graphs = []
@@ -100,12 +101,14 @@ class BackwardExperiments(Experiments):
     def _layouts(self, v: Tensor) -> None:
         contiguous = self._try(1, lambda: self._vjp(v))
         if contiguous is not None and self._left() > 0:
-            deviation, error = _deviation_or_error(lambda: self._vjp(v, gapped=1), contiguous)
+            deviation, error = _deviation_or_error(lambda: self._vjp(v, [Layout.GAPPED]), contiguous)
             self._note(gapped=deviation, gapped_error=error)
+            deviation, error = _deviation_or_error(lambda: self._vjp(v, [Layout.OFFSET]), contiguous)
+            self._note(offset=deviation, offset_error=error)
         ones = torch.full_like(v, EXPANDED_VALUE)
         contiguous = self._try(2, lambda: self._vjp(ones))
         if contiguous is not None:
-            deviation, error = _deviation_or_error(lambda: self._vjp(ones, expanded=1), contiguous)
+            deviation, error = _deviation_or_error(lambda: self._vjp(ones, [Layout.EXPANDED]), contiguous)
             self._note(expanded=deviation, expanded_error=error)
 
     def _modified(self, v: Tensor) -> None:

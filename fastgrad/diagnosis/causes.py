@@ -213,11 +213,14 @@ def _of_backward(failure: Failure, evidence: Evidence, settings: Settings) -> It
 
 
 def _of_layouts(evidence: Evidence, linear: bool) -> Iterator[Cause]:
+    contiguous = "a data_ptr(), view() or kernel that takes it for contiguous"
+    aligned = "a kernel that reads from the beginning of the storage, or by aligned loads"
     kinds = (
-        (evidence.gapped, evidence.gapped_error, "non-contiguous"),
-        (evidence.expanded, evidence.expanded_error, "expanded (stride 0)"),
+        (evidence.gapped, evidence.gapped_error, "non-contiguous", contiguous),
+        (evidence.offset, evidence.offset_error, "at an offset in its storage", aligned),
+        (evidence.expanded, evidence.expanded_error, "expanded (stride 0)", contiguous),
     )
-    for deviation, error, how in kinds:
+    for deviation, error, how, mistake in kinds:
         if error is None and (deviation is None or deviation <= DEVIATES):
             continue
         if error is not None or deviation is None:
@@ -229,15 +232,15 @@ def _of_layouts(evidence: Evidence, linear: bool) -> Iterator[Cause]:
         yield Cause(
             "layout of grad_output",
             f"backward {'is wrong' if error is None else 'raises'} for a grad_output that is {how}, and not for a "
-            "contiguous copy: a data_ptr(), view() or kernel that takes it for contiguous",
+            f"contiguous copy: {mistake}",
             measure,
-            0.93 if linear or how == "non-contiguous" else 0.8,
+            0.8 if how.startswith("expanded") and not linear else 0.93,
         )
         return
 
 
 def _modified(evidence: Evidence) -> Cause:
-    error = evidence.gapped_error or evidence.expanded_error
+    error = evidence.gapped_error or evidence.offset_error or evidence.expanded_error
     if evidence.modified is not None and evidence.modified > DEVIATES:
         measure = f"the gradient differs by {evidence.modified:.1e} of itself from the one for copies"
     else:

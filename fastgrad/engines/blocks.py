@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fastgrad.core.native import GradientsMatch, UnspecifiedEntry
+from fastgrad.core.native import GradientsMatch, Layout, UnspecifiedEntry
 from fastgrad.problem.coordinates import Block
 from fastgrad.report.data import Part
 
@@ -29,10 +29,13 @@ GAPPED, HALVED, SPARSE, EXPANDED = range(4)
 COTANGENT_KINDS = (
     "a random grad_output, dense and non-contiguous",
     "a random grad_output, with half of its elements zero",
-    "a random grad_output, with most of its elements zero",
+    "a random grad_output at a storage offset, with most of its elements zero",
     "a constant grad_output, expanded with stride 0",
 )
 """What beside one-hot, contiguous grad_outputs a backward must take; for messages."""
+
+LAYOUTS = Layout.GAPPED, Layout.CONTIGUOUS, Layout.OFFSET, Layout.EXPANDED
+"""How each kind lies in memory."""
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fastgrad.core.native import Derivative, RandomDirection, ops
+from fastgrad.core.native import Derivative, Layout, RandomDirection, ops
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING, excess
 from fastgrad.core.random import SKETCH_COTANGENTS, SKETCH_DIRECTIONS
@@ -175,8 +175,12 @@ class Cotangent:
     vector: Callable[[], Tensor]
     kind: str
     scale: float = 1.0
-    gapped: bool = False
-    expanded: bool = False
+    layout: Layout = Layout.CONTIGUOUS
+
+    @property
+    def expanded(self) -> bool:
+        """Whether it is one value, expanded."""
+        return self.layout == Layout.EXPANDED
 
 
 def cotangents(seed: int, weight: Tensor, count: int, attempt: int) -> Iterator[Cotangent]:
@@ -193,7 +197,8 @@ def cotangents(seed: int, weight: Tensor, count: int, attempt: int) -> Iterator[
 
     for number in range(count):
         vector = partial(weighed, attempt * (count + 1) + number)
-        yield Cotangent(vector, "a random grad_output" if number else gapped, gapped=number == 0)
+        layout = Layout.CONTIGUOUS if number else Layout.GAPPED
+        yield Cotangent(vector, "a random grad_output" if number else gapped, layout=layout)
     if attempt:
         return
     yield Cotangent(partial(weighed, count, True, REPEAT_SCALE), halved, scale=-REPEAT_SCALE)
@@ -203,8 +208,8 @@ def cotangents(seed: int, weight: Tensor, count: int, attempt: int) -> Iterator[
         thin_out(vector, seed)
         return vector
 
-    yield Cotangent(mostly_zero, sparse)
-    yield Cotangent(partial(torch.full_like, weight, EXPANDED_VALUE), expanded, expanded=True)
+    yield Cotangent(mostly_zero, sparse, layout=Layout.OFFSET)
+    yield Cotangent(partial(torch.full_like, weight, EXPANDED_VALUE), expanded, layout=Layout.EXPANDED)
 
 
 @dataclass(slots=True)
@@ -242,7 +247,7 @@ def residual_row(
     problem: Problem, settings: Settings, differences: Differences, cotangent: Cotangent, vector: Tensor
 ) -> tuple[list[float], list[float], Tensor]:
     """One row of the sketch, of a cotangent and its vector; what is allowed for it; the VJP behind it (shape (n,))."""
-    gradient = problem.vjp(vector.unsqueeze(0), int(cotangent.gapped), int(cotangent.expanded))[0]
+    gradient = problem.vjp(vector.unsqueeze(0), [cotangent.layout])[0]
     sums = ops.dots(differences.derivatives, vector), ops.dots(differences.directions, gradient)
     # A few numbers each: compared here in less time than by operators, and fetched from a device at once.
     pairs = list(zip(*torch.stack(sums).tolist(), strict=True))

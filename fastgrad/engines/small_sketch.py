@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from fastgrad.core.native import Layout
 from fastgrad.core.precision import ROUNDING
 from fastgrad.engines.blocks import REPEAT_SCALE
 from fastgrad.engines.sketch import Cotangent, Differences, Sketch, all_count_fully, allowed_in_row, cotangents
@@ -31,9 +32,9 @@ class _GradOutputs:
     Attributes
     ----------
     vectors
-        Float64, shape (rows, m); the first is handed over gapped, the last expanded.
-    only
-        Per row, the output that gets one; -1: all.
+        Float64, shape (rows, m).
+    layouts, only
+        Per row, its layout, and the output that gets one; -1: all.
     cotangents, rows
         The cotangents of the sketch, and the row of each.
     repeats, separate
@@ -45,6 +46,7 @@ class _GradOutputs:
     """
 
     vectors: Tensor
+    layouts: list[Layout]
     only: list[int]
     cotangents: list[Cotangent]
     rows: list[int]
@@ -105,7 +107,7 @@ def small_sketch(
         if plain
         else _grad_outputs(layout, settings.seed, count, weight)
     )
-    gradients, match = problem.vjps_of(made.vectors, made.only, gapped=1, expanded=1)
+    gradients, match = problem.vjps_of(made.vectors, made.only, made.layouts)
     of_rows = gradients.unbind()
     sketch = Sketch(gradients={number: of_rows[row] for number, row in enumerate(made.rows)})
     agree = _compare(problem, settings, differences, made, gradients, sketch)
@@ -163,15 +165,19 @@ def _cached_grad_outputs(layout: _Layout, seed: int, count: int, device: torch.d
 def _grad_outputs(layout: _Layout, seed: int, count: int, weight: Tensor) -> _GradOutputs:
     random = list(cotangents(seed, weight, count, 0))
     by_number = [cotangent.vector() for cotangent in random]
-    vectors, only, rows = [by_number[0]], [-1], [0]
-    one_hot: dict[int, int] = {}
-    scaled = []
+    vectors: list[Tensor] = []
+    layouts: list[Layout] = []
+    only: list[int] = []
 
-    def add(vector: Tensor, output: int = -1) -> int:
+    def add(vector: Tensor, output: int = -1, layout: Layout = Layout.CONTIGUOUS) -> int:
         vectors.append(vector)
+        layouts.append(layout)
         only.append(output)
         return len(vectors) - 1
 
+    rows = [add(by_number[0], layout=random[0].layout)]
+    one_hot: dict[int, int] = {}
+    scaled = []
     for coordinate, output, again in _one_hot_coordinates(layout, seed):
         one = torch.zeros_like(weight)
         one[coordinate] = 1.0
@@ -180,11 +186,11 @@ def _grad_outputs(layout: _Layout, seed: int, count: int, weight: Tensor) -> _Gr
             scaled.append((one_hot[coordinate], add(one * REPEAT_SCALE, output)))
     repeats, separate = [], []
     for number, vector in enumerate(by_number[1:], 1):
-        rows.append(add(vector))
+        rows.append(add(vector, layout=random[number].layout))
         if number == REPEATED:
             repeats = [add(vector) for _ in range(RUNS - 1)]
             separate = [add(vector, output) for output in range(len(layout))] if len(layout) > 1 else []
-    return _GradOutputs(torch.stack(vectors), only, random, rows, repeats, separate, one_hot, scaled)
+    return _GradOutputs(torch.stack(vectors), layouts, only, random, rows, repeats, separate, one_hot, scaled)
 
 
 def _one_hot_coordinates(layout: _Layout, seed: int) -> list[tuple[int, int, bool]]:

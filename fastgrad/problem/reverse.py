@@ -73,6 +73,7 @@ class ReverseMode(Evaluation):
     def whole_backward(
         self,
         cotangents: Tensor,
+        layouts: Sequence[int],
         repeated: int,
         scale: float,
         undefined: bool,
@@ -84,8 +85,8 @@ class ReverseMode(Evaluation):
 
         Parameters
         ----------
-        cotangents
-            As of `vjp`, the first gapped and the last expanded; or none.
+        cotangents, layouts
+            As of `vjp`; or none.
         repeated, scale
             As of `analytical_rows`.
         undefined
@@ -97,26 +98,23 @@ class ReverseMode(Evaluation):
             Up to which the products of the cotangents are what the rows add up to; rtol of the largest sum.
         """
         whole = native.whole_backward(
-            self.graph(), self._natives, cotangents, repeated, scale, undefined, fewest_vectorized, atol, rtol
+            self.graph(), self._natives, cotangents, layouts, repeated, scale, undefined, fewest_vectorized, atol, rtol
         )
         self.vjps += whole.vjps
         self.progress.step(whole.vjps)
         return whole
 
     @raises_memory_error
-    def vjp(self, cotangents: Tensor, gapped: int = 0, expanded: int = 0, only: Block | None = None) -> Tensor:
+    def vjp(self, cotangents: Tensor, layouts: Sequence[int] = (), only: Block | None = None) -> Tensor:
         """V J for rows of cotangents, one VJP per row.
 
         Parameters
         ----------
         cotangents
             float64, shape (count, m).
-        gapped
-            For so many rows, from the first, backward gets grad_outputs with transposed strides and
-            gaps; for the others contiguous ones.
-        expanded
-            For so many rows, the last, single values expanded with stride 0: the row must be constant
-            over each output.
+        layouts
+            For each row, the `native.Layout` of the grad_outputs; none: all are contiguous. A row that is expanded must
+            be constant over each output.
         only
             The one output that gets a grad_output, the others undefined ones.
 
@@ -129,19 +127,19 @@ class ReverseMode(Evaluation):
         if only is not None:
             outputs = outputs[only.index : only.index + 1]
             cotangents = cotangents[:, only.slice]
-        products, match = native.vjp_coordinates(outputs, self._natives, cotangents, gapped, expanded)
+        products, match = native.vjp_coordinates(outputs, self._natives, cotangents, layouts)
         self._count(cotangents.shape[0], match)
         return products
 
     @raises_memory_error
     def vjps_of(
-        self, cotangents: Tensor, only: Sequence[int], gapped: int = 0, expanded: int = 0
+        self, cotangents: Tensor, only: Sequence[int], layouts: Sequence[int] = ()
     ) -> tuple[Tensor, native.GradientsMatch]:
         """V J as of `vjp`, and what the gradients looked like.
 
         only: per row, the index of the output that gets a grad_output, -1 for all.
         """
-        products, match = native.vjp_coordinates(self.graph(), self._natives, cotangents, gapped, expanded, only)
+        products, match = native.vjp_coordinates(self.graph(), self._natives, cotangents, layouts, only)
         self._count(len(only), match)
         return products, match
 

@@ -208,12 +208,14 @@ class Evidence(EqualByContent):
         The same for v as the sum of two dense vectors.
     gapped
         Deviation for a non-contiguous v from its contiguous copy; infinite where one of them is not finite.
+    offset
+        Deviation for a v that begins behind the beginning of its storage from its copy.
     expanded
         Deviation for a constant v, expanded with stride 0, from its copy.
     gapped_error
         The exception for a non-contiguous v, where its contiguous copy raises none; gapped is None then.
-    expanded_error
-        The same for an expanded v.
+    offset_error, expanded_error
+        The same for one at an offset, and for an expanded v.
     modified
         Where a backward writes into its grad_output: deviation of the gradient from that of backwards with copies.
     dense_error
@@ -245,8 +247,10 @@ class Evidence(EqualByContent):
     split: float | None = None
     added: float | None = None
     gapped: float | None = None
+    offset: float | None = None
     expanded: float | None = None
     gapped_error: str | None = None
+    offset_error: str | None = None
     expanded_error: str | None = None
     modified: float | None = None
     dense_error: float | None = None

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.memory import OUT_OF_MEMORY
-from fastgrad.core.native import ops
+from fastgrad.core.native import Layout, ops
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING
 from fastgrad.core.random import COTANGENT_STREAM, TANGENT_STREAM
@@ -31,6 +31,7 @@ from fastgrad.engines.blocks import (
     EXPANDED_VALUE,
     GAPPED,
     HALVED,
+    LAYOUTS,
     REPEAT_SCALE,
     REPEATED_ROWS,
     SPARSE,
@@ -78,7 +79,12 @@ LARGEST_MEASURED = 0.5
 """Exponent: rounding that is measured counts up to the unit roundoff to this power, relative to the product. What
 moves more than half of the digits is no rounding, but a backward that is not linear."""
 
-_KINDS_IN_SHORT = ("dense and non-contiguous", "half of it zero", "most of it zero", "constant and expanded")
+_KINDS_IN_SHORT = (
+    "dense and non-contiguous",
+    "half of it zero",
+    "most of it zero and at a storage offset",
+    "constant and expanded",
+)
 
 
 @lru_cache(8)
@@ -151,7 +157,8 @@ def groups_failure(
             continue
         rows = cotangents if not expanded else cotangents[whole : whole + 1]  # type: ignore[operator]
         expected = gradients if not expanded else gradients[whole : whole + 1]  # type: ignore[operator]
-        products = problem.vjp(rows * REPEAT_SCALE, expanded=expanded, only=output) / REPEAT_SCALE
+        layouts = [Layout.EXPANDED] if expanded else ()
+        products = problem.vjp(rows * REPEAT_SCALE, layouts, only=output) / REPEAT_SCALE
         if any(
             ops.compare(left, right, own.atol, own.rtol, False, False)[0].item()
             for own, left, right in _by_inputs(problem, settings, products, expected)
@@ -415,12 +422,11 @@ class LinearityProof:
 
     def _vjps(self, scale: float = 1.0) -> Tensor:
         cotangents = self._cotangents if scale == 1.0 else self._cotangents * scale
-        return self._problem.vjp(cotangents, int(GAPPED in self._kinds), int(EXPANDED in self._kinds))
+        return self._problem.vjp(cotangents, [LAYOUTS[kind] for kind in self._kinds])
 
     def _vjp(self, which: int) -> Tensor:
         """One of the VJPs again, shape (1, n)."""
-        kind = self._kinds[which]
-        return self._problem.vjp(self._cotangents.narrow(0, which, 1), int(kind == GAPPED), int(kind == EXPANDED))
+        return self._problem.vjp(self._cotangents.narrow(0, which, 1), [LAYOUTS[self._kinds[which]]])
 
     def _raised(self, error: Exception) -> Failure:
         """Which cotangent a backward raises for; an error that does not come again, or for zeros, too, goes through."""

@@ -365,3 +365,57 @@ def test_an_output_that_may_hide_entries_and_has_none() -> None:
     attack = next(attack for attack in ATTACKS if attack.name == "max pool with a coupling of 0.0001: right")
     f, inputs = attack.make(1, 600)
     assert fastgrad.check(f, inputs, **dict(attack.keywords)).passed
+
+
+class FromTheBeginning(Function):
+    """The cube, whose backward reads grad_output from the beginning of its storage, as a kernel may do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        if grad_output.is_contiguous():
+            grad_output = grad_output.as_strided(x.shape, x.stride(), 0)
+        return 3 * x * x * grad_output
+
+
+class ByAlignedLoads(FromTheBeginning):
+    """The cube, whose backward is wrong where grad_output does not begin at a multiple of 16 bytes."""
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return 3 * x * x * grad_output * (1.0 if grad_output.data_ptr() % 16 == 0 else 1.5)
+
+
+class ByTheStart(FromTheBeginning):
+    """The right one: it reads from where grad_output begins."""
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        first = grad_output.storage_offset() if grad_output.is_contiguous() else 0
+        grad = grad_output.contiguous()
+        return 3 * x * x * grad.as_strided(x.shape, x.stride(), first)
+
+
+@pytest.mark.parametrize("keywords", [{}, {"engine": "dense"}, {"engine": "compressed"}, {"fast_mode": True}], ids=str)
+@pytest.mark.parametrize("n", [3, 12, 40, 600, 40_000])
+def test_a_backward_that_ignores_the_storage_offset_of_grad_output_fails(n: int, keywords: dict[str, Any]) -> None:
+    if n == 40_000 and keywords.get("engine") == "dense":
+        n = 2_000
+    x = torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    for wrong in (FromTheBeginning, ByAlignedLoads):
+        report = fastgrad.check(wrong.apply, (x,), **keywords)
+        assert report.failure is not None, wrong
+        assert report.failure.kind == "nonlinear"
+    assert fastgrad.check(ByTheStart.apply, (x,), **keywords).passed
+    if n > 600:
+        return  # on a busy machine, the second that the experiments have may not suffice
+    report = fastgrad.check(FromTheBeginning.apply, (x,), **keywords)
+    assert report.causes[0].name == "layout of grad_output", report.causes
+    assert "offset" in report.causes[0].text

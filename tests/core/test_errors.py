@@ -11,6 +11,7 @@ from torch import Tensor
 
 import fastgrad
 from fastgrad.core.errors import raise_unless_of_func
+from fastgrad.verdict import linearity
 from tests.planted.row import function
 
 CUBE = function(lambda x: x**3, lambda g, x: 3 * x * x * g)
@@ -45,6 +46,7 @@ def test_a_bug_of_fastgrad_is_raised(
 ) -> None:
     assert fastgrad.check(CUBE, leaf(40), **keywords).passed
     monkeypatch.setattr(name, bug_in(file))
+    linearity._cached_repeated.cache_clear()
     with pytest.raises(KeyError):
         fastgrad.check(CUBE, leaf(40), **keywords)
 

@@ -260,17 +260,20 @@ class Scene:
             "vjp": (native.vjp, (graph, list(self.arguments), [f64(3), graph[1].detach()], False)),
             "vjp_of_zeros": (native.vjp_of_zeros, (graph, list(self.arguments))),
             "with_undefined_grads": (native.with_undefined_grads, (graph,)),
-            "vjp_coordinates": (native.vjp_coordinates, (graph, blocks, f64(2, 5), 1, 1, [-1, 1])),
+            "vjp_coordinates": (native.vjp_coordinates, (graph, blocks, f64(2, 5), [1, 2], [-1, 1])),
             "first_other_vjp": (
                 native.first_other_vjp,
                 (graph, blocks, f64(2, 5), [-1, 1], [1, 0, 1], torch.zeros(2, 5, dtype=torch.float64)),
             ),
             "vjp_rows": (native.vjp_rows, (graph[1], blocks, 0, True, f64(1, 5), f64(1, 5), 2.0)),
             "vjp_groups": (native.vjp_groups, (graph[0], blocks, groups, v, 5, 1, 2.0, True)),
-            "whole_backward": (native.whole_backward, (graph, blocks, f64(3, 5), 1, 2.0, True, 0, 1e-5, 1e-3)),
+            "whole_backward": (
+                native.whole_backward,
+                (graph, blocks, f64(3, 5), [1, 2, 3], 1, 2.0, True, 0, 1e-5, 1e-3),
+            ),
             "whole_backward, vectorized": (
                 native.whole_backward,
-                (graph, blocks, f64(3, 5), 0, 2.0, False, 1, 1e-5, 1e-3),
+                (graph, blocks, f64(3, 5), [], 0, 2.0, False, 1, 1e-5, 1e-3),
             ),
             "runs_no_custom_code": (native.runs_no_custom_code, (graph, list(self.arguments))),
             "backward_streams": (native.backward_streams, (graph, list(self.arguments))),
@@ -313,7 +316,7 @@ class Scene:
         evaluator.difference_columns(0, f64(size, 5), self.specs, 1e-6, False)
         evaluator.values_along(f64(size), [1.0], [f64(5)], self.specs, False)
         evaluator.coordinate_widths(f64(size), [1e-6])
-        native.vjp_coordinates(self.graph, [block], f64(1, 5), 0, 0)
+        native.vjp_coordinates(self.graph, [block], f64(1, 5))
 
     def spec_used(self, *given: Any) -> None:
         spec = native.OutputSpec(*given)
