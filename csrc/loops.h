@@ -79,9 +79,9 @@ struct RandomDirection {
   at::Tensor displacement, direction;
 };
 
-// What a difference along a direction gives, float64, shape (coordinates of all outputs,) each: the derivative, which is
-// written, and how far it may be off, which is raised where it is off by more; base: the outputs at x. curve: what the
-// one-sided derivatives of a smooth function may be off the central one, relative to it.
+// What a difference along a direction gives, float64, shape (coordinates of all outputs,) each: the derivative, which
+// is written, and how far it may be off, which is raised where it is off by more; base: the outputs at x. curve: what
+// the one-sided derivatives of a smooth function may be off the central one, relative to it.
 struct Derivative {
   at::Tensor derivative, noise, base;
   double curve;
@@ -125,7 +125,8 @@ class Evaluator {
 
   // The derivative along a random direction, from as many evaluations as there are `values`, each of which (float64,
   // shape (m,)) is written over: two, or four for Richardson extrapolation. fixed: true for coordinates that do not
-  // move, shape (coordinates of all inputs,). ulps: the relative spacing of each output's dtype. Returns as values_along.
+  // move, shape (coordinates of all inputs,). ulps: the relative spacing of each output's dtype. Returns as
+  // values_along.
   std::optional<std::tuple<int64_t, int64_t, pybind11::object>> difference_along(
       const RandomDirection& along, const std::optional<at::Tensor>& fixed, const Derivative& into,
       const std::vector<at::Tensor>& values, const std::vector<OutputSpec>& outputs, const std::vector<double>& ulps);

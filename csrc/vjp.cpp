@@ -283,8 +283,7 @@ class Cotangents {
         " columns, one for each real coordinate of the outputs, got ", rows.size(1));
     TORCH_CHECK(
         layouts.empty() || static_cast<int64_t>(layouts.size()) == rows.size(0), what,
-        ": layouts must have one number for each row of cotangents, ", rows.size(0), ", or none, got ",
-        layouts.size());
+        ": layouts must have one number for each row of cotangents, ", rows.size(0), ", or none, got ", layouts.size());
     for (const int64_t layout : layouts) {
       TORCH_CHECK(
           0 <= layout && layout <= static_cast<int64_t>(Layout::expanded), what,
@@ -296,8 +295,10 @@ class Cotangents {
         ": only must have one number for each row of cotangents, ", rows.size(0), ", or none, got ", only.size());
     for (const int64_t output : only) {
       TORCH_CHECK(
-          -1 <= output && output < static_cast<int64_t>(outputs.size()), what, ": only must hold numbers of outputs, "
-          "at least -1 and less than ", outputs.size(), ", got ", output);
+          -1 <= output && output < static_cast<int64_t>(outputs.size()), what,
+          ": only must hold numbers of outputs, "
+          "at least -1 and less than ",
+          outputs.size(), ", got ", output);
     }
   }
 
