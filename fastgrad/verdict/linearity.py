@@ -542,15 +542,13 @@ class RepeatedCalls:
             self._raised = error
 
     def _run_first(self) -> None:
-        found = [
-            self._problem.vjps_of(self._cotangents(calls), self._outputs[calls.start : calls.stop])[0]
-            for calls in self._batches()
-        ]
-        self._known = found[0] if len(found) == 1 else torch.cat(found)
+        problem = self._problem
+        self._known = torch.empty(len(self._calls), problem.n, dtype=torch.float64, device=problem.device)
+        for first in self._calls[:: self._at_once]:
+            calls = self._calls[first : first + self._at_once]
+            within = slice(calls.start, calls.stop)
+            self._known[within] = problem.vjps_of(self._cotangents(calls), self._outputs[within])[0]
         self.rows = dict(zip(self._rows, self._known, strict=False))
-
-    def _batches(self) -> list[range]:
-        return [self._calls[first : first + self._at_once] for first in self._calls[:: self._at_once]]
 
     def _cotangents(self, calls: range) -> Tensor:
         m, seed, device = self._problem.m, self._settings.seed, self._problem.device
