@@ -136,6 +136,15 @@ def gradcheck(
     The inputs are perturbed in place and are restored bit for bit when the call ends, however it
     ends; no other thread may use them meanwhile. The definition is that of
     `torch.autograd.gradcheck`; docs/differences.md lists where the verdicts differ.
+
+    Examples
+    --------
+    >>> import torch, fastgrad
+    >>> x = torch.randn(1000, dtype=torch.float64, requires_grad=True)
+    >>> fastgrad.gradcheck(torch.sin, (x,))
+    True
+    >>> fastgrad.gradcheck(lambda x: x * x.detach(), (x,), raise_exception=False)
+    False
     """
     __tracebackhide__ = True  # under pytest a failure shows the caller's line
     if positional:
@@ -200,6 +209,13 @@ def gradgradcheck(
     -------
     bool
         True where the check passed.
+
+    Examples
+    --------
+    >>> import torch, fastgrad
+    >>> x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    >>> fastgrad.gradgradcheck(torch.tanh, (x,))
+    True
     """
     __tracebackhide__ = True  # under pytest a failure shows the caller's line
     if positional:
@@ -299,6 +315,14 @@ def check(
     The other parameters are those of `gradcheck`. What a module keeps elsewhere than in buffers stays as the
     last call left it; dropout draws anew in every call: check such a module after eval(). A tensor in a container
     that torch's pytree does not know is not seen.
+
+    Examples
+    --------
+    >>> import torch, fastgrad
+    >>> layer = torch.nn.Linear(4, 3, dtype=torch.float64)
+    >>> report = fastgrad.check(layer, torch.randn(8, 4, dtype=torch.float64, requires_grad=True))
+    >>> report.passed, report.input_names
+    (True, ('inputs[0]', 'module.weight', 'module.bias'))
     """
     keywords: dict[str, Any] = {
         **{"eps": eps, "atol": atol, "rtol": rtol, "nondet_tol": nondet_tol},

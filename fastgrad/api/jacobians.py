@@ -64,6 +64,14 @@ def numerical_jacobian(
     -----
     Takes the place of torch.autograd.gradcheck.get_numerical_jacobian. Source: Curtis, Powell & Reid, On the
     estimation of sparse Jacobian matrices (1974).
+
+    Examples
+    --------
+    >>> import torch, fastgrad
+    >>> x = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    >>> ((jacobian,),) = fastgrad.numerical_jacobian(torch.square, (x,))
+    >>> torch.allclose(jacobian, torch.tensor([[2.0, 0.0], [0.0, 4.0]], dtype=torch.float64), atol=1e-6)
+    True
     """
     _check_layout(layout)
     settings = Settings(eps=eps, seed=seed)
@@ -113,6 +121,14 @@ def analytical_jacobian(
     Notes
     -----
     Takes the place of torch.autograd.gradcheck.get_analytical_jacobian.
+
+    Examples
+    --------
+    >>> import torch, fastgrad
+    >>> x = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    >>> ((jacobian,),) = fastgrad.analytical_jacobian(torch.square, (x,))
+    >>> jacobian.tolist()
+    [[2.0, 0.0], [0.0, 4.0]]
     """
     _check_layout(layout)
     if mode not in ("reverse", "forward"):

@@ -127,6 +127,13 @@ def jacobian(
     -----
     The pattern is guessed or probed by VJPs of the one evaluation, from some 30 rows on; VJPs with
     random vectors certify that nothing lies outside. Sources: Curtis, Powell & Reid (1974); Griewank & Mitev (2002).
+
+    Examples
+    --------
+    >>> import torch, fastgrad
+    >>> x = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    >>> fastgrad.functional.jacobian(torch.square, x).tolist()
+    [[2.0, 0.0], [0.0, 4.0]]
     """
     is_tuple, given = as_tensors(inputs, "inputs", "jacobian")
     options = _Options(create_graph, strict, vectorize, sparse)
@@ -185,6 +192,13 @@ def hessian(
     Notes
     -----
     Source: Gebremedhin, Tarafdar, Manne & Pothen, New acyclic and star coloring algorithms (2007).
+
+    Examples
+    --------
+    >>> import torch, fastgrad
+    >>> x = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    >>> fastgrad.functional.hessian(lambda x: (x**2).sum(), x).tolist()
+    [[2.0, 0.0], [0.0, 2.0]]
     """
     is_tuple, given = as_tensors(inputs, "inputs", "hessian")
     options = _Options(create_graph, strict, vectorize, sparse)
@@ -240,6 +254,13 @@ def vjp(
         As `jacobian`.
     RuntimeError
         v is missing, or of other shapes; strict=True and an output, or result, that does not depend on an input.
+
+    Examples
+    --------
+    >>> import torch, fastgrad
+    >>> x = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    >>> fastgrad.functional.vjp(torch.square, x, torch.ones(2, dtype=torch.float64))[1].tolist()
+    [2.0, 4.0]
     """
     _check_product_options(create_graph, strict, numerical, return_error)
     is_tuple, given = as_tensors(inputs, "inputs", "vjp")
@@ -288,6 +309,13 @@ def jvp(
     ------
     TypeError, ValueError, RuntimeError
         As `vjp`.
+
+    Examples
+    --------
+    >>> import torch, fastgrad
+    >>> x = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    >>> fastgrad.functional.jvp(torch.square, x, torch.ones(2, dtype=torch.float64))[1].tolist()
+    [2.0, 4.0]
     """
     _check_product_options(create_graph, strict, numerical, return_error)
     is_tuple, given = as_tensors(inputs, "inputs", "jvp")
@@ -346,6 +374,13 @@ def vhp(
     ------
     TypeError, ValueError, RuntimeError
         As `vjp` and `hessian`.
+
+    Examples
+    --------
+    >>> import torch, fastgrad
+    >>> x = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    >>> fastgrad.functional.vhp(lambda x: (x**2).sum(), x, torch.ones(2, dtype=torch.float64))[1].tolist()
+    [2.0, 2.0]
     """
     return _hessian_product("vhp", func, inputs, v, create_graph, strict, numerical, return_error)
 
@@ -379,6 +414,13 @@ def hvp(
     ------
     TypeError, ValueError, RuntimeError
         As `vhp`.
+
+    Examples
+    --------
+    >>> import torch, fastgrad
+    >>> x = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    >>> fastgrad.functional.hvp(lambda x: (x**2).sum(), x, torch.ones(2, dtype=torch.float64))[1].tolist()
+    [2.0, 2.0]
     """
     return _hessian_product("hvp", func, inputs, v, create_graph, strict, numerical, return_error)
 

@@ -68,6 +68,14 @@ class Report(ReportData):
         Versions and device.
     subject
         Names, dtypes and shapes, of a check that failed.
+
+    Examples
+    --------
+    >>> import torch, fastgrad
+    >>> x = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    >>> report = fastgrad.check(lambda x: x * x.detach(), x)
+    >>> report.verdict, report.failure.kind
+    ('failed', 'mismatch')
     """
 
     def __bool__(self) -> bool:
@@ -130,6 +138,16 @@ class GradcheckError(TorchGradcheckError):
     ----------
     report
         A `fastgrad.Report`.
+
+    Examples
+    --------
+    >>> import torch, fastgrad
+    >>> x = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    >>> try:
+    ...     fastgrad.gradcheck(lambda x: x * x.detach(), (x,))
+    ... except fastgrad.GradcheckError as error:
+    ...     print(error.report.failure.kind)
+    mismatch
     """
 
     __module__ = "fastgrad"  # by which tracebacks name it

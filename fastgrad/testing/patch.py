@@ -107,6 +107,14 @@ def patch(*, compare: bool = False) -> Iterator[list[Check]]:
     -----
     What fastgrad does not check (nested tensors, sparse inputs in forward mode) raises NotImplementedError. Torch's
     checkers raise for these, too, so nothing falls back to them.
+
+    Examples
+    --------
+    >>> import torch, fastgrad
+    >>> x = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    >>> with fastgrad.patch():
+    ...     torch.autograd.gradcheck(torch.sin, (x,))  # runs fastgrad.gradcheck
+    True
     """
     session = _Session(compare)
     with _lock:

@@ -155,6 +155,13 @@ def adjoint_test(
     Notes
     -----
     Source: the dot-product test of Claerbout, Earth Soundings Analysis (1992).
+
+    Examples
+    --------
+    >>> import torch, fastgrad
+    >>> x = torch.randn(100, dtype=torch.float64, requires_grad=True)
+    >>> fastgrad.adjoint_test(torch.cumsum, (x, 0)).passed
+    True
     """
     if trials < 1:
         raise ValueError(f"trials must be at least 1, got {trials}.")
@@ -203,6 +210,13 @@ def taylor_test(
     rounding inside func that is coarser than its dtype, gives a rate below 2 whatever the gradient is.
     Source: Farrell, Ham, Funke & Rognes, Automated derivation of the adjoint of high-level transient finite
     element programs (2013).
+
+    Examples
+    --------
+    >>> import torch, fastgrad
+    >>> x = torch.randn(100, dtype=torch.float64, requires_grad=True)
+    >>> fastgrad.taylor_test(torch.exp, (x,)).passed
+    True
     """
     if mode not in ("reverse", "forward"):
         raise ValueError(f"mode must be 'reverse' or 'forward', got {mode!r}.")

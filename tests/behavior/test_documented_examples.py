@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import doctest
+import functools
 import inspect
 import io
 import re
@@ -767,3 +769,21 @@ def test_relative_links_lead_somewhere() -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / "README.md").read_text())
     assert links
     assert not [link for link in links if not (ROOT / link).exists()]
+
+
+PUBLIC = [name for name in fastgrad.__all__ if not name.startswith("_")]
+FUNCTIONAL = fastgrad.functional.__all__
+RESULTS = {"AdjointTest": "adjoint_test", "TaylorTest": "taylor_test"}
+"""What a function with an example returns."""
+
+
+@pytest.mark.parametrize("name", [*(n for n in PUBLIC if n not in RESULTS), *(f"functional.{n}" for n in FUNCTIONAL)])
+def test_examples_in_docstrings_give_what_they_say(name: str) -> None:
+    public = functools.reduce(getattr, name.split("."), fastgrad)
+    examples = doctest.DocTestFinder(recurse=False).find(inspect.unwrap(public), name, module=False, globs={})
+    assert sum(len(test.examples) for test in examples) >= 2, "no example"
+    torch.manual_seed(0)
+    printed = io.StringIO()
+    for test in examples:
+        doctest.DocTestRunner().run(test, out=printed.write)
+    assert not printed.getvalue(), printed.getvalue()
