@@ -30,8 +30,8 @@ FORWARD = 16.0
 """The same for outputs: they only have to show that two functions are the same one."""
 
 ONCE = 1.02
-"""Units of an entry up to which it counts as rounded once: half a unit more than none is what rounding to nearest gives
-at most, in units of the next smaller power of two's spacing; two percent are left to double rounding."""
+"""Units of an entry up to which it counts as rounded once: rounding to nearest gives one at most, and two percent are left
+to what was rounded before in a finer dtype."""
 
 SHARE_ONCE = 0.9
 """Of the entries that many must be rounded once for a kernel to be held to it."""

@@ -19,6 +19,7 @@ from fastgrad.checks import order
 from fastgrad.core.backends import exact_libraries
 from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.progress import Progress
+from fastgrad.lowprecision.comparison import Comparison
 from fastgrad.lowprecision.probes import probes_of
 from fastgrad.lowprecision.reference import IncomparableError, Products, RandomState, Reference
 from fastgrad.lowprecision.rounding import LOWER, coarsest, unit_roundoff
@@ -77,13 +78,19 @@ def check(
         return replace(report, notes=(*report.notes, why))
     states = RandomState()
     try:
-        return _Check(func, arguments, settings, names, states).report(reference)
+        return LowerCheck(func, arguments, settings, names, states).report(reference)
     finally:
         states.restore()
 
 
-class _Check:
-    """One check, on its way to the report."""
+class LowerCheck:
+    """One check, on its way to the report.
+
+    Attributes
+    ----------
+    comparison
+        What was compared with a reference, once `report` has run; None where nothing was.
+    """
 
     def __init__(
         self,
@@ -99,6 +106,7 @@ class _Check:
         checked = [value for value in arguments if isinstance(value, Tensor) and value.requires_grad]
         dtypes = tuple(dict.fromkeys(str(value.dtype).removeprefix("torch.") for value in checked))
         self._outcome = Outcome(LowPrecision(dtypes=dtypes))
+        self.comparison: Comparison | None = None
 
     def report(self, make: Callable[[], Reference]) -> Report:
         """Runs it."""
@@ -161,7 +169,7 @@ class _Check:
         if not problem.n or not problem.m:
             return None
         probes = probes_of(problem, self._settings.fast_mode, products.vectorizes, self._settings.seed)
-        judge(problem, products, probes, self._outcome)
+        self.comparison = judge(problem, products, probes, self._outcome)
         if products.failures:
             names = ", ".join(sorted(products.failures))
             self._outcome.notes.append(f"operators whose rounding was not measured: {names}")
@@ -251,7 +259,7 @@ class _Check:
     def _finished(self, problem: Problem) -> Report:
         """The report of what was found."""
         outcome = self._outcome
-        if outcome.failure is None:
+        if outcome.is_open:
             outcome.failure = self._attributes(problem)
         if problem.mutates_inputs:
             outcome.notes.append("func changes its inputs (or they hold NaN); they were restored around every call")

@@ -142,13 +142,27 @@ class Comparison:
         order = worst.argsort(descending=True)
         order = order[: int((worst > 1).sum())]
         for some in order.split(AT_A_TIME):
-            _, spread = self._second_spread(self._probes.cotangents[some.to(self._problem.device)], self.exact[some])
-            own = self._blocks.input_units * self.size[some] + self._blocks.input_subnormals
-            self.scale[some] = torch.maximum(self.scale[some], spread.nan_to_num(nan=0.0, posinf=0.0) + own)
-            self._limit()
+            self.look_again_at(some)
             if bool((self.ratio()[some] > 1).any()):
                 break
         self.excused = max(0, beyond - int((self.ratio() > 1).sum()))
+
+    def look_again_at(self, some: Tensor) -> None:
+        """The second look at the VJPs with these numbers."""
+        _, spread = self._second_spread(self._probes.cotangents[some.to(self._problem.device)], self.exact[some])
+        own = self._blocks.input_units * self.size[some] + self._blocks.input_subnormals
+        self.scale[some] = torch.maximum(self.scale[some], spread.nan_to_num(nan=0.0, posinf=0.0) + own)
+        self._limit()
+
+    @property
+    def rounded(self) -> Tensor:
+        """Moduli of errors of the reference with every result rounded to the dtype: shape (count, n)."""
+        return self._spread.rounded
+
+    @property
+    def is_row(self) -> Tensor:
+        """Which VJPs are rows of the Jacobian: shape (count,)."""
+        return self._probes.rows >= 0
 
     def _second_spread(self, cotangents: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
         self.draws = 2 * DRAWS + 1 + SECOND_DRAWS

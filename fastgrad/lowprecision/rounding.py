@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,17 +21,20 @@ DOUBLE = {
 }
 """The dtype in which a reference computes what a function of a lower dtype computes."""
 
+POOL = 1 << 20
+"""Random factors that are drawn once: 8 MiB."""
+
 _EXACT = frozenset(
     """
-    abs alias amax amin argsort as_strided as_strided_copy cat ceil clamp clamp_max clamp_min clone complex
-    conj_physical constant_pad_nd copy copy_ cummax cummin detach diagonal_scatter empty_like fill_ flip floor fmax
+    abs alias amax amin argsort as_strided as_strided_copy broadcast_in_dim cat ceil clamp clamp_max clamp_min clone
+    collapse_view complex conj_physical constant_pad_nd convert_element_type copy copy_ cummax cummin detach diagonal_scatter empty_like fill_ flip floor fmax
     fmin full_like gather hardtanh index index_copy index_put index_put_ index_select isnan kthvalue masked_fill
     masked_fill_ masked_select max maximum median min minimum mode nan_to_num nanmedian neg new_empty new_full new_ones
     new_zeros ones_like reflection_pad1d relu repeat roll round scatter select_backward select_scatter sgn sign
     slice_backward slice_scatter sort stack take threshold topk trunc tril triu where zero_ zeros_like
     """.split()
 ) | {"_to_copy"}
-"""ATen operators that select, copy or compare: their results are numbers of the dtype already."""
+"""Operators that select, copy or compare: their results are numbers of the dtype already."""
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
@@ -78,7 +83,8 @@ class Arithmetic(torch_private.DispatchMode):
         self._unit = unit_roundoff(dtype)
         self._tiny = torch.finfo(dtype).smallest_normal
         self._seed = seed
-        self._generators: dict[torch.device, torch.Generator] = {}
+        self._generator: torch.Generator | None = None  # not one of torch's global ones
+        self._places = random.Random(seed)
         self._decompositions = torch_private.decompositions() if decomposes else {}
         self.failures = set()
 
@@ -98,7 +104,7 @@ class Arithmetic(torch_private.DispatchMode):
                     return made
         result = func(*args, **kwargs)
         space, name = func._schema.name.split("::")
-        if space != "aten" or name in _EXACT or not any(isinstance(value, (Tensor, list, tuple)) for value in args):
+        if space not in ("aten", "prims") or name in _EXACT or not any(isinstance(value, (Tensor, list, tuple)) for value in args):
             return result
         try:
             return self._perturbed_results(func, result)
@@ -148,19 +154,34 @@ class Arithmetic(torch_private.DispatchMode):
     def _perturbed_parts(self, value: Tensor, scale: Tensor | None) -> Tensor:
         if self._seed is None:
             return value.to(self._dtype).to(value.dtype)
-        unit = self._unit
-        signs = torch.empty_like(value).bernoulli_(0.5, generator=self._generator(value.device))
-        if scale is None and self._dtype is not torch.float16:
-            return signs.mul_(2 * unit).add_(1 - unit).mul_(value)
-        # Below the smallest normal number the distance between numbers stays; a sign or a zero is not lost to it.
-        size = value.abs()
-        step = (size if scale is None else scale).clamp(min=self._tiny).mul(unit)
-        step = torch.minimum(step, size) if scale is None else step
-        return signs.mul_(2).sub_(1).mul_(step).add_(value)
+        factors = self._factors(value)
+        if scale is not None:
+            return (factors - 1).mul_(scale).add_(value)
+        made = factors * value
+        if self._dtype is torch.float16:
+            # Below the smallest normal number the distance between numbers stays; a sign or a zero is not lost to it.
+            size = value.abs()
+            small = size < self._tiny
+            if bool(small.any()):
+                step = torch.minimum(size, size.new_tensor(self._tiny * self._unit))
+                made = torch.where(small, (factors - 1).div_(self._unit).mul_(step).add_(value), made)
+        return made
 
-    def _generator(self, device: torch.device) -> torch.Generator:
-        """Of random signs; not one of torch's global ones."""
-        found = self._generators.get(device)
-        if found is None:
-            found = self._generators[device] = torch.Generator(device).manual_seed(self._seed or 0)
-        return found
+    def _factors(self, like: Tensor) -> Tensor:
+        """1 + u or 1 - u for each element, by random signs, in the dtype of a tensor."""
+        count = like.numel()
+        if count > POOL // 2 or like.dtype is not torch.float64:
+            if self._generator is None or self._generator.device != like.device:
+                self._generator = torch.Generator(like.device).manual_seed(self._seed or 0)
+            signs = torch.empty_like(like, memory_format=torch.contiguous_format)
+            return signs.bernoulli_(0.5, generator=self._generator).mul_(2 * self._unit).add_(1 - self._unit)
+        first = self._places.randrange(POOL - count + 1)
+        return _pool(self._unit, like.device)[first : first + count].view(like.shape)
+
+
+@functools.lru_cache(8)
+def _pool(unit: float, device: torch.device) -> Tensor:
+    """Random factors to take pieces of, from random places: drawing each anew takes several times as long."""
+    signs = torch.empty(POOL, dtype=torch.float64, device=device)
+    generator = torch.Generator(device).manual_seed(POOL)
+    return signs.bernoulli_(0.5, generator=generator).mul_(2 * unit).add_(1 - unit)

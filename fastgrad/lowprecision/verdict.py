@@ -43,7 +43,7 @@ class Outcome:
         return self.failure is None and not self.precision.undecided
 
 
-def judge(problem: Problem, products: Products, probes: Probes, outcome: Outcome) -> None:
+def judge(problem: Problem, products: Products, probes: Probes, outcome: Outcome) -> Comparison:
     """Compares the VJPs of all probes, and writes what that comes to into the outcome."""
     comparison = Comparison(problem, products, probes)
     ratio, coordinate = comparison.forward()
@@ -58,9 +58,9 @@ def judge(problem: Problem, products: Products, probes: Probes, outcome: Outcome
     )
     if ratio > 1:
         _forwards_differ(problem, products, coordinate, ratio, outcome)
-        return
+        return comparison
     if _overflows(problem, comparison, probes, outcome):
-        return
+        return comparison
     if bool((comparison.ratio() > 1).any()):
         comparison.look_again()
         if comparison.excused:
@@ -74,6 +74,7 @@ def judge(problem: Problem, products: Products, probes: Probes, outcome: Outcome
         _judge_common_errors(comparison, outcome)
     if outcome.is_open:
         _state_the_smallest(comparison, outcome)
+    return comparison
 
 
 def _forwards_differ(

@@ -35,6 +35,9 @@ MOST_CAUSES = 3
 _PLACES = {"region", "slice", "boundary", "last tile", "modes disagree", "both modes wrong"}
 _VALUES = {"constant factor", "sign", "zero gradient", "missing conjugate", "complex factor"}
 
+BY_ROUNDING = ("beyond rounding", "biased", "not finite")
+"""The kinds of failures that are found by rounding that was measured."""
+
 SURE = 0.85
 """The confidence from which on a cause is part of the first line."""
 
@@ -202,7 +205,7 @@ def failure_message(report: ReportData) -> str:
         lines += _details(report, failure, failure.comparison)
         if failure.detail and not (failure.trouble and report.causes):  # or one of these says it
             lines.append(f"  because    {failure.detail}")
-    elif report.precision is not None and report.precision.worst is not None:
+    elif failure.kind in BY_ROUNDING and report.precision is not None and report.precision.worst is not None:
         names = names_of(report, failure)
         lines = [_rounded_line(report, failure, report.precision), *lines]
         lines += rounding_text.details(report.precision, report.precision.worst, names, failure.detail)

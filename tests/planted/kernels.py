@@ -135,12 +135,15 @@ def _layer_norm_backward(g: Tensor, x: Tensor, w: Tensor, b: Tensor, wrong: str)
     return inverse * (h - mean - y * slope), of_w, g.sum(0)
 
 
+EPS = 1e-3
+
+
 def _rms_norm(x: Tensor, w: Tensor) -> Tensor:
-    return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * w
+    return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * w
 
 
 def _rms_norm_backward(g: Tensor, x: Tensor, w: Tensor, wrong: str) -> Gradients:
-    eps = 0.0 if wrong == "eps forgotten" else 1e-5
+    eps = 0.0 if wrong == "eps forgotten" else EPS
     inverse = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
     y, h = x * inverse, g * w
     slope = (h * y).sum(-1, keepdim=True) if wrong == "sum instead of mean" else (h * y).mean(-1, keepdim=True)
@@ -306,7 +309,7 @@ KERNELS = {
     "RMS norm": Kernel(
         *(_rms_norm, _rms_norm_backward, ((8, 24), (24,))),
         ("eps forgotten", "sum instead of mean", "inverse is constant", "weight's gradient without the last row"),
-        spread=0.01,
+        spread=0.1,
     ),
     "GELU": Kernel(
         *(F.gelu, _gelu_backward, ((8, 24),)),
