@@ -109,12 +109,36 @@ def _mean_square(
     decomposes: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Root mean squares of the moduli of differences, of outputs and of VJPs."""
-    of_values = of_products = torch.zeros((), dtype=torch.float64, device=exact.device)
+    of_values, of_products = _MeanSquare(), _MeanSquare()
     for number in range(draws):
         values, gradients = products.draw(Arithmetic(dtype, seed + number, decomposes), cotangents, inputs)
-        of_values = of_values + blocks.output_moduli(values - products.values).square()
-        of_products = of_products + blocks.input_moduli(gradients - exact).square()
-    return (of_values / draws).sqrt(), (of_products / draws).sqrt()
+        of_values.add(blocks.output_moduli(values - products.values))
+        of_products.add(blocks.input_moduli(gradients - exact))
+    return of_values.root(), of_products.root()
+
+
+class _MeanSquare:
+    """The root mean square of those of some tensors' elements that are finite; infinite where none is."""
+
+    def __init__(self) -> None:
+        self._sum: Tensor | None = None
+        self._count: Tensor | int = 0
+
+    def add(self, values: Tensor) -> None:
+        squares = values.square()
+        finite = squares.isfinite()
+        if not bool(finite.all()):
+            squares = torch.where(finite, squares, 0.0)
+            self._count = self._count + finite.to(squares.dtype)
+        else:
+            self._count = self._count + 1
+        self._sum = squares if self._sum is None else self._sum + squares
+
+    def root(self) -> Tensor:
+        assert self._sum is not None
+        if isinstance(self._count, int):
+            return (self._sum / self._count).sqrt()
+        return torch.where(self._count > 0, self._sum / self._count, torch.inf).sqrt()
 
 
 class Blocks:

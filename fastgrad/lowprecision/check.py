@@ -34,6 +34,9 @@ from fastgrad.verdict.grad_outputs import check_batched_gradients, check_undefin
 SAME_DRAW = 16.0
 """Units, of the largest value, that two runs of func with the same random state may be apart: atomic additions."""
 
+_AT_X_ONLY = ("kink", "not converged", "not finite")
+"""What may be wrong with x, and not with a reference."""
+
 NEARBY = 2.0**-10
 """How far from x a reference is checked, relative to x, where x is at a kink."""
 
@@ -192,11 +195,12 @@ class LowerCheck:
         except Exception as error:
             raise_unless_of_func(error)
             raise IncomparableError(f"{reference.name} raises {type(error).__name__}: {error}") from error
-        if report.failure is not None and report.failure.trouble in ("kink", "not converged"):
+        if report.failure is not None and report.failure.trouble in _AT_X_ONLY:
+            trouble = report.failure.trouble
             nearby = _moved(reference.arguments)
             again = order.check(func, nearby, settings, self._names)
             if again.failure is None:
-                self._outcome.notes.append("x is at a kink: the reference itself was checked next to it")
+                self._outcome.notes.append(f"the reference itself was checked next to x, as its differences at x are in trouble: {trouble}")
                 report = again
         self._outcome.note(reference_report=report.to_dict())
         if report.failure is None:

@@ -186,8 +186,11 @@ class Comparison:
             unit=unit_roundoff(block.tensor.dtype),
         )
 
-    def smallest_errors(self) -> tuple[float, float] | None:
-        """Relative errors that would have been found for certain, in half, and in nine of ten significant entries."""
+    def smallest_errors(self) -> tuple[float, float, float] | None:
+        """Relative errors that would have been found for certain, in half, and in nine of ten significant entries.
+
+        Last the share of those that might be zero. None where nothing is significant.
+        """
         if not self.size.numel():
             return None
         usual = self.size.nan_to_num(0.0, 0.0, 0.0)
@@ -195,8 +198,9 @@ class Comparison:
         if not bool(significant.any()):
             return None
         found = ((self.limit + self.error) / self.size)[significant]
-        found = found.sort().values
-        return float(found[(found.numel() - 1) // 2]), float(found[int(0.9 * (found.numel() - 1))])
+        found = found.nan_to_num(torch.inf, torch.inf).sort().values
+        hidden = float((found >= 1).double().mean())
+        return float(found[(found.numel() - 1) // 2]), float(found[int(0.9 * (found.numel() - 1))]), hidden
 
     def common_errors(self) -> list[Common]:
         """The common relative error of the gradient of each input of 16 bits, for each dense grad_output."""

@@ -26,11 +26,11 @@ POOL = 1 << 20
 
 _EXACT = frozenset(
     """
-    abs alias amax amin argsort as_strided as_strided_copy broadcast_in_dim cat ceil clamp clamp_max clamp_min clone
+    abs adaptive_max_pool2d alias amax amin aminmax argsort as_strided as_strided_copy broadcast_in_dim cat ceil clamp clamp_max clamp_min clone
     collapse_view complex conj_physical constant_pad_nd convert_element_type copy copy_ cummax cummin detach diagonal_scatter empty_like fill_ flip floor fmax
     fmin full_like gather hardtanh index index_copy index_put index_put_ index_select isnan kthvalue masked_fill
-    masked_fill_ masked_select max maximum median min minimum mode nan_to_num nanmedian neg new_empty new_full new_ones
-    new_zeros ones_like reflection_pad1d relu repeat roll round scatter select_backward select_scatter sgn sign
+    masked_fill_ masked_select max max_pool2d_with_indices max_pool3d_with_indices maximum median min minimum mode nan_to_num nanmedian neg new_empty new_full new_ones
+    new_zeros ones_like reflection_pad1d reflection_pad2d relu repeat roll round scatter select_backward select_scatter sgn sign
     slice_backward slice_scatter sort stack take threshold topk trunc tril triu where zero_ zeros_like
     """.split()
 ) | {"_to_copy"}

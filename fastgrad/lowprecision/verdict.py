@@ -20,6 +20,9 @@ FEWEST_EFFECTIVE = 4.0
 MOST_LOCATED = 4
 """Components that are traced to a row, the worst first."""
 
+MOST_HIDDEN = 0.9
+"""Of the significant entries, that many may be hidden by rounding; more, and zeros would hardly be told from them."""
+
 SAME_FACTOR = 0.05
 """Of what wrong entries are, times a constant, this may be left over."""
 
@@ -248,8 +251,8 @@ def _state_the_smallest(comparison: Comparison, outcome: Outcome) -> None:
     smallest = comparison.smallest_errors()
     if smallest is None:
         return
-    outcome.note(smallest=smallest[0], smallest_most=smallest[1])
-    if not smallest[0] < 1:
+    outcome.note(smallest=smallest[0], smallest_most=smallest[1], hidden=smallest[2])
+    if smallest[2] > MOST_HIDDEN:
         outcome.note(
             undecided="rounding in this dtype hides whole entries: most of them might as well be zero",
             remedy="other inputs, for which less cancels, or a wider dtype",

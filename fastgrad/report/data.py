@@ -754,6 +754,8 @@ class LowPrecision(EqualByContent):
         hundredth of the largest of their VJP.
     smallest_most
         The same in nine of ten entries.
+    hidden
+        The share of these entries that might be zero, as rounding explains errors of their size.
     smallest_scale
         A common relative error of a whole gradient that would have been found; None where that was not tested.
     undecided
@@ -779,6 +781,7 @@ class LowPrecision(EqualByContent):
     forward: float | None = None
     smallest: float | None = None
     smallest_most: float | None = None
+    hidden: float | None = None
     smallest_scale: float | None = None
     undecided: str = ""
     remedy: str = ""

@@ -13,9 +13,10 @@ def passed(precision: LowPrecision) -> str:
     if precision.smallest is None:
         return "nothing but zeros was there to compare"
     scale = f"; {_percent(precision.smallest_scale)} in all entries" if precision.smallest_scale is not None else ""
+    hidden = f"; in {_percent(precision.hidden)} of them rounding hides errors of any size" if precision.hidden else ""
     return (
         f"an error would have been found from {_percent(precision.smallest)} of an entry on, in half of the entries "
-        f"({_percent(precision.smallest_most)} in nine of ten){scale}"
+        f"({_percent(precision.smallest_most)} in nine of ten){scale}{hidden}"
     )
 
 
@@ -97,4 +98,4 @@ def _index(index: Sequence[int]) -> str:
 def _percent(value: float | None) -> str:
     if value is None or not math.isfinite(value):
         return "any size"
-    return f"{value:.2g}" if value >= 1 else f"{100 * value:.2g} %"
+    return f"{100 * value:.2g} %" if value < 10 else f"{value:.0f} times"
