@@ -140,6 +140,7 @@ class Arithmetic(torch_private.DispatchMode):
             is_float
             and value.layout is torch.strided
             and value.numel() > 0
+            and torch_private.has_memory(value)
             and 2 * unit_roundoff(value.dtype) < self._unit
         )
 
