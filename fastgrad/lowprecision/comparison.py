@@ -39,15 +39,17 @@ many standard errors of its mean. Chosen with the factors of `allowance`."""
 
 @dataclass(frozen=True)
 class Common:
-    """A common relative error of the gradient of one input: the mean over the entries of a dense VJP.
+    """A common relative error of the gradient of one input: the mean over entries of dense VJPs.
 
     error, allowed: relative to the gradient. entries: how many it is the mean of, those that count little left out.
+    is_alike: whether it is about the same for each grad_output.
     """
 
     block: Block
     error: float
     allowed: float
     entries: float
+    is_alike: bool
 
 
 class Comparison:
@@ -63,6 +65,8 @@ class Comparison:
         The coarsest of inputs and outputs, in which results are rounded.
     once
         Whether the function is held to rounding once.
+    first_limit
+        What was allowed before a second look.
     excused
         Entries within their allowance only since a second look.
     """
@@ -84,6 +88,7 @@ class Comparison:
             self.error, self.size, blocks.input_units, blocks.input_subnormals
         )
         self._limit()
+        self.first_limit = self.limit
 
     def _low(self) -> Tensor:
         v, dense = self._probes.cotangents, self._probes.dense
@@ -203,24 +208,39 @@ class Comparison:
         return float(found[(found.numel() - 1) // 2]), float(found[int(0.9 * (found.numel() - 1))]), hidden
 
     def common_errors(self) -> list[Common]:
-        """The common relative error of the gradient of each input of 16 bits, for each dense grad_output."""
+        """The common relative error of the gradient of each input of 16 bits, over the dense grad_outputs.
+
+        Not over the constant one: entries of a gradient that are all the same sum have the same error.
+        """
         found = []
         for block in self._problem.inputs:
-            if unit_roundoff(block.tensor.dtype) < unit_roundoff(torch.float16) or not block.size:
-                continue
             unit = unit_roundoff(block.tensor.dtype)
-            for probe in range(self._probes.dense):
-                size, scale = self.size[probe, block.slice], self.scale[probe, block.slice]
-                error = self.low[probe, block.slice] - self.exact[probe, block.slice]
-                weight = torch.where(error.isfinite() & scale.isfinite() & (size > 0), 1 / scale.square(), 0.0)
-                total = float((weight * size.square()).nan_to_num(0.0).sum())
-                if total:
-                    product = (error * self.exact[probe, block.slice]).nan_to_num(0.0, 0.0, 0.0)
-                    mean = float((weight * product).sum()) / total
-                    squares = float((weight * size.square()).nan_to_num(0.0).square().sum())
-                    room = SCALE_UNITS * unit + SCALE_ERRORS / total**0.5
-                    found.append(Common(block, mean, room, total**2 / squares))
+            if unit < unit_roundoff(torch.float16) or not block.size:
+                continue
+            parts = [self._common_error(block, probe) for probe in range(self._probes.dense - 1)]
+            parts = [(mean, total, entries) for mean, total, entries in parts if total]
+            if not parts:
+                continue
+            total = sum(part[1] for part in parts)
+            mean = sum(part[0] * part[1] for part in parts) / total
+            alike = all(part[0] * mean > 0 and abs(part[0]) > abs(mean) / 2 for part in parts)
+            room = SCALE_UNITS * unit + SCALE_ERRORS / total**0.5
+            found.append(Common(block, mean, room, sum(part[2] for part in parts), alike))
         return found
+
+    def _common_error(self, block: Block, probe: int) -> tuple[float, float, float]:
+        """The weighted mean of relative errors, the sum of its weights, and how many entries it is the mean of."""
+        size, scale = self.size[probe, block.slice], self.scale[probe, block.slice]
+        exact = self.exact[probe, block.slice]
+        error = self.low[probe, block.slice] - exact
+        usable = error.isfinite() & scale.isfinite() & size.isfinite() & (size > 0)
+        weight = torch.where(usable, 1 / scale.square(), 0.0)
+        squares = torch.where(usable, weight * size.square(), 0.0)
+        total = float(squares.sum())
+        if not total:
+            return 0.0, 0.0, 0.0
+        mean = float(torch.where(usable, weight * error * exact, 0.0).sum()) / total
+        return mean, total, total**2 / float(squares.square().sum())
 
 
 def _largest(blocks: tuple[Block, ...], device: torch.device) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -104,7 +105,7 @@ class Arithmetic(torch_private.DispatchMode):
                     return made
         result = func(*args, **kwargs)
         space, name = func._schema.name.split("::")
-        if space not in ("aten", "prims") or name in _EXACT or not any(isinstance(value, (Tensor, list, tuple)) for value in args):
+        if space not in ("aten", "prims") or name in _EXACT or not _computes(args):
             return result
         try:
             return self._perturbed_results(func, result)
@@ -178,6 +179,16 @@ class Arithmetic(torch_private.DispatchMode):
             return signs.bernoulli_(0.5, generator=self._generator).mul_(2 * self._unit).add_(1 - self._unit)
         first = self._places.randrange(POOL - count + 1)
         return _pool(self._unit, like.device)[first : first + count].view(like.shape)
+
+
+def _computes(args: tuple[Any, ...]) -> bool:
+    """Whether an operator with these arguments computes with tensors: it does not make new ones, or select a largest."""
+    if any(value in ("amax", "amin", math.inf, -math.inf) for value in args if isinstance(value, (str, float))):
+        return False
+    return any(
+        isinstance(value, Tensor) or (isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value))
+        for value in args
+    )
 
 
 @functools.lru_cache(8)

@@ -14,7 +14,7 @@ from fastgrad.problem.coordinates import Block, block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Cause, Failure, LowPrecision, RoundedEntry
 
-FEWEST_EFFECTIVE = 4.0
+FEWEST_EFFECTIVE = 12.0
 """Entries that a common relative error must be the mean of: of fewer, the entries themselves are compared."""
 
 MOST_LOCATED = 4
@@ -231,12 +231,9 @@ def _judge_common_errors(comparison: Comparison, outcome: Outcome) -> None:
     found = [one for one in comparison.common_errors() if one.entries >= FEWEST_EFFECTIVE]
     if not found:
         return
-    worst = max(found, key=lambda one: abs(one.error) / one.allowed)
-    smallest: dict[int, float] = {}
-    for one in found:
-        smallest[one.block.index] = min(one.allowed + abs(one.error), smallest.get(one.block.index, 1.0))
-    outcome.note(smallest_scale=max(smallest.values()))
-    if abs(worst.error) > worst.allowed:
+    worst = max(found, key=lambda one: abs(one.error) / one.allowed if one.is_alike else 0.0)
+    outcome.note(smallest_scale=max(one.allowed + abs(one.error) for one in found))
+    if worst.is_alike and abs(worst.error) > worst.allowed:
         detail = (
             f"its entries are {1 + worst.error:.5g} times what they should be, on average over about "
             f"{worst.entries:.0f} of them; rounding explains {worst.allowed:.2g} more or less"
