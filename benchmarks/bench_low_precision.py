@@ -1,16 +1,16 @@
 """Checks in float32, bfloat16 and float16: which right functions are accused, and which planted errors are found.
 
-Operators are those of torch's operator database, against themselves in double precision. The factors of
-`fastgrad.lowprecision` were chosen on the first sample of each operator that has two elements or more (torch's seed being
-a checksum of the name). What is reported is the held-out part: the samples after that one, under other seeds. Nothing was
-chosen by it. Where the database has only one sample for an operator, that is drawn again by another seed.
+Operators are those of torch's operator database, against themselves in double precision. Samples are numbered among
+those with 2 to 20,000 elements; torch's seed is a checksum of name and number. The factors of `fastgrad.lowprecision`
+were chosen on sample 0, and defects of the implementation were found on samples 0 and 1. What is reported is the
+held-out part: sample 2 (the default). Where the database has fewer, the last one is drawn again by another seed.
 
 Errors are planted into single entries of rows of the Jacobian, up to 16 rows a sample: into each entry of at least a
-hundredth of the largest of its row. An entry counts as found if the error is beyond what is allowed after the second look,
-which every such row gets here. Whole gradients are scaled by 1.01, and count as found if an entry or their mean shows it.
-Beside it, on the same VJPs: torch.testing.assert_close at its default tolerances for the dtype; and the rule of tests of
-fused attention kernels, by which the largest error may be twice that of the same operators in the low dtype (here: with
-every result rounded to it).
+hundredth of the largest of its row. An entry counts as found if the error is beyond what is allowed after the second
+look, which every such row gets here. A whole gradient scaled by 1.01 counts as found if the mean over its entries, of
+20 or more, shows it. Beside it, on the same VJPs: torch.testing.assert_close at its default tolerances for the dtype;
+and the rule of tests of fused attention kernels, by which the largest error may be twice that of the same operators in
+the low dtype (here: with every result rounded to it).
 
 The kernels are those of tests/planted/kernels.py.
 """
@@ -114,7 +114,9 @@ def operator_row(name: str, dtype: str, func: Any, reference: Any, inputs: tuple
     if precision.second_look or (run.comparison is not None and report.failure is not None):
         comparison = run.comparison
         beyond = comparison.error > comparison.first_limit
-        row["second look"] = float((comparison.error / comparison.scale)[beyond].nan_to_num(0).max()) if bool(beyond.any()) else 0
+        row["second look"] = (
+            float((comparison.error / comparison.scale)[beyond].nan_to_num(0).max()) if bool(beyond.any()) else 0
+        )
     if run.comparison is not None and report.verdict in ("passed", "failed"):
         row |= other_rules(run.comparison, dtype)
     return row
@@ -136,7 +138,12 @@ def found_shares(comparison: Comparison, dtype: str) -> dict[str, Any]:
         twice = 2 * comparison.rounded[some].amax(1, keepdim=True)
         for relative in PLANTED[dtype] if bool(significant.any()) else ():
             planted = (low + relative * low - exact).abs()
-            rules = {"fastgrad": limit, "first look": first, "assert_close": rtol * size + atol, "twice the error": twice.expand_as(size)}
+            rules = {
+                "fastgrad": limit,
+                "first look": first,
+                "assert_close": rtol * size + atol,
+                "twice the error": twice.expand_as(size),
+            }
             for rule, allowed in rules.items():
                 found[f"{rule} {relative:g}"] = float((planted > allowed)[significant].double().mean())
     if dtype != "float32":
@@ -177,7 +184,9 @@ def run_operators(dtype: str, numbers: range, every: int, first: int, limit: flo
             cases = list(sample_cases(op, DTYPES[dtype], numbers))
         except Exception as error:
             cases = []
-            out.write(json.dumps({"name": op.formatted_name, "dtype": dtype, "verdict": f"no sample: {error}"[:200]}) + "\n")
+            out.write(
+                json.dumps({"name": op.formatted_name, "dtype": dtype, "verdict": f"no sample: {error}"[:200]}) + "\n"
+            )
         for name, func, reference, inputs in cases:
             signal.setitimer(signal.ITIMER_REAL, limit)
             try:
@@ -185,7 +194,12 @@ def run_operators(dtype: str, numbers: range, every: int, first: int, limit: flo
             except OutOfTimeError:
                 row = {"name": name, "dtype": dtype, "verdict": "out of time"}
             except Exception as error:
-                row = {"name": name, "dtype": dtype, "verdict": "raised", "why": f"{type(error).__name__}: {error}"[:300]}
+                row = {
+                    "name": name,
+                    "dtype": dtype,
+                    "verdict": "raised",
+                    "why": f"{type(error).__name__}: {error}"[:300],
+                }
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
             out.write(json.dumps(row) + "\n")
@@ -221,7 +235,10 @@ def kernel_table(dtype: str, fast_mode: bool, seed: int) -> dict[str, Any]:
         inputs, doubles = kernel.inputs(torch_dtype, seed), kernel.inputs(torch.float64, seed)
         for label, func in (("fused", kernel.fused()), ("composed", kernel.composed)):
             seconds = []
-            for each, values, keywords in ((func, inputs, {"reference": kernel.composed}), (kernel.composed, doubles, {})):
+            for each, values, keywords in (
+                (func, inputs, {"reference": kernel.composed}),
+                (kernel.composed, doubles, {}),
+            ):
                 times = []
                 for _ in range(3):
                     start = time.perf_counter()
@@ -246,7 +263,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=["kernels", "operators", "summary"])
     parser.add_argument("--dtype", choices=list(DTYPES), action="append")
-    parser.add_argument("--samples", type=int, nargs=2, default=(1, 3), help="the first and the last that is held out")
+    parser.add_argument("--samples", type=int, nargs=2, default=(2, 2), help="the first and the last")
     parser.add_argument("--every", type=int, default=1, help="take every k-th operator")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--limit", type=float, default=20.0, help="seconds a sample")

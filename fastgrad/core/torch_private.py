@@ -143,9 +143,9 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 def preserved_version(tensor: Tensor) -> Any:
     """A context in which writes to a tensor are not seen by autograd."""
-    return torch.autograd._unsafe_preserve_version_counter(tensor)
+    return torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
 
 
 def has_memory(tensor: Tensor) -> bool:
     """Whether a strided tensor's elements lie in memory: those of the zeros that some backwards return do not."""
-    return not tensor._is_zerotensor()  # type: ignore[attr-defined]
+    return not tensor._is_zerotensor()

@@ -13,18 +13,19 @@ from fastgrad.lowprecision.rounding import Arithmetic, smallest_subnormal, unit_
 from fastgrad.problem.coordinates import Block
 
 DRAWS = 6
-"""Runs in perturbed arithmetic, and as many again with perturbed inputs. A root mean square of 12 numbers is within a
-third of its value in two cases of three, which the factors below make up for."""
+"""Runs in perturbed arithmetic, and as many again with perturbed inputs. The root mean square of so few is uncertain by
+about a third, which the factors below make up for."""
 
 SECOND_DRAWS = 12
-"""Runs for what is beyond its allowance at first, with inputs perturbed relative to the largest of their tensor."""
+"""Runs for what is beyond its allowance at first; inputs are perturbed relative to the largest of their tensor."""
 
 FACTOR = {torch.float32: 16.0, torch.float16: 4.0, torch.bfloat16: 4.0}
-"""Scales of rounding that an entry of a VJP may be off. A kernel adds up in another order, or with other intermediate
-results, than the reference in perturbed arithmetic. Chosen on one sample of each operator of torch's database: smallest
-powers of two for which right operators are within their allowance. float32's is larger, as a branch that is taken
-otherwise (a table instead of a series, say) is many of its units, and as a kernel may compute what the others, computing
-in float32, round once."""
+"""Scales of rounding that an entry of a VJP may be off.
+
+A kernel adds up in another order, or with other intermediate results, than the reference in perturbed arithmetic. The
+smallest powers of two for which right operators of torch's database are within their allowance, on one sample of each.
+That of float32 is larger: another branch of a special function is many of its units.
+"""
 
 FORWARD = 16.0
 """The same for outputs: they only have to show that two functions are the same one."""

@@ -178,8 +178,8 @@ class LowerCheck:
         if self._draws and self._outcome.failure is not None:
             self._outcome.failure, self._outcome.causes = None, ()
             self._outcome.note(
-                undecided="func draws random numbers, gradients differ from those of the reference by more than rounding "
-                "explains, and in double precision torch may draw others",
+                undecided="func draws random numbers, its gradients differ from those of the reference by more than "
+                "rounding explains, and in double precision torch may draw others",
                 remedy="draw them in the same dtype in func and in the reference, or pass them as an input",
             )
         if products.failures:

@@ -146,7 +146,7 @@ class Comparison:
         worst = ratio.amax(1) if ratio.shape[1] else ratio.new_zeros(ratio.shape[0])
         order = worst.argsort(descending=True)
         order = order[: int((worst > 1).sum())]
-        for some in order.split(AT_A_TIME):
+        for some in torch.split(order, AT_A_TIME):
             self.look_again_at(some)
             if bool((self.ratio()[some] > 1).any()):
                 break

@@ -20,7 +20,7 @@ PIECE = 1 << 20
 """Numbers of a batch of VJPs at a time: 8 MiB of each intermediate result."""
 
 Perturbed = Literal["nothing", "each", "relative to the largest"]
-"""How inputs are perturbed in a draw: not at all, each by its own unit, or all by that of the largest of their tensor."""
+"""How inputs are perturbed: not at all, each by its own unit, or all by that of the largest of their tensor."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class Products:
 
     def _pieces(self, cotangents: Tensor) -> tuple[Tensor, ...]:
         size = max(1, PIECE // max(self._n, self._m)) if self.vectorizes else cotangents.shape[0]
-        return cotangents.to(self.device).split(max(1, size))
+        return torch.split(cotangents.to(self.device), max(1, size))
 
     def _products(self, graph: Sequence[Tensor], leaves: Sequence[Tensor], cotangents: Tensor) -> Tensor:
         if self.vectorizes and cotangents.shape[0] > 1:

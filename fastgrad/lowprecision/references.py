@@ -18,7 +18,7 @@ from fastgrad.problem.second_order import Backward
 from fastgrad.problem.signature import function_name
 
 Wanted = Callable[..., Any] | str | None
-"""What users give as reference=: a function, "float64" for the function itself, or None, which is the same if it runs."""
+"""A function; "float64": the checked function itself; None: that one, if it runs in double precision."""
 
 MakeReference = Callable[[], Reference]
 
@@ -88,8 +88,8 @@ def reference_for_call(
     shapes = [tensor.shape for tensor in call.tensors]
     if shapes != [tensor.shape for tensor in checked]:
         raise TypeError(
-            f"The reference has {len(shapes)} checked tensors and func {len(checked)}, or their shapes differ: a module "
-            "needs the parameters of func's."
+            f"The reference has {len(shapes)} checked tensors, and func {len(checked)}, or their shapes differ: a "
+            "module needs the parameters of func's."
         )
     with torch.no_grad():
         for own, tensor in zip(call.tensors, checked, strict=True):

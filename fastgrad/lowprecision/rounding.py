@@ -1,4 +1,4 @@
-"""Rounding of the lower dtypes: their units, and Monte Carlo arithmetic that measures what rounding does to a result."""
+"""Rounding of the lower dtypes: units, and Monte Carlo arithmetic, which measures what rounding does to a result."""
 
 from __future__ import annotations
 
@@ -25,16 +25,20 @@ DOUBLE = {
 POOL = 1 << 20
 """Random factors that are drawn once: 8 MiB."""
 
-_EXACT = frozenset(
-    """
-    abs adaptive_max_pool2d alias amax amin aminmax argsort as_strided as_strided_copy broadcast_in_dim cat ceil clamp clamp_max clamp_min clone
-    collapse_view complex conj_physical constant_pad_nd convert_element_type copy copy_ cummax cummin detach diagonal_scatter empty_like fill_ flip floor fmax
-    fmin full_like gather hardtanh index index_copy index_put index_put_ index_select isnan kthvalue masked_fill
-    masked_fill_ masked_select max max_pool2d_with_indices max_pool3d_with_indices maximum median min minimum mode nan_to_num nanmedian neg new_empty new_full new_ones
-    new_zeros ones_like reflection_pad1d reflection_pad2d relu repeat roll round scatter select_backward select_scatter sgn sign
-    slice_backward slice_scatter sort stack take threshold topk trunc tril triu where zero_ zeros_like
-    """.split()
-) | {"_to_copy"}
+# fmt: off
+_EXACT = frozenset({
+    "_to_copy", "abs", "alias", "amax", "amin", "aminmax", "argsort", "as_strided", "as_strided_copy",
+    "broadcast_in_dim", "cat", "ceil", "clamp", "clamp_max", "clamp_min", "clone", "collapse_view", "complex",
+    "conj_physical", "constant_pad_nd", "convert_element_type", "copy", "copy_", "cummax", "cummin", "detach",
+    "diagonal_scatter", "empty_like", "fill_", "flip", "floor", "fmax", "fmin", "full_like", "gather", "hardtanh",
+    "index", "index_copy", "index_put", "index_put_", "index_select", "isnan", "kthvalue", "masked_fill",
+    "masked_fill_", "masked_select", "max", "max_pool2d_with_indices", "max_pool3d_with_indices", "maximum",
+    "median", "min", "minimum", "mode", "nan_to_num", "nanmedian", "neg", "new_empty", "new_full", "new_ones",
+    "new_zeros", "ones_like", "reflection_pad1d", "reflection_pad2d", "relu", "repeat", "roll", "round", "scatter",
+    "select_backward", "select_scatter", "sgn", "sign", "slice_backward", "slice_scatter", "sort", "stack", "take",
+    "threshold", "topk", "trunc", "tril", "triu", "where", "zero_", "zeros_like",
+})
+# fmt: on
 """Operators that select, copy or compare: their results are numbers of the dtype already."""
 
 
@@ -59,7 +63,7 @@ def coarsest(dtypes: Sequence[torch.dtype]) -> torch.dtype:
     return max((dtype.to_real() for dtype in dtypes), key=unit_roundoff)
 
 
-class Arithmetic(torch_private.DispatchMode):
+class Arithmetic(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
     """Within it, every ATen operator of a finer dtype computes about as accurately as in a lower dtype.
 
     Forward and backward of a float64 function are perturbed alike, so what autograd saves is, too. The operators on
@@ -79,7 +83,7 @@ class Arithmetic(torch_private.DispatchMode):
         decomposes: opaque operators (GELU, layer norm) are computed by the elementary operators that torch's
         decompositions name, each perturbed.
         """
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._dtype = dtype
         self._unit = unit_roundoff(dtype)
         self._tiny = torch.finfo(dtype).smallest_normal
@@ -161,7 +165,7 @@ class Arithmetic(torch_private.DispatchMode):
             return (factors - 1).mul_(scale).add_(value)
         made = factors * value
         if self._dtype is torch.float16:
-            # Below the smallest normal number the distance between numbers stays; a sign or a zero is not lost to it.
+            # Below the smallest normal number the distance between numbers stays; signs and zeros are kept.
             size = value.abs()
             small = size < self._tiny
             if bool(small.any()):
@@ -183,7 +187,8 @@ class Arithmetic(torch_private.DispatchMode):
 
 def _computes(args: tuple[Any, ...]) -> bool:
     """Whether an operator with these arguments computes with tensors: it does not make new ones, or select a largest."""
-    if any(value in ("amax", "amin", math.inf, -math.inf) for value in args if isinstance(value, (str, float))):
+    selecting = "amax", "amin", math.inf, -math.inf
+    if any(value in selecting for value in args if isinstance(value, (str, float))):
         return False
     return any(
         isinstance(value, Tensor) or (isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value))
@@ -193,7 +198,7 @@ def _computes(args: tuple[Any, ...]) -> bool:
 
 @functools.lru_cache(8)
 def _pool(unit: float, device: torch.device) -> Tensor:
-    """Random factors to take pieces of, from random places: drawing each anew takes several times as long."""
+    """Random factors to take pieces of, from random places: drawing all anew takes several times as long."""
     signs = torch.empty(POOL, dtype=torch.float64, device=device)
     generator = torch.Generator(device).manual_seed(POOL)
     return signs.bernoulli_(0.5, generator=generator).mul_(2 * unit).add_(1 - unit)

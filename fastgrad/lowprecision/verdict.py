@@ -1,4 +1,4 @@
-"""What a comparison in a lower dtype comes to: a failure, an open question, or the smallest error it would have found."""
+"""What a comparison in a lower dtype comes to: a failure, an open question, or the smallest error that would show."""
 
 from __future__ import annotations
 
@@ -80,9 +80,7 @@ def judge(problem: Problem, products: Products, probes: Probes, outcome: Outcome
     return comparison
 
 
-def _forwards_differ(
-    problem: Problem, products: Products, coordinate: int, ratio: float, outcome: Outcome
-) -> None:
+def _forwards_differ(problem: Problem, products: Products, coordinate: int, ratio: float, outcome: Outcome) -> None:
     block = block_with(problem.outputs, coordinate)
     place = f"result {block.position}{list(block.index_at(coordinate))}"
     found, expected = float(problem.base()[coordinate]), float(products.values[coordinate])
@@ -197,7 +195,7 @@ def _special_grad_output(
 
 
 def _row_of(problem: Problem, products: Products, cotangent: Tensor, coordinate: int) -> int:
-    """The row behind a wrong component of a VJP, by bisection: where half of the grad_output shows more of the error."""
+    """The row behind a wrong component of a VJP: by bisection, towards the half that shows more of the error."""
     first, last = 0, problem.m
     while last - first > 1:
         middle = (first + last) // 2

@@ -290,7 +290,7 @@ def call(report: ReportData) -> str:
 
 
 def _reference_in_code(settings: Settings) -> str:
-    return '"float64"' if settings.reference == "float64" else "..." if settings.reference is None else settings.reference
+    return '"float64"' if settings.reference == "float64" else str(settings.reference)
 
 
 def _numbers(settings: Settings, name: str) -> str:
