@@ -175,8 +175,7 @@ def gradcheck(
         **{"progress": progress},
     }
     settings = settings_of(keywords)
-    if not (reference is None and reference_device is None and precision == "auto"):
-        settings = with_precision(settings, reference, reference_device, precision)
+    settings = with_precision(settings, reference, reference_device, precision)
     return _raise_or_return(func, as_tuple(inputs), settings, raise_exception, reference)
 
 
@@ -244,8 +243,7 @@ def gradgradcheck(
         **{"seed": seed, "confidence": confidence, "memory_limit": memory_limit, "progress": progress},
     }
     settings = settings_of(keywords, made_by(grad_outputs, gen_non_contig_grad_outputs))
-    if not (reference is None and reference_device is None and precision == "auto"):
-        settings = with_precision(settings, reference, reference_device, precision)
+    settings = with_precision(settings, reference, reference_device, precision)
     backward, arguments = _second_order(func, as_tuple(inputs), grad_outputs, settings)
     return _raise_or_return(backward, arguments, settings, raise_exception, reference)
 
@@ -352,12 +350,26 @@ def check(
     _refuse_keywords_of_the_other_order(order, keywords)
     own = take_out_own(keywords)
     settings = settings_of(keywords, made_by(grad_outputs, gen_non_contig_grad_outputs) if order == 2 else None)
-    if not (reference is None and reference_device is None and precision == "auto"):
-        settings = with_precision(settings, reference, reference_device, precision)
-    with Call(func, as_tuple(inputs), kwargs or {}, wrt) as call:
+    settings = with_precision(settings, reference, reference_device, precision)
+    return _report_of_call(func, as_tuple(inputs), kwargs or {}, wrt, order, grad_outputs, settings, own, reference)
+
+
+def _report_of_call(
+    func: Callable[..., Any],
+    inputs: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    wrt: Wrt,
+    order: int,
+    grad_outputs: Any,
+    settings: Settings,
+    own: Mapping[str, Any],
+    reference: Any,
+) -> Report:
+    """The report of `check`, whose arguments these are; own: the numbers that are given input by input."""
+    with Call(func, inputs, kwargs, wrt) as call:
         if not call.tensors:
             raise ValueError(_NOTHING[wrt if isinstance(func, Module) else "inputs"])
-        make = partial(_reference_of, func, as_tuple(inputs), kwargs or {}, wrt, call, reference, settings)
+        make = partial(_reference_of, func, inputs, kwargs, wrt, call, reference, settings)
         if order == 1:
             report = _run(call, call.tensors, with_own(settings, own, call.names), call.names, make)
             return replace(report, output_names=call.output_names)

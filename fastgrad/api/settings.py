@@ -109,6 +109,8 @@ _known_settings = lru_cache(64, typed=True)(_new_settings)
 
 def with_precision(settings: Settings, reference: Any, reference_device: Any, precision: Any) -> Settings:
     """Settings with how lower dtypes are to be checked; refuses what cannot be."""
+    if reference is None and reference_device is None and precision == "auto":
+        return settings
     if precision not in ("auto", "strict"):
         raise ValueError(f"precision must be 'auto' or 'strict', got {precision!r}.")
     if not (reference is None or reference == "float64" or callable(reference)):

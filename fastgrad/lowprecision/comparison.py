@@ -12,6 +12,7 @@ from fastgrad.lowprecision.allowance import (
     FACTOR,
     FORWARD,
     SECOND_DRAWS,
+    SECOND_FACTOR,
     Blocks,
     allowed,
     is_rounded_once,
@@ -87,8 +88,8 @@ class Comparison:
         self.once = self.dtype is not torch.float32 and is_rounded_once(
             self.error, self.size, blocks.input_units, blocks.input_subnormals
         )
-        self._limit()
-        self.first_limit = self.limit
+        self.limit = allowed(self.scale, self.size, blocks, FACTOR[self.dtype], self.once)
+        self.first_limit = self.limit.clone()
 
     def _low(self) -> Tensor:
         v, dense = self._probes.cotangents, self._probes.dense
@@ -96,9 +97,6 @@ class Comparison:
         if v.shape[0] > dense:
             parts.append(self._problem.vjp(v[dense:]))
         return torch.cat(parts).to(self._products.device)
-
-    def _limit(self) -> None:
-        self.limit = allowed(self.scale, self.size, self._blocks, FACTOR[self.dtype], self.once)
 
     def forward(self) -> tuple[float, int]:
         """The worst output's error over its allowance, and its coordinate, after a second look if that is above 1."""
@@ -156,8 +154,12 @@ class Comparison:
         """The second look at the VJPs with these numbers."""
         _, spread = self._second_spread(self._probes.cotangents[some.to(self._problem.device)], self.exact[some])
         own = self._blocks.input_units * self.size[some] + self._blocks.input_subnormals
-        self.scale[some] = torch.maximum(self.scale[some], spread.nan_to_num(nan=0.0, posinf=0.0) + own)
-        self._limit()
+        scale = torch.maximum(self.scale[some], spread.nan_to_num(nan=0.0, posinf=0.0) + own)
+        factor = SECOND_FACTOR[self.dtype]
+        self.limit[some] = torch.maximum(
+            self.limit[some], allowed(scale, self.size[some], self._blocks, factor, self.once)
+        )
+        self.scale[some] = scale
 
     @property
     def rounded(self) -> Tensor:

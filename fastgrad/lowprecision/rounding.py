@@ -186,7 +186,7 @@ class Arithmetic(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _computes(args: tuple[Any, ...]) -> bool:
-    """Whether an operator with these arguments computes with tensors: it does not make new ones, or select a largest."""
+    """Whether an operator with these arguments computes with tensors: not one that makes new ones, or selects."""
     selecting = "amax", "amin", math.inf, -math.inf
     if any(value in selecting for value in args if isinstance(value, (str, float))):
         return False

@@ -24,6 +24,7 @@ _UNDEFINED_NOTE = (
     "An undefined grad_output reaches backward as None, or as zeros where ctx.set_materialize_grads(True) is in force, "
     "and stands for zero."
 )
+_NONZERO_NOTE = "Numerical gradient for function expected to be zero, because no output requires grad, but for"
 _NONDET_NOTE = (
     "If the operator is nondeterministic by design (atomic additions, say), pass nondet_tol; otherwise look for state "
     "or uninitialized memory in backward."
@@ -321,10 +322,7 @@ def key_phrase(report: ReportData, failure: Failure) -> str:
         case "mismatch":
             return _mismatch_phrase(failure)
         case "nonzero numerical gradient":
-            return (
-                "Numerical gradient for function expected to be zero, because no output requires grad, but for "
-                f"{output} with respect to {input_} it is {failure.detail}."
-            )
+            return f"{_NONZERO_NOTE} {output} with respect to {input_} it is {failure.detail}."
         case "dtype":
             return f"Gradient has dtype mismatch: backward of {output} returned another dtype than its input's."
         case "size":
