@@ -141,7 +141,7 @@ class LowerCheck:
                     raise ValueError(f"The reference cannot be used: {error}.") from error.__cause__
                 self._without_reference(problem, str(error))
                 found = None
-            return found or self._finished(problem)
+            return self._finished(problem) if found is None else found  # a report of a failure counts as false
 
     def _libraries(self) -> AbstractContextManager[list[str]]:
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

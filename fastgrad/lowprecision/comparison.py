@@ -120,9 +120,11 @@ class Comparison:
         Masks of shape (count, n): the second where the reference, with every result rounded to the dtype, leaves the
         range of the dtype on its way.
         """
-        infinite = ~self.low.isfinite() & self._is_in_range()
+        in_range = self._is_in_range()
+        infinite = ~self.low.isfinite() & in_range
         explained = infinite & ~self._spread.rounded.isfinite()
-        return infinite & ~explained, explained
+        # Where a derivative with respect to an input is out of range, zero times it is not finite, either.
+        return infinite & ~explained, explained & in_range.all(0)
 
     def _is_in_range(self) -> Tensor:
         return self.size <= _largest(self._problem.inputs, self._products.device)  # false for NaN
