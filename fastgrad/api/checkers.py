@@ -19,6 +19,7 @@ from fastgrad.api.settings import (
     refuse_positional,
     settings_of,
     take_out_own,
+    with_dtype_named,
     with_own,
     with_precision,
 )
@@ -381,7 +382,7 @@ def _run(
 ) -> Report:
     """The check by tolerances or, in lower dtypes, by rounding; make: makes the reference of these."""
     if not measures_rounding(arguments, settings):
-        return run(func, arguments, settings, names)
+        return with_dtype_named(run(func, arguments, settings, names))
     from fastgrad.lowprecision import check_lower  # only here: importing fastgrad is to cost little
 
     return check_lower(func, arguments, settings, make, names)
@@ -499,7 +500,7 @@ def _raise_or_return(
 
         report = check_lower(func, inputs, settings, maker(func, inputs, reference, settings.reference_device))
     else:
-        report = run(func, inputs, settings, explain=raise_exception or watch is not None)
+        report = with_dtype_named(run(func, inputs, settings, explain=raise_exception or watch is not None))
     if watch is not None:
         watch(report)
     if report.precision is not None and report.precision.undecided:

@@ -15,7 +15,8 @@ from torch import Tensor
 from fastgrad.core.errors import warn
 from fastgrad.problem.arguments import refuse_function_class
 from fastgrad.problem.signature import function_name
-from fastgrad.report.data import GradOutputs, Settings, Tolerances
+from fastgrad.report.data import Cause, GradOutputs, Settings, Tolerances
+from fastgrad.report.report import Report
 
 LOWER = (torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex32)
 """The dtypes below double precision."""
@@ -129,6 +130,20 @@ def measures_rounding(inputs: Sequence[Any], settings: Settings) -> bool:
         return False
     own = settings.inputs or (settings.eps, settings.atol, settings.rtol) != _DEFAULTS
     return settings.precision == "auto" and (not own or settings.reference is not None)
+
+
+def with_dtype_named(report: Report) -> Report:
+    """A report in which a failure in a lower dtype names that dtype as the first cause, and the call that settles it."""
+    if report.failure is None or report.subject is None:
+        return report
+    names = [str(dtype).removeprefix("torch.") for dtype in LOWER]
+    found = [name for name in names if any(kind.startswith(f"{name}[") for kind in report.subject.inputs)]
+    if not found:
+        return report
+    text = f"the inputs are {found[0]}, and differences in that dtype drown in its rounding"
+    measure = 'to settle it: the same call with reference="float64", or with inputs in double precision'
+    confidence = max([0.5, *(cause.confidence for cause in report.causes)])
+    return replace(report, causes=(Cause("low precision", text, measure, confidence), *report.causes))
 
 
 def take_out_own(keywords: dict[str, Any]) -> dict[str, Any]:

@@ -322,6 +322,15 @@ def test_tolerances_of_the_callers_and_strict_are_as_in_double_precision() -> No
     assert with_reference.precision is not None
 
 
+def test_a_strict_failure_names_the_dtype_first() -> None:
+    x = normal(4, dtype=torch.bfloat16)
+    with pytest.warns(UserWarning, match="not a double precision"):
+        report = fastgrad.check(torch.sin, x, precision="strict")
+    assert report.failure is not None
+    assert report.causes[0].name == "low precision"
+    assert 'the same call with reference="float64"' in str(report)
+
+
 def test_double_precision_is_checked_as_ever() -> None:
     x = normal(4, dtype=torch.float64)
     assert fastgrad.check(torch.sin, x, reference=torch.cos).precision is None
