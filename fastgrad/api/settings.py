@@ -140,7 +140,7 @@ def with_dtype_named(report: Report) -> Report:
     found = [name for name in names if any(kind.startswith(f"{name}[") for kind in report.subject.inputs)]
     if not found:
         return report
-    text = f"the inputs are {found[0]}, and differences in that dtype drown in its rounding"
+    text = f"the inputs are {found[0]}, and differences drown in its rounding"
     measure = 'to settle it: the same call with reference="float64", or with inputs in double precision'
     confidence = max([0.5, *(cause.confidence for cause in report.causes)])
     return replace(report, causes=(Cause("low precision", text, measure, confidence), *report.causes))

@@ -69,7 +69,7 @@ def probes_of(problem: Problem, fast_mode: bool, vectorizes: bool, seed: int) ->
     # Every most-th row: rows of neighboring outputs, which share inputs, lie in different groups.
     groups = torch.zeros(most, m, dtype=torch.float64, device=problem.device)
     every = torch.arange(m, device=problem.device)
-    groups[every % most, every] = _rounded(problem, _random(problem, seed, DENSE))
+    groups[every % most, every] = rounded(problem, _random(problem, seed, DENSE))
     text = f"{DENSE} random grad_outputs and all {m} rows, in {most} groups"
     return Probes(torch.cat([dense, groups]), torch.full((DENSE + most,), -1), text)
 
@@ -77,7 +77,7 @@ def probes_of(problem: Problem, fast_mode: bool, vectorizes: bool, seed: int) ->
 def half_of(problem: Problem, seed: int) -> Tensor:
     """A dense grad_output of which a random half is zero."""
     size = problem.m
-    return _rounded(problem, direction(size, seed, PRECISION_STREAM + 16 * DENSE, halved=True).to(problem.device))
+    return rounded(problem, direction(size, seed, PRECISION_STREAM + 16 * DENSE, halved=True).to(problem.device))
 
 
 def _random(problem: Problem, seed: int, number: int) -> Tensor:
@@ -89,7 +89,7 @@ def _dense(problem: Problem, seed: int) -> Tensor:
 
     The first reaches backward with gaps between its elements, and the last expanded.
     """
-    first, second = (_rounded(problem, _random(problem, seed, number)) for number in range(2))
+    first, second = (rounded(problem, _random(problem, seed, number)) for number in range(2))
     constant = torch.full((problem.m,), 0.75, dtype=torch.float64, device=problem.device)
     for block in problem.outputs:
         if block.is_complex:
@@ -97,7 +97,7 @@ def _dense(problem: Problem, seed: int) -> Tensor:
     return torch.stack([first, second, FACTOR * second, half_of(problem, seed), constant])
 
 
-def _rounded(problem: Problem, v: Tensor) -> Tensor:
+def rounded(problem: Problem, v: Tensor) -> Tensor:
     """Numbers that all outputs' dtypes have."""
     for block in problem.outputs:
         part = v[block.slice]
