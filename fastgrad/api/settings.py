@@ -133,7 +133,7 @@ def measures_rounding(inputs: Sequence[Any], settings: Settings) -> bool:
 
 
 def with_dtype_named(report: Report) -> Report:
-    """A report in which a failure in a lower dtype names that dtype as the first cause, and the call that settles it."""
+    """A report in which a failure in a lower dtype has that dtype as its first cause, with the call that settles it."""
     if report.failure is None or report.subject is None:
         return report
     names = [str(dtype).removeprefix("torch.") for dtype in LOWER]

@@ -23,7 +23,7 @@ from fastgrad.lowprecision.comparison import Comparison
 from fastgrad.lowprecision.probes import probes_of
 from fastgrad.lowprecision.reference import IncomparableError, Products, RandomState, Reference
 from fastgrad.lowprecision.rounding import LOWER, coarsest, unit_roundoff
-from fastgrad.lowprecision.verdict import Outcome, judge
+from fastgrad.lowprecision.verdict import Outcome, judge, judge_by_differences
 from fastgrad.problem.arguments import as_tuple
 from fastgrad.problem.problem import Problem
 from fastgrad.problem.signature import function_name, kind_of, parameter_names
@@ -244,10 +244,14 @@ class LowerCheck:
         return seeded
 
     def _without_reference(self, problem: Problem, why: str) -> None:
-        self._outcome.note(
-            undecided=f"there is no reference in double precision: {why}",
-            remedy="pass one as reference=",
-        )
+        """Compares with differences in the lower dtype."""
+        self._outcome.notes.append(f"compared with differences, as there is no reference in double precision: {why}")
+        if any(block.is_complex for block in (*problem.inputs, *problem.outputs)):
+            self._outcome.note(
+                undecided="functions of complex64 are not checked by differences alone", remedy="pass a reference="
+            )
+        elif problem.n and problem.m:
+            judge_by_differences(problem, self._settings.seed, self._outcome)
 
     def _attributes(self, problem: Problem) -> Failure | None:
         """What must hold beside the values, as in double precision."""

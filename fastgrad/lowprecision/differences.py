@@ -57,7 +57,8 @@ class Finding:
     """What one combination of outputs and one direction of the inputs gave.
 
     error: of the gradient, times the direction. allowed: what of it is not certain. size: the sum of the moduli of the
-    terms of the gradient along the direction. is_open: an error beyond it was seen, but not by smaller steps.
+    terms of the gradient along the direction. is_open: an error beyond it was seen, but not by smaller steps. step: the
+    largest component of the direction.
     """
 
     row: int
@@ -65,6 +66,7 @@ class Finding:
     allowed: float
     size: float
     is_open: bool
+    step: float
 
     @property
     def is_wrong(self) -> bool:
@@ -77,9 +79,11 @@ def findings(problem: Problem, seed: int) -> Iterator[Finding]:
     scale = _scales(problem)
     for row, w in _combinations(problem, seed):
         gradient = problem.vjp(w.unsqueeze(0))[0]
-        if not bool(gradient.isfinite().all()) or not bool(gradient.any()):
+        if not bool(gradient.isfinite().all()):
             continue
-        magnitudes = scale * direction(problem.n, seed, PRECISION_STREAM + 16 * (60 + row)).to(scale.device).abs().div(1.5)
+        magnitudes = scale * direction(problem.n, seed, PRECISION_STREAM + 16 * (60 + row)).to(scale.device).abs().div(
+            1.5
+        )
         signs = torch.where(gradient >= 0, 1.0, -1.0)
         finding = _finding(problem, row, w, gradient, magnitudes * signs)
         if finding is not None:
@@ -136,7 +140,7 @@ def _finding(problem: Problem, row: int, w: Tensor, gradient: Tensor, whole: Ten
     allowed = uncertainty + own
     seen = any(abs(fit.error) > fit.uncertainty + own for fit in finer)
     is_open = abs(best.error) > allowed and abs(best.error) > LARGE * size and not seen
-    return Finding(row, best.error, allowed, size, is_open)
+    return Finding(row, best.error, allowed, size, is_open, float(whole.abs().max()))
 
 
 def _points(

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from fastgrad.lowprecision import differences
 from fastgrad.lowprecision.comparison import Comparison
 from fastgrad.lowprecision.probes import FACTOR, Probes, one_row
 from fastgrad.lowprecision.reference import Products
+from fastgrad.lowprecision.rounding import unit_roundoff
 from fastgrad.problem.coordinates import Block, block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Cause, Failure, LowPrecision, RoundedEntry
@@ -78,6 +80,54 @@ def judge(problem: Problem, products: Products, probes: Probes, outcome: Outcome
     if outcome.is_open:
         _state_the_smallest(comparison, outcome)
     return comparison
+
+
+def judge_by_differences(problem: Problem, seed: int, outcome: Outcome) -> None:
+    """Compares derivatives along some directions with differences; only a wrong entry by itself is a failure."""
+    found = list(differences.findings(problem, seed))
+    outcome.note(rows=f"{len(found)} directions, by differences", products=len(found), entries=len(found))
+    suspects = [finding for finding in found if abs(finding.error) > finding.allowed]
+    for finding in suspects:
+        located = differences.entry_of(problem, finding.row, seed) if finding.row >= 0 else None
+        if located is not None:
+            entry = _entry_by_differences(problem, finding.row, *located)
+            outcome.note(worst=entry, wrong=1)
+            outcome.failure = _failure("beyond rounding", entry)
+            return
+    relative = sorted((one.allowed + abs(one.error)) / one.size for one in found if one.size)
+    if suspects:
+        undecided = (
+            "a derivative along a direction differs from differences, and no single entry does: a kink or a "
+            "pole may be in reach of the steps, which are large in this dtype"
+        )
+        outcome.note(undecided=undecided, remedy="pass a reference=, or other inputs")
+    elif not relative or relative[len(relative) // 2] >= 1:
+        outcome.note(
+            undecided="differences in this dtype resolve no derivative here: rounding hides errors of any size",
+            remedy="pass a reference= in double precision",
+        )
+    else:
+        hidden = sum(value >= 1 for value in relative) / len(relative)
+        most = relative[int(0.9 * (len(relative) - 1))]
+        outcome.note(smallest=relative[(len(relative) - 1) // 2], smallest_most=most, hidden=hidden)
+
+
+def _entry_by_differences(problem: Problem, row: int, coordinate: int, finding: differences.Finding) -> RoundedEntry:
+    """The entry of a row that differs, for a report."""
+    block, output = block_with(problem.inputs, coordinate), block_with(problem.outputs, row)
+    value = float(problem.vjp(one_row(problem, row).cotangents)[0, coordinate])
+    return RoundedEntry(
+        output=output.index,
+        output_position=output.position,
+        output_index=output.index_at(row),
+        input=block.index,
+        input_position=block.position,
+        input_index=block.index_at(coordinate),
+        found=value,
+        expected=value + finding.error / finding.step,
+        allowed=finding.allowed / finding.step,
+        unit=unit_roundoff(block.tensor.dtype),
+    )
 
 
 def _forwards_differ(problem: Problem, products: Products, coordinate: int, ratio: float, outcome: Outcome) -> None:
