@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.random import PRECISION_STREAM, direction
 from fastgrad.lowprecision.probes import one_row, rounded
 from fastgrad.lowprecision.rounding import unit_roundoff
@@ -156,7 +157,11 @@ def _points(
     largest = problem.base().abs().nan_to_num(0.0, 0.0, 0.0).max()
     for number in range(count):
         step = 2.0 ** (-1 - number / per_halving)
-        ahead, behind = (problem.evaluate(False, whole, sign * step)[used] for sign in (1.0, -1.0))
+        try:
+            ahead, behind = (problem.evaluate(False, whole, sign * step)[used] for sign in (1.0, -1.0))
+        except Exception as error:
+            raise_unless_of_func(error)
+            continue  # beyond the domain of func
         if not bool((ahead.isfinite() & behind.isfinite()).all()):
             continue
         left = gradient @ problem.realized_width(whole, step) / 2
