@@ -5,18 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
-from fastgrad.api.settings import OneOrEach, masked_by_old_name, refuse_positional, settings_of, take_out_own, with_own
+from fastgrad.api.settings import (
+    OneOrEach,
+    masked_by_old_name,
+    measures_rounding,
+    refuse_positional,
+    settings_of,
+    take_out_own,
+    with_dtype_named,
+    with_own,
+    with_precision,
+)
 from fastgrad.checks.order import check as run
 from fastgrad.core.errors import warn
 from fastgrad.problem.arguments import Call, Wrt, as_tuple, flatten, refuse_function_class
 from fastgrad.problem.caller_state import keeps_the_callers_state
 from fastgrad.problem.second_order import Backward, grad_outputs_for, made_by
-from fastgrad.report.data import Engine, Settings
+from fastgrad.report.data import Engine, Precision, Settings
 from fastgrad.report.messages import undecided_text
 from fastgrad.report.report import Report
 
@@ -50,6 +62,9 @@ def gradcheck(
     confidence: float | None = None,
     memory_limit: int | None = None,
     progress: bool | None = None,
+    reference: Callable[..., Any] | Literal["float64"] | None = None,
+    reference_device: torch.device | str | None = None,
+    precision: Precision = "auto",
 ) -> bool:
     """Checks the gradients that autograd computes for func against central differences of func.
 
@@ -114,6 +129,16 @@ def gradcheck(
     memory_limit
         Bytes for the block of numerical columns that is held at a time; by default half of what
         is free. A smaller limit repeats more VJPs, and admits fewer entries of a compressed Jacobian.
+    reference
+        Of inputs in float32, bfloat16 or float16: what func is compared with in double precision, at the same
+        values. A function of the same arguments; "float64": func itself. By default func itself, if it runs in
+        double precision, and otherwise differences in the lower dtype.
+    reference_device
+        Where the reference runs; by default where func does.
+    precision
+        "auto": gradients of a lower dtype are compared with those of the reference, and may differ by as much as
+        rounding in that dtype explains, which is measured. eps, atol and rtol are for the reference, by differences.
+        Where eps, atol or rtol are given without a reference, and with "strict", they hold for every dtype.
 
     Returns
     -------
@@ -159,7 +184,9 @@ def gradcheck(
         **{"masked": masked, "engine": engine, "seed": seed, "confidence": confidence, "memory_limit": memory_limit},
         **{"progress": progress},
     }
-    return _raise_or_return(func, inputs, settings_of(keywords), raise_exception)
+    settings = settings_of(keywords)
+    settings = with_precision(settings, reference, reference_device, precision)
+    return _raise_or_return(func, as_tuple(inputs), settings, raise_exception, reference)
 
 
 @keeps_the_callers_state
@@ -187,6 +214,9 @@ def gradgradcheck(
     confidence: float | None = None,
     memory_limit: int | None = None,
     progress: bool | None = None,
+    reference: Callable[..., Any] | Literal["float64"] | None = None,
+    reference_device: torch.device | str | None = None,
+    precision: Precision = "auto",
 ) -> bool:
     """Checks the second derivatives of func: the gradients of its backward against central differences of it.
 
@@ -230,8 +260,9 @@ def gradgradcheck(
         **{"seed": seed, "confidence": confidence, "memory_limit": memory_limit, "progress": progress},
     }
     settings = settings_of(keywords, made_by(grad_outputs, gen_non_contig_grad_outputs))
+    settings = with_precision(settings, reference, reference_device, precision)
     backward, arguments = _second_order(func, as_tuple(inputs), grad_outputs, settings)
-    return _raise_or_return(backward, arguments, settings, raise_exception)
+    return _raise_or_return(backward, arguments, settings, raise_exception, reference)
 
 
 @keeps_the_callers_state
@@ -263,6 +294,9 @@ def check(
     confidence: float | None = None,
     memory_limit: int | None = None,
     progress: bool | None = None,
+    reference: Callable[..., Any] | Literal["float64"] | None = None,
+    reference_device: torch.device | str | None = None,
+    precision: Precision = "auto",
 ) -> Report:
     """Checks first or second derivatives of a function or a module, in whatever its tensors are wrapped.
 
@@ -296,6 +330,9 @@ def check(
         With order=1, as in `gradcheck`.
     grad_outputs, gen_non_contig_grad_outputs, check_fwd_over_rev, check_rev_over_rev
         With order=2, as in `gradgradcheck`. grad_outputs may be nested as func's result is.
+    reference
+        As in `gradcheck`. That of a module whose parameters are checked is a module with the same parameters, whose
+        values are those of func's; "float64" is a copy of func in double precision.
 
     Returns
     -------
@@ -338,19 +375,71 @@ def check(
     _refuse_keywords_of_the_other_order(order, keywords)
     own = take_out_own(keywords)
     settings = settings_of(keywords, made_by(grad_outputs, gen_non_contig_grad_outputs) if order == 2 else None)
-    with Call(func, as_tuple(inputs), kwargs or {}, wrt) as call:
+    settings = with_precision(settings, reference, reference_device, precision)
+    return _report_of_call(func, as_tuple(inputs), kwargs or {}, wrt, order, grad_outputs, settings, own, reference)
+
+
+def _report_of_call(
+    func: Callable[..., Any],
+    inputs: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    wrt: Wrt,
+    order: int,
+    grad_outputs: Any,
+    settings: Settings,
+    own: Mapping[str, Any],
+    reference: Any,
+) -> Report:
+    """The report of `check`, whose arguments these are; own: the numbers that are given input by input."""
+    with Call(func, inputs, kwargs, wrt) as call:
         if not call.tensors:
             raise ValueError(_NOTHING[wrt if isinstance(func, Module) else "inputs"])
+        make = partial(_reference_of, func, inputs, kwargs, wrt, call, reference, settings)
         if order == 1:
-            report = run(call, call.tensors, with_own(settings, own, call.names), call.names)
+            report = _run(call, call.tensors, with_own(settings, own, call.names), call.names, make)
             return replace(report, output_names=call.output_names)
-        return _second_order_report(call, grad_outputs, settings, own)
+        return _second_order_report(call, grad_outputs, settings, own, make)
 
 
-def _second_order_report(call: Call, grad_outputs: Any, settings: Settings, own: Mapping[str, Any]) -> Report:
+def _run(
+    func: Callable[..., Any], arguments: tuple[Any, ...], settings: Settings, names: tuple[str, ...], make: Any
+) -> Report:
+    """The check by tolerances or, in lower dtypes, by rounding; make: makes the reference of these."""
+    if not measures_rounding(arguments, settings):
+        return with_dtype_named(run(func, arguments, settings, names))
+    from fastgrad.lowprecision import check_lower  # only here: importing fastgrad is to cost little
+
+    return check_lower(func, arguments, settings, make, names)
+
+
+def _reference_of(
+    func: Callable[..., Any],
+    inputs: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    wrt: Wrt,
+    call: Call,
+    reference: Any,
+    settings: Settings,
+) -> Any:
+    from fastgrad.lowprecision import reference_for_call
+
+    own: dict[str, Any] = {"func": func, "inputs": inputs, "kwargs": kwargs, "wrt": wrt, "checked": call.tensors}
+    return reference_for_call(**own, wanted=reference, device=settings.reference_device)
+
+
+def _second_order_report(
+    call: Call, grad_outputs: Any, settings: Settings, own: Mapping[str, Any], make: Callable[[], Any]
+) -> Report:
     backward, arguments, names = _second_order_of_call(call, grad_outputs, settings)
     checked = [name for name, value in zip(names, arguments, strict=True) if value.requires_grad]
-    report = run(backward, arguments, with_own(settings, own, checked), names)
+
+    def make_second() -> Any:
+        from fastgrad.lowprecision import second_order_reference
+
+        grads = arguments[len(call.tensors) :]
+        return second_order_reference(make, backward, grads, settings.reference_device)
+
+    report = _run(backward, arguments, with_own(settings, own, checked), names, make_second)
     gradients = zip(call.names, backward.exist, strict=True)
     return replace(report, output_names=tuple(f"grad({name})" for name, exists in gradients if exists))
 
@@ -426,14 +515,21 @@ def _second_order(
 
 
 def _raise_or_return(
-    func: Callable[..., Any], inputs: TensorOrTensors, settings: Settings, raise_exception: bool
+    func: Callable[..., Any], inputs: tuple[Any, ...], settings: Settings, raise_exception: bool, reference: Any
 ) -> bool:
     __tracebackhide__ = True
     watch = watcher.get()
-    report = run(func, inputs, settings, explain=raise_exception or watch is not None)
+    if measures_rounding(inputs, settings):
+        from fastgrad.lowprecision import check_lower, maker  # only here: importing fastgrad is to cost little
+
+        report = check_lower(func, inputs, settings, maker(func, inputs, reference, settings.reference_device))
+    else:
+        report = with_dtype_named(run(func, inputs, settings, explain=raise_exception or watch is not None))
     if watch is not None:
         watch(report)
-    if report.undecided is not None:
+    if report.precision is not None and report.precision.undecided:
+        warn(f"The check is undecided: {report.precision.undecided}. What would decide: {report.precision.remedy}.")
+    elif report.undecided is not None:
         more = "fast_mode=False" if settings.fast_mode else "engine='dense'"
         warn(
             f"Nothing wrong was found, but the check is {undecided_text(report.undecided)}. "

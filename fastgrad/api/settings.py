@@ -9,10 +9,19 @@ from functools import lru_cache
 from numbers import Real
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from fastgrad.core.errors import warn
-from fastgrad.report.data import GradOutputs, Settings, Tolerances
+from fastgrad.problem.arguments import refuse_function_class
+from fastgrad.problem.signature import function_name
+from fastgrad.report.data import Cause, GradOutputs, Settings, Tolerances
+from fastgrad.report.report import Report
+
+LOWER = (torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex32)
+"""The dtypes below double precision."""
+
+_DEFAULTS = (Tolerances.eps, Tolerances.atol, Tolerances.rtol)
 
 OneOrEach = float | Sequence[float] | Mapping[str, float]
 """One number for all inputs, one for each, or by the names of the inputs."""
@@ -26,8 +35,9 @@ def refuse_positional(positional: tuple[Any, ...]) -> NoReturn:
     )
 
 
-_FIRST_ORDER = {field.name: field.name for field in fields(Settings) if field.name not in ("grad_outputs", "inputs")}
-"""The fields of Settings that are keywords, and what gradcheck calls them."""
+_OTHERS = ("grad_outputs", "inputs", "precision", "reference", "reference_device")
+_FIRST_ORDER = {field.name: field.name for field in fields(Settings) if field.name not in _OTHERS}
+"""The fields of Settings that are keywords, and what gradcheck calls them; `_OTHERS` are added afterwards."""
 
 _SECOND_ORDER = {
     **{name: keyword for name, keyword in _FIRST_ORDER.items() if name != "check_batched_forward_grad"},
@@ -96,6 +106,44 @@ def _new_settings(made: GradOutputs | None, *given: Any) -> Settings:
 
 
 _known_settings = lru_cache(64, typed=True)(_new_settings)
+
+
+def with_precision(settings: Settings, reference: Any, reference_device: Any, precision: Any) -> Settings:
+    """Settings with how lower dtypes are to be checked; refuses what cannot be."""
+    if reference is None and reference_device is None and precision == "auto":
+        return settings
+    if precision not in ("auto", "strict"):
+        raise ValueError(f"precision must be 'auto' or 'strict', got {precision!r}.")
+    if not (reference is None or reference == "float64" or callable(reference)):
+        raise TypeError(f"reference must be None, 'float64' or a function, got {reference!r}.")
+    refuse_function_class(reference)
+    if precision == "strict" and not (reference is None and reference_device is None):
+        raise ValueError("precision='strict' uses tolerances, and no reference: leave reference= out.")
+    name = reference if reference is None or isinstance(reference, str) else function_name(reference) or "a function"
+    device = None if reference_device is None else str(torch.device(reference_device))
+    return replace(settings, precision=precision, reference=name, reference_device=device)
+
+
+def measures_rounding(inputs: Sequence[Any], settings: Settings) -> bool:
+    """Whether a check goes by rounding that is measured: of a lower dtype, and without tolerances of the caller's."""
+    if not any(isinstance(value, Tensor) and value.dtype in LOWER and value.requires_grad for value in inputs):
+        return False
+    own = settings.inputs or (settings.eps, settings.atol, settings.rtol) != _DEFAULTS
+    return settings.precision == "auto" and (not own or settings.reference is not None)
+
+
+def with_dtype_named(report: Report) -> Report:
+    """A report in which a failure in a lower dtype has that dtype as its first cause, with the call that settles it."""
+    if report.failure is None or report.subject is None:
+        return report
+    names = [str(dtype).removeprefix("torch.") for dtype in LOWER]
+    found = [name for name in names if any(kind.startswith(f"{name}[") for kind in report.subject.inputs)]
+    if not found:
+        return report
+    text = f"the inputs are {found[0]}, and differences drown in its rounding"
+    measure = 'to settle it: the same call with reference="float64", or with inputs in double precision'
+    confidence = max([0.5, *(cause.confidence for cause in report.causes)])
+    return replace(report, causes=(Cause("low precision", text, measure, confidence), *report.causes))
 
 
 def take_out_own(keywords: dict[str, Any]) -> dict[str, Any]:

@@ -133,3 +133,19 @@ def _step(key: Any) -> str:
     text = str(key)
     plain = isinstance(key, _pytree.MappingKey) and isinstance(key.key, str) and text == f"['{key.key}']"
     return f'["{key.key}"]' if plain else text
+
+
+@functools.cache
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """What torch's opaque operators are made of, by operator."""
+    return dict(importlib.import_module("torch._decomp").decomposition_table)
+
+
+def preserved_version(tensor: Tensor) -> Any:
+    """A context in which writes to a tensor are not seen by autograd."""
+    return torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a strided tensor's elements lie in memory: those of the zeros that some backwards return do not."""
+    return not tensor._is_zerotensor()

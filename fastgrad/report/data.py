@@ -47,8 +47,14 @@ FailureKind = Literal[
     "undefined tangent",
     "batched raises",
     "batched differs",
+    "beyond rounding",
+    "biased",
+    "not finite",
 ]
 """What a check failed by."""
+
+Precision = Literal["auto", "strict"]
+"""How functions of a lower dtype are checked: by measured rounding, or by tolerances as in double precision."""
 
 CauseName = Literal[
     "constant factor",
@@ -299,6 +305,12 @@ class Settings(Tolerances):
     inputs
         The tolerances of each checked input, where not all have the same; eps, atol and rtol are then the
         smallest of them.
+    precision
+        "strict" where the tolerances hold for every dtype.
+    reference
+        What a function of a lower dtype was to be compared with, by name; None: itself, in double precision.
+    reference_device
+        Where it was to run; None: where the function does.
     """
 
     nondet_tol: float = 0.0
@@ -317,6 +329,9 @@ class Settings(Tolerances):
     progress: bool | None = False
     grad_outputs: GradOutputs | None = None
     inputs: tuple[Tolerances, ...] = ()
+    precision: Precision = "auto"
+    reference: str | None = None
+    reference_device: str | None = None
 
     def of(self, index: int) -> Tolerances:
         """The tolerances of an input, by the index of its block."""
@@ -652,6 +667,131 @@ class Failure(EqualByContent):
     convergence: tuple[Difference, ...] = ()
 
 
+@dataclass(frozen=True)
+class RoundedEntry:
+    """A component of a VJP in a lower dtype, against double precision.
+
+    Attributes
+    ----------
+    output, output_position
+        Of the only output element whose grad_output was not zero, as in `Failure`; None where all had one.
+    output_index
+        That element.
+    input, input_position, input_index
+        The element whose gradient it is.
+    found
+        By autograd, in the lower dtype.
+    expected
+        By the reference, or by differences.
+    allowed
+        How far they may be apart.
+    unit
+        The unit roundoff of the input's dtype.
+    """
+
+    output: int | None
+    output_position: int | None
+    output_index: tuple[int, ...] | None
+    input: int
+    input_position: int
+    input_index: tuple[int, ...]
+    found: complex
+    expected: complex
+    allowed: float
+    unit: float
+
+    @property
+    def error(self) -> float:
+        """``|found - expected|``."""
+        return modulus(self.found - self.expected)
+
+    @property
+    def error_units(self) -> float:
+        """The error in units of rounding of the expected value; infinite where that is zero."""
+        return _in_units(self.error, self)
+
+    @property
+    def allowed_units(self) -> float:
+        """What is allowed, in the same units."""
+        return _in_units(self.allowed, self)
+
+
+def _in_units(value: float, entry: RoundedEntry) -> float:
+    size = modulus(entry.expected) * entry.unit
+    return value / size if size else math.inf
+
+
+@dataclass(frozen=True, eq=False)
+class LowPrecision(EqualByContent):
+    """What a check of a function of float32, bfloat16 or float16 rests on.
+
+    Attributes
+    ----------
+    dtypes
+        Of the checked inputs.
+    unit
+        The largest unit roundoff of inputs and outputs.
+    reference
+        What the function was compared with; empty: differences in its own dtype.
+    products
+        VJPs that were compared.
+    rows
+        What their grad_outputs were, in words.
+    entries
+        Components of them.
+    draws
+        Runs in perturbed arithmetic that measured the rounding.
+    rounded_once
+        Whether the function was seen to compute in a finer dtype and to round at the end, and was held to that.
+    second_look
+        Entries that were within their allowance only once inputs were perturbed relative to the largest.
+    out_of_range
+        Entries that were not compared, as the reference leaves the range of the dtype.
+    worst
+        The worst entry.
+    wrong
+        Entries beyond their allowance.
+    forward
+        The worst output's error, over what is allowed.
+    smallest
+        The error, relative to an entry, that would have been found in half of the entries: those of at least a
+        hundredth of the largest of their VJP.
+    smallest_most
+        The same in nine of ten entries.
+    hidden
+        The share of these entries that might be zero, as rounding explains errors of their size.
+    smallest_scale
+        A common relative error of a whole gradient that would have been found; None where that was not tested.
+    undecided
+        Why there is no verdict; empty where there is one.
+    remedy
+        What would give one.
+    reference_report
+        Of the check of the reference itself, in double precision, in its plain form.
+    """
+
+    dtypes: tuple[str, ...] = ()
+    unit: float = 0.0
+    reference: str = ""
+    products: int = 0
+    rows: str = ""
+    entries: int = 0
+    draws: int = 0
+    rounded_once: bool = False
+    second_look: int = 0
+    out_of_range: int = 0
+    worst: RoundedEntry | None = None
+    wrong: int = 0
+    forward: float | None = None
+    smallest: float | None = None
+    smallest_most: float | None = None
+    hidden: float | None = None
+    smallest_scale: float | None = None
+    undecided: str = ""
+    remedy: str = ""
+    reference_report: Mapping[str, Any] | None = None
+
+
 _SAID = "failure", "settings", "n", "m", "input_names", "output_names", "pairs", "undecided"
 """The fields of a report that make it equal to another."""
 
@@ -681,6 +821,7 @@ class ReportData(EqualByContent):
     phases: Mapping[str, float] = field(default_factory=dict)
     environment: Environment | None = None
     subject: Subject | None = None
+    precision: LowPrecision | None = None
 
     @property
     def passed(self) -> bool:

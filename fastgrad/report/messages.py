@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from fastgrad.report import rounding_text
 from fastgrad.report.data import (
     Certificate,
     Comparison,
     Entry,
     Extent,
     Failure,
+    LowPrecision,
     Pair,
     ReportData,
     Settings,
@@ -22,6 +24,7 @@ _UNDEFINED_NOTE = (
     "An undefined grad_output reaches backward as None, or as zeros where ctx.set_materialize_grads(True) is in force, "
     "and stands for zero."
 )
+_NONZERO_NOTE = "Numerical gradient for function expected to be zero, because no output requires grad, but for"
 _NONDET_NOTE = (
     "If the operator is nondeterministic by design (atomic additions, say), pass nondet_tol; otherwise look for state "
     "or uninitialized memory in backward."
@@ -32,6 +35,9 @@ MOST_CAUSES = 3
 
 _PLACES = {"region", "slice", "boundary", "last tile", "modes disagree", "both modes wrong"}
 _VALUES = {"constant factor", "sign", "zero gradient", "missing conjugate", "complex factor"}
+
+BY_ROUNDING = ("beyond rounding", "biased", "not finite")
+"""The kinds of failures that are found by rounding that was measured."""
 
 SURE = 0.85
 """The confidence from which on a cause is part of the first line."""
@@ -56,6 +62,8 @@ def summary(report: ReportData) -> str:
             f"{max(pair.largest_absolute for pair in rest):.2g}"
         )
     lines += [f"  certified  {certificate.claim}: {bound_text(certificate)}" for certificate in report.certificates]
+    if report.precision is not None:
+        lines += rounding_text.lines(report.precision)
     lines.append(f"  engine     {engine_line(report)}")
     lines.append(f"  settings   {settings_line(report)}")
     return "\n".join([*lines, *_notes(report)])
@@ -95,6 +103,8 @@ def settings_line(report: ReportData) -> str:
 def verdict_line(report: ReportData) -> str:
     """The verdict in a sentence, for a headline."""
     name = "gradcheck" if report.settings.grad_outputs is None else "gradgradcheck"
+    if report.precision is not None and report.precision.undecided:
+        return f"{name} undecided: {report.precision.undecided}"
     if report.verdict == "undecided":
         size = "of any size" if report.undecided == math.inf else f"up to {report.undecided:.2g}"
         return f"{name} undecided: nothing wrong was found, and errors {size} may be hidden"
@@ -107,6 +117,8 @@ def verdict_line(report: ReportData) -> str:
         return f"{name} failed: {_extent(failure.comparison)} of {jacobian_name(report, failure)} {be} wrong"
     if failure is not None:
         return f"{name} failed: {failure.kind}"
+    if report.precision is not None:
+        return f"{name} passed: {rounding_text.passed(report.precision)}"
     entries = sum(pair.entries for pair in report.pairs)
     return f"{name} passed" + (f": {_count(entries, 'entry')} compared" if entries else "")
 
@@ -194,11 +206,16 @@ def failure_message(report: ReportData) -> str:
         lines += _details(report, failure, failure.comparison)
         if failure.detail and not (failure.trouble and report.causes):  # or one of these says it
             lines.append(f"  because    {failure.detail}")
+    elif failure.kind in BY_ROUNDING and report.precision is not None and report.precision.worst is not None:
+        names = names_of(report, failure)
+        lines = [_rounded_line(report, failure, report.precision), *lines]
+        lines += rounding_text.details(report.precision, report.precision.worst, names, failure.detail)
     lines += _causes(report) + _positions(report, failure)
     lines.append(f"  engine     {engine_line(report)}")
     lines += _notes(report)
-    if failure.comparison is not None:
+    if failure.comparison is not None or report.precision is not None:
         lines.append(f"  reproduce  {call(report)}")
+    if failure.comparison is not None:
         lines += _matrices(failure.comparison)
     return "\n".join(lines)
 
@@ -224,6 +241,19 @@ def _first_line(report: ReportData, failure: Failure, comparison: Comparison) ->
     return f"{line}; probably {report.causes[0].text}" if sure else line
 
 
+def _rounded_line(report: ReportData, failure: Failure, precision: LowPrecision) -> str:
+    """The first line of a failure in a lower dtype."""
+    subject = report.subject or Subject()
+    function = subject.function or "func"
+    if report.settings.grad_outputs is not None:
+        function = f"backward of {function}"
+    tensor = f" ({subject.inputs[failure.input]})" if subject.inputs and failure.input is not None else ""
+    what = rounding_text.verdict(failure.kind, precision)
+    line = f"{function}: gradient of {names_of(report, failure)[1]}{tensor} {what}"
+    sure = report.causes and report.causes[0].confidence >= SURE
+    return f"{line}; probably {report.causes[0].text}" if sure else line
+
+
 def _notes(report: ReportData) -> list[str]:
     return [f"  note       {note}" for note in report.notes]
 
@@ -242,7 +272,8 @@ def call(report: ReportData) -> str:
     }.get(settings.grad_outputs or "", [])
     if named:
         name, keywords = "check", ["order=2", *keywords] if second_order else keywords
-    keywords += [f"{number}={_numbers(settings, number)}" for number in ("eps", "atol", "rtol")]
+    if report.precision is None:
+        keywords += [f"{number}={_numbers(settings, number)}" for number in ("eps", "atol", "rtol")]
     not_default = {
         f"{forward}=True": settings.check_forward_ad,
         f"{reverse}=False": not settings.check_backward_ad,
@@ -251,9 +282,16 @@ def call(report: ReportData) -> str:
         "fast_mode=True": settings.fast_mode,
         "masked=True": settings.masked,
         f"engine={settings.engine!r}": settings.engine != "auto",
+        f"reference={_reference_in_code(settings)}": settings.reference is not None,
+        f"reference_device={settings.reference_device!r}": settings.reference_device is not None,
+        'precision="strict"': settings.precision == "strict",
     }
     keywords += [keyword for keyword, is_given in not_default.items() if is_given]
     return f"fastgrad.{name}(..., {', '.join(keywords)}, seed={settings.seed})"
+
+
+def _reference_in_code(settings: Settings) -> str:
+    return '"float64"' if settings.reference == "float64" else str(settings.reference)
 
 
 def _numbers(settings: Settings, name: str) -> str:
@@ -284,10 +322,7 @@ def key_phrase(report: ReportData, failure: Failure) -> str:
         case "mismatch":
             return _mismatch_phrase(failure)
         case "nonzero numerical gradient":
-            return (
-                "Numerical gradient for function expected to be zero, because no output requires grad, but for "
-                f"{output} with respect to {input_} it is {failure.detail}."
-            )
+            return f"{_NONZERO_NOTE} {output} with respect to {input_} it is {failure.detail}."
         case "dtype":
             return f"Gradient has dtype mismatch: backward of {output} returned another dtype than its input's."
         case "size":
@@ -324,6 +359,9 @@ def key_phrase(report: ReportData, failure: Failure) -> str:
                 f"Mismatch in tangent values for output with index: {failure.output} when the tangent of {input_} is "
                 f"undefined, which stands for zero: {failure.detail}."
             )
+        case "beyond rounding" | "biased" | "not finite":
+            place = f"{output} with respect to {input_}" if failure.output is not None else input_
+            return f"Jacobian mismatch for {place}: {rounding_text.key_phrase(failure.kind)}."
         case "batched raises":
             return f"While computing batched gradients, got: {failure.detail}\n\n{_batched_note(failure)}"
         case "batched differs":

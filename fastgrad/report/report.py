@@ -68,6 +68,8 @@ class Report(ReportData):
         Versions and device.
     subject
         Names, dtypes and shapes, of a check that failed.
+    precision
+        What the check of a function of a lower dtype rests on.
 
     Examples
     --------

@@ -19,11 +19,11 @@ def x() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["gradcheck", "gradgradcheck"])
-def test_signatures_are_torchs_and_our_five(name: str) -> None:
+def test_signatures_are_torchs_and_our_eight(name: str) -> None:
     own = inspect.signature(getattr(fastgrad, name)).parameters
     torchs = inspect.signature(getattr(torch.autograd, name)).parameters
     assert [name for name in own if name in torchs] == list(torchs)
-    ours = {"engine", "seed", "confidence", "memory_limit", "progress"}
+    ours = {"engine", "seed", "confidence", "memory_limit", "progress", "reference", "reference_device", "precision"}
     assert set(own) - set(torchs) == {*ours, "positional", "check_sparse_nnz"}  # and two older spellings
     for parameter in torchs.values():
         # None, not False: "not given", where check_sparse_nnz may stand for it.
@@ -295,7 +295,8 @@ def test_a_function_class_is_told_of_apply() -> None:
 @pytest.mark.parametrize("check", ["check", "adjoint_test", "taylor_test", "numerical_jacobian", "analytical_jacobian"])
 def test_warnings_point_at_the_caller_of_any_function(check: str) -> None:
     single = torch.ones(2, requires_grad=True)
+    keywords = {"precision": "strict"} if check == "check" else {}
     with pytest.warns(UserWarning, match="not a double precision") as caught:
-        getattr(fastgrad, check)(torch.sin, single)
+        getattr(fastgrad, check)(torch.sin, single, **keywords)
     line = inspect.currentframe().f_lineno - 1  # type: ignore[union-attr]
     assert [(each.filename, each.lineno) for each in caught] == [(__file__, line)]

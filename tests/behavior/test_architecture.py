@@ -15,7 +15,7 @@ from docs.packages import MODULES, ROOT, arrows, imports, module_name, module_or
 PACKAGES = [
     *("_C", "_build", "_version"),
     *("core", "report", "problem", "structure", "engines", "verdict", "diagnosis", "checks"),
-    *("functional", "api", "testing", "tools", "fastgrad", "__main__"),
+    *("lowprecision", "functional", "api", "testing", "tools", "fastgrad", "__main__"),
 ]
 
 

@@ -105,7 +105,9 @@ def test_warnings_point_at_the_line_of_the_caller(check: Any, fast_mode: bool) -
 
     single = torch.ones(2).requires_grad_()
     calls = {
-        "not a double precision": lambda: check(square, (single,), raise_exception=False, fast_mode=fast_mode),
+        "not a double precision": lambda: check(
+            square, (single,), raise_exception=False, fast_mode=fast_mode, precision="strict"
+        ),
         "check_sparse_nnz": lambda: check(square, (leaf(2),), check_sparse_nnz=False, fast_mode=fast_mode),
         "undefined grad_outputs": lambda: check(
             undefined_raises, (leaf(2),), raise_exception=False, fast_mode=fast_mode

@@ -1,0 +1,207 @@
+"""How far a result of a lower dtype may be from that of double precision: measured scales, and constants over them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastgrad.lowprecision.reference import Perturbed, Products
+from fastgrad.lowprecision.rounding import Arithmetic, smallest_subnormal, unit_roundoff
+from fastgrad.problem.coordinates import Block
+
+DRAWS = 6
+"""Runs in perturbed arithmetic, and as many again with perturbed inputs. The root mean square of so few is uncertain by
+about a third, which the factors below make up for."""
+
+SECOND_DRAWS = 12
+"""Runs for what is beyond its allowance at first; inputs are perturbed relative to the largest of their tensor."""
+
+FACTOR = {torch.float32: 16.0, torch.float16: 4.0, torch.bfloat16: 4.0}
+"""Scales of rounding that an entry of a VJP may be off.
+
+A kernel adds up in another order, or with other intermediate results, than the reference in perturbed arithmetic. The
+smallest powers of two for which right operators of torch's database are within their allowance, on one sample of each.
+That of float32 is larger: another branch of a special function is many of its units.
+"""
+
+SECOND_FACTOR = {torch.float32: 16.0, torch.float16: 3.0, torch.bfloat16: 3.0}
+"""The same in a second look, whose draws move inputs farther. Right operators need 1.8 at most, on a sample of each."""
+
+FORWARD = 16.0
+"""The same for outputs: they only have to show that two functions are the same one."""
+
+ONCE = 1.02
+"""Units of an entry up to which it counts as rounded once: rounding to nearest gives one at most; two percent are left
+to what was rounded before, in a finer dtype."""
+
+SHARE_ONCE = 0.9
+"""Of the entries that many must be rounded once for a kernel to be held to it."""
+
+FEWEST_ONCE = 20
+"""Nonzero entries below which that says nothing."""
+
+ALLOWED_ONCE = 1.1
+"""Units of an entry that are then allowed, beside one scale."""
+
+_SECOND_SEED = 2000
+_SEED = 1000
+
+
+@dataclass
+class Spread:
+    """What rounding does to some VJPs and to the outputs: moduli of differences from the reference.
+
+    Attributes
+    ----------
+    products
+        The larger of two root mean squares: perturbed arithmetic without, and with perturbed inputs. Shape (count, n).
+    rounded
+        In arithmetic with every result rounded. Shape (count, n).
+    values, rounded_values
+        The same of the outputs, shape (m,).
+    """
+
+    products: Tensor
+    rounded: Tensor
+    values: Tensor
+    rounded_values: Tensor
+
+    def both(self) -> Tensor:
+        """The larger of both for each entry; where nothing finite is known, what is."""
+        return torch.maximum(self.products, self.rounded.nan_to_num(nan=0.0, posinf=0.0))
+
+    def both_values(self) -> Tensor:
+        """The same of the outputs."""
+        return torch.maximum(self.values, self.rounded_values.nan_to_num(nan=0.0, posinf=0.0))
+
+
+def spread_of(products: Products, cotangents: Tensor, exact: Tensor, dtype: torch.dtype, blocks: Blocks) -> Spread:
+    """Measures it by 2 `DRAWS` + 1 runs of the reference."""
+    plain = _mean_square(products, cotangents, exact, dtype, blocks, "nothing", DRAWS, _SEED)
+    moved = _mean_square(products, cotangents, exact, dtype, blocks, "each", DRAWS, _SEED)
+    values, gradients = products.draw(Arithmetic(dtype, None), cotangents, "nothing")
+    return Spread(
+        torch.maximum(plain[1], moved[1]),
+        blocks.input_moduli(gradients - exact),
+        torch.maximum(plain[0], moved[0]),
+        blocks.output_moduli(values - products.values),
+    )
+
+
+def second_spread(
+    products: Products, cotangents: Tensor, exact: Tensor, dtype: torch.dtype, blocks: Blocks
+) -> tuple[Tensor, Tensor]:
+    """Of outputs and VJPs, in a second look: shapes (m,) and (count, n)."""
+    return _mean_square(
+        *(products, cotangents, exact, dtype, blocks, "relative to the largest", SECOND_DRAWS, _SECOND_SEED),
+        decomposes=True,
+    )
+
+
+def _mean_square(
+    products: Products,
+    cotangents: Tensor,
+    exact: Tensor,
+    dtype: torch.dtype,
+    blocks: Blocks,
+    inputs: Perturbed,
+    draws: int,
+    seed: int,
+    decomposes: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Root mean squares of the moduli of differences, of outputs and of VJPs."""
+    of_values, of_products = _MeanSquare(), _MeanSquare()
+    for number in range(draws):
+        values, gradients = products.draw(Arithmetic(dtype, seed + number, decomposes), cotangents, inputs)
+        of_values.add(blocks.output_moduli(values - products.values))
+        of_products.add(blocks.input_moduli(gradients - exact))
+    return of_values.root(), of_products.root()
+
+
+class _MeanSquare:
+    """The root mean square of those of some tensors' elements that are finite; infinite where none is."""
+
+    def __init__(self) -> None:
+        self._sum: Tensor | None = None
+        self._count: Tensor | int = 0
+
+    def add(self, values: Tensor) -> None:
+        squares = values.square()
+        finite = squares.isfinite()
+        if not bool(finite.all()):
+            squares = torch.where(finite, squares, 0.0)
+            self._count = self._count + finite.to(squares.dtype)
+        else:
+            self._count = self._count + 1
+        self._sum = squares if self._sum is None else self._sum + squares
+
+    def root(self) -> Tensor:
+        assert self._sum is not None
+        if isinstance(self._count, int):
+            return (self._sum / self._count).sqrt()
+        return torch.where(self._count > 0, self._sum / self._count, torch.inf).sqrt()
+
+
+class Blocks:
+    """Coordinates of inputs and outputs, with the units of their dtypes.
+
+    Attributes
+    ----------
+    input_units, output_units
+        Of each coordinate, shapes (n,) and (m,).
+    input_subnormals, output_subnormals
+        The smallest numbers of their dtypes.
+    """
+
+    def __init__(self, inputs: Sequence[Block], outputs: Sequence[Block], device: torch.device) -> None:
+        self._inputs, self._outputs = inputs, outputs
+        self.input_units = _each(inputs, unit_roundoff, device)
+        self.output_units = _each(outputs, unit_roundoff, device)
+        self.input_subnormals = _each(inputs, smallest_subnormal, device)
+        self.output_subnormals = _each(outputs, smallest_subnormal, device)
+
+    def input_moduli(self, coordinates: Tensor) -> Tensor:
+        """The modulus of the element that each coordinate belongs to; the last dimension has n coordinates."""
+        return _moduli(coordinates, self._inputs)
+
+    def output_moduli(self, coordinates: Tensor) -> Tensor:
+        """The same of m coordinates."""
+        return _moduli(coordinates, self._outputs)
+
+
+def _each(blocks: Sequence[Block], of_dtype: object, device: torch.device) -> Tensor:
+    values = [of_dtype(block.tensor.dtype) for block in blocks]  # type: ignore[operator]
+    sizes = torch.tensor([block.size for block in blocks])
+    return torch.tensor(values, dtype=torch.float64).repeat_interleave(sizes).to(device)
+
+
+def _moduli(coordinates: Tensor, blocks: Sequence[Block]) -> Tensor:
+    moduli = coordinates.abs()
+    for block in blocks:
+        if block.is_complex:
+            within = moduli[..., block.slice]
+            pairs = within.reshape(*within.shape[:-1], -1, 2)
+            within.copy_(torch.linalg.vector_norm(pairs, dim=-1, keepdim=True).expand_as(pairs).reshape(within.shape))
+    return moduli
+
+
+def is_rounded_once(error: Tensor, size: Tensor, units: Tensor, subnormals: Tensor) -> bool:
+    """Whether most entries are those of the reference, rounded: the kernel computes in a finer dtype.
+
+    error, size: moduli of differences and of the reference, shape (count, n).
+    """
+    nonzero = (size > 0) & error.isfinite()
+    if int(nonzero.sum()) < FEWEST_ONCE:
+        return False
+    within = error <= ONCE * units * size + subnormals
+    return float(within[nonzero].double().mean()) >= SHARE_ONCE
+
+
+def allowed(scale: Tensor, size: Tensor, blocks: Blocks, factor: float, once: bool) -> Tensor:
+    """How far each entry may be off, by its scale and its size."""
+    if not once:
+        return factor * scale
+    return torch.minimum(factor * scale, ALLOWED_ONCE * blocks.input_units * size + scale)

@@ -1,0 +1,350 @@
+"""The check of a function of a lower dtype: its reference, its outputs, its VJPs, its grad_outputs -> Report."""
+
+from __future__ import annotations
+
+import math
+import platform
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgrad._version import __version__
+from fastgrad.checks import order
+from fastgrad.core.backends import exact_libraries
+from fastgrad.core.errors import raise_unless_of_func
+from fastgrad.core.progress import Progress
+from fastgrad.lowprecision.comparison import Comparison
+from fastgrad.lowprecision.probes import probes_of
+from fastgrad.lowprecision.reference import IncomparableError, Products, RandomState, Reference
+from fastgrad.lowprecision.rounding import LOWER, coarsest, unit_roundoff
+from fastgrad.lowprecision.verdict import Outcome, judge, judge_by_differences
+from fastgrad.problem.arguments import as_tuple
+from fastgrad.problem.problem import Problem
+from fastgrad.problem.signature import function_name, kind_of, parameter_names
+from fastgrad.report.data import Environment, Failure, LowPrecision, Plan, Settings, Subject
+from fastgrad.report.report import Report
+from fastgrad.verdict.grad_outputs import check_batched_gradients, check_undefined_grads, check_zero_grad_output
+
+SAME_DRAW = 16.0
+"""Units, of the largest value, that two runs of func with the same random state may be apart: atomic additions."""
+
+_AT_X_ONLY = ("kink", "not converged", "not finite")
+"""What may be wrong with x, and not with a reference."""
+
+_OF_ZEROS = ("not multiplied by grad_output", "undefined grad not zero")
+
+NEARBY = 2.0**-10
+"""How far from x a reference is checked, relative to x, where x is at a kink."""
+
+
+def obstacle(inputs: Any, settings: Settings) -> str:
+    """Why inputs cannot be checked by measured rounding; empty where they can."""
+    checked = [value for value in as_tuple(inputs) if isinstance(value, Tensor) and value.requires_grad]
+    if any(value.layout is not torch.strided for value in checked):
+        return "sparse and MKLDNN inputs are checked by tolerances only"
+    if any(value.dtype is torch.complex32 for value in checked):
+        return "complex32 inputs are checked by tolerances only"
+    if settings.check_forward_ad:
+        return "forward mode is checked by tolerances only"
+    if not settings.check_backward_ad:
+        return "without reverse mode, tolerances are used"
+    return ""
+
+
+def check(
+    func: Callable[..., Any],
+    inputs: Any,
+    settings: Settings,
+    reference: Callable[[], Reference],
+    names: tuple[str, ...] = (),
+) -> Report:
+    """Checks the gradients of a function of a lower dtype by rounding that is measured.
+
+    Parameters
+    ----------
+    func, inputs, settings, names
+        As of `fastgrad.checks.order.check`.
+    reference
+        Makes what func is compared with. Where the caller named it, it must run; otherwise differences decide where
+        it does not.
+    """
+    arguments = as_tuple(inputs)
+    why = obstacle(arguments, settings)
+    if why and settings.reference is not None:
+        raise NotImplementedError(f"reference= cannot be used here: {why}.")
+    if why:
+        report = order.check(func, inputs, settings, names)
+        return replace(report, notes=(*report.notes, why))
+    states = RandomState()
+    try:
+        return LowerCheck(func, arguments, settings, names, states).report(reference)
+    finally:
+        states.restore()
+
+
+class LowerCheck:
+    """One check, on its way to the report.
+
+    Attributes
+    ----------
+    comparison
+        What was compared with a reference, once `report` has run; None where nothing was.
+    """
+
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        settings: Settings,
+        names: tuple[str, ...],
+        states: RandomState,
+    ) -> None:
+        self._func, self._arguments, self._settings = func, arguments, settings
+        self._names, self._states = names, states
+        self._start = time.perf_counter()
+        checked = [value for value in arguments if isinstance(value, Tensor) and value.requires_grad]
+        dtypes = tuple(dict.fromkeys(str(value.dtype).removeprefix("torch.") for value in checked))
+        self._outcome = Outcome(LowPrecision(dtypes=dtypes))
+        self.comparison: Comparison | None = None
+
+    def report(self, make: Callable[[], Reference]) -> Report:
+        """Runs it."""
+        with (
+            self._libraries() as said,
+            Progress(self._settings.progress) as progress,
+            Problem(
+                *(self._func, self._arguments, self._settings.masked, progress, self._names), warn_of_precision=False
+            ) as problem,
+        ):
+            if not problem.has_graph:
+                return order.check(self._func, self._arguments, self._settings, self._names)
+            self._outcome.notes += said
+            unit = unit_roundoff(coarsest([block.tensor.dtype for block in (*problem.inputs, *problem.outputs)]))
+            self._outcome.note(unit=unit)
+            if self._is_random(problem):
+                self._outcome.note(
+                    undecided="func is random: two runs with the same inputs and the same state of torch's generators "
+                    "differ",
+                    remedy="fix the seed of its own generator in every call",
+                )
+                return self._finished(problem)
+            try:
+                found = self._with_reference(problem, make)
+            except IncomparableError as error:
+                if self._settings.reference is not None:
+                    raise ValueError(f"The reference cannot be used: {error}.") from error.__cause__
+                self._without_reference(problem, str(error))
+                found = None
+            return self._finished(problem) if found is None else found  # a report of a failure counts as false
+
+    def _libraries(self) -> AbstractContextManager[list[str]]:
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return nullcontext([])
+        return exact_libraries(self._settings.nondet_tol == 0, False)
+
+    def _is_random(self, problem: Problem) -> bool:
+        """Whether func draws from a generator of its own. Afterwards the graph is of the random state at first."""
+        first = problem.base()
+        self._states.restore()
+        again = problem.evaluate(True)
+        self._draws = self._states.has_changed()
+        self._states.restore()
+        problem.graph()
+        both = first.isfinite() & again.isfinite()
+        if not bool(both.any()):
+            return False
+        room = SAME_DRAW * problem.unit_roundoff * float(first[both].abs().max())
+        return bool(((first - again)[both].abs() > room).any())
+
+    def _with_reference(self, problem: Problem, make: Callable[[], Reference]) -> Report | None:
+        """Compares with the reference; a report where that is wrong itself."""
+        reference = make()
+        products = Products(reference, problem, self._states)
+        self._refuse_coarse(reference, problem, products)
+        self._outcome.note(reference=reference.name)
+        failed = self._check_reference(reference, problem)
+        if failed is not None or not self._outcome.is_open:
+            return failed
+        if not problem.n or not problem.m:
+            return None
+        probes = probes_of(problem, self._settings.fast_mode, products.vectorizes, self._settings.seed)
+        self.comparison = judge(problem, products, probes, self._outcome)
+        if self._draws and self._outcome.failure is not None:
+            self._outcome.failure, self._outcome.causes = None, ()
+            self._outcome.note(
+                undecided="func draws random numbers, its gradients differ from those of the reference by more than "
+                "rounding explains, and in double precision torch may draw others",
+                remedy="draw them in the same dtype in func and in the reference, or pass them as an input",
+            )
+        if products.failures:
+            names = ", ".join(sorted(products.failures))
+            self._outcome.notes.append(f"operators whose rounding was not measured: {names}")
+        return None
+
+    def _refuse_coarse(self, reference: Reference, problem: Problem, products: Products) -> None:
+        """A reference whose outputs are of the function's own dtype is none."""
+        for block, dtype in zip(problem.outputs, products.dtypes, strict=True):
+            if not 2 * unit_roundoff(dtype) < unit_roundoff(block.tensor.dtype) and dtype in LOWER:
+                raise IncomparableError(
+                    f"{reference.name} returns {str(dtype).removeprefix('torch.')} also for double precision"
+                )
+
+    def _check_reference(self, reference: Reference, problem: Problem) -> Report | None:
+        """The reference by itself, in double precision; its report where it fails."""
+        func = self._seeded(reference.func) if self._draws else reference.func
+        try:
+            report, nearby = self._first_that_passes(func, reference.arguments)
+        except Exception as error:
+            raise_unless_of_func(error)
+            raise IncomparableError(f"{reference.name} raises {type(error).__name__}: {error}") from error
+        if nearby:
+            self._outcome.notes.append(f"the reference itself was checked next to x: at x, {nearby}")
+        self._outcome.note(reference_report=report.to_dict())
+        if report.failure is None:
+            return None
+        if report.failure.trouble is not None or _computes_coarsely(report):
+            self._outcome.note(
+                undecided="the reference cannot be checked in double precision: "
+                + (report.causes[0].text if report.causes else str(report.failure.trouble)),
+                remedy="pass a reference= that computes in double precision throughout, at inputs without kinks",
+            )
+            return None
+        note = (
+            f"found in double precision, by differences: {reference.name} is wrong before any rounding; the gradients "
+            f"in {', '.join(self._outcome.precision.dtypes)} were not compared"
+        )
+        return replace(report, settings=self._settings, precision=self._outcome.precision, notes=(*report.notes, note))
+
+    def _first_that_passes(self, func: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Report, str]:
+        """The report of a reference at x, or next to it where only x is in trouble; and that trouble."""
+        report = order.check(func, arguments, self._settings, self._names, explain=False)
+        if report.failure is None:
+            return report, ""
+        trouble = str(report.failure.trouble)
+        for factor in (-NEARBY, NEARBY) if trouble in _AT_X_ONLY else ():
+            nearby = order.check(func, _moved(arguments, factor), self._settings, self._names, explain=False)
+            if nearby.failure is None:
+                return nearby, f"the derivative is {trouble}" if trouble != "kink" else "there is a kink"
+        return order.check(func, arguments, self._settings, self._names), ""
+
+    def _seeded(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        """Func with the random state at first in every call."""
+
+        @wraps(func)
+        def seeded(*arguments: Any) -> Any:
+            self._states.restore()
+            return func(*arguments)
+
+        return seeded
+
+    def _without_reference(self, problem: Problem, why: str) -> None:
+        """Compares with differences in the lower dtype."""
+        self._outcome.notes.append(f"compared with differences, as there is no reference in double precision: {why}")
+        if any(block.is_complex for block in (*problem.inputs, *problem.outputs)):
+            self._outcome.note(
+                undecided="functions of complex64 are not checked by differences alone", remedy="pass a reference="
+            )
+        elif problem.n and problem.m:
+            judge_by_differences(problem, self._settings.seed, self._outcome)
+
+    def _attributes(self, problem: Problem) -> Failure | None:
+        """What must hold beside the values, as in double precision."""
+        settings = self._settings
+        if settings.check_grad_dtypes:
+            block = problem.outputs[0]
+            _, _, match = problem.analytical_rows(block, False, 0, 1, problem.inputs, 0, 1.0)
+            if not match.dtypes:
+                return Failure("dtype", output=block.index, output_position=block.position)
+        failure = self._repeats(problem)
+        if failure is None and settings.check_batched_grad:
+            failure = check_batched_gradients(problem, settings)
+        if failure is None:
+            failure = check_zero_grad_output(problem, settings)
+        if failure is None and settings.check_undefined_grad:
+            failure = check_undefined_grads(problem)
+        if failure is not None and failure.kind in _OF_ZEROS and self._outcome.precision.out_of_range:
+            self._outcome.notes.append(
+                f"zero grad_outputs were not checked ({failure.kind}): where the derivative is not finite, "
+                "zero times it is not zero"
+            )
+            failure = None
+        return failure
+
+    def _repeats(self, problem: Problem) -> Failure | None:
+        """Whether a backward gives the same twice."""
+        if not problem.n or not problem.m:
+            return None
+        v = probes_of(problem, True, False, self._settings.seed).cotangents[1:2]
+        left, right = problem.vjp(v), problem.vjp(v)
+        difference = torch.where((left == right) | (left.isnan() & right.isnan()), 0.0, (left - right).abs())
+        return Failure("nondeterministic") if float(difference.max()) > self._settings.nondet_tol else None
+
+    def _finished(self, problem: Problem) -> Report:
+        """The report of what was found."""
+        outcome = self._outcome
+        if outcome.is_open:
+            outcome.failure = self._attributes(problem)
+        if problem.mutates_inputs:
+            outcome.notes.append("func changes its inputs (or they hold NaN); they were restored around every call")
+        precision = outcome.precision
+        if outcome.failure is not None:
+            precision = replace(precision, undecided="", remedy="")
+        reason = "a lower dtype, compared with double precision" if precision.reference else "a lower dtype"
+        return Report(
+            failure=outcome.failure,
+            settings=self._settings,
+            plan=Plan("reference" if precision.reference else "differences", 0, 0, True, reason),
+            n=problem.n,
+            m=problem.m,
+            evaluations=problem.evaluations,
+            vjps=problem.vjps,
+            seconds=time.perf_counter() - self._start,
+            notes=tuple(outcome.notes),
+            causes=outcome.causes,
+            input_names=self._names,
+            undecided=math.inf if precision.undecided else None,
+            environment=_environment(problem.device),
+            subject=self._subject(problem) if outcome.failure is not None else None,
+            precision=precision,
+        )
+
+    def _subject(self, problem: Problem) -> Subject:
+        return Subject(
+            function_name(self._func),
+            parameter_names(self._func),
+            tuple(kind_of(block.tensor) for block in problem.inputs),
+            tuple(kind_of(block.tensor) for block in problem.outputs),
+        )
+
+
+def _environment(device: torch.device) -> Environment:
+    name = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+    return Environment(__version__, str(torch.__version__), platform.python_version(), name)
+
+
+def _computes_coarsely(report: Report) -> bool:
+    """Whether a reference in double precision computes in a lower dtype inside."""
+    coarse = report.evidence is not None and report.evidence.output_dtype is not None
+    return coarse or any(cause.name == "low precision" for cause in report.causes[:1])
+
+
+def _moved(arguments: tuple[Any, ...], factor: float) -> tuple[Any, ...]:
+    """Arguments next to those given: each element of a checked one larger by a part of itself, or smaller.
+
+    Zeros are moved by the same part of the mean magnitude.
+    """
+    made: dict[int, Tensor] = {}
+    generator = torch.Generator().manual_seed(0)
+    for value in arguments:
+        if isinstance(value, Tensor) and value.requires_grad and id(value) not in made:
+            plain = value.detach()
+            part = factor * (0.5 + 0.5 * torch.rand(plain.shape, generator=generator, dtype=torch.float64))
+            size = torch.where(plain == 0, plain.abs().mean(), plain) if plain.numel() else plain
+            made[id(value)] = (plain + part.to(plain.device) * size).requires_grad_()
+    return tuple(made.get(id(value), value) if isinstance(value, Tensor) else value for value in arguments)

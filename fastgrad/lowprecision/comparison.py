@@ -1,0 +1,262 @@
+"""VJPs of a lower dtype against those of a reference in double precision, entry by entry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastgrad.lowprecision.allowance import (
+    DRAWS,
+    FACTOR,
+    FORWARD,
+    SECOND_DRAWS,
+    SECOND_FACTOR,
+    Blocks,
+    allowed,
+    is_rounded_once,
+    second_spread,
+    spread_of,
+)
+from fastgrad.lowprecision.probes import LAYOUTS, Probes
+from fastgrad.lowprecision.reference import Products
+from fastgrad.lowprecision.rounding import coarsest, largest_number, unit_roundoff
+from fastgrad.problem.coordinates import Block, block_with
+from fastgrad.problem.problem import Problem
+from fastgrad.report.data import RoundedEntry
+
+AT_A_TIME = 64
+"""VJPs of a second look: 12 more runs of each."""
+
+SIGNIFICANT = 0.01
+"""Of the largest entry of a VJP: what smaller entries would show is not counted."""
+
+SCALE_UNITS = 1.0
+SCALE_ERRORS = 3.0
+"""A common relative error of a whole gradient may be so many units, for what rounding does to all entries alike, and so
+many standard errors of its mean. Chosen with the factors of `allowance`."""
+
+
+@dataclass(frozen=True)
+class Common:
+    """A common relative error of the gradient of one input: the mean over entries of dense VJPs.
+
+    error, allowed: relative to the gradient. entries: how many it is the mean of, those that count little left out.
+    is_alike: whether it is about the same for each grad_output.
+    """
+
+    block: Block
+    error: float
+    allowed: float
+    entries: float
+    is_alike: bool
+
+
+class Comparison:
+    """The comparison of the VJPs of some probes.
+
+    Attributes
+    ----------
+    low, exact
+        The VJPs: float64, shape (count, n).
+    error, size, scale, limit
+        Moduli of errors and of the reference, what rounding does, and what is allowed; shapes (count, n).
+    dtype
+        The coarsest of inputs and outputs, in which results are rounded.
+    once
+        Whether the function is held to rounding once.
+    first_limit
+        What was allowed before a second look.
+    excused
+        Entries within their allowance only since a second look.
+    """
+
+    def __init__(self, problem: Problem, products: Products, probes: Probes) -> None:
+        self._problem, self._products, self._probes = problem, products, probes
+        self.dtype = coarsest([block.tensor.dtype for block in (*problem.inputs, *problem.outputs)])
+        self._blocks = Blocks(problem.inputs, problem.outputs, products.device)
+        self.low = self._low()
+        self.exact = products.exact(probes.cotangents)
+        self._spread = spread_of(products, probes.cotangents, self.exact, self.dtype, self._blocks)
+        self.draws = 2 * DRAWS + 1
+        self.excused = 0
+        blocks = self._blocks
+        self.error = blocks.input_moduli(self.low - self.exact)
+        self.size = blocks.input_moduli(self.exact)
+        self.scale = self._spread.both() + blocks.input_units * self.size + blocks.input_subnormals
+        self.once = self.dtype is not torch.float32 and is_rounded_once(
+            self.error, self.size, blocks.input_units, blocks.input_subnormals
+        )
+        self.limit = allowed(self.scale, self.size, blocks, FACTOR[self.dtype], self.once)
+        self.first_limit = self.limit.clone()
+
+    def _low(self) -> Tensor:
+        v, dense = self._probes.cotangents, self._probes.dense
+        parts = [self._problem.vjp(v[:dense], LAYOUTS[:dense])] if dense else []
+        if v.shape[0] > dense:
+            parts.append(self._problem.vjp(v[dense:]))
+        return torch.cat(parts).to(self._products.device)
+
+    def forward(self) -> tuple[float, int]:
+        """The worst output's error over its allowance, and its coordinate, after a second look if that is above 1."""
+        blocks, products = self._blocks, self._products
+        values = self._problem.base().to(products.device)
+        size, error = blocks.output_moduli(products.values), blocks.output_moduli(values - products.values)
+        own = blocks.output_units * size + blocks.output_subnormals
+        limit = FORWARD * (self._spread.both_values() + own)
+        same = (values == products.values) | (values.isnan() & products.values.isnan())
+        beyond_range = ~values.isfinite() & (size > _largest(self._problem.outputs, products.device))
+        ratio = torch.where(same | beyond_range, 0.0, error / limit).nan_to_num(nan=torch.inf)
+        if ratio.numel() and float(ratio.max()) > 1 and self.draws <= 2 * DRAWS + 1:
+            spread, _ = self._second_spread(self._probes.cotangents[:1], self.exact[:1])
+            limit = FORWARD * (torch.maximum(self._spread.both_values(), spread.nan_to_num(0.0)) + own)
+            ratio = torch.where(same | beyond_range, 0.0, error / limit).nan_to_num(nan=torch.inf)
+        return (float(ratio.max()), int(ratio.argmax())) if ratio.numel() else (0.0, 0)
+
+    def overflows(self) -> tuple[Tensor, Tensor]:
+        """Entries that are not finite although the reference is in range; and those that rounding explains.
+
+        Masks of shape (count, n): the second where the reference, with every result rounded to the dtype, leaves the
+        range of the dtype on its way.
+        """
+        in_range = self._is_in_range()
+        infinite = ~self.low.isfinite() & in_range
+        explained = infinite & ~self._spread.rounded.isfinite()
+        # Where a derivative with respect to an input is out of range, zero times it is not finite, either.
+        return infinite & ~explained, explained & in_range.all(0)
+
+    def _is_in_range(self) -> Tensor:
+        return self.size <= _largest(self._problem.inputs, self._products.device)  # false for NaN
+
+    @property
+    def out_of_range(self) -> int:
+        """Entries at which the reference leaves the range of the dtype, or is not finite."""
+        return int((~self._is_in_range()).sum())
+
+    def ratio(self) -> Tensor:
+        """Errors over what is allowed; zero where there is nothing to compare."""
+        comparable = self.low.isfinite() & self._is_in_range() & self.limit.isfinite()
+        return torch.where(comparable, self.error / self.limit, 0.0)
+
+    def look_again(self) -> None:
+        """Raises what is allowed in VJPs with entries beyond it, as far as more draws show that rounding does that."""
+        ratio = self.ratio()
+        beyond = int((ratio > 1).sum())
+        worst = ratio.amax(1) if ratio.shape[1] else ratio.new_zeros(ratio.shape[0])
+        order = worst.argsort(descending=True)
+        order = order[: int((worst > 1).sum())]
+        for some in torch.split(order, AT_A_TIME):
+            self.look_again_at(some)
+            if bool((self.ratio()[some] > 1).any()):
+                break
+        self.excused = max(0, beyond - int((self.ratio() > 1).sum()))
+
+    def look_again_at(self, some: Tensor) -> None:
+        """The second look at the VJPs with these numbers."""
+        _, spread = self._second_spread(self._probes.cotangents[some.to(self._problem.device)], self.exact[some])
+        own = self._blocks.input_units * self.size[some] + self._blocks.input_subnormals
+        scale = torch.maximum(self.scale[some], spread.nan_to_num(nan=0.0, posinf=0.0) + own)
+        factor = SECOND_FACTOR[self.dtype]
+        self.limit[some] = torch.maximum(
+            self.limit[some], allowed(scale, self.size[some], self._blocks, factor, self.once)
+        )
+        self.scale[some] = scale
+
+    @property
+    def rounded(self) -> Tensor:
+        """Moduli of errors of the reference with every result rounded to the dtype: shape (count, n)."""
+        return self._spread.rounded
+
+    @property
+    def is_row(self) -> Tensor:
+        """Which VJPs are rows of the Jacobian: shape (count,)."""
+        return self._probes.rows >= 0
+
+    def _second_spread(self, cotangents: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
+        self.draws = 2 * DRAWS + 1 + SECOND_DRAWS
+        return second_spread(self._products, cotangents, exact, self.dtype, self._blocks)
+
+    def entry(self, probe: int, coordinate: int) -> RoundedEntry:
+        """One component of one VJP, for a report."""
+        block = block_with(self._problem.inputs, coordinate)
+        row = int(self._probes.rows[probe])
+        output = block_with(self._problem.outputs, row) if row >= 0 else None
+        return RoundedEntry(
+            output=None if output is None else output.index,
+            output_position=None if output is None else output.position,
+            output_index=None if output is None else output.index_at(row),
+            input=block.index,
+            input_position=block.position,
+            input_index=block.index_at(coordinate),
+            found=_element(self.low[probe], coordinate, block),
+            expected=_element(self.exact[probe], coordinate, block),
+            allowed=float(self.limit[probe, coordinate]),
+            unit=unit_roundoff(block.tensor.dtype),
+        )
+
+    def smallest_errors(self) -> tuple[float, float, float] | None:
+        """Relative errors that would have been found for certain, in half, and in nine of ten significant entries.
+
+        Last the share of those that might be zero. None where nothing is significant.
+        """
+        if not self.size.numel():
+            return None
+        usual = self.size.nan_to_num(0.0, 0.0, 0.0)
+        significant = (usual > 0) & (usual >= SIGNIFICANT * usual.amax(1, keepdim=True)) & self.error.isfinite()
+        if not bool(significant.any()):
+            return None
+        found = ((self.limit + self.error) / self.size)[significant]
+        found = found.nan_to_num(torch.inf, torch.inf).sort().values
+        hidden = float((found >= 1).double().mean())
+        return float(found[(found.numel() - 1) // 2]), float(found[int(0.9 * (found.numel() - 1))]), hidden
+
+    def common_errors(self) -> list[Common]:
+        """The common relative error of the gradient of each input of 16 bits, over the dense grad_outputs.
+
+        Not over the constant one: entries of a gradient that are all the same sum have the same error.
+        """
+        found = []
+        for block in self._problem.inputs:
+            unit = unit_roundoff(block.tensor.dtype)
+            if unit < unit_roundoff(torch.float16) or not block.size:
+                continue
+            parts = [self._common_error(block, probe) for probe in range(self._probes.dense - 1)]
+            parts = [(mean, total, entries) for mean, total, entries in parts if total]
+            if not parts:
+                continue
+            total = sum(part[1] for part in parts)
+            mean = sum(part[0] * part[1] for part in parts) / total
+            alike = all(part[0] * mean > 0 and abs(part[0]) > abs(mean) / 2 for part in parts)
+            room = SCALE_UNITS * unit + SCALE_ERRORS / total**0.5
+            found.append(Common(block, mean, room, sum(part[2] for part in parts), alike))
+        return found
+
+    def _common_error(self, block: Block, probe: int) -> tuple[float, float, float]:
+        """The weighted mean of relative errors, the sum of its weights, and how many entries it is the mean of."""
+        size, scale = self.size[probe, block.slice], self.scale[probe, block.slice]
+        exact = self.exact[probe, block.slice]
+        error = self.low[probe, block.slice] - exact
+        usable = error.isfinite() & scale.isfinite() & size.isfinite() & (size > 0)
+        weight = torch.where(usable, 1 / scale.square(), 0.0)
+        squares = torch.where(usable, weight * size.square(), 0.0)
+        total = float(squares.sum())
+        if not total:
+            return 0.0, 0.0, 0.0
+        mean = float(torch.where(usable, weight * error * exact, 0.0).sum()) / total
+        return mean, total, total**2 / float(squares.square().sum())
+
+
+def _largest(blocks: tuple[Block, ...], device: torch.device) -> Tensor:
+    """The largest finite number of the dtype of each coordinate."""
+    sizes = torch.tensor([block.size for block in blocks])
+    values = [largest_number(block.tensor.dtype) for block in blocks]
+    return torch.tensor(values, dtype=torch.float64).repeat_interleave(sizes).to(device)
+
+
+def _element(vector: Tensor, coordinate: int, block: Block) -> complex:
+    """The element that a coordinate belongs to; a float where it is real."""
+    if not block.is_complex:
+        return float(vector[coordinate])
+    first = coordinate - (coordinate - block.first) % 2
+    return complex(float(vector[first]), float(vector[first + 1]))

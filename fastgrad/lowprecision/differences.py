@@ -1,0 +1,222 @@
+"""Differences in a lower dtype alone: derivatives along directions, fitted over many steps, with their uncertainty."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fastgrad.core.errors import raise_unless_of_func
+from fastgrad.core.random import PRECISION_STREAM, direction
+from fastgrad.lowprecision.probes import one_row, rounded
+from fastgrad.lowprecision.rounding import unit_roundoff
+from fastgrad.problem.problem import Problem
+
+Numbers = NDArray[np.float64]
+
+STEPS = {torch.float32: (3, 36), torch.float16: (4, 32), torch.bfloat16: (4, 24)}
+"""Steps per halving, and how many steps, from half of a coordinate's scale on."""
+
+WINDOW = 8.0
+"""The largest step of a fit over its smallest."""
+
+SURE = 6.0
+"""Standard errors that count as uncertainty."""
+
+ROUNDING = 2.0
+"""Units of a derivative along a direction that rounding of the gradient itself explains, for its sum and its norm."""
+
+LARGE = 0.2
+"""Relative errors from which on a fit over smaller steps must show one, too: large steps may cross a pole or a kink."""
+
+STILL = 8.0
+"""Units of an output that a step must move for its rounding to count as random."""
+
+DENSE = 2
+ROWS = 6
+"""Combinations of all outputs, and rows of the Jacobian, that are looked at."""
+
+MOST_ENTRIES = 16
+"""Entries of a wrong row that are looked at by themselves, those that matter most first."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The error of the gradient along a direction, by steps up to `largest`."""
+
+    largest: float
+    error: float
+    uncertainty: float
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one combination of outputs and one direction of the inputs gave.
+
+    error: of the gradient, times the direction. allowed: what of it is not certain. size: the sum of the moduli of the
+    terms of the gradient along the direction. is_open: an error beyond it was seen, but not by smaller steps. step: the
+    largest component of the direction.
+    """
+
+    row: int
+    error: float
+    allowed: float
+    size: float
+    is_open: bool
+    step: float
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether an error is certain."""
+        return abs(self.error) > self.allowed and not self.is_open
+
+
+def findings(problem: Problem, seed: int) -> Iterator[Finding]:
+    """One for each combination that differences can resolve."""
+    scale = _scales(problem)
+    for row, w in _combinations(problem, seed):
+        gradient = problem.vjp(w.unsqueeze(0))[0]
+        if not bool(gradient.isfinite().all()):
+            continue
+        magnitudes = scale * direction(problem.n, seed, PRECISION_STREAM + 16 * (60 + row)).to(scale.device).abs().div(
+            1.5
+        )
+        signs = torch.where(gradient >= 0, 1.0, -1.0)
+        finding = _finding(problem, row, w, gradient, magnitudes * signs)
+        if finding is not None:
+            yield finding
+
+
+def _combinations(problem: Problem, seed: int) -> Iterator[tuple[int, Tensor]]:
+    for number in range(DENSE):
+        dense = direction(problem.m, seed, PRECISION_STREAM + 16 * (40 + number)).to(problem.device)
+        yield -1 - number, rounded(problem, dense)
+    rows = torch.randperm(problem.m, generator=torch.Generator().manual_seed(seed))[:ROWS].tolist()
+    for row in rows:
+        yield row, one_row(problem, row).cotangents[0]
+
+
+def entry_of(problem: Problem, row: int, seed: int) -> tuple[int, Finding] | None:
+    """A coordinate of the inputs whose entry in a row is wrong by itself: among those that matter most in the row."""
+    w, scale = one_row(problem, row).cotangents[0], _scales(problem)
+    gradient = problem.vjp(w.unsqueeze(0))[0]
+    for coordinate in (gradient * scale).abs().nan_to_num(0.0).topk(min(MOST_ENTRIES, problem.n)).indices.tolist():
+        alone = torch.zeros_like(scale)
+        alone[coordinate] = scale[coordinate]
+        finding = _finding(problem, row, w, gradient, alone)
+        if finding is not None and finding.is_wrong:
+            return coordinate, finding
+    return None
+
+
+def _scales(problem: Problem) -> Tensor:
+    """What a whole step of each coordinate is: its magnitude, at least a tenth of the mean one of its tensor."""
+    made = problem.coordinates().abs().clone()
+    for block in problem.inputs:
+        part = made[block.slice]
+        part.clamp_(min=0.1 * float(part.square().mean().sqrt()) + 1e-6 if part.numel() else 1.0)
+    return made
+
+
+def _finding(problem: Problem, row: int, w: Tensor, gradient: Tensor, whole: Tensor) -> Finding | None:
+    points = _points(problem, w, gradient, whole)
+    if points is None:
+        return None
+    fits = _fits(*points)
+    if not fits:
+        return None
+    terms = gradient * whole
+    unit = max(unit_roundoff(block.tensor.dtype) for block in problem.inputs)
+    own = ROUNDING * unit * (abs(float(terms.sum())) + float(terms.square().sum().sqrt()))
+    best = min(fits, key=lambda fit: fit.uncertainty)
+    uncertainty = best.uncertainty
+    finer = [fit for fit in fits if fit.largest < 0.7 * best.largest]
+    for fit in finer:
+        uncertainty = max(uncertainty, abs(fit.error - best.error) - fit.uncertainty)
+    size = float(terms.abs().sum())
+    allowed = uncertainty + own
+    seen = any(abs(fit.error) > fit.uncertainty + own for fit in finer)
+    is_open = abs(best.error) > allowed and abs(best.error) > LARGE * size and not seen
+    return Finding(row, best.error, allowed, size, is_open, float(whole.abs().max()))
+
+
+def _points(
+    problem: Problem, w: Tensor, gradient: Tensor, whole: Tensor
+) -> tuple[int, Numbers, Numbers, Numbers, Numbers, Numbers] | None:
+    """Steps; odd and even parts of what the gradient leaves of the change; random and systematic rounding."""
+    dtype = max((block.tensor.dtype.to_real() for block in problem.outputs), key=unit_roundoff)
+    per_halving, count = STEPS.get(dtype, STEPS[torch.float32])
+    used = w != 0
+    weights = w[used]
+    units = torch.cat([w.new_full((block.size,), unit_roundoff(block.tensor.dtype)) for block in problem.outputs])[used]
+    base, rows = problem.base()[used], []
+    largest = problem.base().abs().nan_to_num(0.0, 0.0, 0.0).max()
+    for number in range(count):
+        step = 2.0 ** (-1 - number / per_halving)
+        try:
+            ahead, behind = (problem.evaluate(False, whole, sign * step)[used] for sign in (1.0, -1.0))
+        except Exception as error:
+            raise_unless_of_func(error)
+            continue  # beyond the domain of func
+        if not bool((ahead.isfinite() & behind.isfinite()).all()):
+            continue
+        left = gradient @ problem.realized_width(whole, step) / 2
+        odd = float(weights @ (ahead - behind) / 2 - left)
+        even = float(weights @ (ahead + behind - 2 * base) / 2)
+        noise = units * torch.maximum(ahead.abs(), behind.abs()).clamp(min=1e-300) * weights.abs()
+        still = (ahead - behind).abs() * weights.abs() < STILL * noise
+        # An output that does not move may be what is left of a larger number.
+        noise = torch.where(still, torch.maximum(noise, units * weights.abs() * largest), noise)
+        rows.append((step, odd, even, float((noise[~still] ** 2).sum() / 6) ** 0.5, float(noise[still].sum())))
+    if len(rows) < 5:
+        return None
+    steps, odds, evens, random, systematic = np.array(rows).T
+    return per_halving, steps, odds, evens, random, systematic
+
+
+def _fits(
+    per_halving: int, steps: Numbers, odd: Numbers, even: Numbers, random: Numbers, systematic: Numbers
+) -> list[Fit]:
+    """Fits of one, two and three odd powers over windows of steps; each knows how far its neighbors are."""
+    raw: dict[tuple[int, int], tuple[float, float, float]] = {}
+    tops = list(range(0, len(steps), max(1, per_halving // 2)))
+    for place, top in enumerate(tops):
+        inside = (steps <= steps[top] * 1.001) & (steps >= steps[top] / WINDOW * 0.999)
+        for terms in (1, 2, 3):
+            if inside.sum() >= terms + 3:
+                parts = odd[inside], even[inside], random[inside], systematic[inside]
+                raw[place, terms] = (*_fit(steps[inside], *parts, terms), steps[top])
+    fits = []
+    for (place, terms), (error, uncertainty, largest) in raw.items():
+        around = [(place + 1, terms), (place - 1, terms), (place, terms + 1), (place, terms - 1)]
+        changes = [abs(raw[key][0] - error) for key in around if key in raw]
+        if len(changes) >= 2:
+            fits.append(Fit(largest, error, uncertainty + max(changes)))
+    return fits
+
+
+def _fit(
+    steps: Numbers, odd: Numbers, even: Numbers, random: Numbers, systematic: Numbers, terms: int
+) -> tuple[float, float]:
+    """The coefficient of t in an odd polynomial, and its uncertainty: by rounding, by scatter, and by a kink."""
+    top = steps.max()
+    noise = random + systematic
+    weight = np.ones_like(steps) if not noise.max() else 1 / np.maximum(noise, 1e-3 * noise.max())
+    weight = weight / weight.max()
+    powers = np.stack([(steps / top) ** (2 * k + 1) for k in range(terms)], 1)
+    solve = np.linalg.pinv(powers * weight[:, None]) * weight
+    found = solve @ odd
+    rest = odd - powers @ found
+    scatter = (rest**2).sum() / (len(steps) - terms)
+    own = solve[0] / top
+    by_model = ((own * random) ** 2).sum() ** 0.5
+    by_scatter = scatter**0.5 * (own**2).sum() ** 0.5
+    bias = (np.abs(own) * systematic).sum()
+    kinked = np.stack([steps / top, *[(steps / top) ** (2 * k) for k in range(1, terms + 1)]], 1)
+    solve = np.linalg.pinv(kinked * weight[:, None]) * weight
+    kink = abs((solve @ even)[0]) / top
+    return float(found[0] / top), float(SURE * max(by_model, by_scatter) + bias + kink)

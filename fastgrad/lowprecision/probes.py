@@ -1,0 +1,109 @@
+"""The grad_outputs of a comparison in a lower dtype: dense ones, and one for each row or group of rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastgrad.core.native import Layout
+from fastgrad.core.random import PRECISION_STREAM, direction
+from fastgrad.problem.problem import Problem
+
+MOST_ROWS = 2048
+"""Rows that are run one by one where VJPs of the reference run in batches; 13 runs of each are needed."""
+
+MOST_SINGLE_ROWS = 256
+"""The same where they do not."""
+
+MOST_ENTRIES = 1 << 21
+"""Components of VJPs that are compared: some arrays of them, of 16 MiB each, are held."""
+
+DENSE = 5
+"""Dense grad_outputs, as `_dense` describes them."""
+
+LAYOUTS = Layout.GAPPED, Layout.CONTIGUOUS, Layout.CONTIGUOUS, Layout.OFFSET, Layout.EXPANDED
+"""How they lie in memory."""
+
+FACTOR = -4.0
+"""Of the dense grad_output that is another one's multiple: a power of two, so that it is exact."""
+
+
+@dataclass(frozen=True)
+class Probes:
+    """Grad_outputs, the dense ones first.
+
+    Attributes
+    ----------
+    cotangents
+        float64, shape (count, m); exact in the dtypes of the outputs.
+    rows
+        The output coordinate of each one-hot one, -1 for the others: int64, shape (count,).
+    text
+        What they are, in words.
+    dense
+        How many of them are those of `_dense`.
+    """
+
+    cotangents: Tensor
+    rows: Tensor
+    text: str
+    dense: int = DENSE
+
+
+def one_row(problem: Problem, row: int) -> Probes:
+    """The grad_output that is one at one output coordinate."""
+    cotangent = torch.zeros(1, problem.m, dtype=torch.float64, device=problem.device)
+    cotangent[0, row] = 1
+    return Probes(cotangent, torch.tensor([row]), f"row {row}", dense=0)
+
+
+def probes_of(problem: Problem, fast_mode: bool, vectorizes: bool, seed: int) -> Probes:
+    """Dense grad_outputs and, unless in fast mode, all rows, or all of them in groups where there are too many."""
+    dense = _dense(problem, seed)
+    m = problem.m
+    if fast_mode:
+        return Probes(dense, torch.full((DENSE,), -1), f"{DENSE} random grad_outputs")
+    most = min(MOST_ROWS if vectorizes else MOST_SINGLE_ROWS, max(16, MOST_ENTRIES // max(problem.n, m)))
+    if m <= most:
+        rows = torch.eye(m, dtype=torch.float64, device=problem.device)
+        numbers = torch.cat([torch.full((DENSE,), -1), torch.arange(m)])
+        return Probes(torch.cat([dense, rows]), numbers, f"{DENSE} random grad_outputs and all {m} rows")
+    # Every most-th row: rows of neighboring outputs, which share inputs, lie in different groups.
+    groups = torch.zeros(most, m, dtype=torch.float64, device=problem.device)
+    every = torch.arange(m, device=problem.device)
+    groups[every % most, every] = rounded(problem, _random(problem, seed, DENSE))
+    text = f"{DENSE} random grad_outputs and all {m} rows, in {most} groups"
+    return Probes(torch.cat([dense, groups]), torch.full((DENSE + most,), -1), text)
+
+
+def half_of(problem: Problem, seed: int) -> Tensor:
+    """A dense grad_output of which a random half is zero."""
+    size = problem.m
+    return rounded(problem, direction(size, seed, PRECISION_STREAM + 16 * DENSE, halved=True).to(problem.device))
+
+
+def _random(problem: Problem, seed: int, number: int) -> Tensor:
+    return direction(problem.m, seed, PRECISION_STREAM + 16 * number).to(problem.device)
+
+
+def _dense(problem: Problem, seed: int) -> Tensor:
+    """Two of random signs and magnitudes in [0.5, 1.5), the second `FACTOR` times; one half zero; one constant.
+
+    They reach backward in LAYOUTS.
+    """
+    first, second = (rounded(problem, _random(problem, seed, number)) for number in range(2))
+    constant = torch.full((problem.m,), 0.75, dtype=torch.float64, device=problem.device)
+    for block in problem.outputs:
+        if block.is_complex:
+            constant[block.slice][1::2] = -0.5
+    return torch.stack([first, second, FACTOR * second, half_of(problem, seed), constant])
+
+
+def rounded(problem: Problem, v: Tensor) -> Tensor:
+    """Numbers that all outputs' dtypes have."""
+    for block in problem.outputs:
+        part = v[block.slice]
+        v[block.slice] = part.to(block.tensor.dtype.to_real()).to(torch.float64)
+    return v

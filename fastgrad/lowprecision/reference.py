@@ -1,0 +1,222 @@
+"""A function of double precision at the point of a lower one: its outputs and VJPs, exact and perturbed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fastgrad.core import native
+from fastgrad.lowprecision.rounding import Arithmetic
+from fastgrad.problem.arguments import as_tuple
+from fastgrad.problem.coordinates import Block
+from fastgrad.problem.problem import Problem
+
+PIECE = 1 << 20
+"""Numbers of a batch of VJPs at a time: 8 MiB of each intermediate result."""
+
+Perturbed = Literal["nothing", "each", "relative to the largest"]
+"""How inputs are perturbed: not at all, each by its own unit, or all by that of the largest of their tensor."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a function is compared with.
+
+    Attributes
+    ----------
+    func
+        Takes the arguments, returns what the function returns, in double precision.
+    arguments
+        Those of the function, its floating tensors in double precision with the same values.
+    name
+        What messages call it.
+    """
+
+    func: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    name: str
+
+
+class IncomparableError(Exception):
+    """A reference does not run, or returns something else than the function; its text says what."""
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Autocast off, on every kind of device where it is on."""
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+class RandomState:
+    """The state of torch's generators, to be set again before each run of a function."""
+
+    def __init__(self) -> None:
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+
+    def restore(self) -> None:
+        """Sets it."""
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state_all(self._cuda)
+
+    def has_changed(self) -> bool:
+        """Whether something was drawn on the CPU since."""
+        return not torch.equal(self._cpu, torch.get_rng_state())
+
+
+class Products:
+    """Outputs and VJPs of a reference, in the coordinates of the problem that is compared with it.
+
+    Attributes
+    ----------
+    values
+        Its outputs: float64, shape (m,).
+    dtypes
+        Of these, as the reference returned them.
+    vectorizes
+        Whether many VJPs run at once.
+    failures
+        Operators that could not be perturbed.
+    """
+
+    def __init__(self, reference: Reference, problem: Problem, states: RandomState) -> None:
+        """Runs the reference once; raises IncomparableError where that gives nothing to compare with."""
+        self._reference = reference
+        self._states = states
+        self._inputs, self._outputs = problem.inputs, problem.outputs
+        self._n, self._m = problem.n, problem.m
+        self._leaves = [reference.arguments[block.position] for block in problem.inputs]
+        self.device = self._leaves[0].device
+        self.failures: set[str] = set()
+        try:
+            self._graph = self._run(self._leaves)
+        except IncomparableError:
+            raise
+        except Exception as error:
+            raise IncomparableError(f"{reference.name} raises {type(error).__name__}: {error}") from error
+        if not any(output.requires_grad for output in self._graph):
+            raise IncomparableError(f"no output of {reference.name} requires grad")
+        self.dtypes = [output.dtype for output in self._graph]
+        self.values = self._flat(self._graph)
+        graph = tuple(output for output in self._graph if output.requires_grad)
+        self.vectorizes = native.runs_no_custom_code(graph, self._leaves) and self._tries_batch()
+
+    def _run(self, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The outputs that the problem has, at other values of the inputs."""
+        put = {id(old): new for old, new in zip(self._leaves, leaves, strict=True)}
+        arguments = [put.get(id(value), value) for value in self._reference.arguments]
+        self._states.restore()
+        with without_autocast(), torch.enable_grad():
+            results = as_tuple(self._reference.func(*arguments))
+        outputs = []
+        for block in self._outputs:
+            found = results[block.position] if block.position < len(results) else None
+            if not isinstance(found, Tensor):
+                raise IncomparableError(f"{self._reference.name} returns no tensor as result {block.position}")
+            if found.shape != block.tensor.shape or found.is_complex() != block.is_complex:
+                shapes = f"{tuple(found.shape)}, and the function one of shape {tuple(block.tensor.shape)}"
+                raise IncomparableError(
+                    f"{self._reference.name} returns a tensor of shape {shapes}, as result {block.position}"
+                )
+            if found.layout is not torch.strided:
+                raise IncomparableError(f"{self._reference.name} returns a sparse tensor as result {block.position}")
+            outputs.append(found)
+        return tuple(outputs)
+
+    def _tries_batch(self) -> bool:
+        """Whether a batch of two VJPs gives what each gives by itself."""
+        v = torch.ones(2, self._m, dtype=torch.float64, device=self.device)
+        try:
+            batch = self._batch(self._graph, self._leaves, v)
+        except Exception:
+            return False
+        single = self._one(self._graph, self._leaves, v[0])
+        return torch.allclose(batch, single.expand_as(batch), 1e-6, 1e-12, equal_nan=True)
+
+    def exact(self, cotangents: Tensor) -> Tensor:
+        """V J for rows of cotangents, shape (count, m): float64, shape (count, n)."""
+        return torch.cat([self._products(self._graph, self._leaves, v) for v in self._pieces(cotangents)])
+
+    def draw(self, arithmetic: Arithmetic, cotangents: Tensor, inputs: Perturbed) -> tuple[Tensor, Tensor]:
+        """Outputs and products in perturbed arithmetic; products as from `exact`."""
+        leaves = [self._perturbed(arithmetic, leaf, inputs) for leaf in self._leaves]
+        made = []
+        with arithmetic:
+            graph = self._run(leaves)
+            for v in self._pieces(cotangents):
+                noisy = v if inputs == "nothing" else arithmetic.perturbed(v)
+                made.append(self._products(graph, leaves, noisy))
+        self.failures |= arithmetic.failures
+        return self._flat(graph), torch.cat(made)
+
+    @staticmethod
+    def _perturbed(arithmetic: Arithmetic, leaf: Tensor, inputs: Perturbed) -> Tensor:
+        value = leaf.detach().clone()
+        if inputs != "nothing" and value.numel():
+            value = arithmetic.perturbed(value, value.abs().amax() if inputs == "relative to the largest" else None)
+        return value.requires_grad_()
+
+    def _pieces(self, cotangents: Tensor) -> tuple[Tensor, ...]:
+        size = max(1, PIECE // max(self._n, self._m)) if self.vectorizes else cotangents.shape[0]
+        return torch.split(cotangents.to(self.device), max(1, size))
+
+    def _products(self, graph: Sequence[Tensor], leaves: Sequence[Tensor], cotangents: Tensor) -> Tensor:
+        if self.vectorizes and cotangents.shape[0] > 1:
+            return self._batch(graph, leaves, cotangents)
+        return torch.stack([self._one(graph, leaves, v) for v in cotangents])
+
+    def _one(self, graph: Sequence[Tensor], leaves: Sequence[Tensor], v: Tensor) -> Tensor:
+        return self._gradients(graph, leaves, v.unsqueeze(0), False)[0]
+
+    def _batch(self, graph: Sequence[Tensor], leaves: Sequence[Tensor], cotangents: Tensor) -> Tensor:
+        return self._gradients(graph, leaves, cotangents, True)
+
+    def _gradients(self, graph: Sequence[Tensor], leaves: Sequence[Tensor], v: Tensor, batched: bool) -> Tensor:
+        pairs = [
+            (output, self._shaped(v[:, block.slice], block, output))
+            for output, block in zip(graph, self._outputs, strict=True)
+            if output.requires_grad
+        ]
+        found = torch.autograd.grad(
+            [output for output, _ in pairs],
+            list(leaves),
+            [grad if batched else grad[0] for _, grad in pairs],
+            retain_graph=True,
+            allow_unused=True,
+            is_grads_batched=batched,
+        )
+        products = torch.zeros(v.shape[0], self._n, dtype=torch.float64, device=self.device)
+        for block, gradient in zip(self._inputs, found, strict=True):
+            if gradient is not None:
+                gradient = gradient.detach()
+                gradient = gradient if gradient.layout is torch.strided else gradient.to_dense()
+                products[:, block.slice] = _coordinates(gradient, block).reshape(-1, block.size).to(self.device)
+        return products
+
+    @staticmethod
+    def _shaped(v: Tensor, block: Block, output: Tensor) -> Tensor:
+        if block.is_complex:
+            v = torch.view_as_complex(v.reshape(v.shape[0], -1, 2).contiguous())
+        return v.reshape(v.shape[0], *block.tensor.shape).to(device=output.device, dtype=output.dtype)
+
+    def _flat(self, outputs: Sequence[Tensor]) -> Tensor:
+        parts = [_coordinates(output.detach(), block) for output, block in zip(outputs, self._outputs, strict=True)]
+        return torch.cat([part.reshape(-1).to(self.device) for part in parts])
+
+
+def _coordinates(tensor: Tensor, block: Block) -> Tensor:
+    """Real coordinates in double precision, the last dimension being those of an element where it is complex."""
+    if block.is_complex:
+        tensor = tensor if tensor.is_complex() else tensor.to(torch.complex128)
+        return torch.view_as_real(tensor.resolve_conj().resolve_neg().to(torch.complex128))
+    return (tensor.real if tensor.is_complex() else tensor).to(torch.float64)

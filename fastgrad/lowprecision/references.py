@@ -1,0 +1,129 @@
+"""References that are made of a function itself, or of what the caller names: the same call in double precision."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from fastgrad.lowprecision.reference import IncomparableError, Reference
+from fastgrad.lowprecision.rounding import DOUBLE
+from fastgrad.problem.arguments import Call, Wrt, flatten
+from fastgrad.problem.second_order import Backward
+from fastgrad.problem.signature import function_name
+
+Wanted = Callable[..., Any] | str | None
+"""A function; "float64": the checked function itself; None: that one, if it runs in double precision."""
+
+MakeReference = Callable[[], Reference]
+
+
+class Doubled:
+    """Copies of values with their floating tensors in double precision, the same one for the same tensor."""
+
+    def __init__(self, device: str | None) -> None:
+        """device: where all tensors are moved, if anywhere."""
+        self._device = None if device is None else torch.device(device)
+        self._known: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, value: Any) -> Any:
+        """The copy of a value, nested or not."""
+        if isinstance(value, torch.dtype):
+            return DOUBLE.get(value, value)
+        if isinstance(value, Module):
+            return self.module(value)
+        found: list[tuple[str, Tensor]] = []
+        rebuild = flatten(value, "", lambda tensor: True, found)
+        return value if rebuild is None else rebuild(iter([self._tensor(tensor) for _, tensor in found]))
+
+    def module(self, module: Module) -> Module:
+        """A copy of a module in double precision."""
+        return copy.deepcopy(module).to(device=self._device).double()
+
+    def _tensor(self, value: Tensor) -> Tensor:
+        known = self._known.get(id(value))
+        if known is not None:
+            return known[1]
+        dtype = DOUBLE.get(value.dtype, value.dtype)
+        made = value
+        if dtype is not value.dtype or value.requires_grad or self._device not in (None, value.device):
+            made = value.detach().to(device=self._device or value.device, dtype=dtype, copy=True)
+            made.requires_grad_(value.requires_grad)
+        self._known[id(value)] = value, made
+        return made
+
+
+def reference_for(
+    func: Callable[..., Any], arguments: tuple[Any, ...], wanted: Wanted, device: str | None
+) -> Reference:
+    """The reference of func(*arguments)."""
+    doubled = Doubled(device)
+    return Reference(_function(func, wanted, doubled), doubled(arguments), _name(func, wanted))
+
+
+def reference_for_call(
+    *,
+    func: Callable[..., Any],
+    inputs: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    wrt: Wrt,
+    checked: tuple[Tensor, ...],
+    wanted: Wanted,
+    device: str | None,
+) -> Reference:
+    """The reference of a `Call` of these, whose tensors are `checked`."""
+    doubled = Doubled(device)
+    function = _function(func, wanted, doubled)
+    if isinstance(func, Module) and not isinstance(function, Module) and wrt != "inputs":
+        raise TypeError(
+            "The reference of a module whose parameters are checked must be a module with the same parameters, got "
+            f"{type(function).__name__}; wrt='inputs' checks the inputs alone."
+        )
+    call = Call(function, doubled(inputs), doubled(dict(kwargs)), wrt)
+    shapes = [tensor.shape for tensor in call.tensors]
+    if shapes != [tensor.shape for tensor in checked]:
+        raise TypeError(
+            f"The reference has {len(shapes)} checked tensors, and func {len(checked)}, or their shapes differ: a "
+            "module needs the parameters of func's."
+        )
+    with torch.no_grad():
+        for own, tensor in zip(call.tensors, checked, strict=True):
+            own.copy_(tensor)  # of another module, which has values of its own
+    return Reference(call, call.tensors, _name(func, wanted))
+
+
+def second_order_reference(
+    make: MakeReference, backward: Backward, grad_outputs: tuple[Tensor, ...], device: str | None
+) -> Reference:
+    """The reference of a `Backward` of a function that has one."""
+    first = make()
+    grads = Doubled(device)(grad_outputs)
+    func = Backward(first.func, first.arguments, grads, backward.made)
+    return Reference(func, first.arguments + grads, f"the backward of {first.name}")
+
+
+def maker(func: Callable[..., Any], arguments: tuple[Any, ...], wanted: Wanted, device: str | None) -> MakeReference:
+    """What makes the reference of func(*arguments), also of a `Backward`, when it is needed."""
+    if not isinstance(func, Backward):
+        return partial(reference_for, func, arguments, wanted, device)
+    first = partial(reference_for, func.__wrapped__, arguments[: func.count], wanted, device)
+    return partial(second_order_reference, first, func, arguments[func.count :], device)
+
+
+def _function(func: Callable[..., Any], wanted: Wanted, doubled: Doubled) -> Callable[..., Any]:
+    function = func if wanted is None or isinstance(wanted, str) else wanted
+    try:
+        return doubled.module(function) if isinstance(function, Module) else function
+    except Exception as error:
+        raise IncomparableError(f"the module cannot be copied: {type(error).__name__}: {error}") from error
+
+
+def _name(func: Callable[..., Any], wanted: Wanted) -> str:
+    if wanted is None or isinstance(wanted, str):
+        return f"{function_name(func) or 'func'} in float64"
+    return function_name(wanted) or "the reference"

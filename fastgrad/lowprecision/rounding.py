@@ -1,0 +1,204 @@
+"""Rounding of the lower dtypes: units, and Monte Carlo arithmetic, which measures what rounding does to a result."""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgrad.core import torch_private
+
+LOWER = (torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex32)
+"""The dtypes that are checked here."""
+
+DOUBLE = {
+    **dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), torch.float64),
+    **dict.fromkeys((torch.complex64, torch.complex32), torch.complex128),
+}
+"""The dtype in which a reference computes what a function of a lower dtype computes."""
+
+POOL = 1 << 20
+"""Random factors that are drawn once: 8 MiB."""
+
+# fmt: off
+_EXACT = frozenset({
+    "_to_copy", "abs", "alias", "amax", "amin", "aminmax", "argsort", "as_strided", "as_strided_copy",
+    "broadcast_in_dim", "cat", "ceil", "clamp", "clamp_max", "clamp_min", "clone", "collapse_view", "complex",
+    "conj_physical", "constant_pad_nd", "convert_element_type", "copy", "copy_", "cummax", "cummin", "detach",
+    "diagonal_scatter", "empty_like", "fill_", "flip", "floor", "fmax", "fmin", "full_like", "gather", "hardtanh",
+    "index", "index_copy", "index_put", "index_put_", "index_select", "isnan", "kthvalue", "masked_fill",
+    "masked_fill_", "masked_select", "max", "max_pool2d_with_indices", "max_pool3d_with_indices", "maximum",
+    "median", "min", "minimum", "mode", "nan_to_num", "nanmedian", "neg", "new_empty", "new_full", "new_ones",
+    "new_zeros", "ones_like", "reflection_pad1d", "reflection_pad2d", "relu", "repeat", "roll", "round", "scatter",
+    "select_backward", "select_scatter", "sgn", "sign", "slice_backward", "slice_scatter", "sort", "stack", "take",
+    "threshold", "topk", "trunc", "tril", "triu", "where", "zero_", "zeros_like",
+})
+# fmt: on
+"""Operators that select, copy or compare: their results are numbers of the dtype already."""
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """Half the distance from 1 to the next larger number: 2^-24, 2^-11 and 2^-8 for float32, float16 and bfloat16."""
+    return torch.finfo(dtype.to_real()).eps / 2
+
+
+def smallest_subnormal(dtype: torch.dtype) -> float:
+    """The smallest positive number of a floating or complex dtype."""
+    info = torch.finfo(dtype.to_real())
+    return info.smallest_normal * info.eps
+
+
+def largest_number(dtype: torch.dtype) -> float:
+    """The largest finite number of a floating or complex dtype."""
+    return torch.finfo(dtype.to_real()).max
+
+
+def coarsest(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    """The real dtype with the largest unit."""
+    return max((dtype.to_real() for dtype in dtypes), key=unit_roundoff)
+
+
+class Arithmetic(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
+    """Within it, every ATen operator of a finer dtype computes about as accurately as in a lower dtype.
+
+    Forward and backward of a float64 function are perturbed alike, so what autograd saves is, too. The operators on
+    tensors that are in the lower dtype already, and those that only move values, are left alone.
+
+    Attributes
+    ----------
+    failures
+        Operators whose results could not be perturbed, and were left as they are.
+    """
+
+    failures: set[str]
+
+    def __init__(self, dtype: torch.dtype, seed: int | None, decomposes: bool = False) -> None:
+        """With a seed, results are multiplied by 1 + u or 1 - u, by random signs; without, rounded to the dtype.
+
+        decomposes: opaque operators (GELU, layer norm) are computed by the elementary operators that torch's
+        decompositions name, each perturbed.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._dtype = dtype
+        self._unit = unit_roundoff(dtype)
+        self._tiny = torch.finfo(dtype).smallest_normal
+        self._seed = seed
+        self._generator: torch.Generator | None = None  # not one of torch's global ones
+        self._places = random.Random(seed)
+        self._decompositions = torch_private.decompositions() if decomposes else {}
+        self.failures = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        decomposition = self._decompositions.get(func)
+        if decomposition is not None:
+            try:
+                with self:
+                    made = decomposition(*args, **kwargs)
+            except Exception:
+                self.failures.add(str(func))
+            else:
+                if made is not NotImplemented:
+                    return made
+        result = func(*args, **kwargs)
+        space, name = func._schema.name.split("::")
+        if space not in ("aten", "prims") or name in _EXACT or not _computes(args):
+            return result
+        try:
+            return self._perturbed_results(func, result)
+        except Exception:  # of an operator that is not as others: its result is exact then
+            self.failures.add(name)
+            return result
+
+    def _perturbed_results(self, func: Any, result: Any) -> Any:
+        if isinstance(result, Tensor):
+            return self._perturbed_result(func._schema.returns[0].alias_info, result)
+        if not isinstance(result, (tuple, list)):
+            return result
+        returns = func._schema.returns
+        made = [
+            self._perturbed_result(returns[min(i, len(returns) - 1)].alias_info, value)
+            for i, value in enumerate(result)
+        ]
+        return list(made) if isinstance(result, list) else tuple(made)
+
+    def _perturbed_result(self, alias: Any, value: Any) -> Any:
+        if not self._is_finer(value) or (alias is not None and not alias.is_write):
+            return value
+        if alias is None:
+            made = self.perturbed(value)
+            return made if made.stride() == value.stride() else torch.empty_like(value).copy_(made)
+        with torch_private.preserved_version(value):
+            value.copy_(self.perturbed(value.clone()))
+        return value
+
+    def _is_finer(self, value: Any) -> bool:
+        is_float = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+        return (
+            is_float
+            and value.layout is torch.strided
+            and value.numel() > 0
+            and torch_private.has_memory(value)
+            and 2 * unit_roundoff(value.dtype) < self._unit
+        )
+
+    def perturbed(self, value: Tensor, scale: Tensor | None = None) -> Tensor:
+        """A tensor with every element off by one unit, of itself or of a scale, or rounded; complex ones by parts."""
+        if value.is_complex():
+            parts = torch.view_as_real(value.resolve_conj().resolve_neg())
+            made = self._perturbed_parts(parts, (value.abs() if scale is None else scale).unsqueeze(-1))
+            return torch.view_as_complex(made.contiguous())
+        return self._perturbed_parts(value, scale)
+
+    def _perturbed_parts(self, value: Tensor, scale: Tensor | None) -> Tensor:
+        if self._seed is None:
+            return value.to(self._dtype).to(value.dtype)
+        factors = self._factors(value)
+        if scale is not None:
+            return (factors - 1).mul_(scale).add_(value)
+        made = factors * value
+        if self._dtype is torch.float16:
+            # Below the smallest normal number the distance between numbers stays; signs and zeros are kept.
+            size = value.abs()
+            small = size < self._tiny
+            if bool(small.any()):
+                step = torch.minimum(size, size.new_tensor(self._tiny * self._unit))
+                made = torch.where(small, (factors - 1).div_(self._unit).mul_(step).add_(value), made)
+        return made
+
+    def _factors(self, like: Tensor) -> Tensor:
+        """1 + u or 1 - u for each element, by random signs, in the dtype of a tensor."""
+        count = like.numel()
+        if count > POOL // 2 or like.dtype is not torch.float64:
+            if self._generator is None or self._generator.device != like.device:
+                self._generator = torch.Generator(like.device).manual_seed(self._seed or 0)
+            signs = torch.empty_like(like, memory_format=torch.contiguous_format)
+            return signs.bernoulli_(0.5, generator=self._generator).mul_(2 * self._unit).add_(1 - self._unit)
+        first = self._places.randrange(POOL - count + 1)
+        return _pool(self._unit, like.device)[first : first + count].view(like.shape)
+
+
+def _computes(args: tuple[Any, ...]) -> bool:
+    """Whether an operator with these arguments computes with tensors: not one that makes new ones, or selects."""
+    selecting = "amax", "amin", math.inf, -math.inf
+    if any(value in selecting for value in args if isinstance(value, (str, float))):
+        return False
+    return any(
+        isinstance(value, Tensor) or (isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value))
+        for value in args
+    )
+
+
+@functools.lru_cache(8)
+def _pool(unit: float, device: torch.device) -> Tensor:
+    """Random factors to take pieces of, from random places: drawing all anew takes several times as long."""
+    signs = torch.empty(POOL, dtype=torch.float64, device=device)
+    generator = torch.Generator(device).manual_seed(POOL)
+    return signs.bernoulli_(0.5, generator=generator).mul_(2 * unit).add_(1 - unit)

@@ -1,0 +1,308 @@
+"""What a comparison in a lower dtype comes to: a failure, an open question, or the smallest error that would show."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from fastgrad.lowprecision import differences
+from fastgrad.lowprecision.comparison import Comparison
+from fastgrad.lowprecision.probes import FACTOR, Probes, one_row
+from fastgrad.lowprecision.reference import Products
+from fastgrad.lowprecision.rounding import unit_roundoff
+from fastgrad.problem.coordinates import Block, block_with
+from fastgrad.problem.problem import Problem
+from fastgrad.report.data import Cause, Failure, LowPrecision, RoundedEntry
+
+FEWEST_EFFECTIVE = 12.0
+"""Entries that a common relative error must be the mean of: of fewer, the entries themselves are compared."""
+
+MOST_LOCATED = 4
+"""Components that are traced to a row, the worst first."""
+
+MOST_HIDDEN = 0.9
+"""Of the significant entries, that many may be hidden by rounding; more, and zeros would hardly be told from them."""
+
+SAME_FACTOR = 0.05
+"""Of what wrong entries are, times a constant, this may be left over."""
+
+
+@dataclass
+class Outcome:
+    """What is known so far; failure and precision as in a report."""
+
+    precision: LowPrecision
+    failure: Failure | None = None
+    causes: tuple[Cause, ...] = ()
+    notes: list[str] = field(default_factory=list)
+
+    def note(self, **numbers: object) -> None:
+        """Takes in some fields of `LowPrecision`."""
+        self.precision = replace(self.precision, **numbers)  # type: ignore[arg-type]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nothing was decided yet."""
+        return self.failure is None and not self.precision.undecided
+
+
+def judge(problem: Problem, products: Products, probes: Probes, outcome: Outcome) -> Comparison:
+    """Compares the VJPs of all probes, and writes what that comes to into the outcome."""
+    comparison = Comparison(problem, products, probes)
+    ratio, coordinate = comparison.forward()
+    outcome.note(
+        products=int(probes.cotangents.shape[0]),
+        rows=probes.text,
+        entries=comparison.low.numel(),
+        draws=comparison.draws,
+        forward=ratio,
+        out_of_range=comparison.out_of_range,
+        rounded_once=comparison.once,
+    )
+    if ratio > 1:
+        _forwards_differ(problem, products, coordinate, ratio, outcome)
+        return comparison
+    if _overflows(problem, comparison, probes, outcome):
+        return comparison
+    if bool((comparison.ratio() > 1).any()):
+        comparison.look_again()
+        if comparison.excused:
+            outcome.notes.append(
+                f"{comparison.excused} entries are accurate only relative to the largest entry: they are within "
+                "rounding once inputs are perturbed by the unit of the largest of their tensor"
+            )
+    outcome.note(draws=comparison.draws, second_look=comparison.excused)
+    _judge_entries(problem, products, probes, comparison, outcome)
+    if outcome.is_open:
+        _judge_common_errors(comparison, outcome)
+    if outcome.is_open:
+        _state_the_smallest(comparison, outcome)
+    return comparison
+
+
+def judge_by_differences(problem: Problem, seed: int, outcome: Outcome) -> None:
+    """Compares derivatives along some directions with differences; only a wrong entry by itself is a failure."""
+    found = list(differences.findings(problem, seed))
+    outcome.note(rows=f"{len(found)} directions, by differences", products=len(found), entries=len(found))
+    suspects = [finding for finding in found if abs(finding.error) > finding.allowed]
+    for finding in suspects:
+        located = differences.entry_of(problem, finding.row, seed) if finding.row >= 0 else None
+        if located is not None:
+            entry = _entry_by_differences(problem, finding.row, *located)
+            outcome.note(worst=entry, wrong=1)
+            outcome.failure = _failure("beyond rounding", entry)
+            return
+    relative = sorted((one.allowed + abs(one.error)) / one.size for one in found if one.size)
+    if suspects:
+        undecided = (
+            "a derivative along a direction differs from differences, and no single entry does: a kink or a "
+            "pole may be in reach of the steps, which are large in this dtype"
+        )
+        outcome.note(undecided=undecided, remedy="pass a reference=, or other inputs")
+    elif not relative or relative[len(relative) // 2] >= 1:
+        outcome.note(
+            undecided="differences in this dtype resolve no derivative here: rounding hides errors of any size",
+            remedy="pass a reference= in double precision",
+        )
+    else:
+        hidden = sum(value >= 1 for value in relative) / len(relative)
+        most = relative[int(0.9 * (len(relative) - 1))]
+        outcome.note(smallest=relative[(len(relative) - 1) // 2], smallest_most=most, hidden=hidden)
+
+
+def _entry_by_differences(problem: Problem, row: int, coordinate: int, finding: differences.Finding) -> RoundedEntry:
+    """The entry of a row that differs, for a report."""
+    block, output = block_with(problem.inputs, coordinate), block_with(problem.outputs, row)
+    value = float(problem.vjp(one_row(problem, row).cotangents)[0, coordinate])
+    return RoundedEntry(
+        output=output.index,
+        output_position=output.position,
+        output_index=output.index_at(row),
+        input=block.index,
+        input_position=block.position,
+        input_index=block.index_at(coordinate),
+        found=value,
+        expected=value + finding.error / finding.step,
+        allowed=finding.allowed / finding.step,
+        unit=unit_roundoff(block.tensor.dtype),
+    )
+
+
+def _forwards_differ(problem: Problem, products: Products, coordinate: int, ratio: float, outcome: Outcome) -> None:
+    block = block_with(problem.outputs, coordinate)
+    place = f"result {block.position}{list(block.index_at(coordinate))}"
+    found, expected = float(problem.base()[coordinate]), float(products.values[coordinate])
+    outcome.note(
+        undecided=f"it is not the same function: {place} is {found:.6g}, and {expected:.6g} by the reference "
+        f"({ratio:.2g} times what rounding explains)",
+        remedy="pass the function that the kernel computes as reference=, or, if it is that one, look for an error in "
+        "the forward",
+    )
+
+
+def _overflows(problem: Problem, comparison: Comparison, probes: Probes, outcome: Outcome) -> bool:
+    own, explained = comparison.overflows()
+    if bool(own.any()):
+        entry = comparison.entry(*_first(own))
+        outcome.note(worst=entry, wrong=int(own.sum()))
+        outcome.failure = _failure("not finite", entry)
+        return True
+    if bool(explained.any()):
+        entry = comparison.entry(*_first(explained))
+        outcome.note(
+            worst=entry,
+            undecided=f"{int(explained.sum())} entries of the gradients are not finite, and neither are those of the "
+            "reference with every result rounded to the dtype: an intermediate result leaves its range",
+            remedy="make the inputs smaller, or compute that result in a wider dtype",
+        )
+        return True
+    return False
+
+
+def _first(mask: Tensor) -> tuple[int, int]:
+    probe, coordinate = mask.nonzero()[0].tolist()
+    return probe, coordinate
+
+
+def _failure(kind: str, entry: RoundedEntry, detail: str = "") -> Failure:
+    return Failure(
+        kind,  # type: ignore[arg-type]
+        output=entry.output,
+        input=entry.input,
+        output_position=entry.output_position,
+        input_position=entry.input_position,
+        detail=detail,
+    )
+
+
+def _judge_entries(
+    problem: Problem, products: Products, probes: Probes, comparison: Comparison, outcome: Outcome
+) -> None:
+    ratio = comparison.ratio()
+    if not ratio.numel():
+        return
+    single = (probes.rows >= 0).to(ratio.device).unsqueeze(1)
+    wrong = ratio > 1
+    if not bool(wrong.any()):
+        worst = _place(ratio)
+        outcome.note(worst=comparison.entry(*worst))
+        return
+    rows = wrong & single
+    if bool(rows.any()):
+        entry = comparison.entry(*_place(torch.where(rows, ratio, 0.0)))
+        outcome.note(worst=entry, wrong=int(rows.sum()))
+        outcome.failure = _failure("beyond rounding", entry)
+        outcome.causes = causes_of(comparison.low[rows], comparison.exact[rows])
+        return
+    probe, coordinate = _place(ratio)
+    outcome.note(worst=comparison.entry(probe, coordinate), wrong=int(wrong.sum()))
+    outcome.causes = causes_of(comparison.low[wrong], comparison.exact[wrong])
+    if _special_grad_output(problem, probes, comparison, wrong, outcome):
+        return
+    order = torch.where(wrong, ratio, 0.0).reshape(-1).topk(min(MOST_LOCATED, int(wrong.sum()))).indices.tolist()
+    for number in order:
+        probe, coordinate = divmod(number, ratio.shape[1])
+        row = _row_of(problem, products, probes.cotangents[probe], coordinate)
+        alone = Comparison(problem, products, one_row(problem, row))
+        if bool((alone.ratio() > 1).any()):
+            alone.look_again()
+        found = alone.ratio()
+        if bool((found > 1).any()):
+            entry = alone.entry(*_place(found))
+            outcome.note(worst=entry)
+            outcome.failure = _failure("beyond rounding", entry)
+            return
+    entry = comparison.entry(probe, coordinate)
+    outcome.failure = _failure("beyond rounding", entry, "the error shows in a sum over outputs only")
+
+
+def _place(ratio: Tensor) -> tuple[int, int]:
+    return divmod(int(ratio.argmax()), ratio.shape[1])
+
+
+def _special_grad_output(
+    problem: Problem, probes: Probes, comparison: Comparison, wrong: Tensor, outcome: Outcome
+) -> bool:
+    """Whether gradients are wrong only for grad_outputs of one kind: gapped, at an offset, expanded or scaled."""
+    some = set(wrong.any(1).nonzero().reshape(-1).tolist())
+    kinds = {
+        0: "has gaps between its elements",
+        3: "begins at an offset in its storage",
+        4: "is expanded, with stride 0",
+    }
+    for probe, kind in kinds.items():
+        if some == {probe}:
+            plain = problem.vjp(probes.cotangents[probe : probe + 1]).to(comparison.exact.device)
+            error = (plain[0] - comparison.exact[probe]).abs()
+            if not bool((error > comparison.limit[probe]).any()):
+                detail = f"only where grad_output {kind}: for a contiguous copy of it the gradient is right"
+                outcome.failure = _failure("beyond rounding", comparison.entry(*_first(wrong)), detail)
+                outcome.causes = (Cause("layout of grad_output", detail, "two VJPs", 0.95),)
+                return True
+    if some == {2}:
+        detail = f"for {FACTOR:g} times a grad_output its gradient is not {FACTOR:g} times as large"
+        outcome.failure = Failure("nonlinear", detail=detail)
+        return True
+    return False
+
+
+def _row_of(problem: Problem, products: Products, cotangent: Tensor, coordinate: int) -> int:
+    """The row behind a wrong component of a VJP: by bisection, towards the half that shows more of the error."""
+    first, last = 0, problem.m
+    while last - first > 1:
+        middle = (first + last) // 2
+        halves = torch.zeros(2, problem.m, dtype=torch.float64, device=problem.device)
+        halves[0, first:middle] = cotangent[first:middle]
+        halves[1, middle:last] = cotangent[middle:last]
+        difference = problem.vjp(halves).to(products.device) - products.exact(halves)
+        left, right = difference[:, coordinate].abs().nan_to_num(torch.inf).tolist()
+        first, last = (first, middle) if left >= right else (middle, last)
+    return first
+
+
+def causes_of(found: Tensor, expected: Tensor) -> tuple[Cause, ...]:
+    """What all wrong entries have in common, if they are zero, or what they should be times a constant."""
+    if found.numel() < 2:
+        return ()
+    if not bool(found.any()):
+        return (Cause("zero gradient", "the gradient is zero there", f"{found.numel()} entries", 0.9),)
+    total = float(expected.square().sum())
+    factor = float((found * expected).sum()) / total if total else 0.0
+    rest = float((found - factor * expected).square().sum() / found.square().sum()) ** 0.5
+    if not factor or not rest <= SAME_FACTOR * min(1.0, abs(1 - factor) * 4):
+        return ()
+    measure = f"up to {rest:.1g} of its size, in {found.numel()} entries"
+    if abs(factor + 1) < SAME_FACTOR:
+        return (Cause("sign", "it has the wrong sign", measure, 0.9),)
+    return (Cause("constant factor", f"it is {factor:.3g} times what it should be", measure, 0.9),)
+
+
+def _judge_common_errors(comparison: Comparison, outcome: Outcome) -> None:
+    found = [one for one in comparison.common_errors() if one.entries >= FEWEST_EFFECTIVE]
+    if not found:
+        return
+    worst = max(found, key=lambda one: abs(one.error) / one.allowed if one.is_alike else 0.0)
+    outcome.note(smallest_scale=max(one.allowed + abs(one.error) for one in found))
+    if worst.is_alike and abs(worst.error) > worst.allowed:
+        detail = (
+            f"its entries are {1 + worst.error:.5g} times what they should be, on average over about "
+            f"{worst.entries:.0f} of them; rounding explains {worst.allowed:.2g} more or less"
+        )
+        block: Block = worst.block
+        outcome.failure = Failure("biased", input=block.index, input_position=block.position, detail=detail)
+        factor = f"the gradient is {1 + worst.error:.5g} times what it should be"
+        outcome.causes = (Cause("constant factor", factor, "the mean of relative errors", 0.9),)
+
+
+def _state_the_smallest(comparison: Comparison, outcome: Outcome) -> None:
+    smallest = comparison.smallest_errors()
+    if smallest is None:
+        return
+    outcome.note(smallest=smallest[0], smallest_most=smallest[1], hidden=smallest[2])
+    if smallest[2] > MOST_HIDDEN:
+        outcome.note(
+            undecided="rounding in this dtype hides whole entries: most of them might as well be zero",
+            remedy="other inputs, for which less cancels, or a wider dtype",
+        )

@@ -1,0 +1,103 @@
+"""What a person reads of a check in a lower dtype: what is wrong, what was allowed, and what would have been found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from fastgrad.report.data import FailureKind, LowPrecision, RoundedEntry
+
+
+def passed(precision: LowPrecision) -> str:
+    """The end of a headline: what a pass means, in numbers."""
+    if precision.smallest is None:
+        return "nothing but zeros was there to compare"
+    scale = f"; {_percent(precision.smallest_scale)} in all entries" if precision.smallest_scale is not None else ""
+    hidden = f"; in {_percent(precision.hidden)} of them rounding hides errors of any size" if precision.hidden else ""
+    return (
+        f"an error would have been found from {_percent(precision.smallest)} of an entry on, in half of the entries "
+        f"({_percent(precision.smallest_most)} in nine of ten){scale}{hidden}"
+    )
+
+
+def lines(precision: LowPrecision) -> list[str]:
+    """The lines of a summary."""
+    found = [
+        f"  dtype      {_dtypes(precision)}; one unit of rounding is 2^{math.log2(precision.unit):.0f} of a number"
+    ]
+    if precision.undecided:
+        found.append(f"  undecided  {precision.undecided}")
+        found.append(f"  decides    {precision.remedy}")
+    if precision.products:
+        found.append(_compared(precision))
+    if precision.worst is not None and not precision.undecided:
+        found.append(f"  worst      {_sizes(precision.worst)}")
+    if precision.out_of_range:
+        found.append(f"  left out   {precision.out_of_range} entries, where the reference leaves the dtype's range")
+    return found
+
+
+def _compared(precision: LowPrecision) -> str:
+    held = ", and to rounding once, as it computes in a wider dtype" if precision.rounded_once else ""
+    return (
+        f"  compared   {precision.entries} entries of {precision.products} VJPs ({precision.rows}) with "
+        f"{precision.reference}; rounding measured in {precision.draws} runs{held}"
+    )
+
+
+def verdict(kind: FailureKind, precision: LowPrecision) -> str:
+    """The middle of a failure's first line."""
+    entries = "1 entry" if precision.wrong == 1 else f"{precision.wrong} entries"
+    if kind == "not finite":
+        return f"is not finite in {entries} of {precision.products} VJPs"
+    if kind == "biased":
+        return "is wrong by a common factor"
+    return f"is wrong in {entries} of {precision.products} VJPs, by more than rounding to {_dtypes(precision)} explains"
+
+
+def key_phrase(kind: FailureKind) -> str:
+    """The end of the sentence that says what failed."""
+    if kind == "not finite":
+        return "the gradient is not finite, and the reference is in the range of the dtype"
+    if kind == "biased":
+        return "all entries together differ from the reference by more than rounding explains"
+    return "it differs from the reference by more than rounding explains"
+
+
+def details(precision: LowPrecision, worst: RoundedEntry, names: tuple[str, str], detail: str) -> list[str]:
+    """The worst entry, and what it was compared with."""
+    if worst.output_index is None:
+        name = f"gradient of {names[1]}{_index(worst.input_index)} for a dense grad_output"
+    else:
+        name = f"d {names[0]}{_index(worst.output_index)} / d {names[1]}{_index(worst.input_index)}"
+    found = [f"  worst      {name}   found {worst.found:.6g}   expected {worst.expected:.6g}"]
+    found.append(f"             {_sizes(worst)}")
+    if detail:
+        found.append(f"  because    {detail}")
+    if precision.products:
+        found.append(_compared(precision))
+    return found
+
+
+def _sizes(worst: RoundedEntry) -> str:
+    unit = f"one unit is 2^{math.log2(worst.unit):.0f} of the entry"
+    if math.isinf(worst.error_units) or math.isnan(worst.error_units):
+        return f"error {worst.error:.3g}, allowed {worst.allowed:.2g}"
+    return (
+        f"error {worst.error_units:.3g} units of rounding, allowed {worst.allowed_units:.2g} ({unit}); in numbers "
+        f"{worst.error:.3g} and {worst.allowed:.2g}"
+    )
+
+
+def _dtypes(precision: LowPrecision) -> str:
+    return ", ".join(precision.dtypes)
+
+
+def _index(index: Sequence[int]) -> str:
+    return f"[{', '.join(str(i) for i in index)}]" if index else ""
+
+
+def _percent(value: float | None) -> str:
+    if value is None or not math.isfinite(value):
+        return "any size"
+    return f"{100 * value:.2g} %" if value < 10 else f"{value:.0f} times"

@@ -1,0 +1,398 @@
+"""Verdicts in float32, bfloat16 and float16, against a reference in double precision."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fastgrad
+from fastgrad.lowprecision.rounding import unit_roundoff
+from tests.planted.kernels import GENERAL, KERNELS
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+each_mode = pytest.mark.parametrize("fast_mode", [False, True], ids=["slow", "fast"])
+
+
+def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    return torch.randn(shape, generator=generator, dtype=wide).to(dtype).requires_grad_()
+
+
+def product(x: Tensor, w: Tensor) -> Tensor:
+    return (x @ w).tanh()
+
+
+def elementwise(
+    forward: Callable[[Tensor], Tensor], slope: Callable[[Tensor, Tensor], Tensor]
+) -> Callable[[Tensor], Tensor]:
+    """A function that computes in float32 and rounds; slope: (grad_output, x) -> gradient."""
+
+    class Elementwise(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return forward(x.float()).to(x.dtype)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            return slope(grad.float(), x.float()).to(x.dtype)
+
+    return Elementwise.apply  # type: ignore[no-any-return]
+
+
+def tanh_slope(g: Tensor, x: Tensor) -> Tensor:
+    return g * (1 - x.tanh() ** 2)
+
+
+@each_mode
+@each_dtype
+@pytest.mark.parametrize("func", [F.gelu, lambda x: x.softmax(-1)], ids=["gelu", "softmax"])
+def test_right_functions_pass_against_themselves(func: Any, dtype: torch.dtype, fast_mode: bool) -> None:
+    report = fastgrad.check(func, normal(3, 4, dtype=dtype), fast_mode=fast_mode)
+    assert report.verdict == "passed", str(report)
+    precision = report.precision
+    assert precision is not None
+    assert precision.unit == unit_roundoff(dtype)
+    assert precision.smallest is not None
+    assert 1 < precision.smallest / precision.unit < 200
+    assert "an error would have been found from" in str(report)
+    assert (precision.reference_report or {})["verdict"] == "passed"
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), zip(["rotary embedding", "layer norm", "attention"], DTYPES, strict=True), ids=str
+)
+def test_kernels(name: str, dtype: torch.dtype) -> None:
+    kernel = KERNELS[name]
+    inputs = kernel.inputs(dtype)
+    keywords: dict[str, Any] = {"reference": kernel.composed, "fast_mode": True}
+    for right in (kernel.fused(), kernel.composed):
+        assert fastgrad.check(right, inputs, **keywords).verdict == "passed"
+    for mistake in ("zeros", "one sign", "last row left out", kernel.mistakes[0]):
+        report = fastgrad.check(kernel.fused(mistake), inputs, **keywords)
+        assert report.failure is not None, mistake
+        assert report.failure.kind == "beyond rounding"
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_no_kernel_passes_with_zeros(name: str) -> None:
+    kernel = KERNELS[name]
+    inputs = kernel.inputs(torch.bfloat16)
+    report = fastgrad.check(kernel.fused("zeros"), inputs, reference=kernel.composed, fast_mode=True)
+    assert report.verdict == "failed"
+    assert len(kernel.mistakes) + len(GENERAL) >= 7
+
+
+@each_dtype
+def test_a_wrong_entry_is_named_with_its_error_in_units(dtype: torch.dtype) -> None:
+    def slope(g: Tensor, x: Tensor) -> Tensor:
+        made = tanh_slope(g, x)
+        made[1, 2] *= 1.5
+        return made
+
+    func = elementwise(torch.tanh, slope)
+    for fast_mode in (False, True):
+        report = fastgrad.check(func, normal(3, 4, dtype=dtype), reference=torch.tanh, fast_mode=fast_mode)
+        worst = report.precision.worst  # type: ignore[union-attr]
+        assert worst is not None
+        assert worst.output_index == worst.input_index == (1, 2)
+        assert worst.error_units * worst.unit == pytest.approx(0.5, abs=0.05)
+        assert worst.allowed < worst.error
+    with pytest.raises(
+        fastgrad.GradcheckError, match=r"Jacobian mismatch for output 0 with respect to input 0"
+    ) as caught:
+        fastgrad.gradcheck(func, normal(3, 4, dtype=dtype), reference=torch.tanh)
+    text = str(caught.value)
+    assert "units of rounding, allowed" in text
+    assert "d out0[1, 2] / d x[1, 2]" in text or "d out0[1, 2] / d in0[1, 2]" in text
+    assert "reference=tanh" in text
+
+
+def test_a_gradient_that_is_one_percent_too_large_is_found_though_no_entry_shows_it() -> None:
+    func = elementwise(torch.tanh, lambda g, x: 1.01 * tanh_slope(g, x))
+    right = elementwise(torch.tanh, tanh_slope)
+    x = normal(8, 8, dtype=torch.bfloat16)
+    assert fastgrad.check(right, x, reference=torch.tanh).verdict == "passed"
+    report = fastgrad.check(func, x, reference=torch.tanh)
+    assert report.failure is not None
+    assert report.failure.kind == "biased"
+    assert "1.0098 times what it should be" in str(report)
+
+
+def test_a_formula_that_is_wrong_in_every_dtype_is_found_by_the_check_of_the_reference() -> None:
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x**3
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            return 2 * grad * x**2
+
+    report = fastgrad.check(Wrong.apply, normal(3, dtype=torch.bfloat16))
+    assert report.failure is not None
+    assert report.failure.kind == "mismatch"
+    assert any("found in double precision" in note for note in report.notes)
+
+
+@each_dtype
+def test_another_function_is_undecided(dtype: torch.dtype) -> None:
+    x = normal(3, 4, dtype=dtype)
+    report = fastgrad.check(torch.tanh, x, reference=lambda x: 1.2 * x.tanh())
+    assert report.verdict == "undecided"
+    assert "not the same function: result 0" in report.precision.undecided  # type: ignore[union-attr]
+    with pytest.warns(UserWarning, match="The check is undecided: it is not the same function"):
+        assert fastgrad.gradcheck(torch.tanh, x, reference=lambda x: 1.2 * x.tanh())
+
+
+def test_an_overflow_is_not_finite() -> None:
+    func = elementwise(torch.tanh, lambda g, x: torch.where(x > 0, g / 0.0, tanh_slope(g, x)))
+    report = fastgrad.check(func, normal(4, 4, dtype=torch.float16), reference=torch.tanh)
+    assert report.failure is not None
+    assert report.failure.kind == "not finite"
+    assert "the reference is in the range of the dtype" in str(report)
+
+
+def test_an_overflow_of_the_reference_is_left_out() -> None:
+    x = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float16).requires_grad_()
+
+    def func(x: Tensor) -> Tensor:
+        return x * 60000.0 * x / 60000.0 if x.dtype is torch.float64 else x * x
+
+    report = fastgrad.check(func, x)
+    assert report.verdict == "passed"
+    large = torch.tensor([300.0, 1.0, 2.0], dtype=torch.float16).requires_grad_()
+    report = fastgrad.check(lambda x: x**3, large)
+    assert report.precision is not None
+    assert report.precision.out_of_range > 0
+    assert report.verdict == "passed", str(report)
+
+
+@each_mode
+def test_inputs_random_state_and_modes_are_as_before(fast_mode: bool) -> None:
+    x = normal(3, 4, dtype=torch.bfloat16)
+    bits, state = x.detach().clone(), torch.get_rng_state()
+    torch.rand(1)
+    torch.set_rng_state(state)
+
+    def raising(v: Tensor) -> Tensor:
+        if v.dtype is torch.float64:
+            torch.rand(3)
+            raise KeyError("here")
+        v.detach().add_(1)
+        return v.sin()
+
+    fastgrad.check(torch.sin, x, fast_mode=fast_mode)
+    with pytest.raises(ValueError, match="KeyError"):
+        fastgrad.check(raising, x, fast_mode=fast_mode, reference="float64")
+    assert torch.equal(x, bits)
+    assert x.grad is None
+    assert x.requires_grad
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.is_grad_enabled()
+
+
+def test_dropout_under_torchs_generator_and_a_function_that_draws_from_its_own() -> None:
+    generator = random.Random(0)
+    x = normal(6, dtype=torch.bfloat16)
+    report = fastgrad.check(lambda x: x * generator.random(), x)
+    assert report.verdict == "undecided"
+    assert "func is random" in str(report)
+
+    def masked(x: Tensor) -> Tensor:
+        return x * (torch.rand(x.shape, dtype=torch.float32) > 0.5)
+
+    assert fastgrad.check(masked, x).verdict == "passed"
+
+
+@pytest.mark.parametrize("layout", ["gapped", "expanded"])
+def test_layouts_of_grad_output(layout: str) -> None:
+    def slope(g: Tensor, x: Tensor) -> Tensor:
+        is_expanded = g.stride(-1) == 0
+        is_gapped = not (is_expanded or g.is_contiguous())
+        return tanh_slope(g * 2 if (is_gapped if layout == "gapped" else is_expanded) else g, x)
+
+    class Strided(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x.tanh()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return slope(grad, *ctx.saved_tensors)
+
+    report = fastgrad.check(Strided.apply, normal(4, 6, dtype=torch.bfloat16), reference=torch.tanh)
+    assert report.failure is not None
+    assert any(cause.name == "layout of grad_output" for cause in report.causes), str(report)
+
+
+def test_a_backward_that_clamps_or_ignores_grad_output() -> None:
+    clamps = elementwise(torch.tanh, lambda g, x: tanh_slope(g.clamp(-2, 2), x))
+    ignores = elementwise(torch.tanh, lambda g, x: 1 - x.tanh() ** 2 + 0 * g)
+    for func in (clamps, ignores):
+        assert fastgrad.check(func, normal(4, 6, dtype=torch.bfloat16), reference=torch.tanh).verdict == "failed"
+
+
+def test_undefined_grad_outputs() -> None:
+    class TwoOutputs(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+            ctx.set_materialize_grads(False)
+            return 2 * x, 3 * x
+
+        @staticmethod
+        def backward(ctx: Any, left: Tensor, right: Tensor) -> Tensor:
+            if left is None or right is None:
+                raise RuntimeError("expected two tensors")
+            return 2 * left + 3 * right
+
+    report = fastgrad.check(TwoOutputs.apply, normal(3, dtype=torch.bfloat16), reference=lambda x: (2 * x, 3 * x))
+    assert report.failure is not None
+    assert report.failure.kind == "undefined grad raises"
+
+
+def test_mixed_dtypes_have_units_of_their_own() -> None:
+    x, w = normal(4, 6, dtype=torch.bfloat16), normal(6, dtype=torch.float32)
+    report = fastgrad.check(lambda x, w: F.layer_norm(x.float(), (6,), w), (x, w))
+    assert report.verdict in ("passed", "undecided")
+    report = fastgrad.check(lambda x, w: x.to(w.dtype) * w, (x, w), reference=lambda x, w: x * w)
+    assert report.verdict == "passed", str(report)
+    assert report.precision is not None
+    assert set(report.precision.dtypes) == {"bfloat16", "float32"}
+
+
+def test_complex64() -> None:
+    x = normal(3, 4, dtype=torch.complex64)
+    report = fastgrad.check(lambda x: (x * x).exp(), x)
+    assert report.verdict == "passed", str(report)
+    report = fastgrad.check(_WrongConjugate.apply, x, reference=lambda x: x * x)
+    assert report.verdict == "failed"
+
+
+class _WrongConjugate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * grad * x
+
+
+def test_modules_are_compared_with_a_copy_in_double_precision() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 5), nn.GELU(), nn.Linear(5, 3)).to(torch.bfloat16)
+    x = normal(4, 6, dtype=torch.bfloat16)
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    report = fastgrad.check(module, x)
+    assert report.verdict == "passed", str(report)
+    assert "module.0.weight" in report.input_names
+    assert all(torch.equal(*pair) for pair in zip(module.parameters(), before, strict=True))
+    assert module[0].weight.dtype is torch.bfloat16
+    assert fastgrad.gradcheck(module, (x,))
+    other = nn.Sequential(nn.Linear(6, 5), nn.GELU(), nn.Linear(5, 3))
+    assert fastgrad.check(module, x, reference=other).verdict == "passed"
+    with pytest.raises(TypeError, match="must be a module with the same parameters"):
+        fastgrad.check(module, x, reference=lambda x: x)
+
+
+def test_tolerances_of_the_callers_and_strict_are_as_in_double_precision() -> None:
+    x = normal(4, dtype=torch.float32)
+    for keywords in ({"eps": 1e-2, "atol": 1e-2}, {"precision": "strict"}):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            report = fastgrad.check(torch.sin, x, **keywords)  # type: ignore[arg-type]
+        assert report.precision is None
+    with_reference = fastgrad.check(torch.sin, x, eps=1e-5, reference=torch.sin)
+    assert with_reference.precision is not None
+
+
+def test_a_strict_failure_names_the_dtype_first() -> None:
+    x = normal(4, dtype=torch.bfloat16)
+    with pytest.warns(UserWarning, match="not a double precision"):
+        report = fastgrad.check(torch.sin, x, precision="strict")
+    assert report.failure is not None
+    assert report.causes[0].name == "low precision"
+    assert 'the same call with reference="float64"' in str(report)
+
+
+def test_double_precision_is_checked_as_ever() -> None:
+    x = normal(4, dtype=torch.float64)
+    assert fastgrad.check(torch.sin, x, reference=torch.cos).precision is None
+    assert fastgrad.check(torch.sin, x) == fastgrad.check(torch.sin, x)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "text"),
+    [
+        ({"precision": "loose"}, ValueError, "precision must be 'auto' or 'strict', got 'loose'"),
+        ({"reference": 3}, TypeError, "reference must be None, 'float64' or a function, got 3"),
+        ({"reference": torch.sin, "precision": "strict"}, ValueError, "uses tolerances, and no reference"),
+        (
+            {"reference": torch.sin, "check_forward_ad": True},
+            NotImplementedError,
+            "forward mode is checked by tolerances",
+        ),
+        ({"reference": lambda x: x.sum()}, ValueError, "The reference cannot be used: .* shape"),
+    ],
+)
+def test_what_is_refused(keywords: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        fastgrad.gradcheck(torch.sin, normal(3, dtype=torch.float32), **keywords)
+
+
+def test_second_derivatives() -> None:
+    x, w = normal(3, 4, dtype=torch.bfloat16), normal(4, 2, dtype=torch.bfloat16)
+    report = fastgrad.check(product, (x, w), order=2)
+    assert report.verdict == "passed", str(report)
+    assert report.precision is not None
+    assert fastgrad.gradgradcheck(product, (x, w))
+
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            return grad * x.cos().detach()
+
+    with pytest.raises(fastgrad.GradcheckError):
+        fastgrad.gradgradcheck(Wrong.apply, (x,), reference=torch.sin)
+
+
+def test_grad_dtypes_repeats_and_reports() -> None:
+    calls = 0
+
+    def slope(g: Tensor, x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return tanh_slope(g, x) * (1 + calls % 2 * 2.0**-7)
+
+    x = normal(3, 4, dtype=torch.bfloat16)
+    report = fastgrad.check(elementwise(torch.tanh, slope), x, reference=torch.tanh, check_grad_dtypes=True)
+    assert report.failure is not None
+    assert report.failure.kind in ("nondeterministic", "beyond rounding", "biased", "nonlinear")
+    right = fastgrad.check(elementwise(torch.tanh, tanh_slope), x, reference=torch.tanh, check_grad_dtypes=True)
+    assert right.verdict == "passed"
+    assert '"precision"' in right.to_json()
+    assert "passed" in right.to_html()
+    assert right.precision is not None
+    assert right.precision.rounded_once

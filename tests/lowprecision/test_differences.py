@@ -1,0 +1,82 @@
+"""Verdicts in lower dtypes where nothing runs in double precision: by differences alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastgrad
+from tests.lowprecision.test_check import DTYPES, each_dtype, normal, tanh_slope
+
+
+def in_this_dtype_only(dtype: torch.dtype, slope: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    class Tanh(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            if x.dtype is not dtype:
+                raise TypeError(f"there is no kernel for {x.dtype}")
+            ctx.save_for_backward(x)
+            return x.float().tanh().to(dtype)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            return slope(grad.float(), x.float()).to(dtype)
+
+    return Tanh.apply  # type: ignore[no-any-return]
+
+
+@each_dtype
+def test_right_and_wrong_functions(dtype: torch.dtype) -> None:
+    x = normal(3, 4, dtype=dtype)
+    right = fastgrad.check(in_this_dtype_only(dtype, tanh_slope), x)
+    assert right.verdict == "passed", str(right)
+    assert right.precision is not None
+    assert right.precision.reference == ""
+    assert any("there is no kernel for torch.float64" in note for note in right.notes)
+    for factor in (0.0, -1.0, 1.5):
+
+        def slope(g: Tensor, x: Tensor, factor: float = factor) -> Tensor:
+            return factor * tanh_slope(g, x)
+
+        wrong = fastgrad.check(in_this_dtype_only(dtype, slope), x)
+        assert wrong.failure is not None, str(wrong)
+        assert wrong.failure.kind == "beyond rounding"
+        worst = wrong.precision.worst  # type: ignore[union-attr]
+        assert worst is not None
+        assert worst.found.real == pytest.approx(factor * worst.expected.real, rel=0.1, abs=1e-6)
+
+
+def test_an_error_of_a_thousandth_in_float32() -> None:
+    slope = lambda g, x: 1.001 * tanh_slope(g, x)  # noqa: E731
+    report = fastgrad.check(in_this_dtype_only(torch.float32, slope), normal(3, 4, dtype=torch.float32))
+    assert report.verdict == "failed"
+
+
+@each_dtype
+def test_kinks_and_jumps_are_no_failure(dtype: torch.dtype) -> None:
+    class Stairs(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            if x.dtype is torch.float64:
+                raise TypeError("no")
+            ctx.save_for_backward(x)
+            return x.abs() + (4 * x).floor()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            return grad * x.sign()
+
+    assert fastgrad.check(Stairs.apply, normal(3, 4, dtype=dtype)).verdict in ("passed", "undecided")
+
+
+def test_a_required_reference_must_run() -> None:
+    assert DTYPES
+    func = in_this_dtype_only(torch.bfloat16, tanh_slope)
+    with pytest.raises(ValueError, match=r"The reference cannot be used: .* no kernel for"):
+        fastgrad.check(func, normal(3, dtype=torch.bfloat16), reference="float64")
