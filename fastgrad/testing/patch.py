@@ -113,7 +113,8 @@ def patch(*, compare: bool = False) -> Iterator[list[Check]]:
     >>> import torch, fastgrad
     >>> x = torch.randn(3, dtype=torch.float64, requires_grad=True)
     >>> with fastgrad.patch():
-    ...     torch.autograd.gradcheck(torch.sin, (x,))  # runs fastgrad.gradcheck
+    ...     gradcheck = torch.autograd.gradcheck  # fastgrad's
+    ...     gradcheck(torch.sin, (x,))
     True
     """
     session = _Session(compare)
