@@ -20,7 +20,7 @@ FEWEST_EFFECTIVE = 12.0
 """Entries that a common relative error must be the mean of: of fewer, the entries themselves are compared."""
 
 MOST_OF_SUMS = 4.0
-"""Times what is allowed that a sum over outputs may be off without a wrong row: a kernel that adds up in the lower dtype
+"""Times what is allowed that a sum over outputs may be off without a wrong row: a kernel that adds up in a lower dtype
 rounds more often than an operator of the reference."""
 
 MOST_LOCATED = 4
