@@ -38,6 +38,8 @@ def lines(precision: LowPrecision) -> list[str]:
 
 
 def _compared(precision: LowPrecision) -> str:
+    if not precision.reference:
+        return f"  compared   {precision.rows} in the lower dtype"
     held = ", and to rounding once, as it computes in a wider dtype" if precision.rounded_once else ""
     return (
         f"  compared   {precision.entries} entries of {precision.products} VJPs ({precision.rows}) with "

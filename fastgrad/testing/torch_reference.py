@@ -17,7 +17,10 @@ from fastgrad.problem.second_order import differentiable_outputs
 
 _asking: ContextVar[bool] = ContextVar("fastgrad_asks_torch", default=False)
 
-_OWN_KEYWORDS = ("engine", "seed", "confidence", "memory_limit", "progress")
+_OWN_KEYWORDS = (
+    *("engine", "seed", "confidence", "memory_limit", "progress"),
+    *("reference", "reference_device", "precision"),
+)
 
 
 @dataclass(frozen=True)
