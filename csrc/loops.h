@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/complex.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
@@ -236,9 +237,13 @@ struct GradientsMatch {
   std::map<int64_t, UnspecifiedEntry> unspecified;  // by input, where there is any
 };
 
-// How a grad_output lies in memory: contiguous; with the dimensions reversed and gaps of NaN; contiguous, one element
-// behind the beginning of its storage, where addresses are not those that vectorized loads need, behind a NaN; and, of
-// a row that is constant over each output, a single value expanded with stride 0, as sum() sends it.
+// Whether a node is a custom Function, of Python or C++.
+bool is_custom(const torch::autograd::Node& node);
+
+// How a grad_output lies in memory: contiguous; with the dimensions reversed and gaps of NaN; contiguous, behind the
+// beginning of its storage and a NaN, by one element where a custom node gets it (addresses are not those that
+// vectorized loads need then), and else by two; and, of a row that is constant over each output, a single value
+// expanded with stride 0, as sum() sends it.
 enum class Layout : int64_t { contiguous, gapped, offset, expanded };
 
 // V J in coordinates: row k of the result (float64, shape (count, coordinates of all inputs end to end)) = the

@@ -25,8 +25,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <string_view>
-#include <typeinfo>
 #include <unordered_set>
 #include <utility>
 
@@ -60,12 +58,6 @@ bool are_close_elsewhere(const at::Tensor& left, const at::Tensor& right, double
   }
   const at::Tensor tolerance = (at::abs(right).amax() * rtol).clamp_max(atol);
   return at::le(at::abs(left - right).amax(), tolerance).item<bool>();
-}
-
-// Whether a node is a custom Function, of Python or C++; their types are hidden or templates, all but the names.
-bool is_custom(const torch::autograd::Node& node) {
-  const std::string_view name = typeid(node).name();
-  return name.find("PyNode") != std::string_view::npos || name.find("CppNode") != std::string_view::npos;
 }
 
 // Hands each node of a backward to visit(node), which says whether to go on to what follows it.

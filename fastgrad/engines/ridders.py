@@ -324,7 +324,7 @@ def extrapolate(slopes: Tensor, widths: Tensor, rounding: Tensor, atol: float, r
     if not widths.numel():
         return torch.full_like(rounding, torch.nan), torch.full_like(rounding, torch.inf)
     # A few numbers each: NumPy takes a quarter of the time that operators do.
-    slope, width, noise = (tensor.detach().cpu().numpy() for tensor in (slopes, widths, rounding))
+    slope, width, noise = (_array(tensor) for tensor in (slopes, widths, rounding))
     found = []
     for first in range(0, rounding.numel(), TOGETHER):
         own = slice(first, first + TOGETHER)
@@ -332,6 +332,15 @@ def extrapolate(slopes: Tensor, widths: Tensor, rounding: Tensor, atol: float, r
             found.append(_extrapolated(slope[:, own], width[:, own], noise[own], atol, rtol))
     values, errors = (torch.from_numpy(np.concatenate(part)).to(rounding.device) for part in zip(*found, strict=True))
     return values, errors
+
+
+def _array(tensor: Tensor) -> Array:
+    """The values of a tensor; of a subclass, which may have no memory of its own, a plain copy's."""
+    if type(tensor) is Tensor:
+        return tensor.detach().cpu().numpy()
+    values = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    values.copy_(tensor)
+    return values.numpy()
 
 
 def _extrapolated(slopes: Array, widths: Array, rounding: Array, atol: float, rtol: float) -> tuple[Array, Array]:
