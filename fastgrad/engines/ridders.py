@@ -144,7 +144,7 @@ def measured(problem: Problem, inputs: Tensor, outputs: Tensor, record_graph: bo
     """The evaluations behind `refine`: two per step, and three; at most some 90."""
     where, owner = torch.unique(inputs, return_inverse=True)
     block = block_with(problem.inputs, int(where[0]))
-    x = problem.coordinates()[where].abs()
+    x = _plain(problem.coordinates()[where].abs())
     ulp = spacing(block.tensor.dtype)
     smallest = torch.maximum(SMALLEST_STEP * x, 4 * ulp * x.clamp(min=2.0**-40))
     displacement = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
@@ -324,7 +324,7 @@ def extrapolate(slopes: Tensor, widths: Tensor, rounding: Tensor, atol: float, r
     if not widths.numel():
         return torch.full_like(rounding, torch.nan), torch.full_like(rounding, torch.inf)
     # A few numbers each: NumPy takes a quarter of the time that operators do.
-    slope, width, noise = (_array(tensor) for tensor in (slopes, widths, rounding))
+    slope, width, noise = (_plain(tensor).detach().cpu().numpy() for tensor in (slopes, widths, rounding))
     found = []
     for first in range(0, rounding.numel(), TOGETHER):
         own = slice(first, first + TOGETHER)
@@ -334,13 +334,13 @@ def extrapolate(slopes: Tensor, widths: Tensor, rounding: Tensor, atol: float, r
     return values, errors
 
 
-def _array(tensor: Tensor) -> Array:
-    """The values of a tensor; of a subclass, which may have no memory of its own, a plain copy's."""
+def _plain(tensor: Tensor) -> Tensor:
+    """The tensor or, of a subclass, which may have no memory of its own, a copy of its values."""
     if type(tensor) is Tensor:
-        return tensor.detach().cpu().numpy()
-    values = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        return tensor
+    values = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     values.copy_(tensor)
-    return values.numpy()
+    return values
 
 
 def _extrapolated(slopes: Array, widths: Array, rounding: Array, atol: float, rtol: float) -> tuple[Array, Array]:

@@ -1445,8 +1445,8 @@ def _single() -> tuple[Tensor]:
     return normal((7,), dtype=torch.float32)()
 
 
-# Of float32 throughout, by tolerances: the dtype comes first. torch fails the correct twin, too: its step is not the one
-# that was taken.
+# Of float32 throughout, by tolerances: the dtype comes first. torch fails the correct twin, too: its step is not the
+# one that was taken.
 add(
     "large offset in float32",
     "low precision",
