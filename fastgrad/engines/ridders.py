@@ -142,6 +142,7 @@ def refine(
 
 def measured(problem: Problem, inputs: Tensor, outputs: Tensor, record_graph: bool, eps: float) -> Measured:
     """The evaluations behind `refine`: two per step, and three; at most some 90."""
+    inputs, outputs = _plain(inputs), _plain(outputs)
     where, owner = torch.unique(inputs, return_inverse=True)
     block = block_with(problem.inputs, int(where[0]))
     x = _plain(problem.coordinates()[where].abs())
