@@ -205,6 +205,9 @@ class LowerCheck:
             raise IncomparableError(f"{reference.name} raises {type(error).__name__}: {error}") from error
         if nearby:
             self._outcome.notes.append(f"the reference itself was checked next to x: at x, {nearby}")
+        if report.failure is not None and _computes_coarsely(report) and self._settings.reference is None:
+            self._outcome.note(reference="")
+            raise IncomparableError(f"{reference.name} computes in a lower dtype inside")
         self._outcome.note(reference_report=report.to_dict())
         if report.failure is None:
             return None
@@ -331,7 +334,8 @@ def _environment(device: torch.device) -> Environment:
 def _computes_coarsely(report: Report) -> bool:
     """Whether a reference in double precision computes in a lower dtype inside."""
     coarse = report.evidence is not None and report.evidence.output_dtype is not None
-    return coarse or any(cause.name == "low precision" for cause in report.causes[:1])
+    named = any(cause.name == "low precision" for cause in report.causes[:1])
+    return coarse or named or (report.failure is not None and report.failure.trouble == "low precision")
 
 
 def _moved(arguments: tuple[Any, ...], factor: float) -> tuple[Any, ...]:

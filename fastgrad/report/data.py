@@ -54,7 +54,7 @@ FailureKind = Literal[
 """What a check failed by."""
 
 Precision = Literal["auto", "strict"]
-"""How functions of a lower dtype are checked: by measured rounding, or by tolerances as in double precision."""
+"""Whether functions of a lower dtype are checked by measured rounding, or by tolerances as in double precision."""
 
 CauseName = Literal[
     "constant factor",

@@ -80,3 +80,30 @@ def test_a_required_reference_must_run() -> None:
     func = in_this_dtype_only(torch.bfloat16, tanh_slope)
     with pytest.raises(ValueError, match=r"The reference cannot be used: .* no kernel for"):
         fastgrad.check(func, normal(3, dtype=torch.bfloat16), reference="float64")
+
+
+class WideInside(torch.autograd.Function):
+    """A product that computes in float32 whatever it is given, as kernels do."""
+
+    factor = 1.0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return (x.float() * w.float()).tanh().to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:  # type: ignore[override]
+        x, w = (saved.float() for saved in ctx.saved_tensors)
+        inner = grad_output.float() * (1 - (x * w).tanh() ** 2)
+        return (inner * w).to(grad_output.dtype), (inner * x * WideInside.factor).to(grad_output.dtype)
+
+
+def test_a_function_that_computes_in_float32_inside_is_no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs = tuple(torch.randn(4, 5, generator=generator).bfloat16().requires_grad_() for _ in range(2))
+    report = fastgrad.check(WideInside.apply, inputs)
+    assert (report.verdict, report.precision.reference) == ("passed", "")  # type: ignore[union-attr]
+    assert any("computes in a lower dtype inside" in note for note in report.notes)
+    monkeypatch.setattr(WideInside, "factor", 1.5)
+    assert fastgrad.check(WideInside.apply, inputs).verdict == "failed"
