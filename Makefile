@@ -89,6 +89,8 @@ cuda-gate: $(VENV)/.torch
 CUDA_TORCH ?= torch==2.11.0
 CUDA_PYTHON ?= $(LINKED)/$(VENV)/bin/python
 LINKED := build/cuda-link
+# The toolkit that nvcc is of: nvcc itself may be a script elsewhere.
+cuda-link: export CUDA_HOME ?= $(shell nvcc --dryrun -x cu /dev/null 2>&1 | sed -n 's/^\#\$$ TOP=//p' | xargs realpath)
 cuda-link:
 	$(call copy_to,$(LINKED))
 	$(if $(filter $(LINKED)/%,$(CUDA_PYTHON)),$(MAKE) -C $(LINKED) $(VENV)/.torch TORCH=$(CUDA_TORCH))

@@ -62,7 +62,8 @@ PYBIND11_MODULE(_C, module) {
       .def("inputs_changed", torch::wrap_pybind_function(&Evaluator::inputs_changed))
       .def("restore", torch::wrap_pybind_function(&Evaluator::restore))
       .def_property_readonly("evaluations", &Evaluator::evaluations)
-      .def_property("mutates_inputs", &Evaluator::mutates_inputs, &Evaluator::set_mutates_inputs);
+      .def_property("mutates_inputs", &Evaluator::mutates_inputs, &Evaluator::set_mutates_inputs)
+      .def_property("records_differences", &Evaluator::records_differences, &Evaluator::set_records_differences);
   py::class_<fastgrad::UnspecifiedEntry>(module, "UnspecifiedEntry")
       .def_readonly("row", &fastgrad::UnspecifiedEntry::row)
       .def_readonly("element", &fastgrad::UnspecifiedEntry::element)
@@ -105,6 +106,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("is_plain_zero", torch::wrap_pybind_function(&fastgrad::is_plain_zero));
   module.def("largest_errors", torch::wrap_pybind_function(&fastgrad::largest_errors));
   module.def("project_rows_", torch::wrap_pybind_function_no_gil(&fastgrad::project_rows_));
+  module.def("count_nodes", torch::wrap_pybind_function(&fastgrad::count_nodes));
   module.def("runs_no_custom_code", torch::wrap_pybind_function(&fastgrad::runs_no_custom_code));
   module.def("vjp", torch::wrap_pybind_function(&fastgrad::vjp));
   module.def("with_undefined_grads", torch::wrap_pybind_function(&fastgrad::with_undefined_grads));

@@ -1,6 +1,7 @@
 // The derivative of func along one random direction, from two or four evaluations.
 #include "loops.h"
 
+#include "kernels/richardson.h"
 #include "ops/common.h"
 #include "ops/richardson.h"
 #include "rows.h"
@@ -50,8 +51,8 @@ void two_points(const TwoPoints& at) {
     for (int64_t i = 0; i < count; ++i) {
       const double bend = std::fabs(p[i] + m[i] - 2 * y[i]) * half;
       const double smooth = at.curve * (std::fabs(d[i]) + usual) + 32 * at.ulp / at.step * std::fabs(y[i]);
-      if (!(bend <= smooth) && !(bend <= noise[i])) {
-        noise[i] = bend;
+      if (!(bend <= smooth)) {
+        noise[i] = louder(bend, noise[i]);
       }
     }
     return;
@@ -65,7 +66,7 @@ void two_points(const TwoPoints& at) {
   }
   at.minus.copy_(at.derivative).abs_().add_(usual).mul_(at.curve).add_(at.base.abs(), 32 * at.ulp / at.step);
   bend.masked_fill_(bend <= at.minus, 0.0);
-  at::maximum_out(const_cast<at::Tensor&>(at.noise), at.noise, bend);
+  at.noise.copy_(at::maximum(at.noise, bend));
 }
 
 }  // namespace
@@ -83,16 +84,26 @@ std::optional<std::tuple<int64_t, int64_t, py::object>> Evaluator::difference_al
   for (const OutputSpec& output : outputs) {
     m += coordinate_count(output.like);
   }
-  const auto check = [&](const char* name, const at::Tensor& tensor, int64_t size) {
+  const auto check = [&](const char* name, const at::Tensor& tensor) {
     check_contiguous_float64("difference_along", name, tensor);
-    TORCH_CHECK(
-        tensor.numel() == size, "difference_along: ", name, " must have ", size, " elements, got ", tensor.numel());
+    TORCH_CHECK(tensor.numel() == m, "difference_along: ", name, " must have ", m, " elements, got ", tensor.numel());
   };
-  check("derivative", into.derivative, m);
-  check("noise", into.noise, m);
-  check("base", into.base, m);
-  for (const at::Tensor& row : values) {
-    check("values", row, m);
+  const auto check_all = [&] {
+    check("derivative", into.derivative);
+    check("noise", into.noise);
+    check("base", into.base);
+    for (const at::Tensor& row : values) {
+      check("values", row);
+    }
+  };
+  check_all();
+  if (fixed) {
+    TORCH_CHECK(
+        fixed->layout() == at::kStrided && fixed->scalar_type() == at::kBool &&
+            fixed->sizes() == along.direction.sizes() && fixed->device() == along.direction.device(),
+        "difference_along: fixed must be a bool tensor like the direction, got ", fixed->scalar_type(), " of shape ",
+        fixed->sizes(), " on ", fixed->device());
+    check_storage("difference_along", "fixed", *fixed);
   }
   {
     const BelowAutograd guard;
@@ -108,6 +119,7 @@ std::optional<std::tuple<int64_t, int64_t, py::object>> Evaluator::difference_al
   if (changed) {
     return changed;
   }
+  check_all();  // func has run
   const BelowAutograd guard;
   int64_t offset = 0;
   for (size_t o = 0; o < outputs.size(); ++o) {

@@ -543,7 +543,7 @@ std::optional<std::tuple<int64_t, int64_t, py::object>> Evaluator::values_along(
   const OnExit restoring([this] { restore(); });
   for (size_t s = 0; s < values.size(); ++s) {
     displace(displacement, scales[s]);
-    const py::object result = call(record_graph, perturbed_arguments());
+    const py::object result = call(record_graph && records_differences_, perturbed_arguments());
     const at::Tensor row = values[s].unsqueeze(0);
     const auto changed =
         visit_outputs(result, outputs, [&](size_t, const at::Tensor& output, int64_t offset, int64_t size) {
@@ -578,7 +578,7 @@ std::optional<std::tuple<int64_t, int64_t, py::object>> Evaluator::difference_co
         restore();
       }
       perturb(sign);
-      const py::object result = call(record_graph, perturbed_arguments());
+      const py::object result = call(record_graph && records_differences_, perturbed_arguments());
       const auto changed =
           visit_outputs(result, outputs, [&](size_t, const at::Tensor& output, int64_t offset, int64_t size) {
             if (sign == 1) {
@@ -649,7 +649,7 @@ std::optional<std::tuple<int64_t, int64_t, py::object>> Evaluator::difference_gr
         restore();
       }
       perturb_together(groups, g, copies, sign, eps);
-      const py::object result = call(record_graph, perturbed_arguments());
+      const py::object result = call(record_graph && records_differences_, perturbed_arguments());
       const at::Tensor& side = sides[sign == 1 ? 0 : 1];
       const auto changed =
           visit_outputs(result, outputs, [&](size_t, const at::Tensor& output, int64_t offset, int64_t size) {

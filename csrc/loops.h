@@ -170,6 +170,11 @@ class Evaluator {
   bool mutates_inputs() const { return mutates_inputs_; }
   void set_mutates_inputs(bool mutates) { mutates_inputs_ = mutates; }
 
+  // Whether func at perturbed inputs records gradients where it is asked to: not, where its values are the same
+  // without.
+  bool records_differences() const { return records_differences_; }
+  void set_records_differences(bool records) { records_differences_ = records; }
+
  private:
   pybind11::object call(bool record_graph, const pybind11::tuple& arguments);
 
@@ -196,6 +201,7 @@ class Evaluator {
   int64_t size_ = 0;  // the coordinates of all inputs
   int64_t evaluations_ = 0;
   bool mutates_inputs_ = false;
+  bool records_differences_ = true;
 };
 
 // What body() returns, called at a level of forward-mode AD. torch has one level for all threads: they take turns, and
@@ -295,6 +301,9 @@ std::vector<at::Tensor> arguments_of(const std::vector<InputBlock>& inputs);
 // subclass of the user's. Such code may take one grad_output at a time only, and count on being called for each.
 // Hooks on saved tensors leave no trace in the graph.
 bool runs_no_custom_code(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs);
+
+// The nodes of the graph behind outputs, and how many of them are custom Functions; no more than `most` are visited.
+std::tuple<int64_t, int64_t> count_nodes(const std::vector<at::Tensor>& outputs, int64_t most);
 
 // The ids of the streams that the backward of `outputs` with respect to `inputs` runs on, each once; of a backward
 // on the CPU none.

@@ -216,6 +216,16 @@ bool runs_no_custom_code(const std::vector<at::Tensor>& outputs, const std::vect
   return found_none;
 }
 
+std::tuple<int64_t, int64_t> count_nodes(const std::vector<at::Tensor>& outputs, int64_t most) {
+  int64_t nodes = 0;
+  int64_t custom = 0;
+  visit_backward(outputs, [&](torch::autograd::Node& node) {
+    custom += is_custom(node) ? 1 : 0;
+    return ++nodes < most;
+  });
+  return {nodes, custom};
+}
+
 std::vector<int64_t> backward_streams(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) {
   using torch::autograd::Node;
   std::vector<torch::autograd::Edge> ends;

@@ -21,10 +21,21 @@ __global__ void compare_kernel(
   ComparisonStatistics statistics;
   const int64_t tiles_high = (rows + tile_rows - 1) / tile_rows;
   const int64_t stripes = (entries + stripe_columns - 1) / stripe_columns;
-  // Down the stripes, one by one: every thread visits its entries in the order of kernels/comparison.h.
-  for (int64_t tile = blockIdx.x; tile < tiles_high * stripes; tile += gridDim.x) {
-    const int64_t k = tile / tiles_high * stripe_columns + threadIdx.x % stripe_columns;
-    const int64_t first = tile % tiles_high * tile_rows;
+  // Down the stripes, one by one: every thread visits its entries in the order of kernels/comparison.h. A step of the
+  // grid is so many stripes and tiles; a division for each tile would take longer than its entries.
+  const int64_t stripe_step = gridDim.x / tiles_high;
+  const int64_t tile_step = gridDim.x % tiles_high;
+  int64_t stripe = blockIdx.x / tiles_high;
+  int64_t tile = blockIdx.x % tiles_high;
+  for (; stripe < stripes; stripe += stripe_step, tile += tile_step) {
+    if (tile >= tiles_high) {
+      tile -= tiles_high;
+      if (++stripe >= stripes) {
+        break;
+      }
+    }
+    const int64_t k = stripe * stripe_columns + threadIdx.x % stripe_columns;
+    const int64_t first = tile * tile_rows;
     const int64_t last = first + tile_rows < rows ? first + tile_rows : rows;
     for (int64_t i = first + threadIdx.x / stripe_columns; i < last && k < entries; i += rows_at_once) {
       reduce(

@@ -37,6 +37,12 @@ struct ComparisonStatistics {
 constexpr int64_t comparison_fields = 10;
 static_assert(sizeof(ComparisonStatistics) == comparison_fields * sizeof(double), "fields are doubles only");
 
+// Whether error / size may be larger than `largest`: the division, slow on every processor, is left for few entries.
+FASTGRAD_HOST_DEVICE bool may_exceed(double error, double largest, double size) {
+  constexpr double below = 1.0 - 0x1p-50;  // more than the product and the quotient are rounded by
+  return !(error < largest * size * below);
+}
+
 // Takes one entry into the statistics, by torch.isclose(analytical, numerical): equal values
 // (infinities too) are close, anything else needs a finite difference within atol + rtol |n|.
 FASTGRAD_HOST_DEVICE void reduce(
@@ -52,21 +58,25 @@ FASTGRAD_HOST_DEVICE void reduce(
     return;
   }
   const double allowed = atol + rtol * size;
-  double excess = error / allowed;
-  if (!(excess >= 0.0) || !std::isfinite(error)) {
-    excess = std::numeric_limits<double>::infinity();
-  }
   if (std::isfinite(error)) {
     statistics.largest_absolute = error > statistics.largest_absolute ? error : statistics.largest_absolute;
-    const double relative = error / size;
-    if (std::isfinite(relative) && relative > statistics.largest_relative) {
-      statistics.largest_relative = relative;
+    if (may_exceed(error, statistics.largest_relative, size)) {
+      const double relative = error / size;
+      if (std::isfinite(relative) && relative > statistics.largest_relative) {
+        statistics.largest_relative = relative;
+      }
     }
   }
-  if (excess > statistics.worst_excess) {
-    statistics.worst_excess = excess;
-    statistics.worst_row = static_cast<double>(row);
-    statistics.worst_column = static_cast<double>(column);
+  if (may_exceed(error, statistics.worst_excess, allowed)) {
+    double excess = error / allowed;
+    if (!(excess >= 0.0) || !std::isfinite(error)) {
+      excess = std::numeric_limits<double>::infinity();
+    }
+    if (excess > statistics.worst_excess) {
+      statistics.worst_excess = excess;
+      statistics.worst_row = static_cast<double>(row);
+      statistics.worst_column = static_cast<double>(column);
+    }
   }
   if (!(std::isfinite(error) && error <= allowed)) {
     statistics.mismatches += 1;

@@ -31,6 +31,8 @@ FASTGRAD_HOST_DEVICE double difference_noise(const FourValues& f, double base, d
 }
 
 // The larger of two noises; NaN counts as the largest.
-FASTGRAD_HOST_DEVICE double louder(double found, double worst) { return found <= worst ? worst : found; }
+FASTGRAD_HOST_DEVICE double louder(double found, double worst) {
+  return worst != worst || found <= worst ? worst : found;
+}
 
 }  // namespace fastgrad

@@ -249,6 +249,8 @@ class Scene:
             "inputs_changed": (e.inputs_changed, ()),
             "restore": (e.restore, ()),
             "values_along": (e.values_along, (v, [1.0, -1.0], [f64(5), f64(5)], specs, False)),
+            "difference_along": (self.difference_along, self.along_arguments(2)),
+            "difference_along, four values": (self.difference_along, self.along_arguments(4)),
             "difference_columns": (e.difference_columns, (0, f64(5, 5), specs, 1e-6, False)),
             "difference_groups": (e.difference_groups, (groups, v, 5, specs, 1e-6, False)),
             "tangent_columns": (
@@ -291,6 +293,14 @@ class Scene:
             "flatten_": (native.flatten_, (v, v.clone())),
             "project_rows_": (native.ops.project_rows_, (f64(2, 6), f64(2, 6), f64(2, 2), f64(2, 6), 0, 1, 0)),
         }
+
+    def along_arguments(self, count: int) -> tuple[Any, ...]:
+        fixed = torch.tensor([False, True, False, False, False])
+        along = 0, 1, 1e-3, 1e-8, f64(5), f64(5)
+        return along, fixed, (f64(5), f64(5), f64(5), 0.1), [f64(5) for _ in range(count)], self.specs, [1e-16, 1e-16]
+
+    def difference_along(self, along: Any, fixed: Any, into: Any, *given: Any) -> None:
+        self.evaluator.difference_along(native.RandomDirection(*along), fixed, native.Derivative(*into), *given)
 
     def groups_used(self, *given: Any) -> None:
         self.groups_used_in(native.Groups(*given))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 import time
@@ -176,8 +177,12 @@ SHARED: dict[str, Callable[[], Any]] = {
 
 def cpu_ticks() -> dict[str, int]:
     """User time of each thread of this process (Linux)."""
-    stats = Path("/proc/self/task").glob("*/stat")
-    return {stat.parent.name: int(stat.read_text().rpartition(")")[2].split()[11]) for stat in stats}
+    ticks = {}
+    for thread in Path("/proc/self/task").iterdir():
+        # Threads of earlier tests may end while they are read.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            ticks[thread.name] = int((thread / "stat").read_text().rpartition(")")[2].split()[11])
+    return ticks
 
 
 @pytest.mark.parametrize("name", SHARED)

@@ -1,0 +1,174 @@
+"""Registers, spills and the limit of bandwidth of each CUDA kernel, read from the compiled code without a device.
+
+    python -m benchmarks.cuda_registers [--page]
+
+Compiles the kernels with nvcc for sm_90, and writes results/cuda-registers.json and a table in docs/gpu-ci.md; `--page`
+writes the table again from the kept result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.measure import RESULTS
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "gpu-ci.md"
+RESULT = RESULTS / "cuda-registers.json"
+BEGIN, END = "<!-- registers: begin -->\n", "<!-- registers: end -->\n"
+
+THREADS, BLOCK = 2048, 256
+"""Threads that a multiprocessor of sm_90 holds, and those of a block of ours."""
+
+REGISTERS = 65536
+"""Of a multiprocessor, 32 bits each (CUDA programming guide, technical specifications for each compute capability)."""
+
+BYTES_PER_CYCLE = 4.8e12 / 132 / 1.98e9
+"""Of memory, for a multiprocessor of an H200: 4.8 TB/s, 132 multiprocessors, 1.98 GHz (NVIDIA's data sheet)."""
+
+ISSUED_PER_CYCLE, DOUBLES_PER_CYCLE = 4, 2
+"""Instructions of warps that a multiprocessor of sm_90 begins in a cycle: four schedulers, and 64 lanes of float64."""
+
+INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*)([^;]*);")
+WIDTHS = {"64": 8, "128": 16, "U8": 1, "S8": 1, "U16": 2, "S16": 2}
+
+
+def compiled(source: Path, folder: Path) -> tuple[str, str]:
+    """What ptxas says of a file's kernels, and their machine code; names as in the source."""
+    include = Path(torch.__file__).parent / "include"
+    stub = folder / "c10" / "cuda" / "impl"  # a CPU build of torch lacks this generated header
+    stub.mkdir(parents=True, exist_ok=True)
+    (stub / "cuda_cmake_macros.h").write_text("#pragma once\n#define C10_CUDA_BUILD_SHARED_LIBS\n")
+    where = [flag for path in (include, include / "torch/csrc/api/include", folder) for flag in ("-isystem", str(path))]
+    target = folder / f"{source.stem}.cubin"
+    options = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", "-fmad=false", "-arch=sm_90", "-Xptxas", "-v", "-cubin"]
+    said = _run("nvcc", *options, f"-I{ROOT / 'csrc'}", *where, str(source), "-o", str(target))
+    code = _run("cuobjdump", "-sass", str(target))
+    return _run("c++filt", text=said), _run("c++filt", text=code)
+
+
+def _run(*command: str, text: str | None = None) -> str:
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{command[0]} failed: {done.stderr or done.stdout}")
+    return done.stdout + done.stderr
+
+
+def resources(said: str) -> Iterable[tuple[str, dict[str, int]]]:
+    """Kernels with their registers, bytes of spills and of shared memory."""
+    for part in said.split("Compiling entry function '")[1:]:
+        numbers = {
+            "registers": r"Used (\d+) registers",
+            "spilled": r"(\d+) bytes spill stores",
+            "shared": r"(\d+) bytes smem",
+        }
+        found = {name: re.search(pattern, part) for name, pattern in numbers.items()}
+        yield part.partition("'")[0], {name: int(match[1]) if match else 0 for name, match in found.items()}
+
+
+def loops(code: str) -> Iterable[tuple[str, dict[str, float]]]:
+    """Kernels with the longest loop of each: what an iteration of a warp's threads executes and moves at most."""
+    for part in code.split("Function : ")[1:]:
+        lines = [match for line in part.splitlines() if (match := INSTRUCTION.match(line))]
+        addresses = [int(line[1], 16) for line in lines]
+        jumps = [
+            (addresses.index(target), k)
+            for k, line in enumerate(lines)
+            if line[2].startswith("BRA") and (to := re.search(r"0x([0-9a-f]+)", line[3]))
+            if (target := int(to[1], 16)) in addresses and target < addresses[k]
+        ]
+        first, last = max(jumps, key=lambda jump: jump[1] - jump[0], default=(0, len(lines) - 1))
+        body = [line[2] for line in lines[first : last + 1]]
+        moved = sum(_width(name) for name in body if name.startswith(("LDG", "STG", "RED", "ATOMG")))
+        doubles = sum(name.startswith(("DADD", "DMUL", "DFMA", "DSETP", "F2F.F64")) for name in body)
+        yield part.partition("\n")[0], {"instructions": len(body), "float64": doubles, "bytes": moved}
+
+
+def _width(name: str) -> int:
+    return next((size for mark, size in WIDTHS.items() if mark in name.split(".")), 4)
+
+
+def short(name: str) -> str:
+    """A kernel's name without namespaces, or the functor's where it is one."""
+    name = re.sub(r"fastgrad::|cuda::|\(anonymous namespace\)::", "", name)
+    functor = re.search(r"elementwise_kernel<(\w+(?:<[\w ]+>)?)", name)
+    return functor[1] if functor else re.sub(r"^void |\(.*", "", name)
+
+
+def measured() -> list[dict[str, Any]]:
+    """All kernels."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for source in sorted((ROOT / "csrc" / "cuda").glob("*.cu")):
+            said, code = compiled(source, Path(folder))
+            bodies = {short(name): body for name, body in loops(code)}
+            for name, numbers in resources(said):
+                body = bodies[short(name)]
+                held = REGISTERS // (max(numbers["registers"], 1) * BLOCK) * BLOCK
+                memory = 32 * body["bytes"] / BYTES_PER_CYCLE
+                issue = max(body["instructions"] / ISSUED_PER_CYCLE, body["float64"] / DOUBLES_PER_CYCLE)
+                rows.append(
+                    {
+                        "kernel": short(name),
+                        **numbers,
+                        "occupancy": min(held, THREADS) / THREADS,
+                        **body,
+                        "bandwidth": memory / max(memory, issue),
+                    }
+                )
+    return rows
+
+
+def table(result: dict[str, Any]) -> str:
+    """The section of the page."""
+    spilled = sum(row["spilled"] for row in result["rows"])
+    head = (
+        f"Kernels for `float64`, as {result['compiler']} compiles them for sm_90 "
+        "(`python -m benchmarks.cuda_registers`). "
+        f"All {len(result['rows'])} kernels, also those for lower dtypes, spill {spilled} bytes of registers. "
+        "Instructions and bytes are those of the longest loop, on all its paths, for one thread. The last column is a "
+        "prediction, and no measurement: the fraction of an H200's memory bandwidth that the number of instructions "
+        "leaves, without latencies."
+    )
+    lines = [
+        *textwrap.wrap(head, 120),
+        "",
+        "| kernel | registers | shared bytes | occupancy | instructions | of float64 | global bytes | bandwidth |",
+        "| --- " * 8 + "|",
+    ]
+    for row in result["rows"]:
+        if any(dtype in row["kernel"] for dtype in ("float>", "Float16", "BFloat16")):
+            continue
+        lines.append(
+            f"| `{row['kernel']}` | {row['registers']} | {row['shared']} | {row['occupancy']:.2f} | "
+            f"{row['instructions']} | {row['float64']} | {row['bytes']} | {row['bandwidth']:.2f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--page", action="store_true", help="write the table again from the kept result")
+    if not parser.parse_args().page:
+        compiler = re.search(r"release ([\d.]+)", _run("nvcc", "--version"))
+        result = {"compiler": f"nvcc {compiler[1] if compiler else '?'}", "rows": measured()}
+        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    text = table(json.loads(RESULT.read_text()))
+    page = PAGE.read_text()
+    before, after = page.partition(BEGIN)[0], page.partition(END)[2]
+    PAGE.write_text(before + BEGIN + text + END + after)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
