@@ -9,6 +9,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from torch import Tensor
 
 import fastgrad
 from fastgrad.engines.cost_model import COSTS
+from fastgrad.problem import first_look
 from fastgrad.problem.problem import Problem
+from fastgrad.problem.second_order import Backward
 
 SIZE = 1000
 """Input coordinates: calls take microseconds, so that what surrounds them shows."""
@@ -53,6 +56,48 @@ def beside_the_calls(check: Callable[[], fastgrad.Report], evaluation: float, vj
     report = check()
     assert report.passed, report
     return median_seconds(check, rounds) - report.evaluations * evaluation - report.vjps * vjp
+
+
+class Sine(torch.autograd.Function):
+    """A custom Function."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+        return grad_output * ctx.saved_tensors[0].cos()
+
+
+def usual_costs(rounds: int) -> dict[str, tuple[float, float]]:
+    """What an evaluation for a difference takes, by its nodes: the figure that is assumed, and one measured."""
+
+    def seconds(func: Callable[..., Any], *inputs: Tensor, records: bool = True) -> float:
+        with Problem(func, inputs, records_differences=records) as problem:
+            columns = min(problem.n, 16)
+            found = median_seconds(lambda: problem.difference_columns(0, columns, 1e-6, True), rounds)
+            return found / (2 * columns)
+
+    def chain(link: Callable[..., Any], count: int) -> Callable[..., Any]:
+        return lambda x: reduce(lambda value, _: link(value), range(count), x)
+
+    x, count = leaf(16), 20
+    one, many = seconds(torch.sin, x), seconds(chain(torch.sin, count), x)
+    node = (many - one) / (count - 1)
+    call = one - 2 * node  # sin's, and that of its input
+    custom = (seconds(chain(Sine.apply, count), x) - many) / count
+    grad_output = leaf(16)
+    backward = Backward(torch.sin, (x,), (grad_output,))
+    with Problem(backward, (x, grad_output), records_differences=False) as problem:
+        assumed = call + node * problem.nodes
+    return {
+        "CALL_SECONDS": (first_look.CALL_SECONDS, call),
+        "NODE_SECONDS": (first_look.NODE_SECONDS, node),
+        "CUSTOM_SECONDS": (first_look.CUSTOM_SECONDS, custom),
+        "BACKWARD_SECONDS": (first_look.BACKWARD_SECONDS, seconds(backward, x, grad_output, records=False) - assumed),
+    }
 
 
 def measured(rounds: int) -> dict[str, float]:
@@ -100,8 +145,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(f"{'cost':<26}{'model':>12}{'measured':>12}")
-    for name, value in measured(options.rounds).items():
-        print(f"{name:<26}{getattr(COSTS, name):>12.3g}{value:>12.3g}")
+    rows = {name: (getattr(COSTS, name), value) for name, value in measured(options.rounds).items()}
+    for name, (assumed, value) in (usual_costs(options.rounds) | rows).items():
+        print(f"{name:<26}{assumed:>12.3g}{value:>12.3g}")
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -269,7 +270,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=20.0, help="seconds a sample")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--fast", action="store_true", help="kernels with fast_mode=True")
-    parser.add_argument("--lines", default="/tmp/low-precision.jsonl", help="where operators' rows are kept")
+    parser.add_argument("--lines", default="build/low-precision.jsonl", help="where operators' rows are kept")
     parser.add_argument("--name", default="", help="summary: write results/<name>.json")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -280,6 +281,7 @@ def main() -> None:
             print(dtype, json.dumps(kernel_table(dtype, options.fast, options.seed), indent=1))
     elif options.what == "operators":
         numbers = range(options.samples[0], options.samples[1] + 1)
+        Path(options.lines).parent.mkdir(parents=True, exist_ok=True)
         with open(options.lines, "a") as out:
             for dtype in dtypes:
                 run_operators(dtype, numbers, options.every, options.first, options.limit, out)

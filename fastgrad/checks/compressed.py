@@ -45,8 +45,9 @@ from fastgrad.structure.sparsity import HANDFUL, Mask, Pattern
 from fastgrad.verdict.analytical_certificate import AnalyticalCertificate
 from fastgrad.verdict.comparison import Findings, PairComparison, tolerances
 from fastgrad.verdict.confirm import mismatch_failure
-from fastgrad.verdict.linearity import RepeatedCalls, groups_failure, one_hot_failure, separate_failure
+from fastgrad.verdict.linearity import groups_failure, one_hot_failure, separate_failure
 from fastgrad.verdict.numerical_certificate import MOST_SUSPECTS, Incomplete, NumericalCertificate, incomplete
+from fastgrad.verdict.repeated_calls import RepeatedCalls
 
 ATTEMPTS = 6
 """Patterns to try: guesses, what probing finds, from both sides or from one, with and without what is dense, and what

@@ -22,6 +22,10 @@ FEWEST_VECTORIZED = 6
 """Rows from which one vectorized VJP takes less time than as many single ones."""
 
 
+SHARED_SECONDS = 0.1
+"""Seconds from which on the rows of a small problem are left to several ranks: one call of all is rank 0's."""
+
+
 def is_small(problem: Problem, settings: Settings) -> bool:
     """Whether all of backward can be run at once, before the differences, and compared with them at once."""
     return (
@@ -30,6 +34,7 @@ def is_small(problem: Problem, settings: Settings) -> bool:
         and not settings.check_forward_ad
         and all(block.tensor.layout is torch.strided for block in problem.inputs)
         and is_one_block(problem, settings)
+        and (problem.ranks == 1 or problem.seconds * problem.m < SHARED_SECONDS)
     )
 
 

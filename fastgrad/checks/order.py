@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -53,12 +53,16 @@ from fastgrad.verdict.grad_outputs import (
 )
 from fastgrad.verdict.linearity import (
     LinearityProof,
-    RepeatedCalls,
     TangentProof,
     moving_repeat,
     moving_row,
     nonlinear_repeat,
 )
+from fastgrad.verdict.recording import check_recorded_gradients
+from fastgrad.verdict.repeated_calls import RepeatedCalls
+
+if TYPE_CHECKING:
+    from fastgrad.sharding.workers import Workers
 
 TIMED_COLUMNS = 32
 TIMED_SECONDS = 1e-3
@@ -67,7 +71,12 @@ would be two percent."""
 
 
 def check(
-    func: Callable[..., Any], inputs: Any, settings: Settings, names: tuple[str, ...] = (), explain: bool = True
+    func: Callable[..., Any],
+    inputs: Any,
+    settings: Settings,
+    names: tuple[str, ...] = (),
+    explain: bool = True,
+    workers: Workers | None = None,
 ) -> Report:
     """Checks the derivatives that autograd computes for func at inputs against differences of func.
 
@@ -83,6 +92,8 @@ def check(
         What messages call the inputs, if they do not count them.
     explain
         Gather evidence after a failure and look for probable causes.
+    workers
+        The ranks that share the work and all return the report; None: this process alone.
 
     Returns
     -------
@@ -90,48 +101,77 @@ def check(
         Errors of func and of backward, and of the arguments, are raised instead.
     """
     start = time.perf_counter()
-    findings = Findings()
     arguments = as_tuple(inputs)
     with (
         _exact_libraries(arguments, settings) as notes,
-        Progress(settings.progress) as progress,
-        Problem(
-            func, arguments, settings.masked, progress, names, _scales(settings) if settings.inputs else ()
+        Progress(settings.progress if workers is None or workers.leads else False) as progress,
+        _problem_class(workers)(
+            func,
+            arguments,
+            settings.masked,
+            progress,
+            names,
+            _scales(settings) if settings.inputs else (),
+            # Those of a backward are those that training uses; check_recorded_gradients compares the others with them.
+            records_differences=not isinstance(func, Backward),
         ) as problem,
     ):
-        seconds = {"first evaluation": time.perf_counter() - start}
-        worth_it = problem.n >= TIMED_COLUMNS or seconds["first evaluation"] >= TIMED_SECONDS
-        if worth_it:
-            with Stopwatch(seconds):
-                plan, failure = _first_failure(problem, settings, findings)
-        else:
-            plan, failure = _first_failure(problem, settings, findings)
-        if failure is not None and failure.comparison is not None and all(pair.agrees for pair in findings.pairs):
-            findings.add_pair(located_pair(failure, failure.comparison))
-        if problem.device.type == "cuda":
-            findings.notes += notes
-        findings.notes += _notes(problem)
-        report = Report(
-            failure=failure,
-            settings=settings,
-            plan=plan,
-            n=problem.n,
-            m=problem.m,
-            evaluations=problem.evaluations,
-            vjps=problem.vjps,
-            jvps=problem.jvps,
-            seconds=time.perf_counter() - start,
-            phases=dict(seconds),
-            notes=tuple(findings.notes),
-            input_names=names,
-            pairs=tuple(findings.pairs),
-            certificates=tuple(findings.certificates),
-            undecided=findings.undecided,
-            environment=_environment(problem.device),
-        )
-        if not explain or failure is None:
-            return report
-        return _diagnosed(problem, replace(report, subject=_subject(func, problem)), findings.sample)
+        findings = Findings()
+
+        def run() -> Report:
+            report = _report(problem, settings, names, findings, notes, start, isinstance(func, Backward))
+            if not explain or report.failure is None:
+                return report
+            return _diagnosed(problem, replace(report, subject=subject(func, problem)), findings.sample)
+
+        return run() if workers is None else workers.report(run)
+
+
+def _problem_class(workers: Workers | None) -> Callable[..., Problem]:
+    if workers is None:
+        return Problem
+    from fastgrad.sharding.problem import ShardedProblem  # only here: importing fastgrad is to cost little
+
+    return partial(ShardedProblem, workers)
+
+
+def _report(
+    problem: Problem,
+    settings: Settings,
+    names: tuple[str, ...],
+    findings: Findings,
+    notes: list[str],
+    start: float,
+    of_backward: bool,
+) -> Report:
+    """The report without causes; notes: on libraries; start: when the check began, by `time.perf_counter`."""
+    seconds = {"first evaluation": time.perf_counter() - start}
+    worth_it = problem.n >= TIMED_COLUMNS or seconds["first evaluation"] >= TIMED_SECONDS
+    with Stopwatch(seconds) if worth_it else nullcontext():
+        plan, failure = _first_failure(problem, settings, findings, of_backward)
+    if failure is not None and failure.comparison is not None and all(pair.agrees for pair in findings.pairs):
+        findings.add_pair(located_pair(failure, failure.comparison))
+    if problem.device.type == "cuda":
+        findings.notes += notes
+    findings.notes += _notes(problem)
+    return Report(
+        failure=failure,
+        settings=settings,
+        plan=plan,
+        n=problem.n,
+        m=problem.m,
+        evaluations=problem.evaluations,
+        vjps=problem.vjps,
+        jvps=problem.jvps,
+        seconds=time.perf_counter() - start,
+        phases=dict(seconds),
+        notes=tuple(findings.notes),
+        input_names=names,
+        pairs=tuple(findings.pairs),
+        certificates=tuple(findings.certificates),
+        undecided=findings.undecided,
+        environment=environment(problem.device),
+    )
 
 
 def _notes(problem: Problem) -> list[str]:
@@ -141,7 +181,8 @@ def _notes(problem: Problem) -> list[str]:
     return ([disabled] if disabled else []) + ([changes] if problem.mutates_inputs else [])
 
 
-def _subject(func: Callable[..., Any], problem: Problem) -> Subject:
+def subject(func: Callable[..., Any], problem: Problem) -> Subject:
+    """What was checked, for a report."""
     parameters = parameter_names(func)
     if isinstance(func, Backward):
         parameters = parameters[: func.count]  # grad_outputs come after them
@@ -177,7 +218,9 @@ def _scales(settings: Settings) -> list[tuple[float, float]]:
     ]
 
 
-def _first_failure(problem: Problem, settings: Settings, findings: Findings) -> tuple[Plan, Failure | None]:
+def _first_failure(
+    problem: Problem, settings: Settings, findings: Findings, is_backward: bool
+) -> tuple[Plan, Failure | None]:
     if sketches(problem, settings):
         runs_backward = problem.has_graph and settings.check_backward_ad
         calls = RepeatedCalls(problem, settings, most=0) if runs_backward else None
@@ -189,6 +232,13 @@ def _first_failure(problem: Problem, settings: Settings, findings: Findings) -> 
         plan, failure = _exact(problem, settings, findings)
     if failure is None and problem.has_graph:
         failure = _attribute_failure(problem, settings, findings.backward)
+    if (
+        (failure is None or failure.kind == "mismatch")
+        and problem.has_graph
+        and is_backward
+        and torch.is_grad_enabled()
+    ):
+        failure = check_recorded_gradients(problem, settings) or failure
     if failure is None and findings.early is not None:
         raise findings.early  # of a backward that did not raise again, in its turn
     return plan, failure
@@ -349,7 +399,8 @@ def _screened(problem: Problem, settings: Settings, findings: Findings) -> tuple
 
 
 @lru_cache(8)
-def _environment(device: torch.device) -> Environment:
+def environment(device: torch.device) -> Environment:
+    """Versions and device, for a report."""
     name = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
     return Environment(__version__, str(torch.__version__), platform.python_version(), name)
 

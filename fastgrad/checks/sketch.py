@@ -15,7 +15,7 @@ from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING, excess
 from fastgrad.core.random import SKETCH_DIRECTIONS, TANGENT_STREAM, direction
 from fastgrad.core.tensors import differ, largest
-from fastgrad.engines.blocks import REPEAT_SCALE
+from fastgrad.engines.blocks import MOST_AT_ONCE, REPEAT_SCALE
 from fastgrad.engines.plan import detection_limit, sketch_size
 from fastgrad.engines.sketch import (
     NOISE_SHARE,
@@ -33,7 +33,7 @@ from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Certificate, Failure, FailureKind, Settings
 from fastgrad.verdict.confirm import Found, column_entry, difference_along, entry_in_row, located_failure
-from fastgrad.verdict.linearity import linearity_failure, one_hot_rows, separate_failure
+from fastgrad.verdict.linearity import linearity_failure, nondeterministic, one_hot_rows, separate_failure
 from fastgrad.verdict.locate import locate
 
 MOST_STEPS = 5
@@ -46,9 +46,6 @@ entries measured by themselves, take as many."""
 
 SMALL_BOUND, SMALL_BOUND_STEPS = 16, 3
 """Times atol that the bound of selected rows is to be, and steps to try for it."""
-
-MOST_AT_ONCE = 1 << 14
-"""Coordinates of inputs and outputs up to which all cotangents are run in one call."""
 
 MOST_ENTRIES = 8
 """Wrong entries to look for."""
@@ -162,7 +159,9 @@ class _Screen:
                 return Screening(raised=error)
             if failure is not None:
                 return Screening(failure)
-            sketch, failure = self._row_by_row(differences, weight, tentative, small.sketch.gradients if small else {})
+            sketch, failure = self._one_after_another(
+                differences, weight, tentative, small.sketch.gradients if small else {}
+            )
             if failure is None and self._raised is not None:
                 detail = f"it raised {type(self._raised).__name__} in one of several runs"
                 failure = Failure("nonlinear", detail=detail, cause=self._raised)
@@ -207,10 +206,10 @@ class _Screen:
         failure = _repeat_failure(problem, settings, small.vector, gradient, small.repeats, small.separate)
         known = self._known(weight)
         if failure is None and any(_moves(settings, sketch.gradients[k], known[k]) for k in known):
-            failure = _moving(problem)
+            failure = nondeterministic(problem.outputs[0])
         if tentative or failure is not None or sketch.worst() is None:
             return sketch, failure
-        return self._row_by_row(differences, weight, tentative, sketch.gradients)
+        return self._one_after_another(differences, weight, tentative, sketch.gradients)
 
     def _known(self, weight: Tensor) -> Mapping[int, Tensor]:
         """VJPs of the same cotangents in an earlier sketch, by their numbers."""
@@ -218,7 +217,7 @@ class _Screen:
             return {}
         return self._earlier[1]
 
-    def _row_by_row(
+    def _one_after_another(
         self, differences: Differences, weight: Tensor, tentative: bool, earlier: Mapping[int, Tensor]
     ) -> tuple[Sketch, Failure | None]:
         rows = list(cotangents(self._settings.seed, weight, self._count, self._attempt))
@@ -232,7 +231,7 @@ class _Screen:
         self._suspected = max(self._suspected, 4 * abs(value))
         if not search.doubtful:
             return Screening(undecided=self._suspected)  # off by a little all over: no step changes that
-        return self._next_step(differences)
+        return self._at_next_step(differences)
 
     def _verify(self, differences: Differences, search: _Search, sketch: Sketch, weight: Tensor) -> Screening | None:
         """Where no sum looks wrong: the outputs whose noise is within their tolerance are verified."""
@@ -246,7 +245,7 @@ class _Screen:
         self._bound = max(self._bound, float(hidden.masked_fill_(~verified, 0.0).amax()))
         if bool((self._pending & ~verified).any()):
             self._pending &= ~verified
-            return self._next_step(differences)
+            return self._at_next_step(differences)
         self._smallest_bound = min(self._smallest_bound, self._bound)
         if not self._selected or self._bound <= SMALL_BOUND * settings.atol or self._attempt + 1 >= SMALL_BOUND_STEPS:
             return self._verified(self._smallest_bound)
@@ -255,7 +254,7 @@ class _Screen:
         self._eps, self._attempt = self._eps * LARGER, self._attempt + 1
         return None
 
-    def _next_step(self, differences: Differences) -> Screening | None:
+    def _at_next_step(self, differences: Differences) -> Screening | None:
         """Goes on to another step size; leaves a small problem to the exact engine, which costs no more than that."""
         problem = self._problem
         if not self._selected and self._eps == self._settings.eps and 2 * problem.n + problem.m <= EXACT_CALLS:
@@ -300,11 +299,8 @@ def _one_hot(
     small: what the same grad_outputs gave before.
     """
     failure, rows = one_hot_rows(problem, settings)
-    earlier = small.one_hot if small else {}
-    if failure is None and any(
-        differ(gradient[None], rows[row][None], settings.nondet_tol, False) for row, gradient in earlier.items()
-    ):
-        return _moving(problem)
+    if failure is None and small is not None:
+        failure = _seen_before(problem, settings, small, rows)
     for row, gradient in rows.items() if failure is None else ():
         error = differences.derivatives[:, row] - differences.directions @ gradient
         allowed = settings.atol / 4 + 4 * differences.noise[row] + ROUNDING * problem.unit_roundoff * gradient.norm()
@@ -315,9 +311,29 @@ def _one_hot(
             return located_failure([found])
         rounding = ROUNDING * problem.unit_roundoff * largest(gradient)
         if differ(search.row_alone(row)[None], gradient[None], max(rounding, settings.nondet_tol), False):
-            return _moving(problem)
+            return nondeterministic(problem.outputs[0])
         search.doubtful.append(row)
     return failure
+
+
+def _seen_before(
+    problem: Problem, settings: Settings, small: SmallSketch, rows: Mapping[int, Tensor]
+) -> Failure | None:
+    """What was wrong when all grad_outputs were run in one call, and is not when the one-hot ones are run again."""
+    output = problem.outputs[0]
+    if settings.check_grad_dtypes and not small.match.dtypes:
+        return Failure("dtype", output.index, None, output.position)
+    if not small.match.sizes:
+        return Failure("size", output.index, None, output.position)
+    for row, gradient in small.one_hot.items():
+        if differ(gradient[None], rows[row][None], settings.nondet_tol, False):
+            return nondeterministic(problem.outputs[0])
+    for row, gradient in small.scaled.items():
+        for block in problem.inputs:
+            own = max(settings.of(block.index).atol, settings.nondet_tol)
+            if differ(gradient[None, block.slice], rows[row][None, block.slice], own, False):
+                return nondeterministic(problem.outputs[0])
+    return None
 
 
 def _next_step(problem: Problem, settings: Settings, differences: Differences, base: Tensor, pending: Tensor) -> float:
@@ -371,7 +387,7 @@ def _row_by_row(
             detail = f"it raised {type(error).__name__} for {cotangent.kind}"
             return sketch, Failure("nonlinear", detail=detail, cause=error)
         if failure is None and number in earlier and _moves(settings, gradient, earlier[number]):
-            failure = _moving(problem)
+            failure = nondeterministic(problem.outputs[0])
         if failure is not None:
             return sketch, failure
         looks_wrong = any(excess(*pair) > 1 for pair in zip(values, allowed, strict=True))
@@ -404,17 +420,13 @@ def _repeat_failure(
     tolerance = settings.nondet_tol * float(vector.abs().sum()) if settings.nondet_tol else 0.0
     moved = [again for again in repeats if not torch.equal(again, gradient)]
     if any(differ(again[None], gradient[None], tolerance, False) for again in moved):
-        return _moving(problem)
+        return nondeterministic(problem.outputs[0])
     return failure
 
 
 def _moves(settings: Settings, gradient: Tensor, earlier: Tensor) -> bool:
     """Whether a VJP is not that of the same cotangent in an earlier sketch; where some movement is allowed, unknown."""
     return not settings.nondet_tol and differ(gradient[None], earlier[None], 0.0, False)
-
-
-def _moving(problem: Problem) -> Failure:
-    return Failure("nondeterministic", problem.outputs[0].index, None, problem.outputs[0].position)
 
 
 class _Search:

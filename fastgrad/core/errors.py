@@ -8,14 +8,14 @@ import warnings
 
 from fastgrad.core.memory import OUT_OF_MEMORY
 
-_HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 """The package: the frames of fastgrad's own code."""
 
 _CALLS_FUNC = tuple(
-    _HERE + os.path.join(*path.split("/"))
+    PACKAGE + os.path.join(*path.split("/"))
     for path in (
         *("problem/", "functional/", "core/native.py", "core/torch_private.py", "engines/vmapped.py"),
-        *("engines/cuda_graph.py", "verdict/grad_outputs.py", "tools/", "testing/"),
+        *("engines/cuda_graph.py", "verdict/grad_outputs.py", "tools/", "testing/", "distributed/"),
     )
 )
 """Files that call func and backward, or define some: where a builtin one raises, this is the innermost frame."""
@@ -37,7 +37,7 @@ def raise_unless_of_func(error: Exception) -> None:
     if isinstance(error, OUT_OF_MEMORY):
         raise error
     file = _innermost_file(error)
-    if file.startswith(_HERE) and not file.startswith(_CALLS_FUNC):
+    if file.startswith(PACKAGE) and not file.startswith(_CALLS_FUNC):
         raise error
 
 
@@ -46,7 +46,7 @@ def as_raised(error: BaseException) -> BaseException:
 
     Only of fastgrad's own generators; anything else is returned as it is.
     """
-    ours = _innermost_file(error).startswith(_HERE)
+    ours = _innermost_file(error).startswith(PACKAGE)
     stopped = ours and isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration)
     return error.__cause__ if stopped and error.__cause__ is not None else error
 
@@ -56,6 +56,6 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     frame, level = sys._getframe(1), 2
     # Counted, not written down: gradcheck may have been called by gradgradcheck, or by another module here. By files:
     # where torch's functions forward to fastgrad, code of fastgrad runs with their globals.
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)

@@ -6,6 +6,9 @@ import math
 
 import torch
 
+LOWER = (torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex32)
+"""The dtypes below double precision."""
+
 RELATIVE_STEP = {
     torch.float64: 2.0**-24,
     torch.float32: 2.0**-11,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -15,7 +17,7 @@ from torch._C._autograd import _profiler_enabled
 from torch._vmap_internals import _vmap
 from torch.autograd import forward_ad
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -27,6 +29,17 @@ MKLDNN: torch.layout = torch._mkldnn  # type: ignore[attr-defined]
 
 DispatchMode = TorchDispatchMode
 """Sees the operators that are called below autograd, on its thread."""
+
+
+class EagerDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """As DispatchMode, without the import of the compiler, two seconds, in its first call.
+
+    That import is to keep the compiler from `__torch_dispatch__`: subclasses decorate theirs with `hidden_from_dynamo`.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def may_overlap_itself(tensor: Tensor) -> bool:
@@ -149,3 +162,82 @@ def preserved_version(tensor: Tensor) -> Any:
 def has_memory(tensor: Tensor) -> bool:
     """Whether a strided tensor's elements lie in memory: those of the zeros that some backwards return do not."""
     return not tensor._is_zerotensor()
+
+
+def store_of(group: Any) -> Any:
+    """The key-value store through which the ranks of a process group found each other."""
+    from torch.distributed import distributed_c10d  # only here: torch may be built without it
+
+    return distributed_c10d._get_process_group_store(group)
+
+
+def set_timeout(group: Any, timeout: timedelta) -> None:
+    """Has collectives of a process group wait so long."""
+    from torch.distributed import distributed_c10d  # only here: torch may be built without it
+
+    distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def timeout_of(group: Any) -> timedelta:
+    """How long collectives of a process group wait."""
+    devices = group._device_types
+    return cast("timedelta", group._get_backend(devices[0]).options._timeout)
+
+
+@contextlib.contextmanager
+def functions_through(entry: Callable[..., Any]) -> Iterator[None]:
+    """Has entry(cls, call, args) run in place of every `Function.apply`, also where apply was looked up before."""
+    owner: Any = torch.autograd.function._SingleLevelFunction
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        call = functools.partial(super(owner, cls).apply, **kwargs)
+        return entry(cls, call, args)
+
+    owner.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        del owner.apply
+
+
+def backward_hooks(owner: Any) -> list[dict[Any, Callable[..., Any]]]:
+    """The tables of functions that a tensor, or a module, calls with gradients in backward."""
+    names = ("_backward_hooks", "_backward_pre_hooks") if isinstance(owner, torch.nn.Module) else ("_backward_hooks",)
+    return [table for name in names if (table := getattr(owner, name))]
+
+
+def hook_tables(owner: Any) -> dict[str, Any]:
+    """All tables of hooks of a tensor or a module, by attribute; None where there is none yet."""
+    if isinstance(owner, Tensor):
+        return {name: getattr(owner, name) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")}
+    return {name: table for name, table in vars(owner).items() if "_hooks" in name and isinstance(table, dict)}
+
+
+@contextlib.contextmanager
+def no_modes() -> Iterator[None]:
+    """What runs inside is seen by no mode, of functions or of operators."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
+def compiled(func: Callable[..., Any], backend: str, dynamic: bool) -> Callable[..., Any]:
+    """Func compiled by torch.compile, with room for the many kinds of inputs of a check; never silently uncompiled."""
+    config = importlib.import_module("torch._dynamo.config")
+    graph = torch.compile(func, backend=backend, dynamic=dynamic)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
+            return graph(*args, **kwargs)
+
+    return run
+
+
+def fake_mode() -> Any:
+    """A mode in which operators compute shapes, strides and dtypes alone; `from_tensor` makes its tensors."""
+    return importlib.import_module("torch._subclasses.fake_tensor").FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_registered(func: object) -> bool:
+    """Whether a function is an operator of torch.library."""
+    custom = importlib.import_module("torch._library.custom_ops").CustomOpDef
+    return isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket, custom))

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from fastgrad.core.precision import LOWER
 from fastgrad.diagnosis.locations import place_causes
 from fastgrad.diagnosis.rearrangements import shared_by, structure_causes
 from fastgrad.report.data import (
     Cause,
-    CauseName,
     Comparison,
     Entry,
     Evidence,
@@ -56,10 +56,25 @@ def diagnose(report: Report) -> tuple[Cause, ...]:
             found += _of_sample(sample, report, failure, own)
         elif failure.comparison is not None:
             found += _of_sums(failure.comparison)
-    best: dict[CauseName, Cause] = {}
+    best: dict[str, Cause] = {}
     for cause in sorted(found, key=lambda cause: -cause.confidence):
         best.setdefault(cause.name, cause)
-    return tuple(_without_contradictions(list(best.values())))
+    causes = tuple(_without_contradictions(list(best.values())))
+    lower = _lower_dtype(report, causes)
+    return causes if lower is None else (lower, *(cause for cause in causes if cause.name != lower.name))
+
+
+def _lower_dtype(report: Report, others: Sequence[Cause]) -> Cause | None:
+    """That inputs are of a lower dtype, and the call that settles it."""
+    if report.subject is None:
+        return None
+    for dtype in LOWER:
+        name = str(dtype).removeprefix("torch.")
+        if any(kind.startswith(f"{name}[") for kind in report.subject.inputs):
+            text = f"the inputs are {name}, and differences drown in its rounding"
+            measure = 'to settle it: the same call with reference="float64", or with inputs in double precision'
+            return Cause("low precision", text, measure, max([0.5, *(cause.confidence for cause in others)]))
+    return None
 
 
 def _without_contradictions(causes: list[Cause]) -> Iterator[Cause]:

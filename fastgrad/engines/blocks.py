@@ -18,6 +18,13 @@ REPEAT_SCALE = -4.0
 """The second cotangent against the first: another sign and size, so that a clamp up to some 5, a sign or
 a square of grad_output shows too; a power of two, so that a linear backward gives the same bits."""
 
+MOST_AT_ONCE = 1 << 14
+"""Coordinates of inputs and outputs up to which many VJPs are run in one call of native code."""
+
+MOST_CACHED = 1 << 10
+"""Coordinates of the outputs up to which grad_outputs are kept, 40 kB: a suite checks many functions of the same
+shapes."""
+
 EXPANDED_VALUE = 1.25
 """Of an expanded cotangent: not 1, so that a constant 1 in its place shows."""
 
@@ -106,3 +113,14 @@ def thin_out(vector: Tensor, seed: int) -> None:
     first = seed % max(1, min(vector.numel(), SPARSE_STRIDE))
     kept = vector[first::SPARSE_STRIDE].clone()
     vector.zero_()[first::SPARSE_STRIDE] = kept
+
+
+def one_hot_elements(elements: int, seed: int) -> list[int]:
+    """The elements of an output that get a one-hot grad_output: one anywhere and the last.
+
+    What treats the end of a tensor by itself, a tail of a kernel say, may do so for sparse grad_outputs only; and a
+    backward may return what it kept of the first one.
+    """
+    anywhere = seed % elements
+    last = elements - 1 if anywhere != elements - 1 else 0
+    return [anywhere, last] if elements > 1 else [anywhere]

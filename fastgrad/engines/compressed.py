@@ -222,6 +222,8 @@ def analytical_entries(
     matches = []
     for output, grouping in zip(problem.outputs, compression.row_groups, strict=True):
         repeated = min(grouping.count, REPEATED_GROUPS) if repeat else 0
-        match = problem.vjp_groups(output, grouping.groups, grouping.count, values, repeated, REPEAT_SCALE)
+        match = problem.vjp_groups(
+            output, grouping.groups, compression.columns, grouping.count, values, repeated, REPEAT_SCALE
+        )
         matches.append((output, repeated, match))
     return values, matches

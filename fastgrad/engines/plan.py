@@ -26,7 +26,7 @@ FEWEST_COLUMNS = 2
 """Of the numerical Jacobian at a time: the coordinates of a complex element, which are judged together."""
 
 DEVICE_BLOCK_BYTES = 64 << 20
-"""Those that replays of a CUDA graph give at a time."""
+"""Those that replays of a CUDA graph, or several ranks, give at a time."""
 
 FREE_MEMORY_SHARE = 0.5
 """The default memory limit, as a share of what is free; func and its graph have the rest."""
@@ -294,8 +294,9 @@ def make_plan(problem: Problem, settings: Settings, look: FirstLook | None) -> P
     room = limit - held if settings.memory_limit is not None else limit
     columns = max(FEWEST_COLUMNS, min(problem.n, room // column_bytes))
     rows_replayed, also_said = _rows_way(problem, settings, look) if look is not None else (False, "")
-    # Each block of replays is captured anew, and a device has no cache worth a small one.
-    block_bytes = max(BLOCK_BYTES, min(DEVICE_BLOCK_BYTES, limit // 8)) if rows_replayed else BLOCK_BYTES
+    # Each block of replays is captured anew, and a device has no cache worth a small one; ranks wait for each other.
+    is_large = rows_replayed or problem.ranks > 1
+    block_bytes = max(BLOCK_BYTES, min(DEVICE_BLOCK_BYTES, limit // 8)) if is_large else BLOCK_BYTES
     rows = max(1, block_bytes // (8 * max(1, problem.n)))
     reason = "engine='dense' was asked for" if settings.engine == "dense" else "no structure makes another cheaper"
     if look is not None and look.obstacles:
@@ -343,7 +344,7 @@ def _way(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int | N
         if reason is None:
             ways.append((None, True, "replays of a CUDA graph", replay, cuda_graph.FEWEST, problem.n))
     found: tuple[int | None, bool] = None, False
-    best = cost_model.COSTS.trial_gain
+    best = cost_model.COSTS.trial_gain * problem.ranks  # batches and replays are rank 0's alone
     for columns_a_batch, replayed, name, columns, fewest, most in ways:
         count = _sample(block.size, fewest, most)
         try:
@@ -386,7 +387,8 @@ def _rows_way(problem: Problem, settings: Settings, look: FirstLook) -> tuple[bo
     except Exception as error:  # of backward: it is to raise in its turn
         raise_unless_of_func(error)
         return False, ""
-    return gain >= cost_model.COSTS.trial_gain, f"; replays of a VJP: {gain:.2g} times as fast as one by one"
+    said = f"; replays of a VJP: {gain:.2g} times as fast as one by one"
+    return gain >= cost_model.COSTS.trial_gain * problem.ranks, said
 
 
 def _sample(size: int, fewest: int, most: int) -> int:

@@ -8,18 +8,15 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fastgrad.core.native import Layout
+from fastgrad.core.native import GradientsMatch, Layout
 from fastgrad.core.precision import ROUNDING
-from fastgrad.engines.blocks import REPEAT_SCALE
+from fastgrad.engines.blocks import MOST_CACHED, REPEAT_SCALE, one_hot_elements
 from fastgrad.engines.sketch import Cotangent, Differences, Sketch, all_count_fully, allowed_in_row, cotangents
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Settings
 
 REPEATED, RUNS = 1, 3
 """The cotangent whose VJP is run several times, and how many: what moves every second or third time shows, too."""
-
-MOST_CACHED = 1 << 10
-"""Coordinates of the outputs up to which grad_outputs are kept: a suite checks many functions of the same shapes."""
 
 _Layout = tuple[tuple[int, int, int], ...]
 """Of each output: its first coordinate, the coordinates of an element, its elements."""
@@ -42,7 +39,7 @@ class _GradOutputs:
     one_hot
         By coordinate, the row that is 1 there.
     scaled
-        A one-hot row, and the row that is REPEAT_SCALE times that.
+        By coordinate, the row that is REPEAT_SCALE there.
     """
 
     vectors: Tensor
@@ -53,7 +50,7 @@ class _GradOutputs:
     repeats: list[int]
     separate: list[int]
     one_hot: dict[int, int]
-    scaled: list[tuple[int, int]]
+    scaled: dict[int, int]
 
 
 @dataclass(slots=True)
@@ -67,10 +64,13 @@ class SmallSketch:
     one_hot_agree
         Whether those of one-hot grad_outputs have the sizes and dtypes of the inputs, are homogeneous and agree with
         the differences.
+    match
+        What the gradients of all rows looked like.
     """
 
     sketch: Sketch
     one_hot_agree: bool
+    match: GradientsMatch
     _made: _GradOutputs
     _gradients: tuple[Tensor, ...]
 
@@ -95,6 +95,11 @@ class SmallSketch:
         """Gradients, shape (n,), by the coordinate at which their grad_output is 1."""
         return {coordinate: self._gradients[row] for coordinate, row in self._made.one_hot.items()}
 
+    @property
+    def scaled(self) -> dict[int, Tensor]:
+        """Gradients, shape (n,), by the coordinate at which their grad_output is REPEAT_SCALE, divided by that."""
+        return {coordinate: self._gradients[row] / REPEAT_SCALE for coordinate, row in self._made.scaled.items()}
+
 
 def small_sketch(
     problem: Problem, settings: Settings, differences: Differences, weight: Tensor, count: int
@@ -112,8 +117,11 @@ def small_sketch(
     sketch = Sketch(gradients={number: of_rows[row] for number, row in enumerate(made.rows)})
     agree = _compare(problem, settings, differences, made, gradients, sketch)
     agree = agree and match.sizes and (match.dtypes or not settings.check_grad_dtypes)
-    agree = agree and all(torch.equal(of_rows[row] * REPEAT_SCALE, of_rows[again]) for row, again in made.scaled)
-    return SmallSketch(sketch, agree, made, of_rows)
+    agree = agree and all(
+        torch.equal(of_rows[made.one_hot[coordinate]] * REPEAT_SCALE, of_rows[row])
+        for coordinate, row in made.scaled.items()
+    )
+    return SmallSketch(sketch, agree, match, made, of_rows)
 
 
 def _compare(
@@ -177,13 +185,13 @@ def _grad_outputs(layout: _Layout, seed: int, count: int, weight: Tensor) -> _Gr
 
     rows = [add(by_number[0], layout=random[0].layout)]
     one_hot: dict[int, int] = {}
-    scaled = []
+    scaled = {}
     for coordinate, output, again in _one_hot_coordinates(layout, seed):
         one = torch.zeros_like(weight)
         one[coordinate] = 1.0
         one_hot[coordinate] = add(one, output)
         if again:
-            scaled.append((one_hot[coordinate], add(one * REPEAT_SCALE, output)))
+            scaled[coordinate] = add(one * REPEAT_SCALE, output)
     repeats, separate = [], []
     for number, vector in enumerate(by_number[1:], 1):
         rows.append(add(vector, layout=random[number].layout))
@@ -194,19 +202,12 @@ def _grad_outputs(layout: _Layout, seed: int, count: int, weight: Tensor) -> _Gr
 
 
 def _one_hot_coordinates(layout: _Layout, seed: int) -> list[tuple[int, int, bool]]:
-    """Coordinates with a one-hot grad_output, its output, and whether a multiple of it is run, too.
-
-    Of each part of each output one anywhere and the last: what treats the end of a tensor by itself, a tail of a kernel
-    say, may do so for sparse grad_outputs only.
-    """
+    """Coordinates with a one-hot grad_output, its output, and whether a multiple of it is run, too."""
     found = []
     for imaginary in (1, 0):
         for output, (first, width, elements) in enumerate(layout):
             if imaginary >= width or not elements:
                 continue
-            element = seed % elements
-            found.append((first + element * width + imaginary, output, True))
-            if elements > 1:
-                other = elements - 1 if element != elements - 1 else 0
-                found.append((first + other * width + imaginary, output, False))
+            for number, element in enumerate(one_hot_elements(elements, seed)):
+                found.append((first + element * width + imaginary, output, number == 0))
     return found

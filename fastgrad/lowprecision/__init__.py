@@ -1,6 +1,6 @@
 """Verdicts for functions of float32, bfloat16 and float16: measured rounding in the place of fixed tolerances."""
 
 from fastgrad.lowprecision.check import check as check_lower
-from fastgrad.lowprecision.references import maker, reference_for_call, second_order_reference
+from fastgrad.lowprecision.references import make_reference, reference_for_call, second_order_reference
 
-__all__ = ["check_lower", "maker", "reference_for_call", "second_order_reference"]
+__all__ = ["check_lower", "make_reference", "reference_for_call", "second_order_reference"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import platform
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -14,20 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgrad._version import __version__
 from fastgrad.checks import order
 from fastgrad.core.backends import exact_libraries
 from fastgrad.core.errors import raise_unless_of_func
+from fastgrad.core.native import Layout
+from fastgrad.core.precision import LOWER
 from fastgrad.core.progress import Progress
 from fastgrad.lowprecision.comparison import Comparison
 from fastgrad.lowprecision.probes import probes_of
 from fastgrad.lowprecision.reference import IncomparableError, Products, RandomState, Reference
-from fastgrad.lowprecision.rounding import LOWER, coarsest, unit_roundoff
+from fastgrad.lowprecision.rounding import coarsest, unit_roundoff
 from fastgrad.lowprecision.verdict import Outcome, judge, judge_by_differences
 from fastgrad.problem.arguments import as_tuple
 from fastgrad.problem.problem import Problem
-from fastgrad.problem.signature import function_name, kind_of, parameter_names
-from fastgrad.report.data import Environment, Failure, LowPrecision, Plan, Settings, Subject
+from fastgrad.report.data import Failure, LowPrecision, Plan, Settings
 from fastgrad.report.report import Report
 from fastgrad.verdict.grad_outputs import check_batched_gradients, check_undefined_grads, check_zero_grad_output
 
@@ -259,12 +258,7 @@ class LowerCheck:
     def _attributes(self, problem: Problem) -> Failure | None:
         """What must hold beside the values, as in double precision."""
         settings = self._settings
-        if settings.check_grad_dtypes:
-            block = problem.outputs[0]
-            _, _, match = problem.analytical_rows(block, False, 0, 1, problem.inputs, 0, 1.0)
-            if not match.dtypes:
-                return Failure("dtype", output=block.index, output_position=block.position)
-        failure = self._repeats(problem)
+        failure = self._two_runs(problem)
         if failure is None and settings.check_batched_grad:
             failure = check_batched_gradients(problem, settings)
         if failure is None:
@@ -279,12 +273,16 @@ class LowerCheck:
             failure = None
         return failure
 
-    def _repeats(self, problem: Problem) -> Failure | None:
-        """Whether a backward gives the same twice."""
+    def _two_runs(self, problem: Problem) -> Failure | None:
+        """Whether a backward gives the same twice, of the sizes and dtypes of the inputs."""
         if not problem.n or not problem.m:
             return None
-        v = probes_of(problem, True, False, self._settings.seed).cotangents[1:2]
-        left, right = problem.vjp(v), problem.vjp(v)
+        v = probes_of(problem, True, False, self._settings.seed).cotangents[1]
+        (left, right), match = problem.vjps_of(torch.stack([v, v]), [-1, -1], [Layout.CONTIGUOUS, Layout.CONTIGUOUS])
+        if self._settings.check_grad_dtypes and not match.dtypes:
+            return Failure("dtype")
+        if not match.sizes:
+            return Failure("size")
         difference = torch.where((left == right) | (left.isnan() & right.isnan()), 0.0, (left - right).abs())
         return Failure("nondeterministic") if float(difference.max()) > self._settings.nondet_tol else None
 
@@ -312,23 +310,10 @@ class LowerCheck:
             causes=outcome.causes,
             input_names=self._names,
             undecided=math.inf if precision.undecided else None,
-            environment=_environment(problem.device),
-            subject=self._subject(problem) if outcome.failure is not None else None,
+            environment=order.environment(problem.device),
+            subject=order.subject(self._func, problem) if outcome.failure is not None else None,
             precision=precision,
         )
-
-    def _subject(self, problem: Problem) -> Subject:
-        return Subject(
-            function_name(self._func),
-            parameter_names(self._func),
-            tuple(kind_of(block.tensor) for block in problem.inputs),
-            tuple(kind_of(block.tensor) for block in problem.outputs),
-        )
-
-
-def _environment(device: torch.device) -> Environment:
-    name = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
-    return Environment(__version__, str(torch.__version__), platform.python_version(), name)
 
 
 def _computes_coarsely(report: Report) -> bool:

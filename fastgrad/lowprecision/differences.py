@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +12,9 @@ from torch import Tensor
 
 from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.random import PRECISION_STREAM, direction
-from fastgrad.lowprecision.probes import one_row, rounded
-from fastgrad.lowprecision.rounding import unit_roundoff
+from fastgrad.lowprecision.probes import one_row, rounded, row_behind
+from fastgrad.lowprecision.rounding import largest_number, unit_roundoff
+from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.problem import Problem
 
 Numbers = NDArray[np.float64]
@@ -75,13 +76,86 @@ class Finding:
         return abs(self.error) > self.allowed and not self.is_open
 
 
-def findings(problem: Problem, seed: int) -> Iterator[Finding]:
+@dataclass(frozen=True)
+class Combination:
+    """A combination of outputs, or a row, and its gradient: row is negative where it is none; w of shape (m,)."""
+
+    row: int
+    w: Tensor
+    gradient: Tensor
+
+
+def combinations(problem: Problem, seed: int) -> list[Combination]:
+    """Some of all outputs, and some rows; of outputs that are finite."""
+    finite = problem.base().isfinite()
+    found = []
+    for number in range(DENSE):
+        dense = direction(problem.m, seed, PRECISION_STREAM + 16 * (40 + number)).to(problem.device)
+        found.append((-1 - number, torch.where(finite, rounded(problem, dense), 0.0)))
+    rows = torch.randperm(problem.m, generator=torch.Generator().manual_seed(seed))[:ROWS].tolist()
+    found += [(row, one_row(problem, row).cotangents[0]) for row in rows if finite[row]]
+    return [Combination(row, w, problem.vjp(w.unsqueeze(0))[0]) for row, w in found]
+
+
+@dataclass(frozen=True)
+class NotFinite:
+    """An entry of a gradient that is not finite.
+
+    row: negative where only a sum of rows shows it. derivative: by differences; None where these do not tell.
+    """
+
+    row: int
+    coordinate: int
+    derivative: Finding | None = None
+
+
+def not_finite(problem: Problem, among: Sequence[Combination]) -> NotFinite | None:
+    """The first entry that is not finite, and what differences say of it."""
+    wrong = [one for one in among if not bool(one.gradient.isfinite().all())]
+    if not wrong:
+        return None
+    coordinate = int((~wrong[0].gradient.isfinite()).nonzero()[0])
+    row = row_behind(problem, wrong[0].w, lambda v: (~problem.vjp(v)[:, coordinate].isfinite()).double())
+    w = one_row(problem, row).cotangents[0]
+    gradient = problem.vjp(w.unsqueeze(0))[0]
+    if bool(gradient[coordinate].isfinite()):
+        return NotFinite(-1, coordinate)
+    # All outputs first: zero times an infinite derivative of another row is not finite either.
+    if _derivative(problem, -1, among[0].w, coordinate) is None:
+        return NotFinite(row, coordinate)
+    return NotFinite(row, coordinate, _derivative(problem, row, w, coordinate))
+
+
+def _derivative(problem: Problem, row: int, w: Tensor, coordinate: int) -> Finding | None:
+    """The derivative of a combination along one coordinate, if differences determine a number of the dtype."""
+    alone = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
+    alone[coordinate] = _scales(problem)[coordinate]
+    w = torch.where(_moved(problem, alone), w, 0.0)  # the others only add their rounding
+    found = _finding(problem, row, w, torch.zeros_like(alone), alone)
+    if found is None:
+        return None
+    size = max(abs(found.error), float((w * problem.base().nan_to_num(0.0, 0.0, 0.0)).abs().max()))
+    dtype = block_with(problem.inputs, coordinate).tensor.dtype
+    sure = found.allowed <= LARGE * size and abs(found.error) / found.step <= largest_number(dtype)
+    return found if sure else None
+
+
+def _moved(problem: Problem, whole: Tensor) -> Tensor:
+    """Which outputs change along a direction, at two steps to either side: bool, shape (m,)."""
+    base = problem.base()
+    moved = torch.zeros_like(base, dtype=torch.bool)
+    for step in (0.5, -0.5, 2.0**-4, -(2.0**-4)):
+        try:
+            moved |= problem.evaluate(False, whole, step) != base
+        except Exception as error:
+            raise_unless_of_func(error)  # beyond the domain of func
+    return moved
+
+
+def findings(problem: Problem, among: Sequence[Combination], seed: int) -> Iterator[Finding]:
     """One for each combination that differences can resolve."""
     scale = _scales(problem)
-    for row, w in _combinations(problem, seed):
-        gradient = problem.vjp(w.unsqueeze(0))[0]
-        if not bool(gradient.isfinite().all()):
-            continue
+    for row, w, gradient in ((one.row, one.w, one.gradient) for one in among):
         magnitudes = scale * direction(problem.n, seed, PRECISION_STREAM + 16 * (60 + row)).to(scale.device).abs().div(
             1.5
         )
@@ -89,15 +163,6 @@ def findings(problem: Problem, seed: int) -> Iterator[Finding]:
         finding = _finding(problem, row, w, gradient, magnitudes * signs)
         if finding is not None:
             yield finding
-
-
-def _combinations(problem: Problem, seed: int) -> Iterator[tuple[int, Tensor]]:
-    for number in range(DENSE):
-        dense = direction(problem.m, seed, PRECISION_STREAM + 16 * (40 + number)).to(problem.device)
-        yield -1 - number, rounded(problem, dense)
-    rows = torch.randperm(problem.m, generator=torch.Generator().manual_seed(seed))[:ROWS].tolist()
-    for row in rows:
-        yield row, one_row(problem, row).cotangents[0]
 
 
 def entry_of(problem: Problem, row: int, seed: int) -> tuple[int, Finding] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,9 @@ DENSE = 5
 
 LAYOUTS = Layout.GAPPED, Layout.CONTIGUOUS, Layout.CONTIGUOUS, Layout.OFFSET, Layout.EXPANDED
 """How they lie in memory."""
+
+SCALED = 2
+"""The dense grad_output that is `FACTOR` times the one before."""
 
 FACTOR = -4.0
 """Of the dense grad_output that is another one's multiple: a power of two, so that it is exact."""
@@ -82,6 +86,22 @@ def half_of(problem: Problem, seed: int) -> Tensor:
     """A dense grad_output of which a random half is zero."""
     size = problem.m
     return rounded(problem, direction(size, seed, PRECISION_STREAM + 16 * DENSE, halved=True).to(problem.device))
+
+
+def row_behind(problem: Problem, cotangent: Tensor, errors: Callable[[Tensor], Tensor]) -> int:
+    """The row that makes a VJP wrong: by bisection, towards the half of the cotangent with the larger error.
+
+    errors: of the VJPs of some cotangents, shape (count, m) -> (count,).
+    """
+    first, last = 0, problem.m
+    while last - first > 1:
+        middle = (first + last) // 2
+        halves = torch.zeros(2, problem.m, dtype=torch.float64, device=problem.device)
+        halves[0, first:middle] = cotangent[first:middle]
+        halves[1, middle:last] = cotangent[middle:last]
+        left, right = errors(halves).abs().nan_to_num(torch.inf).tolist()
+        first, last = (first, middle) if left >= right else (middle, last)
+    return first
 
 
 def _random(problem: Problem, seed: int, number: int) -> Tensor:

@@ -107,12 +107,14 @@ def second_order_reference(
     return Reference(func, first.arguments + grads, f"the backward of {first.name}")
 
 
-def maker(func: Callable[..., Any], arguments: tuple[Any, ...], wanted: Wanted, device: str | None) -> MakeReference:
-    """What makes the reference of func(*arguments), also of a `Backward`, when it is needed."""
+def make_reference(
+    func: Callable[..., Any], arguments: tuple[Any, ...], wanted: Wanted, device: str | None
+) -> Reference:
+    """The reference of func(*arguments), also of a `Backward`."""
     if not isinstance(func, Backward):
-        return partial(reference_for, func, arguments, wanted, device)
+        return reference_for(func, arguments, wanted, device)
     first = partial(reference_for, func.__wrapped__, arguments[: func.count], wanted, device)
-    return partial(second_order_reference, first, func, arguments[func.count :], device)
+    return second_order_reference(first, func, arguments[func.count :], device)
 
 
 def _function(func: Callable[..., Any], wanted: Wanted, doubled: Doubled) -> Callable[..., Any]:

@@ -13,9 +13,6 @@ from torch import Tensor
 
 from fastgrad.core import torch_private
 
-LOWER = (torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex32)
-"""The dtypes that are checked here."""
-
 DOUBLE = {
     **dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), torch.float64),
     **dict.fromkeys((torch.complex64, torch.complex32), torch.complex128),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from fastgrad.core.native import Layout
 from fastgrad.lowprecision import differences
 from fastgrad.lowprecision.comparison import Comparison
-from fastgrad.lowprecision.probes import FACTOR, Probes, one_row
+from fastgrad.lowprecision.probes import FACTOR, LAYOUTS, SCALED, Probes, one_row, row_behind
 from fastgrad.lowprecision.reference import Products
 from fastgrad.lowprecision.rounding import unit_roundoff
 from fastgrad.problem.coordinates import Block, block_with
@@ -28,6 +30,12 @@ MOST_LOCATED = 4
 
 MOST_HIDDEN = 0.9
 """Of the significant entries, that many may be hidden by rounding; more, and zeros would hardly be told from them."""
+
+_LAYOUT_NAMES = {
+    Layout.GAPPED: "has gaps between its elements",
+    Layout.OFFSET: "begins at an offset in its storage",
+    Layout.EXPANDED: "is expanded, with stride 0",
+}
 
 SAME_FACTOR = 0.05
 """Of what wrong entries are, times a constant, this may be left over."""
@@ -88,7 +96,12 @@ def judge(problem: Problem, products: Products, probes: Probes, outcome: Outcome
 
 def judge_by_differences(problem: Problem, seed: int, outcome: Outcome) -> None:
     """Compares derivatives along some directions with differences; only a wrong entry by itself is a failure."""
-    found = list(differences.findings(problem, seed))
+    combinations = differences.combinations(problem, seed)
+    endless = differences.not_finite(problem, combinations)
+    if endless is not None:
+        _judge_not_finite(problem, endless, len(combinations), outcome)
+        return
+    found = list(differences.findings(problem, combinations, seed))
     outcome.note(rows=f"{len(found)} directions, by differences", products=len(found), entries=len(found))
     suspects = [finding for finding in found if abs(finding.error) > finding.allowed]
     for finding in suspects:
@@ -116,10 +129,27 @@ def judge_by_differences(problem: Problem, seed: int, outcome: Outcome) -> None:
         outcome.note(smallest=relative[(len(relative) - 1) // 2], smallest_most=most, hidden=hidden)
 
 
+def _judge_not_finite(problem: Problem, found: differences.NotFinite, products: int, outcome: Outcome) -> None:
+    """An entry of a gradient that is not finite is wrong where differences show a derivative that is."""
+    outcome.note(rows=f"{products} directions, by differences", products=products)
+    if found.derivative is not None:
+        entry = _entry_by_differences(problem, found.row, found.coordinate, found.derivative)
+        outcome.note(worst=entry, wrong=1)
+        outcome.failure = _failure("not finite", entry)
+        return
+    block = block_with(problem.inputs, found.coordinate)
+    outcome.note(
+        undecided=f"the gradient of input {block.position} at {list(block.index_at(found.coordinate))} is not finite, "
+        "and differences in this dtype do not tell whether the derivative is",
+        remedy="pass a reference= in double precision, or smaller inputs",
+    )
+
+
 def _entry_by_differences(problem: Problem, row: int, coordinate: int, finding: differences.Finding) -> RoundedEntry:
     """The entry of a row that differs, for a report."""
     block, output = block_with(problem.inputs, coordinate), block_with(problem.outputs, row)
     value = float(problem.vjp(one_row(problem, row).cotangents)[0, coordinate])
+    known = value if math.isfinite(value) else 0.0
     return RoundedEntry(
         output=output.index,
         output_position=output.position,
@@ -128,7 +158,7 @@ def _entry_by_differences(problem: Problem, row: int, coordinate: int, finding: 
         input_position=block.position,
         input_index=block.index_at(coordinate),
         found=value,
-        expected=value + finding.error / finding.step,
+        expected=known + finding.error / finding.step,
         allowed=finding.allowed / finding.step,
         unit=unit_roundoff(block.tensor.dtype),
     )
@@ -208,7 +238,11 @@ def _judge_entries(
     order = torch.where(wrong, ratio, 0.0).reshape(-1).topk(min(MOST_LOCATED, int(wrong.sum()))).indices.tolist()
     for number in order:
         probe, coordinate = divmod(number, ratio.shape[1])
-        row = _row_of(problem, products, probes.cotangents[probe], coordinate)
+
+        def errors(v: Tensor, coordinate: int = coordinate) -> Tensor:
+            return (problem.vjp(v).to(products.device) - products.exact(v))[:, coordinate]
+
+        row = row_behind(problem, probes.cotangents[probe], errors)
         alone = Comparison(problem, products, one_row(problem, row))
         if bool((alone.ratio() > 1).any()):
             alone.look_again()
@@ -237,39 +271,23 @@ def _special_grad_output(
 ) -> bool:
     """Whether gradients are wrong only for grad_outputs of one kind: gapped, at an offset, expanded or scaled."""
     some = set(wrong.any(1).nonzero().reshape(-1).tolist())
-    kinds = {
-        0: "has gaps between its elements",
-        3: "begins at an offset in its storage",
-        4: "is expanded, with stride 0",
-    }
-    for probe, kind in kinds.items():
-        if some == {probe}:
-            plain = problem.vjp(probes.cotangents[probe : probe + 1]).to(comparison.exact.device)
-            error = (plain[0] - comparison.exact[probe]).abs()
-            if not bool((error > comparison.limit[probe]).any()):
-                detail = f"only where grad_output {kind}: for a contiguous copy of it the gradient is right"
-                outcome.failure = _failure("beyond rounding", comparison.entry(*_first(wrong)), detail)
-                outcome.causes = (Cause("layout of grad_output", detail, "two VJPs", 0.95),)
-                return True
-    if some == {2}:
+    probe = next(iter(some))
+    if len(some) == 1 and probe < probes.dense and LAYOUTS[probe] in _LAYOUT_NAMES:
+        plain = problem.vjp(probes.cotangents[probe : probe + 1]).to(comparison.exact.device)
+        error = (plain[0] - comparison.exact[probe]).abs()
+        if bool((error <= comparison.limit[probe]).all()):
+            detail = (
+                f"only where grad_output {_LAYOUT_NAMES[LAYOUTS[probe]]}: for a contiguous copy of it the gradient is "
+                "right"
+            )
+            outcome.failure = _failure("beyond rounding", comparison.entry(*_first(wrong)), detail)
+            outcome.causes = (Cause("layout of grad_output", detail, "two VJPs", 0.95),)
+            return True
+    if some == {SCALED}:
         detail = f"for {FACTOR:g} times a grad_output its gradient is not {FACTOR:g} times as large"
         outcome.failure = Failure("nonlinear", detail=detail)
         return True
     return False
-
-
-def _row_of(problem: Problem, products: Products, cotangent: Tensor, coordinate: int) -> int:
-    """The row behind a wrong component of a VJP: by bisection, towards the half that shows more of the error."""
-    first, last = 0, problem.m
-    while last - first > 1:
-        middle = (first + last) // 2
-        halves = torch.zeros(2, problem.m, dtype=torch.float64, device=problem.device)
-        halves[0, first:middle] = cotangent[first:middle]
-        halves[1, middle:last] = cotangent[middle:last]
-        difference = problem.vjp(halves).to(products.device) - products.exact(halves)
-        left, right = difference[:, coordinate].abs().nan_to_num(torch.inf).tolist()
-        first, last = (first, middle) if left >= right else (middle, last)
-    return first
 
 
 def causes_of(found: Tensor, expected: Tensor) -> tuple[Cause, ...]:

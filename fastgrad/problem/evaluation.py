@@ -24,6 +24,12 @@ from fastgrad.problem.validation import changed_message, check_outputs, differen
 
 Self = TypeVar("Self", bound="Evaluation")
 
+MOST_NODES = 256
+"""Nodes of a graph that are counted; with more, func is slow, and its seconds count."""
+
+_UNKNOWN_NODES = 8
+"""Of a func whose outputs have no graph."""
+
 _ALIKE = ((1.0, 1.0),)
 """The scales of inputs that all have the same."""
 
@@ -62,8 +68,13 @@ class Evaluation:
         names: tuple[str, ...] = (),
         scales: Sequence[tuple[float, float]] = (),
         warn_of_precision: bool = True,
+        records_differences: bool = True,
     ) -> None:
-        """With what messages call the arguments, if they do, and the step and weight of each checked one."""
+        """With what messages call the arguments, if they do, and the step and weight of each checked one.
+
+        records_differences: whether func next to x records gradients, as torch's checker lets it, unless it is known to
+        give the same values without.
+        """
         refuse_function_class(func)
         positions = differentiable_inputs(arguments, names, warn_of_precision)
         memories = {position: memory_of(arguments[position], masked) for position in positions}
@@ -78,8 +89,12 @@ class Evaluation:
         self.device = self.inputs[0].tensor.device
         self.has_graph = False
         self.is_custom = self.vectorizes = False
+        self.nodes = _UNKNOWN_NODES
+        self.custom_nodes = 0
+        self.records_differences = records_differences
         self.seconds = 0.0
         self.unspecified = 0.0
+        self.ranks = 1
         self.progress = progress or Progress(False)
         self.vjps = 0
         self.jvps = 0
@@ -98,6 +113,7 @@ class Evaluation:
                 else native.InputBlock(*where, memory.stand_in, memory.values, memory.elements)
             )
         self._evaluator = native.Evaluator(func, arguments, self._natives)
+        self._evaluator.records_differences = records_differences
 
     def __enter__(self: Self) -> Self:
         """Evaluates func once, to learn its outputs."""
@@ -151,6 +167,7 @@ class Evaluation:
             self.device = self.outputs[0].tensor.device
         if self.has_graph:
             self._graph = tuple(results[position] for position in positions)
+            self.nodes, self.custom_nodes = native.count_nodes(self._graph, MOST_NODES)
             self.is_custom = not native.runs_no_custom_code(self._graph, self._input_tensors)
             self.vectorizes = not self.is_custom
         self._specs = [native.OutputSpec(block.position, block.tensor) for block in self.outputs]
@@ -310,15 +327,20 @@ class Evaluation:
     def base(self) -> Tensor:
         """The outputs at x: float64, shape (m,); evaluated once, or known from the first evaluation."""
         if self._base is None:
-            # Where func gets stand-ins while inputs are perturbed, it may depend on what they specify.
-            stands_in = any(memory is not None and memory.stand_in is not None for memory in self._memories.values())
-            if stands_in:
-                self._base = self.evaluate(True, torch.zeros(self.n, dtype=torch.float64, device="cpu"))
-            elif self.evaluations == 1:
+            if self.evaluations == 1 and self._nowhere() is None:
                 self._base = self._flat(block.tensor for block in self.outputs)
             else:
-                self._base = self.evaluate(True)
+                self._base = self.evaluate(True, self._nowhere())
         return self._base
+
+    def base_without_graph(self) -> Tensor:
+        """As `base`, without recording gradients; evaluated anew."""
+        return self.evaluate(False, self._nowhere())
+
+    def _nowhere(self) -> Tensor | None:
+        """No displacement, or zeros where func gets stand-ins while inputs are perturbed: it may depend on them."""
+        stands_in = any(memory is not None and memory.stand_in is not None for memory in self._memories.values())
+        return torch.zeros(self.n, dtype=torch.float64, device="cpu") if stands_in else None
 
     def _flat(self, outputs: Iterable[Tensor]) -> Tensor:
         flat = torch.empty(self.m, dtype=torch.float64, device=self.device)

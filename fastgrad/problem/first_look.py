@@ -15,8 +15,12 @@ from fastgrad.core.random import GRAPH_STREAM, direction
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Settings
 
-CALL_SECONDS, COORDINATE_SECONDS = 30e-6, 2e-9
-"""What an evaluation takes where nothing else is known: of an ordinary operator, and for each coordinate."""
+CALL_SECONDS, NODE_SECONDS, CUSTOM_SECONDS, COORDINATE_SECONDS = 4e-6, 3e-6, 8e-6, 2e-9
+"""What an evaluation usually takes: each, and for each node of its graph, each custom Function beside, and each
+coordinate. `python -m benchmarks.bench_costs` measures them."""
+
+BACKWARD_SECONDS = 35e-6
+"""What the evaluation of a backward takes, beside: of a forward and a pass of autograd's engine."""
 
 SLOW_SECONDS, SLOW_FACTOR = 3e-3, 10
 """Func is slow where an evaluation takes longer than this, and than so many times what is usual: its seconds count
@@ -95,6 +99,8 @@ def first_look(problem: Problem, settings: Settings) -> FirstLook:
 
 
 def usual_seconds(problem: Problem, measured: float) -> float:
-    """What one evaluation is taken to cost: by the number of coordinates alone, unless it is slow by far."""
+    """What one evaluation is taken to cost: by the numbers of coordinates and nodes, unless it is slow by far."""
     usual = CALL_SECONDS + COORDINATE_SECONDS * (problem.n + problem.m)
+    usual += NODE_SECONDS * problem.nodes + CUSTOM_SECONDS * problem.custom_nodes
+    usual += 0.0 if problem.records_differences else BACKWARD_SECONDS
     return measured if measured > max(SLOW_SECONDS, SLOW_FACTOR * usual) else usual

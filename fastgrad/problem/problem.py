@@ -24,12 +24,18 @@ class Problem(Differences, ReverseMode, ForwardMode):
         Whether a custom Function, a hook or other code of the user's is seen to run in backward.
     vectorizes
         Whether VJPs may be vectorized: where no such code is.
+    nodes, custom_nodes
+        Of the graph behind the outputs; of custom Functions.
+    records_differences
+        Whether func next to x records gradients.
     n, m
         Real coordinates of inputs and outputs.
     device
         Where Jacobian blocks live: with the outputs.
     seconds
         What the first evaluation took.
+    ranks
+        The processes that compute columns and rows.
     progress
         The bar that shows how far the check is.
     scales

@@ -21,12 +21,19 @@ class ReverseMode(Evaluation):
 
     @phase("analytical rows")
     def vjp_groups(
-        self, output: Block, groups: native.Groups, count: int, values: Tensor, repeated: int, scale: float
+        self,
+        output: Block,
+        groups: native.Groups,
+        columns: Tensor,
+        count: int,
+        values: Tensor,
+        repeated: int,
+        scale: float,
     ) -> native.GradientsMatch:
         """Writes the analytical entries of an output's rows into values: float64, shape (entries,).
 
         `count` groups of rows that share no column have one VJP each; each of the first `repeated` is
-        run again, `scale` (a power of two) times as large.
+        run again, `scale` (a power of two) times as large. columns: of each entry, as the groups have them.
         """
         # With other outputs, what reaches backward may be a sum of grad_outputs, and not expanded in use.
         expand, graph = len(self.outputs) == 1, self.graph()[output.index]

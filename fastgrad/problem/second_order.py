@@ -104,7 +104,8 @@ class Backward:
             if record_backward or self._reuses is False:
                 self._kept = None
                 outputs = self._outputs(inputs, grad_outputs)
-                return _present(self._gradients(outputs, checked, grad_outputs, record_backward))
+                gradients = self._gradients(outputs, checked, grad_outputs, record_backward)
+                return _present(_all_differentiable(gradients, [*checked, *grad_outputs]))
             kept = self._kept
             if kept is not None and kept.is_at(checked):
                 gradients = self._gradients(kept.outputs, checked, grad_outputs)
@@ -145,6 +146,24 @@ class Backward:
 
 def _present(gradients: list[Tensor | None]) -> tuple[Tensor, ...]:
     return tuple([gradient for gradient in gradients if gradient is not None])
+
+
+def _all_differentiable(gradients: list[Tensor | None], arguments: list[Tensor]) -> list[Tensor | None]:
+    """Gradients that all require grad if one does: one that is detached has a derivative of zero, which is checked."""
+    is_detached = [gradient is not None and not gradient.requires_grad for gradient in gradients]
+    if not any(is_detached) or not any(gradient is not None and gradient.requires_grad for gradient in gradients):
+        return gradients
+    sources = [value for value in arguments if value.requires_grad and value.layout is torch.strided]
+    if not sources:
+        return gradients
+    nothing = sources[0].reshape(-1)[:0].sum()
+    nothing = nothing.real if nothing.is_complex() else nothing
+    return [
+        gradient + nothing.to(gradient.device, gradient.dtype)
+        if gradient is not None and detached and gradient.layout is torch.strided
+        else gradient
+        for gradient, detached in zip(gradients, is_detached, strict=True)
+    ]
 
 
 def _equal(left: list[Tensor | None], right: list[Tensor | None]) -> bool:

@@ -419,3 +419,29 @@ def test_a_backward_that_ignores_the_storage_offset_of_grad_output_fails(n: int,
     report = fastgrad.check(FromTheBeginning.apply, (x,), **keywords)
     assert report.causes[0].name == "layout of grad_output", report.causes
     assert "offset" in report.causes[0].text
+
+
+@pytest.mark.parametrize("fast_mode", [False, True])
+@pytest.mark.parametrize("size", [3, 400])
+def test_gradients_that_are_others_where_they_are_recorded(fast_mode: bool, size: int) -> None:
+    def backward(g: Tensor, x: Tensor) -> Tensor:
+        return (3 if torch.is_grad_enabled() else 2) * x * g
+
+    x = torch.randn(size, dtype=torch.float64, requires_grad=True)
+    wrong, right = custom(torch.square, backward), custom(torch.square, lambda g, x: 2 * x * g)
+    report = fastgrad.check(wrong, x, order=2, fast_mode=fast_mode)
+    assert report.failure is not None
+    assert report.failure.kind == "recorded gradient"
+    assert "Backward gives other gradients with create_graph=True" in str(report)
+    assert fastgrad.check(right, x, order=2, fast_mode=fast_mode).passed
+
+
+@pytest.mark.parametrize("fast_mode", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_a_gradient_that_is_detached_beside_others(fast_mode: bool, dtype: torch.dtype) -> None:
+    x, y = (torch.randn(4, dtype=dtype, requires_grad=True) for _ in range(2))
+    wrong = custom(torch.mul, lambda g, x, y: (g * y.conj(), (g * x.conj()).detach()))
+    assert not fastgrad.gradgradcheck(wrong, (x, y), fast_mode=fast_mode, raise_exception=False)
+    # A gradient that is constant needs no graph.
+    constant = custom(lambda x, y: x.square() + y, lambda g, x, y: (2 * g * x.conj(), g))
+    assert fastgrad.gradgradcheck(constant, (x, y), grad_outputs="ones", fast_mode=fast_mode)

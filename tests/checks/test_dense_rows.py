@@ -15,7 +15,7 @@ from fastgrad.checks.order import check
 from fastgrad.report.data import Settings
 from fastgrad.report.report import Report
 from fastgrad.structure.sparsity import Pattern
-from fastgrad.verdict.linearity import MOST_CALLS
+from fastgrad.verdict.repeated_calls import MOST_CALLS
 from tests.checks.test_compressed import normal
 from tests.costs import set_costs
 

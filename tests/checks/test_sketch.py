@@ -336,6 +336,12 @@ def test_a_backward_that_is_wrong_for_a_while_does_not_pass(n: int, calls: Seque
     assert not fast(wrong, normal(n)).passed
 
 
+@pytest.mark.parametrize("call", range(1, 12))
+@pytest.mark.parametrize("n", [40, 2000])
+def test_a_backward_that_is_wrong_once_does_not_pass(n: int, call: int) -> None:
+    assert not fast(doubled(lambda gradient, calls: 1.1 * gradient if calls == call else gradient), normal(n)).passed
+
+
 @pytest.mark.parametrize("n", [40, 2000, LARGE])
 @pytest.mark.parametrize("wrong", [lambda g: -g, lambda g: 1.5 * g])
 def test_a_path_for_sparse_grad_outputs(n: int, wrong: Callable[[Tensor], Tensor]) -> None:

@@ -621,7 +621,7 @@ def test_which_rows_are_replayed(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(executor, "obstacle", lambda _: None)
     monkeypatch.setattr(executor, "speedup", speedup)
     outputs = [SimpleNamespace(tensor=torch.empty(size)) for size in (10, 800)]
-    problem: Any = SimpleNamespace(m=810, device=CUDA0, outputs=outputs, has_graph=True)
+    problem: Any = SimpleNamespace(m=810, device=CUDA0, ranks=1, outputs=outputs, has_graph=True)
     look: Any = SimpleNamespace(measured=1e-3)
     assert plan._rows_way(problem, Settings(), look) == (True, "; replays of a VJP: 2 times as fast as one by one")
     assert asked == [50]
@@ -794,7 +794,7 @@ def test_the_faster_way_is_chosen(
     monkeypatch.setattr(vmapped, "largest", lambda *_: 100)
     monkeypatch.setattr(executor, "speedup", speedup)
     block = SimpleNamespace(first=0, size=1000)
-    problem: Any = SimpleNamespace(n=1000, device=CUDA0, inputs=[block], difference_columns=torch.empty)
+    problem: Any = SimpleNamespace(n=1000, device=CUDA0, ranks=1, inputs=[block], difference_columns=torch.empty)
     look: Any = SimpleNamespace(record_graph=record_graph, measured=1.0)
     *found, said = plan._way(problem, Settings(), look)
     assert tuple(found) == chosen

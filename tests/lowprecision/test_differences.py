@@ -107,3 +107,35 @@ def test_a_function_that_computes_in_float32_inside_is_no_reference(monkeypatch:
     assert any("computes in a lower dtype inside" in note for note in report.notes)
     monkeypatch.setattr(WideInside, "factor", 1.5)
     assert fastgrad.check(WideInside.apply, inputs).verdict == "failed"
+
+
+@each_dtype
+def test_a_gradient_that_is_not_finite_fails_where_differences_are(dtype: torch.dtype) -> None:
+    def slope(g: Tensor, x: Tensor) -> Tensor:
+        return torch.where(x == x.max(), torch.nan, tanh_slope(g, x))
+
+    report = fastgrad.check(in_this_dtype_only(dtype, slope), normal(3, 4, dtype=dtype))
+    assert report.failure is not None, str(report)
+    assert report.failure.kind == "not finite"
+    assert report.precision is not None
+    assert report.precision.worst is not None
+    assert report.precision.worst.found.real != report.precision.worst.found.real
+    assert "by differences it is" in str(report)
+
+
+def test_an_infinite_derivative_is_no_failure() -> None:
+    class Root(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            if x.dtype is torch.float64:
+                raise TypeError("no")
+            ctx.save_for_backward(x)
+            return x.abs().sqrt()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            return grad * 0.5 * x.sign() / x.abs().sqrt()
+
+    x = torch.tensor([0.5, 0.0, 2.0], requires_grad=True)
+    assert fastgrad.check(Root.apply, x).verdict == "undecided"

@@ -1,0 +1,241 @@
+"""Messages between rank 0, which runs a check, and the others, which do their part: through the group's store."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from fastgrad.core import torch_private
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_ALIVE_EVERY = 1.0
+"""Seconds between signs of life of rank 0."""
+
+_PATIENCE = 2.0
+"""Times `seconds` that a rank is waited for: a collective may wait for several ranks, one after the other."""
+
+MOST_BYTES = 4 << 20
+"""Of one entry of the store, which takes 8 MiB: a longer message is several."""
+
+_COUNT_BYTES = 4
+"""Of the number of further entries, at the beginning of a message."""
+
+_WORTH_DELETING = 1 << 12
+"""Bytes of a message from which on it does not stay in the store: to delete it takes as long as to fetch it."""
+
+_checks: Counter[str] = Counter()
+"""Checks of each group in this process, which all its ranks count alike: messages of one do not reach another."""
+
+
+_free_connections: WeakKeyDictionary[dist.ProcessGroup, list[Any]] = WeakKeyDictionary()
+"""Connections to the stores of groups that no check uses."""
+
+
+class RankError(RuntimeError):
+    """A rank raised, ended, or did not answer in time."""
+
+
+def without_the_store_a_rank_error(method: Callable[P, T]) -> Callable[P, T]:
+    """Decorates what uses the store, which may be in the process of rank 0."""
+
+    @wraps(method)
+    def using(*arguments: P.args, **keywords: P.kwargs) -> T:
+        try:
+            return method(*arguments, **keywords)
+        except dist.DistNetworkError as error:
+            raise RankError("rank 0 has ended during the check, or the store of the process group has") from error
+
+    return using
+
+
+class _NothingCameError(Exception):
+    """A message did not come in time."""
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """What a rank could not do: what it raised, and the collective in which it waited in vain, if it did."""
+
+    rank: int
+    text: str
+    collective: str = ""
+
+
+def trouble(rank: int, error: BaseException) -> Trouble:
+    """What a rank reports of an exception."""
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = [frame.name for frame in frames if "torch/distributed" in frame.filename and frame.name != "wrapper"]
+    waited = any(phrase in str(error) for phrase in ("Timed out", "timed out", "timeout", "Connection closed"))
+    own = [frame for frame in frames if "torch/" not in frame.filename and "fastgrad/" not in frame.filename]
+    place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    return Trouble(rank, f"{type(error).__name__}: {error}{place}", inside[-1] if waited and inside else "")
+
+
+class Ranks:
+    """The ranks of a group during one check."""
+
+    def __init__(self, group: dist.ProcessGroup, seconds: float, entry: str = "fastgrad.distributed.check") -> None:
+        """seconds: that a call of func may take; entry: what all ranks call."""
+        self._entry = entry
+        self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
+        self._seconds = seconds
+        _checks[group.group_name] += 1
+        self._prefix = f"fastgrad/{_checks[group.group_name]}"
+        self._patience = _PATIENCE * seconds
+        self._group = group
+        self._free = _free_connections.setdefault(group, [])
+        self._connections: list[Any] = []
+        # Two connections: a thread that waits on one holds it.
+        self._store, self._alive = self.connection(), self.connection()
+        self._is_stale = self._was_stale = False
+        self._sent: Counter[int] = Counter()
+        self._received: Counter[int] = Counter()
+
+    @contextmanager
+    def within_time(self) -> Iterator[None]:
+        """Within it collectives of the group wait `seconds` at most, and rank 0 shows that it is alive."""
+        before = torch_private.timeout_of(self._group)
+        torch_private.set_timeout(self._group, timedelta(seconds=self._seconds))
+        ended = threading.Event()
+        beating = threading.Thread(target=self._beat, args=(ended,), daemon=True)
+        if self.rank == 0:
+            beating.start()
+        try:
+            yield
+            self.end_connections()
+        finally:
+            ended.set()
+            if self.rank == 0:
+                beating.join()
+            torch_private.set_timeout(self._group, before)
+
+    def _beat(self, ended: threading.Event) -> None:
+        for number in itertools.count():
+            try:
+                self._alive.set("alive", str(number))
+            except RuntimeError:  # the store has ended, and with it the check
+                return
+            if ended.wait(_ALIVE_EVERY):
+                return
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each rank gives, on all of them; to begin with."""
+        for rank in range(self.count):
+            self._push(rank, value)
+        return [self._next(rank, f"did not call {self._entry}") for rank in range(self.count)]
+
+    def order(self, values: Sequence[Any]) -> None:
+        """Rank 0 gives each other rank something to do."""
+        for rank in range(1, self.count):
+            self._push(rank, values[rank])
+
+    def answers(self) -> list[Any]:
+        """What the other ranks made of it, from rank 1 on."""
+        return [self._next(rank, "did not answer") for rank in range(1, self.count)]
+
+    def next_order(self) -> Any:
+        """What rank 0 wants next."""
+        while True:
+            try:
+                return self._pop(0)
+            except _NothingCameError as error:
+                seen = self._sign_of_life()
+                time.sleep(3 * _ALIVE_EVERY)
+                if seen is None or self._sign_of_life() == seen:
+                    raise RankError(f"rank 0 has shown no sign of life for {3 * _ALIVE_EVERY:g} s") from error
+
+    def answer(self, value: Any) -> None:
+        """Tells rank 0 what came of it."""
+        self._push(0, value)
+
+    def end(self, value: Any) -> None:
+        """Rank 0 tells the others what came of the check, and waits until they know: the store may end with it."""
+        self.order([value] * self.count)
+        with suppress(RankError):
+            self.answers()
+
+    def connection(self) -> Any:
+        """A connection to the store, for messages of this check: one of a check before, or a new one."""
+        connection = self._free.pop() if self._free else torch_private.store_of(self._group).clone()
+        self._connections.append(connection)
+        store = distributed_c10d.PrefixStore(self._prefix, connection)
+        store.set_timeout(timedelta(seconds=self._patience))
+        return store
+
+    def end_connections(self) -> None:
+        """After a check without an error, leaves them to the next one: to make one takes seconds, now and then."""
+        if not self._was_stale:
+            self._free += self._connections
+
+    def _next(self, rank: int, what: str) -> Any:
+        try:
+            return self._pop(rank)
+        except _NothingCameError as error:
+            later = range(rank + 1, self.count)
+            store = self.connection()
+            missing = [rank, *(other for other in later if not store.check([self._key_from(other)]))]
+            several = "ranks" if len(missing) > 1 else "rank"
+            numbers = ", ".join(map(str, missing))
+            raise RankError(f"{several} {numbers} {what} within {self._patience:g} s") from error
+
+    @without_the_store_a_rank_error
+    def _push(self, rank: int, value: Any) -> None:
+        key, data = f"{self.rank} to {rank}, {self._sent[rank]}", pickle.dumps(value)
+        others = range(MOST_BYTES, len(data), MOST_BYTES)
+        for i, begin in enumerate(others):
+            self._store.set(f"{key}, {i}", data[begin : begin + MOST_BYTES])
+        self._store.set(key, len(others).to_bytes(_COUNT_BYTES, "big") + data[:MOST_BYTES])
+        self._sent[rank] += 1
+
+    @without_the_store_a_rank_error
+    def _pop(self, rank: int) -> Any:
+        if self._is_stale:  # an answer that comes late may be taken for another
+            self._store, self._is_stale = self.connection(), False
+        key = self._key_from(rank)
+        try:
+            value = self._store.get(key)
+        except dist.DistNetworkError:
+            raise
+        except RuntimeError as error:
+            self._is_stale = self._was_stale = True
+            raise _NothingCameError from error
+        if len(value) > _WORTH_DELETING:
+            self._store.delete_key(key)
+        data = value[_COUNT_BYTES:]
+        for i in range(int.from_bytes(value[:_COUNT_BYTES], "big")):
+            data += self._store.get(f"{key}, {i}")
+            self._store.delete_key(f"{key}, {i}")
+        self._received[rank] += 1
+        return pickle.loads(data)
+
+    def _key_from(self, rank: int) -> str:
+        return f"{rank} to {self.rank}, {self._received[rank]}"
+
+    def _sign_of_life(self) -> Any:
+        """What rank 0 last showed; None where the store itself does not answer."""
+        found: list[Any] = []
+
+        def look() -> None:
+            with suppress(RuntimeError):
+                found.append(self._alive.get("alive") if self._alive.check(["alive"]) else b"")
+
+        looking = threading.Thread(target=look, daemon=True)
+        looking.start()
+        looking.join(2 * _ALIVE_EVERY)
+        return found[0] if found else None

@@ -1,0 +1,216 @@
+"""A few VJPs of a custom backward, run before all others and again after them: whether it keeps a state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from fastgrad.core.memory import OUT_OF_MEMORY
+from fastgrad.core.phases import phase
+from fastgrad.core.precision import ROUNDING
+from fastgrad.core.tensors import differ, largest
+from fastgrad.engines.blocks import GAPPED, MOST_AT_ONCE, MOST_CACHED, SPARSE, JacobianBlock
+from fastgrad.problem.coordinates import Block, block_with
+from fastgrad.problem.problem import Problem
+from fastgrad.report.data import Certificate, Failure, Settings
+from fastgrad.verdict.comparison import tolerances
+from fastgrad.verdict.linearity import by_inputs, nondeterministic, proof_cotangents
+
+REPEATED_PRODUCTS = SPARSE, GAPPED
+"""Kinds of cotangents, all contiguous here, that are run early and late, too: few rows, and all of them."""
+
+MOST_CALLS = 128
+"""VJPs that a custom backward is run for, at least, where torch's checker runs as many: the number of a call from which
+on it may be wrong."""
+
+
+@dataclass
+class _SummedProducts:
+    """The sum of several cotangents, shape (m,), that of their VJPs and the largest size of each of their components.
+
+    The VJP of the sum is the sum of the VJPs, unless one of them is wrong.
+    """
+
+    cotangent: Tensor
+    gradient: Tensor
+    largest: Tensor
+
+    def add(self, cotangent: Tensor, gradient: Tensor) -> None:
+        self.cotangent += cotangent
+        self.gradient += gradient
+        torch.maximum(self.largest, gradient.abs(), out=self.largest)
+
+
+class RepeatedCalls:
+    """A few VJPs run before all others, and again after them: a backward that keeps state shows.
+
+    Only a custom backward can. One that is wrong from some call on is found as by torch's checker, which runs each row
+    twice, if that call is among the first `most`.
+
+    Attributes
+    ----------
+    rows
+        Rows of the Jacobian that were run by themselves: float64, shape (n,), by their numbers.
+    """
+
+    def __init__(self, problem: Problem, settings: Settings, most: int = MOST_CALLS) -> None:
+        """Runs them; what is raised is kept for `failure`. most: as MOST_CALLS."""
+        self._problem = problem
+        self._settings = settings
+        self._most = min(2 * problem.m, most)
+        self.rows: dict[int, Tensor] = {}
+        self._raised: Exception | None = None
+        self._moved: Block | None = None
+        self._summed: _SummedProducts | None = None
+        self._last = 0
+        self._is_needed = problem.is_custom and problem.m > 2
+        if not self._is_needed:
+            return
+        m = problem.m
+        # The last one, too: kernels treat what is left over at the end separately.
+        self._rows = list(dict.fromkeys([settings.seed % m, (settings.seed + m // 2) % m, m - 1]))
+        self._outputs = [block_with(problem.outputs, row).index for row in self._rows] + [-1] * len(REPEATED_PRODUCTS)
+        self._calls = range(len(self._outputs))
+        self._at_once = len(self._calls) if problem.n + m <= MOST_AT_ONCE else 1
+        try:
+            self._run_first()
+        except OUT_OF_MEMORY:
+            self._run_first()  # it may have been wanted for a moment only
+        except Exception as error:
+            self._raised = error
+
+    def _run_first(self) -> None:
+        problem = self._problem
+        self._known = torch.empty(len(self._calls), problem.n, dtype=torch.float64, device=problem.device)
+        for first in self._calls[:: self._at_once]:
+            calls = self._calls[first : first + self._at_once]
+            within = slice(calls.start, calls.stop)
+            self._known[within] = problem.vjps_of(self._cotangents(calls), self._outputs[within])[0]
+        self.rows = dict(zip(self._rows, self._known, strict=False))
+
+    def _cotangents(self, calls: range) -> Tensor:
+        m, seed, device = self._problem.m, self._settings.seed, self._problem.device
+        if m <= MOST_CACHED:
+            return _cached_cotangents(m, seed, device, tuple(self._rows))[calls.start : calls.stop]
+        return _cotangents_of(m, seed, device, self._rows, calls)
+
+    def vjp(self, cotangent: Tensor) -> Tensor:
+        """A VJP, shape (1, n), that is not compared with rows: it is, together with others of these, in the end."""
+        gradient = self._problem.vjp(cotangent)
+        if self._problem.is_custom:
+            if self._summed is None:
+                self._summed = _SummedProducts(
+                    *(torch.zeros_like(vector[0]) for vector in (cotangent, gradient, gradient))
+                )
+            self._summed.add(cotangent[0], gradient[0])
+        return gradient
+
+    def see(self, block: JacobianBlock) -> None:
+        """Compares rows that are run again meanwhile."""
+        width, count = block.output.width, block.analytical.shape[0]
+        first = block.output.first + block.first_row * width + int(block.part == "imaginary")
+        start = block.input.first + block.first_column
+        for row, gradient in self.rows.items():
+            which, other = divmod(row - first, width)
+            if other or not 0 <= which < count:
+                continue
+            known = gradient[None, start : start + block.analytical.shape[1]]
+            if differ(block.analytical[which : which + 1], known, self._settings.nondet_tol, False):
+                self._moved = block.output
+
+    @phase("repeated calls")
+    def failure(self, one_round: bool = False) -> Failure | None:
+        """Whether any is another one, once all others have run; raises what was raised before.
+
+        one_round: each is run again once, however few calls that makes.
+        """
+        if self._raised is not None:
+            raise self._raised
+        if self._moved is not None:
+            return nondeterministic(self._moved)
+        if self._summed is not None and self._sum_moves(self._summed):
+            return nondeterministic(self._problem.outputs[0])
+        if not self._is_needed:
+            return None
+        moved = self._first_moved(self._order(one_round))
+        return None if moved is None else nondeterministic(moved)
+
+    def _order(self, one_round: bool) -> list[int]:
+        """The numbers of the calls that are repeated: each once, then until as many were run as `most` says."""
+        rows, (few, all_) = self._calls[: len(self._rows)], self._calls[len(self._rows) :]
+        once = [rows[0], all_, rows[1], few, *rows[2:]]
+        # Five or seven, so that what is wrong in every second, third or fourth call shows in each.
+        cycle = [*once, *once[1 : len(once) - 2]]
+        count = len(once) if one_round else max(len(once), self._most - self._problem.vjps)
+        return [cycle[call % len(cycle)] for call in range(count)]
+
+    def _first_moved(self, order: list[int]) -> Block | None:
+        """The output of the first call in this order that gives another gradient."""
+        batched = self._at_once == len(self._calls)
+        everything = self._cotangents(self._calls) if batched else None
+        done = 0
+        while done < len(order):
+            call = order[done]
+            if everything is not None:
+                arguments = everything, self._outputs, order[done:], self._known
+            else:
+                within = range(call, call + 1)
+                arguments = self._cotangents(within), self._outputs[call : call + 1], [0], self._known[call : call + 1]
+            run, other = self._problem.first_other_vjp(*arguments)
+            done += run
+            call = order[done - 1]
+            if other is not None and self._moves(other, self._known[call : call + 1], self._tolerance(call)):
+                return self._problem.outputs[max(0, self._outputs[call])]
+            self._last = self._problem.vjps
+        return None
+
+    def _tolerance(self, call: int) -> float:
+        """What a gradient may differ by from run to run."""
+        if call < len(self._rows):
+            return self._settings.nondet_tol
+        rounding = ROUNDING * self._problem.unit_roundoff * largest(self._known[call])
+        return max(rounding, self._settings.nondet_tol * float(self._cotangents(range(call, call + 1)).abs().sum()))
+
+    def certificates(self) -> list[Certificate]:
+        """What the repeated calls vouch for, if any were needed."""
+        if not self._last:
+            return []
+        claim = f"gradients of a custom backward repeat, up to its call {self._last}"
+        method = (
+            f"{len(self.rows)} rows and {len(REPEATED_PRODUCTS)} products, run before all others and again after them"
+        )
+        return [Certificate(claim, method, self._settings.nondet_tol)]
+
+    def _sum_moves(self, summed: _SummedProducts) -> bool:
+        """Whether one of the VJPs that were not compared with rows was wrong by the allclose rule."""
+        again = self._problem.vjp(summed.cotangent[None])[0]
+        atol, rtol = tolerances(self._problem, self._settings)
+        allowed = atol + rtol * summed.largest + self._settings.nondet_tol * float(summed.cotangent.abs().sum())
+        return bool(((again - summed.gradient).abs() > allowed).any())
+
+    def _moves(self, again: Tensor, gradient: Tensor, tolerance: float) -> bool:
+        return any(
+            differ(left, right, tolerance, False)
+            for _, left, right in by_inputs(self._problem, self._settings, again, gradient)
+        )
+
+
+def _cotangents_of(m: int, seed: int, device: torch.device, rows: Sequence[int], calls: range) -> Tensor:
+    """One-hot cotangents of rows, then those of the products: float64, shape (calls, m)."""
+    cotangents = torch.zeros(len(calls), m, dtype=torch.float64, device=device)
+    for call, cotangent in zip(calls, cotangents, strict=True):
+        product = call - len(rows)
+        if product < 0:
+            cotangent[rows[call]] = 1.0
+        else:
+            cotangent.copy_(proof_cotangents(m, seed, device, REPEATED_PRODUCTS[product : product + 1])[0])
+    return cotangents
+
+
+@lru_cache(32)
+def _cached_cotangents(m: int, seed: int, device: torch.device, rows: tuple[int, ...]) -> Tensor:
+    return _cotangents_of(m, seed, device, rows, range(len(rows) + len(REPEATED_PRODUCTS)))
