@@ -1,0 +1,1 @@
+"""Which operation of a model has a wrong gradient."""

@@ -1,0 +1,290 @@
+"""What lies between operations: experiments that show, by differences, which of it makes gradients wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from fastgrad.core import torch_private
+from fastgrad.model.end_to_end import Along, Whole
+from fastgrad.model.recorder import Cut, Recorder, full_name
+from fastgrad.model.saved import Saved
+from fastgrad.model.step import Step
+from fastgrad.report.model_data import Finding, Site
+
+MOST_PARAMETERS = 64
+"""Parameters that are looked at one by one."""
+
+MOST_CUTS = 32
+"""Places where gradients stop that are tried one by one."""
+
+MOST_SAVED = 32
+"""Changed tensors that are tried one by one."""
+
+MOST_SITES = 8
+"""Places that a finding lists."""
+
+Gradients = list[Tensor | None]
+
+
+class _DivergedError(Exception):
+    """The model took another way than when it was recorded."""
+
+
+class _Held(torch_private.EagerDispatchMode):  # type: ignore[no-untyped-call]
+    """Has the events of some numbers return what they returned in the first run."""
+
+    def __init__(self, names: dict[int, str], values: dict[int, Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names, self._values, self._event = names, values, 0
+
+    @torch_private.hidden_from_dynamo
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operator, or returns what it returned."""
+        result = func(*args, **(kwargs or {}))
+        event, self._event = self._event, self._event + 1
+        if event not in self._names:
+            return result
+        if full_name(func) != self._names[event]:
+            raise _DivergedError
+        if event not in self._values:
+            self._values[event] = _copy(result)
+            return result
+        if func._schema.is_mutable:
+            for tensor, value in zip(_tensors(result), _tensors(self._values[event]), strict=True):
+                tensor.copy_(value)
+            return result
+        return _copy(self._values[event])
+
+
+@contextmanager
+def _holding(names: dict[int, str], values: dict[int, Any]) -> Iterator[None]:
+    # The hooks make autograd run the same operators as while it was recorded.
+    with saved_tensors_hooks(_itself, _itself), _Held(names, values):
+        yield
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return torch_private.tensors_in(value)
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return type(value)(map(_copy, value)) if type(value) in (tuple, list) else value
+
+
+@dataclass
+class Between:
+    """Experiments on one step, in the precision that it is in.
+
+    Attributes
+    ----------
+    findings
+        What is shown to be wrong.
+    remarks
+        What is not.
+    meant
+        What modules of torch's own take for constants.
+    """
+
+    step: Step
+    whole: Whole
+    memory_limit: int
+    findings: list[Finding] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    meant: list[Cut] = field(default_factory=list)
+
+    @contextmanager
+    def holding_what_is_meant(self) -> Iterator[None]:
+        """Inside, what modules of torch's own take for constants is held: spectral norm's vectors, say."""
+        self.meant = [cut for cut in self._record()[0].cuts if cut.is_meant]
+        held = self._holding([])
+        if held is None or not self.meant:
+            yield
+            return
+        names = ", ".join(dict.fromkeys(cut.site.module or "the model" for cut in self.meant))
+        self.remarks.append(f"what {names} computes without gradients, as torch means it to, was held constant")
+        with self.step.inside(held):
+            yield
+
+    def look_at_missing(self) -> None:
+        """Parameters without a gradient: whether the loss depends on them, and where the path ends."""
+        missing = self.whole.missing()
+        if not missing:
+            return
+        moving = [i for i in missing[:MOST_PARAMETERS] if self.whole.moves([i])] if self.whole.moves(missing) else []
+        still = [self.step.names[i] for i in missing if i not in moving]
+        if still:
+            self.remarks.append(f"no gradient reaches {_listed(still)}, and the loss does not depend on it")
+        if not moving:
+            return
+        names = tuple(self.step.names[i] for i in moving)
+        recorder, _ = self._record()
+        cuts = [cut for cut in _unmeant(recorder) if set(recorder.parameters_of(cut.parameters)) & set(moving)]
+        alone = [cut for cut in cuts[:MOST_CUTS] if self._stills([cut], moving)]
+        ends = alone or (cuts if cuts and self._stills(cuts, moving) else [])
+        text = f"{_listed(list(names))} gets no gradient, and the loss moves with it"
+        if ends:
+            text += f": the path ends in {ends[0].name}{at(ends[0].site)}"
+        self.findings.append(Finding("detached", text, _sites(ends), "", names, 1.0))
+
+    def _stills(self, cuts: Sequence[Cut], which: Sequence[int]) -> bool:
+        """Whether the loss moves no more with some parameters once the values of these cuts are held."""
+        held = self._holding(cuts)
+        if held is None:
+            return False
+        try:
+            with self.step.inside(held):
+                return not self.whole.moves(which)
+        except _DivergedError:
+            return False
+
+    def _holding(self, cuts: Sequence[Cut]) -> Callable[[], AbstractContextManager[None]] | None:
+        """Makes contexts in which the values of cuts are those at the parameters as they are."""
+        around = partial(_holding, {cut.event: cut.name for cut in [*cuts, *self.meant]}, {})
+        try:
+            with self.step.inside(around):
+                self.step.loss()
+        except _DivergedError:
+            return None
+        return around
+
+    def explain(self, along: Along) -> None:
+        """Finds what makes the derivative along a direction wrong."""
+        wrong = self._wrong_parameters()
+        names = tuple(self.step.names[i] for i in wrong)
+        recorder, _ = self._record()
+        hooks, saved = recorder.hooks.changed(), recorder.saved.changed()
+        numbers = frozenset(one.number for one in saved)
+        restored = self._record(kept_saved=numbers)[1] if saved else None
+        behind = set(wrong or range(len(self.step.parameters)))
+        cuts = [cut for cut in _unmeant(recorder) if behind & set(recorder.parameters_of(cut.parameters))]
+        muted = self._record(mutes_hooks=True)[1] if hooks else None
+        both = self._record(mutes_hooks=True, kept_saved=numbers)[1] if hooks and saved else None
+        held = self._difference_holding(cuts, along) if cuts else None
+        present = [name for name, there in (("hook", hooks), ("saved", saved), ("cut", held)) if there]
+        explained: tuple[str, ...] = ()
+        for some in (some for size in (1, 2, 3) for some in combinations(present, size)):
+            gradients = {("hook",): muted, ("saved",): restored, ("hook", "saved"): both}.get(
+                tuple(one for one in some if one != "cut"), self.whole.gradients
+            )
+            base = held if "cut" in some and held is not None else along
+            if gradients is not None and self.whole.compared(base, gradients).agrees:
+                explained = some
+                break
+        error = abs(along.analytical - along.numerical) / along.size if along.size else 1.0
+        if "hook" in explained:
+            for hook in hooks:
+                text = f"the hook {hook.name} of {hook.owner} changes gradients; without it they agree with differences"
+                self.findings.append(Finding("hook", text, (hook.site,), hook.name, names, error))
+        if "saved" in explained:
+            self._add_saved(saved, along, names, error)
+        if "cut" in explained:
+            self._add_cuts(cuts, along, names, error)
+        if not explained:
+            self._add_unexplained(recorder, names, error)
+
+    def _add_saved(self, saved: Sequence[Saved], along: Along, names: tuple[str, ...], error: float) -> None:
+        counting = []
+        for one in saved[:MOST_SAVED]:
+            gradients = self._record(kept_saved=frozenset({one.number}))[1]
+            if abs(self.whole.compared(along, gradients).analytical - along.analytical) > along.allowed:
+                counting.append(one)
+        saved = counting or saved
+        unknown = frozenset(one.number for one in saved if not one.writer)
+        if unknown:
+            watching = self._record(watched=unknown)[0]
+            for one in saved:
+                one.writer = one.writer or watching.saved.all[one.number].writer
+        for one in {(one.site, one.writer): one for one in saved}.values():
+            by = f": {one.writer or 'something that is no operator of torch'} wrote to it"
+            text = f"a tensor that was saved for backward{at(one.site)} was changed before backward took it{by}"
+            self.findings.append(Finding("saved tensor", text, (one.site,), "", names, error))
+
+    def _add_cuts(self, cuts: Sequence[Cut], along: Along, names: tuple[str, ...], error: float) -> None:
+        counting = []
+        for cut in cuts[:MOST_CUTS]:
+            held = self._difference_holding([cut], along)
+            if held is not None and abs(held.numerical - along.numerical) > along.allowed:
+                counting.append(cut)
+        counting = counting or list(cuts)
+        text = (
+            f"autograd takes for a constant what {counting[0].name}{at(counting[0].site)} computes from parameters; "
+            "with that held fixed, differences agree with the gradients"
+        )
+        self.findings.append(Finding("detached", text, _sites(counting), counting[0].name, names, error))
+
+    def _add_unexplained(self, recorder: Recorder, names: tuple[str, ...], error: float) -> None:
+        whose = f" of {_listed(list(names))}" if names else ""
+        text = f"the gradient{whose} is wrong end to end, and no operation that was checked is"
+        foreign = [f"{name}{at(site)}" for name, site in recorder.foreign.items()]
+        text += f"; not checked: {', '.join(foreign)}" if foreign else ""
+        self.findings.append(Finding("end to end", text, (), "", names, error))
+
+    def _difference_holding(self, cuts: Sequence[Cut], along: Along) -> Along | None:
+        held = self._holding(cuts)
+        if held is None:
+            return None
+        try:
+            with self.step.inside(held):
+                return self.whole.along(along.vectors)
+        except _DivergedError:
+            return None
+
+    def _wrong_parameters(self) -> list[int]:
+        missing = self.whole.missing()
+        others = [i for i in range(len(self.step.parameters)) if i not in missing]
+        return [i for i in others[:MOST_PARAMETERS] if not self.whole.quickly_along(self.whole.only([i])).agrees]
+
+    def _record(self, **keywords: Any) -> tuple[Recorder, Gradients]:
+        recorder = Recorder(self.step.model, self.step.parameters, self.memory_limit, **keywords)
+        return recorder, record(self.step, recorder)
+
+
+def record(step: Step, recorder: Recorder) -> Gradients:
+    """Runs one step recorded; the gradients."""
+    with watched(step, recorder), step.inside(recorder.recording):
+        loss = step.loss()
+        recorder.finish(loss)
+        return step.gradients(loss)
+
+
+@contextmanager
+def watched(step: Step, recorder: Recorder) -> Iterator[None]:
+    """Inside, the recorder watches the hooks of the step's model."""
+    step.reset()
+    with recorder.hooks.watching(), step.keeps_hooks():
+        yield
+
+
+def _unmeant(recorder: Recorder) -> list[Cut]:
+    return [cut for cut in recorder.cuts if not cut.is_meant]
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Names, the first few of many."""
+    if len(names) <= 4:
+        return ", ".join(names)
+    return f"{', '.join(names[:3])} and {len(names) - 3} more"
+
+
+def at(site: Site) -> str:
+    """Where, for a sentence."""
+    where = f" at {site.source}" if site.source else ""
+    return where + (f" in {site.module}" if site.module else "")
+
+
+def _sites(cuts: Sequence[Cut]) -> tuple[Site, ...]:
+    return tuple(dict.fromkeys(cut.site for cut in cuts))[:MOST_SITES]

@@ -1,0 +1,238 @@
+"""check_model: every operation by itself, the whole end to end, and what lies in between."""
+
+from __future__ import annotations
+
+import inspect
+import platform
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from fastgrad._version import __version__
+from fastgrad.api.checkers import gradcheck
+from fastgrad.api.settings import settings_of
+from fastgrad.core.memory import free_bytes
+from fastgrad.core.torch_private import hidden_from_dynamo
+from fastgrad.model.between import Between, at, record
+from fastgrad.model.end_to_end import Along, Whole, enter_precise
+from fastgrad.model.operations import SCREEN_ERROR, check_operation
+from fastgrad.model.recorder import Recorder
+from fastgrad.model.step import Step
+from fastgrad.problem.arguments import as_tuple
+from fastgrad.report.data import Environment, Settings
+from fastgrad.report.model import ModelReport
+from fastgrad.report.model_data import EndToEnd, Finding, Operation
+
+DIRECTIONS = 2
+"""Random directions of the whole."""
+
+
+def check_model(
+    model: Module,
+    inputs: Any,
+    loss: Callable[[Any], Tensor] | None = None,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    eps: float = 1e-6,
+    atol: float = 1e-5,
+    rtol: float = 1e-3,
+    seed: int = 0,
+    memory_limit: int | None = None,
+) -> ModelReport:
+    """Finds which operation of a model has a wrong gradient, or what between operations makes gradients wrong.
+
+    One step is recorded. Each distinct operation, by operator, shapes, layouts and other arguments, is checked by
+    itself at the inputs that it had, in double precision where it runs in it. Then the derivative of the loss along
+    random directions of all parameters is compared with differences of the loss. Where it is wrong and all
+    operations are right, experiments look for the reason: tensors that were changed after they had been saved for
+    backward, paths that autograd does not record, hooks that change gradients.
+
+    Parameters
+    ----------
+    model
+        Checked in the mode that it is in, with respect to its parameters that require grad.
+    inputs
+        A tuple or list of arguments of the model, or the only one; nested or not.
+    loss
+        Takes what the model returns, returns a real tensor of one element. None: the model returns that.
+    kwargs
+        Keyword arguments of the model.
+    eps, atol, rtol
+        As in `gradcheck`, for each operation. atol is less where all entries of an operation are small.
+    seed
+        Of the random vectors. Every call of the model starts from the same random state, so dropout may be on.
+    memory_limit
+        Bytes for copies of the operations' inputs; by default a quarter of what is free. What has no place there is
+        not checked, and the report says so.
+
+    Returns
+    -------
+    ModelReport
+        `passed` says whether nothing wrong was found; `findings` has the probable culprit first.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument cannot be used.
+    Exception
+        What the model, the loss or a backward raises in the first step.
+
+    Notes
+    -----
+    Parameters, buffers, gradients, hooks, the train or eval mode of every module and random states are afterwards as
+    they were. What a module keeps elsewhere, in attributes that are no buffers, stays as the last call left it.
+    The Jacobian of an operator of torch is first tested by one number, v^T J u for random u and v, and a custom
+    Function always in fast mode. A result that nothing uses, the statistics of a norm say, is left out.
+
+    Examples
+    --------
+    >>> import torch, fastgrad
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    >>> report = fastgrad.check_model(model, torch.randn(16, 4), lambda y: y.square().mean())
+    >>> report.passed, report.end_to_end.verdict
+    (True, 'right')
+    """
+    start = time.perf_counter()
+    _check_arguments(model, loss, kwargs, memory_limit)
+    keywords = {name: one.default for name, one in inspect.signature(gradcheck).parameters.items()}
+    settings = settings_of({**keywords, "eps": eps, "atol": atol, "rtol": rtol, "seed": seed, "fast_mode": True})
+    limit = free_bytes() // 4 if memory_limit is None else memory_limit
+    with Step(model, as_tuple(inputs), kwargs or {}, loss) as step:
+        return _checked(step, settings, limit, start)
+
+
+hidden_from_dynamo(check_model)
+
+
+def _checked(step: Step, settings: Settings, limit: int, start: float) -> ModelReport:
+    before = time.perf_counter()
+    first = step.loss()
+    device = first.device
+    step.gradients(first)
+    del first
+    step_seconds = time.perf_counter() - before
+    recorder = Recorder(step.model, step.parameters, limit, keeps_calls=True)
+    record(step, recorder)
+    step.reset()
+    calls = list(recorder.calls.values())
+    operations = [check_operation(call, settings) for call in calls]
+    remarks = _remarks(recorder, step)
+    has_wrong = any(one.verdict == "wrong" for one in operations)
+    end_to_end, between = _whole(step, settings, limit, recorder, has_wrong, remarks)
+    if end_to_end.verdict == "wrong" and not has_wrong:
+        found = [check_operation(other, settings) for call in calls for other in call.others]
+        operations += [one for one in found if one.verdict == "wrong"]
+        if len(operations) == len(calls):
+            end_to_end, between = _whole(step, settings, limit, recorder, has_wrong, remarks, explains=True)
+    operations.sort(key=_order)
+    findings = [_finding(one) for one in operations if one.verdict == "wrong"]
+    findings += [_with_suspect(one, operations) for one in between.findings]
+    if end_to_end.verdict != "wrong":
+        remarks += _harmless(recorder, step)
+    return ModelReport(
+        tuple(findings),
+        tuple(operations),
+        replace(end_to_end, evaluations=step.evaluations),
+        tuple(dict.fromkeys(remarks + between.remarks)),
+        step_seconds,
+        time.perf_counter() - start,
+        Environment(__version__, torch.__version__, platform.python_version(), str(device)),
+    )
+
+
+def _whole(
+    step: Step,
+    settings: Settings,
+    limit: int,
+    recorder: Recorder,
+    has_wrong: bool,
+    remarks: list[str],
+    explains: bool = False,
+) -> tuple[EndToEnd, Between]:
+    """The derivative of the loss, and parameters without a gradient; explains: and why the former is wrong."""
+    whole = Whole(step, settings.seed)
+    between = Between(step, whole, limit)
+    with ExitStack() as stack:
+        why = enter_precise(step, whole, stack)
+        if why:
+            remarks.append(f"end to end the model was run as it is, not in double precision: {why}")
+        if any(cut.is_meant for cut in recorder.cuts):
+            stack.enter_context(between.holding_what_is_meant())
+        found = [whole.quickly_along(whole.direction(number)) for number in range(DIRECTIONS)]
+        between.look_at_missing()
+        wrong: Along | None = next((one for one in found if not one.agrees), None)
+        if explains and wrong is not None:
+            between.explain(wrong)
+        elif has_wrong and wrong is not None:
+            remarks.append("the gradient is wrong end to end; check again once the operations are right")
+    return whole.result(found), between
+
+
+def _order(operation: Operation) -> tuple[int, float]:
+    """Those that are wrong first, then by error."""
+    verdicts = ["wrong", "undecided", "not checked", "right"]
+    return verdicts.index(operation.verdict), -(operation.error or 0.0)
+
+
+def _finding(operation: Operation) -> Finding:
+    return Finding("operation", operation.detail, operation.sites, operation.name, (), operation.error)
+
+
+def _with_suspect(finding: Finding, operations: list[Operation]) -> Finding:
+    """What is not explained, with the operation whose error is largest: its entries are within the tolerances."""
+    worst = max((one for one in operations if one.error is not None), key=lambda one: one.error or 0.0, default=None)
+    if finding.kind != "end to end" or worst is None or not (worst.error or 0.0) > SCREEN_ERROR:
+        return finding
+    text = f"{finding.text}; of those within the tolerances {worst.name} has the largest error, {worst.error:.1e}"
+    return replace(finding, text=text, operator=worst.name, sites=worst.sites)
+
+
+def _remarks(recorder: Recorder, step: Step) -> list[str]:
+    remarks = [
+        f"{name} is a Function of torch's own that calls others: it was checked end to end only"
+        for name in recorder.foreign
+    ]
+    if any(type(module).__name__ == "OptimizedModule" for module in step.model.modules()):
+        remarks.append("what torch.compile compiled ran operator by operator while it was recorded")
+    return remarks
+
+
+def _harmless(recorder: Recorder, step: Step) -> list[str]:
+    """What was seen to change, and differences do not show."""
+    buffers = {id(buffer) for buffer in step.model.buffers()}
+    changed = [one for one in recorder.saved.changed() if id(one.tensor) not in buffers]
+    remarks = [
+        f"a tensor that was saved for backward{at(one.site)} was changed before backward took it, without an effect "
+        "that differences show"
+        for one in changed
+    ]
+    hooks = recorder.hooks.changed()
+    return remarks + [f"the hook {one.name} of {one.owner} changes gradients, by less than is seen" for one in hooks]
+
+
+def _check_arguments(model: object, loss: object, kwargs: object, memory_limit: object) -> None:
+    if not isinstance(model, Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+    if isinstance(model, DistributedDataParallel):
+        raise TypeError("model is wrapped in DistributedDataParallel: pass model.module.")
+    if loss is not None and not callable(loss):
+        raise TypeError(f"loss must be a function of what the model returns, or None, got {type(loss).__name__}.")
+    if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(key, str) for key in kwargs)):
+        raise TypeError(f"kwargs must be a mapping from names to the model's keyword arguments, got {kwargs!r}.")
+    if memory_limit is not None and (isinstance(memory_limit, bool) or not isinstance(memory_limit, int)):
+        raise TypeError(f"memory_limit must be a number of bytes, got {memory_limit!r}.")
+    if memory_limit is not None and memory_limit < 0:
+        raise ValueError(f"memory_limit must be at least zero, got {memory_limit}.")
+    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        raise ValueError(f"Parameter {lazy[0]} of the model has no values yet: call the model once before the check.")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError("check_model needs a parameter with requires_grad=True in the model, and there is none.")

@@ -1,0 +1,207 @@
+"""The derivative of the loss along random directions of all parameters, by autograd and by differences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fastgrad.core.memory import OUT_OF_MEMORY
+from fastgrad.core.random import SKETCH_DIRECTIONS, uniform_like
+from fastgrad.model.step import Step
+from fastgrad.report.model_data import EndToEnd
+
+STEPS = {torch.float64: 1e-6, torch.float32: 2.0**-9, torch.bfloat16: 2.0**-4, torch.float16: 2.0**-5}
+"""By which parameters move, relative to their root mean square: where truncation and rounding of the loss balance."""
+
+SMALLER = 2.0**-6
+"""The second step, relative to the first: it meets a 64th of the kinks."""
+
+ALLOWED = {torch.float64: 1e-4, torch.float32: 2e-2, torch.bfloat16: 0.2, torch.float16: 0.1}
+"""The error of a directional derivative, relative to the root of the sum of squares of its terms, that is none: kinks
+that a step crosses make up 1e-5 of it in double precision."""
+
+MOST_AMPLIFIED = 100.0
+"""Parameters with small gradients move further, so that they count: at most by this factor."""
+
+NEGLIGIBLE = 1e-6
+"""The share of the derivative below which a gradient is rounding, that of a bias before a norm say."""
+
+SMALLEST_MOVE = 1e-2
+"""Of a parameter whose values are zero, a bias say, relative to 1."""
+
+LARGE_MOVE = 0.5
+"""Of parameters, relative to their size: what is rounded to integers in between may move only then."""
+
+DEPENDS = 256.0
+"""Units of rounding from which on a difference of two losses says that the loss depends on what was moved."""
+
+
+@dataclass
+class Along:
+    """A direction of the parameters, and the derivative along it."""
+
+    vectors: list[Tensor | None]
+    numerical: float
+    noise: float
+    size: float
+    """The root of the sum of squares of the terms by autograd, or the modulus of the difference."""
+    analytical: float
+    allowed: float
+
+    @property
+    def agrees(self) -> bool:
+        """Whether both derivatives are the same."""
+        return abs(self.analytical - self.numerical) <= self.allowed
+
+
+class Whole:
+    """Derivatives of a step's loss; inside of `precise`, in double precision where the model runs in it.
+
+    Attributes
+    ----------
+    dtype
+        Of the loss.
+    gradients
+        Of the parameters.
+    """
+
+    def __init__(self, step: Step, seed: int) -> None:
+        self._step, self._seed = step, seed
+        self.dtype = torch.float64
+        self.gradients: list[Tensor | None] = []
+
+    def measure(self) -> None:
+        """Takes the gradients."""
+        loss = self._step.loss()
+        self.dtype = loss.dtype
+        self.gradients = self._step.gradients(loss)
+
+    def direction(self, number: int) -> list[Tensor | None]:
+        """Random, of all parameters with gradients: each moves relative to its size, those with small ones further."""
+        moves = [self._uniform(i, number) for i in range(len(self._step.parameters))]
+        missing = self.missing()
+        shares = [0.0 if g is None else _norm(_real_product(g, u)) for g, u in zip(self.gradients, moves, strict=True)]
+        largest = max(shares, default=0.0)
+        return [
+            None
+            if i in missing
+            else u * (min(MOST_AMPLIFIED, largest / share) if share > NEGLIGIBLE * largest else 1.0)
+            for i, (u, share) in enumerate(zip(moves, shares, strict=True))
+        ]
+
+    def only(self, which: Sequence[int], number: int = 0) -> list[Tensor | None]:
+        """A random direction of some parameters."""
+        return [self._uniform(i, number) if i in which else None for i in range(len(self._step.parameters))]
+
+    def _uniform(self, i: int, number: int) -> Tensor:
+        parameter = self._step.parameters[i]
+        size = _norm(parameter) / math.sqrt(max(1, parameter.numel()))
+        stream = SKETCH_DIRECTIONS + 16 * (number * len(self._step.parameters) + i)
+        return uniform_like(parameter.detach(), self._seed, stream) * max(size, SMALLEST_MOVE)
+
+    def along(self, vectors: list[Tensor | None]) -> Along:
+        """Both derivatives along a direction, from eight evaluations: at the step with less noise."""
+        found = []
+        for step in self._steps():
+            coarse, change = self._difference(vectors, 2 * step)
+            fine, _ = self._difference(vectors, step)
+            noise = abs(fine - coarse) + self._rounding(change, step)
+            found.append(Along(vectors, (4 * fine - coarse) / 3, noise, 0.0, 0.0, 0.0))
+        return self.compared(min(found, key=lambda one: one.noise), self.gradients)
+
+    def quickly_along(self, vectors: list[Tensor | None]) -> Along:
+        """As `along`, from two evaluations where these agree with autograd: an error makes nothing look right."""
+        for step in self._steps():
+            numerical, change = self._difference(vectors, step)
+            made = Along(vectors, numerical, self._rounding(change, step), 0.0, 0.0, 0.0)
+            found = self.compared(made, self.gradients)
+            if found.agrees:
+                return found
+        return self.along(vectors)
+
+    def _steps(self) -> tuple[float, float]:
+        step = STEPS.get(self.dtype, STEPS[torch.float32])
+        return step, step * SMALLER
+
+    def _rounding(self, change: float, step: float) -> float:
+        return torch.finfo(self.dtype).eps * change / step
+
+    def compared(self, along: Along, gradients: Sequence[Tensor | None]) -> Along:
+        """The same difference beside other gradients."""
+        pairs = zip(gradients, along.vectors, strict=True)
+        terms = [_real_product(g, u) for g, u in pairs if g is not None and u is not None]
+        analytical = math.fsum(float(one.sum()) for one in terms)
+        size = math.hypot(*(float(torch.linalg.vector_norm(one)) for one in terms), 0.0)
+        size = max(size, abs(along.numerical))
+        allowed = ALLOWED.get(self.dtype, ALLOWED[torch.float32]) * size + 8 * along.noise
+        return replace(along, analytical=analytical, size=size, allowed=allowed)
+
+    def _difference(self, vectors: Sequence[Tensor | None], by: float) -> tuple[float, float]:
+        """The central difference, and the size of the loss."""
+        losses = []
+        for sign in (by, -by):
+            with self._step.moved(vectors, sign):
+                losses.append(float(self._step.loss().detach()))
+        return (losses[0] - losses[1]) / (2 * by), abs(losses[0]) + abs(losses[1])
+
+    def moves(self, which: Sequence[int]) -> bool:
+        """Whether the loss moves with some parameters, by a small step or by a large one."""
+        vectors = self.only(which)
+        for step in (math.sqrt(STEPS.get(self.dtype, STEPS[torch.float32])), LARGE_MOVE):
+            slope, size = self._difference(vectors, step)
+            if not abs(slope) * 2 * step <= DEPENDS * torch.finfo(self.dtype).eps * size:
+                return True
+        return False
+
+    def missing(self) -> list[int]:
+        """The parameters without a gradient, or with zeros alone."""
+        return [i for i, g in enumerate(self.gradients) if g is None or not bool(g.any())]
+
+    def result(self, found: Sequence[Along]) -> EndToEnd:
+        """For the report."""
+        return EndToEnd(
+            tuple(one.analytical for one in found),
+            tuple(one.numerical for one in found),
+            tuple(one.allowed for one in found),
+            tuple(one.size for one in found),
+            str(self.dtype).removeprefix("torch."),
+            self._step.evaluations,
+        )
+
+
+def enter_precise(step: Step, whole: Whole, stack: ExitStack) -> str:
+    """Takes the gradients in double precision, for as long as the stack is open, or as the model is.
+
+    Returns why it is the latter; empty in double precision.
+    """
+    why = ""
+    if any(parameter.dtype is not torch.float64 for parameter in step.parameters):
+        with ExitStack() as trial:
+            try:
+                trial.enter_context(step.in_double())
+                whole.measure()
+                if whole.dtype is torch.float64:
+                    stack.push(trial.pop_all())
+                    return ""
+                why = f"its loss is {str(whole.dtype).removeprefix('torch.')} there"
+            except OUT_OF_MEMORY:
+                raise
+            except Exception as error:
+                why = f"it raises {type(error).__name__} there"
+    whole.measure()
+    return why
+
+
+def _real_product(gradient: Tensor, u: Tensor) -> Tensor:
+    """The terms of a directional derivative, in double precision; of complex parameters, their real parts."""
+    terms = (gradient.conj() * u).real if gradient.is_complex() else gradient * u
+    return terms.double()
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor.detach()))

@@ -1,0 +1,63 @@
+"""A number that changes with every single change of a tensor's bits."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from fastgrad.core.torch_private import hidden_from_dynamo
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ROW = 1 << 16
+"""Factors that are drawn once."""
+
+
+@functools.cache
+def _factors(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Random odd integers: multiplying by one, modulo 2^64, loses nothing."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(-(2**62), 2**62, (2, _ROW), generator=generator, dtype=torch.int64, device="cpu") * 2 + 1
+    return drawn[0].to(device), drawn[1].to(device)
+
+
+@hidden_from_dynamo
+def fingerprint(tensor: Tensor) -> int:
+    """A weighted sum of a tensor's bits modulo 2^64: another one where any one element differs.
+
+    Where several differ, it is the same with a probability of about 2^-64.
+    """
+    if tensor.layout is not torch.strided:
+        return sum(fingerprint(part) for part in _parts(tensor))
+    values = tensor.detach()
+    if not values.numel():
+        return 0
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    values = values.resolve_neg()
+    if not values.is_contiguous():
+        values = values.contiguous()
+    bits = values.reshape(-1).view(_INTEGERS[values.element_size()])
+    within, across = _factors(bits.device)
+    rows, rest = divmod(bits.numel(), _ROW)
+    total = 0
+    if rows:
+        # In int32 products wrap, too, and an odd factor loses nothing there either.
+        weighted = bits[: rows * _ROW].view(rows, _ROW) * within.to(bits.dtype)
+        sums = weighted.sum(1, dtype=torch.int64)
+        factors = across.repeat(-(-rows // _ROW))[:rows]
+        total += int((sums * factors).sum())
+    if rest:
+        total += 3 * int((bits[rows * _ROW :] * within[:rest].to(bits.dtype)).sum(dtype=torch.int64))
+    return total
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """The strided tensors that a sparse one is made of."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    return [tensor.values()] if tensor.layout in _COMPRESSED else []
+
+
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)

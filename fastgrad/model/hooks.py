@@ -1,0 +1,115 @@
+"""The hooks of a model that change gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from fastgrad.core import torch_private
+from fastgrad.model.places import Places, short
+from fastgrad.report.model_data import Site
+
+
+@dataclass(eq=False)
+class Hook:
+    """A function that was called with gradients."""
+
+    name: str
+    owner: str
+    site: Site
+    changed: bool = False
+
+
+class HookWatch:
+    """Watches hooks.
+
+    Attributes
+    ----------
+    hooks
+        Those that were there, or were registered meanwhile.
+
+    Parameters
+    ----------
+    model
+        Whose hooks.
+    places
+        Where it is.
+    mutes
+        Whether hooks that return or write other gradients are kept from doing so.
+    """
+
+    def __init__(self, model: Module, places: Places, mutes: bool) -> None:
+        self.hooks: list[Hook] = []
+        self._model, self._places, self._mutes = model, places, mutes
+
+    def changed(self) -> list[Hook]:
+        """The hooks that returned, or wrote, other gradients."""
+        return [hook for hook in self.hooks if hook.changed]
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watches the hooks that gradients pass through; around forward and backward."""
+        parameters = [(parameter, name) for name, parameter in self._model.named_parameters()]
+        modules = [(module, name) for name, module in self._model.named_modules()]
+        names = {id(parameter): name for parameter, name in parameters}
+        kept: list[tuple[dict[Any, Callable[..., Any]], dict[Any, Callable[..., Any]]]] = []
+        register: Any = Tensor.register_hook
+
+        def watched(tensor: Tensor, hook: Callable[..., Any]) -> Any:
+            if hasattr(hook, "is_watched"):  # a mode that sees functions of torch calls twice
+                return register(tensor, hook)
+            site = self._places.site()
+            own = f"a tensor of {site.module or 'the model'}"
+            return register(tensor, self._watch(hook, names.get(id(tensor), own), site))
+
+        try:
+            for owner, name in [*parameters, *modules]:
+                for table in torch_private.backward_hooks(owner):
+                    kept.append((table, dict(table)))
+                    module = name if isinstance(owner, Module) else name.rpartition(".")[0]
+                    for key, hook in list(table.items()):
+                        table[key] = self._watch(hook, name or "the model", Site(module, ""))
+            Tensor.register_hook = watched  # type: ignore[method-assign]
+            yield
+        finally:
+            Tensor.register_hook = register  # type: ignore[method-assign]
+            for table, original in kept:
+                table.update(original)
+
+    def _watch(self, hook: Callable[..., Any], owner: str, site: Site) -> Callable[..., Any]:
+        """A hook that does the same, or nothing to gradients, and notes whether the original changes them."""
+        code = getattr(hook, "__code__", None)
+        place = f" ({short(code.co_filename)}:{code.co_firstlineno})" if code is not None else ""
+        seen = Hook(f"{getattr(hook, '__name__', type(hook).__name__)}{place}", owner, site)
+        self.hooks.append(seen)
+
+        def watched(*args: Any) -> Any:
+            # A tensor's hook takes a gradient, a module's takes the module and gradients.
+            given = args[-1] if len(args) == 1 else args[1]
+            before = torch_private.tensors_in(args[-1:] if len(args) == 1 else args[1:])
+            kept = [tensor.detach().clone() for tensor in before]
+            result = hook(*args)
+            returned = torch_private.tensors_in(given if result is None else result)
+            wrote = any(not _same(tensor, copy) for tensor, copy in zip(before, kept, strict=True))
+            originals = kept[: len(torch_private.tensors_in(given))]
+            if not wrote and len(returned) == len(originals) and all(map(_same, returned, originals)):
+                return result
+            seen.changed = True
+            if not self._mutes:
+                return result
+            for tensor, copy in zip(before, kept, strict=True):
+                tensor.detach().copy_(copy)
+            return None
+
+        watched.is_watched = True  # type: ignore[attr-defined]
+        return watched
+
+
+def _same(left: Tensor, right: Tensor) -> bool:
+    return left.shape == right.shape and bool(torch.allclose(left, right, 0.0, 0.0, equal_nan=True))

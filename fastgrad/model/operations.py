@@ -1,0 +1,311 @@
+"""One recorded operation, checked by itself at the inputs that it had."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgrad.api.checkers import check
+from fastgrad.core.random import SKETCH_COTANGENTS, SKETCH_DIRECTIONS, direction, uniform_like
+from fastgrad.engines.sketch import directional_differences
+from fastgrad.lowprecision.reference import RandomState, without_autocast
+from fastgrad.lowprecision.rounding import DOUBLE
+from fastgrad.model.recorder import Call
+from fastgrad.problem.arguments import as_tuple
+from fastgrad.problem.problem import Problem
+from fastgrad.problem.signature import kind_of
+from fastgrad.report.data import Settings
+from fastgrad.report.model_data import Operation, OperationVerdict
+from fastgrad.report.report import Report
+
+SCREEN_ERROR = 1e-6
+"""The error of v^T J u, relative to its terms, up to which an operator of torch is right: a hundred times what
+differences in double precision are off where functions are smooth, a thousandth of what a check of entries allows."""
+
+SCREEN_STEPS = (1.0, 2.0**-7)
+"""Of eps: the smaller one, where rounding is still 1e-8, meets a hundredth of the kinks."""
+
+
+NEXT_TO = 1e-2
+"""How far inputs on kinks are moved, relative to their root mean square."""
+
+
+LARGE = 1 << 20
+"""Numbers in the inputs of a custom Function from which on it is checked in full on fewer rows."""
+
+FEWER = 8
+"""The share of the rows that are then checked in full: one in so many."""
+
+ON_FEWER_ROWS = "v^T J u agrees for all rows; checked in full on the first of them"
+"""What the table says of such an operation."""
+
+
+@dataclass
+class _Screen:
+    error: float
+    """Of v^T J u, relative to the root of the sum of squares of its terms."""
+    scale: float
+    """A typical entry of J^T v, or of what differences say in its place."""
+    agrees: bool
+    evaluations: int = 0
+    vjps: int = 0
+
+
+def check_operation(call: Call, settings: Settings) -> Operation:
+    """The verdict on one operation.
+
+    An operator of torch is screened by one number, v^T J u for random u and v; a custom Function, and an operator
+    that the screen does not clear, is checked in fast mode.
+    """
+    start = time.perf_counter()
+    kinds = tuple(kind_of(tensor) for tensor in call.tensors)
+    detail, dtype, found = call.omitted, "", _Found("not checked")
+    if not detail:
+        for double in (True, False):
+            leaves, func = _replay(call, double)
+            dtype = ", ".join(dict.fromkeys(str(leaf.dtype).removeprefix("torch.") for leaf in leaves))
+            try:
+                found = _found(call, func, leaves, settings)
+                detail = found.detail
+                break
+            except (RuntimeError, TypeError, ValueError, NotImplementedError, AssertionError) as error:
+                detail = f"it raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                found = _Found("not checked")
+            if not any(tensor.dtype in DOUBLE for tensor in call.tensors):
+                break
+    return Operation(
+        name=call.name,
+        inputs=kinds,
+        sites=tuple(call.sites),
+        calls=call.count,
+        verdict=found.verdict,
+        detail=detail,
+        error=found.error,
+        dtype=dtype,
+        evaluations=found.evaluations,
+        vjps=found.vjps,
+        seconds=time.perf_counter() - start,
+        report=found.report,
+    )
+
+
+@dataclass
+class _Found:
+    verdict: OperationVerdict
+    detail: str = ""
+    error: float | None = None
+    evaluations: int = 0
+    vjps: int = 0
+    report: Report | None = None
+
+
+def _found(call: Call, func: Callable[..., Any], leaves: list[Tensor], settings: Settings) -> _Found:
+    screen = None
+    if not call.is_custom and call.target.is_view and not any(leaf.is_complex() for leaf in leaves):
+        error = _linear_error(func, leaves, settings)
+        return _Found("right" if error <= SCREEN_ERROR else "wrong", "", error, 1, 1)
+    if all(leaf.dtype in (torch.float64, torch.complex128) for leaf in leaves):
+        screen = _screened(func, leaves, settings)
+        if screen is None:
+            return _Found("right", "no result of it requires grad", 0.0)
+        if not call.is_custom and not screen.agrees and math.isfinite(screen.scale):
+            moved = _screened(func, _moved(leaves, settings), settings)
+            screen = moved if moved is not None and moved.agrees else screen
+        if screen.agrees and not call.is_custom:
+            return _Found("right", "", screen.error, screen.evaluations, screen.vjps)
+    fewer = _fewer_rows(call, func, leaves) if screen is not None and screen.agrees else None
+    if fewer is not None:
+        leaves, func = fewer
+    # Entries much smaller than atol, of a mean say, would all be within it.
+    scale = min(1.0, screen.scale) if screen is not None and screen.scale > 0 else 1.0
+    report = _checked(func, leaves, settings, scale)
+    if report.failure is not None and report.failure.trouble == "kink":
+        report = _checked(func, _moved(leaves, settings), settings, scale)
+    verdict: OperationVerdict = "right"
+    if not report.passed and report.verdict != "not converged":
+        verdict = "wrong"
+    elif report.verdict != "passed":
+        verdict = "undecided"
+    precise = report.precision
+    if precise is not None and precise.undecided:
+        verdict = "undecided"
+    calls = (screen.evaluations, screen.vjps) if screen is not None else (0, 0)
+    return _Found(
+        verdict,
+        "; ".join(filter(None, (_said(verdict, report), fewer and ON_FEWER_ROWS))),
+        None if screen is None else screen.error,
+        report.evaluations + calls[0],
+        report.vjps + calls[1],
+        report,
+    )
+
+
+def _said(verdict: OperationVerdict, report: Report) -> str:
+    return "" if verdict == "right" else str(report).partition("\n")[0]
+
+
+def _fewer_rows(
+    call: Call, func: Callable[..., Any], leaves: list[Tensor]
+) -> tuple[list[Tensor], Callable[..., Any]] | None:
+    """A large operation on the first rows of its inputs; None where it is small, or is not the same function there."""
+    if sum(leaf.numel() for leaf in leaves) < LARGE:
+        return None
+    outputs = [one.detach() for one in as_tuple(func(*leaves)) if isinstance(one, Tensor)]
+    rows = outputs[0].shape[0] if outputs and outputs[0].ndim else 0
+    first = max(1, rows // FEWER)
+    if rows <= first:
+        return None
+    sliced = [one[:first] if one.ndim and one.shape[0] == rows else one for one in call.tensors]
+    try:
+        made = _replay(replace(call, tensors=sliced), True)
+        found = [one.detach() for one in as_tuple(made[1](*made[0])) if isinstance(one, Tensor)]
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return None
+    same = all(a.shape == b[:first].shape and torch.allclose(a, b[:first]) for a, b in zip(found, outputs, strict=True))
+    return made if same else None
+
+
+def _checked(func: Callable[..., Any], leaves: list[Tensor], settings: Settings, scale: float) -> Report:
+    """The full check, in fast mode; scale: of entries."""
+    return check(
+        func,
+        tuple(leaves),
+        fast_mode=True,
+        eps=settings.eps,
+        atol=settings.atol * scale,
+        rtol=settings.rtol,
+        seed=settings.seed,
+        check_undefined_grad=False,
+    )
+
+
+def _moved(leaves: list[Tensor], settings: Settings) -> list[Tensor]:
+    """Points next to leaves: those of a model often lie on kinks, zeros that a relu has left say."""
+    moved = []
+    for i, leaf in enumerate(leaves):
+        value = leaf.detach()
+        size = float(torch.linalg.vector_norm(value)) / math.sqrt(max(1, value.numel()))
+        noise = uniform_like(value, settings.seed, SKETCH_DIRECTIONS + 16 * i)
+        size = size if math.isfinite(size) else 1.0
+        moved.append((value + NEXT_TO * (size or 1.0) * noise).requires_grad_())
+    return moved
+
+
+def _screened(func: Callable[..., Any], leaves: list[Tensor], settings: Settings) -> _Screen | None:
+    """v^T J u by autograd and by differences, for random u and v; None where nothing is differentiable."""
+    with Problem(func, tuple(leaves), warn_of_precision=False) as problem:
+        if not problem.has_graph:
+            return None
+        v = direction(problem.m, settings.seed, SKETCH_COTANGENTS).to(problem.device)
+        gradient = problem.vjp(v.unsqueeze(0))[0]
+        found = [_along(problem, settings, settings.eps, v, gradient)]
+        if not found[0].agrees:
+            found += [_along(problem, settings, settings.eps * step, v, gradient) for step in SCREEN_STEPS[1:]]
+        best = min(found, key=lambda one: one.error if math.isfinite(one.error) else math.inf)
+        return replace(best, evaluations=problem.evaluations, vjps=problem.vjps)
+
+
+def _along(problem: Problem, settings: Settings, eps: float, v: Tensor, gradient: Tensor) -> _Screen:
+    """Both values of v^T J u for one step, from two evaluations; gradient: J^T v."""
+    differences = directional_differences(problem, settings, problem.base(), eps, 1, 0, extrapolated=0)
+    along, u = differences.derivatives[0] * v, differences.directions[0]
+    numerical, analytical = float(along.sum()), float(gradient @ u)
+    size = math.hypot(float(torch.linalg.vector_norm(along)), float(torch.linalg.vector_norm(gradient * u)))
+    error = abs(numerical - analytical) / size if size else abs(numerical - analytical)
+    scale = max(float(torch.linalg.vector_norm(gradient)), abs(numerical)) / math.sqrt(max(1, problem.n))
+    return _Screen(error, scale, error <= SCREEN_ERROR)
+
+
+def _linear_error(func: Callable[..., Any], leaves: list[Tensor], settings: Settings) -> float:
+    """Of a view, which is a linear map whatever the values: v^T J u against v^T func(u), relative to their terms."""
+    number = count(1)
+
+    def drawn(tensor: Tensor) -> Tensor:
+        return uniform_like(tensor.detach(), settings.seed, SKETCH_DIRECTIONS + 16 * next(number))
+
+    points = [drawn(leaf).as_strided(leaf.shape, leaf.stride()).requires_grad_() for leaf in leaves]
+    outputs = [output for output in as_tuple(func(*points)) if output.requires_grad]
+    vectors = [drawn(output) for output in outputs]
+    gradients = torch.autograd.grad(outputs, points, vectors)
+    forward = [_product(*pair) for pair in zip(outputs, vectors, strict=True)]
+    backward = [_product(*pair) for pair in zip(points, gradients, strict=True)]
+    size = math.hypot(*(size for _, size in forward + backward))
+    return abs(sum(value for value, _ in forward) - sum(value for value, _ in backward)) / size if size else 0.0
+
+
+def _product(left: Tensor, right: Tensor) -> tuple[float, float]:
+    """The product of two random tensors, and about the root of the sum of squares of its terms."""
+    a, b = left.detach().reshape(-1), right.reshape(-1)
+    norms = float(torch.linalg.vector_norm(a)) * float(torch.linalg.vector_norm(b))
+    return float(torch.dot(a, b)), norms / math.sqrt(max(1, a.numel()))
+
+
+def _replay(call: Call, double: bool) -> tuple[list[Tensor], Callable[..., Any]]:
+    """Leaves with the values of the tensors that require grad, and the operation as a function of them."""
+    values = [_cast(tensor, double) for tensor in call.tensors]
+    own = {id(tensor): i for i, tensor in enumerate(call.tensors)}  # one that is given twice is one leaf
+    leaves = {own[id(call.tensors[i])]: values[i].detach().clone().requires_grad_() for i in call.differentiable}
+    states = RandomState() if call.random else None
+
+    fixed = {i: ~leaf.detach().isfinite() for i, leaf in leaves.items()}
+    fixed = {i: mask for i, mask in fixed.items() if bool(mask.any())}
+    unbounded: dict[int, Tensor | None] = {}
+
+    def replayed(*given: Tensor) -> Any:
+        """The operation."""
+        given = tuple(
+            torch.where(fixed[i], values[i], one) if i in fixed else one for i, one in zip(leaves, given, strict=True)
+        )
+        at = dict(zip(leaves, given, strict=True))
+        tensors = [at.get(own[id(tensor)], values[i]) for i, tensor in enumerate(call.tensors)]
+        tensors = [tensor.clone() if i in call.written else tensor for i, tensor in enumerate(tensors)]
+        if states is not None:
+            states.restore()
+        assert call.rebuild is not None
+        args, kwargs = call.rebuild(iter(tensors))
+        if double:
+            args, kwargs = _with_double(args), _with_double(kwargs)
+        with without_autocast(), torch.enable_grad():
+            result = call.target.apply(*args) if call.is_custom else call.target(*args, **kwargs)
+        results = as_tuple(result)
+        # Further results of operators, the statistics of a norm say, may be without derivatives.
+        if len(results) > 1 and call.used and not call.used >= set(range(len(results))):
+            results = tuple(
+                one.detach() if isinstance(one, Tensor) and i not in call.used else one for i, one in enumerate(results)
+            )
+        return tuple(_finite(one, i, unbounded) for i, one in enumerate(results))
+
+    replayed.__name__ = replayed.__qualname__ = call.name.rpartition("::")[2]
+    return list(leaves.values()), replayed
+
+
+def _finite(result: Any, number: int, unbounded: dict[int, Tensor | None]) -> Any:
+    """A result without what was infinite at first, a mask's -inf say: that has no derivative."""
+    if not isinstance(result, Tensor) or not (result.is_floating_point() or result.is_complex()):
+        return result
+    if number not in unbounded:
+        mask = ~result.detach().isfinite()
+        unbounded[number] = mask if bool(mask.any()) else None
+    infinite = unbounded[number]
+    return result if infinite is None else result.masked_fill(infinite, 0.0)
+
+
+def _cast(tensor: Tensor, double: bool) -> Tensor:
+    return tensor.detach().to(DOUBLE[tensor.dtype]) if double and tensor.dtype in DOUBLE else tensor.detach()
+
+
+def _with_double(arguments: Any) -> Any:
+    """Arguments that are dtypes, in double precision."""
+    if isinstance(arguments, dict):
+        return {
+            key: DOUBLE.get(value, value) if isinstance(value, torch.dtype) else value
+            for key, value in arguments.items()
+        }
+    return tuple(DOUBLE.get(value, value) if isinstance(value, torch.dtype) else value for value in arguments)

@@ -1,0 +1,382 @@
+"""One forward pass, recorded: its operations with their inputs, saved tensors, where gradients stop, hooks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Module
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from fastgrad.core import torch_private
+from fastgrad.model.hooks import HookWatch
+from fastgrad.model.places import Places
+from fastgrad.model.saved import Saved, SavedWatch, address, unrecorded
+from fastgrad.problem.arguments import Rebuild, flatten
+from fastgrad.report.model_data import Site
+
+MOST_SITES = 8
+"""Places of one operation that are kept."""
+
+_OF_CUSTOM_OPERATOR = "torch._library.autograd"
+"""The module of the Functions that torch makes for operators of `torch.library`."""
+
+
+@dataclass(eq=False)
+class Call:
+    """A distinct operation, with copies of its arguments.
+
+    Attributes
+    ----------
+    name
+        What reports call it.
+    target
+        An operator, or a custom Function.
+    tensors
+        The tensors among its arguments: copies, but for parameters.
+    rebuild
+        Makes the arguments anew from as many tensors; None: there are none.
+    differentiable
+        Which of the tensors require grad.
+    written
+        Which of the tensors the operation writes to.
+    random
+        Whether it may draw random numbers.
+    sites, count
+        Where it was called, and how often.
+    used
+        Which of its results were used.
+    omitted
+        Why it cannot be checked; empty where it can.
+    others
+        Further calls, with copies of their own: those of custom Functions.
+    """
+
+    name: str
+    target: Any
+    tensors: list[Tensor]
+    rebuild: Rebuild | None
+    differentiable: list[int]
+    written: set[int] = field(default_factory=set)
+    random: bool = False
+    sites: list[Site] = field(default_factory=list)
+    count: int = 0
+    used: set[int] = field(default_factory=set)
+    omitted: str = ""
+    others: list[Call] = field(default_factory=list)
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether it is a custom Function."""
+        return isinstance(self.target, type)
+
+
+@dataclass(eq=False)
+class Cut:
+    """An event whose result depends on parameters, and that autograd does not record."""
+
+    event: int
+    name: str
+    site: Site
+    parameters: int
+    """One bit for each parameter that its result depends on."""
+    alias: weakref.ref[Tensor] | None
+    """Its only result."""
+    is_meant: bool
+    """Whether a module of torch's own does this, spectral norm say."""
+
+
+class Recorder(torch_private.EagerDispatchMode):  # type: ignore[no-untyped-call]
+    """Records what runs while it is active, in the thread that it was made in.
+
+    Attributes
+    ----------
+    calls
+        Distinct operations, in the order of their first calls.
+    places
+        Where the model is.
+    saved, hooks, cuts
+        What was seen between operations.
+    foreign
+        Functions of torch's own that are no operators, activation checkpointing say.
+
+    Parameters
+    ----------
+    model
+        Names its modules.
+    parameters
+        Whose flow is followed.
+    memory_limit
+        Bytes of copies.
+    keeps_calls
+        Whether operations are kept.
+    kept_saved
+        Numbers of saved tensors that are copied, and of which backward gets the copies.
+    mutes_hooks
+        Whether hooks that return or write other gradients are kept from doing so.
+    watched
+        Numbers of saved tensors that are looked at after every event.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        parameters: Sequence[Tensor],
+        memory_limit: int,
+        *,
+        keeps_calls: bool = False,
+        kept_saved: frozenset[int] = frozenset(),
+        mutes_hooks: bool = False,
+        watched: frozenset[int] = frozenset(),
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: dict[Any, Call] = {}
+        self.places = Places(model)
+        self.saved = SavedWatch(self.places, kept_saved, watched)
+        self.hooks = HookWatch(model, self.places, mutes_hooks)
+        self.cuts: list[Cut] = []
+        self.foreign: dict[str, Site] = {}
+        self._left = memory_limit
+        self._keeps_calls = keeps_calls
+        self._parameters = list(parameters)
+        self._inside = 0  # of how many custom Functions
+        self._masks: dict[int, tuple[weakref.ref[Tensor], int, tuple[Call, int] | None]] = {}
+        self._aliases: dict[int, Cut] = {}
+        self._memory: dict[int, int] = {}  # masks, by the address of a storage
+        for bit, parameter in enumerate(parameters):
+            self._follow(parameter, 1 << bit, None)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Records the forward pass that runs inside."""
+        with ExitStack() as stack:
+            handles: list[Any] = [
+                register_module_forward_pre_hook(self.places.enter),
+                register_module_forward_hook(self.places.leave, always_call=True),
+            ]
+            for handle in handles:
+                stack.enter_context(handle)
+            stack.enter_context(torch_private.functions_through(self._apply))
+            stack.enter_context(saved_tensors_hooks(self._pack, self.saved.unpack))
+            stack.enter_context(self)
+            yield
+
+    def parameters_of(self, mask: int) -> list[int]:
+        """The numbers of the parameters in a mask."""
+        return [bit for bit in range(len(self._parameters)) if mask >> bit & 1]
+
+    def _look(self, writer: Callable[[], str]) -> None:
+        if not self._inside:
+            self.saved.look(writer)
+
+    def finish(self, loss: Tensor) -> None:
+        """Notes that the loss is used."""
+        self._use(loss)
+
+    # Events: operators that run below autograd, in their order.
+
+    @torch_private.hidden_from_dynamo
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operator, and notes what it does."""
+        kwargs = kwargs or {}
+        tensors = torch_private.tensors_in((args, kwargs))
+        recording = torch.is_grad_enabled() and not self._inside
+        needs_grad = any(tensor.requires_grad for tensor in tensors)
+        mask, lost = self._look_up(tensors)
+        call = None
+        if recording and needs_grad and self._keeps_calls and not _is_detach(func):
+            call = self._keep(full_name(func), func, (args, kwargs), tensors)
+        self._look(self.saved.by_nobody)
+        result = func(*args, **kwargs)
+        outputs = torch_private.tensors_in(result)
+        if call is not None and call.count == 1 and not _has_derivative(func, outputs):
+            del self.calls[next(reversed(self.calls))]
+            call = None
+        stops = mask and not self._inside and self._stops(func, outputs, recording, needs_grad, lost)
+        if stops:
+            alias = weakref.ref(outputs[0]) if len(outputs) == 1 else None
+            self.cuts.append(
+                Cut(
+                    self.saved.events,
+                    full_name(func),
+                    self.places.site(),
+                    mask,
+                    alias,
+                    self.places.in_module_of_torch(),
+                )
+            )
+        if func._schema.is_mutable and tensors:
+            where = f"{_name_of(func)} at {self.places.text()}"
+            self.saved.note_writes(_written(func, args, kwargs), where)
+        for number, output in enumerate(outputs):
+            self._follow(output, mask, (call, number) if call else None)
+        self.saved.events += 1
+        self._look(lambda: f"{_name_of(func)} at {self.places.text()}")
+        return result
+
+    def _stops(self, func: Any, outputs: Sequence[Tensor], recording: bool, needs_grad: bool, lost: bool) -> bool:
+        """Whether what depends on parameters is no longer recorded from this event on."""
+        if _name_of(func) in _ONLY_SHAPES:
+            return False
+        if not needs_grad:
+            return lost  # an alias made by .data: the first operator that sees it
+        return not recording or _is_detach(func) or not _has_derivative(func, outputs)
+
+    def _look_up(self, tensors: Sequence[Tensor]) -> tuple[int, bool]:
+        """The parameters behind some tensors; and whether one is an alias that autograd does not know."""
+        mask, lost = 0, False
+        for tensor in tensors:
+            self._use(tensor)
+            known = self._masks.get(id(tensor))
+            if known is not None and known[0]() is tensor:
+                mask |= known[1]
+            elif found := self._memory.get(address(tensor), 0):
+                mask |= found
+                lost = lost or not tensor.requires_grad
+        return mask, lost
+
+    def _use(self, tensor: Tensor) -> None:
+        cut = self._aliases.pop(id(tensor), None)
+        if cut is not None and cut.alias is not None and cut.alias() is tensor:
+            self.cuts.append(cut)
+        known = self._masks.get(id(tensor))
+        if known is not None and known[0]() is tensor and known[2] is not None:
+            known[2][0].used.add(known[2][1])
+
+    def _follow(self, tensor: Tensor, mask: int, made_by: tuple[Call, int] | None) -> None:
+        self._masks[id(tensor)] = weakref.ref(tensor), mask, made_by
+        self._memory[address(tensor)] = mask
+
+    # Operations.
+
+    def _apply(self, function: type, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Runs a custom Function, and keeps it."""
+        module = function.__module__
+        is_own = module == _OF_CUSTOM_OPERATOR or not module.startswith("torch.")
+        name = function.__name__.removeprefix("GeneratedBackwardFor_").removesuffix("_default")
+        tensors = torch_private.tensors_in(args)
+        needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        kept = None
+        if needs_grad and not self._inside and is_own and self._keeps_calls:
+            kept = self._keep(name, function, (args, {}), tensors)
+        elif needs_grad and not self._inside and not is_own and module != "torch.nn.modules._functions":
+            self.foreign.setdefault(name, self.places.site())
+        mask, _ = self._look_up(tensors)
+        versions = [_version(tensor) for tensor in tensors]
+        self._look(self.saved.by_nobody)
+        self._inside += 1
+        try:
+            result = call(*args)
+        finally:
+            self._inside -= 1
+        if kept is not None:
+            kept.written |= {i for i, tensor in enumerate(tensors) if _version(tensor) != versions[i]}
+        for number, output in enumerate(torch_private.tensors_in(result)):
+            self._follow(output, mask, (kept, number) if kept else None)
+        self._look(lambda: f"{name} at {self.places.text()}")
+        return result
+
+    def _keep(self, name: str, target: Any, arguments: Any, tensors: Sequence[Tensor]) -> Call:
+        """The call of an operation: copies of its arguments, where it is the first of its kind."""
+        found: list[tuple[str, Tensor]] = []
+        rebuild = flatten(arguments, "", lambda tensor: True, found)
+        plain = arguments if rebuild is None else rebuild(iter([_Placeholder()] * len(found)))
+        layouts = tuple(
+            (tuple(one.shape), one.stride() if one.layout is torch.strided else (), one.dtype, one.requires_grad)
+            for _, one in found
+        )
+        key = name, layouts, repr(plain)
+        call = self.calls.get(key)
+        if call is None:
+            call = self.calls[key] = self._copied(name, target, found, rebuild)
+        elif isinstance(target, type) and len(call.others) < MOST_SITES:
+            other = self._copied(name, target, found, rebuild)
+            other.sites, other.used = [self.places.site()], call.used
+            call.others.append(other)
+        call.count += 1
+        site = self.places.site()
+        if site not in call.sites and len(call.sites) < MOST_SITES:
+            call.sites.append(site)
+        return call
+
+    def _copied(self, name: str, target: Any, found: Sequence[tuple[str, Tensor]], rebuild: Rebuild | None) -> Call:
+        own = {id(parameter) for parameter in self._parameters}
+        tensors = [tensor for _, tensor in found]
+        fresh = list({id(tensor): tensor for tensor in tensors if id(tensor) not in own}.values())
+        size = sum(tensor.numel() * tensor.element_size() for tensor in fresh)
+        differentiable = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
+        call = Call(name, target, tensors, rebuild, differentiable)
+        if size > self._left:
+            call.tensors = [torch.empty_like(tensor, device="meta") for tensor in tensors]
+            call.omitted = f"its inputs take {size:,} bytes, and memory_limit leaves {self._left:,}"
+            return call
+        self._left -= size
+        with unrecorded():
+            copies = {id(tensor): tensor.detach().clone() for tensor in fresh}  # one that is given twice is one
+        call.tensors = [copies.get(id(tensor), tensor) for tensor in tensors]
+        if call.is_custom:
+            call.random = True
+        else:
+            call.random = torch.Tag.nondeterministic_seeded in target.tags
+            schema = target._schema.arguments
+            args, kwargs = rebuild(iter(range(len(tensors)))) if rebuild is not None else ((), {})
+            values = [*zip(schema, args, strict=False), *((one, kwargs.get(one.name)) for one in schema[len(args) :])]
+            for argument, value in values:
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    call.written |= {value} if isinstance(value, int) else set()
+        return call
+
+    def _pack(self, tensor: Tensor) -> Saved:
+        if self.cuts and self.cuts[-1].alias is not None and self.cuts[-1].alias() is tensor:
+            self._aliases[id(tensor)] = self.cuts.pop()  # autograd's own detach, unless the result is used
+        return self.saved.pack(tensor)
+
+
+class _Placeholder:
+    """Stands for a tensor in what tells operations apart."""
+
+    def __repr__(self) -> str:
+        return "tensor"
+
+
+_ONLY_SHAPES = frozenset({"sym_size", "sym_stride", "sym_numel", "empty_like", "zeros_like", "ones_like", "new_zeros"})
+"""Operators that take no values from their input."""
+
+
+def _name_of(func: Any) -> str:
+    return str(func._schema.name).rpartition("::")[2]
+
+
+def full_name(func: Any) -> str:
+    """Of an operator, with its overload if that is not the default."""
+    return str(func).removesuffix(".default")
+
+
+def _has_derivative(func: Any, outputs: Sequence[Tensor]) -> bool:
+    """Whether an operator returns floating numbers that depend on its inputs."""
+    return _name_of(func) not in _ONLY_SHAPES and any(one.is_floating_point() or one.is_complex() for one in outputs)
+
+
+def _is_detach(func: Any) -> bool:
+    return func in (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
+
+
+def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
+    schema = func._schema.arguments
+    values = [*zip(schema, args, strict=False), *((one, kwargs.get(one.name)) for one in schema[len(args) :])]
+    return [
+        tensor
+        for argument, value in values
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for tensor in torch_private.tensors_in(value)
+    ]
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

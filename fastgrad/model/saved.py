@@ -1,0 +1,132 @@
+"""The tensors that operations save for backward: whether backward finds what was saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastgrad.core import torch_private
+from fastgrad.model.fingerprint import fingerprint
+from fastgrad.model.places import Places
+from fastgrad.report.model_data import Site
+
+
+@dataclass(eq=False)
+class Saved:
+    """A tensor that an operation saved for its backward.
+
+    Attributes
+    ----------
+    number
+        In the order of saving.
+    tensor, bits
+        The tensor, and its fingerprint when it was saved.
+    event
+        The number of operators that had run by then.
+    site
+        Where.
+    copy
+        What backward gets in its place, if anything.
+    changed
+        Whether backward found other bits.
+    writer
+        What wrote to it, as far as it was seen.
+    """
+
+    number: int
+    tensor: Tensor
+    bits: int
+    event: int
+    site: Site
+    copy: Tensor | None = None
+    changed: bool = False
+    writer: str = ""
+
+
+class SavedWatch:
+    """Watches saved tensors; `pack` and `unpack` are hooks of autograd.
+
+    Attributes
+    ----------
+    all
+        In the order of saving.
+    events
+        Operators that have run: who uses this counts them.
+
+    Parameters
+    ----------
+    places
+        Where the model is.
+    kept
+        Numbers of saved tensors that are copied, and of which backward gets the copies.
+    watched
+        Numbers of saved tensors that are looked at around every event.
+    """
+
+    def __init__(self, places: Places, kept: frozenset[int], watched: frozenset[int]) -> None:
+        self.all: list[Saved] = []
+        self.events = 0
+        self._places, self._kept, self._watched = places, kept, watched
+        self._writes: list[tuple[int, int, str]] = []
+
+    def changed(self) -> list[Saved]:
+        """Those that were not what they had been when backward took them."""
+        return [saved for saved in self.all if saved.changed]
+
+    def note_writes(self, tensors: Sequence[Tensor], writer: str) -> None:
+        """Notes that an operator writes to tensors."""
+        self._writes += [(self.events, address(tensor), writer) for tensor in tensors]
+
+    def pack(self, tensor: Tensor) -> Saved:
+        """When an operation saves a tensor."""
+        with unrecorded():
+            bits = fingerprint(tensor)
+            copy = tensor.detach().clone() if len(self.all) in self._kept else None
+        saved = Saved(len(self.all), tensor, bits, self.events, self._places.site(), copy)
+        self.all.append(saved)
+        return saved
+
+    def unpack(self, saved: Saved) -> Tensor:
+        """When its backward takes it."""
+        with unrecorded():
+            if fingerprint(saved.tensor) != saved.bits:
+                saved.changed = True
+                saved.writer = saved.writer or self._writer_of(saved)
+        return saved.tensor if saved.copy is None else saved.copy
+
+    def _writer_of(self, saved: Saved) -> str:
+        where = address(saved.tensor)
+        return next((by for event, at, by in self._writes if event >= saved.event and at == where), "")
+
+    def look(self, writer: Callable[[], str]) -> None:
+        """Looks at what is watched: who has changed it since the last look."""
+        for number in self._watched:
+            if number < len(self.all) and not self.all[number].writer:
+                saved = self.all[number]
+                with unrecorded():
+                    saved.writer = writer() if fingerprint(saved.tensor) != saved.bits else ""
+
+    def by_nobody(self) -> str:
+        """Who has changed what differs between two events."""
+        return f"something that is no operator of torch, before {self._places.text()},"
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """What runs inside is seen by no mode."""
+    with torch_private.no_modes(), torch.no_grad():
+        yield
+
+
+def address(tensor: Tensor) -> int:
+    """Of a tensor's storage; zero where it has none."""
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return 0
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # a subclass without memory of its own
+        return 0

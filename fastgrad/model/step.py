@@ -1,0 +1,242 @@
+"""One step of training, again and again from the same state: the loss, and the gradients of the parameters."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.overrides import TorchFunctionMode
+
+from fastgrad.core import torch_private
+from fastgrad.lowprecision.reference import RandomState, without_autocast
+from fastgrad.lowprecision.references import Doubled
+from fastgrad.lowprecision.rounding import DOUBLE
+from fastgrad.problem.arguments import Buffers
+from fastgrad.problem.caller_state import Kept
+
+_CASTS = frozenset({Tensor.float, Tensor.half, Tensor.bfloat16})
+
+
+class Step:
+    """The model, called from the same state every time.
+
+    A context manager: on leaving it, parameters, buffers, gradients, hooks, modes and random states are as they were
+    on entering, whatever was raised.
+
+    Attributes
+    ----------
+    names, parameters
+        Those that require grad, a shared one once.
+    evaluations
+        Calls of the model.
+    around
+        Makes a context for each call of the model and the loss.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        inputs: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        loss: Callable[[Any], Tensor] | None,
+    ) -> None:
+        self.model, self._inputs, self._kwargs, self._loss = model, inputs, dict(kwargs), loss
+        named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+        self.names = [name for name, _ in named]
+        self.parameters = [one for _, one in named]
+        self.evaluations = 0
+        self.around: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self._kept = Kept([*model.parameters(), *model.buffers()], inputs, self._kwargs)
+        self._buffers = Buffers(model)
+        self._random = _RandomStates()
+        self._modules = [(module, module.training) for module in model.modules()]
+        self._slots = [(module, dict(module._buffers)) for module in model.modules()]
+        self._values = self._copied()
+        owners: list[Any] = [*model.parameters(), *model.modules()]
+        self._hooks = [
+            (owner, name, table, None if table is None else dict(table))
+            for owner in owners
+            for name, table in torch_private.hook_tables(owner).items()
+        ]
+
+    def __enter__(self) -> Step:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._restore()
+        except KeyboardInterrupt:
+            self._restore()
+            raise
+
+    def _restore(self) -> None:
+        self.reset()
+        self._kept.restore()
+        self._buffers.restore(thoroughly=True)
+
+    def reset(self) -> None:
+        """What a call of the model may change, beside parameters."""
+        self._random.restore()
+        for module, training in self._modules:
+            if module.training != training:
+                module.training = training
+        for owner, name, table, entries in self._hooks:
+            if table is None:
+                if getattr(owner, name) is not None:
+                    setattr(owner, name, None)
+            elif table != entries:
+                table.clear()
+                table.update(entries)
+        for owner, slots in self._slots:
+            owner._buffers.clear()
+            owner._buffers.update(slots)
+        for buffer, value in self._values:
+            buffer.data.copy_(value)
+
+    def _copied(self) -> list[tuple[Tensor, Tensor]]:
+        return [(buffer, buffer.detach().clone()) for buffer in self.model.buffers() if not buffer.is_meta]
+
+    @contextmanager
+    def inside(self, around: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+        """Has calls of the model run in a context each."""
+        with _swapped(self, "around", around):
+            yield
+
+    def keeps_hooks(self) -> AbstractContextManager[None]:
+        """Inside, the hooks are those that are there now: for what watches them."""
+        return _swapped(self, "_hooks", [])
+
+    def loss(self) -> Tensor:
+        """The loss, with its graph."""
+        self.reset()
+        self.evaluations += 1
+        with torch.enable_grad(), self.around():
+            result = self.model(*self._inputs, **self._kwargs)
+            loss = result if self._loss is None else self._loss(result)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            which = "model must return a loss, or loss be given" if self._loss is None else "loss must return a number"
+            raise TypeError(f"{which}: a real tensor of one element is needed, got {what}.")
+        return loss
+
+    def gradients(self, loss: Tensor) -> list[Tensor | None]:
+        """Of the loss with respect to the parameters, as its backward leaves them."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        tables = [torch_private.hook_tables(one)["_post_accumulate_grad_hooks"] for one in self.parameters]
+        kept = [(table, dict(table)) for table in tables if table]
+        try:
+            for table, _ in kept:
+                table.clear()  # an optimizer that steps within backward, say
+            if loss.requires_grad:
+                loss.sum().backward()  # type: ignore[no-untyped-call]
+        finally:
+            for table, hooks in kept:
+                table.update(hooks)
+        found = [None if one.grad is None else one.grad.detach() for one in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        return [one if one is None or one.layout is torch.strided else one.to_dense() for one in found]
+
+    @contextmanager
+    def in_double(self) -> Iterator[None]:
+        """Inside, parameters, buffers, inputs and what the model makes have double precision."""
+        default = torch.get_default_dtype()
+        inputs, kwargs, values = self._inputs, self._kwargs, self._values
+        doubled = Doubled(None)
+        with ExitStack() as stack:
+            stack.callback(torch.set_default_dtype, default)
+            originals = [(one, one.data) for one in [*self.model.parameters(), *self.model.buffers()]]
+            try:
+                for tensor, data in originals:
+                    if tensor.dtype in DOUBLE:
+                        tensor.grad = None
+                        tensor.data = data.to(DOUBLE[tensor.dtype])
+                self._inputs, self._kwargs, self._values = doubled(inputs), doubled(kwargs), self._copied()
+                torch.set_default_dtype(torch.float64)
+                stack.enter_context(without_autocast())
+                stack.enter_context(_InDouble())
+                yield
+            finally:
+                for tensor, data in originals:
+                    tensor.grad = None
+                    tensor.data = data
+                self._inputs, self._kwargs, self._values = inputs, kwargs, values
+
+    @contextmanager
+    def moved(self, along: Sequence[Tensor | None], by: float) -> Iterator[None]:
+        """Inside, parameters are moved by so much along a direction of each."""
+        kept = [(one, one.detach().clone()) for one, u in zip(self.parameters, along, strict=True) if u is not None]
+        try:
+            for parameter, u in zip(self.parameters, along, strict=True):
+                if u is not None:
+                    parameter.data.add_(u.to(parameter.dtype), alpha=by)
+            yield
+        finally:
+            for parameter, values in kept:
+                parameter.data.copy_(values)
+
+
+class _RandomStates(RandomState):
+    """Of torch's generators, and of Python's and numpy's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import numpy as np
+
+        self._python, self._numpy = random.getstate(), np.random.get_state()
+
+    def restore(self) -> None:
+        """Sets them."""
+        import numpy as np
+
+        super().restore()
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+
+
+class _InDouble(TorchFunctionMode):
+    """Gives every function of torch its floating arguments in double precision: constants, targets, casts."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs a function of torch."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if func in _CASTS:
+            return args[0].double()
+        writes = name.endswith("_") or name in ("__setitem__", "__get__", "__set__")
+        if writes and name != "__setitem__":
+            return func(*args, **kwargs)
+        # What is written to must stay itself.
+        first, rest = (args[:1], args[1:]) if writes else ((), args)
+        return func(*first, *_doubled(rest), **_doubled(kwargs))
+
+
+def _doubled(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(DOUBLE[value.dtype]) if value.dtype in DOUBLE else value
+    if isinstance(value, torch.dtype):
+        return DOUBLE.get(value, value)
+    if type(value) in (tuple, list):
+        return type(value)(_doubled(one) for one in value)
+    if type(value) is dict:
+        return {key: _doubled(one) for key, one in value.items()}
+    return value
+
+
+@contextmanager
+def _swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

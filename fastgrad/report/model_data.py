@@ -1,0 +1,191 @@
+"""What a check of a model found: frozen data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fastgrad.report.data import Environment, EqualByContent, plain
+from fastgrad.report.report import Report
+
+FindingKind = Literal["operation", "saved tensor", "detached", "hook", "end to end"]
+"""One operation, something between operations, or the whole for a reason that was not found."""
+
+OperationVerdict = Literal["right", "wrong", "undecided", "not checked"]
+"""The outcome of the check of one operation."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where an operation was called.
+
+    Attributes
+    ----------
+    module
+        The path of the innermost module that ran, as in ``named_modules``; empty: the model itself.
+    source
+        File and line of the innermost call that is neither torch's nor fastgrad's.
+    """
+
+    module: str
+    source: str
+
+
+@dataclass(frozen=True, eq=False)
+class Operation(EqualByContent):
+    """An operation of the model, checked by itself at the inputs that it had.
+
+    Attributes
+    ----------
+    name
+        The operator, ``aten.addmm`` say, or the name of the custom Function.
+    inputs
+        Dtype and shape of each tensor that it was given.
+    sites
+        Where it was called with inputs of these shapes and layouts.
+    calls
+        How often.
+    verdict
+        "right", "wrong", "undecided" or "not checked".
+    detail
+        Why, where it is not "right"; and how it was checked, where that is not the usual way.
+    error
+        The difference between v^T J u by autograd and by differences, for random u and v, relative to the root of the
+        sum of squares of its terms; None where it was not measured.
+    dtype
+        The dtype that it was checked in.
+    evaluations, vjps
+        What the check took: calls of the operation, and of its backward.
+    seconds
+        What the check took, wall time.
+    report
+        Of the full check in fast mode, where there was one.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    sites: tuple[Site, ...]
+    calls: int
+    verdict: OperationVerdict
+    detail: str = ""
+    error: float | None = None
+    dtype: str = ""
+    evaluations: int = 0
+    vjps: int = 0
+    seconds: float = 0.0
+    report: Report | None = None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that differences showed to be wrong.
+
+    Attributes
+    ----------
+    kind
+        What it is.
+    text
+        A sentence without its period.
+    sites
+        Where; the first one first.
+    operator
+        Of an operation, its name.
+    parameters
+        Whose gradients are wrong, as far as that was looked at.
+    error
+        As `Operation.error`, or as `EndToEnd.error` without it.
+    """
+
+    kind: FindingKind
+    text: str
+    sites: tuple[Site, ...] = ()
+    operator: str = ""
+    parameters: tuple[str, ...] = ()
+    error: float | None = None
+
+
+@dataclass(frozen=True)
+class EndToEnd:
+    """The derivative of the loss along random directions of all parameters.
+
+    Attributes
+    ----------
+    analytical
+        By autograd, one a direction.
+    numerical
+        By differences of the loss.
+    allowed
+        How far the two may be apart.
+    size
+        The root of the sum of squares of the terms of each.
+    dtype
+        The dtype that the model ran in.
+    evaluations
+        Calls of the model, all told.
+    """
+
+    analytical: tuple[float, ...]
+    numerical: tuple[float, ...]
+    allowed: tuple[float, ...]
+    size: tuple[float, ...]
+    dtype: str
+    evaluations: int
+
+    @property
+    def verdict(self) -> Literal["right", "wrong", "undecided"]:
+        """Undecided where noise hides a hundredth of the derivative."""
+        pairs = list(zip(self.analytical, self.numerical, self.allowed, strict=True))
+        if any(not abs(a - n) <= allowed for a, n, allowed in pairs):
+            return "wrong"
+        hidden = (allowed > 1e-2 * size for allowed, size in zip(self.allowed, self.size, strict=True) if size)
+        return "undecided" if any(hidden) else "right"
+
+    @property
+    def error(self) -> float:
+        """The largest difference, relative to the size of the terms."""
+        pairs = zip(self.analytical, self.numerical, self.size, strict=True)
+        return max((abs(a - n) / size if size else abs(a - n) for a, n, size in pairs), default=0.0)
+
+
+@dataclass(frozen=True, eq=False)
+class ModelReportData(EqualByContent):
+    """The fields of a `fastgrad.ModelReport`, which describes them."""
+
+    findings: tuple[Finding, ...]
+    operations: tuple[Operation, ...]
+    end_to_end: EndToEnd
+    remarks: tuple[str, ...]
+    step_seconds: float
+    seconds: float
+    environment: Environment
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing wrong was found."""
+        return not self.findings
+
+    @property
+    def verdict(self) -> Literal["passed", "failed", "undecided"]:
+        """The outcome in a word; undecided where nothing is wrong, and something could not be decided."""
+        if self.findings:
+            return "failed"
+        open_ = self.end_to_end.verdict == "undecided" or any(one.verdict == "undecided" for one in self.operations)
+        return "undecided" if open_ else "passed"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as numbers, strings, lists and dicts."""
+        found = plain(self)
+        assert isinstance(found, Mapping)
+        return {
+            "schema": 1,
+            "verdict": self.verdict,
+            "passed": self.passed,
+            **found,
+            "end_to_end": {**found["end_to_end"], "verdict": self.end_to_end.verdict, "error": self.end_to_end.error},
+        }
+
+    def to_json(self, indent: int | None = None) -> str:
+        """`to_dict` as strict JSON."""
+        return json.dumps(self.to_dict(), indent=indent, allow_nan=False)

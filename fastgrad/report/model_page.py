@@ -1,0 +1,42 @@
+"""The report of a model as one HTML page."""
+
+from __future__ import annotations
+
+from html import escape
+
+from fastgrad.report import html, model_text
+from fastgrad.report.model_data import ModelReportData
+
+
+def page(report: ModelReportData) -> str:
+    """A page of its own; see `ModelReport.to_html`."""
+    return html.document(model_text.headline(report), fragment(report))
+
+
+def fragment(report: ModelReportData) -> str:
+    """What a page shows, with its style."""
+    findings = "".join(
+        f"<pre>{escape(chr(10).join(model_text.finding_lines(number, one)))}</pre>"
+        for number, one in enumerate(report.findings, 1)
+    )
+    wrong = "".join(
+        f"<details><summary>{escape(one.name)}</summary><pre>{escape(str(one.report))}</pre></details>"
+        for one in report.operations
+        if one.report is not None and one.verdict in ("wrong", "undecided")
+    )
+    by_cost = sorted(report.operations, key=lambda one: -one.seconds)
+    sections = [
+        html.section("What is wrong", findings, wrong) if findings or wrong else "",
+        html.section("End to end", f"<p>{escape(model_text.end_to_end_line(report.end_to_end))}</p>"),
+        html.section("Operations by error", _table(report.operations)),
+        html.section("Operations by cost", _table(by_cost)),
+        html.section("Remarks", "".join(f"<p>{escape(one)}</p>" for one in report.remarks)) if report.remarks else "",
+        html.section("What it cost", f"<p>{escape(model_text.cost_line(report))}</p>"),
+    ]
+    banner = f'<header class="{report.verdict}"><h1>{escape(model_text.headline(report))}</h1></header>'
+    return f'<style>{html.STYLE}</style>\n<article class="fastgrad">\n{banner}\n{"".join(sections)}</article>\n'
+
+
+def _table(operations: object) -> str:
+    assert isinstance(operations, (tuple, list))
+    return html.table(model_text.HEAD, [model_text.row(one) for one in operations], (2, 3, 4))

@@ -1,0 +1,98 @@
+"""The report of a model as text."""
+
+from __future__ import annotations
+
+from fastgrad.report.messages import seconds_text
+from fastgrad.report.model_data import EndToEnd, Finding, ModelReportData, Operation, Site
+
+MOST_ROWS = 12
+"""Operations that a summary lists."""
+
+HEAD = ("operation", "verdict", "error", "calls", "time", "module", "line")
+"""Of the table of operations."""
+
+
+def headline(report: ModelReportData) -> str:
+    """The verdict, and the probable culprit."""
+    if report.findings:
+        first = report.findings[0]
+        name = first.operator if first.kind == "operation" else first.kind
+        return f"check_model failed: {name}{place(first.sites[0]) if first.sites else ''}"
+    count = len(report.operations)
+    verdict = "passed" if report.verdict == "passed" else "undecided"
+    return f"check_model {verdict}: {count} distinct operation{'' if count == 1 else 's'}, nothing wrong was found"
+
+
+def summary(report: ModelReportData) -> str:
+    """What a person reads."""
+    lines = [headline(report)]
+    for number, finding in enumerate(report.findings, 1):
+        lines += finding_lines(number, finding)
+    lines.append(f"  end to end  {end_to_end_line(report.end_to_end)}")
+    table = [HEAD, *(row(one) for one in report.operations[:MOST_ROWS])]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines.append("  operations, those that are wrong first, then by error:")
+    for cells in table:
+        padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+        lines.append(f"    {'  '.join(padded).rstrip()}")
+    if len(report.operations) > MOST_ROWS:
+        lines.append(f"    and {len(report.operations) - MOST_ROWS} more")
+    lines += [f"  remark      {remark}" for remark in report.remarks]
+    lines.append(f"  cost        {cost_line(report)}")
+    return "\n".join(lines)
+
+
+def short(report: ModelReportData) -> str:
+    """A report in brackets, on one line."""
+    found = ", ".join(one.operator or one.kind for one in report.findings[:3])
+    return f"<ModelReport: {report.verdict}{f' ({found})' if found else ''}, {len(report.operations)} operations>"
+
+
+def finding_lines(number: int, finding: Finding) -> list[str]:
+    """What is wrong, where, and whose gradients are."""
+    lines = [f"  {number}. {finding.kind}: {finding.text}"]
+    lines += [f"     {'at' if not i else 'and'}{place(site)}" for i, site in enumerate(finding.sites)]
+    if finding.parameters:
+        listed = ", ".join(finding.parameters[:4])
+        more = f" and {len(finding.parameters) - 4} more" if len(finding.parameters) > 4 else ""
+        lines.append(f"     parameters: {listed}{more}")
+    return lines
+
+
+def place(site: Site) -> str:
+    """A module and a line, each where it is known."""
+    return f" {site.module or 'the model'}" + (f", {site.source}" if site.source else "")
+
+
+def end_to_end_line(whole: EndToEnd) -> str:
+    """The derivative of the loss by both ways."""
+    pairs = ", ".join(f"{a:.6g} / {n:.6g}" for a, n in zip(whole.analytical, whole.numerical, strict=True))
+    return (
+        f"{whole.verdict} in {whole.dtype}: derivative of the loss by autograd / by differences {pairs}; relative "
+        f"error {whole.error:.2g}"
+    )
+
+
+def row(operation: Operation) -> tuple[str, ...]:
+    """A row of the table of operations."""
+    site = operation.sites[0] if operation.sites else None
+    return (
+        operation.name,
+        operation.verdict,
+        "" if operation.error is None else f"{operation.error:.1e}",
+        str(operation.calls),
+        seconds_text(operation.seconds),
+        (site.module if site else "") or "the model",
+        site.source if site else "",
+    )
+
+
+def cost_line(report: ModelReportData) -> str:
+    """Time, in seconds and in steps of the model."""
+    passes = report.seconds / report.step_seconds if report.step_seconds else 0.0
+    evaluations = sum(one.evaluations for one in report.operations)
+    vjps = sum(one.vjps for one in report.operations)
+    return (
+        f"{seconds_text(report.seconds)}, {passes:.1f} forward and backward passes of the model; "
+        f"{report.end_to_end.evaluations} calls of the model, {evaluations} evaluations and {vjps} VJPs of operations"
+    )

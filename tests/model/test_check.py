@@ -1,0 +1,283 @@
+"""check_model: what it names, what it leaves alone, what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fastgrad
+from fastgrad.model import operations
+from fastgrad.model.check import check_model
+from tests.model.sweep import checked, names_culprit
+from tests.planted.networks import Network, right_networks, wrong_networks
+
+WRONG = {network.name: network for network in wrong_networks()}
+RIGHT = {network.name: network for network in right_networks()}
+
+some_wrong = [
+    *("perceptron: missing factor", "convolutions: norm without mean", "attention: first row in place of a sum"),
+    *("recurrence: wrong tail tile", "graph: wrong at negative inputs", "perceptron: in place through data"),
+    *("attention: a kernel that writes outside", "convolutions: a hook on a module", "graph: a hook on a tensor"),
+    *("perceptron: detach", "perceptron: item", "convolutions: numpy", "convolutions: no_grad", "attention: data"),
+    "attention: integers",
+]
+some_right = [
+    *("perceptron: untouched", "recurrence: untouched", "attention: right twin of softmax without sum"),
+    "convolutions: right twin of wrong at negative inputs",
+]
+
+
+def squared(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def test_there_are_as_many_networks_as_the_sweep_says() -> None:
+    kinds = [network.kind for network in WRONG.values()]
+    assert len(WRONG) == 100
+    assert kinds.count("detached") == 10
+    assert kinds.count("saved tensor") + kinds.count("hook") == 20
+
+
+@pytest.mark.parametrize("name", some_wrong)
+def test_the_culprit_comes_first(name: str) -> None:
+    report = checked(WRONG[name])
+    assert names_culprit(WRONG[name], report), str(report)
+    assert report.verdict == "failed"
+
+
+@pytest.mark.parametrize("name", some_right)
+def test_nothing_is_said_of_a_right_network(name: str) -> None:
+    report = checked(RIGHT[name])
+    assert report.verdict == "passed", str(report)
+
+
+@pytest.mark.parametrize("network", [WRONG["perceptron: missing factor"], WRONG["attention: a hook on a tensor"]])
+def test_the_model_is_left_as_it_was(network: Network) -> None:
+    model, inputs, loss = network.make()
+    model.get_parameter("slot.weight").grad = torch.ones(model.get_parameter("slot.weight").shape)
+    model.get_submodule("slot").eval()
+    model.get_parameter("slot.weight").register_hook(lambda grad: None)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    hooks = {name: list(module._forward_hooks) for name, module in model.named_modules()}
+    random = torch.get_rng_state()
+    check_model(model, inputs, loss)
+    after = model.state_dict()
+    assert all(torch.equal(after[name], value) and after[name].dtype == value.dtype for name, value in state.items())
+    grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert list(grads) == ["slot.weight"]
+    assert bool((grads["slot.weight"] == 1).all())
+    assert model.training
+    assert not model.get_submodule("slot").training
+    assert {name: list(module._forward_hooks) for name, module in model.named_modules()} == hooks
+    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.get_default_dtype() is torch.float32
+
+
+class Stops(nn.Module):
+    """Raises in its call of some number."""
+
+    def __init__(self, number: int, error: type[BaseException]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.left, self.error = number, error
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.linear(x))
+        self.left -= 1
+        if not self.left:
+            raise self.error("stop")
+        return y
+
+
+@pytest.mark.parametrize("number", [1, 2, 4, 5])
+def test_the_model_is_left_as_it_was_when_stopped(number: int) -> None:
+    model = Stops(number, KeyboardInterrupt)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    apply = torch.autograd.Function.apply
+    with pytest.raises(KeyboardInterrupt):
+        check_model(model, torch.randn(8, 4), squared)
+    after = model.state_dict()
+    assert all(torch.equal(after[name], value) and after[name].dtype == value.dtype for name, value in state.items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.autograd.Function.apply == apply
+    assert torch.get_default_dtype() is torch.float32
+    assert squared(model.linear(torch.randn(2, 4))).requires_grad
+
+
+def test_an_optimizer_within_backward_does_not_step() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    steps = []
+    model[0].weight.register_post_accumulate_grad_hook(lambda parameter: steps.append(parameter.data.mul_(2)))
+    assert check_model(model, torch.randn(8, 4), squared).passed
+    assert not steps
+    squared(model(torch.randn(8, 4))).backward()
+    assert len(steps) == 1
+
+
+class Single(torch.autograd.Function):
+    """3 x in single precision only; its backward says 2."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        if x.dtype is not torch.float32:
+            raise TypeError("float32 only")
+        return 3 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+class Calls(nn.Module):
+    """A linear map, and a function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.linear(x))
+
+
+def test_an_operation_of_a_lower_dtype_alone_is_checked_in_it() -> None:
+    report = check_model(Calls(Single.apply), torch.randn(8, 4), squared)
+    assert (report.findings[0].operator, report.operations[0].dtype) == ("Single", "float32")
+    assert report.end_to_end.dtype == "float32"
+    assert any("not in double precision" in remark for remark in report.remarks)
+
+
+def test_an_operator_of_torch_library_is_named() -> None:
+    @torch.library.custom_op("fastgrad_tests::doubled", mutates_args=())
+    def doubled(x: Tensor) -> Tensor:
+        return 2 * x
+
+    doubled.register_autograd(lambda ctx, grad: grad)
+    report = check_model(Calls(doubled), torch.randn(8, 4), squared)
+    assert report.findings[0].operator == "fastgrad_tests_doubled"
+
+
+def test_a_function_that_is_wrong_in_a_later_call_only_is_found() -> None:
+    class Rectified(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.abs()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = Calls(lambda x: Rectified.apply(F.softplus(x)))
+            self.second = Calls(Rectified.apply)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.second(self.first(x))
+            return y
+
+    report = check_model(Twice(), torch.randn(8, 4), squared)
+    assert report.findings[0].operator == "Rectified"
+    assert report.findings[0].sites[0].module == "second"
+
+
+class Affine(torch.autograd.Function):
+    """x w^T, whose backward scales the gradient of w by a factor."""
+
+    factor = 1.0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return grad @ w, Affine.factor * (grad.T @ x)
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(1.0, "right"), (1.01, "wrong")])
+def test_a_large_function_is_checked_in_full_on_fewer_rows(
+    factor: float, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operations, "LARGE", 64)
+    monkeypatch.setattr(Affine, "factor", factor)
+    model = nn.Linear(8, 24, bias=False)
+    model.forward = lambda x: Affine.apply(x, model.weight)  # type: ignore[method-assign]
+    report = check_model(model, torch.randn(32, 8), squared)
+    custom = next(one for one in report.operations if one.name == "Affine")
+    assert custom.verdict == verdict
+    assert (operations.ON_FEWER_ROWS in custom.detail) == (verdict == "right")
+
+
+def test_an_error_within_the_tolerance_of_entries_that_shows_end_to_end_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Affine, "factor", 1.0009)
+    model = nn.Linear(8, 24, bias=False)
+    model.forward = lambda x: Affine.apply(x, model.weight)  # type: ignore[method-assign]
+    first = check_model(model, torch.randn(32, 8), squared).findings[0]
+    assert (first.kind, first.operator) == ("end to end", "Affine")
+
+
+def test_what_has_no_place_is_not_checked_and_named() -> None:
+    report = check_model(Calls(torch.tanh), torch.randn(8, 4), squared, memory_limit=0)
+    assert report.passed
+    omitted = [one for one in report.operations if one.verdict == "not checked"]
+    assert omitted
+    assert "memory_limit leaves 0" in omitted[0].detail
+
+
+def test_a_parameter_that_the_loss_does_not_depend_on_is_a_remark() -> None:
+    model = Calls(lambda x: x.tanh())
+    model.register_parameter("unused", nn.Parameter(torch.ones(3)))
+    report = check_model(model, torch.randn(8, 4), squared)
+    assert report.passed
+    assert report.remarks == ("no gradient reaches unused, and the loss does not depend on it",)
+
+
+def test_constants_that_modules_of_torch_make_are_meant() -> None:
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 6)), nn.Tanh())
+    report = check_model(model, torch.randn(8, 4), squared)
+    assert report.verdict == "passed", str(report)
+
+
+def test_the_report_as_text_data_and_page() -> None:
+    report = checked(WRONG["perceptron: missing factor"])
+    text, found = str(report), json.loads(report.to_json())
+    assert text.startswith("check_model failed: Planted slot, planted/networks.py:")
+    assert found["verdict"] == "failed"
+    assert found["findings"][0]["sites"][0]["module"] == "slot"
+    assert "<h2>Operations by cost</h2>" in report.to_html()
+    assert not report
+    with pytest.raises(fastgrad.GradcheckError, match="check_model failed: Planted"):
+        report.raise_if_failed()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"model": torch.tanh}, TypeError, "model must be a torch.nn.Module, got builtin_function_or_method"),
+        ({"loss": 3}, TypeError, "loss must be a function of what the model returns, or None, got int"),
+        ({"loss": None}, TypeError, r"a real tensor of one element is needed, got a tensor of shape \(8, 4\)"),
+        ({"kwargs": 3}, TypeError, "kwargs must be a mapping"),
+        ({"memory_limit": -1}, ValueError, "memory_limit must be at least zero, got -1"),
+        ({"memory_limit": 1.5}, TypeError, "memory_limit must be a number of bytes, got 1.5"),
+        ({"eps": 0}, ValueError, "eps must be positive and finite, got 0"),
+        ({"model": nn.Tanh()}, ValueError, "needs a parameter with requires_grad=True in the model"),
+        ({"model": nn.LazyLinear(3)}, ValueError, "Parameter weight of the model has no values yet"),
+    ],
+)
+def test_bad_arguments(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments = {"model": nn.Linear(4, 4), "inputs": torch.randn(8, 4), "loss": squared, **change}
+    with pytest.raises(error, match=message):
+        check_model(**arguments)

@@ -1,0 +1,30 @@
+"""Fingerprints: every single change shows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fastgrad.model.fingerprint import fingerprint
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.bool]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 7, 65536, 200_003])
+def test_a_single_bit_changes_it(dtype: torch.dtype, size: int) -> None:
+    tensor = torch.zeros(size, dtype=dtype)
+    before = fingerprint(tensor)
+    assert fingerprint(tensor.clone()) == before
+    for place in {0, size // 2, size - 1}:
+        changed = tensor.clone()
+        changed[place] = 1
+        assert fingerprint(changed) != before
+
+
+def test_it_tells_orders_and_signs_apart() -> None:
+    tensor = torch.randn(70_000)
+    same = {fingerprint(one) for one in (tensor, tensor.clone(), tensor.reshape(7, -1), tensor.reshape(-1, 7).T.T)}
+    assert len(same) == 1
+    others = {fingerprint(one) for one in (tensor, -tensor, tensor.flip(0), tensor.roll(65536), tensor.roll(1))}
+    assert len(others) == 5
