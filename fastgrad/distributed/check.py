@@ -1,0 +1,262 @@
+"""The check of a distributed function: all ranks call it, rank 0 runs it, all of them get the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from fastgrad._version import __version__
+from fastgrad.api.checkers import check as check_whole
+from fastgrad.core.ranks import RankError, Ranks
+from fastgrad.distributed.causes import explained
+from fastgrad.distributed.placements import Placement, Space, difference, dual, mismatch, whole_of
+from fastgrad.distributed.session import Member, Session, follow, whole_function
+from fastgrad.lowprecision.reference import RandomState
+from fastgrad.problem.arguments import as_tuple, refuse_function_class
+from fastgrad.problem.caller_state import keeps_the_callers_state
+from fastgrad.problem.signature import function_name
+from fastgrad.report.report import Report
+
+_NOT_HERE = (
+    *("check_forward_ad", "check_batched_grad", "check_batched_forward_grad", "check_fwd_over_rev", "kwargs", "wrt"),
+    *("grad_outputs", "reference", "reference_device"),
+)
+"""Keywords of `fastgrad.check` that a distributed check does not have."""
+
+
+@dataclass(frozen=True)
+class _About:
+    """What a rank says of its call, before the check begins."""
+
+    function: str
+    versions: tuple[str, str]
+    spaces: tuple[Space, ...]
+    results: tuple[Space, ...] | None
+    keywords: str
+    parts: tuple[Tensor, ...]
+
+
+@keeps_the_callers_state
+def check(
+    func: Callable[..., Any],
+    inputs: Any,
+    *,
+    placements: Sequence[Placement | None] | None = None,
+    outputs: Sequence[Placement] | Placement | None = None,
+    gradients: Sequence[Placement | None] | None = None,
+    output_gradients: Sequence[Placement | None] | None = None,
+    group: dist.ProcessGroup | None = None,
+    seconds: float = 5.0,
+    **keywords: Any,
+) -> Report:
+    """Checks the gradients of a function whose tensors are distributed over the ranks of a process group.
+
+    All ranks call it, in step, with the same func and with their own parts of the inputs. What is checked is the
+    function of the whole tensors: what `Shard(dim)` says is put together along a dimension, `Replicate()` is one
+    tensor that all ranks hold, and `Partial()` is the sum of what the ranks hold. One coordinate of a whole input is
+    perturbed on all ranks that hold it in the same call of func. An inner product counts what is replicated once. Rank
+    0 runs the check of `fastgrad.check` and the others take part in every call of func and of backward, so that all
+    ranks enter each collective equally often.
+
+    Parameters
+    ----------
+    func
+        Takes this rank's parts of the inputs; returns a tensor or a tuple or list of tensors, on every rank as many.
+    inputs
+        A tensor, or a tuple or list. Tensors with requires_grad=True are checked, everything else is passed through.
+        Parts of a sharded input may differ in size along its dimension.
+    placements
+        Of each input, `Shard(dim)`, `Replicate()` or `Partial()` of torch.distributed.tensor; None for what is not
+        checked. DTensors, of a mesh with one dimension, bring their own.
+    outputs
+        Of each result, the same.
+    gradients
+        How the gradient of each input is placed, where it is not as DTensor has it: as the input is, but Replicate()
+        for Partial(). The gradient of a replicated parameter that is not reduced yet is Partial().
+    output_gradients
+        The same of the grad_outputs that backward is given. Of a Replicate() result, Partial() means that the ranks'
+        grad_outputs add up, as they do where each rank computes a loss of its own.
+    group
+        The ranks; by default all.
+    seconds
+        How long a call of func or of backward may take, and a collective within it may wait.
+    keywords
+        Of `fastgrad.check`: order, fast_mode, eps, atol, rtol, nondet_tol, engine, seed and so on.
+
+    Returns
+    -------
+    Report
+        The same on all ranks. Notes name the rank that holds the worst entry.
+
+    Raises
+    ------
+    RankError
+        A rank raised, ended, or did not answer in time; or the calls of the ranks do not fit together.
+    ValueError, TypeError, NotImplementedError
+        An argument cannot be checked, on any rank.
+
+    Notes
+    -----
+    Source: the conventions are those of `torch.distributed.tensor`; docs/distributed.md has the derivation.
+
+    Examples
+    --------
+    >>> import torch, fastgrad.distributed
+    >>> from torch.distributed.tensor import Partial, Replicate, Shard
+    >>> def column_parallel(x, w):  # x on all ranks, w and the result in columns
+    ...     return x @ w
+    >>> fastgrad.distributed.check(  # doctest: +SKIP
+    ...     column_parallel, (x, w), placements=[Replicate(), Shard(1)], outputs=Shard(1), gradients=[Partial(), None]
+    ... ).passed
+    True
+    """
+    _refuse(func, keywords)
+    arguments = as_tuple(inputs)
+    checked = _checked(arguments)
+    placed = _each("placements", placements, len(arguments)), _each("gradients", gradients, len(arguments))
+    spaces = [_space(f"input {i}", arguments[i], placed[0][i], placed[1][i]) for i in checked]
+    member = Member(func, arguments, checked)
+    ranks = Ranks(group or dist.distributed_c10d._get_default_group(), seconds)
+    about = _About(
+        function_name(func) or type(func).__name__,
+        (__version__, str(torch.__version__)),
+        tuple(spaces),
+        _result_spaces(outputs, output_gradients),
+        repr(sorted(keywords.items())),
+        member.parts(),
+    )
+    random = RandomState()
+    with ranks.within_time():
+        try:
+            all_about = ranks.gather(about)
+            _refuse_what_does_not_fit(all_about, checked)
+            if ranks.rank != 0:
+                outcome = follow(ranks, member)
+                if isinstance(outcome, BaseException):
+                    raise outcome
+                assert isinstance(outcome, Report)
+                return outcome
+            session = Session(ranks, member, spaces, about.results)
+            session.base = [list(parts) for parts in zip(*(one.parts for one in all_about), strict=True)]
+            return _lead(session, func, arguments, checked, keywords)
+        finally:
+            member.restore()
+            random.restore()
+
+
+def _refuse(func: object, keywords: Mapping[str, Any]) -> None:
+    refuse_function_class(func)
+    unknown = sorted(set(keywords) & set(_NOT_HERE))
+    if unknown:
+        raise NotImplementedError(f"{', '.join(unknown)} cannot be given to a check of a distributed function.")
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "fastgrad.distributed.check needs a process group: call torch.distributed.init_process_group first."
+        )
+
+
+def _checked(arguments: Sequence[Any]) -> list[int]:
+    """The places of the tensors that require grad."""
+    found = [i for i, value in enumerate(arguments) if isinstance(value, Tensor) and value.requires_grad]
+    if len({id(arguments[i]) for i in found}) < len(found):
+        raise ValueError("a tensor is given twice: give it once, and let func use it twice.")
+    return found
+
+
+def _lead(
+    session: Session, func: Callable[..., Any], arguments: tuple[Any, ...], checked: Sequence[int], keywords: Any
+) -> Report:
+    """Rank 0's part, the end of which it tells the others."""
+    whole = list(arguments)
+    for i, parts, space in zip(checked, session.base, session.inputs, strict=True):
+        whole[i] = whole_of(parts, space.placement).to(arguments[i].device).requires_grad_()
+    function = wraps(func)(whole_function(session, checked))
+    outcome: Any = None
+    try:
+        report = check_whole(function, tuple(whole), **keywords)
+        if session.broken is not None:
+            raise session.broken
+        outcome = report = explained(report, session, tuple(whole), checked)
+        return report
+    except BaseException as error:
+        outcome = session.broken or RankError(f"rank 0 raised {type(error).__name__}: {error}")
+        if session.broken is not None and error is not session.broken:
+            raise session.broken from error
+        raise
+    finally:
+        session.end(outcome)
+
+
+def _each(name: str, given: Any, count: int) -> list[Any]:
+    """What is given for each input: one for all that there are, or a sequence."""
+    if given is None:
+        return [None] * count
+    found = list(given) if isinstance(given, (tuple, list)) else [given]
+    if len(found) != count:
+        raise ValueError(f"{name} must have one entry for each of the {count} inputs, got {len(found)}.")
+    return found
+
+
+def _space(name: str, tensor: Tensor, placement: Any, gradient: Any) -> Space:
+    """How a tensor and its gradient are placed; refuses what cannot be."""
+    if isinstance(tensor, DTensor):
+        if tensor.device_mesh.ndim != 1:
+            raise NotImplementedError(f"{name} is a DTensor of a mesh with {tensor.device_mesh.ndim} dimensions.")
+        placement = tensor.placements[0] if placement is None else placement
+        if placement != tensor.placements[0] or gradient not in (None, dual(placement)):
+            raise ValueError(f"{name} is a DTensor, which brings its placement: {tensor.placements[0]}.")
+    return Space(_placement(name, placement), _placement(name, dual(placement) if gradient is None else gradient))
+
+
+def _placement(name: str, placement: Any) -> Placement:
+    if not isinstance(placement, (Shard, Replicate, Partial)):
+        raise TypeError(f"{name} needs a placement, Shard(dim), Replicate() or Partial(), got {placement!r}.")
+    if isinstance(placement, Partial) and placement.reduce_op != "sum":
+        raise NotImplementedError(f"{name} is {placement}: of partial tensors only sums are checked.")
+    return placement
+
+
+def _result_spaces(outputs: Any, gradients: Any) -> tuple[Space, ...] | None:
+    """How results are placed; None: as they say themselves."""
+    if outputs is None:
+        return None
+    found = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
+    own = _each("output_gradients", gradients, len(found))
+    return tuple(
+        Space(_placement(f"result {k}", one), _placement(f"the gradient of result {k}", gradient or dual(one)))
+        for k, (one, gradient) in enumerate(zip(found, own, strict=True))
+    )
+
+
+def _refuse_what_does_not_fit(ranks: Sequence[_About], checked: Sequence[int]) -> None:
+    """Calls of the ranks that do not belong together, or parts that make up no tensor."""
+    first = ranks[0]
+    for rank, other in enumerate(ranks):
+        for what in ("function", "versions", "spaces", "results", "keywords"):
+            mine, theirs = getattr(first, what), getattr(other, what)
+            if mine != theirs:
+                raise RankError(
+                    f"The calls of the ranks differ: {what} is {mine} on rank 0 and {theirs} on rank {rank}."
+                )
+    if not first.spaces:
+        raise ValueError("fastgrad.distributed.check needs an input with requires_grad=True, and there is none.")
+    for k, (i, space) in enumerate(zip(checked, first.spaces, strict=True)):
+        parts = [one.parts[k] for one in ranks]
+        why = mismatch(space.placement, [part.shape for part in parts])
+        if not why and len({part.dtype for part in parts}) > 1:
+            why = f"has the dtypes {', '.join(str(part.dtype) for part in parts)}"
+        if why:
+            raise ValueError(f"input {i} {why}.")
+        apart = difference(parts, space.placement)
+        if apart is not None:
+            raise ValueError(
+                f"input {i} is Replicate(), and at {apart.index} it is {apart.on_first} on rank 0 and {apart.found} on "
+                f"rank {apart.rank}."
+            )

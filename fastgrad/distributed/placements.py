@@ -1,0 +1,117 @@
+"""How the tensors of the ranks make up one tensor, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from fastgrad.core.precision import ROUNDING, spacing
+
+Placement = Shard | Replicate | Partial
+
+
+def dual(placement: Any) -> Any:
+    """Where the gradient of a tensor is placed by default: as DTensor has it."""
+    return Replicate() if isinstance(placement, Partial) else placement
+
+
+@dataclass(frozen=True)
+class Space:
+    """How a tensor is placed, and how its gradient is."""
+
+    placement: Placement
+    gradient: Placement
+
+    @property
+    def of_gradients(self) -> Space:
+        """The space of its gradients: the gradient with respect to a gradient is placed as the tensor itself."""
+        return Space(self.gradient, self.placement)
+
+
+def whole_of(parts: Sequence[Tensor], placement: Placement) -> Tensor:
+    """The tensor whose parts the ranks hold."""
+    if isinstance(placement, Shard):
+        return torch.cat(list(parts), placement.dim)
+    if isinstance(placement, Partial):
+        return torch.stack(list(parts)).sum(0)
+    return parts[0].clone()
+
+
+def parts_of(whole: Tensor, placement: Placement, like: Sequence[Tensor]) -> list[Tensor]:
+    """What each rank holds of a tensor.
+
+    Of a sum, what the tensor differs from that of `like` is shared out unequally: no rank could be left out unnoticed.
+
+    like: what the ranks held before or, of a sum that is new, zeros; of a sharded tensor only shapes count.
+    """
+    if isinstance(placement, Shard):
+        return list(whole.split([part.shape[placement.dim] for part in like], placement.dim))  # type: ignore[no-untyped-call]
+    if isinstance(placement, Replicate):
+        return [whole for _ in like]
+    change = whole - whole_of(like, placement)
+    total = len(like) * (len(like) + 1) / 2
+    shares = [change * ((rank + 1) / total) for rank in range(len(like) - 1)]
+    shares.append(change - sum(shares))
+    return [part + share for part, share in zip(like, shares, strict=True)]
+
+
+def held_by(placement: Placement, parts: Sequence[torch.Size], index: Sequence[int]) -> list[tuple[int, list[int]]]:
+    """The ranks that hold an element, and its index there."""
+    if not isinstance(placement, Shard):
+        return [(rank, list(index)) for rank in range(len(parts))]
+    first = 0
+    for rank, shape in enumerate(parts):
+        size = shape[placement.dim]
+        if index[placement.dim] < first + size:
+            own = list(index)
+            own[placement.dim] -= first
+            return [(rank, own)]
+        first += size
+    raise IndexError(f"index {list(index)} is beyond all parts, of shapes {[list(shape) for shape in parts]}")
+
+
+def mismatch(placement: Placement, shapes: Sequence[torch.Size]) -> str:
+    """Why parts of these shapes do not make up a tensor; empty where they do."""
+    if isinstance(placement, Shard):
+        if not 0 <= placement.dim < min(len(shape) for shape in shapes):
+            return f"is {placement}, and has {len(shapes[0])} dimensions on rank 0"
+        others = {(*shape[: placement.dim], *shape[placement.dim + 1 :]) for shape in shapes}
+        return "" if len(others) == 1 else f"is {placement}, and other dimensions differ: {_listed(shapes)}"
+    return "" if len(set(shapes)) == 1 else f"is {placement}, and its shapes differ: {_listed(shapes)}"
+
+
+def _listed(shapes: Sequence[torch.Size]) -> str:
+    return ", ".join(f"{list(shape)} on rank {rank}" for rank, shape in enumerate(shapes))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Values of two ranks that should be the same."""
+
+    rank: int
+    index: list[int]
+    found: complex
+    on_first: complex
+
+
+def difference(parts: Sequence[Tensor], placement: Placement) -> Difference | None:
+    """Where a rank does not hold what rank 0 holds, but for rounding, of a replicated tensor."""
+    if not isinstance(placement, Replicate):
+        return None
+    for rank, part in enumerate(parts):
+        if torch.equal(part, parts[0]) or not part.numel():
+            continue
+        # Sums over ranks may be added up in another order on each.
+        allowed = ROUNDING * spacing(part.dtype) * parts[0].abs().nan_to_num(0.0).max()
+        apart = (part - parts[0]).abs()
+        both_nan = part.isnan() & parts[0].isnan()
+        wrong = ~(apart <= allowed) & ~both_nan & (part != parts[0])
+        if bool(wrong.any()):
+            index = wrong.nonzero()[int(apart[wrong].nan_to_num(torch.inf).argmax())].tolist()
+            return Difference(rank, index, part[tuple(index)].item(), parts[0][tuple(index)].item())
+    return None

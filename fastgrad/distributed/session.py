@@ -1,0 +1,415 @@
+"""One function over all ranks: evaluated and differentiated by each, as rank 0 says, and put together there."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fastgrad.core.ranks import RankError, Ranks, Trouble, trouble
+from fastgrad.distributed.placements import Difference, Space, difference, dual, parts_of, whole_of
+from fastgrad.problem.arguments import as_tuple
+
+Parts = list[Tensor | None]
+"""What the ranks hold of a tensor; None where one has no gradient."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a rank is to do.
+
+    Attributes
+    ----------
+    graph
+        The number of the graph that it makes, if `record`.
+    parent
+        The graph to run backward through; None: call func.
+    inputs
+        Its parts of the inputs, in the order of the graph's.
+    cotangents
+        Its parts of grad_outputs, None where undefined.
+    forget
+        Graphs that are needed no more.
+    """
+
+    graph: int
+    record: bool
+    inputs: tuple[Tensor, ...]
+    parent: int | None = None
+    cotangents: tuple[Tensor | None, ...] = ()
+    forget: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A rank's parts of the results, which of them require grad, and how those that are DTensors are placed.
+
+    is_single: whether func returned a tensor, and not several.
+    """
+
+    parts: tuple[Tensor | None, ...]
+    differentiable: tuple[bool, ...]
+    spaces: tuple[Space | None, ...] = ()
+    is_single: bool = False
+
+
+@dataclass
+class _LocalGraph:
+    inputs: list[Tensor]
+    outputs: list[Tensor | None]
+    values: tuple[Tensor, ...]
+
+
+class Member:
+    """What one rank does: calls func with its own arguments, whose checked tensors it sets, and runs backward."""
+
+    def __init__(self, func: Callable[..., Any], arguments: Sequence[Any], checked: Sequence[int]) -> None:
+        self._func, self._arguments = func, arguments
+        self._inputs: list[Tensor] = [arguments[i] for i in checked]
+        self._memory = [_memory_of(tensor) for tensor in self._inputs]
+        self._kept = [memory.clone() for memory in self._memory]
+        self._graphs: dict[int, _LocalGraph] = {}
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """Its parts of the inputs, as they are now."""
+        return tuple(memory.detach().cpu().clone() for memory in self._memory)
+
+    def restore(self) -> None:
+        """Gives inputs the values that they had."""
+        self._set(self._kept)
+
+    def obey(self, order: Order) -> Answer:
+        """Does it."""
+        for number in order.forget:
+            self._graphs.pop(number, None)
+        return self._call(order) if order.parent is None else self._backward(order, self._graphs[order.parent])
+
+    def _set(self, values: Sequence[Tensor]) -> None:
+        for memory, value in zip(self._memory, values, strict=True):
+            memory.copy_(value)
+
+    def _call(self, order: Order) -> Answer:
+        self._set(order.inputs)
+        with torch.set_grad_enabled(order.record):
+            results = self._func(*self._arguments)
+            tensors = [result for result in as_tuple(results) if isinstance(result, Tensor)]
+            outputs = [_local(tensor) for tensor in tensors]
+        if order.record:
+            self._graphs[order.graph] = _LocalGraph(list(self._inputs), list(outputs), order.inputs)
+        spaces = tuple(_own_space(tensor) for tensor in tensors)
+        return replace(_answer(outputs), spaces=spaces, is_single=isinstance(results, Tensor))
+
+    def _backward(self, order: Order, graph: _LocalGraph) -> Answer:
+        self._set(graph.values)
+        used = [
+            (output, _like(output, cotangent).requires_grad_(order.record))
+            for output, cotangent in zip(graph.outputs, order.cotangents, strict=True)
+            if cotangent is not None and output is not None and output.requires_grad
+        ]
+        gradients: Sequence[Tensor | None] = [None] * len(graph.inputs)
+        if used:
+            outputs, cotangents = zip(*used, strict=True)
+            gradients = torch.autograd.grad(
+                outputs, graph.inputs, cotangents, create_graph=order.record, retain_graph=True, allow_unused=True
+            )
+            gradients = [_placed_as(x, gradient) for x, gradient in zip(graph.inputs, gradients, strict=True)]
+        if order.record:
+            given = iter(cotangent for _, cotangent in used)
+            leaves = [
+                next(given)
+                if cotangent is not None and output is not None and output.requires_grad
+                else _nothing(output)
+                for output, cotangent in zip(graph.outputs, order.cotangents, strict=True)
+            ]
+            self._graphs[order.graph] = _LocalGraph([*leaves, *graph.inputs], list(gradients), graph.values)
+        return _answer(gradients)
+
+
+def _memory_of(tensor: Tensor) -> Tensor:
+    """A tensor's own elements, to be written without autograd's knowledge: those of this rank, of a DTensor."""
+    own: Any = tensor.detach()
+    return own.to_local().data if isinstance(tensor, DTensor) else tensor.data
+
+
+def _nothing(like: Tensor | None) -> Tensor:
+    """A leaf that no gradient reaches."""
+    return torch.zeros_like(like).requires_grad_() if like is not None else torch.zeros((), requires_grad=True)
+
+
+def _local(result: Tensor) -> Tensor:
+    """The rank's own part of a result; backward gets grad_outputs as of Replicate() for what is Partial()."""
+    if not isinstance(result, DTensor):
+        return result
+    return result.to_local(grad_placements=[dual(placement) for placement in result.placements])
+
+
+def _own_space(result: Tensor) -> Space | None:
+    if not isinstance(result, DTensor):
+        return None
+    placement: Any = result.placements[0]
+    return Space(placement, dual(placement))
+
+
+def _placed_as(x: Tensor, gradient: Tensor | None) -> Tensor | None:
+    if not isinstance(gradient, DTensor) or not isinstance(x, DTensor):
+        return gradient
+    return gradient.redistribute(placements=[dual(placement) for placement in x.placements]).to_local()
+
+
+def _like(output: Tensor, cotangent: Tensor) -> Tensor:
+    return cotangent.to(output.device, output.dtype, copy=True)
+
+
+def _answer(outputs: Sequence[Tensor | None]) -> Answer:
+    return Answer(
+        tuple(None if output is None else output.detach().cpu().clone() for output in outputs),
+        tuple(output is not None and output.requires_grad for output in outputs),
+    )
+
+
+@dataclass
+class Graph:
+    """What rank 0 knows of a graph that all ranks hold.
+
+    Attributes
+    ----------
+    depth
+        0: of func; 1: of its backward, and so on.
+    inputs, outputs
+        How they are placed.
+    input_like, output_like
+        Of each, tensors with the shapes and dtypes of its parts.
+    """
+
+    number: int
+    depth: int
+    inputs: list[Space]
+    outputs: list[Space]
+    input_like: list[list[Tensor]]
+    output_like: list[list[Tensor]]
+
+
+@dataclass
+class Results:
+    """Of each output of a graph, its parts, and whether it requires grad on any rank."""
+
+    graph: Graph
+    parts: list[Parts]
+    differentiable: list[bool]
+
+
+class Session:
+    """Rank 0's side.
+
+    Attributes
+    ----------
+    base
+        Of each input, its parts as they are.
+    is_single
+        Whether func returned a tensor, and not several.
+    broken
+        Why the ranks can do nothing together any more.
+    differences
+        Where ranks held different values of what is replicated, the first: by ("output", number), or by
+        ("gradient", number of the input).
+    """
+
+    def __init__(self, ranks: Ranks, member: Member, inputs: list[Space], outputs: Sequence[Space] | None) -> None:
+        """outputs: None where results say themselves how they are placed."""
+        self._ranks, self._member = ranks, member
+        self.inputs, self._outputs = inputs, outputs
+        self._numbers = itertools.count()
+        self._forgotten: list[int] = []
+        self.base: list[list[Tensor]] = []
+        self.is_single = False
+        self.broken: RankError | None = None
+        self.differences: dict[tuple[str, int], Difference] = {}
+
+    def call(self, values: Sequence[Tensor], record: bool) -> Results:
+        """The results of func at whole inputs."""
+        parts = [
+            parts_of(value.detach().cpu(), space.placement, base)
+            for value, space, base in zip(values, self.inputs, self.base, strict=True)
+        ]
+        number, of_rank = next(self._numbers), list(zip(*parts, strict=True))
+        answers = self._run([Order(number, record, inputs) for inputs in of_rank])
+        found, differentiable = _by_result(answers)
+        outputs, self.is_single = self._placed(answers[0].spaces), answers[0].is_single
+        like = [[part for part in result if part is not None] for result in found]
+        graph = Graph(number, 0, self.inputs, outputs, self.base, like)
+        self._note_differences("output", found, outputs)
+        return self._results(graph, found, differentiable, record)
+
+    def backward(self, graph: Graph, cotangents: Sequence[Tensor | None], record: bool) -> Results:
+        """The gradients of a graph's inputs, for whole cotangents of its outputs."""
+        given = [
+            [None] * self._ranks.count if cotangent is None else cotangent_parts(cotangent, space, like)
+            for cotangent, space, like in zip(cotangents, graph.outputs, graph.output_like, strict=True)
+        ]
+        number, of_rank = next(self._numbers), list(zip(*given, strict=True))
+        orders = [Order(number, record, (), graph.number, own) for own in of_rank]
+        found, differentiable = _by_result(self._run(orders))
+        duals = [space.of_gradients for space in graph.outputs], [space.of_gradients for space in graph.inputs]
+        inputs, like = [*duals[0], *graph.inputs], [*graph.output_like, *graph.input_like]
+        made = Graph(number, graph.depth + 1, inputs, duals[1], like, graph.input_like)
+        if graph.depth == 0:
+            self._note_differences("gradient", found, duals[1])
+        return self._results(made, found, differentiable, record)
+
+    def _placed(self, own: Sequence[Space | None]) -> list[Space]:
+        """How results are placed; own: of those that are DTensors."""
+        named = [None] * len(own) if self._outputs is None else list(self._outputs)
+        if len(named) != len(own) or any(one is None and other is None for one, other in zip(named, own, strict=True)):
+            raise ValueError(
+                f"outputs must name the placement of each of func's {len(own)} results, Shard(dim), Replicate() or "
+                f"Partial(), got {'none' if self._outputs is None else len(named)}."
+            )
+        return [space for space in (other or one for one, other in zip(named, own, strict=True)) if space is not None]
+
+    def _results(self, graph: Graph, found: list[Parts], differentiable: list[bool], record: bool) -> Results:
+        if record:
+            weakref.finalize(graph, self._forgotten.append, graph.number)
+        return Results(graph, found, differentiable)
+
+    def end(self, report: Any) -> None:
+        """Tells the other ranks what came of it."""
+        with suppress(RankError):  # if the ranks can be told
+            self._ranks.end(report)
+
+    def _run(self, orders: list[Order]) -> list[Answer]:
+        if self.broken is not None:
+            raise self.broken
+        forget = tuple(self._forgotten)
+        self._forgotten.clear()
+        try:
+            self._ranks.order([_forgetting(order, forget) for order in orders])
+            answers: list[Any] = [_attempt(self._member, _forgetting(orders[0], forget), 0)]
+            answers += self._ranks.answers()
+        except RankError as error:
+            self.broken = error
+            raise
+        troubles = [answer for answer in answers if isinstance(answer, Trouble)]
+        if troubles:
+            failed = RankError(_in_words(troubles, self._ranks.count))
+            if any(one.collective for one in troubles) or len(troubles) < len(answers):
+                self.broken = failed
+            raise failed
+        return answers
+
+    def _note_differences(self, what: str, results: Sequence[Parts], spaces: Sequence[Space]) -> None:
+        for number, (parts, space) in enumerate(zip(results, spaces, strict=True)):
+            held = [part for part in parts if part is not None]
+            if len(held) == len(parts) and (what, number) not in self.differences:
+                found = difference(held, space.placement)
+                if found is not None:
+                    self.differences[what, number] = found
+
+
+def follow(ranks: Ranks, member: Member) -> Any:
+    """What the other ranks do until rank 0 has the report, which is returned."""
+    while True:
+        order = ranks.next_order()
+        if not isinstance(order, Order):
+            ranks.answer(None)
+            return order
+        ranks.answer(_attempt(member, order, ranks.rank))
+
+
+def _attempt(member: Member, order: Order, rank: int) -> Answer | Trouble:
+    try:
+        return member.obey(order)
+    except Exception as error:
+        return trouble(rank, error)
+
+
+def _forgetting(order: Order, forget: tuple[int, ...]) -> Order:
+    return replace(order, forget=forget)
+
+
+def cotangent_parts(cotangent: Tensor, space: Space, like: Sequence[Tensor]) -> Parts:
+    """What each rank gets of a grad_output."""
+    return [*parts_of(cotangent.detach().cpu(), space.gradient, [torch.zeros_like(part) for part in like])]
+
+
+def _by_result(answers: Sequence[Answer]) -> tuple[list[Parts], list[bool]]:
+    counts = {len(answer.parts) for answer in answers}
+    if len(counts) > 1:
+        listed = ", ".join(f"{len(answer.parts)} on rank {rank}" for rank, answer in enumerate(answers))
+        raise ValueError(f"func must return as many tensors on each rank, got {listed}.")
+    parts = [list(held) for held in zip(*(answer.parts for answer in answers), strict=True)]
+    return parts, [any(require) for require in zip(*(answer.differentiable for answer in answers), strict=True)]
+
+
+def _in_words(troubles: Sequence[Trouble], count: int) -> str:
+    """What happened, the cause first: who waited in vain, waited for somebody."""
+    raised = [one for one in troubles if not one.collective]
+    waited = [one for one in troubles if one.collective]
+    parts = [f"rank {one.rank} raised {one.text}" for one in raised]
+    parts += [f"rank {one.rank} waited in vain in {one.collective}" for one in waited]
+    others = sorted(set(range(count)) - {one.rank for one in troubles})
+    if waited and others:
+        verb = "ranks" if len(others) > 1 else "rank"
+        parts.append(f"{verb} {', '.join(map(str, others))} did not enter it")
+    return "; ".join(parts)
+
+
+class _Remote(torch.autograd.Function):
+    """The function of all ranks together, or its backward, as one node of rank 0's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, session: Session, parent: Graph | None, record: bool, *tensors: Tensor | None) -> Any:
+        ctx.set_materialize_grads(False)
+        if parent is None:
+            results = session.call([tensor for tensor in tensors if tensor is not None], record)
+        else:
+            results = session.backward(parent, tensors[: len(parent.outputs)], record)
+        ctx.session, ctx.graph = session, results.graph
+        ctx.save_for_backward(*tensors)
+        device = next(tensor.device for tensor in tensors if tensor is not None)
+        joined = [_joined(results, number, device) for number in range(len(results.parts))]
+        constant = [
+            tensor
+            for tensor, exists in zip(joined, results.differentiable, strict=True)
+            if not exists and tensor is not None
+        ]
+        ctx.mark_non_differentiable(*constant)
+        return tuple(joined)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+        record = torch.is_grad_enabled()
+        gradients = _Remote.apply(  # type: ignore[no-untyped-call]
+            ctx.session, ctx.graph, record, *cotangents, *ctx.saved_tensors
+        )
+        return None, None, None, *gradients
+
+
+def _joined(results: Results, number: int, device: torch.device) -> Tensor | None:
+    """The whole of an output; a rank that has no gradient has zeros, and None stands for none on any."""
+    parts = results.parts[number]
+    if all(part is None for part in parts):
+        return None
+    held = [
+        torch.zeros_like(like) if part is None else part
+        for part, like in zip(parts, results.graph.output_like[number], strict=True)
+    ]
+    return whole_of(held, results.graph.outputs[number].placement).to(device)
+
+
+def whole_function(session: Session, checked: Sequence[int]) -> Callable[..., Any]:
+    """The function over all ranks, of whole tensors in the places of those that are checked."""
+
+    def whole(*arguments: Any) -> Any:
+        tensors = [arguments[i] for i in checked]
+        record = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        results = _Remote.apply(session, None, record, *tensors)  # type: ignore[no-untyped-call]
+        return results[0] if session.is_single else results
+
+    return whole

@@ -1,0 +1,150 @@
+"""What a rank says of its call of a check, for the ranks to see that they mean the same one."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from functools import partial
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from fastgrad._version import __version__
+from fastgrad.core.ranks import RankError
+from fastgrad.problem.signature import function_name, kind_of
+from fastgrad.report.data import Settings
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
+"""Types whose repr is the same in each process, and tells the value."""
+
+_DIGITS = 12
+"""Hexadecimal digits of a digest: of a million values, two share one with a probability of some 1e-3."""
+
+_LONGEST = 80
+"""Characters of a value that messages show instead of its digest."""
+
+
+def described(func: Callable[..., Any], values: Mapping[str, Any], settings: Settings) -> dict[str, str]:
+    """A call as text, part by part: versions, func with what it captures, and arguments, with digests of values."""
+    name = getattr(func, "__qualname__", "") or function_name(func)
+    found = {"fastgrad": f"version {__version__}", "torch": f"version {torch.__version__}"}
+    found["func"] = f"{getattr(func, '__module__', '')}.{name}, digest {_digest(func)}"
+    found |= {name: _text(value) for name, value in values.items()}
+    return found | {field.name: repr(getattr(settings, field.name)) for field in fields(settings)}
+
+
+def refuse_differences(calls: Sequence[Mapping[str, str]]) -> None:
+    """Raises a RankError where a rank's call is not that of rank 0."""
+    first = calls[0]
+    for rank, other in enumerate(calls):
+        for part in dict.fromkeys([*first, *other]):
+            mine, theirs = first.get(part, "missing"), other.get(part, "missing")
+            if mine != theirs:
+                raise RankError(
+                    f"The calls of the ranks differ: {part} is {mine} on rank 0, and {theirs} on rank {rank}. All "
+                    "ranks must call fastgrad.check with the same func, values and keywords."
+                )
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Tensor):
+        stride = f", stride {tuple(value.stride())}" if value.layout is torch.strided else f", {value.layout}"
+        grad = ", requires grad" if value.requires_grad else ""
+        return f"{kind_of(value)}{stride}{grad}, values {_digest(value)}"
+    is_short = isinstance(value, _PLAIN) and len(_plain(value)) <= _LONGEST
+    return _plain(value) if is_short else f"{type(value).__name__}, digest {_digest(value)}"
+
+
+def _plain(value: Any) -> str:
+    """A value of _PLAIN as text; ranks have devices with numbers of their own."""
+    return value.type if isinstance(value, torch.device) else repr(value)
+
+
+def _digest(value: Any) -> str:
+    found = hashlib.blake2b()
+    _add(found.update, value, {})
+    return found.hexdigest()[:_DIGITS]
+
+
+def _add(update: Callable[[Any], None], value: Any, seen: dict[int, Any]) -> None:
+    """Adds what tells a value; of an object that no rule is for, the class alone."""
+    kind = type(value)
+    update(f"{kind.__module__}.{kind.__qualname__}(".encode())
+    if isinstance(value, _PLAIN):
+        update(_plain(value).encode())
+    elif id(value) not in seen:  # a closure may hold its own function
+        seen[id(value)] = value
+        if isinstance(value, Tensor):
+            update(f"{kind_of(value)} {value.requires_grad} {value.device.type} {value.layout}".encode())
+            update(_bytes_of(value))
+        elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+            update(f"{value.dtype} {value.shape}".encode())
+            update(value.tobytes())
+        else:
+            for held in _held_by(value):
+                _add(update, held, seen)
+    update(b")")
+
+
+def _held_by(value: Any) -> Sequence[Any]:
+    """What an object consists of."""
+    if isinstance(value, Mapping):
+        return [held for item in value.items() for held in item]
+    if isinstance(value, (tuple, list)):
+        return value
+    if isinstance(value, Module):
+        return [value.training, *value.named_parameters(), *value.named_buffers(), type(value).forward]
+    if isinstance(value, partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, FunctionType):
+        held = [*map(_contents, value.__closure__ or ()), *_globals_of(value)]
+        return [value.__module__, value.__qualname__, value.__code__, value.__defaults__, value.__kwdefaults__, held]
+    if isinstance(value, CodeType):
+        return [value.co_code, value.co_names, value.co_varnames, *value.co_consts]
+    if isinstance(value, type):
+        own = [held for held in vars(value).values() if isinstance(held, (FunctionType, staticmethod))]
+        return [value.__module__, value.__qualname__, *own]
+    if isinstance(value, staticmethod):
+        return [value.__func__]
+    owner = getattr(value, "__self__", None)  # of a Function's apply
+    return [getattr(value, "__qualname__", ""), owner if isinstance(owner, type) else None]
+
+
+def _globals_of(function: FunctionType) -> list[Any]:
+    """Numbers, tensors and functions of its own module that a function names."""
+    named = [function.__globals__.get(name) for name in function.__code__.co_names]
+    return [
+        value
+        for value in named
+        if isinstance(value, (*_PLAIN, Tensor, np.ndarray))
+        or (isinstance(value, FunctionType) and value.__module__ == function.__module__)
+    ]
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it has none yet
+        return None
+
+
+def _bytes_of(tensor: Tensor) -> Any:
+    """The values of a tensor, as bytes; of one that cannot be saved, none."""
+    value = tensor.detach()
+    if type(tensor) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_quantized:
+        value = value.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        return value.view(torch.uint8).numpy() if value.numel() else b""
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+    except Exception:  # a subclass may not know how
+        return b""
+    return file.getvalue()

@@ -1,0 +1,376 @@
+"""The ranks of a group during one sharded check: rank 0 runs it, and all compute its columns and rows, part by part."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import pickle
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from types import FrameType, TracebackType
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastgrad.core.errors import PACKAGE
+from fastgrad.core.ranks import MOST_BYTES, RankError, Ranks, Trouble, trouble, without_the_store_a_rank_error
+from fastgrad.report.report import Report
+
+_START_SECONDS = 15.0
+"""Half of what the ranks may be apart when they call the check."""
+
+_BEAT_SECONDS = 1.0
+"""Seconds between signs of life of a rank, and between two looks for those of others."""
+
+_LOST_SECONDS = 8.0
+"""Seconds without a sign of life after which a rank is taken for lost; or so many calls of func:"""
+
+_LOST_CALLS = 20
+
+_HUNG_SECONDS = 18.0
+"""Seconds after which a call of func or of a backward that has not ended gives no sign of life any more; or so many
+usual calls of func. With the seconds above, and those between two looks, that is less than 30."""
+
+_HUNG_CALLS = 20
+
+_FIRST_CALL_SECONDS = 600.0
+"""The same of what comes before the first call has ended, which may compile func."""
+
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 2e-4, 5e-2
+"""Seconds between two looks for a message: a tenth of what was waited, within these."""
+
+_COMPILERS = ("_dynamo/convert_frame.py", "_inductor/compile_fx.py")
+"""Files of torch that compile func or its backward while it is called."""
+
+_PART_SECONDS = 0.01, 1.0
+"""What a part of the work is to take at least, for messages to be cheap, and at most, for troubles to be seen."""
+
+_PARTS_PER_RANK = 64
+"""Parts that a rank does: at the end it waits for less than one."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Columns, rows, or groups of them to be computed.
+
+    Attributes
+    ----------
+    name, arguments
+        What to do, for `Worker.part`.
+    bounds
+        The first item of each part, and the one behind its last.
+    """
+
+    name: str
+    arguments: tuple[Any, ...]
+    bounds: tuple[tuple[int, int], ...] = ()
+
+
+class Worker(Protocol):
+    """The problem of a rank."""
+
+    seconds: float
+
+    def part(self, work: Work, begin: int, end: int) -> Any:
+        """Items begin, ..., end - 1 of some work, or None where something about them is unusual."""
+
+
+def workers_of(group: object) -> Workers:
+    """The ranks of a process group; refuses anything else, and a group that this process is not in."""
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"group must be a process group that this process is in, torch.distributed.group.WORLD say, got {group!r}."
+        )
+    return Workers(group)
+
+
+class Workers(Ranks):
+    """The ranks of a group that share the work of a check; a context manager.
+
+    Attributes
+    ----------
+    rank, count
+        The own number, and how many there are.
+    problem
+        The own problem, once there is one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group, _START_SECONDS, "fastgrad.check")
+        self.problem: Worker | None = None
+        self._numbers = itertools.count()
+        self._beats: dict[int, tuple[Any, float]] = {}
+        self._ended = threading.Event()
+        self._main = threading.get_ident()
+        self._beating = threading.Thread(target=self._show_life, daemon=True)
+
+    def __enter__(self) -> Workers:
+        self._store.set(_alive_key(self.rank), "0")
+        self._beating.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._beating.join()
+        if error is None:
+            self.end_connections()
+            return
+        with suppress(RuntimeError):  # the store may be gone
+            self._announce(error)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, which runs the check."""
+        return self.rank == 0
+
+    def report(self, run: Callable[[], Report]) -> Report:
+        """The report of a check, which rank 0 runs, while the others do what it shares."""
+        if not self.leads:
+            return self._follow()
+        report = _that_pickles(run())
+        self._put(f"work {next(self._numbers)}", report)
+        for rank in range(1, self.count):
+            self._get(f"{rank} is done")
+        self._store.set("all are done", "")
+        return report
+
+    @without_the_store_a_rank_error
+    def share(
+        self,
+        work: Work,
+        items: tuple[int, int],
+        seconds: float,
+        run: Callable[[int, int], None],
+        take: Callable[[int, int, Any], None],
+    ) -> bool:
+        """Has all ranks do some work, each the next part that nobody has begun.
+
+        Parameters
+        ----------
+        work
+            What to do, without bounds.
+        items
+            The first, and the one behind the last.
+        seconds
+            What one item takes.
+        run
+            Does a part here. What raises elsewhere is run here, too, in its order: so it raises what one rank raises.
+        take
+            Is given a part that another rank has done.
+
+        Returns
+        -------
+        bool
+            False where a part is unusual: then all is to be done here.
+        """
+        first, last = items
+        number = next(self._numbers)
+        size = _part_size(last - first, seconds, self.count)
+        bounds = tuple((begin, min(begin + size, last)) for begin in range(first, last, size))
+        self._put(f"work {number}", replace(work, bounds=bounds))
+        raised: dict[int, Exception] = {}
+        theirs: deque[int] = deque()
+        usual, expected = True, 0
+
+        def fetch(number_of_part: int) -> None:
+            nonlocal usual
+            found = self._get(f"part {number} {number_of_part}")
+            if isinstance(found, Trouble):
+                raised[number_of_part] = RankError(f"rank {found.rank} raised {found.text}; rank 0 did not")
+            elif found is None:
+                usual = False
+            else:
+                take(*bounds[number_of_part], found)
+
+        try:
+            while (mine := self._next_part(number)) < len(bounds):
+                theirs.extend(range(expected, mine))
+                expected = mine + 1
+                try:
+                    run(*bounds[mine])
+                except Exception as error:
+                    raised[mine] = error
+                    break
+                while theirs and self._store.check([f"part {number} {theirs[0]}"]):
+                    fetch(theirs.popleft())
+        finally:
+            taken = self._next_part(number, len(bounds))
+        for part in [*theirs, *range(expected, min(taken, len(bounds)))]:
+            fetch(part)
+        self._forget(number)
+        for part in sorted(raised):
+            run(*bounds[part])
+            raise raised[part]
+        return usual
+
+    def _forget(self, number: int) -> None:
+        """Frees what the store holds of some work that is done, which may be much."""
+        key = f"work {number}"
+        found = pickle.loads(self._store.get(key))
+        self._store.set(key, pickle.dumps(0))
+        # A rank that is late may be about to read them.
+        if isinstance(found, _Segments) and self._store.add(f"{key} was read", 0) == self.count - 1:
+            self._delete_segments(key, found)
+
+    def _next_part(self, number: int, count: int = 1) -> int:
+        """The next part of some work that nobody has begun; count: how many are then begun, or given up."""
+        return int(self._store.add(f"next {number}", count)) - count
+
+    @without_the_store_a_rank_error
+    def _follow(self) -> Report:
+        for number in itertools.count():
+            found = self._get(f"work {number}")
+            if isinstance(found, Report):
+                self._store.set(f"{self.rank} is done", pickle.dumps(0))
+                with suppress(dist.DistNetworkError):  # rank 0 may end with the store, once all are done
+                    self._wait("all are done")
+                return found
+            if isinstance(found, Work):
+                self._store.add(f"work {number} was read", 1)
+                self._take_part(number, found)
+        raise AssertionError
+
+    def _take_part(self, number: int, work: Work) -> None:
+        problem = self.problem
+        assert problem is not None
+        while (part := self._next_part(number)) < len(work.bounds):
+            found: Any
+            try:
+                found = problem.part(work, *work.bounds[part])
+            except Exception as error:
+                found = trouble(self.rank, error)
+            self._put(f"part {number} {part}", found)
+
+    def _put(self, key: str, value: Any) -> None:
+        file = io.BytesIO()
+        _Pickler(file, protocol=5).dump(value)
+        data = file.getvalue()
+        if len(data) <= MOST_BYTES:
+            self._store.set(key, data)
+            return
+        segments = range(0, len(data), MOST_BYTES)
+        for i, begin in enumerate(segments):
+            self._store.set(f"{key} {i}", data[begin : begin + MOST_BYTES])
+        self._store.set(key, pickle.dumps(_Segments(len(segments))))
+
+    def _get(self, key: str) -> Any:
+        """What a key holds, as soon as it does."""
+        value = pickle.loads(self._wait(key))
+        if not isinstance(value, _Segments):
+            if key.startswith("part"):
+                self._store.delete_key(key)
+            return value
+        data = b"".join(self._store.get(f"{key} {i}") for i in range(value.count))
+        if key.startswith("part"):
+            self._delete_segments(key, value)
+        return pickle.loads(data)
+
+    def _delete_segments(self, key: str, segments: _Segments) -> None:
+        for i in range(segments.count):
+            self._store.delete_key(f"{key} {i}")
+
+    def _wait(self, key: str) -> bytes:
+        begin = looked = time.monotonic()
+        while not self._store.check([key]):  # a `get` that comes too early prints warnings, second by second
+            now = time.monotonic()
+            if now - looked > _BEAT_SECONDS:
+                self._look_for_trouble()
+                looked = now
+            time.sleep(max(_SHORTEST_PAUSE, min(_LONGEST_PAUSE, (now - begin) / 10)))
+        return bytes(self._store.get(key))
+
+    def _announce(self, error: BaseException) -> None:
+        """Tells the other ranks why this one ends."""
+        if not self._store.check(["trouble"]):
+            is_known = isinstance(error, RankError)
+            text = str(error) if is_known else f"rank {self.rank} raised {trouble(self.rank, error).text}"
+            self._store.set("trouble", text)
+
+    def _look_for_trouble(self) -> None:
+        """Raises where a rank has raised, or has shown no sign of life for long."""
+        if self._store.check(["trouble"]):
+            raise RankError(self._store.get("trouble").decode())
+        usual = 0.0 if self.problem is None else self.problem.seconds
+        patience, now = max(_LOST_SECONDS, _LOST_CALLS * usual), time.monotonic()
+        for rank in range(1, self.count) if self.leads else [0]:
+            beat = self._store.get(_alive_key(rank))
+            if self._beats.get(rank, (None, 0.0))[0] != beat:
+                self._beats[rank] = beat, now
+            elif now - self._beats[rank][1] > patience:
+                raise RankError(f"rank {rank} has ended or hangs: no sign of life for {patience:.0f} s")
+
+    def _show_life(self) -> None:
+        """Shows that this rank is alive, until a call of func has taken far too long."""
+        moved, last, number = time.monotonic(), None, 0
+        while not self._ended.wait(_BEAT_SECONDS):
+            now, call = time.monotonic(), _call_of_the_callers(self._main)
+            if call is None or call is not last:
+                moved, last = now, call
+            usual = 0.0 if self.problem is None else self.problem.seconds
+            limit = max(_HUNG_SECONDS, _HUNG_CALLS * usual) if usual else _FIRST_CALL_SECONDS
+            if now - moved > limit:
+                continue
+            number += 1
+            try:
+                self._alive.set(_alive_key(self.rank), str(number))
+            except RuntimeError:  # the store has ended, and with it the check
+                return
+
+
+class _Pickler(pickle.Pickler):
+    """Sends plain numbers through numpy, which takes a tenth of the time."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is Tensor and value.dtype in (torch.float64, torch.int64) and not value.requires_grad:
+            return torch.from_numpy, (value.cpu().numpy(),)
+        return NotImplemented
+
+
+@dataclass(frozen=True)
+class _Segments:
+    """In place of a value that lies in so many messages."""
+
+    count: int
+
+
+def _alive_key(rank: int) -> str:
+    return f"{rank} is alive"
+
+
+def _call_of_the_callers(thread: int) -> FrameType | None:
+    """The call of func, or of a backward, that a thread is in; None: it is in none, or compiles."""
+    frame, found = sys._current_frames().get(thread), None
+    while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
+        if frame.f_code.co_filename.endswith(_COMPILERS):
+            return None
+        frame, found = frame.f_back, frame
+    return found
+
+
+def _part_size(count: int, seconds: float, ranks: int) -> int:
+    """Items of a part."""
+    shortest, longest = _PART_SECONDS
+    wanted = max(shortest, min(longest, count * seconds / (ranks * _PARTS_PER_RANK)))
+    return max(1, min(-(-count // ranks), int(wanted / max(seconds, 1e-9))))
+
+
+def _that_pickles(report: Report) -> Report:
+    """The report, the exception behind its failure as text where it cannot be sent."""
+    try:
+        pickle.loads(pickle.dumps(report))
+    except Exception:
+        if report.failure is None or report.failure.cause is None:
+            raise
+        cause = report.failure.cause
+        said = RuntimeError(f"{type(cause).__name__}: {cause}")
+        return replace(report, failure=replace(report.failure, cause=said))
+    return report

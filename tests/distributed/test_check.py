@@ -1,0 +1,80 @@
+"""What fastgrad.distributed.check refuses, in a group of one rank; and that arguments are as they were."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+import fastgrad
+import fastgrad.distributed
+
+
+@pytest.fixture(autouse=True, scope="module")
+def group() -> Iterator[None]:
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{Path(folder) / 'store'}", rank=0, world_size=1)
+        yield
+        dist.destroy_process_group()
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.linspace(0.2, 0.9, torch.Size(shape).numel(), dtype=torch.float64).view(shape).requires_grad_()
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "text"),
+    [
+        ({"outputs": Replicate()}, TypeError, "input 0 needs a placement"),
+        ({"placements": [Replicate()]}, ValueError, "outputs must name"),
+        ({"placements": [Replicate()] * 2, "outputs": Replicate()}, ValueError, "placements must have one entry"),
+        ({"placements": [Shard(3)], "outputs": Replicate()}, ValueError, "has 2 dimensions"),
+        ({"placements": ["rows"], "outputs": Replicate()}, TypeError, "got 'rows'"),
+        ({"placements": [Partial("max")], "outputs": Replicate()}, NotImplementedError, "only sums"),
+        ({"placements": [Replicate()], "outputs": [Replicate()] * 2}, ValueError, "got 2"),
+        ({"check_forward_ad": True}, NotImplementedError, "check_forward_ad"),
+    ],
+)
+def test_arguments_that_cannot_be(keywords: dict[str, Any], error: type[Exception], text: str) -> None:
+    x = leaf(2, 3)
+    before = x.detach().clone()
+    with pytest.raises(error, match=text):
+        fastgrad.distributed.check(torch.sin, (x,), **keywords)
+    assert torch.equal(x, before)
+
+
+def test_nothing_to_check() -> None:
+    with pytest.raises(ValueError, match="needs an input with requires_grad"):
+        fastgrad.distributed.check(torch.sin, (leaf(3).detach(),), placements=[None], outputs=Replicate())
+
+
+def test_a_tensor_given_twice() -> None:
+    x = leaf(3)
+    with pytest.raises(ValueError, match="given twice"):
+        fastgrad.distributed.check(torch.mul, (x, x), placements=[Replicate()] * 2, outputs=Replicate())
+
+
+def test_random_states_are_as_they_were() -> None:
+    before = torch.get_rng_state()
+    x = leaf(2, 3)
+    fastgrad.distributed.check(lambda x: x + torch.rand(3), (x,), placements=[Shard(0)], outputs=Shard(0))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_one_rank_gives_the_report_of_the_usual_check() -> None:
+    x = leaf(2, 3)
+    report = fastgrad.distributed.check(torch.sin, (x,), placements=[Shard(0)], outputs=Shard(0))
+    usual = fastgrad.check(torch.sin, (x,))
+    assert report.verdict == usual.verdict == "passed"
+    assert (report.n, report.m) == (usual.n, usual.m)
+
+
+def test_fastgrad_distributed_is_found_without_an_import_of_its_own() -> None:
+    assert fastgrad.distributed.RankError is not None

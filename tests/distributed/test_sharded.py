@@ -1,0 +1,130 @@
+"""One check over several ranks says what one rank says; a rank that differs, raises, ends or stops ends it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastgrad.core.ranks import RankError
+from fastgrad.report.data import Settings
+from fastgrad.sharding.calls import described, refuse_differences
+from fastgrad.sharding.workers import workers_of
+from fastgrad.tools import cli
+from tests.distributed.faults import Fault, run
+from tests.distributed.ranks import torchrun
+from tests.distributed.run_sharded import RAISED, SIZES, checks
+
+NOT_SHARED = ("fast", "lower dtype", "forward mode, right", "second derivatives, fast")
+"""Beginnings of the names of checks that may take no work that is worth sharing."""
+
+
+@functools.cache
+def said() -> dict[str, dict[tuple[int, int], tuple[int, dict[str, Any]]]]:
+    """By the name of a check: by the number of ranks, 0 for none, and the rank, the parts done there and the report."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "said"
+        torchrun(max(SIZES), "tests.distributed.run_sharded", str(out))
+        found: dict[str, dict[tuple[int, int], tuple[int, dict[str, Any]]]] = {}
+        for rank in range(max(SIZES)):
+            for line in out.with_suffix(f".{rank}").read_text().splitlines():
+                name, size, parts, report = json.loads(line)
+                found.setdefault(name, {})[size, rank] = parts, report
+        return found
+
+
+@pytest.mark.parametrize("name", checks())
+def test_the_report_is_that_of_one_rank(name: str) -> None:
+    of_ranks = said()[name]
+    _, alone = of_ranks[0, 0]
+    assert len(of_ranks) == 1 + sum(SIZES)
+    assert alone["verdict"] == ("failed" if name.endswith("wrong") else "passed")
+    assert alone["as before"]
+    for (size, rank), (_, report) in of_ranks.items():
+        assert report == alone, f"rank {rank} of {size}"
+
+
+def test_the_work_was_shared() -> None:
+    for name, of_ranks in said().items():
+        if name in RAISED or name.startswith(NOT_SHARED):
+            continue
+        for size in SIZES[1:]:
+            assert sum(of_ranks[size, rank][0] for rank in range(1, size)) > 0, name
+
+
+def test_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    environment = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    environment |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "1"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["check", "torch:sin", "-i", "float64[6]", "--distributed"]) == 0
+    assert "gradcheck passed: 36 entries compared" in capsys.readouterr().out
+    assert not torch.distributed.is_initialized()
+
+
+def test_the_command_line_needs_torchrun(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "torch:sin", "-i", "float64[6]", "--distributed"]) == 2
+    assert "--distributed needs torchrun" in capsys.readouterr().err
+
+
+def test_at_least_forty_checks() -> None:
+    assert len(checks()) >= 40
+
+
+@pytest.mark.parametrize("name", RAISED)
+def test_every_rank_raises(name: str) -> None:
+    for (size, rank), (_, found) in said()[name].items():
+        kind, text = RAISED[name]
+        assert (found["raised"], text in found["text"]) == (kind, True), f"rank {rank} of {size}: {found}"
+        assert found["as before"]
+
+
+def test_all_ranks_end() -> None:
+    """`python -m tests.distributed.faults 100 sharded` runs the others."""
+    assert run(Fault("exits", rank=1, call=20, sharded=True, patience=2.0, size=100)) == []
+
+
+def test_what_differs_is_named() -> None:
+    x, scale = torch.ones(3), 2.0
+    settings = Settings()
+
+    def call(func: Any = lambda x: x * scale, **values: Any) -> dict[str, str]:
+        return described(func, {"inputs[0]": x, "flag": True, **values}, settings)
+
+    first = call()
+    assert first == call()
+    for part, other in [
+        ("inputs[0]", call(**{"inputs[0]": torch.ones(3, requires_grad=True)})),
+        ("inputs[0]", call(**{"inputs[0]": torch.ones(6)[::2]})),
+        ("inputs[0]", call(**{"inputs[0]": torch.tensor([1.0, 1.0, 1.0 + 1e-6])})),
+        ("flag", call(flag=1)),
+        ("func", call(lambda x: x * (scale + 1))),
+        ("func", call(torch.nn.Linear(2, 2))),
+        ("atol", first | {"atol": "1.0"}),
+    ]:
+        with pytest.raises(RankError, match="The calls of the ranks differ") as raised:
+            refuse_differences([first, first, other])
+        assert f": {part} is" in str(raised.value)
+        assert "on rank 2" in str(raised.value)
+
+
+def test_what_func_captures_counts() -> None:
+    def scaled(factor: Any) -> Any:
+        return lambda x: x * factor
+
+    pairs = [(scaled(2.0), scaled(3.0)), (scaled(torch.ones(2)), scaled(torch.zeros(2)))]
+    pairs += [(functools.partial(torch.add, 1), functools.partial(torch.add, 2))]
+    for one, other in pairs:
+        assert described(one, {}, Settings())["func"] != described(other, {}, Settings())["func"]
+    assert described(scaled(2.0), {}, Settings()) == described(scaled(2.0), {}, Settings())
+
+
+def test_no_group() -> None:
+    with pytest.raises(TypeError, match="group must be a process group"):
+        workers_of("world")
