@@ -45,11 +45,13 @@ FailureKind = Literal[
     "undefined grad not zero",
     "tangent dtype",
     "undefined tangent",
+    "recorded gradient",
     "batched raises",
     "batched differs",
     "beyond rounding",
     "biased",
     "not finite",
+    "ranks differ",
 ]
 """What a check failed by."""
 
@@ -87,12 +89,17 @@ CauseName = Literal[
 ]
 """What may be behind a failure."""
 
+RankCauseName = Literal[
+    "reduction missing between ranks", "reduced twice", "number of ranks", "wrong shard", "one rank"
+]
+"""What may be behind a failure of a distributed function."""
+
 
 class EqualByContent:
     """Data with tensors in it: equal where all that a report in JSON would tell of it is."""
 
     def _content(self) -> str:
-        return json.dumps(_plain(self), allow_nan=False)
+        return json.dumps(plain(self), allow_nan=False)
 
     def __eq__(self, other: object) -> bool:
         """Whether both say the same, tensors of more than LARGEST_TENSOR elements by shape and dtype."""
@@ -120,7 +127,7 @@ class Cause:
         From 0 to 1.
     """
 
-    name: CauseName
+    name: CauseName | RankCauseName
     text: str
     measure: str
     confidence: float
@@ -302,6 +309,8 @@ class Settings(Tolerances):
         Of fast mode.
     grad_outputs
         How gradgradcheck came by its grad_outputs; None in gradcheck.
+    order
+        Of the derivatives that are checked.
     inputs
         The tolerances of each checked input, where not all have the same; eps, atol and rtol are then the
         smallest of them.
@@ -328,6 +337,7 @@ class Settings(Tolerances):
     memory_limit: int | None = None
     progress: bool | None = False
     grad_outputs: GradOutputs | None = None
+    order: int = 1
     inputs: tuple[Tolerances, ...] = ()
     precision: Precision = "auto"
     reference: str | None = None
@@ -841,39 +851,39 @@ class ReportData(EqualByContent):
         Complex numbers become ``{"re", "im"}``; NaN and infinities become "nan", "inf" and "-inf"; tensors
         become ``{"shape", "dtype", "values"}``, values being None above 4096 elements.
         """
-        return {"schema": SCHEMA, "verdict": self.verdict, "passed": self.passed, **_plain(self)}
+        return {"schema": SCHEMA, "verdict": self.verdict, "passed": self.passed, **plain(self)}
 
     def to_json(self, indent: int | None = None) -> str:
         """`to_dict` as strict JSON."""
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 
     def _content(self) -> str:
-        return json.dumps([_plain(getattr(self, name)) for name in _SAID], allow_nan=False)
+        return json.dumps([plain(getattr(self, name)) for name in _SAID], allow_nan=False)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """A value as JSON knows it."""
     if value is None or isinstance(value, (str, bool, int)):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, complex):
-        return {"re": _plain(value.real), "im": _plain(value.imag)}
+        return {"re": plain(value.real), "im": plain(value.imag)}
     if isinstance(value, Tensor):
         small = value.numel() <= LARGEST_TENSOR
         return {
             "shape": list(value.shape),
             "dtype": str(value.dtype).removeprefix("torch."),
-            "values": _plain(value.tolist()) if small else None,
+            "values": plain(value.tolist()) if small else None,
         }
     if isinstance(value, BaseException):
         return f"{type(value).__name__}: {value}"
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, Pair):
-        return {name: _plain(item) for name, item in value._asdict().items()}
+        return {name: plain(item) for name, item in value._asdict().items()}
     if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if is_dataclass(value):
-        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
+        return {one.name: plain(getattr(value, one.name)) for one in fields(value)}
     raise TypeError(f"a report cannot hold a {type(value).__name__}.")

@@ -346,7 +346,7 @@ def _legend(axes: Axes, ink: str) -> None:
     )
 
 
-_STYLE = """
+STYLE = """
 .fastgrad { color-scheme: light dark; --paper: #fff; --ink: #1d2329; --soft: #5c6670; --line: #d8dde2; --tint: #f4f6f8;
   --passed: #1f7a4d; --failed: #b3263a; --undecided: #8a5a00;
   background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif;
@@ -394,17 +394,21 @@ _STYLE = """
 
 def page(report: ReportData) -> str:
     """A page of its own; see `Report.to_html`."""
-    title = escape(messages.verdict_line(report))
+    return document(messages.verdict_line(report), fragment(report))
+
+
+def document(title: str, body: str) -> str:
+    """A page of its own around what it shows."""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         # Nothing is loaded and nothing runs, whatever text an exception brought along.
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
         'img-src data:">'
-        f"<title>{title}</title>"
+        f"<title>{escape(title)}</title>"
         "<style>html { color-scheme: light dark; } body { margin: 0; } "
         "@media (prefers-color-scheme: dark) { body { background: #15191d; } }</style></head>\n"
-        f"<body>{fragment(report)}</body></html>\n"
+        f"<body>{body}</body></html>\n"
     )
 
 
@@ -419,14 +423,15 @@ def fragment(report: ReportData) -> str:
         _cost_section(report),
         _reproduction_section(report),
     ]
-    return f'<style>{_STYLE}</style>\n<article class="fastgrad">\n{_banner(report)}\n{"".join(sections)}</article>\n'
+    return f'<style>{STYLE}</style>\n<article class="fastgrad">\n{_banner(report)}\n{"".join(sections)}</article>\n'
 
 
-def _section(title: str, *parts: str) -> str:
+def section(title: str, *parts: str) -> str:
+    """A section of a page; parts are HTML."""
     return f"<section><h2>{escape(title)}</h2>\n{''.join(parts)}</section>\n"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> str:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> str:
     """A table of texts; the columns in `numbers` are flush right."""
 
     def line(cells: Sequence[str], tag: str) -> str:
@@ -457,7 +462,7 @@ def _failure_section(report: ReportData) -> str:
         return ""
     message = messages.failure_message(report)
     if failure.comparison is None:
-        return _section("What failed", f"<pre>{escape(message)}</pre>")
+        return section("What failed", f"<pre>{escape(message)}</pre>")
     comparison, names = failure.comparison, messages.names_of(report, failure)
     lines = [f"{message.partition(chr(10))[0].rstrip(',')}: {messages.extent_line(names, comparison)}."]
     if failure.detail:
@@ -470,8 +475,8 @@ def _failure_section(report: ReportData) -> str:
             for name, spans in sides
             for dimension, span in enumerate(spans)
         ]
-    extent = _table(("wrong entries along", "places", "which"), rows, (1,)) if rows else ""
-    return _section("What failed", "".join(f"<p>{escape(line)}</p>" for line in lines), extent)
+    extent = table(("wrong entries along", "places", "which"), rows, (1,)) if rows else ""
+    return section("What failed", "".join(f"<p>{escape(line)}</p>" for line in lines), extent)
 
 
 def _worst_section(report: ReportData) -> str:
@@ -495,7 +500,7 @@ def _worst_section(report: ReportData) -> str:
     note = ""
     if any(entry.error is None for entry in comparison.worst_entries):
         note = '<p class="soft">Values without an error estimate are those at eps: they were not measured again.</p>'
-    return _section("The worst entries", _table(head, rows, (1, 2, 3, 4, 5)), note)
+    return section("The worst entries", table(head, rows, (1, 2, 3, 4, 5)), note)
 
 
 def _causes_section(report: ReportData) -> str:
@@ -508,7 +513,7 @@ def _causes_section(report: ReportData) -> str:
         f'<br><span class="soft">{escape(cause.measure)}</span></li>'
         for cause in report.causes
     )
-    return _section("Probable causes", f'<ol class="causes">{items}</ol>')
+    return section("Probable causes", f'<ol class="causes">{items}</ol>')
 
 
 def _figures_section(report: ReportData) -> str:
@@ -518,13 +523,13 @@ def _figures_section(report: ReportData) -> str:
     try:
         drawn = [(panel, _svg(panel)) for panel in panels]
     except ImportError:
-        return _section("In pictures", f'<p class="soft">There are none here: {escape(NO_FIGURES)}.</p>')
+        return section("In pictures", f'<p class="soft">There are none here: {escape(NO_FIGURES)}.</p>')
     figures = "".join(
         f'<figure role="img" aria-label="{escape(panel.title)}"><h3>{escape(panel.title)}</h3>{svg}'
         f"<figcaption>{escape(panel.caption)}</figcaption></figure>"
         for panel, svg in drawn
     )
-    return _section("In pictures", f'<div class="figures">{figures}</div>')
+    return section("In pictures", f'<div class="figures">{figures}</div>')
 
 
 def _compared_section(report: ReportData) -> str:
@@ -532,13 +537,13 @@ def _compared_section(report: ReportData) -> str:
     if report.pairs:
         rows = [_pair_row(report, pair) for pair in report.pairs]
         head = ("Jacobian", "entries", "differ at eps", "largest absolute error", "largest relative error", "verdict")
-        parts.append(_table(head, rows, (1, 2, 3, 4)))
+        parts.append(table(head, rows, (1, 2, 3, 4)))
     if report.certificates:
         bounds = [f"{one.bound:.2g}" if one.bound else "any size" for one in report.certificates]
         rows = [(one.claim, one.method, bound) for one, bound in zip(report.certificates, bounds, strict=True)]
         parts.append("<p>Certified by random vectors:</p>")
-        parts.append(_table(("claim", "how", "errors show from"), rows, (2,)))
-    return _section("What was compared", *parts) if parts else ""
+        parts.append(table(("claim", "how", "errors show from"), rows, (2,)))
+    return section("What was compared", *parts) if parts else ""
 
 
 def _pair_row(report: ReportData, pair: Pair) -> tuple[str, ...]:
@@ -570,8 +575,8 @@ def _cost_section(report: ReportData) -> str:
             rows.append(("memory, estimated", messages.size_text(plan.memory)))
     phases = sorted(report.phases.items(), key=lambda item: -item[1])
     times = [(name, messages.seconds_text(seconds)) for name, seconds in phases]
-    parts = [_table((), rows)] + ([_table(("phase", "time"), times, (1,))] if times else [])
-    return _section("What it cost", f'<div class="columns">{"".join(f"<div>{part}</div>" for part in parts)}</div>')
+    parts = [table((), rows)] + ([table(("phase", "time"), times, (1,))] if times else [])
+    return section("What it cost", f'<div class="columns">{"".join(f"<div>{part}</div>" for part in parts)}</div>')
 
 
 def _reproduction_section(report: ReportData) -> str:
@@ -585,8 +590,8 @@ def _reproduction_section(report: ReportData) -> str:
         )
     notes = "".join(f"<p>{escape(note)}</p>" for note in report.notes)
     return (
-        (_section("Notes", notes) if notes else "")
-        + _section("How to reproduce", f"<pre>{escape(messages.call(report))}</pre>", where)
-        + f"<details><summary>All settings</summary>{_table((), rows)}</details>\n"
+        (section("Notes", notes) if notes else "")
+        + section("How to reproduce", f"<pre>{escape(messages.call(report))}</pre>", where)
+        + f"<details><summary>All settings</summary>{table((), rows)}</details>\n"
         + f"<details><summary>As text</summary><pre>{escape(messages.summary(report))}</pre></details>\n"
     )

@@ -224,9 +224,7 @@ def _first_line(report: ReportData, failure: Failure, comparison: Comparison) ->
     """Which gradient of what is wrong, in how many entries and, where that is probable enough, why."""
     output, input_ = names_of(report, failure)
     subject = report.subject or Subject()
-    function = subject.function or "func"
-    if report.settings.grad_outputs is not None:
-        function = f"backward of {function}"
+    function = _function(report, subject)
     what = "gradient of" if failure.mode == "reverse" else "forward-mode derivative by"
     through = f" through {output}" if len(subject.outputs) > 1 else ""
     tensor = subject.inputs[failure.input] if subject.inputs and failure.input is not None else ""
@@ -241,12 +239,18 @@ def _first_line(report: ReportData, failure: Failure, comparison: Comparison) ->
     return f"{line}; probably {report.causes[0].text}" if sure else line
 
 
+_OF_ORDER = {1: "", 2: "backward of ", 3: "second backward of ", 4: "third backward of "}
+
+
+def _function(report: ReportData, subject: Subject) -> str:
+    """The function whose gradient was checked."""
+    return f"{_OF_ORDER[report.settings.order]}{subject.function or 'func'}"
+
+
 def _rounded_line(report: ReportData, failure: Failure, precision: LowPrecision) -> str:
     """The first line of a failure in a lower dtype."""
     subject = report.subject or Subject()
-    function = subject.function or "func"
-    if report.settings.grad_outputs is not None:
-        function = f"backward of {function}"
+    function = _function(report, subject)
     tensor = f" ({subject.inputs[failure.input]})" if subject.inputs and failure.input is not None else ""
     what = rounding_text.verdict(failure.kind, precision)
     line = f"{function}: gradient of {names_of(report, failure)[1]}{tensor} {what}"
@@ -271,7 +275,7 @@ def call(report: ReportData) -> str:
         "non-contiguous": ["gen_non_contig_grad_outputs=True"],
     }.get(settings.grad_outputs or "", [])
     if named:
-        name, keywords = "check", ["order=2", *keywords] if second_order else keywords
+        name, keywords = "check", [f"order={settings.order}", *keywords] if second_order else keywords
     if report.precision is None:
         keywords += [f"{number}={_numbers(settings, number)}" for number in ("eps", "atol", "rtol")]
     not_default = {
@@ -287,7 +291,7 @@ def call(report: ReportData) -> str:
         'precision="strict"': settings.precision == "strict",
     }
     keywords += [keyword for keyword, is_given in not_default.items() if is_given]
-    return f"fastgrad.{name}(..., {', '.join(keywords)}, seed={settings.seed})"
+    return f"fastgrad.{name}({', '.join(['...', *keywords, f'seed={settings.seed}'])})"
 
 
 def _reference_in_code(settings: Settings) -> str:
@@ -315,6 +319,21 @@ def engine_line(report: ReportData) -> str:
     )
 
 
+_NONLINEAR = "backward is not linear in grad_output"
+
+
+_DIFFERENT = {
+    "ranks differ": "Ranks do not hold the same",
+    "recorded gradient": "Backward gives other gradients with create_graph=True than without it",
+}
+
+
+def _rounding_phrase(failure: Failure, precision: LowPrecision | None) -> str:
+    output = "" if failure.output is None else f"output {failure.output} with respect to "
+    place = f"{output}input {failure.input}"
+    return f"Jacobian mismatch for {place}: {rounding_text.key_phrase(failure.kind, precision)}."
+
+
 def key_phrase(report: ReportData, failure: Failure) -> str:
     """What failed, in the words that code matches on: torch's, where it makes the same check."""
     output, input_ = f"output {failure.output}", f"input {failure.input}"
@@ -333,9 +352,10 @@ def key_phrase(report: ReportData, failure: Failure) -> str:
                 f"The tolerance for nondeterminism was {report.settings.nondet_tol}.\n{_NONDET_NOTE}"
             )
         case "nonlinear":
-            if failure.mode == "forward":
-                return f"jvp is not linear in its tangent: {failure.detail}."
-            return f"backward is not linear in grad_output: {failure.detail}."
+            what = "jvp is not linear in its tangent" if failure.mode == "forward" else _NONLINEAR
+            return f"{what}: {failure.detail}."
+        case "ranks differ" | "recorded gradient":
+            return f"{_DIFFERENT[failure.kind]}: {failure.detail}."
         case "not multiplied by grad_output":
             return (
                 f"backward not multiplied by grad_output: with a zero grad_output the gradient of {input_} is not zero."
@@ -360,8 +380,7 @@ def key_phrase(report: ReportData, failure: Failure) -> str:
                 f"undefined, which stands for zero: {failure.detail}."
             )
         case "beyond rounding" | "biased" | "not finite":
-            place = f"{output} with respect to {input_}" if failure.output is not None else input_
-            return f"Jacobian mismatch for {place}: {rounding_text.key_phrase(failure.kind)}."
+            return _rounding_phrase(failure, report.precision)
         case "batched raises":
             return f"While computing batched gradients, got: {failure.detail}\n\n{_batched_note(failure)}"
         case "batched differs":

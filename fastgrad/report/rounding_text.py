@@ -57,13 +57,16 @@ def verdict(kind: FailureKind, precision: LowPrecision) -> str:
     return f"is wrong in {entries} of {precision.products} VJPs, by more than rounding to {_dtypes(precision)} explains"
 
 
-def key_phrase(kind: FailureKind) -> str:
+def key_phrase(kind: FailureKind, precision: LowPrecision | None) -> str:
     """The end of the sentence that says what failed."""
+    has_reference = precision is None or bool(precision.reference)
     if kind == "not finite":
-        return "the gradient is not finite, and the reference is in the range of the dtype"
+        by = "the reference is in the range of the dtype" if has_reference else "by differences it is"
+        return f"the gradient is not finite, and {by}"
     if kind == "biased":
         return "all entries together differ from the reference by more than rounding explains"
-    return "it differs from the reference by more than rounding explains"
+    other = "the reference" if has_reference else "differences"
+    return f"it differs from {other} by more than rounding explains"
 
 
 def details(precision: LowPrecision, worst: RoundedEntry, names: tuple[str, str], detail: str) -> list[str]:

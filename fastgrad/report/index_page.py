@@ -1,0 +1,39 @@
+"""The failing checks of a test session as one HTML page, with links to their reports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import NamedTuple
+from urllib.parse import quote
+
+from fastgrad.report import html
+
+
+class Entry(NamedTuple):
+    """A failing check: the name of its report's file beside the page, its test, the checker, and what was found."""
+
+    file: str
+    test: str
+    checker: str
+    line: str
+
+
+def page(summary: Sequence[str], entries: Sequence[Entry]) -> str:
+    """A page of its own: the session's summary, and a row for each failing check."""
+    found = "failing check" if len(entries) == 1 else "failing checks"
+    headline = f"{len(entries)} {found}" if entries else "No check failed"
+    rows = "".join(
+        f'<tr><td><a href="{quote(one.file)}">{escape(one.test)}</a></td><td>{escape(one.checker)}</td>'
+        f"<td>{escape(one.line)}</td></tr>"
+        for one in sorted(entries)
+    )
+    head = "<thead><tr><th>test</th><th>checker</th><th>what is wrong</th></tr></thead>"
+    table = f'<div class="wide"><table>{head}<tbody>{rows}</tbody></table></div>'
+    sections = [
+        html.section("Failing checks", table) if entries else "",
+        html.section("Summary", f"<pre>{escape(chr(10).join(summary))}</pre>"),
+    ]
+    banner = f'<header class="{"failed" if entries else "passed"}"><h1>{escape(headline)}</h1></header>'
+    body = f'<style>{html.STYLE}</style>\n<article class="fastgrad">\n{banner}\n{"".join(sections)}</article>\n'
+    return html.document(f"fastgrad: {headline}", body)

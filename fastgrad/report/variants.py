@@ -1,0 +1,166 @@
+"""The outcome of a check in many variants: a table of verdicts, text and JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from html import escape
+from typing import Any, Literal, cast
+
+from fastgrad.report import html
+from fastgrad.report.data import SCHEMA, EqualByContent, plain
+from fastgrad.report.messages import seconds_text
+from fastgrad.report.report import GradcheckError, Report
+
+VariantVerdict = Literal["failed", "passed", "undecided", "no derivative", "not applicable", "raised", "not run"]
+"""What a variant came to."""
+
+
+@dataclass(frozen=True)
+class VariantRow:
+    """One variant.
+
+    Attributes
+    ----------
+    family, name
+        Which it is.
+    verdict
+        "no derivative": where the function has none at the variant's point, no gradient is wrong. "raised": backward
+        did, and func did not. "not run": time was over.
+    detail
+        Why, in one line; empty where it passed.
+    seconds
+        What it took.
+    report
+        Of the check, if there was one.
+    """
+
+    family: str
+    name: str
+    verdict: VariantVerdict
+    detail: str
+    seconds: float
+    report: Report | None = None
+
+    @property
+    def path(self) -> str:
+        """Family and name, as `only` takes them."""
+        return f"{self.family}: {self.name}"
+
+
+@dataclass(frozen=True, eq=False)
+class VariantsReport(EqualByContent):
+    """The outcome of `fastgrad.check_variants`: true where no variant failed or raised.
+
+    Attributes
+    ----------
+    rows
+        One for each variant, in the order in which they ran.
+    seed
+        Of the check.
+    seconds
+        The whole check.
+
+    Examples
+    --------
+    >>> import torch, fastgrad
+    >>> x = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    >>> report = fastgrad.check_variants(torch.sin, x, only=["points"])
+    >>> report.passed, report.rows[0].path
+    (True, 'points: as given')
+    """
+
+    rows: tuple[VariantRow, ...]
+    seed: int
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether no variant failed, and no backward raised."""
+        return not self.failed
+
+    @property
+    def failed(self) -> tuple[VariantRow, ...]:
+        """The variants that failed, or whose backward raised."""
+        return tuple(row for row in self.rows if row.verdict in ("failed", "raised"))
+
+    def __bool__(self) -> bool:
+        """`passed`."""
+        return self.passed
+
+    def raise_if_failed(self) -> None:
+        """Raises what was found.
+
+        Raises
+        ------
+        GradcheckError
+            With `str` of this report for its message, and this as its ``report``.
+        """
+        __tracebackhide__ = True  # under pytest a failure shows the caller's line
+        if self.failed:
+            raise GradcheckError(str(self), cast(Any, self))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON knows it; each row's report as `Report.to_dict` gives it."""
+        rows = [
+            {**plain({name: value for name, value in vars(row).items() if name != "report"}), "report": _plain(row)}
+            for row in self.rows
+        ]
+        return {"schema": SCHEMA, "passed": self.passed, "rows": rows, "seed": self.seed, "seconds": self.seconds}
+
+    def to_json(self, indent: int | None = None) -> str:
+        """`to_dict` as strict JSON."""
+        return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
+
+    def to_html(self) -> str:
+        """The report as one HTML page, which needs nothing else: the table, and the reports of failures."""
+        return html.document(self.headline(), self._repr_html_())
+
+    def _repr_html_(self) -> str:
+        ran = [(row.path, row.verdict, seconds_text(row.seconds)) for row in self._ran]
+        said = [(row.path, row.verdict, row.detail) for row in self.rows if row.detail and row not in self.failed]
+        found = "".join(
+            f"<details><summary>{escape(row.path)}: {escape(row.detail)}</summary>"
+            f"<pre>{escape(str(row.report or row.detail))}</pre></details>"
+            for row in self.failed
+        )
+        sections = [
+            html.section("What is wrong", found) if found else "",
+            html.section("Variants", html.table(("variant", "verdict", "time"), ran, (2,))),
+            html.section("Remarks", html.table(("variant", "verdict", "why"), said)) if said else "",
+            html.section("What it cost", f"<p>{escape(seconds_text(self.seconds))}</p>"),
+        ]
+        banner = f'<header class="{"passed" if self.passed else "failed"}"><h1>{escape(self.headline())}</h1></header>'
+        return f'<style>{html.STYLE}</style>\n<article class="fastgrad">\n{banner}\n{"".join(sections)}</article>\n'
+
+    @property
+    def _ran(self) -> list[VariantRow]:
+        return [row for row in self.rows if row.verdict not in ("not applicable", "not run")]
+
+    def headline(self) -> str:
+        """What was found, in one line."""
+        verdict = "passed" if self.passed else "failed"
+        return f"check_variants {verdict}: {len(self.failed)} of {len(self._ran)} variants failed"
+
+    def _content(self) -> str:
+        return json.dumps([[row.path, row.verdict, row.detail] for row in self.rows])
+
+    def __str__(self) -> str:
+        """What a person reads."""
+        lines = [self.headline()]
+        width = max((len(row.path) for row in self.rows), default=0)
+        kinds = max((len(row.verdict) for row in self.rows), default=0)
+        lines += [f"  {row.path.ljust(width)}  {row.verdict.ljust(kinds)}  {row.detail}".rstrip() for row in self.rows]
+        lines += [
+            f"  reproduce   fastgrad.check_variants(..., only=[{row.path!r}], seed={self.seed})" for row in self.failed
+        ]
+        lines.append(f"  cost        {seconds_text(self.seconds)}")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        """One line."""
+        return f"<VariantsReport: {'passed' if self.passed else 'failed'}, {len(self.rows)} variants>"
+
+
+def _plain(row: VariantRow) -> dict[str, Any] | None:
+    return None if row.report is None else row.report.to_dict()

@@ -1,0 +1,199 @@
+"""What a variant is: a function, inputs and keywords made of those to be checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from fastgrad.problem.arguments import Call, Rebuild, as_tuple, flatten, refuse_function_class
+from fastgrad.problem.validation import differentiable_inputs
+from fastgrad.report.report import Report
+from fastgrad.report.variants import VariantVerdict
+
+Family = Literal["state", "points", "layouts", "derivatives", "compiled"]
+
+SPREADS = 0.05, -0.05
+"""By up to which part of themselves values next to the given ones are larger; smaller, where func is not finite so."""
+
+
+class NotApplicableError(Exception):
+    """Why a variant says nothing about a function."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is checked.
+
+    Attributes
+    ----------
+    called, arguments, keywords
+        The caller's function and what it is called with.
+    given, parameters
+        The tensors in arguments and keywords, nested or not, and those of a module.
+    rebuilds
+        Put others in place of those given, in arguments and in keywords.
+    seed
+        Of what is drawn.
+    """
+
+    called: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+    given: tuple[Tensor, ...]
+    parameters: tuple[Tensor, ...]
+    rebuilds: tuple[Rebuild | None, Rebuild | None]
+    seed: int
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """All tensors."""
+        return self.given + self.parameters
+
+    @property
+    def func(self) -> Callable[..., Any]:
+        """The caller's function as one of the inputs."""
+        return self.flat(self.called)
+
+    def flat(self, called: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that is called as the caller's, as one of the inputs."""
+        count = len(self.given)
+
+        def func(*tensors: Any) -> Any:
+            own = iter(tensors[:count])
+            of_arguments, of_keywords = self.rebuilds
+            arguments = self.arguments if of_arguments is None else of_arguments(own)
+            keywords = self.keywords if of_keywords is None else of_keywords(own)
+            if not self.parameters:
+                return called(*arguments, **keywords)
+            with Call(called, arguments, keywords, "parameters") as call:
+                return call(*tensors[count:])
+
+        return func
+
+    @property
+    def checked(self) -> list[int]:
+        """The places of the inputs that require grad."""
+        return [i for i, value in enumerate(self.inputs) if value.requires_grad]
+
+    def with_checked(self, change: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        """Inputs in which the checked ones are leaves with other values, or laid out in another way."""
+        return tuple(change(x.detach()).requires_grad_() if x.requires_grad else x for x in self.inputs)
+
+    def tensors(self) -> list[Tensor]:
+        """The values of the checked inputs."""
+        return [self.inputs[i].detach() for i in self.checked]
+
+    def of_checked(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+        """Func of the checked inputs alone; the others are those of arguments."""
+
+        def func(*checked: Any) -> Any:
+            given = list(arguments)
+            for i, value in zip(self.checked, checked, strict=True):
+                given[i] = value
+            return self.func(*given)
+
+        return func
+
+    def neighbor(self) -> Callable[[tuple[Any, ...]], list[Any]]:
+        """Makes other arguments of given ones: differentiable, a few percent away, where func is finite as well.
+
+        Raises
+        ------
+        NotApplicableError
+            func raises there, or is not finite.
+        """
+        generator = torch.Generator().manual_seed(self.seed)
+        drawn = [torch.rand(x.shape, generator=generator, dtype=torch.float64) for x in self.inputs]
+        for spread in SPREADS:
+            factors = [
+                (1 + spread * part).to(x.device, x.dtype.to_real()) if x.requires_grad else None
+                for part, x in zip(drawn, self.inputs, strict=True)
+            ]
+
+            def make(arguments: tuple[Any, ...], factors: list[Tensor | None] = factors) -> list[Any]:
+                return [x if by is None else x * by for x, by in zip(arguments, factors, strict=True)]
+
+            if _is_finite(self.func, make(self.inputs)):
+                return make
+        raise NotApplicableError("next to the inputs func raises, or is not finite")
+
+
+def _is_finite(func: Callable[..., Any], inputs: list[Any]) -> bool:
+    try:
+        with torch.no_grad():
+            result = as_tuple(func(*inputs))
+    except Exception:
+        return False
+    return all(bool(one.isfinite().all()) for one in result if isinstance(one, Tensor) and one.is_floating_point())
+
+
+@dataclass(frozen=True)
+class Case:
+    """What `fastgrad.check` is given for a variant.
+
+    may_raise: a phrase of the exception that backward may end in, as it should. smooth: a function and inputs that have
+    a derivative where this has one; None: func and inputs.
+    """
+
+    func: Callable[..., Any]
+    inputs: tuple[Any, ...]
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+    may_raise: str = ""
+    smooth: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a variant came to."""
+
+    verdict: VariantVerdict
+    detail: str = ""
+    report: Report | None = None
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A situation.
+
+    make: what is to be checked, or what was found without a check; raises NotApplicableError. is_elsewhere: whether it
+    is checked at another point than the caller's, where a function need not have a derivative.
+    """
+
+    family: Family
+    name: str
+    make: Callable[[Subject], Case | Outcome]
+    is_elsewhere: bool = False
+
+
+def subject_of(func: Callable[..., Any], inputs: Any, kwargs: Mapping[str, Any], seed: int) -> Subject:
+    """The subject of a call.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError, NotImplementedError
+        func cannot be called, nothing is to be checked, or an input cannot be perturbed.
+    """
+    refuse_function_class(func)
+    if not callable(func):
+        raise TypeError(f"func must be callable, got {type(func).__name__}.")
+    arguments, keywords = as_tuple(inputs), dict(kwargs)
+    found: list[tuple[str, Tensor]] = []
+    rebuilds = (
+        flatten(arguments, "inputs", lambda tensor: True, found),
+        flatten(keywords, "kwargs", lambda tensor: True, found),
+    )
+    given = tuple(tensor for _, tensor in found)
+    names = tuple(name for name, _ in found)
+    parameters: tuple[Tensor, ...] = ()
+    if isinstance(func, Module):
+        with Call(func, (), {}, "parameters") as call:
+            parameters, names = call.tensors, names + call.names
+    if not any(tensor.requires_grad for tensor in given + parameters):
+        raise ValueError("check_variants needs a tensor with requires_grad=True among inputs, and there is none.")
+    differentiable_inputs(given + parameters, names, warn_of_precision=False)
+    return Subject(func, arguments, keywords, given, parameters, rebuilds, seed)

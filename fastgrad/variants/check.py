@@ -1,0 +1,209 @@
+"""check_variants: one function in many situations, each by the usual check."""
+
+from __future__ import annotations
+
+import operator
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from fastgrad.api.checkers import check
+from fastgrad.problem.caller_state import Kept, keeps_the_callers_state
+from fastgrad.problem.signature import function_name
+from fastgrad.report.variants import VariantRow, VariantsReport, VariantVerdict
+from fastgrad.variants import compilation, derivatives, layouts, points, state
+from fastgrad.variants.case import Case, NotApplicableError, Outcome, Subject, Variant, subject_of
+from fastgrad.variants.kinks import examined
+
+_NOT_THERE = (
+    *("not implemented", "marked with @once_differentiable", "must override the setup_context"),
+    *("does not require grad", "no output that requires grad", "with an output that requires grad"),
+    *("does not support forward", "forward AD", "jvp", "functions with out=... arguments don't support"),
+    *("vmap over", "vmap: ", "incompatible with vmap", "generate_vmap_rule"),
+)
+"""Phrases of exceptions that say that a kind of derivative does not exist."""
+
+
+@keeps_the_callers_state
+def check_variants(
+    func: Callable[..., Any],
+    inputs: Any,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    only: Sequence[str] | None = None,
+    compiled: bool = False,
+    seconds: float = 60.0,
+    seed: int = 0,
+    **keywords: Any,
+) -> VariantsReport:
+    """Checks a function in the situations in which wrong gradients hide, one after the other.
+
+    A check at one random point does not see what is wrong at zeros and ties, with a strided input, in double backward,
+    or after another forward. Each variant is a function and inputs made of those given, and is checked as by
+    `fastgrad.check`.
+
+    Parameters
+    ----------
+    func, inputs, kwargs
+        As in `fastgrad.check`: tensors with requires_grad=True are checked, nested or not, and the parameters of a
+        module. Integer tensors are taken for indices. Inputs that are positive everywhere stay so.
+    only
+        Families ("state", "points", "layouts", "derivatives", "compiled"), or single variants ("points: zeros"); by
+        default all, without "compiled".
+    compiled
+        The family "compiled", too: func under torch.compile, which takes seconds each, on fake tensors, and
+        `torch.library.opcheck` of a registered operator.
+    seconds
+        After that no further variant begins; those that are left are "not run".
+    seed
+        Of what is drawn.
+    keywords
+        Of `fastgrad.check`: fast_mode, eps, atol, rtol, nondet_tol, check_undefined_grad, masked, engine, confidence,
+        memory_limit, progress and precision.
+
+    Returns
+    -------
+    VariantsReport
+        A row for each variant. Where func itself raises, or has no derivative at a made-up point, no one is accused.
+
+    Raises
+    ------
+    ValueError, TypeError, RuntimeError, NotImplementedError
+        An argument cannot be used.
+
+    Examples
+    --------
+    >>> import torch, fastgrad
+    >>> x = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    >>> fastgrad.check_variants(torch.sin, x).passed
+    True
+    """
+    start = time.perf_counter()
+    _check_arguments(seconds, keywords)
+    subject = subject_of(func, inputs, kwargs or {}, seed)
+    chosen = _chosen(_variants(subject), only, compiled)
+    rows: list[VariantRow] = []
+    for variant in chosen:
+        begin = time.perf_counter()
+        if begin - start > seconds:
+            rows.append(VariantRow(variant.family, variant.name, "not run", f"{seconds:g} s were over", 0.0))
+            continue
+        with Kept(func, subject.inputs):  # modules' buffers among them
+            found = _outcome(variant, subject, {**keywords, "seed": seed})
+        took = time.perf_counter() - begin
+        rows.append(VariantRow(variant.family, variant.name, found.verdict, found.detail, took, found.report))
+    return VariantsReport(tuple(rows), seed, time.perf_counter() - start)
+
+
+_KEYWORDS = (
+    *("eps", "atol", "rtol", "nondet_tol", "check_undefined_grad", "fast_mode", "masked", "engine"),
+    *("confidence", "memory_limit", "progress", "precision"),
+)
+"""Keywords of `fastgrad.check` that mean the same in every variant."""
+
+
+def _variants(subject: Subject) -> list[Variant]:
+    """All of them, in the order in which they run: what fails most often, and what is cheap, first."""
+    first, *others = points.VARIANTS
+    alone = derivatives.of_inputs(subject)
+    tables = state.VARIANTS, others, layouts.VARIANTS, alone, derivatives.VARIANTS
+    return [first, *chain.from_iterable(tables), *compilation.REGISTERED, *compilation.VARIANTS]
+
+
+def _check_arguments(seconds: object, keywords: dict[str, Any]) -> None:
+    unknown = sorted(set(keywords) - set(_KEYWORDS))
+    if unknown:
+        raise TypeError(f"check_variants does not take {', '.join(unknown)}; it takes {', '.join(_KEYWORDS)}.")
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+        raise TypeError(f"seconds must be a number, got {seconds!r}.")
+    if not seconds >= 0:
+        raise ValueError(f"seconds must be at least zero, got {seconds!r}.")
+
+
+def _chosen(among: list[Variant], only: Sequence[str] | None, compiled: bool) -> list[Variant]:
+    if only is None:
+        return [one for one in among if compiled or one.family != "compiled"]
+    if isinstance(only, str) or not all(isinstance(name, str) for name in only):
+        raise TypeError(f"only must be a list of names of variants or families, got {only!r}.")
+    families = dict.fromkeys(variant.family for variant in among)
+    known = {*families, *(f"{one.family}: {one.name}" for one in among)}
+    unknown = [name for name in only if name not in known]
+    if unknown:
+        raise ValueError(f"only names no variant: {', '.join(map(repr, unknown))}; families are {', '.join(families)}.")
+    return [one for one in among if one.family in only or f"{one.family}: {one.name}" in only]
+
+
+def _outcome(variant: Variant, subject: Subject, keywords: dict[str, Any]) -> Outcome:
+    try:
+        case = variant.make(subject)
+    except Exception as reason:
+        text = str(reason) if isinstance(reason, NotApplicableError) else _first_line(reason)
+        return Outcome("not applicable", text)
+    if isinstance(case, Outcome):
+        return case
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            report = check(_named(case.func, subject), case.inputs, **{**keywords, **case.keywords})
+    except Exception as error:
+        return _of_exception(variant, case, error)
+    if report.verdict == "passed":
+        return Outcome("passed", "", report)
+    line = str(report).partition("\n")[0]
+    cause = None if report.failure is None else report.failure.cause
+    if cause is not None and _does_not_exist(variant, cause):
+        return Outcome("not applicable", _first_line(cause))
+    verdict: VariantVerdict = "undecided" if report.verdict in ("not converged", "undecided") else "failed"
+    if report.failure is not None and variant.is_elsewhere:
+        return Outcome(*_at_a_made_up_point(case, verdict, line), report)
+    return Outcome(verdict, line, report)
+
+
+def _named(func: Callable[..., Any], subject: Subject) -> Callable[..., Any]:
+    """A function that messages call what the caller's is called, and its parameters, where they are the inputs."""
+
+    def named(*arguments: Any) -> Any:
+        return func(*arguments)
+
+    named.__name__ = function_name(subject.called) or "<lambda>"
+    if len(subject.arguments) == len(subject.inputs) and all(map(operator.is_, subject.arguments, subject.inputs)):
+        named.__wrapped__ = subject.called  # type: ignore[attr-defined]
+    return named
+
+
+def _does_not_exist(variant: Variant, error: BaseException) -> bool:
+    return variant.family == "derivatives" and any(one in str(error) for one in _NOT_THERE)
+
+
+def _of_exception(variant: Variant, case: Case, error: Exception) -> Outcome:
+    text = _first_line(error)
+    if case.may_raise and case.may_raise in str(error):
+        return Outcome("passed", "backward raises, as it should")
+    if variant.is_elsewhere or _does_not_exist(variant, error):
+        return Outcome("not applicable", text)
+    try:
+        case.func(*case.inputs)
+    except Exception as own:
+        return Outcome("not applicable", f"func raises {_first_line(own)}")
+    return Outcome("raised", text)
+
+
+def _at_a_made_up_point(case: Case, verdict: VariantVerdict, line: str) -> tuple[VariantVerdict, str]:
+    """A verdict counts only if an entry that has a derivative is wrong."""
+    func, inputs = case.smooth or (case.func, case.inputs)
+    checked = [i for i, value in enumerate(inputs) if value.requires_grad]
+    try:
+        found = examined(func, inputs, checked)
+    except Exception as error:
+        return "undecided", f"it fails here, and next to this point func raises {_first_line(error)}"
+    if found is None:
+        return "undecided", "it fails here, and the Jacobian is too large to look for points without a derivative"
+    if found.wrong or not found.without:
+        return verdict, line
+    return "no derivative", f"{found.without} entries differ from side to side, or are infinite"
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -1,0 +1,111 @@
+"""Variants of the derivative: orders, modes and their nestings, batches, transforms, and what requires grad."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgrad.problem.arguments import as_tuple
+from fastgrad.variants.case import Case, NotApplicableError, Subject, Variant
+
+
+def _by(**keywords: Any) -> Callable[[Subject], Case]:
+    return lambda subject: Case(subject.func, subject.inputs, keywords)
+
+
+def _reverse_over_forward(subject: Subject) -> Case:
+    """The derivative of forward mode's derivative along a direction, as a function of the inputs."""
+    generator = torch.Generator().manual_seed(subject.seed)
+    tangents = tuple(
+        torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor) for tensor in subject.tensors()
+    )
+
+    def pushed(*arguments: Any) -> Any:
+        checked = tuple(arguments[i] for i in subject.checked)
+        return torch.func.jvp(subject.of_checked(arguments), checked, tangents)[1]
+
+    return Case(pushed, subject.inputs)
+
+
+def _by_func_vjp(subject: Subject) -> Case:
+    """Func with the gradients that torch.func.vjp computes."""
+    differentiable = _differentiable(subject)
+
+    class ByVjp(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+            ctx.save_for_backward(*arguments)
+            return tuple(value.clone() for value in differentiable(subject.func(*arguments)))
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            arguments = tuple(value.detach() for value in ctx.saved_tensors)
+            checked = (arguments[i] for i in subject.checked)
+            pulled = torch.func.vjp(lambda *one: differentiable(subject.of_checked(arguments)(*one)), *checked)[1]
+            gradients: list[Any] = [None] * len(arguments)
+            for i, gradient in zip(subject.checked, pulled(grads), strict=True):
+                gradients[i] = gradient
+            return tuple(gradients)
+
+    return Case(ByVjp.apply, subject.inputs)
+
+
+def _under_vmap(subject: Subject) -> Case:
+    """Two calls as one batch."""
+    neighbor, differentiable = subject.neighbor(), _differentiable(subject)
+
+    def func(*arguments: Any) -> Any:
+        others = neighbor(arguments)
+        stacked = tuple(torch.stack([arguments[i], others[i]]) for i in subject.checked)
+        mapped = torch.func.vmap(lambda *one: differentiable(subject.of_checked(arguments)(*one)), randomness="same")
+        return mapped(*stacked)
+
+    return Case(func, subject.inputs)
+
+
+def _differentiable(subject: Subject) -> Callable[[Any], tuple[Tensor, ...]]:
+    """Takes the outputs that require grad out of a result."""
+    outputs = as_tuple(subject.func(*subject.inputs))
+    numbers = [k for k, value in enumerate(outputs) if isinstance(value, Tensor) and value.requires_grad]
+    if not numbers:
+        raise NotApplicableError("no output requires grad")
+    return lambda result: tuple(as_tuple(result)[k] for k in numbers)
+
+
+def _only_input(number: int) -> Callable[[Subject], Case]:
+    def make(subject: Subject) -> Case:
+        changed = list(subject.inputs)
+        for k, i in enumerate(subject.checked):
+            if k != number:
+                changed[i] = changed[i].detach().clone()  # another input may share its memory
+        differentiable = _differentiable(subject)
+        return Case(lambda *arguments: differentiable(subject.func(*arguments)), tuple(changed))
+
+    return make
+
+
+def of_inputs(subject: Subject) -> list[Variant]:
+    """Each checked input alone, where there are several: what is computed only if it is needed."""
+    numbers = range(len(subject.checked)) if len(subject.checked) > 1 else ()
+    return [Variant("derivatives", f"input {subject.checked[k]} alone", _only_input(k)) for k in numbers]
+
+
+VARIANTS = (
+    Variant("derivatives", "order 2", _by(order=2)),
+    Variant("derivatives", "order 3", _by(order=3)),
+    Variant("derivatives", "order 4", _by(order=4)),
+    Variant("derivatives", "forward mode", _by(check_forward_ad=True, check_backward_ad=False)),
+    Variant("derivatives", "reverse over forward", _reverse_over_forward),
+    Variant(
+        "derivatives",
+        "forward over reverse",
+        _by(order=2, check_fwd_over_rev=True, check_rev_over_rev=False, check_undefined_grad=False),
+    ),
+    Variant("derivatives", "batched gradients", _by(check_batched_grad=True)),
+    Variant("derivatives", "torch.func.vjp", _by_func_vjp),
+    Variant("derivatives", "under vmap", _under_vmap),
+)

@@ -1,0 +1,91 @@
+"""Variants of the point: where wrong gradients hide from random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fastgrad.variants.case import Case, NotApplicableError, Subject, Variant
+
+LARGE, TINY = 1e3, 1e-3
+"""Times the given values."""
+
+
+def _is_positive(tensor: Tensor) -> bool:
+    return not tensor.is_complex() and bool((tensor > 0).all())
+
+
+def _at(change: Callable[[Tensor], Tensor], keeps_sign: bool = True) -> Callable[[Subject], Case]:
+    def make(subject: Subject) -> Case:
+        if not keeps_sign and all(_is_positive(tensor) for tensor in subject.tensors()):
+            raise NotApplicableError("the inputs are positive everywhere, and stay so")
+        return Case(
+            subject.func,
+            subject.with_checked(lambda x: change(x) if keeps_sign or not _is_positive(x) else x.clone()),
+        )
+
+    return make
+
+
+def _with_zeros(tensor: Tensor) -> Tensor:
+    changed = tensor.clone(memory_format=torch.contiguous_format)
+    changed.view(-1)[::3] = 0
+    return changed
+
+
+def _first_rows_equal(tensor: Tensor) -> Tensor:
+    changed = tensor.clone()
+    if tensor.ndim and tensor.shape[0] > 1:
+        changed[1] = changed[0]
+    return changed
+
+
+def _sorted_by_size(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).sort().values.view(tensor.shape) if not tensor.is_complex() else tensor.clone()
+
+
+def _with_repeated_indices(subject: Subject) -> Case:
+    changed = list(subject.inputs)
+    found = False
+    for i, value in enumerate(subject.inputs):
+        if value.dtype in (torch.int32, torch.int64) and value.numel() > 1:
+            changed[i], found = value.reshape(-1)[:1].expand(value.numel()).reshape(value.shape).clone(), True
+    if not found:
+        raise NotApplicableError("no input holds integers")
+    return Case(subject.func, tuple(changed))
+
+
+def _first_rows(count: int) -> Callable[[Subject], Case]:
+    def make(subject: Subject) -> Case:
+        sizes = {value.shape[0] for value in subject.given if value.ndim}
+        if len(sizes) != 1 or sizes == {count}:
+            raise NotApplicableError("the inputs do not share a first dimension of another size")
+        shorter = tuple(
+            value.detach()[:count].clone().requires_grad_(value.requires_grad) if value.ndim else value
+            for value in subject.given
+        )
+        return Case(subject.func, shorter + subject.parameters)
+
+    return make
+
+
+def _given(subject: Subject) -> Case:
+    return Case(subject.func, subject.inputs)
+
+
+VARIANTS = (
+    Variant("points", "as given", _given),
+    Variant("points", "zeros", _at(torch.zeros_like, False), True),
+    Variant("points", "some zeros", _at(_with_zeros, False), True),
+    Variant("points", "ones", _at(torch.ones_like), True),
+    Variant("points", "two equal rows", _at(_first_rows_equal), True),
+    Variant("points", "negative", _at(lambda x: x if x.is_complex() else -x.abs(), False), True),
+    Variant("points", "ascending", _at(_sorted_by_size), True),
+    Variant("points", "large", _at(lambda x: LARGE * x), True),
+    Variant("points", "tiny", _at(lambda x: TINY * x), True),
+    Variant("points", "repeated indices", _with_repeated_indices, True),
+    Variant("points", "one row", _first_rows(1), True),
+    Variant("points", "no rows", _first_rows(0), True),
+)

@@ -1,0 +1,126 @@
+"""Variants of what happens between forward and backward, and around them."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Module
+
+from fastgrad.problem.arguments import as_tuple
+from fastgrad.variants.case import Case, NotApplicableError, Subject, Variant
+
+
+def _two_forwards(subject: Subject) -> Case:
+    """A backward that reads what the first or the last forward left, on its class say, is that of the other one."""
+    neighbor = subject.neighbor()
+
+    def func(*arguments: Any) -> Any:
+        first = as_tuple(subject.func(*arguments))
+        return (*first, *as_tuple(subject.func(*neighbor(arguments))))
+
+    return Case(func, subject.inputs)
+
+
+def _inputs_changed(subject: Subject) -> Case:
+    """What forward saved must be known to have changed, or must not have."""
+
+    def func(*arguments: Any) -> Any:
+        given = [value.clone() if i in subject.checked else value for i, value in enumerate(arguments)]
+        result = subject.func(*given)
+        with torch.no_grad():
+            for i in subject.checked:
+                given[i].mul_(1.5)
+        return result
+
+    if any(_shares(value, given) for value, given in _results_and_inputs(subject)):
+        raise NotApplicableError("a result is a view of an input, or the input itself")
+    return Case(func, subject.inputs, may_raise="modified by an inplace operation")
+
+
+def _results_and_inputs(subject: Subject) -> list[tuple[Tensor, Tensor]]:
+    with torch.no_grad():
+        results = as_tuple(subject.func(*subject.inputs))
+    return [(value, given) for value in results if isinstance(value, Tensor) for given in subject.tensors()]
+
+
+def _shares(left: Tensor, right: Tensor) -> bool:
+    return left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr() and left.numel() > 0
+
+
+def _saved_tensors_copied(subject: Subject) -> Case:
+    def func(*arguments: Any) -> Any:
+        with saved_tensors_hooks(torch.clone, torch.clone):
+            return subject.func(*arguments)
+
+    return Case(func, subject.inputs)
+
+
+def _checkpointed(subject: Subject) -> Case:
+    from torch.utils.checkpoint import checkpoint  # imports the compiler's configuration: a second
+
+    return Case(lambda *arguments: checkpoint(subject.func, *arguments, use_reentrant=False), subject.inputs)
+
+
+def _another_thread(subject: Subject) -> Case:
+    def func(*arguments: Any) -> Any:
+        found: list[Any] = []
+        records = torch.is_grad_enabled()
+
+        def run() -> None:
+            try:
+                with torch.set_grad_enabled(records):
+                    found.append(subject.func(*arguments))
+            except BaseException as error:
+                found.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        if isinstance(found[0], BaseException):
+            raise found[0]
+        return found[0]
+
+    return Case(func, subject.inputs)
+
+
+def _under_autocast(subject: Subject) -> Case:
+    """Forward in autocast, backward outside; double precision is not cast."""
+    kind = subject.inputs[subject.checked[0]].device.type
+
+    def func(*arguments: Any) -> Any:
+        with torch.autocast(kind, dtype=torch.bfloat16):
+            return subject.func(*arguments)
+
+    return Case(func, subject.inputs)
+
+
+def _other_mode(subject: Subject) -> Case:
+    module = subject.called
+    if not isinstance(module, Module):
+        raise NotApplicableError("func is no module")
+    modes = {each: each.training for each in module.modules()}
+
+    def func(*arguments: Any) -> Any:
+        module.train(not modes[module])
+        try:
+            return subject.func(*arguments)
+        finally:
+            for each, training in modes.items():
+                each.training = training
+
+    return Case(func, subject.inputs)
+
+
+VARIANTS = (
+    Variant("state", "two forwards before backward", _two_forwards),
+    Variant("state", "inputs changed before backward", _inputs_changed),
+    Variant("state", "saved tensors copied", _saved_tensors_copied),
+    Variant("state", "checkpointed", _checkpointed),
+    Variant("state", "another thread", _another_thread),
+    Variant("state", "forward under autocast", _under_autocast),
+    Variant("state", "train and eval exchanged", _other_mode),
+)

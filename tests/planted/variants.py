@@ -1,0 +1,615 @@
+"""Mistakes that one random point does not show, each with the variant that does and its right twin."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """func is wrong in the variant, and right as given; twin is right everywhere."""
+
+    name: str
+    variant: str
+    func: Callable[..., Any]
+    twin: Callable[..., Any]
+    inputs: Callable[[], tuple[Any, ...]]
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(shape, dtype=dtype, generator=generator)
+
+
+def matrix() -> tuple[Any, ...]:
+    return (numbers(4, 3).requires_grad_(),)
+
+
+def images() -> tuple[Any, ...]:
+    return (numbers(2, 2, 2, 2).requires_grad_(),)
+
+
+def complex_matrix() -> tuple[Any, ...]:
+    return (numbers(3, 2, dtype=torch.complex128).requires_grad_(),)
+
+
+def with_index() -> tuple[Any, ...]:
+    return numbers(4).requires_grad_(), torch.tensor([2, 0, 3])
+
+
+def with_bias() -> tuple[Any, ...]:
+    return numbers(4, 3).requires_grad_(), numbers(3).requires_grad_()
+
+
+def with_number() -> tuple[Any, ...]:
+    return numbers(4, 3).requires_grad_(), numbers().requires_grad_()
+
+
+def custom(
+    forward: Callable[..., Tensor],
+    backward: Callable[..., Any],
+    save: Callable[[Any, Tensor], None] | None = None,
+    load: Callable[[Any], Tensor] | None = None,
+) -> Callable[..., Any]:
+    """A Function of one input; save and load: how it keeps it."""
+
+    class Planted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            if save is None:
+                ctx.save_for_backward(x)
+            else:
+                save(ctx, x)
+            return forward(x)
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Any:
+            return backward(g, ctx.saved_tensors[0] if load is None else load(ctx))
+
+    return Planted.apply  # type: ignore[no-any-return]
+
+
+def cosine(g: Tensor, x: Tensor) -> Tensor:
+    return g * x.cos().conj()
+
+
+SINE = custom(torch.sin, cosine)
+
+
+def flat(x: Tensor) -> Tensor:
+    """What a kernel reads that takes a tensor for contiguous, from the first element of its storage on."""
+    memory = x.detach().as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
+    return memory[: x.numel()].reshape(x.shape)
+
+
+def _without_last(right: Tensor) -> Tensor:
+    right = right.clone()
+    right.reshape(-1)[-1:] = 0
+    return right if right.is_contiguous() else torch.zeros_like(right)
+
+
+MISTAKES: dict[str, Callable[[Tensor], Tensor]] = {
+    "half too much": lambda right: 1.5 * right,
+    "the opposite": torch.neg,
+    "nothing": torch.zeros_like,
+    "the last entry lost": _without_last,
+}
+"""What is made of a right gradient."""
+
+
+def exact(right: Callable[..., Tensor], mistake: Callable[[Tensor], Tensor], *inputs: Tensor) -> Tensor:
+    """The value of right, with a wrong gradient."""
+    gradient = mistake(right(*inputs))
+    return right(*inputs).detach() + gradient - gradient.detach()
+
+
+# State ---------------------------------------------------------------------------------------------------------------
+
+_kept: dict[Any, Any] = {}
+_workspace = torch.zeros(64, dtype=torch.float64)
+_local = threading.local()
+
+
+def _into_global(ctx: Any, x: Tensor) -> None:
+    _kept["x"] = x.detach().clone()
+
+
+def _into_workspace(ctx: Any, x: Tensor) -> None:
+    ctx.shape = x.shape
+    _workspace[: x.numel()] = x.detach().reshape(-1)
+
+
+def _once_into_table(ctx: Any, x: Tensor) -> None:
+    ctx.shape = x.shape
+    _kept.setdefault(x.shape, x.detach().clone())
+
+
+def _into_stack(ctx: Any, x: Tensor) -> None:
+    _kept["stack"] = [*_kept.get("stack", [])[-3:], x.detach().clone()]
+
+
+def _into_attribute(ctx: Any, x: Tensor) -> None:
+    ctx.x = x.detach()
+
+
+def _into_list(ctx: Any, x: Tensor) -> None:
+    ctx.kept = [x.detach()]
+
+
+def _into_array(ctx: Any, x: Tensor) -> None:
+    ctx.array = x.detach().numpy()
+
+
+def _into_view(ctx: Any, x: Tensor) -> None:
+    ctx.view, ctx.shape = x.detach().view(-1), x.shape
+
+
+def _with_address(ctx: Any, x: Tensor) -> None:
+    ctx.save_for_backward(x)
+    ctx.address = x.data_ptr()
+
+
+def _with_reference(ctx: Any, x: Tensor) -> None:
+    kept = x.detach().clone()
+    ctx.save_for_backward(kept)
+    ctx.reference = weakref.ref(kept.untyped_storage())
+
+
+def _with_mark(ctx: Any, x: Tensor) -> None:
+    x.mark = True  # type: ignore[attr-defined]
+    ctx.save_for_backward(x)
+
+
+def _with_neighbor(ctx: Any, x: Tensor) -> None:
+    ctx.save_for_backward(torch.stack([x.detach(), x.detach().exp()])[1])
+
+
+def _by_neighbor(ctx: Any) -> Tensor:
+    return flat(ctx.saved_tensors[0])
+
+
+def _if_marked(ctx: Any) -> Tensor:
+    (x,) = ctx.saved_tensors
+    return x if getattr(x, "mark", False) else torch.zeros_like(x)
+
+
+def _if_same_address(ctx: Any) -> Tensor:
+    (x,) = ctx.saved_tensors
+    return x if x.data_ptr() == ctx.address else torch.zeros_like(x)
+
+
+def _if_alive(ctx: Any) -> Tensor:
+    (x,) = ctx.saved_tensors
+    return x if ctx.reference() is not None else torch.zeros_like(x)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _saved_otherwise_in_backward(mistake: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    def save(ctx: Any, x: Tensor) -> None:
+        ctx.save_for_backward(mistake(x + 1) if _in_backward() else x + 1)
+
+    return custom(torch.sin, cosine, save, lambda ctx: ctx.saved_tensors[0] - 1)
+
+
+def _by_flag(mistake: Callable[[Tensor], Tensor], flag: Callable[[], Any], usual: Any) -> Callable[..., Any]:
+    """Wrong where a flag is another in forward than usual."""
+
+    def save(ctx: Any, x: Tensor) -> None:
+        ctx.save_for_backward(x)
+        ctx.is_usual = flag() == usual
+
+    def load(ctx: Any) -> Any:
+        return ctx.saved_tensors[0], ctx.is_usual
+
+    def backward(g: Tensor, loaded: Any) -> Tensor:
+        x, is_usual = loaded
+        return cosine(g, x) if is_usual else mistake(cosine(g, x))
+
+    return custom(torch.sin, backward, save, load)
+
+
+class ByMode(torch.nn.Module):
+    """Wrong in one of two modes; no mistake: right in both."""
+
+    def __init__(self, mistake: Callable[[Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.mistake = mistake
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin() if self.training or self.mistake is None else exact(torch.sin, self.mistake, x)
+
+
+STATE = [
+    *(
+        Hidden(name, "state: two forwards before backward", custom(torch.sin, cosine, save, load), SINE, matrix)
+        for name, save, load in (
+            ("kept in a global", _into_global, lambda ctx: _kept["x"]),
+            (
+                "kept in a workspace",
+                _into_workspace,
+                lambda ctx: _workspace[: ctx.shape.numel()].view(ctx.shape).clone(),
+            ),
+            ("kept once for each shape", _once_into_table, lambda ctx: _kept[ctx.shape]),
+            ("kept on a stack", _into_stack, lambda ctx: _kept["stack"][-1]),
+        )
+    ),
+    *(
+        Hidden(name, "state: inputs changed before backward", custom(torch.sin, cosine, save, load), SINE, matrix)
+        for name, save, load in (
+            ("kept as an attribute", _into_attribute, lambda ctx: ctx.x),
+            ("kept in a list", _into_list, lambda ctx: ctx.kept[0]),
+            ("kept as an array", _into_array, lambda ctx: torch.from_numpy(ctx.array)),
+            ("kept as a view", _into_view, lambda ctx: ctx.view.view(ctx.shape)),
+        )
+    ),
+    *(
+        Hidden(name, "state: saved tensors copied", custom(torch.sin, cosine, save, load), SINE, matrix)
+        for name, save, load in (
+            ("known by its address", _with_address, _if_same_address),
+            ("known by its storage", _with_reference, _if_alive),
+            ("known by an attribute", _with_mark, _if_marked),
+            ("in front of another one", _with_neighbor, _by_neighbor),
+        )
+    ),
+    *(
+        Hidden(f"{name} of what is saved in backward", "state: checkpointed", func, SINE, matrix)
+        for name, func in ((name, _saved_otherwise_in_backward(mistake)) for name, mistake in MISTAKES.items())
+    ),
+    *(
+        Hidden(f"{name} in another thread", "state: another thread", func, SINE, matrix)
+        for name, func in (
+            (name, _by_flag(mistake, threading.get_ident, threading.get_ident())) for name, mistake in MISTAKES.items()
+        )
+    ),
+    *(
+        Hidden(f"{name} under autocast", "state: forward under autocast", func, SINE, matrix)
+        for name, func in (
+            (name, _by_flag(mistake, partial(torch.is_autocast_enabled, "cpu"), False))
+            for name, mistake in MISTAKES.items()
+        )
+    ),
+    *(
+        Hidden(f"{name} in eval", "state: train and eval exchanged", ByMode(mistake), ByMode(), matrix)
+        for name, mistake in MISTAKES.items()
+    ),
+]
+
+
+# Points and layouts --------------------------------------------------------------------------------------------------
+
+
+def _where(condition: Callable[[Tensor], Any], mistake: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    return custom(torch.sin, lambda g, x: mistake(cosine(g, x)) if bool(condition(x)) else cosine(g, x))
+
+
+CONDITIONS: dict[str, tuple[Callable[[Tensor], Any], Callable[[], tuple[Any, ...]]]] = {
+    "points: zeros": (lambda x: (x == 0).all(), matrix),
+    "points: some zeros": (lambda x: (x == 0).any() and (x != 0).any(), matrix),
+    "points: ones": (lambda x: (x == 1).all(), matrix),
+    "points: two equal rows": (lambda x: (x[0] == x[1]).all() and (x[0] != x[2]).any(), matrix),
+    "points: negative": (lambda x: (x < 0).all(), matrix),
+    "points: ascending": (lambda x: (x.reshape(-1).diff() > 0).all(), matrix),
+    "points: large": (lambda x: x.abs().max() > 100, matrix),
+    "points: tiny": (lambda x: 0 < x.abs().max() < 1e-2, matrix),
+    "points: one row": (lambda x: x.shape[0] == 1, matrix),
+    "layouts: gaps between elements": (lambda x: x.stride(-1) == 2, matrix),
+    "layouts: transposed in memory": (lambda x: x.stride() == (1, 4), matrix),
+    "layouts: storage offset, unaligned": (lambda x: x.storage_offset() == 1, matrix),
+    "layouts: channels last": (lambda x: x.stride(1) == 1, images),
+    "layouts: conjugated lazily": (lambda x: x.is_conj(), complex_matrix),
+    "layouts: negated lazily": (lambda x: x.is_neg(), matrix),
+    "layouts: rows expanded": (lambda x: x.stride(0) == 0, matrix),
+}
+"""When each variant's inputs are in front of a backward, and the inputs it is made of."""
+
+
+def after_offset(x: Tensor) -> Tensor:
+    """What one reads that knows where a tensor begins, and takes it for contiguous."""
+    last = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
+    memory = x.detach().as_strided((last,), (1,))
+    return memory[torch.arange(x.numel()) % last].reshape(x.shape)
+
+
+class _Overwritten(torch.autograd.Function):
+    """Rows of x at an index, with a gradient that repeated indices make wrong."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, keep: Callable[..., Tensor]) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.like, ctx.keep = x.shape, keep
+        return x[index]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        (index,) = ctx.saved_tensors
+        return ctx.keep(g.new_zeros(ctx.like), index, g), None, None
+
+
+def _first_kept(zeros: Tensor, index: Tensor, g: Tensor) -> Tensor:
+    return _last_kept(zeros, index.flip(0), g.flip(0))
+
+
+def _last_kept(zeros: Tensor, index: Tensor, g: Tensor) -> Tensor:
+    for position, value in zip(index.tolist(), g, strict=True):
+        zeros[position] = value
+    return zeros
+
+
+def _averaged(zeros: Tensor, index: Tensor, g: Tensor) -> Tensor:
+    return zeros.index_add(0, index, g) / torch.bincount(index, minlength=zeros.numel()).clamp(min=1)
+
+
+def _largest(zeros: Tensor, index: Tensor, g: Tensor) -> Tensor:
+    kept = zeros.scatter_reduce(0, index, g, "amax", include_self=False)
+    return kept
+
+
+class _BiasWithoutRows(torch.autograd.Function):
+    """x + bias; what the gradient of the bias is where there are no rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, value: float) -> Tensor:
+        ctx.value = value
+        return x + bias
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g, g.sum() if len(g) else torch.full_like(g.sum(), ctx.value), None
+
+
+POINTS_AND_LAYOUTS = [
+    *(
+        Hidden(f"{name} where {variant}", variant, _where(condition, mistake), SINE, inputs)
+        for (variant, (condition, inputs)), (name, mistake) in product(CONDITIONS.items(), MISTAKES.items())
+    ),
+    Hidden(
+        "a product divided by its factor",
+        "points: some zeros",
+        custom(lambda x: x.prod(0), lambda g, x: g * x.prod(0) / x),
+        lambda x: x.prod(0),
+        matrix,
+    ),
+    Hidden(
+        "a clamp of large inputs",
+        "points: large",
+        custom(torch.atan, lambda g, x: torch.where(x.abs() > 5, 100 * g, g / (1 + x.square()))),
+        torch.atan,
+        matrix,
+    ),
+    *(
+        Hidden(
+            f"gradients of equal indices: {name}",
+            "points: repeated indices",
+            lambda x, index, keep=keep: _Overwritten.apply(x, index, keep),
+            lambda x, index: x[index],
+            with_index,
+        )
+        for name, keep in (
+            *(("the last one", _last_kept), ("the first one", _first_kept)),
+            *(("their mean", _averaged), ("the largest", _largest)),
+        )
+    ),
+    *(
+        Hidden(
+            f"{value} where there are no rows",
+            "points: no rows",
+            lambda x, bias, value=value: _BiasWithoutRows.apply(x, bias, value),
+            torch.add,
+            with_number,
+        )
+        for value in (1.0, -1.0, float("nan"), float("inf"))
+    ),
+    *(
+        Hidden(
+            f"a saved input read {name}, {variant}",
+            f"layouts: {variant}",
+            custom(torch.sin, lambda g, x, read=read: cosine(g, read(x))),
+            SINE,
+            inputs,
+        )
+        for (name, read), (variant, inputs) in product(
+            (("from the beginning of its storage", flat), ("as contiguous", after_offset)),
+            (("gaps between elements", matrix), ("transposed in memory", matrix), ("channels last", images)),
+        )
+    ),
+    Hidden(
+        "a saved input read from the beginning of its storage",
+        "layouts: storage offset, unaligned",
+        custom(torch.sin, lambda g, x: cosine(g, flat(x))),
+        SINE,
+        matrix,
+    ),
+]
+
+
+# Derivatives ---------------------------------------------------------------------------------------------------------
+
+
+class _BiasByNeed(torch.autograd.Function):
+    """The gradient of the bias is another where that of x is not needed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, mistake: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.mistake = mistake
+        return x + bias
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g, g.sum(0) if ctx.needs_input_grad[0] else ctx.mistake(g.sum(0)), None
+
+
+def power(exponent: int, depth: int, mistake: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    """x**exponent: derivatives up to depth are right, and that of the last one is not."""
+    slope: Callable[..., Any]
+    if depth == 0:
+        slope = partial(exact, lambda x: x ** (exponent - 1), mistake)
+    else:
+        slope = power(exponent - 1, depth - 1, mistake)
+    return custom(lambda x: x**exponent, lambda g, x: g * exponent * slope(x))
+
+
+def by_parts(
+    jvp: Callable[[Tensor, Tensor], Tensor],
+    slope: Callable[..., Any] = torch.cos,
+    vmap: Callable[[Tensor], Tensor] | None = None,
+) -> Callable[..., Any]:
+    """Sin with a jvp of its own; slope is what backward calls, and vmap what vmap gets."""
+
+    class Parts(torch.autograd.Function):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x.sin()
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.save_for_backward(*inputs)
+            ctx.save_for_forward(*inputs)
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Any:
+            return g * slope(ctx.saved_tensors[0])
+
+        @staticmethod
+        def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+            return jvp(tangent, ctx.saved_tensors[0])
+
+    if vmap is not None:
+
+        def of_batch(info: Any, in_dims: Any, x: Tensor) -> Any:
+            return vmap(x), in_dims[0]
+
+        Parts.vmap = staticmethod(of_batch)  # type: ignore[method-assign, assignment]
+    return Parts.apply  # type: ignore[no-any-return]
+
+
+def _right_jvp(tangent: Tensor, x: Tensor) -> Tensor:
+    return tangent * x.cos()
+
+
+RIGHT_PARTS = by_parts(_right_jvp, vmap=torch.sin)
+
+
+def _slope_with_jvp(mistake: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    """cos, with a right backward and a wrong jvp."""
+
+    class Slope(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            ctx.save_for_forward(x)
+            return x.cos()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Any:
+            return -g * ctx.saved_tensors[0].sin()
+
+        @staticmethod
+        def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+            return mistake(-tangent * ctx.saved_tensors[0].sin())
+
+    return Slope.apply  # type: ignore[no-any-return]
+
+
+def _where_batched(mistake: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    """Wrong where grad_output is a batch of vmap."""
+
+    def backward(g: Tensor, x: Tensor) -> Tensor:
+        return mistake(cosine(g, x)) if torch._C._functorch.is_legacy_batchedtensor(g) else cosine(g, x)
+
+    return custom(torch.sin, backward)
+
+
+def _in_transforms(mistake: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    return exact(torch.sin, mistake, x) if is_transformed else x.sin()
+
+
+DERIVATIVES = [
+    row
+    for name, mistake in MISTAKES.items()
+    for row in (
+        Hidden(
+            f"the gradient of a bias alone: {name}",
+            "derivatives: input 1 alone",
+            lambda x, bias, mistake=mistake: _BiasByNeed.apply(x, bias, mistake),
+            torch.add,
+            with_bias,
+        ),
+        *(
+            Hidden(
+                f"derivative {order}: {name}",
+                f"derivatives: order {order}",
+                power(5, order - 2, mistake),
+                lambda x: x**5,
+                matrix,
+            )
+            for order in (2, 3, 4)
+        ),
+        Hidden(
+            f"a jvp: {name}",
+            "derivatives: forward mode",
+            by_parts(lambda tangent, x, mistake=mistake: mistake(tangent * x.cos())),
+            RIGHT_PARTS,
+            matrix,
+        ),
+        Hidden(
+            f"the derivative of a jvp: {name}",
+            "derivatives: reverse over forward",
+            by_parts(lambda tangent, x, mistake=mistake: tangent * exact(torch.cos, mistake, x)),
+            RIGHT_PARTS,
+            matrix,
+        ),
+        Hidden(
+            f"the jvp of a backward: {name}",
+            "derivatives: forward over reverse",
+            by_parts(_right_jvp, _slope_with_jvp(mistake)),
+            RIGHT_PARTS,
+            matrix,
+        ),
+        Hidden(f"batched: {name}", "derivatives: batched gradients", _where_batched(mistake), SINE, matrix),
+        Hidden(
+            f"in transforms: {name}",
+            "derivatives: torch.func.vjp",
+            partial(_in_transforms, mistake),
+            RIGHT_PARTS,
+            matrix,
+        ),
+        Hidden(
+            f"vmap: {name}",
+            "derivatives: under vmap",
+            by_parts(_right_jvp, vmap=partial(exact, torch.sin, mistake)),
+            RIGHT_PARTS,
+            matrix,
+        ),
+    )
+]
+
+
+HIDDEN = STATE + POINTS_AND_LAYOUTS + DERIVATIVES
+
+
+# Compiled ------------------------------------------------------------------------------------------------------------
+
+
+def _if_compiled(mistake: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return exact(torch.sin, mistake, x) if torch.compiler.is_compiling() else x.sin()
+
+
+COMPILED = [
+    Hidden(f"{name}, {how}", f"compiled: {how}", partial(_if_compiled, mistake), torch.sin, matrix)
+    for (name, mistake), how in product(
+        MISTAKES.items(), ("aot_eager", "aot_eager, dynamic shapes", "inductor", "inductor, dynamic shapes")
+    )
+]
