@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.gradcheck import GradcheckError
 
+from benchmarks import bench_history
 from benchmarks.bench_fast import normal
 from benchmarks.bench_large import once, time_up
 from benchmarks.checkers import ATOL, CHECKERS, RTOL, Checker, Function, Namespace, Problem, counted, problem
@@ -37,7 +38,7 @@ from benchmarks.measure import RESULTS, geometric_mean, time_alone, time_pair, w
 from benchmarks.wrong_gradients import RIGHT, WRONG, N, WrongGradient, with_structure, wrong_entries
 
 NAME = "comparison"
-PAGE = Path(__file__).parents[1] / "docs" / "comparison.md"
+PAGE = bench_history.PAGE
 SIZES = (10, 100, 1_000, 10_000, 100_000, 1_000_000)
 KERNEL = 5
 EXACT, FAST = (
@@ -524,6 +525,7 @@ def page(result: dict[str, Any]) -> str:
     parts.append(ERRORS.format(count=len(_unique(errors, "case")), n=N, **limits))
     parts.append(verdict_table(errors, ("entry", "kind"), "error", "found"))
     parts.append(ALARMS + verdict_table(right, ("passes",), "function", "passed"))
+    parts.append("\n" + bench_history.section(bench_history.kept()))
     return "".join(parts)
 
 

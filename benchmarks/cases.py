@@ -63,10 +63,12 @@ def operators(dtype: torch.dtype, *supports: str) -> list[Any]:
     ]
 
 
-def operator_cases(op: Any, dtype: torch.dtype, limit: int, device: str = "cpu") -> Iterator[Case]:
+def operator_cases(
+    op: Any, dtype: torch.dtype, limit: int, device: str = "cpu", *, all_tensors: bool = False
+) -> Iterator[Case]:
     """Up to `limit` samples of an operator whose differentiable inputs are strided tensors.
 
-    The function takes the tensors that require grad, puts them back into the sample, and applies the
+    The function takes the tensors that require grad, or all of them, puts them back into the sample, and applies the
     operator's gradcheck wrapper and the sample's output processing, as torch's operator tests do. Samples are made on
     the CPU, and then moved: they are the same on every device.
     """
@@ -78,9 +80,11 @@ def operator_cases(op: Any, dtype: torch.dtype, limit: int, device: str = "cpu")
     for number, sample in enumerate(samples):
         leaves, spec = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
         leaves = leaves if device == "cpu" else [_moved(leaf, device) for leaf in leaves]
-        positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        differentiable = [i for i in tensors if leaves[i].requires_grad]
+        positions = tensors if all_tensors else differentiable
         inputs = tuple(leaves[i] for i in positions)
-        if not inputs or any(value.layout is not torch.strided for value in inputs) or found == limit:
+        if not differentiable or any(value.layout is not torch.strided for value in inputs) or found == limit:
             continue
         found += 1
         name = f"{op.name}{'.' + op.variant_test_name if op.variant_test_name else ''}[{number}]"
