@@ -9,19 +9,28 @@ from fastgrad.api.jacobians import analytical_jacobian, numerical_jacobian
 from fastgrad.report.report import GradcheckError, Report
 
 if TYPE_CHECKING:
+    from fastgrad import distributed as distributed
     from fastgrad import functional as functional
+    from fastgrad.model.check import check_model
+    from fastgrad.report.model import ModelReport
+    from fastgrad.report.variants import VariantsReport
     from fastgrad.testing.patch import patch
+    from fastgrad.variants.check import check_variants
     from fastgrad.verdict.adjoint_taylor import AdjointTest, TaylorTest, adjoint_test, taylor_test
 
 __all__ = [
     "AdjointTest",
     "GradcheckError",
+    "ModelReport",
     "Report",
     "TaylorTest",
+    "VariantsReport",
     "__version__",
     "adjoint_test",
     "analytical_jacobian",
     "check",
+    "check_model",
+    "check_variants",
     "gradcheck",
     "gradgradcheck",
     "numerical_jacobian",
@@ -32,8 +41,12 @@ __all__ = [
 
 _IMPORTED_WHEN_ASKED_FOR = {
     "AdjointTest": "fastgrad.verdict.adjoint_taylor",
+    "ModelReport": "fastgrad.report.model",
     "TaylorTest": "fastgrad.verdict.adjoint_taylor",
+    "VariantsReport": "fastgrad.report.variants",
     "adjoint_test": "fastgrad.verdict.adjoint_taylor",
+    "check_model": "fastgrad.model.check",
+    "check_variants": "fastgrad.variants.check",
     "patch": "fastgrad.testing.patch",
     "taylor_test": "fastgrad.verdict.adjoint_taylor",
 }
@@ -41,9 +54,9 @@ _IMPORTED_WHEN_ASKED_FOR = {
 
 
 def __getattr__(name: str) -> Any:
-    """What is imported when it is first asked for; and `fastgrad.functional`."""
-    if name == "functional":
-        return importlib.import_module("fastgrad.functional")
+    """What is imported when it is first asked for, `fastgrad.functional` and `fastgrad.distributed` among it."""
+    if name in ("distributed", "functional"):
+        return importlib.import_module(f"fastgrad.{name}")
     if name in _IMPORTED_WHEN_ASKED_FOR:
         value = globals()[name] = getattr(importlib.import_module(_IMPORTED_WHEN_ASKED_FOR[name]), name)
         return value

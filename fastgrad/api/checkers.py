@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,18 +19,20 @@ from fastgrad.api.settings import (
     refuse_positional,
     settings_of,
     take_out_own,
-    with_dtype_named,
     with_own,
     with_precision,
 )
 from fastgrad.checks.order import check as run
 from fastgrad.core.errors import warn
 from fastgrad.problem.arguments import Call, Wrt, as_tuple, flatten, refuse_function_class
-from fastgrad.problem.caller_state import keeps_the_callers_state
+from fastgrad.problem.caller_state import Kept, keeps_the_callers_state
 from fastgrad.problem.second_order import Backward, grad_outputs_for, made_by
-from fastgrad.report.data import Engine, Precision, Settings
+from fastgrad.report.data import Engine, GradOutputs, Precision, Settings
 from fastgrad.report.messages import undecided_text
 from fastgrad.report.report import Report
+
+if TYPE_CHECKING:
+    from fastgrad.sharding.workers import Workers
 
 TensorOrTensors = Tensor | Sequence[Any]
 
@@ -270,7 +272,7 @@ def check(
     func: Callable[..., Any],
     inputs: Any,
     *,
-    order: Literal[1, 2] = 1,
+    order: Literal[1, 2, 3, 4] = 1,
     kwargs: Mapping[str, Any] | None = None,
     wrt: Wrt = "both",
     eps: OneOrEach = 1e-6,
@@ -297,8 +299,9 @@ def check(
     reference: Callable[..., Any] | Literal["float64"] | None = None,
     reference_device: torch.device | str | None = None,
     precision: Precision = "auto",
+    group: torch.distributed.ProcessGroup | None = None,
 ) -> Report:
-    """Checks first or second derivatives of a function or a module, in whatever its tensors are wrapped.
+    """Checks derivatives of a function or a module, in whatever its tensors are wrapped.
 
     What is compared, and when it fails, is as in `gradcheck` and `gradgradcheck`.
 
@@ -313,7 +316,8 @@ def check(
         of lists, tuples, dicts, dataclasses and whatever else torch's pytree knows, nested or not; everything
         else is passed through. Every call gets containers of its own around the caller's tensors.
     order
-        1: the gradients of func, as `gradcheck` does; 2: those of its backward, as `gradgradcheck` does.
+        1: the gradients of func, as `gradcheck` does; 2: those of its backward, as `gradgradcheck` does; 3 and 4:
+        those of the backward of that, with random grad_outputs, once or twice more.
     kwargs
         Keyword arguments of func; tensors in them are checked as in inputs.
     wrt
@@ -329,10 +333,14 @@ def check(
     check_forward_ad, check_backward_ad, check_batched_forward_grad
         With order=1, as in `gradcheck`.
     grad_outputs, gen_non_contig_grad_outputs, check_fwd_over_rev, check_rev_over_rev
-        With order=2, as in `gradgradcheck`. grad_outputs may be nested as func's result is.
+        With order=2 and above, as in `gradgradcheck`. grad_outputs may be nested as func's result is.
     reference
         As in `gradcheck`. That of a module whose parameters are checked is a module with the same parameters, whose
         values are those of func's; "float64" is a copy of func in double precision.
+    group
+        Ranks that share the work, `torch.distributed.group.WORLD` say. Each has func and all inputs, and calls this
+        with the same arguments. Columns and rows of the Jacobians are computed by all ranks, where that takes long;
+        the report is that of one rank, and the same on all. None: this process alone.
 
     Returns
     -------
@@ -340,12 +348,15 @@ def check(
         `passed` says whether the check passed; otherwise `failure` says what is wrong, and
         `GradcheckError` is not raised. `input_names` and `output_names` say what was checked, by path:
         ``inputs[0]["weight"]``, ``kwargs["scale"]``, ``module.conv.weight``, ``result["loss"]``; with order=2 also
-        ``grad_outputs["loss"]``, and ``grad(module.conv.weight)`` as a result.
+        ``grad_outputs["loss"]``, and ``grad(module.conv.weight)`` as a result, whose grad_output with order=3 is
+        ``grad_output of grad(module.conv.weight)``, and with order=4 ``second grad_output of ...``.
 
     Raises
     ------
     ValueError, RuntimeError, TypeError, AssertionError, NotImplementedError, ImportError
         As `gradcheck`; and what func raises.
+    fastgrad.distributed.RankError
+        With `group`: the ranks' calls differ, or a rank raised, ended or hangs; a RuntimeError.
 
     Notes
     -----
@@ -374,9 +385,10 @@ def check(
     _check_own_arguments(func, order, kwargs, wrt)
     _refuse_keywords_of_the_other_order(order, keywords)
     own = take_out_own(keywords)
-    settings = settings_of(keywords, made_by(grad_outputs, gen_non_contig_grad_outputs) if order == 2 else None)
+    settings = settings_of(keywords, made_by(grad_outputs, gen_non_contig_grad_outputs) if order > 1 else None)
+    settings = replace(settings, order=order) if order > 2 else settings
     settings = with_precision(settings, reference, reference_device, precision)
-    return _report_of_call(func, as_tuple(inputs), kwargs or {}, wrt, order, grad_outputs, settings, own, reference)
+    return _report_of_call(func, as_tuple(inputs), kwargs or {}, wrt, grad_outputs, settings, own, reference, group)
 
 
 def _report_of_call(
@@ -384,32 +396,91 @@ def _report_of_call(
     inputs: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     wrt: Wrt,
-    order: int,
     grad_outputs: Any,
     settings: Settings,
     own: Mapping[str, Any],
     reference: Any,
+    group: torch.distributed.ProcessGroup | None,
 ) -> Report:
     """The report of `check`, whose arguments these are; own: the numbers that are given input by input."""
+    if group is None:
+        return _own_report(func, inputs, kwargs, wrt, grad_outputs, settings, own, reference)
+    from fastgrad.lowprecision.reference import RandomState  # only here: importing fastgrad is to cost little
+    from fastgrad.sharding.calls import described, refuse_differences
+    from fastgrad.sharding.workers import workers_of
+
+    random = RandomState()
+    with workers_of(group) as workers:
+        try:
+            values = {f"inputs[{i}]": value for i, value in enumerate(inputs)}
+            values |= {f'kwargs["{name}"]': value for name, value in kwargs.items()}
+            values |= {f"{name} by input": given for name, given in own.items()}
+            values |= {"wrt": wrt, "grad_outputs": grad_outputs, "reference": reference}
+            refuse_differences(workers.gather(described(func, values, settings)))
+            return _own_report(func, inputs, kwargs, wrt, grad_outputs, settings, own, reference, workers)
+        finally:
+            random.restore()  # func drew where it was called, and ranks are to draw alike
+
+
+def _own_report(
+    func: Callable[..., Any],
+    inputs: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    wrt: Wrt,
+    grad_outputs: Any,
+    settings: Settings,
+    own: Mapping[str, Any],
+    reference: Any,
+    workers: Workers | None = None,
+) -> Report:
+    """As `_report_of_call`, for this process or with others."""
     with Call(func, inputs, kwargs, wrt) as call:
         if not call.tensors:
             raise ValueError(_NOTHING[wrt if isinstance(func, Module) else "inputs"])
         make = partial(_reference_of, func, inputs, kwargs, wrt, call, reference, settings)
-        if order == 1:
-            report = _run(call, call.tensors, with_own(settings, own, call.names), call.names, make)
-            return replace(report, output_names=call.output_names)
-        return _second_order_report(call, grad_outputs, settings, own, make)
+        if settings.order == 1:
+            own_settings = with_own(settings, own, call.names)
+            return _named(lambda: call.output_names, call, call.tensors, own_settings, make, call.names, workers)
+        return _higher_order_report(call, grad_outputs, settings, own, make, workers)
 
 
 def _run(
-    func: Callable[..., Any], arguments: tuple[Any, ...], settings: Settings, names: tuple[str, ...], make: Any
+    func: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    settings: Settings,
+    make: Callable[[], Any],
+    names: tuple[str, ...] = (),
+    explain: bool = True,
+    workers: Workers | None = None,
 ) -> Report:
     """The check by tolerances or, in lower dtypes, by rounding; make: makes the reference of these."""
     if not measures_rounding(arguments, settings):
-        return with_dtype_named(run(func, arguments, settings, names))
+        return run(func, arguments, settings, names, explain, workers)
     from fastgrad.lowprecision import check_lower  # only here: importing fastgrad is to cost little
 
     return check_lower(func, arguments, settings, make, names)
+
+
+def _named(
+    output_names: Callable[[], tuple[str, ...]],
+    func: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    settings: Settings,
+    make: Callable[[], Any],
+    names: tuple[str, ...],
+    workers: Workers | None,
+) -> Report:
+    """The report of `_run` with the names of the outputs, which are known once func has been called."""
+
+    def alone() -> Report:
+        return replace(_run(func, arguments, settings, make, names), output_names=output_names())
+
+    if workers is None:
+        return alone()
+    if measures_rounding(arguments, settings):
+        return workers.report(alone)  # rank 0 calls func, and the others do not
+    report = _run(func, arguments, settings, make, names, workers=workers)
+    return replace(report, output_names=output_names())
 
 
 def _reference_of(
@@ -427,21 +498,46 @@ def _reference_of(
     return reference_for_call(**own, wanted=reference, device=settings.reference_device)
 
 
-def _second_order_report(
-    call: Call, grad_outputs: Any, settings: Settings, own: Mapping[str, Any], make: Callable[[], Any]
+def _higher_order_report(
+    call: Call,
+    grad_outputs: Any,
+    settings: Settings,
+    own: Mapping[str, Any],
+    make: Callable[[], Any],
+    workers: Workers | None,
 ) -> Report:
     backward, arguments, names = _second_order_of_call(call, grad_outputs, settings)
+    make = partial(_reference_of_backward, make, backward, arguments[len(call.tensors) :], settings.reference_device)
+    known = call.names
+    for order in range(3, settings.order + 1):
+        made: GradOutputs = "ones" if settings.grad_outputs == "ones" else "random"
+        grads = grad_outputs_for(backward, arguments, made, settings.seed + order)
+        with Kept(arguments):
+            found = backward(*arguments)  # what is constant gets no grad_output
+        named = zip(_names_of_gradients(known, backward), found, strict=True)
+        results = [name for name, value in named if value.requires_grad]
+        known = tuple(name for name, value in zip(names, arguments, strict=True) if value.requires_grad)
+        backward = Backward(backward, arguments, grads, made)
+        make = partial(_reference_of_backward, make, backward, grads, settings.reference_device)
+        which = "grad_output" if order == 3 else "second grad_output"
+        arguments, names = arguments + grads, (*names, *(f"{which} of {result}" for result in results))
     checked = [name for name, value in zip(names, arguments, strict=True) if value.requires_grad]
+    own_settings = with_own(settings, own, checked)
+    output_names = partial(_names_of_gradients, known, backward)
+    return _named(output_names, backward, arguments, own_settings, make, names, workers)
 
-    def make_second() -> Any:
-        from fastgrad.lowprecision import second_order_reference
 
-        grads = arguments[len(call.tensors) :]
-        return second_order_reference(make, backward, grads, settings.reference_device)
+def _names_of_gradients(names: Sequence[str], backward: Backward) -> tuple[str, ...]:
+    """What the results of a backward are called; names: of what it differentiates with respect to."""
+    return tuple(f"grad({name})" for name, exists in zip(names, backward.exist, strict=True) if exists)
 
-    report = _run(backward, arguments, with_own(settings, own, checked), names, make_second)
-    gradients = zip(call.names, backward.exist, strict=True)
-    return replace(report, output_names=tuple(f"grad({name})" for name, exists in gradients if exists))
+
+def _reference_of_backward(
+    make: Callable[[], Any], backward: Backward, grads: tuple[Tensor, ...], device: str | None
+) -> Any:
+    from fastgrad.lowprecision import second_order_reference
+
+    return second_order_reference(make, backward, grads, device)
 
 
 def _second_order_of_call(
@@ -481,8 +577,8 @@ _NOTHING = {
 
 def _check_own_arguments(func: Callable[..., Any], order: object, kwargs: object, wrt: object) -> None:
     """Refuses what is only `check`'s and cannot be."""
-    if order not in (1, 2) or isinstance(order, bool):
-        raise ValueError(f"order must be 1 or 2, got {order!r}.")
+    if order not in (1, 2, 3, 4) or isinstance(order, bool):
+        raise ValueError(f"order must be 1, 2, 3 or 4, got {order!r}.")
     if wrt not in ("inputs", "parameters", "both"):
         raise ValueError(f"wrt must be 'inputs', 'parameters' or 'both', got {wrt!r}.")
     if wrt == "parameters" and not isinstance(func, Module):
@@ -519,12 +615,13 @@ def _raise_or_return(
 ) -> bool:
     __tracebackhide__ = True
     watch = watcher.get()
-    if measures_rounding(inputs, settings):
-        from fastgrad.lowprecision import check_lower, maker  # only here: importing fastgrad is to cost little
 
-        report = check_lower(func, inputs, settings, maker(func, inputs, reference, settings.reference_device))
-    else:
-        report = with_dtype_named(run(func, inputs, settings, explain=raise_exception or watch is not None))
+    def make() -> Any:
+        from fastgrad.lowprecision import make_reference
+
+        return make_reference(func, inputs, reference, settings.reference_device)
+
+    report = _run(func, inputs, settings, make, explain=raise_exception or watch is not None)
     if watch is not None:
         watch(report)
     if report.precision is not None and report.precision.undecided:

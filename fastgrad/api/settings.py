@@ -13,13 +13,10 @@ import torch
 from torch import Tensor
 
 from fastgrad.core.errors import warn
+from fastgrad.core.precision import LOWER
 from fastgrad.problem.arguments import refuse_function_class
 from fastgrad.problem.signature import function_name
-from fastgrad.report.data import Cause, GradOutputs, Settings, Tolerances
-from fastgrad.report.report import Report
-
-LOWER = (torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex32)
-"""The dtypes below double precision."""
+from fastgrad.report.data import GradOutputs, Settings, Tolerances
 
 _DEFAULTS = (Tolerances.eps, Tolerances.atol, Tolerances.rtol)
 
@@ -35,7 +32,7 @@ def refuse_positional(positional: tuple[Any, ...]) -> NoReturn:
     )
 
 
-_OTHERS = ("grad_outputs", "inputs", "precision", "reference", "reference_device")
+_OTHERS = ("grad_outputs", "order", "inputs", "precision", "reference", "reference_device")
 _FIRST_ORDER = {field.name: field.name for field in fields(Settings) if field.name not in _OTHERS}
 """The fields of Settings that are keywords, and what gradcheck calls them; `_OTHERS` are added afterwards."""
 
@@ -102,7 +99,7 @@ def _new_settings(made: GradOutputs | None, *given: Any) -> Settings:
     values["masked"] = bool(keywords["masked"])
     values["seed"] = 0 if seed is None else seed
     values["confidence"] = Settings.confidence if confidence is None else float(confidence)
-    return Settings(**values, grad_outputs=made)
+    return Settings(**values, grad_outputs=made, order=1 if made is None else 2)
 
 
 _known_settings = lru_cache(64, typed=True)(_new_settings)
@@ -130,20 +127,6 @@ def measures_rounding(inputs: Sequence[Any], settings: Settings) -> bool:
         return False
     own = settings.inputs or (settings.eps, settings.atol, settings.rtol) != _DEFAULTS
     return settings.precision == "auto" and (not own or settings.reference is not None)
-
-
-def with_dtype_named(report: Report) -> Report:
-    """A report in which a failure in a lower dtype has that dtype as its first cause, with the call that settles it."""
-    if report.failure is None or report.subject is None:
-        return report
-    names = [str(dtype).removeprefix("torch.") for dtype in LOWER]
-    found = [name for name in names if any(kind.startswith(f"{name}[") for kind in report.subject.inputs)]
-    if not found:
-        return report
-    text = f"the inputs are {found[0]}, and differences drown in its rounding"
-    measure = 'to settle it: the same call with reference="float64", or with inputs in double precision'
-    confidence = max([0.5, *(cause.confidence for cause in report.causes)])
-    return replace(report, causes=(Cause("low precision", text, measure, confidence), *report.causes))
 
 
 def take_out_own(keywords: dict[str, Any]) -> dict[str, Any]:

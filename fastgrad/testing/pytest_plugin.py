@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from fastgrad._version import __version__
+from fastgrad.report import index_page
 from fastgrad.report.messages import seconds_text
 from fastgrad.testing.patch import Check, DisagreementError, ask_both, patch
 
@@ -29,8 +30,8 @@ _OUTSIDE = "outside of tests"
 class Summary:
     """Totals of a session's checks; plain data, as a worker of pytest-xdist sends it.
 
-    slowest: rows of seconds, torch's seconds or None, checker, engine, test. reports: paths of HTML files.
-    lost: workers that ended without a summary.
+    slowest: rows of seconds, torch's seconds or None, checker, engine, test. reports: of failing checks, the HTML file,
+    test, checker, and what was found. lost: workers that ended without a summary.
     """
 
     checkers: Counter[str] = field(default_factory=Counter)
@@ -42,7 +43,7 @@ class Summary:
     compared: int = 0
     slowest: list[list[Any]] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
-    reports: list[str] = field(default_factory=list)
+    reports: list[list[str]] = field(default_factory=list)
     lost: int = 0
 
     def add(self, check: Check, test: str) -> None:
@@ -85,11 +86,9 @@ class Summary:
         lines = [f"{sum(self.checkers.values())} checks ({_counts(self.checkers)}): {_counts(self.verdicts)}"]
         if self.errors:
             lines[0] += f" ({_counts(self.errors)})"
-        lines.append(f"{seconds_text(self.seconds)} inside fastgrad's")
+        lines.append(f"fastgrad {seconds_text(self.seconds)}")
         if self.compared:
-            lines[-1] += f", {seconds_text(self.torch_seconds)} inside torch's"
-            if self.seconds:
-                lines[-1] += f": {self.torch_seconds / self.seconds:.2g} times as long"
+            lines[-1] += f", torch {seconds_text(self.torch_seconds)}{self._ratio()}"
             lines.append(f"verdicts that differ: {len(self.differences)}")
             lines += [f"  {test}" for test in sorted(set(self.differences))]
         if self.engines:
@@ -102,6 +101,13 @@ class Summary:
         if self.lost:
             lines.append(f"not counted: the checks of workers that crashed, {self.lost} of them")
         return lines
+
+    def _ratio(self) -> str:
+        """How the times compare, the larger one over the smaller one."""
+        if not self.seconds or not self.torch_seconds:
+            return ""
+        ratio = self.torch_seconds / self.seconds
+        return f" ({ratio:.2g}x faster)" if ratio >= 1 else f" ({1 / ratio:.2g}x slower)"
 
     def _keep_slowest(self, rows: list[list[Any]]) -> None:
         self.slowest = sorted(self.slowest + rows, key=lambda row: -float(row[0]))[:SLOWEST]
@@ -116,6 +122,7 @@ class Session:
         self._directory = directory
         self._summary = Summary()
         self._written: Counter[str] = Counter()
+        self._durations: dict[str, float] = {}
         stack = ExitStack()
         # Runs however the session ends, also where it never begins.
         config.add_cleanup(stack.close)
@@ -143,6 +150,10 @@ class Session:
             report.longrepr = "\n\n".join(differences)
         return report
 
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Adds up what a test took; the process that prints the summary sees the reports of all workers."""
+        self._durations[report.nodeid] = self._durations.get(report.nodeid, 0.0) + report.duration
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self) -> None:
         """Counts what is left; a worker hands its summary over."""
@@ -168,8 +179,15 @@ class Session:
             terminalreporter.line(line)
         if self._directory is not None:
             self._directory.mkdir(parents=True, exist_ok=True)
-            (self._directory / "summary.json").write_text(json.dumps(self._summary.as_dict(), indent=1) + "\n")
+            self._write("summary.json", json.dumps(self._summary.as_dict(), indent=1) + "\n")
+            self._write("durations.json", json.dumps(self._durations, indent=1, sort_keys=True) + "\n")
+            entries = [index_page.Entry(*row) for row in self._summary.reports]
+            self._write("index.html", index_page.page(self._summary.lines(), entries))
             terminalreporter.line(f"reports of {len(self._summary.reports)} failing checks: {self._directory}")
+
+    def _write(self, name: str, text: str) -> None:
+        assert self._directory is not None
+        (self._directory / name).write_text(text)
 
     def _taken(self) -> list[Check]:
         """The checks since the last call."""
@@ -186,7 +204,8 @@ class Session:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(check.report.to_html())
         path.with_suffix(".json").write_text(check.report.to_json())
-        self._summary.reports.append(str(path))
+        line = str(check.report).partition("\n")[0]
+        self._summary.reports.append([path.name, test, check.name, line])
         if phase is not None:
             phase.sections.append(("fastgrad's report", str(path)))
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
+import os
 import sys
 import traceback
 import warnings
@@ -93,6 +96,10 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mode", choices=("reverse", "forward", "both"), default="reverse", help="modes of AD (default: reverse)"
     )
+    parser.add_argument(
+        "--variants", action="store_true", help="check it where wrong gradients hide: other points, layouts, orders"
+    )
+    parser.add_argument("--compiled", action="store_true", help="with --variants: under torch.compile, too")
     parser.add_argument("--fast", action="store_true", help="compare random combinations of the entries")
     parser.add_argument("--batched", action="store_true", help="check gradients under vmap, too")
     parser.add_argument("--no-undefined-grad", action="store_true", help="do not check undefined grad_outputs")
@@ -107,14 +114,35 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the report as an HTML page")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--progress", action=argparse.BooleanOptionalAction, help="a bar (default: for long checks)")
+    parser.add_argument("--distributed", action="store_true", help="under torchrun: its processes share the work")
     parser.add_argument("--traceback", action="store_true", help="show where an exception came from")
-    parser.set_defaults(run=_check)
+    parser.set_defaults(run=_check, group=None)
 
 
 def _check(options: argparse.Namespace) -> int:
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning  # type: ignore[assignment]
-        return _checked(options)
+        return _checked_by_ranks(options) if options.distributed else _checked(options)
+
+
+def _checked_by_ranks(options: argparse.Namespace) -> int:
+    """As `_checked`, in each process of torchrun; rank 0 says what came of it."""
+    import torch.distributed as dist
+
+    if not dist.is_torchelastic_launched():
+        raise specs.SpecError("--distributed needs torchrun: torchrun --nproc-per-node 2 -m fastgrad check ...")
+    if options.device == "cuda":
+        options.device = f"cuda:{os.environ['LOCAL_RANK']}"
+    dist.init_process_group("gloo")
+    try:
+        options.group = dist.group.WORLD
+        if dist.get_rank() == 0:
+            return _checked(options)
+        options.html = None
+        with contextlib.redirect_stdout(io.StringIO()):
+            return _checked(options)
+    finally:
+        dist.destroy_process_group()
 
 
 def _checked(options: argparse.Namespace) -> int:
@@ -123,10 +151,19 @@ def _checked(options: argparse.Namespace) -> int:
         raise specs.SpecError("--engine sketch compares sums of entries: it needs --fast")
     if options.html is not None and not options.html.parent.is_dir():
         raise specs.SpecError(f"there is no directory {options.html.parent} for the HTML page")
+    if options.compiled and not options.variants:
+        raise specs.SpecError("--compiled goes with --variants")
+    given = {"--order": options.order != "1", "--mode": options.mode != "reverse", "--batched": options.batched}
+    given["--distributed"] = options.distributed
+    refused = [name for name, is_given in given.items() if is_given and options.variants]
+    if refused:
+        raise specs.SpecError(f"--variants checks all orders and modes: it goes without {', '.join(refused)}")
     target = specs.target(options.function, options.input, options.keyword, options.seed, options.device)
     arguments = [specs.described(value) for value in target.inputs]
     if not options.json:
         print(f"{options.function} at {', '.join(arguments)}", flush=True)
+    if options.variants:
+        return _variants(options, target, arguments)
     code, documents = 0, []
     for order, name in CHECKERS.items():
         if options.order not in (str(order), "both"):
@@ -155,26 +192,53 @@ def _checked(options: argparse.Namespace) -> int:
     return code
 
 
+def _variants(options: argparse.Namespace, target: specs.Target, arguments: list[str]) -> int:
+    from fastgrad.variants.check import check_variants  # only here: it imports much
+
+    report = check_variants(
+        target.func,
+        target.inputs,
+        kwargs=target.keywords,
+        compiled=options.compiled,
+        check_undefined_grad=not options.no_undefined_grad,
+        **_common_keywords(options),
+    )
+    if options.html is not None:
+        options.html.write_text(report.to_html())
+    if options.json:
+        document = {"function": options.function, "inputs": arguments, "variants": report.to_dict()}
+        print(json.dumps(document, indent=1))
+    else:
+        print(report)
+    return 0 if report.passed else 1
+
+
 def _keywords(options: argparse.Namespace, order: int) -> dict[str, Any]:
     """The keywords of a check that the options stand for."""
     reverse, forward = ("check_backward_ad", "check_forward_ad")
     if order == 2:
         reverse, forward = ("check_rev_over_rev", "check_fwd_over_rev")
-    keywords: dict[str, Any] = {
+    return {
         "order": order,
         reverse: options.mode != "forward",
         forward: options.mode != "reverse",
-        "fast_mode": options.fast,
         "check_batched_grad": options.batched,
         # Refused of second order without reverse mode.
         "check_undefined_grad": not options.no_undefined_grad and not (order == 2 and options.mode == "forward"),
-        "masked": options.masked,
-        "engine": options.engine,
-        "seed": options.seed,
-        "progress": options.progress,
+        "group": options.group,
+        **_common_keywords(options),
     }
+
+
+def _common_keywords(options: argparse.Namespace) -> dict[str, Any]:
+    """Those that mean the same in a check of any order and mode."""
+    names = ("masked", "engine", "seed", "progress")
     tolerances = {name: getattr(options, name) for name in ("eps", "atol", "rtol", "nondet_tol")}
-    return keywords | {name: value for name, value in tolerances.items() if value is not None}
+    return {
+        "fast_mode": options.fast,
+        **{name: getattr(options, name) for name in names},
+        **{name: value for name, value in tolerances.items() if value is not None},
+    }
 
 
 def _described(error: Exception) -> str:

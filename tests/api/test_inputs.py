@@ -465,6 +465,56 @@ def test_parameters_in_single_precision_warn_by_name() -> None:
     assert caught[0].filename == __file__
 
 
+# Third and fourth derivatives.
+
+
+class _Quartic(torch.autograd.Function):
+    """x^4, whose third derivative is half of what it should be."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**4
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * _QuarticSlope.apply(x)
+
+
+class _QuarticSlope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return 4 * x**3
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * 12 * x * x.detach()
+
+
+@pytest.mark.parametrize("keywords", [{}, {"fast_mode": True}, {"grad_outputs": "ones"}])
+def test_third_and_fourth_derivatives(keywords: dict[str, Any]) -> None:
+    x = leaf(4)
+    for order in (1, 2, 3, 4):
+        own = keywords if order > 1 else {}
+        assert fastgrad.check(torch.sin, x, order=order, **own).passed
+        report = fastgrad.check(_Quartic.apply, x, order=order, **own)
+        assert report.passed == (order < 3)
+        assert len(set(report.input_names)) == len(report.input_names)
+    third = fastgrad.check(_Quartic.apply, x, order=3)
+    assert third.input_names == ("inputs[0]", "grad_outputs", "grad_output of grad(inputs[0])")
+    assert third.output_names == ("grad(inputs[0])", "grad(grad_outputs)")
+    assert str(third).startswith("second backward of _Quartic: gradient of inputs[0]")
+    assert "fastgrad.check(..., order=3, " in str(third)
+
+
+def test_third_derivatives_where_gradients_are_constant() -> None:
+    report = fastgrad.check(lambda a, b: torch.nextafter(a, b) + 2 * b, (leaf(3), leaf(3)), order=3)
+    assert report.passed
+
+
 # Steps and tolerances of each input.
 
 
@@ -714,7 +764,7 @@ def test_check_takes_every_keyword_of_gradcheck_and_gradgradcheck() -> None:
             assert own[parameter.name].default == parameter.default
     assert set(own) - set(inspect.signature(fastgrad.gradcheck).parameters) - set(
         inspect.signature(fastgrad.gradgradcheck).parameters
-    ) == {"order", "kwargs", "wrt"}
+    ) == {"order", "kwargs", "wrt", "group"}
 
 
 CHANGED: dict[str, Any] = {
@@ -772,8 +822,8 @@ def test_check_and_the_others_do_the_same(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("func", "inputs", "keywords", "error", "message"),
     [
-        (torch.sin, leaf(2), {"order": 3}, ValueError, "order must be 1 or 2, got 3."),
-        (torch.sin, leaf(2), {"order": True}, ValueError, "order must be 1 or 2, got True."),
+        (torch.sin, leaf(2), {"order": 5}, ValueError, "order must be 1, 2, 3 or 4, got 5."),
+        (torch.sin, leaf(2), {"order": True}, ValueError, "order must be 1, 2, 3 or 4, got True."),
         (torch.sin, leaf(2), {"wrt": "weights"}, ValueError, "wrt must be 'inputs', 'parameters' or 'both', got"),
         (torch.sin, leaf(2), {"wrt": "parameters"}, TypeError, "wrt='parameters' needs a torch.nn.Module as func, got"),
         (torch.sin, leaf(2), {"kwargs": [1]}, TypeError, "kwargs must be a mapping from names to func's keyword"),
@@ -909,7 +959,7 @@ def test_state_is_as_before(states: Any, keywords: dict[str, Any], wrong: str) -
     assert equal(states(module, batch["x"]), before)
 
 
-@pytest.mark.parametrize("call", [1, 2, 10, 31])
+@pytest.mark.parametrize("call", [1, 10, 20, 31])
 @pytest.mark.parametrize("error", [KeyError("planted"), KeyboardInterrupt()], ids=["error", "interrupt"])
 @pytest.mark.parametrize("order", [1, 2])
 def test_state_is_as_before_where_a_module_raises(states: Any, call: int, error: BaseException, order: Any) -> None:

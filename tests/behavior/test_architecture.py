@@ -14,8 +14,19 @@ from docs.packages import MODULES, ROOT, arrows, imports, module_name, module_or
 # From the bottom up.
 PACKAGES = [
     *("_C", "_build", "_version"),
-    *("core", "report", "problem", "structure", "engines", "verdict", "diagnosis", "checks"),
-    *("lowprecision", "functional", "api", "testing", "tools", "fastgrad", "__main__"),
+    *("core", "report", "problem", "sharding", "structure", "engines", "verdict", "diagnosis", "checks"),
+    *(
+        "lowprecision",
+        "functional",
+        "api",
+        "model",
+        "variants",
+        "distributed",
+        "testing",
+        "tools",
+        "fastgrad",
+        "__main__",
+    ),
 ]
 
 

@@ -20,6 +20,7 @@ MOST_ENTRIES = 40_000
 
 UNLIKE = {
     "nn.functional.scaled_dot_product_attention": "has other kernels on CUDA, which the CPU's stand for in part",
+    "tensor_split": "takes indices on the CPU only, and samples are moved whole",
 }
 """Operators that are left out, and why."""
 

@@ -121,7 +121,7 @@ def test_names_imported_early_and_late_classes_and_fixtures(suite: pytest.Pytest
             "E       fastgrad.GradcheckError: Halved: gradient of x (*) is wrong in *",
             "*= fastgrad =*",
             "10 checks (8 gradcheck, 2 gradgradcheck): 7 passed, 2 failed, 1 raised (1 IndexError)",
-            "* inside fastgrad's",
+            "fastgrad *s",
             "engines: 9 dense",
             "slowest:",
             "*gradcheck * dense * test_suite.py::*",
@@ -163,7 +163,7 @@ def test_compare_fails_where_the_verdicts_differ_whatever_the_test_makes_of_it(s
     result.stdout.fnmatch_lines(
         [
             "4 checks (4 gradcheck): 4 failed",
-            "* inside fastgrad's, * inside torch's: * times as long",
+            "fastgrad *s, torch *s (*x *er)",
             "verdicts that differ: 3",
             "  test_suite.py::test_expected",
             "  test_suite.py::test_planted",
@@ -204,15 +204,20 @@ def test_reports_of_failing_checks(suite: pytest.Pytester) -> None:
     directory = suite.path / "reports/here"
     names = {path.name for path in directory.iterdir()}
     pages = {name for name in names if name.endswith(".html")}
-    assert len(pages) == 5
-    assert {"test_suite.py-test_twice-1.html", "test_suite.py-test_names-a-b-c-1.html"} <= pages
-    assert names - pages == {name.replace(".html", ".json") for name in pages} | {"summary.json"}
+    assert len(pages) == 6
+    assert {"index.html", "test_suite.py-test_twice-1.html", "test_suite.py-test_names-a-b-c-1.html"} <= pages
+    reports = {name.replace(".html", ".json") for name in pages - {"index.html"}}
+    assert names - pages == reports | {"summary.json", "durations.json"}
     report = json.loads((directory / "test_suite.py-test_twice-1.json").read_text())
     assert report["failure"]["kind"] == "mismatch"
     assert "<html" in (directory / "test_suite.py-test_twice-1.html").read_text()
     summary = json.loads((directory / "summary.json").read_text())
     assert summary["verdicts"] == {"passed": 1, "failed": 5}
     assert len(summary["reports"]) == 5
+    index = (directory / "index.html").read_text()
+    assert "5 failing checks" in index
+    assert all(f'href="{name}"' in index for name in pages - {"index.html"})
+    assert "Halved: gradient of x" in index
 
 
 def test_workers_of_xdist_hand_over_what_they_counted(suite: pytest.Pytester) -> None:
@@ -239,13 +244,34 @@ def test_workers_of_xdist_hand_over_what_they_counted(suite: pytest.Pytester) ->
     result.stdout.fnmatch_lines(
         [
             "14 checks (8 gradcheck, 6 gradgradcheck): 12 passed, 2 failed",
-            "* inside fastgrad's, * inside torch's: *",
+            "fastgrad *s, torch *s (*x *er)",
             "verdicts that differ: 1",
             "  test_suite.py::test_planted",
             "reports of 2 failing checks: *reports",
         ]
     )
-    assert len(list((suite.path / "reports").glob("*.html"))) == 2
+    assert len(list((suite.path / "reports").glob("*.html"))) == 3
+    assert (suite.path / "reports/index.html").read_text().count("<a href=") == 2
+    durations = json.loads((suite.path / "reports/durations.json").read_text())
+    assert len(durations) == 8
+    assert min(durations.values()) > 0
+
+
+def test_durations_are_what_pytest_split_reads(suite: pytest.Pytester) -> None:
+    suite.makepyfile(
+        test_suite="""
+        import time
+        import pytest
+
+        @pytest.mark.parametrize("seconds", [0.3, 0.1, 0.1, 0.1])
+        def test_sleeping(seconds):
+            time.sleep(seconds)
+        """
+    )
+    run(suite, "--fastgrad", "--fastgrad-report=reports").assert_outcomes(passed=4)
+    split = ["--splits", "2", "--durations-path", "reports/durations.json", "--splitting-algorithm", "least_duration"]
+    counts = [run(suite, *split, "--group", group).parseoutcomes()["passed"] for group in ("1", "2")]
+    assert sorted(counts) == [1, 3]
 
 
 def test_a_worker_that_crashes_is_told() -> None:

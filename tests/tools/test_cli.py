@@ -124,6 +124,18 @@ def test_a_wrong_function_fails_and_is_reported(file: str, capsys: pytest.Captur
     assert page.with_name("page-gradgradcheck.html").exists()
 
 
+def test_variants(file: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    code, out, err = run(capsys, "check", "torch:sin", "-i", "float64[4,3]", "--variants", "--html", str(page))
+    assert (code, err) == (0, "")
+    assert "\ncheck_variants passed: 0 of " in out
+    assert "layouts: rows expanded" in page.read_text()
+    code, out, err = run(capsys, "check", f"{file}:Halved", "-i", "float64[4]", "--variants", "--fast", "--json")
+    assert (code, err) == (1, "")
+    rows = json.loads(out)["variants"]["rows"]
+    assert (rows[0]["name"], rows[0]["verdict"]) == ("as given", "failed")
+
+
 def test_errors_of_func_and_of_inputs_are_no_verdict(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, "check", f"{file}:boom", "-i", "float64[4]")
     assert code == 2
@@ -180,6 +192,8 @@ def test_errors_of_func_and_of_inputs_are_no_verdict(file: str, capsys: pytest.C
         ("torch:sin", ("-i", "float64[3]", "--engine", "sketch"), "--engine sketch compares sums of entries"),
         ("torch:sin", ("-i", "float64[3]", "--device", "abacus"), "device 'abacus' cannot be used here: "),
         ("torch:sin", ("-i", "float64[3]", "--html", "nowhere/page.html"), "there is no directory nowhere"),
+        ("torch:sin", ("-i", "float64[3]", "--compiled"), "--compiled goes with --variants"),
+        ("torch:sin", ("-i", "float64[3]", "--variants", "--order", "2", "--batched"), "without --order, --batched"),
     ],
 )
 def test_bad_specifications_are_one_sentence(
