@@ -30,13 +30,16 @@ FEWEST, MOST = 2, 60
 RANDOM = {"bernoulli", "dropout", "rrelu", "multinomial", "normal", "uniform", "exponential", "cauchy", "geometric"}
 """Parts of the names of operators that draw numbers: they have no derivative that two calls share."""
 
+CRASHING = {"pdist"}
+"""Parts of the names of operators whose backward ends the process for an empty input."""
+
 KINDS = ["reverse", "second order", "forward"]
 """Of programs: those of strided inputs, checked in different ways."""
 
 
 def operator_samples(every: int, first: int) -> Iterator[Case]:
     for op in operators(torch.float64)[first::every]:
-        if any(name in op.name for name in RANDOM):
+        if any(name in op.name for name in RANDOM | CRASHING):
             continue
         for case in operator_cases(op, torch.float64, 40, all_tensors=True):
             if FEWEST <= sum(x.numel() for x in case.inputs if x.requires_grad) <= MOST:
@@ -64,7 +67,7 @@ def main() -> None:
     for case in cases:
         try:
             report = fastgrad.check_variants(case.func, case.inputs, seconds=20.0, nondet_tol=case.nondet_tol)
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:  # of inputs that cannot be checked
             print(f"{case.name:40} {error}")
             continue
         if report.rows[0].verdict != "passed":
