@@ -42,7 +42,10 @@ def extension() -> Extension:
     if cuda:
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
     listed = (ROOT / "csrc/sources.txt").read_text().split()
-    calling_python = [f"csrc/{name}.cpp" for name in ("bindings", "difference_along", "loops", "vjp", "whole_backward")]
+    calling_python = [
+        f"csrc/{name}.cpp"
+        for name in ("bindings", "difference_along", "graph_runner", "loops", "vjp", "whole_backward")
+    ]
     operators = [source for source in listed if "/cuda/" not in source and source not in calling_python]
     sources = [translation_unit("calling_python", calling_python), translation_unit("operators", operators)]
     sources += [source for source in listed if cuda and "/cuda/" in source]

@@ -12,9 +12,20 @@
 
 namespace py = pybind11;
 
+namespace {
+
+std::vector<at::Tensor> vjp_of_zeros(fastgrad::Graph& graph) { return graph.all().vjp_of_zeros(); }
+
+std::vector<at::Tensor> vjp_of_undefined(fastgrad::Graph& graph, const std::optional<int64_t>& one) {
+  return graph.all().vjp_of_undefined(one);
+}
+
+}  // namespace
+
 PYBIND11_MODULE(_C, module) {
   using fastgrad::Derivative;
   using fastgrad::Evaluator;
+  using fastgrad::Graph;
   using fastgrad::Groups;
   using fastgrad::InputBlock;
   using fastgrad::OutputSpec;
@@ -64,6 +75,11 @@ PYBIND11_MODULE(_C, module) {
       .def_property_readonly("evaluations", &Evaluator::evaluations)
       .def_property("mutates_inputs", &Evaluator::mutates_inputs, &Evaluator::set_mutates_inputs)
       .def_property("records_differences", &Evaluator::records_differences, &Evaluator::set_records_differences);
+  py::class_<Graph>(module, "Graph")
+      .def(py::init<std::vector<at::Tensor>, std::vector<at::Tensor>>(), py::arg("outputs"), py::arg("inputs"))
+      .def_property_readonly("bypasses_engine", [](fastgrad::Graph& graph) { return graph.all().bypasses_engine(); })
+      .def("vjp_of_zeros", torch::wrap_pybind_function(&vjp_of_zeros))
+      .def("vjp_of_undefined", torch::wrap_pybind_function(&vjp_of_undefined));
   py::class_<fastgrad::UnspecifiedEntry>(module, "UnspecifiedEntry")
       .def_readonly("row", &fastgrad::UnspecifiedEntry::row)
       .def_readonly("element", &fastgrad::UnspecifiedEntry::element)
@@ -109,10 +125,8 @@ PYBIND11_MODULE(_C, module) {
   module.def("count_nodes", torch::wrap_pybind_function(&fastgrad::count_nodes));
   module.def("runs_no_custom_code", torch::wrap_pybind_function(&fastgrad::runs_no_custom_code));
   module.def("vjp", torch::wrap_pybind_function(&fastgrad::vjp));
-  module.def("with_undefined_grads", torch::wrap_pybind_function(&fastgrad::with_undefined_grads));
-  module.def("vjp_of_zeros", torch::wrap_pybind_function(&fastgrad::vjp_of_zeros));
   module.def(
-      "vjp_coordinates", torch::wrap_pybind_function(&fastgrad::vjp_coordinates), py::arg("outputs"), py::arg("inputs"),
+      "vjp_coordinates", torch::wrap_pybind_function(&fastgrad::vjp_coordinates), py::arg("graph"), py::arg("inputs"),
       py::arg("cotangents"), py::arg("layouts") = std::vector<int64_t>(), py::arg("only") = std::vector<int64_t>());
   module.def("first_other_vjp", torch::wrap_pybind_function(&fastgrad::first_other_vjp));
   module.def("vjp_groups", torch::wrap_pybind_function(&fastgrad::vjp_groups));

@@ -6,6 +6,8 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "graph_runner.h"
+
 #include <algorithm>
 #include <cstdint>
 #include <map>
@@ -217,6 +219,11 @@ std::vector<at::Tensor> vjp(
     const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
     const std::vector<at::Tensor>& cotangents, bool create_graph);
 
+// Refuses tensors whose storage was freed or shrunk: what backward saved may lie there, and torch would read it.
+void check_vjp_memory(
+    const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
+    const std::vector<at::Tensor>& cotangents);
+
 // Each output behind a node whose backward hands on an undefined gradient, whatever it is given.
 std::vector<at::Tensor> with_undefined_grads(const std::vector<at::Tensor>& outputs);
 
@@ -258,15 +265,15 @@ enum class Layout : int64_t { contiguous, gapped, offset, expanded };
 // grad_output, or -1 for all; empty: all, for every row. A single row may be autograd's own memory, where nobody else
 // has it.
 std::tuple<at::Tensor, GradientsMatch> vjp_coordinates(
-    const std::vector<at::Tensor>& outputs, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
+    Graph& graph, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
     const std::vector<int64_t>& layouts, const std::vector<int64_t>& only);
 
 // Runs the VJPs of rows order[0], order[1], ... of cotangents, contiguous, until one differs from its row of `known`
 // (float64, shape (count, coordinates of all inputs)); cotangents and only as of vjp_coordinates. Returns how many were
 // run, the VJP that differs (shape (1, coordinates of all inputs)), if one does, and what the gradients looked like.
 std::tuple<int64_t, std::optional<at::Tensor>, GradientsMatch> first_other_vjp(
-    const std::vector<at::Tensor>& outputs, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
-    const std::vector<int64_t>& only, const std::vector<int64_t>& order, const at::Tensor& known);
+    Graph& graph, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents, const std::vector<int64_t>& only,
+    const std::vector<int64_t>& order, const at::Tensor& known);
 
 // Analytical rows of one output: row i of `rows` becomes the VJP with the one-hot cotangent at element
 // first + i of output, 1 or, for `imaginary`, 1j. Row i of `repeated`, which may have fewer rows,
@@ -275,7 +282,7 @@ std::tuple<int64_t, std::optional<at::Tensor>, GradientsMatch> first_other_vjp(
 // for a scale other than 1, homogeneous. Where that overflows and the row does not, the scale is 1 / repeat_scale.
 // rows, repeated: float64, shape (count, coordinates of all inputs end to end), mutated in place.
 GradientsMatch vjp_rows(
-    const at::Tensor& output, const std::vector<InputBlock>& inputs, int64_t first, bool imaginary,
+    Graph& graph, int64_t output, const std::vector<InputBlock>& inputs, int64_t first, bool imaginary,
     const at::Tensor& rows, const at::Tensor& repeated, double repeat_scale);
 
 // Analytical entries of the rows of one output in a sparse Jacobian: entry e becomes the gradient at
@@ -285,7 +292,7 @@ GradientsMatch vjp_rows(
 // `repeats` of what is returned says whether all gave equal gradients, as above.
 // values: float64, shape (entries of the Jacobian,), mutated in place; n: coordinates of all inputs.
 GradientsMatch vjp_groups(
-    const at::Tensor& output, const std::vector<InputBlock>& inputs, const Groups& groups, const at::Tensor& values,
+    Graph& graph, int64_t output, const std::vector<InputBlock>& inputs, const Groups& groups, const at::Tensor& values,
     int64_t n, int64_t repeated, double repeat_scale, bool expand);
 
 // By how much two tensors of one shape, float64, differ at most; infinite where either holds a NaN and they differ.
@@ -332,7 +339,7 @@ struct WholeBackward {
 // differ by atol, and by rtol of the largest sum. Of an output of `fewest_vectorized` elements or more (0: of none)
 // the rows are one vectorized VJP, if the backward can be vectorized: pass 0 for `repeated` then.
 WholeBackward whole_backward(
-    const std::vector<at::Tensor>& outputs, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
+    Graph& graph, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
     const std::vector<int64_t>& layouts, int64_t repeated, double repeat_scale, bool undefined,
     int64_t fewest_vectorized, double atol, double rtol);
 

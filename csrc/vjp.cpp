@@ -1,6 +1,7 @@
 // The VJP loop: rows of Jacobians by calling the autograd engine directly.
 #include "loops.h"
 
+#include "graph_runner.h"
 #include "ops/common.h"
 #include "ops/decompress.h"
 #include "ops/perturb_coordinate.h"
@@ -96,10 +97,9 @@ std::vector<at::Tensor> arguments_of(const std::vector<InputBlock>& inputs) {
   return arguments;
 }
 
-std::vector<at::Tensor> vjp(
+void check_vjp_memory(
     const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
-    const std::vector<at::Tensor>& cotangents, bool create_graph) {
-  // What backward saved may lie there: torch would read memory that is gone.
+    const std::vector<at::Tensor>& cotangents) {
   for (const at::Tensor& output : outputs) {
     check_storage("vjp", "an output", output);
   }
@@ -111,6 +111,12 @@ std::vector<at::Tensor> vjp(
       check_storage("vjp", "a cotangent", cotangent);
     }
   }
+}
+
+std::vector<at::Tensor> vjp(
+    const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
+    const std::vector<at::Tensor>& cotangents, bool create_graph) {
+  check_vjp_memory(outputs, inputs, cotangents);
   const py::gil_scoped_release released;
   return torch::autograd::grad(outputs, inputs, cotangents, /*retain_graph=*/true, create_graph, /*allow_unused=*/true);
 }
@@ -277,14 +283,24 @@ int64_t total(const std::vector<InputBlock>& inputs) {
 
 namespace {
 
-// One row of cotangents as grad_outputs, in one layout, of all outputs or of one alone.
+// Refuses blocks that are not those of the inputs that the graph has.
+void check_inputs(const char* what, const Graph& graph, const std::vector<InputBlock>& inputs) {
+  const bool same = std::equal(
+      inputs.begin(), inputs.end(), graph.inputs().begin(), graph.inputs().end(),
+      [](const InputBlock& block, const at::Tensor& input) { return block.argument.is_same(input); });
+  TORCH_CHECK(same, what, ": inputs must be the blocks of the ", graph.inputs().size(), " inputs of the graph");
+}
+
+// Rows of cotangents as grad_outputs, each in one layout, of all outputs or of one alone.
 class Cotangents {
  public:
   // layouts, only: as of vjp_coordinates.
   Cotangents(
-      const char* what, const std::vector<at::Tensor>& outputs, const at::Tensor& rows,
+      const char* what, Graph& graph, const std::vector<InputBlock>& inputs, const at::Tensor& rows,
       const std::vector<int64_t>& layouts, const std::vector<int64_t>& only)
-      : outputs_(outputs), rows_(rows), layouts_(layouts), only_(only) {
+      : graph_(graph), rows_(rows), layouts_(layouts), only_(only) {
+    check_inputs(what, graph, inputs);
+    const std::vector<at::Tensor>& outputs = graph.outputs();
     check_float64(what, "cotangents", rows, 2);
     TORCH_CHECK(
         rows.size(1) == total(outputs), what, ": cotangents must have ", total(outputs),
@@ -311,7 +327,8 @@ class Cotangents {
   }
 
   // The VJP of row k.
-  std::vector<at::Tensor> vjp(int64_t k, const std::vector<at::Tensor>& arguments) const {
+  std::vector<at::Tensor> vjp(int64_t k) const {
+    const std::vector<at::Tensor>& outputs = graph_.outputs();
     const Layout layout = layouts_.empty() ? Layout::contiguous : static_cast<Layout>(layouts_[k]);
     const int64_t one = only_.empty() ? -1 : only_[k];
     std::vector<at::Tensor> grad_outputs;
@@ -319,19 +336,16 @@ class Cotangents {
       const BelowAutograd guard;
       const at::Tensor row = rows_.select(0, k);
       int64_t offset = 0;
-      for (int64_t i = 0; i < static_cast<int64_t>(outputs_.size()); ++i) {
-        const int64_t size = coordinate_count(outputs_[i]);
+      for (int64_t i = 0; i < static_cast<int64_t>(outputs.size()); ++i) {
+        const int64_t size = coordinate_count(outputs[i]);
         if (one == -1 || one == i) {
           grad_outputs.push_back(
-              grad_output(outputs_[i], size == row.numel() ? row : row.narrow(0, offset, size), layout));
+              grad_output(outputs[i], size == row.numel() ? row : row.narrow(0, offset, size), layout));
         }
         offset += size;
       }
     }
-    if (one == -1) {
-      return fastgrad::vjp(outputs_, arguments, grad_outputs, /*create_graph=*/false);
-    }
-    return fastgrad::vjp({outputs_[one]}, arguments, grad_outputs, /*create_graph=*/false);
+    return (one == -1 ? graph_.all() : graph_.of(one)).vjp(grad_outputs);
   }
 
  private:
@@ -362,7 +376,7 @@ class Cotangents {
     return at::empty_like(output, {}, at::MemoryFormat::Contiguous);
   }
 
-  const std::vector<at::Tensor>& outputs_;
+  Graph& graph_;
   const at::Tensor& rows_;
   const std::vector<int64_t>& layouts_;
   const std::vector<int64_t>& only_;
@@ -371,17 +385,16 @@ class Cotangents {
 }  // namespace
 
 std::tuple<at::Tensor, GradientsMatch> vjp_coordinates(
-    const std::vector<at::Tensor>& outputs, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
+    Graph& graph, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
     const std::vector<int64_t>& layouts, const std::vector<int64_t>& only) {
-  const Cotangents rows("vjp_coordinates", outputs, cotangents, layouts, only);
+  const Cotangents rows("vjp_coordinates", graph, inputs, cotangents, layouts, only);
   const int64_t count = cotangents.size(0);
   const int64_t n = total(inputs);
   at::Tensor gradients;
   GradientsMatch match;
   Unspecified unspecified;
-  const std::vector<at::Tensor> arguments = arguments_of(inputs);
   for (int64_t k = 0; k < count; ++k) {
-    std::vector<at::Tensor> found = rows.vjp(k, arguments);
+    std::vector<at::Tensor> found = rows.vjp(k);
     {
       const BelowAutograd guard;
       if (count == 1 && found.size() == 1 && can_be_taken(found[0], inputs[0])) {
@@ -401,10 +414,10 @@ std::tuple<at::Tensor, GradientsMatch> vjp_coordinates(
 }
 
 std::tuple<int64_t, std::optional<at::Tensor>, GradientsMatch> first_other_vjp(
-    const std::vector<at::Tensor>& outputs, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
-    const std::vector<int64_t>& only, const std::vector<int64_t>& order, const at::Tensor& known) {
+    Graph& graph, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents, const std::vector<int64_t>& only,
+    const std::vector<int64_t>& order, const at::Tensor& known) {
   const std::vector<int64_t> contiguous;
-  const Cotangents rows("first_other_vjp", outputs, cotangents, contiguous, only);
+  const Cotangents rows("first_other_vjp", graph, inputs, cotangents, contiguous, only);
   check_rows("first_other_vjp", "known", known, inputs);
   TORCH_CHECK(
       known.size(0) == cotangents.size(0), "first_other_vjp: known must have as many rows as cotangents, ",
@@ -414,7 +427,6 @@ std::tuple<int64_t, std::optional<at::Tensor>, GradientsMatch> first_other_vjp(
         0 <= k && k < cotangents.size(0), "first_other_vjp: order must hold numbers of rows, at least 0 and less than ",
         cotangents.size(0), ", got ", k);
   }
-  const std::vector<at::Tensor> arguments = arguments_of(inputs);
   const at::Tensor gradient = at::empty({1, known.size(1)}, known.options());
   GradientsMatch match;
   Unspecified unspecified;
@@ -422,7 +434,7 @@ std::tuple<int64_t, std::optional<at::Tensor>, GradientsMatch> first_other_vjp(
   size_t position = 0;
   for (; position < order.size() && !other; ++position) {
     const int64_t k = order[position];
-    const std::vector<at::Tensor> found = rows.vjp(k, arguments);
+    const std::vector<at::Tensor> found = rows.vjp(k);
     {
       const BelowAutograd guard;
       flatten_gradients(found, inputs, gradient, 0, match, unspecified);
@@ -437,8 +449,11 @@ std::tuple<int64_t, std::optional<at::Tensor>, GradientsMatch> first_other_vjp(
 }
 
 GradientsMatch vjp_rows(
-    const at::Tensor& output, const std::vector<InputBlock>& inputs, int64_t first, bool imaginary,
+    Graph& graph, int64_t which, const std::vector<InputBlock>& inputs, int64_t first, bool imaginary,
     const at::Tensor& rows, const at::Tensor& repeated, double repeat_scale) {
+  check_inputs("vjp_rows", graph, inputs);
+  GraphRunner& runner = graph.of(which);
+  const at::Tensor& output = graph.outputs()[which];
   check_rows("vjp_rows", "rows", rows, inputs);
   check_rows("vjp_rows", "repeated", repeated, inputs);
   const int64_t count = rows.size(0);
@@ -457,11 +472,10 @@ GradientsMatch vjp_rows(
     const BelowAutograd guard;
     cotangent = at::empty_like(output, {}, at::MemoryFormat::Contiguous);
   }
-  const std::vector<at::Tensor> arguments = arguments_of(inputs);
   const auto run = [&](int64_t i, double scale, const at::Tensor& into) {
     // From zero every time: a backward may have written into the last one.
     set_one_hot(cotangent, (first + i) * width + (imaginary ? 1 : 0), scale);
-    const std::vector<at::Tensor> gradients = vjp({output}, arguments, {cotangent}, /*create_graph=*/false);
+    const std::vector<at::Tensor> gradients = runner.vjp({cotangent});
     const BelowAutograd guard;
     flatten_gradients(gradients, inputs, into, i, match, unspecified, scale);
   };
@@ -486,15 +500,17 @@ GradientsMatch vjp_rows(
 }
 
 GradientsMatch vjp_groups(
-    const at::Tensor& output, const std::vector<InputBlock>& inputs, const Groups& groups, const at::Tensor& values,
+    Graph& graph, int64_t which, const std::vector<InputBlock>& inputs, const Groups& groups, const at::Tensor& values,
     int64_t n, int64_t repeated, double repeat_scale, bool expand) {
+  check_inputs("vjp_groups", graph, inputs);
+  GraphRunner& runner = graph.of(which);
+  const at::Tensor& output = graph.outputs()[which];
   check_contiguous_float64("vjp_groups", "values", values);
   TORCH_CHECK(
       n == total(inputs), "vjp_groups: n must be the number of real coordinates of the inputs, ", total(inputs),
       ", got ", n);
   GradientsMatch match;
   Unspecified unspecified;
-  const std::vector<at::Tensor> arguments = arguments_of(inputs);
   const at::Tensor gradient = at::empty({1, n}, values.options());
   const at::Tensor again = at::empty({1, n}, values.options());
   const at::Tensor coordinates = groups.coordinates.to(values.device());  // once: a copy to a device waits for it
@@ -512,7 +528,7 @@ GradientsMatch vjp_groups(
         unflatten_(cotangent, at::zeros({coordinate_count(output)}, values.options()).index_copy_(0, rows, ones));
       }
     }
-    const std::vector<at::Tensor> gradients = vjp({output}, arguments, {cotangent}, /*create_graph=*/false);
+    const std::vector<at::Tensor> gradients = runner.vjp({cotangent});
     const BelowAutograd guard;
     flatten_gradients(gradients, inputs, into, 0, match, unspecified);
     if (scale != 1.0) {

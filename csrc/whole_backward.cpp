@@ -246,15 +246,15 @@ std::vector<int64_t> backward_streams(const std::vector<at::Tensor>& outputs, co
 }
 
 WholeBackward whole_backward(
-    const std::vector<at::Tensor>& outputs, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
+    Graph& graph, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
     const std::vector<int64_t>& layouts, int64_t repeated, double repeat_scale, bool undefined,
     int64_t fewest_vectorized, double atol, double rtol) {
   TORCH_CHECK(fewest_vectorized == 0 || repeated == 0, "whole_backward: vectorized rows are not repeated");
   WholeBackward whole;
-  const std::vector<at::Tensor> arguments = arguments_of(inputs);
+  const std::vector<at::Tensor>& outputs = graph.outputs();
+  const std::vector<at::Tensor>& arguments = graph.inputs();
   const int64_t n = total(inputs);
-  const auto take_zeros = [&](const std::vector<at::Tensor>& trial) {
-    std::vector<at::Tensor> found = vjp_of_zeros(trial, arguments);
+  const auto take_zeros = [&](std::vector<at::Tensor> found) {
     check_in_place(inputs);
     whole.vjps += 1;
     whole.are_zero = whole.are_zero && are_plain_zeros(found, arguments);
@@ -266,20 +266,18 @@ WholeBackward whole_backward(
     whole.zeros.push_back(std::move(found));
   };
   const auto take_all_zeros = [&] {
-    take_zeros(outputs);
+    take_zeros(graph.all().vjp_of_zeros());
     if (undefined) {
-      const std::vector<at::Tensor> behind = with_undefined_grads(outputs);
-      take_zeros(behind);
+      take_zeros(graph.all().vjp_of_undefined(std::nullopt));
       for (size_t o = 0; outputs.size() > 1 && o < outputs.size(); ++o) {
-        std::vector<at::Tensor> trial = outputs;
-        trial[o] = behind[o];
-        take_zeros(trial);
+        take_zeros(graph.all().vjp_of_undefined(static_cast<int64_t>(o)));
       }
     }
   };
   bool repeats_all = true;
   bool vectorizes = fewest_vectorized > 0;  // until an output shows that it does not
-  const auto take_rows = [&](const at::Tensor& output, bool imaginary) {
+  const auto take_rows = [&](size_t o, bool imaginary) {
+    const at::Tensor& output = outputs[o];
     const int64_t count = output.numel();
     const int64_t twice = std::min(count, repeated);
     const auto options = cotangents.options();
@@ -290,29 +288,31 @@ WholeBackward whole_backward(
       vectorizes = match.has_value();
       whole.vectorized = whole.vectorized || vectorizes;
     }
-    part.match = match ? *match : vjp_rows(output, inputs, 0, imaginary, part.rows, part.repeated, repeat_scale);
+    part.match =
+        match ? *match
+              : vjp_rows(graph, static_cast<int64_t>(o), inputs, 0, imaginary, part.rows, part.repeated, repeat_scale);
     whole.vjps += count + twice;
     repeats_all = repeats_all && twice == count;
     whole.parts.push_back(std::move(part));
   };
-  for (const at::Tensor& output : outputs) {
-    take_rows(output, output.is_complex());
+  for (size_t o = 0; o < outputs.size(); ++o) {
+    take_rows(o, outputs[o].is_complex());
   }
-  for (const at::Tensor& output : outputs) {
-    if (output.is_complex()) {
-      take_rows(output, /*imaginary=*/false);
+  for (size_t o = 0; o < outputs.size(); ++o) {
+    if (outputs[o].is_complex()) {
+      take_rows(o, /*imaginary=*/false);
     }
   }
   take_all_zeros();  // after the rows: a backward that is wrong in its first calls shows in what is compared
   if (cotangents.size(0) == 0) {
     return whole;
   }
-  whole.products = std::get<0>(vjp_coordinates(outputs, inputs, cotangents, layouts, /*only=*/{}));
+  whole.products = std::get<0>(vjp_coordinates(graph, inputs, cotangents, layouts, /*only=*/{}));
   whole.vjps += cotangents.size(0);
   if (!repeats_all) {
     const at::Tensor first = cotangents.narrow(0, 0, 1);
     const std::vector<int64_t> own(layouts.begin(), layouts.begin() + (layouts.empty() ? 0 : 1));
-    const at::Tensor again = std::get<0>(vjp_coordinates(outputs, inputs, first, own, /*only=*/{}));
+    const at::Tensor again = std::get<0>(vjp_coordinates(graph, inputs, first, own, /*only=*/{}));
     whole.vjps += 1;
     whole.movement = largest_difference(again, whole.products.narrow(0, 0, 1));
   }

@@ -97,6 +97,13 @@ class Evaluator:
     mutates_inputs: bool
     records_differences: bool
 
+class Graph:
+    def __init__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None: ...
+    @property
+    def bypasses_engine(self) -> bool: ...
+    def vjp_of_zeros(self) -> list[Tensor | None]: ...
+    def vjp_of_undefined(self, one: int | None) -> list[Tensor | None]: ...
+
 class UnspecifiedEntry:
     @property
     def row(self) -> int: ...
@@ -177,17 +184,15 @@ def count_nodes(outputs: Sequence[Tensor], most: int) -> tuple[int, int]: ...
 def vjp(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor | None], create_graph: bool
 ) -> list[Tensor | None]: ...
-def with_undefined_grads(outputs: Sequence[Tensor]) -> list[Tensor]: ...
-def vjp_of_zeros(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor | None]: ...
 def vjp_coordinates(
-    outputs: Sequence[Tensor],
+    graph: Graph,
     inputs: Sequence[InputBlock],
     cotangents: Tensor,
     layouts: Sequence[int] = (),
     only: Sequence[int] = (),
 ) -> tuple[Tensor, GradientsMatch]: ...
 def first_other_vjp(
-    outputs: Sequence[Tensor],
+    graph: Graph,
     inputs: Sequence[InputBlock],
     cotangents: Tensor,
     only: Sequence[int],
@@ -195,7 +200,8 @@ def first_other_vjp(
     known: Tensor,
 ) -> tuple[int, Tensor | None, GradientsMatch]: ...
 def vjp_groups(
-    output: Tensor,
+    graph: Graph,
+    output: int,
     inputs: Sequence[InputBlock],
     groups: Groups,
     values: Tensor,
@@ -205,7 +211,8 @@ def vjp_groups(
     expand: bool,
 ) -> GradientsMatch: ...
 def vjp_rows(
-    output: Tensor,
+    graph: Graph,
+    output: int,
     inputs: Sequence[InputBlock],
     first: int,
     imaginary: bool,
@@ -214,7 +221,7 @@ def vjp_rows(
     repeat_scale: float,
 ) -> GradientsMatch: ...
 def whole_backward(
-    outputs: Sequence[Tensor],
+    graph: Graph,
     inputs: Sequence[InputBlock],
     cotangents: Tensor,
     layouts: Sequence[int],

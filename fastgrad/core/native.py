@@ -37,6 +37,7 @@ from fastgrad._C import (  # noqa: E402  (after the checks)
     Derivative,
     Evaluator,
     GradientsMatch,
+    Graph,
     Groups,
     InputBlock,
     OutputSpec,
@@ -63,10 +64,8 @@ from fastgrad._C import (  # noqa: E402  (after the checks)
     vjp,
     vjp_coordinates,
     vjp_groups,
-    vjp_of_zeros,
     vjp_rows,
     whole_backward,
-    with_undefined_grads,
 )
 
 
@@ -101,6 +100,7 @@ __all__ = [
     "Derivative",
     "Evaluator",
     "GradientsMatch",
+    "Graph",
     "Groups",
     "InputBlock",
     "Layout",
@@ -126,8 +126,6 @@ __all__ = [
     "vjp",
     "vjp_coordinates",
     "vjp_groups",
-    "vjp_of_zeros",
     "vjp_rows",
     "whole_backward",
-    "with_undefined_grads",
 ]

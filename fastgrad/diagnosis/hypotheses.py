@@ -159,7 +159,7 @@ class Hypotheses:
         output = self._problem.evaluate_with(block, leaf)[self._output.index]
         own = v[self._output.slice]
         inputs = [native.InputBlock(leaf, 0, 0.0)]
-        products, _ = native.vjp_coordinates((output,), inputs, own.unsqueeze(0))
+        products, _ = native.vjp_coordinates(native.Graph((output,), (leaf,)), inputs, own.unsqueeze(0))
         self._problem.vjps += 1
         return products[0]
 

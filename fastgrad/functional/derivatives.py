@@ -679,13 +679,14 @@ def _rows(outputs: Tensors, inputs: Tensors) -> Rows:
     natives = [native.InputBlock(value, 0, 0.0) for value in inputs]
     size = sum(value.numel() * (2 if value.is_complex() else 1) for value in inputs)
     step = max(1, BLOCK_BYTES // (8 * max(1, size)))
+    graph = native.Graph(outputs, inputs)
     for o, output in enumerate(outputs):
         if not output.requires_grad:
             continue
         for first in range(0, output.numel(), step):
             count = min(step, output.numel() - first)
             rows = torch.empty(count, size, dtype=torch.float64, device=output.device)
-            match = native.vjp_rows(output, natives, first, False, rows, rows[:0], 1.0)
+            match = native.vjp_rows(graph, o, natives, first, False, rows, rows[:0], 1.0)
             if not match.sizes:
                 raise RuntimeError(f"The backward of output {o} gave a gradient of another size than its input's.")
             parts, start = [], 0

@@ -30,7 +30,7 @@ class Differences(Evaluation):
         AssertionError
             Where a perturbed func returns another number of outputs, other shapes or other dtypes.
         """
-        self._graph = None
+        self._recorded = None
         columns = torch.empty(count, self.m, dtype=torch.float64, device=self.device)
         step = STEP if self.progress.is_shown else max(1, count)
         begin = 0
@@ -65,7 +65,7 @@ class Differences(Evaluation):
         Tensor
             float64, shape (entries,).
         """
-        self._graph = None
+        self._recorded = None
         values = torch.zeros(rows.numel(), dtype=torch.float64, device=self.device)
         count = groups.starts.numel() - 1
         step = 1 if self.mixes_inputs else STEP if self.progress.is_shown else max(1, count)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import TracebackType
 from typing import Any, TypeVar
@@ -32,6 +32,14 @@ _UNKNOWN_NODES = 8
 
 _ALIKE = ((1.0, 1.0),)
 """The scales of inputs that all have the same."""
+
+
+@dataclass(slots=True)
+class _Recorded:
+    """The outputs of an evaluation that autograd recorded; their graph for VJPs, once it was asked for."""
+
+    outputs: tuple[Tensor, ...]
+    graph: native.Graph | None = None
 
 
 def evaluated_and_restored(func: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
@@ -99,7 +107,7 @@ class Evaluation:
         self.vjps = 0
         self.jvps = 0
         self._arguments = arguments
-        self._graph: tuple[Tensor, ...] | None = None
+        self._recorded: _Recorded | None = None
         self._base: Tensor | None = None
         self._coordinates: Tensor | None = None
         self._input_tensors = [block.tensor for block in self.inputs]
@@ -134,7 +142,7 @@ class Evaluation:
 
     def restore(self) -> None:
         """Puts the bits that they had at first back into all inputs."""
-        self._graph = None
+        self._recorded = None
         self._evaluator.restore()
 
     @property
@@ -166,9 +174,10 @@ class Evaluation:
             self.m = self.outputs[-1].first + self.outputs[-1].size
             self.device = self.outputs[0].tensor.device
         if self.has_graph:
-            self._graph = tuple(results[position] for position in positions)
-            self.nodes, self.custom_nodes = native.count_nodes(self._graph, MOST_NODES)
-            self.is_custom = not native.runs_no_custom_code(self._graph, self._input_tensors)
+            graph = tuple(results[position] for position in positions)
+            self._recorded = _Recorded(graph)
+            self.nodes, self.custom_nodes = native.count_nodes(graph, MOST_NODES)
+            self.is_custom = not native.runs_no_custom_code(graph, self._input_tensors)
             self.vectorizes = not self.is_custom
         self._specs = [native.OutputSpec(block.position, block.tensor) for block in self.outputs]
 
@@ -197,21 +206,31 @@ class Evaluation:
     @raises_memory_error
     def graph(self) -> tuple[Tensor, ...]:
         """The outputs of an evaluation at x, recorded by autograd; made anew after any other evaluation."""
-        if self._graph is None:
-            self._graph = self._selected(self._evaluator.evaluate(True))
-            for block, output in zip(self.outputs, self._graph, strict=True):
+        return self._record().outputs
+
+    def vjp_graph(self) -> native.Graph:
+        """The same, for VJPs with respect to all inputs."""
+        recorded = self._record()
+        if recorded.graph is None:
+            recorded.graph = native.Graph(recorded.outputs, self._input_tensors)
+        return recorded.graph
+
+    def _record(self) -> _Recorded:
+        if self._recorded is None:
+            self._recorded = _Recorded(self._selected(self._evaluator.evaluate(True)))
+            for block, output in zip(self.outputs, self._recorded.outputs, strict=True):
                 if not output.requires_grad:
                     raise AssertionError(
                         f"Expected `func` to return the same differentiable outputs on every call, but result "
                         f"{block.position} no longer requires grad."
                     )
-        return self._graph
+        return self._recorded
 
     def graph_of_its_own(self) -> tuple[Tensor, ...]:
         """The outputs of another evaluation at x, whose graph nobody else has: it runs on the current stream."""
-        self._graph = None
+        self._recorded = None
         graph = self.graph()
-        self._graph = None
+        self._recorded = None
         return graph
 
     def displacement(self, direction: Tensor, eps: float) -> Tensor:
@@ -257,7 +276,7 @@ class Evaluation:
         self, displacement: Tensor, scales: Sequence[float], values: Sequence[Tensor], record_graph: bool = True
     ) -> None:
         """Writes the outputs at x + scale displacement, for several scales, into values: float64, shape (m,) each."""
-        self._graph = None
+        self._recorded = None
         changed = self._evaluator.values_along(displacement, scales, values, self._specs, record_graph)
         if changed is not None:
             when = "perturbed together" if scales[changed[0]] else "evaluated again"
@@ -284,7 +303,7 @@ class Evaluation:
         fixed
             True for coordinates that do not move, shape (n,).
         """
-        self._graph = None
+        self._recorded = None
         changed = self._evaluator.difference_along(along, fixed, into, values, self._specs, self._ulps)
         if changed is not None:
             raise AssertionError(changed_message(self.outputs[changed[1]], changed[2], "perturbed together"))
@@ -310,7 +329,7 @@ class Evaluation:
         Tensor
             float64, shape (m,): a copy, so that func may reuse its buffers.
         """
-        self._graph = None
+        self._recorded = None
         if displacement is not None:
             # Copied before the inputs are restored: outputs may be views of them.
             values = torch.empty(self.m, dtype=torch.float64, device=self.device)
@@ -320,7 +339,7 @@ class Evaluation:
 
     def evaluate_with(self, block: Block, tensor: Tensor) -> tuple[Tensor, ...]:
         """The outputs, as func makes them, where a tensor stands in the place of an input."""
-        self._graph = None
+        self._recorded = None
         arguments = tuple(tensor if value is block.tensor else value for value in self._arguments)
         return self._selected(self._evaluator.evaluate_at(arguments))
 

@@ -27,7 +27,7 @@ class ForwardMode(Evaluation):
             float64, shape (count, m): one row a column of the Jacobian; and whether tangents were complex
             for complex outputs and real for real ones.
         """
-        self._graph = None
+        self._recorded = None
         self._require_forward_ad()
         columns = torch.empty(count, self.m, dtype=torch.float64, device=self.device)
 
@@ -44,7 +44,7 @@ class ForwardMode(Evaluation):
     @raises_memory_error
     def jvp(self, tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Tangents of `outputs` for tangents of `inputs`, None being undefined; one evaluation."""
-        self._graph = None
+        self._recorded = None
         self._require_forward_ad()
 
         def evaluate() -> list[Tensor | None]:

@@ -36,8 +36,10 @@ class ReverseMode(Evaluation):
         run again, `scale` (a power of two) times as large. columns: of each entry, as the groups have them.
         """
         # With other outputs, what reaches backward may be a sum of grad_outputs, and not expanded in use.
-        expand, graph = len(self.outputs) == 1, self.graph()[output.index]
-        match = native.vjp_groups(graph, self._natives, groups, values, self.n, repeated, scale, expand)
+        expand = len(self.outputs) == 1
+        match = native.vjp_groups(
+            self.vjp_graph(), output.index, self._natives, groups, values, self.n, repeated, scale, expand
+        )
         self.vjps += count + repeated
         self.progress.step(count + repeated)
         return match
@@ -64,14 +66,14 @@ class ReverseMode(Evaluation):
             The rows (float64, shape (count, coordinates of `inputs` end to end)), those of the second
             run divided by scale (the same, with `repeated` rows), and what the gradients looked like.
         """
-        natives = self._natives
-        size = self.n
+        natives, graph, size = self._natives, self.vjp_graph(), self.n
         if len(inputs) < len(natives):
             natives = [natives[self.inputs.index(block)] for block in inputs]
+            graph = native.Graph(self.graph(), [block.tensor for block in inputs])
             size = sum(block.size for block in inputs)
         rows = torch.empty(count, size, dtype=torch.float64, device=self.device)
         again = torch.empty(repeated, size, dtype=torch.float64, device=self.device)
-        match = native.vjp_rows(self.graph()[output.index], natives, first, imaginary, rows, again, scale)
+        match = native.vjp_rows(graph, output.index, natives, first, imaginary, rows, again, scale)
         self.vjps += count + repeated
         self.progress.step(count + repeated)
         return rows, again, match
@@ -105,7 +107,16 @@ class ReverseMode(Evaluation):
             Up to which the products of the cotangents are what the rows add up to; rtol of the largest sum.
         """
         whole = native.whole_backward(
-            self.graph(), self._natives, cotangents, layouts, repeated, scale, undefined, fewest_vectorized, atol, rtol
+            self.vjp_graph(),
+            self._natives,
+            cotangents,
+            layouts,
+            repeated,
+            scale,
+            undefined,
+            fewest_vectorized,
+            atol,
+            rtol,
         )
         self.vjps += whole.vjps
         self.progress.step(whole.vjps)
@@ -130,11 +141,8 @@ class ReverseMode(Evaluation):
         Tensor
             The products: float64, shape (count, n); zero where an input does not matter.
         """
-        outputs = self.graph()
-        if only is not None:
-            outputs = outputs[only.index : only.index + 1]
-            cotangents = cotangents[:, only.slice]
-        products, match = native.vjp_coordinates(outputs, self._natives, cotangents, layouts)
+        which = [] if only is None else [only.index] * cotangents.shape[0]
+        products, match = native.vjp_coordinates(self.vjp_graph(), self._natives, cotangents, layouts, which)
         self._count(cotangents.shape[0], match)
         return products
 
@@ -146,7 +154,7 @@ class ReverseMode(Evaluation):
 
         only: per row, the index of the output that gets a grad_output, -1 for all.
         """
-        products, match = native.vjp_coordinates(self.graph(), self._natives, cotangents, layouts, only)
+        products, match = native.vjp_coordinates(self.vjp_graph(), self._natives, cotangents, layouts, only)
         self._count(len(only), match)
         return products, match
 
@@ -163,7 +171,7 @@ class ReverseMode(Evaluation):
         tuple
             How many were run, and the one that differs, shape (1, n); None if none does.
         """
-        run, other, match = native.first_other_vjp(self.graph(), self._natives, cotangents, only, order, known)
+        run, other, match = native.first_other_vjp(self.vjp_graph(), self._natives, cotangents, only, order, known)
         self._count(run, match)
         return run, other
 
@@ -175,22 +183,28 @@ class ReverseMode(Evaluation):
 
     def vjp_of_older_graph(self, cotangents: Tensor, displacement: Tensor, only: Block | None = None) -> Tensor:
         """V J as `vjp` gives it, from a graph at x that was made before func was evaluated at x + displacement."""
-        graph = self.graph()
+        recorded = self._record()
         self.evaluate(True, displacement)
-        self._graph = graph
+        self._recorded = recorded
         try:
             return self.vjp(cotangents, only=only)
         finally:
-            self._graph = None
+            self._recorded = None
 
     @raises_memory_error
-    def zero_gradients(self, outputs: Sequence[Tensor]) -> list[Tensor | None]:
-        """Autograd's gradients of `outputs` for zero grad_outputs, one per input block, as backward made them.
+    def zero_gradients(self) -> list[Tensor | None]:
+        """Autograd's gradients for zero grad_outputs, one per input block, as backward made them.
 
         None where it made none.
         """
         self.vjps += 1
-        return native.vjp_of_zeros(outputs, self._input_tensors)
+        return self.vjp_graph().vjp_of_zeros()
+
+    @raises_memory_error
+    def undefined_gradients(self, only: Block | None = None) -> list[Tensor | None]:
+        """The same for undefined grad_outputs: of all outputs, or of one alone, the others zero."""
+        self.vjps += 1
+        return self.vjp_graph().vjp_of_undefined(None if only is None else only.index)
 
     def columns_of_backward(self, groups: Iterable[Tensor]) -> Iterator[Tensor]:
         """J u by the backward alone, differentiated once more: v -> v^T J is linear, and u its grad_output.

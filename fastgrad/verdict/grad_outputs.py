@@ -28,7 +28,7 @@ def check_zero_grad_output(
     gradients: those that it gave, where they are at hand.
     """
     if gradients is None:
-        gradients = problem.zero_gradients(problem.graph())
+        gradients = problem.zero_gradients()
     for block, gradient in zip(problem.inputs, gradients, strict=True):
         if gradient is not None and not native.is_plain_zero(gradient, block.tensor):
             failure = _attribute_failure(block, gradient, settings.masked)
@@ -85,14 +85,9 @@ def check_undefined_grads(problem: Problem, at_hand: Sequence[Sequence[Tensor | 
     """
     if at_hand is not None:
         return next(filter(None, (_undefined_failure(problem, gradients) for gradients in at_hand)), None)
-    outputs = problem.graph()
-    undefined = native.with_undefined_grads(outputs)
-    trials = [undefined]
-    if len(outputs) > 1:
-        trials += [[*outputs[:i], undefined[i], *outputs[i + 1 :]] for i in range(len(outputs))]
-    for trial in trials:
+    for only in (None, *(problem.outputs if len(problem.outputs) > 1 else ())):
         try:
-            gradients = problem.zero_gradients(trial)
+            gradients = problem.undefined_gradients(only)
         except RuntimeError as error:
             return Failure("undefined grad raises", cause=error)
         failure = _undefined_failure(problem, gradients)

@@ -1,0 +1,248 @@
+#include "graph_runner.h"
+
+#include "loops.h"
+#include "rows.h"
+
+#include <ATen/ops/add.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/equal.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <functional>
+#include <string>
+#include <unordered_map>
+
+namespace fastgrad {
+namespace {
+
+using torch::autograd::Edge;
+using torch::autograd::Node;
+
+// In larger graphs the engine's own share is small.
+constexpr size_t most_nodes = 64;
+
+bool is_plain_cpu(const at::Tensor& tensor) {
+  constexpr auto lazy = c10::DispatchKeySet({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
+  constexpr auto no_matter = c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset | lazy;
+  return tensor.defined() && tensor.key_set() - no_matter == c10::DispatchKeySet(c10::DispatchKey::CPU);
+}
+
+bool are_plain_cpu(const std::vector<at::Tensor>& tensors) {
+  return std::all_of(tensors.begin(), tensors.end(), is_plain_cpu);
+}
+
+bool are_equal(const std::vector<at::Tensor>& left, const std::vector<at::Tensor>& right) {
+  return std::equal(left.begin(), left.end(), right.begin(), right.end(), [](const auto& a, const auto& b) {
+    return a.defined() == b.defined() &&
+           (!a.defined() || (is_plain_cpu(a) && is_plain_cpu(b) && a.scalar_type() == b.scalar_type() &&
+                             a.sizes() == b.sizes() && at::equal(a, b)));
+  });
+}
+
+// What a node raises is raised again by the engine, which says it in its own words.
+std::string as_it_is(const std::string& message) { return message; }
+
+bool is_accumulation(const Node& node) { return dynamic_cast<const torch::autograd::AccumulateGrad*>(&node); }
+
+}  // namespace
+
+GraphRunner::GraphRunner(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs)
+    : outputs_(std::move(outputs)), inputs_(std::move(inputs)) {}
+
+bool GraphRunner::find_steps() {
+  const auto requires_grad = [](const at::Tensor& tensor) { return tensor.requires_grad(); };
+  if (!are_plain_cpu(outputs_) || !are_plain_cpu(inputs_) || torch::autograd::AnomalyMode::is_enabled() ||
+      !std::all_of(outputs_.begin(), outputs_.end(), requires_grad) ||
+      !std::all_of(inputs_.begin(), inputs_.end(), requires_grad) || !runs_no_custom_code(outputs_, inputs_)) {
+    return false;
+  }
+  std::vector<Node*> nodes;
+  std::unordered_map<Node*, int64_t> places;
+  const auto add = [&](const Edge& edge) {
+    if (edge.is_valid() && places.emplace(edge.function.get(), 0).second) {
+      nodes.push_back(edge.function.get());
+    }
+  };
+  for (const at::Tensor& output : outputs_) {
+    roots_.push_back(torch::autograd::impl::gradient_edge(output));
+    add(roots_.back());
+  }
+  for (size_t k = 0; k < nodes.size(); ++k) {
+    if (nodes.size() > most_nodes) {
+      return false;
+    }
+    for (const Edge& edge : nodes[k]->next_edges()) {
+      add(edge);
+    }
+  }
+  // As the engine has it, but for those that end a graph: they are not run.
+  std::stable_sort(nodes.begin(), nodes.end(), [](const Node* left, const Node* right) {
+    const bool last = is_accumulation(*right);
+    return is_accumulation(*left) ? false : last || left->sequence_nr() > right->sequence_nr();
+  });
+  for (size_t k = 0; k < nodes.size(); ++k) {
+    places[nodes[k]] = static_cast<int64_t>(k);
+  }
+  const auto place = [&](const Edge& edge) -> std::pair<int64_t, uint32_t> {
+    const auto found = edge.is_valid() ? places.find(edge.function.get()) : places.end();
+    return {found == places.end() ? -1 : found->second, edge.input_nr};
+  };
+  std::vector<bool> leads(nodes.size());
+  for (const at::Tensor& input : inputs_) {
+    to_.push_back(place(torch::autograd::impl::gradient_edge(input)));
+    if (to_.back().first >= 0) {
+      leads[to_.back().first] = true;
+    }
+  }
+  for (const Edge& root : roots_) {
+    from_.push_back(place(root));
+  }
+  for (size_t k = 0; k < nodes.size(); ++k) {
+    Step step{nodes[k], false, {}};
+    for (const Edge& edge : nodes[k]->next_edges()) {
+      step.successors.push_back(place(edge));
+      if (edge.is_valid() && step.successors.back().first <= static_cast<int64_t>(k)) {
+        return false;  // made by another thread, or called again: an order of its own
+      }
+    }
+    steps_.push_back(std::move(step));
+  }
+  for (size_t k = nodes.size(); k-- > 0;) {
+    for (const auto& [successor, input] : steps_[k].successors) {
+      steps_[k].is_run = steps_[k].is_run || (successor >= 0 && leads[successor]);
+    }
+    leads[k] = leads[k] || steps_[k].is_run;
+  }
+  return true;
+}
+
+std::vector<at::Tensor> GraphRunner::run(const std::vector<at::Tensor>& cotangents) const {
+  TORCH_CHECK(cotangents.size() == outputs_.size());
+  std::vector<torch::autograd::variable_list> buffers(steps_.size());
+  for (size_t k = 0; k < steps_.size(); ++k) {
+    buffers[k].resize(steps_[k].node->num_inputs());
+  }
+  const auto hand_on = [&](const std::pair<int64_t, uint32_t>& to, const at::Tensor& gradient) {
+    if (to.first >= 0 && gradient.defined()) {
+      TORCH_CHECK(is_plain_cpu(gradient));
+      at::Tensor& sum = buffers[to.first].at(to.second);
+      sum = sum.defined() ? at::add(sum, gradient) : gradient;
+    }
+  };
+  torch::autograd::variable_list first = cotangents;
+  for (size_t k = 0; k < first.size(); ++k) {
+    TORCH_CHECK(!first[k].defined() || (is_plain_cpu(first[k]) && first[k].sizes() == outputs_[k].sizes()));
+  }
+  torch::autograd::validate_outputs(roots_, first, as_it_is);
+  for (size_t k = 0; k < first.size(); ++k) {
+    hand_on(from_[k], first[k]);
+  }
+  std::vector<at::Tensor> gradients(inputs_.size());
+  for (size_t k = 0; k < steps_.size(); ++k) {
+    for (size_t i = 0; i < inputs_.size(); ++i) {
+      if (to_[i].first == static_cast<int64_t>(k)) {
+        gradients[i] = buffers[k].at(to_[i].second);
+      }
+    }
+    if (!steps_[k].is_run) {
+      continue;
+    }
+    Node& node = *steps_[k].node;
+    torch::autograd::variable_list found = node(std::move(buffers[k]));
+    torch::autograd::validate_outputs(node.next_edges(), found, as_it_is);
+    for (size_t i = 0; i < found.size(); ++i) {
+      hand_on(steps_[k].successors.at(i), found[i]);
+    }
+  }
+  return gradients;
+}
+
+std::optional<std::vector<at::Tensor>> GraphRunner::try_run(const std::vector<at::Tensor>& cotangents) {
+  check_vjp_memory(outputs_, inputs_, cotangents);
+  try {
+    const c10::AutoGradMode without_graph(false);
+    const pybind11::gil_scoped_release released;
+    return run(cotangents);
+  } catch (const c10::Error&) {  // of a node; what is of Python is a hook's, on a saved tensor, and its user's
+    state_ = State::engine;
+    return std::nullopt;
+  }
+}
+
+std::vector<at::Tensor> GraphRunner::vjp(const std::vector<at::Tensor>& cotangents) {
+  if (state_ == State::nodes) {
+    if (auto found = try_run(cotangents)) {
+      return *std::move(found);
+    }
+  }
+  std::vector<at::Tensor> known = fastgrad::vjp(outputs_, inputs_, cotangents, /*create_graph=*/false);
+  if (state_ == State::untried) {
+    const auto found = find_steps() ? try_run(cotangents) : std::nullopt;
+    state_ = found && are_equal(*found, known) ? State::nodes : State::engine;
+  }
+  return known;
+}
+
+std::vector<at::Tensor> GraphRunner::vjp_of_zeros() {
+  if (state_ == State::nodes) {
+    std::vector<at::Tensor> zeros;
+    for (const at::Tensor& output : outputs_) {
+      const BelowAutograd guard;
+      zeros.push_back(at::empty_like(output, {}, at::MemoryFormat::Contiguous).zero_());
+    }
+    if (auto found = try_run(zeros)) {
+      return *std::move(found);
+    }
+  }
+  return fastgrad::vjp_of_zeros(outputs_, inputs_);
+}
+
+std::vector<at::Tensor> GraphRunner::vjp_of_undefined(std::optional<int64_t> one) {
+  TORCH_CHECK(
+      !one || (0 <= *one && *one < static_cast<int64_t>(outputs_.size())),
+      "vjp_of_undefined: one must be the number of one of ", outputs_.size(), " outputs, got ", one.value_or(0));
+  if (state_ == State::nodes) {
+    std::vector<at::Tensor> cotangents(outputs_.size());
+    for (size_t k = 0; one && k < outputs_.size(); ++k) {
+      const BelowAutograd guard;
+      cotangents[k] = static_cast<int64_t>(k) == *one
+                          ? at::Tensor()
+                          : at::empty_like(outputs_[k], {}, at::MemoryFormat::Contiguous).zero_();
+    }
+    if (auto found = try_run(cotangents)) {
+      return *std::move(found);
+    }
+  }
+  const std::vector<at::Tensor> behind = with_undefined_grads(outputs_);
+  std::vector<at::Tensor> trial = one ? outputs_ : behind;
+  if (one) {
+    trial.at(*one) = behind.at(*one);
+  }
+  return fastgrad::vjp_of_zeros(trial, inputs_);
+}
+
+Graph::Graph(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs)
+    : outputs_(std::move(outputs)), inputs_(std::move(inputs)) {}
+
+GraphRunner& Graph::of(int64_t output) {
+  const auto count = static_cast<int64_t>(outputs_.size());
+  TORCH_CHECK(0 <= output && output < count, "output must be the number of one of ", count, " outputs, got ", output);
+  return get(count == 1 ? -1 : output);
+}
+
+GraphRunner& Graph::get(int64_t which) {
+  const auto found = runners_.find(which);
+  if (found != runners_.end()) {
+    return found->second;
+  }
+  return runners_.try_emplace(which, which < 0 ? outputs_ : std::vector{outputs_[which]}, inputs_).first->second;
+}
+
+}  // namespace fastgrad

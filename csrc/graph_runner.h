@@ -1,0 +1,76 @@
+// VJPs of small graphs on the CPU without the autograd engine, whose queue costs more than small operators.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/edge.h>
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <utility>
+#include <vector>
+
+namespace fastgrad {
+
+// Computes vjp(outputs, inputs, cotangents, false) again and again. The first VJP is the engine's, and the nodes are
+// called for it, too. Where both agree bit for bit, later VJPs call the nodes alone, in the engine's order. The engine
+// runs all VJPs of a graph with custom Functions or hooks, of more than a few nodes, or with anything but plain CPU
+// tensors, and those for which a node raises.
+class GraphRunner {
+ public:
+  GraphRunner(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs);
+
+  // Whether later VJPs call the nodes alone.
+  bool bypasses_engine() const { return state_ == State::nodes; }
+
+  // Undefined where there is none. Called and returns with the GIL held.
+  std::vector<at::Tensor> vjp(const std::vector<at::Tensor>& cotangents);
+
+  // The VJP of zeros, or of undefined grad_outputs of all outputs or of one, the others zero.
+  std::vector<at::Tensor> vjp_of_zeros();
+  std::vector<at::Tensor> vjp_of_undefined(std::optional<int64_t> one);
+
+ private:
+  enum class State { untried, nodes, engine };
+
+  struct Step {
+    torch::autograd::Node* node;
+    bool is_run;                                           // an input lies behind it
+    std::vector<std::pair<int64_t, uint32_t>> successors;  // step and its input, by the node's outputs; step -1: none
+  };
+
+  bool find_steps();
+
+  // What the nodes give; an undefined cotangent is handed on as such.
+  std::vector<at::Tensor> run(const std::vector<at::Tensor>& cotangents) const;
+
+  // The same, nothing where the engine has to run them.
+  std::optional<std::vector<at::Tensor>> try_run(const std::vector<at::Tensor>& cotangents);
+
+  State state_ = State::untried;
+  std::vector<at::Tensor> outputs_, inputs_;
+  torch::autograd::edge_list roots_;
+  std::vector<Step> steps_;                              // each after all that it gets gradients from
+  std::vector<std::pair<int64_t, uint32_t>> from_, to_;  // of each output and each input
+};
+
+// The graph behind some outputs, for VJPs of all of them and of each by itself with respect to some inputs.
+class Graph {
+ public:
+  Graph(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs);
+
+  // Refuses numbers of outputs that there are not.
+  GraphRunner& all() { return get(-1); }
+  GraphRunner& of(int64_t output);
+
+  const std::vector<at::Tensor>& outputs() const { return outputs_; }
+  const std::vector<at::Tensor>& inputs() const { return inputs_; }
+
+ private:
+  GraphRunner& get(int64_t which);
+
+  std::vector<at::Tensor> outputs_, inputs_;
+  std::map<int64_t, GraphRunner> runners_;  // by output; -1: all
+};
+
+}  // namespace fastgrad
