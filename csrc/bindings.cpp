@@ -14,6 +14,10 @@ namespace py = pybind11;
 
 namespace {
 
+std::vector<at::Tensor> vjp_of_all(fastgrad::Graph& graph, const std::vector<at::Tensor>& cotangents) {
+  return graph.all().vjp(cotangents);
+}
+
 std::vector<at::Tensor> vjp_of_zeros(fastgrad::Graph& graph) { return graph.all().vjp_of_zeros(); }
 
 std::vector<at::Tensor> vjp_of_undefined(fastgrad::Graph& graph, const std::optional<int64_t>& one) {
@@ -23,13 +27,13 @@ std::vector<at::Tensor> vjp_of_undefined(fastgrad::Graph& graph, const std::opti
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
-  using fastgrad::Derivative;
+  using fastgrad::Derivatives;
   using fastgrad::Evaluator;
   using fastgrad::Graph;
   using fastgrad::Groups;
   using fastgrad::InputBlock;
   using fastgrad::OutputSpec;
-  using fastgrad::RandomDirection;
+  using fastgrad::RandomDirections;
 
   py::class_<InputBlock>(module, "InputBlock")
       .def(
@@ -49,14 +53,15 @@ PYBIND11_MODULE(_C, module) {
       .def_readonly("starts", &Groups::starts)
       .def_readonly("entries", &Groups::entries)
       .def_readonly("entry_starts", &Groups::entry_starts);
-  py::class_<RandomDirection>(module, "RandomDirection")
+  py::class_<RandomDirections>(module, "RandomDirections")
       .def(
-          py::init<int64_t, int64_t, double, double, at::Tensor, at::Tensor>(), py::arg("seed"), py::arg("stream"),
-          py::arg("step"), py::arg("relative"), py::arg("displacement"), py::arg("direction"));
-  py::class_<Derivative>(module, "Derivative")
-      .def(
-          py::init<at::Tensor, at::Tensor, at::Tensor, double>(), py::arg("derivative"), py::arg("noise"),
-          py::arg("base"), py::arg("curve"));
+          py::init<int64_t, std::vector<int64_t>, std::vector<int64_t>, double, double>(), py::arg("seed"),
+          py::arg("streams"), py::arg("points"), py::arg("step"), py::arg("relative"));
+  py::class_<Derivatives>(module, "Derivatives")
+      .def_readonly("directions", &Derivatives::directions)
+      .def_readonly("derivatives", &Derivatives::derivatives)
+      .def_readonly("noise", &Derivatives::noise)
+      .def_readonly("sizes", &Derivatives::sizes);
   py::class_<Evaluator>(module, "Evaluator")
       .def(py::init<py::object, py::tuple, std::vector<InputBlock>>())
       .def("coordinates", torch::wrap_pybind_function(&Evaluator::coordinates))
@@ -65,7 +70,7 @@ PYBIND11_MODULE(_C, module) {
       .def("evaluate", torch::wrap_pybind_function(&Evaluator::evaluate))
       .def("realize", torch::wrap_pybind_function(&Evaluator::realize))
       .def("values_along", torch::wrap_pybind_function(&Evaluator::values_along))
-      .def("difference_along", torch::wrap_pybind_function(&Evaluator::difference_along))
+      .def("differences_along", torch::wrap_pybind_function(&Evaluator::differences_along))
       .def("difference_columns", torch::wrap_pybind_function(&Evaluator::difference_columns))
       .def("difference_groups", torch::wrap_pybind_function(&Evaluator::difference_groups))
       .def("evaluate_at", torch::wrap_pybind_function(&Evaluator::evaluate_at))
@@ -76,7 +81,10 @@ PYBIND11_MODULE(_C, module) {
       .def_property("mutates_inputs", &Evaluator::mutates_inputs, &Evaluator::set_mutates_inputs)
       .def_property("records_differences", &Evaluator::records_differences, &Evaluator::set_records_differences);
   py::class_<Graph>(module, "Graph")
-      .def(py::init<std::vector<at::Tensor>, std::vector<at::Tensor>>(), py::arg("outputs"), py::arg("inputs"))
+      .def(
+          py::init<std::vector<at::Tensor>, std::vector<at::Tensor>, bool>(), py::arg("outputs"), py::arg("inputs"),
+          py::arg("is_tried") = false)
+      .def("vjp", torch::wrap_pybind_function(&vjp_of_all))
       .def_property_readonly("bypasses_engine", [](fastgrad::Graph& graph) { return graph.all().bypasses_engine(); })
       .def("vjp_of_zeros", torch::wrap_pybind_function(&vjp_of_zeros))
       .def("vjp_of_undefined", torch::wrap_pybind_function(&vjp_of_undefined));
@@ -116,10 +124,12 @@ PYBIND11_MODULE(_C, module) {
   module.def("compare", torch::wrap_pybind_function_no_gil(&fastgrad::compare));
   module.def("direction_", torch::wrap_pybind_function_no_gil(&fastgrad::direction_));
   module.def("check_memory", torch::wrap_pybind_function(&fastgrad::check_memory));
+  module.def("flattened", torch::wrap_pybind_function(&fastgrad::flattened));
   module.def("flatten_", torch::wrap_pybind_function(&fastgrad::flatten_));
   module.def("at_dual_level", torch::wrap_pybind_function(&fastgrad::at_dual_level));
   module.def("backward_streams", torch::wrap_pybind_function(&fastgrad::backward_streams));
   module.def("is_plain_zero", torch::wrap_pybind_function(&fastgrad::is_plain_zero));
+  module.def("largest_residuals", torch::wrap_pybind_function(&fastgrad::largest_residuals));
   module.def("largest_errors", torch::wrap_pybind_function(&fastgrad::largest_errors));
   module.def("project_rows_", torch::wrap_pybind_function_no_gil(&fastgrad::project_rows_));
   module.def("count_nodes", torch::wrap_pybind_function(&fastgrad::count_nodes));

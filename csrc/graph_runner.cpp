@@ -53,8 +53,8 @@ bool is_accumulation(const Node& node) { return dynamic_cast<const torch::autogr
 
 }  // namespace
 
-GraphRunner::GraphRunner(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs)
-    : outputs_(std::move(outputs)), inputs_(std::move(inputs)) {}
+GraphRunner::GraphRunner(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs, bool is_tried)
+    : is_tried_(is_tried), outputs_(std::move(outputs)), inputs_(std::move(inputs)) {}
 
 bool GraphRunner::find_steps() {
   const auto requires_grad = [](const at::Tensor& tensor) { return tensor.requires_grad(); };
@@ -177,6 +177,9 @@ std::optional<std::vector<at::Tensor>> GraphRunner::try_run(const std::vector<at
 }
 
 std::vector<at::Tensor> GraphRunner::vjp(const std::vector<at::Tensor>& cotangents) {
+  if (state_ == State::untried && is_tried_) {
+    state_ = find_steps() ? State::nodes : State::engine;
+  }
   if (state_ == State::nodes) {
     if (auto found = try_run(cotangents)) {
       return *std::move(found);
@@ -228,8 +231,8 @@ std::vector<at::Tensor> GraphRunner::vjp_of_undefined(std::optional<int64_t> one
   return fastgrad::vjp_of_zeros(trial, inputs_);
 }
 
-Graph::Graph(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs)
-    : outputs_(std::move(outputs)), inputs_(std::move(inputs)) {}
+Graph::Graph(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs, bool is_tried)
+    : outputs_(std::move(outputs)), inputs_(std::move(inputs)), is_tried_(is_tried) {}
 
 GraphRunner& Graph::of(int64_t output) {
   const auto count = static_cast<int64_t>(outputs_.size());
@@ -242,7 +245,8 @@ GraphRunner& Graph::get(int64_t which) {
   if (found != runners_.end()) {
     return found->second;
   }
-  return runners_.try_emplace(which, which < 0 ? outputs_ : std::vector{outputs_[which]}, inputs_).first->second;
+  return runners_.try_emplace(which, which < 0 ? outputs_ : std::vector{outputs_[which]}, inputs_, is_tried_)
+      .first->second;
 }
 
 }  // namespace fastgrad

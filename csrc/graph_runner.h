@@ -18,7 +18,8 @@ namespace fastgrad {
 // tensors, and those for which a node raises.
 class GraphRunner {
  public:
-  GraphRunner(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs);
+  // is_tried: a graph of the same function was tried before.
+  GraphRunner(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs, bool is_tried);
 
   // Whether later VJPs call the nodes alone.
   bool bypasses_engine() const { return state_ == State::nodes; }
@@ -48,6 +49,7 @@ class GraphRunner {
   std::optional<std::vector<at::Tensor>> try_run(const std::vector<at::Tensor>& cotangents);
 
   State state_ = State::untried;
+  bool is_tried_;
   std::vector<at::Tensor> outputs_, inputs_;
   torch::autograd::edge_list roots_;
   std::vector<Step> steps_;                              // each after all that it gets gradients from
@@ -57,7 +59,8 @@ class GraphRunner {
 // The graph behind some outputs, for VJPs of all of them and of each by itself with respect to some inputs.
 class Graph {
  public:
-  Graph(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs);
+  // is_tried: as of GraphRunner.
+  Graph(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs, bool is_tried);
 
   // Refuses numbers of outputs that there are not.
   GraphRunner& all() { return get(-1); }
@@ -70,6 +73,7 @@ class Graph {
   GraphRunner& get(int64_t which);
 
   std::vector<at::Tensor> outputs_, inputs_;
+  bool is_tried_;
   std::map<int64_t, GraphRunner> runners_;  // by output; -1: all
 };
 

@@ -24,6 +24,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -767,6 +768,28 @@ class DualLevel {
 };
 
 }  // namespace
+
+at::Tensor flattened(const std::vector<at::Tensor>& tensors) {
+  TORCH_CHECK(!tensors.empty(), "flattened: tensors must be one or more");
+  int64_t total = 0;
+  for (const at::Tensor& tensor : tensors) {
+    check_differentiable("flattened", "a tensor", tensor);
+    total += coordinate_count(tensor);
+  }
+  const BelowAutograd guard;
+  const at::Tensor flat = at::empty({1, total}, tensors[0].options().dtype(at::kDouble));
+  int64_t offset = 0;
+  for (const at::Tensor& tensor : tensors) {
+    const int64_t size = coordinate_count(tensor);
+    if (c10::impl::TorchDispatchModeTLS::any_modes_set()) {
+      flatten_(flat.select(0, 0).narrow(0, offset, size), tensor);  // an operator, which the mode sees
+    } else {
+      flatten_into(flat, 0, offset, size, tensor);
+    }
+    offset += size;
+  }
+  return flat.view({total});
+}
 
 py::object at_dual_level(const py::object& body) {
   const Turn turn;

@@ -14,6 +14,7 @@
 #include <optional>
 #include <tuple>
 #include <utility>
+#include <variant>
 #include <vector>
 
 namespace fastgrad {
@@ -74,21 +75,24 @@ struct Groups {
   at::Tensor entries_of(int64_t g) const;
 };
 
-// A random direction u in R^n, as of Evaluator::realize; displacement and direction (float64, shape (coordinates of all
-// inputs,)) are written: the steps, and what rounding leaves of u.
-struct RandomDirection {
-  int64_t seed, stream;
+// Random directions u in R^n, as of Evaluator::realize, one for each stream. The derivative along one takes as many
+// evaluations as `points` says: two, or four for Richardson extrapolation.
+struct RandomDirections {
+  int64_t seed;
+  std::vector<int64_t> streams, points;
   double step, relative;
-  at::Tensor displacement, direction;
 };
 
-// What a difference along a direction gives, float64, shape (coordinates of all outputs,) each: the derivative, which
-// is written, and how far it may be off, which is raised where it is off by more; base: the outputs at x. curve: what
-// the one-sided derivatives of a smooth function may be off the central one, relative to it.
-struct Derivative {
-  at::Tensor derivative, noise, base;
-  double curve;
+// What differences along directions give, all float64.
+struct Derivatives {
+  at::Tensor directions;   // what rounding leaves of each u: shape (count, coordinates of all inputs)
+  at::Tensor derivatives;  // shape (count, coordinates of all outputs)
+  at::Tensor noise;        // how far each output's derivatives may be off: shape (coordinates of all outputs,)
+  std::optional<std::pair<double, double>> sizes;  // of small ones: the norm of noise, the largest derivative
 };
+
+// At an evaluation that does not look as its OutputSpec says: which evaluation, which output, what func returned.
+using Changed = std::tuple<int64_t, int64_t, pybind11::object>;
 
 // Calls func with the caller's own arguments, unperturbed or perturbed in place. After every call,
 // exceptions and interrupts included, the inputs hold the bits of their origins again, except after
@@ -126,13 +130,13 @@ class Evaluator {
       const at::Tensor& displacement, const std::vector<double>& scales, const std::vector<at::Tensor>& values,
       const std::vector<OutputSpec>& outputs, bool record_graph);
 
-  // The derivative along a random direction, from as many evaluations as there are `values`, each of which (float64,
-  // shape (m,)) is written over: two, or four for Richardson extrapolation. fixed: true for coordinates that do not
-  // move, shape (coordinates of all inputs,). ulps: the relative spacing of each output's dtype. Returns as
-  // values_along.
-  std::optional<std::tuple<int64_t, int64_t, pybind11::object>> difference_along(
-      const RandomDirection& along, const std::optional<at::Tensor>& fixed, const Derivative& into,
-      const std::vector<at::Tensor>& values, const std::vector<OutputSpec>& outputs, const std::vector<double>& ulps);
+  // The derivatives along random directions. base: the outputs at x, float64, shape (coordinates of all outputs,).
+  // curve: what the one-sided derivatives of a smooth function may be off the central one, relative to it. fixed: true
+  // for coordinates that do not move, shape (coordinates of all inputs,). ulps: the relative spacing of each output's
+  // dtype.
+  std::variant<Derivatives, Changed> differences_along(
+      const RandomDirections& along, const at::Tensor& base, double curve, const std::optional<at::Tensor>& fixed,
+      const std::vector<OutputSpec>& outputs, const std::vector<double>& ulps);
 
   // Numerical columns first, first + 1, ...: row j of `columns` (float64, shape (count, m), m the
   // coordinates of all outputs end to end) becomes the central difference at coordinate first + j,
@@ -205,6 +209,15 @@ class Evaluator {
   bool mutates_inputs_ = false;
   bool records_differences_ = true;
 };
+
+// The real coordinates of some tensors end to end: float64, one dimension, where the first is.
+at::Tensor flattened(const std::vector<at::Tensor>& tensors);
+
+// By cotangent, the largest of |v . J u - (v J) . u| over some directions u; a NaN is the largest. cotangents: shape
+// (rows, m); derivatives J u: (count, m); gradients v J: (rows, n); directions: (count, n); all float64, contiguous.
+std::vector<double> largest_residuals(
+    const at::Tensor& cotangents, const at::Tensor& derivatives, const at::Tensor& gradients,
+    const at::Tensor& directions);
 
 // What body() returns, called at a level of forward-mode AD. torch has one level for all threads: they take turns, and
 // a thread that waits for its turn has released the GIL. The level ends with the call, however that ends: no signal is

@@ -221,6 +221,8 @@ def _scales(settings: Settings) -> list[tuple[float, float]]:
 def _first_failure(
     problem: Problem, settings: Settings, findings: Findings, is_backward: bool
 ) -> tuple[Plan, Failure | None]:
+    if is_backward and problem.has_graph:
+        problem.base()  # now, while the first evaluation gives it
     if sketches(problem, settings):
         runs_backward = problem.has_graph and settings.check_backward_ad
         calls = RepeatedCalls(problem, settings, most=0) if runs_backward else None

@@ -286,7 +286,7 @@ def _verified(settings: Settings, count: int, bound: float, unresolved: float) -
 def _noise(problem: Problem, settings: Settings, differences: Differences) -> Tensor:
     """What differences of each output may be off, and the rounding of gradients as large: float64, shape (m,)."""
     rounding = ROUNDING * problem.unit_roundoff
-    if rounding * largest(differences.derivatives) * problem.m**0.5 <= settings.atol / (4 * NOISE_SHARE):
+    if rounding * differences.largest * problem.m**0.5 <= settings.atol / (4 * NOISE_SHARE):
         return differences.noise
     return differences.noise + rounding * differences.size()
 

@@ -34,14 +34,14 @@ if importlib.util.find_spec("fastgrad._C") is None:
     raise ImportError(MISSING)
 
 from fastgrad._C import (  # noqa: E402  (after the checks)
-    Derivative,
+    Derivatives,
     Evaluator,
     GradientsMatch,
     Graph,
     Groups,
     InputBlock,
     OutputSpec,
-    RandomDirection,
+    RandomDirections,
     Rows,
     UnspecifiedEntry,
     WholeBackward,
@@ -55,8 +55,10 @@ from fastgrad._C import (  # noqa: E402  (after the checks)
     direction_,
     first_other_vjp,
     flatten_,
+    flattened,
     is_plain_zero,
     largest_errors,
+    largest_residuals,
     project_rows_,
     runs_no_custom_code,
     star_color,
@@ -97,7 +99,7 @@ class ops:  # noqa: N801  (a namespace, like torch.ops.fastgrad)
 
 
 __all__ = [
-    "Derivative",
+    "Derivatives",
     "Evaluator",
     "GradientsMatch",
     "Graph",
@@ -105,7 +107,7 @@ __all__ = [
     "InputBlock",
     "Layout",
     "OutputSpec",
-    "RandomDirection",
+    "RandomDirections",
     "Rows",
     "UnspecifiedEntry",
     "WholeBackward",
@@ -117,8 +119,10 @@ __all__ = [
     "count_nodes",
     "first_other_vjp",
     "flatten_",
+    "flattened",
     "is_plain_zero",
     "largest_errors",
+    "largest_residuals",
     "ops",
     "runs_no_custom_code",
     "star_color",

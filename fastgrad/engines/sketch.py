@@ -14,10 +14,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fastgrad.core.native import Derivative, Layout, RandomDirection, ops
+from fastgrad.core.native import Layout, RandomDirections, ops
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING, excess
 from fastgrad.core.random import SKETCH_COTANGENTS, SKETCH_DIRECTIONS
+from fastgrad.core.tensors import largest
 from fastgrad.engines.blocks import COTANGENT_KINDS, EXPANDED_VALUE, REPEAT_SCALE, thin_out
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Settings
@@ -48,6 +49,8 @@ class Differences:
         What they may be off: float64, shape (m,), the largest over the directions, as far as these tell.
     rounding
         How far two units of rounding of an output take a derivative, relative to the output.
+    sizes
+        The norm of noise, and the largest derivative, where they are at hand.
     """
 
     eps: float
@@ -55,6 +58,17 @@ class Differences:
     derivatives: Tensor
     noise: Tensor
     rounding: float
+    sizes: tuple[float, float] | None = None
+
+    @property
+    def noise_norm(self) -> float:
+        """The 2-norm of noise."""
+        return self.sizes[0] if self.sizes else float(torch.linalg.vector_norm(self.noise))
+
+    @property
+    def largest(self) -> float:
+        """The largest |J u| of all outputs and directions; NaN where there is one."""
+        return self.sizes[1] if self.sizes else largest(self.derivatives)
 
     def size(self) -> Tensor:
         """The largest |J u| of each output: float64, shape (m,)."""
@@ -84,56 +98,32 @@ def directional_differences(
     different weights, each of which counts in the unit of its own tolerance. Coordinates that are `fixed`, shape
     (n,), do not move.
     """
-    measure = _Measurement(
-        problem, settings, base, EXTRAPOLATED if extrapolated else CENTRAL, min(1.0, eps / settings.eps)
-    )
-    found = Differences(
+    points = [EXTRAPOLATED if k < extrapolated else CENTRAL for k in range(count)]
+    streams = [SKETCH_DIRECTIONS + 16 * (attempt * count + first + k) for k in range(count)]
+    relative = min(1.0, eps / settings.eps)
+    rounding = 2 * problem.unit_roundoff / eps * sum(weight / step for step, weight in problem.scales)
+    if not problem.mixes_inputs:
+        along = RandomDirections(settings.seed, streams, points, eps, relative)
+        found = problem.differences_along(along, base, KINK, fixed)
+        return Differences(eps, found.directions, found.derivatives, found.noise, rounding, found.sizes)
+    total = Differences(
         eps,
-        torch.empty(count, problem.n, dtype=torch.float64, device=problem.device),
-        torch.empty(count, problem.m, dtype=torch.float64, device=problem.device),
+        torch.zeros(count, problem.n, dtype=torch.float64, device=problem.device),
+        torch.zeros(count, problem.m, dtype=torch.float64, device=problem.device),
         torch.zeros(problem.m, dtype=torch.float64, device=problem.device),
-        2 * problem.unit_roundoff / eps * sum(weight / step for step, weight in problem.scales),
+        rounding,
     )
     for k in range(count):
-        points = EXTRAPOLATED if k < extrapolated else CENTRAL
-        stream = SKETCH_DIRECTIONS + 16 * (attempt * count + first + k)
-        if not problem.mixes_inputs:
-            measure.difference(points, stream, fixed, eps, found.directions[k], found.derivatives[k], found.noise)
-            continue
-        total_noise = torch.zeros_like(found.noise)
-        found.directions[k], found.derivatives[k] = 0.0, 0.0
-        for part, step, weight in problem.parts_of(torch.ones_like(found.directions[k])):
-            u, derivative, noise = torch.zeros_like(part), torch.zeros_like(base), torch.zeros_like(base)
+        noise = torch.zeros_like(total.noise)
+        for part, step, weight in problem.parts_of(torch.ones_like(total.directions[k])):
             others = part == 0 if fixed is None else (part == 0) | fixed
-            measure.difference(points, stream, others, eps * step, u, derivative, noise)
-            found.directions[k] += weight * u
-            found.derivatives[k] += weight * derivative
-            total_noise += weight * noise
-        torch.maximum(found.noise, total_noise, out=found.noise)
-    return found
-
-
-class _Measurement:
-    """Differences along one direction after the other, in the same memory.
-
-    base: the outputs at x, shape (m,). most: the values of a difference, at most. relative: as of `Problem.realize`.
-    """
-
-    def __init__(self, problem: Problem, settings: Settings, base: Tensor, most: int, relative: float) -> None:
-        self._problem, self._settings, self._base, self._relative = problem, settings, base, relative
-        self._displacement = torch.empty(problem.n, dtype=torch.float64, device=problem.device)
-        # Not one block: where vectors are large, blocks of several sizes leave holes in the heap. And before what
-        # stays: memory above that goes back to the system when it is free, and what comes next is made anew, page by
-        # page.
-        self._values = [torch.empty(problem.m, dtype=torch.float64, device=problem.device) for _ in range(most)]
-
-    def difference(
-        self, points: int, stream: int, fixed: Tensor | None, step: float, u: Tensor, derivative: Tensor, noise: Tensor
-    ) -> None:
-        """Writes a direction u, shape (n,), and the derivative along it, (m,), from so many points; adds to noise."""
-        along = RandomDirection(self._settings.seed, stream, step, self._relative, self._displacement, u)
-        into = Derivative(derivative, noise, self._base, KINK)
-        self._problem.difference_along(along, into, self._values[:points], fixed)
+            along = RandomDirections(settings.seed, streams[k : k + 1], points[k : k + 1], eps * step, relative)
+            found = problem.differences_along(along, base, KINK, others)
+            total.directions[k] += weight * found.directions[0]
+            total.derivatives[k] += weight * found.derivatives[0]
+            noise += weight * found.noise
+        torch.maximum(total.noise, noise, out=total.noise)
+    return total
 
 
 def weights(noise: Tensor, atol: float, pending: Tensor) -> Tensor:
@@ -271,6 +261,6 @@ def allowed_in_row(settings: Settings, differences: Differences, cotangent: Cota
     slack = cotangent.scale * settings.atol / 4
     if cotangent.expanded:
         # No weights here.
-        noise = float(torch.linalg.vector_norm(differences.noise))
+        noise = differences.noise_norm
         slack += 8 * EXPANDED_VALUE * (math.inf if math.isnan(noise) else noise)
     return slack

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fastgrad.core.native import GradientsMatch, Layout
+from fastgrad.core.native import GradientsMatch, Layout, largest_residuals
 from fastgrad.core.precision import ROUNDING
 from fastgrad.engines.blocks import MOST_CACHED, REPEAT_SCALE, one_hot_elements
 from fastgrad.engines.sketch import Cotangent, Differences, Sketch, all_count_fully, allowed_in_row, cotangents
@@ -136,15 +136,15 @@ def _compare(
 
     Returns whether the one-hot rows agree.
     """
-    derivatives, directions = differences.derivatives.t(), differences.directions.t()
-    values = (made.vectors @ derivatives).addmm_(gradients, directions, alpha=-1)
     of_one_hot = settings.atol / 4
     allowed = dict.fromkeys(made.one_hot.values(), of_one_hot)
     for cotangent, row in zip(made.cotangents, made.rows, strict=True):
         allowed[row] = allowed_in_row(settings, differences, cotangent)
-    largest = values.abs().amax(1).tolist()
+    largest = largest_residuals(made.vectors, differences.derivatives, gradients, differences.directions)
     if all(largest[row] <= most for row, most in allowed.items()):
         return True
+    derivatives, directions = differences.derivatives.t(), differences.directions.t()
+    values = (made.vectors @ derivatives).addmm_(gradients, directions, alpha=-1)
     terms = (made.vectors.square() @ derivatives.square()).addmm_(gradients.square(), directions.square()).sqrt_()
     rounding = terms.mul_(ROUNDING * problem.unit_roundoff).tolist()
     errors = values.tolist()

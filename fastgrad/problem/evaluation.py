@@ -283,30 +283,27 @@ class Evaluation:
             raise AssertionError(changed_message(self.outputs[changed[1]], changed[2], when))
 
     @raises_memory_error
-    def difference_along(
-        self,
-        along: native.RandomDirection,
-        into: native.Derivative,
-        values: Sequence[Tensor],
-        fixed: Tensor | None = None,
-    ) -> None:
-        """The derivative along a random direction, from as many evaluations as there are values: two or four.
+    def differences_along(
+        self, along: native.RandomDirections, base: Tensor, curve: float, fixed: Tensor | None = None
+    ) -> native.Derivatives:
+        """The derivatives along random directions.
 
         Parameters
         ----------
         along
-            Which direction; its vectors are written, as by `realize`.
-        into
-            What is written and compared with.
-        values
-            Written over: float64, shape (m,) each.
+            Which directions, and from how many evaluations each: two or four.
+        base
+            The outputs at x: float64, shape (m,).
+        curve
+            What the one-sided derivatives of a smooth function may be off the central one, relative to it.
         fixed
             True for coordinates that do not move, shape (n,).
         """
         self._recorded = None
-        changed = self._evaluator.difference_along(along, fixed, into, values, self._specs, self._ulps)
-        if changed is not None:
-            raise AssertionError(changed_message(self.outputs[changed[1]], changed[2], "perturbed together"))
+        found = self._evaluator.differences_along(along, base, curve, fixed, self._specs, self._ulps)
+        if isinstance(found, tuple):
+            raise AssertionError(changed_message(self.outputs[found[1]], found[2], "perturbed together"))
+        return found
 
     def coordinates(self) -> Tensor:
         """The real coordinates of the inputs at x: float64, shape (n,)."""
@@ -362,10 +359,8 @@ class Evaluation:
         return torch.zeros(self.n, dtype=torch.float64, device="cpu") if stands_in else None
 
     def _flat(self, outputs: Iterable[Tensor]) -> Tensor:
-        flat = torch.empty(self.m, dtype=torch.float64, device=self.device)
-        for block, output in zip(self.outputs, outputs, strict=True):
-            native.flatten_(flat[block.slice], output.detach())
-        return flat
+        tensors = list(outputs)
+        return native.flattened(tensors) if tensors else torch.empty(0, dtype=torch.float64, device=self.device)
 
     def _selected(self, result: Any) -> tuple[Tensor, ...]:
         """The outputs in what func returned, if they look as they did at first."""

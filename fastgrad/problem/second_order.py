@@ -90,6 +90,7 @@ class Backward:
         self._record_forward = torch.is_grad_enabled()
         self._kept: _Forward | None = None
         self._reuses: bool | None = None  # not tried yet
+        self._bypasses_engine = False
         self.exist: list[bool] = []
 
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
@@ -104,20 +105,26 @@ class Backward:
             if record_backward or self._reuses is False:
                 self._kept = None
                 outputs = self._outputs(inputs, grad_outputs)
-                gradients = self._gradients(outputs, checked, grad_outputs, record_backward)
-                return _present(_all_differentiable(gradients, [*checked, *grad_outputs]))
-            kept = self._kept
-            if kept is not None and kept.is_at(checked):
-                gradients = self._gradients(kept.outputs, checked, grad_outputs)
-                if self._reuses is None:
-                    again = self._gradients(self._outputs(inputs, grad_outputs), checked, grad_outputs)
+                gradients = native.vjp(outputs, checked, grad_outputs, record_backward)
+                gradients = _all_differentiable(gradients, [*checked, *grad_outputs])
+            else:
+                kept = self._kept
+                is_kept = kept is not None and kept.is_at(checked)
+                if kept is None or not is_kept:
+                    kept = self._kept = self._forward(inputs, grad_outputs, checked)
+                gradients = kept.graph.vjp(grad_outputs)
+                if is_kept and self._reuses is None:
+                    again = self._forward(inputs, grad_outputs, checked).graph.vjp(grad_outputs)
                     self._reuses = _equal(gradients, again)
                     gradients = again
-            else:
-                outputs = self._outputs(inputs, grad_outputs)
-                self._kept = _Forward(outputs, checked, [value.detach().clone() for value in checked])
-                gradients = self._gradients(outputs, checked, grad_outputs)
-        return _present(gradients)
+                self._bypasses_engine = kept.graph.bypasses_engine
+        self.exist = [gradient is not None for gradient in gradients]
+        return tuple([gradient for gradient in gradients if gradient is not None])
+
+    def _forward(self, inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...], checked: list[Tensor]) -> _Forward:
+        """A forward pass that may be kept."""
+        graph = native.Graph(self._outputs(inputs, grad_outputs), checked, self._bypasses_engine)
+        return _Forward(graph, checked, [value.detach().clone() for value in checked])
 
     def _outputs(self, inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
         """A forward pass."""
@@ -135,17 +142,6 @@ class Backward:
                 f"{len(outputs)} of them, and grad_outputs has {len(grad_outputs)}."
             )
         return outputs
-
-    def _gradients(
-        self, outputs: tuple[Tensor, ...], inputs: list[Tensor], grad_outputs: tuple[Any, ...], record: bool = False
-    ) -> list[Tensor | None]:
-        found = native.vjp(outputs, inputs, grad_outputs, record)
-        self.exist = [gradient is not None for gradient in found]
-        return found
-
-
-def _present(gradients: list[Tensor | None]) -> tuple[Tensor, ...]:
-    return tuple([gradient for gradient in gradients if gradient is not None])
 
 
 def _all_differentiable(gradients: list[Tensor | None], arguments: list[Tensor]) -> list[Tensor | None]:
@@ -176,9 +172,9 @@ def _equal(left: list[Tensor | None], right: list[Tensor | None]) -> bool:
 
 @dataclass(frozen=True)
 class _Forward:
-    """A forward pass: its outputs with their graph, its inputs, and the values that these had."""
+    """A forward pass: its graph, its inputs, and the values that these had."""
 
-    outputs: tuple[Tensor, ...]
+    graph: native.Graph
     inputs: list[Tensor]
     values: list[Tensor]
 

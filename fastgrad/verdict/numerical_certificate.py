@@ -7,7 +7,7 @@ itself or added to another entry of its row that was measured together with it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -213,7 +213,7 @@ class NumericalCertificate:
             more = int(self._start > LARGEST_TWO_POINT)
             differences = self._differences_along(self._start, 1, extrapolated=more, first=k)
             if not more:
-                torch.maximum(differences.noise, noise, out=differences.noise)
+                differences = replace(differences, noise=torch.maximum(differences.noise, noise), sizes=None)
             found = self._compared(differences, entries, rounding)
         rows: list[int] = []
         explained = not bool(found.wrong.any())
@@ -408,6 +408,7 @@ class NumericalCertificate:
         if compression.excluded_rows is not None:
             for values in (differences.derivatives, differences.noise):
                 values.masked_fill_(compression.excluded_rows, 0.0)
+            differences.sizes = None
         return differences
 
     def _compared(self, differences: Differences, entries: Tensor, rounding: float | None) -> _Discrepancies:

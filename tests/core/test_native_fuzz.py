@@ -251,8 +251,8 @@ class Scene:
             "inputs_changed": (e.inputs_changed, ()),
             "restore": (e.restore, ()),
             "values_along": (e.values_along, (v, [1.0, -1.0], [f64(5), f64(5)], specs, False)),
-            "difference_along": (self.difference_along, self.along_arguments(2)),
-            "difference_along, four values": (self.difference_along, self.along_arguments(4)),
+            "differences_along": (self.differences_along, self.along_arguments(2)),
+            "differences_along, four points": (self.differences_along, self.along_arguments(4)),
             "difference_columns": (e.difference_columns, (0, f64(5, 5), specs, 1e-6, False)),
             "difference_groups": (e.difference_groups, (groups, v, 5, specs, 1e-6, False)),
             "tangent_columns": (
@@ -283,6 +283,7 @@ class Scene:
             "runs_no_custom_code": (native.runs_no_custom_code, (graph, list(self.arguments))),
             "backward_streams": (native.backward_streams, (graph, list(self.arguments))),
             "is_plain_zero": (native.is_plain_zero, (v, v.clone())),
+            "largest_residuals": (native.largest_residuals, (f64(3, 5), f64(2, 5), f64(3, 4), f64(2, 4))),
             "largest_errors": (
                 native.largest_errors,
                 (f64(2, 5), f64(5, 6), 0, 2, [(3, False, 1e-5, 1e-3), (2, True, 1e-5, 1e-3)]),
@@ -293,6 +294,7 @@ class Scene:
             "transpose": (native.transpose, (*pattern(), 3)),
             "compare": (native.ops.compare, (f64(2, 6), f64(2, 6), 1e-5, 1e-3, True, False)),
             "direction_": (native.ops.direction_, (v, 0, 1, 2, True)),
+            "flattened": (native.flattened, ([v, graph[1].detach()],)),
             "flatten_": (native.flatten_, (v, v.clone())),
             "project_rows_": (native.ops.project_rows_, (f64(2, 6), f64(2, 6), f64(2, 2), f64(2, 6), 0, 1, 0)),
         }
@@ -305,11 +307,11 @@ class Scene:
 
     def along_arguments(self, count: int) -> tuple[Any, ...]:
         fixed = torch.tensor([False, True, False, False, False])
-        along = 0, 1, 1e-3, 1e-8, f64(5), f64(5)
-        return along, fixed, (f64(5), f64(5), f64(5), 0.1), [f64(5) for _ in range(count)], self.specs, [1e-16, 1e-16]
+        along = 0, [1, 17], [count, 2], 1e-3, 1e-8
+        return along, f64(5), 0.1, fixed, self.specs, [1e-16, 1e-16]
 
-    def difference_along(self, along: Any, fixed: Any, into: Any, *given: Any) -> None:
-        self.evaluator.difference_along(native.RandomDirection(*along), fixed, native.Derivative(*into), *given)
+    def differences_along(self, along: Any, *given: Any) -> None:
+        self.evaluator.differences_along(native.RandomDirections(*along), *given)
 
     def groups_used(self, *given: Any) -> None:
         self.groups_used_in(native.Groups(*given))
