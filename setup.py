@@ -44,7 +44,15 @@ def extension() -> Extension:
     listed = (ROOT / "csrc/sources.txt").read_text().split()
     calling_python = [
         f"csrc/{name}.cpp"
-        for name in ("bindings", "differences_along", "graph_runner", "loops", "vjp", "whole_backward")
+        for name in (
+            "bindings",
+            "differences_along",
+            "graph_runner",
+            "loops",
+            "plain_backward",
+            "vjp",
+            "whole_backward",
+        )
     ]
     operators = [source for source in listed if "/cuda/" not in source and source not in calling_python]
     sources = [translation_unit("calling_python", calling_python), translation_unit("operators", operators)]

@@ -112,6 +112,19 @@ class Graph:
     def vjp_of_zeros(self) -> list[Tensor | None]: ...
     def vjp_of_undefined(self, one: int | None) -> list[Tensor | None]: ...
 
+class PlainBackward:
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        refuse: Callable[[int, int], None],
+        count: int,
+        inputs: Sequence[int],
+        grad_outputs: Sequence[int],
+        record: bool,
+    ) -> None: ...
+    def call(self, arguments: tuple[Any, ...]) -> list[Tensor | None]: ...
+    def forget(self) -> None: ...
+
 class UnspecifiedEntry:
     @property
     def row(self) -> int: ...

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -88,60 +87,43 @@ class Backward:
         self._inputs = [i for i, value in enumerate(inputs) if isinstance(value, Tensor) and value.requires_grad]
         self._grad_outputs = [i for i, value in enumerate(grad_outputs) if value.requires_grad]
         self._record_forward = torch.is_grad_enabled()
-        self._kept: _Forward | None = None
-        self._reuses: bool | None = None  # not tried yet
-        self._bypasses_engine = False
+        self._plain = native.PlainBackward(
+            func, _refuse_outputs, self.count, self._inputs, self._grad_outputs, self._record_forward
+        )
         self.exist: list[bool] = []
 
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
         """The gradients with respect to the inputs that require grad, those left out that do not matter."""
-        record_backward = torch.is_grad_enabled()
-        inputs, grad_outputs = arguments[: self.count], arguments[self.count :]
-        for value in [*(inputs[i] for i in self._inputs), *(grad_outputs[i] for i in self._grad_outputs)]:
-            if not value.requires_grad:
-                value.requires_grad_()
-        checked = [inputs[i] for i in self._inputs]
-        with torch.set_grad_enabled(self._record_forward):
-            if record_backward or self._reuses is False:
-                self._kept = None
-                outputs = self._outputs(inputs, grad_outputs)
-                gradients = native.vjp(outputs, checked, grad_outputs, record_backward)
-                gradients = _all_differentiable(gradients, [*checked, *grad_outputs])
-            else:
-                kept = self._kept
-                is_kept = kept is not None and kept.is_at(checked)
-                if kept is None or not is_kept:
-                    kept = self._kept = self._forward(inputs, grad_outputs, checked)
-                gradients = kept.graph.vjp(grad_outputs)
-                if is_kept and self._reuses is None:
-                    again = self._forward(inputs, grad_outputs, checked).graph.vjp(grad_outputs)
-                    self._reuses = _equal(gradients, again)
-                    gradients = again
-                self._bypasses_engine = kept.graph.bypasses_engine
+        gradients = self._recorded(*arguments) if torch.is_grad_enabled() else self._plain.call(arguments)
         self.exist = [gradient is not None for gradient in gradients]
         return tuple([gradient for gradient in gradients if gradient is not None])
 
-    def _forward(self, inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...], checked: list[Tensor]) -> _Forward:
-        """A forward pass that may be kept."""
-        graph = native.Graph(self._outputs(inputs, grad_outputs), checked, self._bypasses_engine)
-        return _Forward(graph, checked, [value.detach().clone() for value in checked])
+    def _recorded(self, *arguments: Any) -> list[Tensor | None]:
+        self._plain.forget()
+        inputs, grad_outputs = arguments[: self.count], arguments[self.count :]
+        checked = [inputs[i] for i in self._inputs]
+        for value in [*checked, *(grad_outputs[i] for i in self._grad_outputs)]:
+            if not value.requires_grad:
+                value.requires_grad_()
+        with torch.set_grad_enabled(self._record_forward):
+            outputs = differentiable_outputs(self._func(*inputs))
+            native.check_memory(checked)
+            if not outputs or len(outputs) != len(grad_outputs):
+                _refuse_outputs(len(outputs), len(grad_outputs))
+            gradients = native.vjp(outputs, checked, grad_outputs, True)
+            return _all_differentiable(gradients, [*checked, *grad_outputs])
 
-    def _outputs(self, inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        """A forward pass."""
-        outputs = differentiable_outputs(self._func(*inputs))
-        native.check_memory([inputs[i] for i in self._inputs])
-        if not outputs:
-            disabled = disabled_gradients()
-            because = f": {disabled}" if disabled else ""
-            raise ValueError(
-                f"gradgradcheck needs a func with an output that requires grad, and this has none{because}."
-            )
-        if len(outputs) != len(grad_outputs):
-            raise ValueError(
-                f"gradgradcheck needs one grad_output for each output that requires grad: func returned "
-                f"{len(outputs)} of them, and grad_outputs has {len(grad_outputs)}."
-            )
-        return outputs
+
+def _refuse_outputs(outputs: int, grad_outputs: int) -> None:
+    """Outputs that require grad, and grad_outputs, that are none or not one each."""
+    if not outputs:
+        disabled = disabled_gradients()
+        because = f": {disabled}" if disabled else ""
+        raise ValueError(f"gradgradcheck needs a func with an output that requires grad, and this has none{because}.")
+    raise ValueError(
+        f"gradgradcheck needs one grad_output for each output that requires grad: func returned "
+        f"{outputs} of them, and grad_outputs has {grad_outputs}."
+    )
 
 
 def _all_differentiable(gradients: list[Tensor | None], arguments: list[Tensor]) -> list[Tensor | None]:
@@ -160,27 +142,3 @@ def _all_differentiable(gradients: list[Tensor | None], arguments: list[Tensor])
         else gradient
         for gradient, detached in zip(gradients, is_detached, strict=True)
     ]
-
-
-def _equal(left: list[Tensor | None], right: list[Tensor | None]) -> bool:
-    """Whether two lists hold the same values, and None in the same places."""
-    return all(
-        a is b if a is None or b is None else a.layout is b.layout is torch.strided and torch.equal(a, b)
-        for a, b in zip(left, right, strict=True)
-    )
-
-
-@dataclass(frozen=True)
-class _Forward:
-    """A forward pass: its graph, its inputs, and the values that these had."""
-
-    graph: native.Graph
-    inputs: list[Tensor]
-    values: list[Tensor]
-
-    def is_at(self, inputs: list[Tensor]) -> bool:
-        """Whether these are the same inputs with the same values."""
-        return all(new is old for new, old in zip(inputs, self.inputs, strict=True)) and all(
-            value.layout is torch.strided and torch.equal(tensor, value)
-            for tensor, value in zip(inputs, self.values, strict=True)
-        )

@@ -1,0 +1,144 @@
+#include "plain_backward.h"
+
+#include "loops.h"
+#include "rows.h"
+
+#include <ATen/ops/equal.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace py = pybind11;
+
+namespace fastgrad {
+namespace {
+
+at::Tensor tensor_at(const py::tuple& values, int64_t position) {
+  TORCH_CHECK(
+      0 <= position && position < static_cast<int64_t>(values.size()), "PlainBackward: there is no argument ", position,
+      " among ", values.size());
+  PyObject* const value = PyTuple_GET_ITEM(values.ptr(), position);
+  TORCH_CHECK(THPVariable_Check(value), "PlainBackward: argument ", position, " must be a tensor");
+  return THPVariable_Unpack(value);
+}
+
+// As at::equal, which is never true of a NaN.
+bool is_same(const at::Tensor& left, const at::Tensor& right) {
+  if (left.layout() != at::kStrided || right.layout() != at::kStrided) {
+    return false;
+  }
+  if (is_small_and_plain(left) && is_small_and_plain(right) && left.sizes() == right.sizes()) {
+    const double* const values = left.const_data_ptr<double>();
+    return std::equal(values, values + left.numel(), right.const_data_ptr<double>());
+  }
+  return at::equal(left, right);
+}
+
+std::vector<at::Tensor> differentiable(const py::object& result) {
+  std::vector<at::Tensor> outputs;
+  const auto add = [&](PyObject* value) {
+    if (THPVariable_Check(value) && THPVariable_Unpack(value).requires_grad()) {
+      outputs.push_back(THPVariable_Unpack(value));
+    }
+  };
+  if (py::isinstance<py::tuple>(result) || py::isinstance<py::list>(result)) {
+    for (const py::handle value : result) {
+      add(value.ptr());
+    }
+  } else {
+    add(result.ptr());
+  }
+  return outputs;
+}
+
+py::tuple part(const py::tuple& values, size_t begin, size_t end) {
+  return py::reinterpret_steal<py::tuple>(
+      PyTuple_GetSlice(values.ptr(), static_cast<Py_ssize_t>(begin), static_cast<Py_ssize_t>(end)));
+}
+
+}  // namespace
+
+PlainBackward::PlainBackward(
+    py::object func, py::object refuse, int64_t count, std::vector<int64_t> inputs, std::vector<int64_t> grad_outputs,
+    bool record)
+    : func_(std::move(func)),
+      refuse_(std::move(refuse)),
+      count_(count),
+      inputs_(std::move(inputs)),
+      grad_outputs_(std::move(grad_outputs)),
+      record_(record) {
+  TORCH_CHECK(count >= 0, "PlainBackward: count must be at least 0, got ", count);
+}
+
+bool PlainBackward::is_kept_at(const std::vector<at::Tensor>& inputs) const {
+  const auto same = [](const at::Tensor& left, const at::Tensor& right) { return left.is_same(right); };
+  return kept_ && std::equal(inputs.begin(), inputs.end(), kept_->inputs.begin(), kept_->inputs.end(), same) &&
+         std::equal(inputs.begin(), inputs.end(), kept_->values.begin(), kept_->values.end(), is_same);
+}
+
+PlainBackward::Forward PlainBackward::forward(
+    const py::tuple& arguments, const py::tuple& grad_outputs, const std::vector<at::Tensor>& inputs) {
+  const auto result = py::reinterpret_steal<py::object>(PyObject_Call(func_.ptr(), arguments.ptr(), nullptr));
+  if (!result) {
+    throw py::error_already_set();
+  }
+  std::vector<at::Tensor> outputs = differentiable(result);
+  check_memory(inputs);
+  if (outputs.empty() || outputs.size() != grad_outputs.size()) {
+    refuse_(outputs.size(), grad_outputs.size());
+  }
+  std::vector<at::Tensor> values;
+  values.reserve(inputs.size());
+  for (const at::Tensor& input : inputs) {
+    const BelowAutograd guard;
+    values.push_back(input.clone());
+  }
+  return {Graph(std::move(outputs), inputs, bypasses_engine_), inputs, std::move(values)};
+}
+
+std::vector<at::Tensor> PlainBackward::call(const py::tuple& arguments) {
+  TORCH_CHECK(
+      static_cast<int64_t>(arguments.size()) >= count_, "PlainBackward: arguments must be at least ", count_, ", got ",
+      arguments.size());
+  const py::tuple given = part(arguments, 0, count_);
+  const py::tuple grad_outputs = part(arguments, count_, arguments.size());
+  const auto requiring_grad = [](const py::tuple& values, int64_t position) {
+    at::Tensor tensor = tensor_at(values, position);
+    return tensor.requires_grad() ? tensor : tensor.requires_grad_();
+  };
+  std::vector<at::Tensor> inputs;
+  for (const int64_t position : inputs_) {
+    inputs.push_back(requiring_grad(given, position));
+  }
+  for (const int64_t position : grad_outputs_) {
+    requiring_grad(grad_outputs, position);
+  }
+  std::vector<at::Tensor> cotangents;
+  for (size_t k = 0; k < grad_outputs.size(); ++k) {
+    cotangents.push_back(tensor_at(grad_outputs, static_cast<int64_t>(k)));
+  }
+  const c10::AutoGradMode mode(record_);
+  const bool is_kept = reuses_.value_or(true) && is_kept_at(inputs);
+  if (!is_kept) {
+    kept_.reset();  // before the next: two graphs may not fit
+    kept_ = forward(given, grad_outputs, inputs);
+  }
+  std::vector<at::Tensor> gradients = kept_->graph.all().vjp(cotangents);
+  bypasses_engine_ = kept_->graph.all().bypasses_engine();
+  if (is_kept && !reuses_) {
+    std::vector<at::Tensor> again = forward(given, grad_outputs, inputs).graph.all().vjp(cotangents);
+    reuses_ = std::equal(
+        gradients.begin(), gradients.end(), again.begin(), again.end(), [](const at::Tensor& a, const at::Tensor& b) {
+          return a.defined() && b.defined() ? is_same(a, b) : a.defined() == b.defined();
+        });
+    gradients = std::move(again);
+  }
+  if (!reuses_.value_or(true)) {
+    kept_.reset();
+  }
+  return gradients;
+}
+
+}  // namespace fastgrad

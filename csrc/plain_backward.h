@@ -1,0 +1,51 @@
+// The gradients of a function as a function of its inputs and grad_outputs, where they are not differentiated again.
+#pragma once
+
+#include "graph_runner.h"
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+namespace fastgrad {
+
+// Runs func and its backward. Where only grad_outputs have moved since the last call, func is not called: its graph
+// serves. That this gives the same gradients is tried once, the first time; with another result, it is never done.
+class PlainBackward {
+ public:
+  // inputs, grad_outputs: the positions, in what func takes and among the grad_outputs, of those that are checked.
+  // refuse(outputs, grad_outputs) raises where these do not fit. record: whether gradients are recorded in func.
+  PlainBackward(
+      pybind11::object func, pybind11::object refuse, int64_t count, std::vector<int64_t> inputs,
+      std::vector<int64_t> grad_outputs, bool record);
+
+  // The gradients of func with respect to the inputs that are checked, undefined where there is none; arguments:
+  // func's, then grad_outputs. Those that are checked get to require grad: forward-mode AD hands over detached ones.
+  std::vector<at::Tensor> call(const pybind11::tuple& arguments);
+
+  // Forgets the last graph.
+  void forget() { kept_.reset(); }
+
+ private:
+  struct Forward {
+    Graph graph;
+    std::vector<at::Tensor> inputs, values;
+  };
+
+  bool is_kept_at(const std::vector<at::Tensor>& inputs) const;
+  Forward forward(
+      const pybind11::tuple& arguments, const pybind11::tuple& grad_outputs, const std::vector<at::Tensor>& inputs);
+
+  pybind11::object func_, refuse_;
+  int64_t count_;
+  std::vector<int64_t> inputs_, grad_outputs_;
+  bool record_;
+  bool bypasses_engine_ = false;
+  std::optional<bool> reuses_;  // nothing: not tried yet
+  std::optional<Forward> kept_;
+};
+
+}  // namespace fastgrad
