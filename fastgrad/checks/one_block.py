@@ -18,9 +18,10 @@ from fastgrad.report.data import Pair, Settings
 from fastgrad.verdict.comparison import Findings
 from fastgrad.verdict.linearity import ALL_KINDS, linear_backward, proof_cotangents
 
-FEWEST_VECTORIZED = 6
-"""Rows from which one vectorized VJP takes less time than as many single ones."""
-
+FEWEST_VECTORIZED, FEWEST_VECTORIZED_ON_DEVICES = 12, 6
+"""Rows from which one vectorized VJP takes less time than as many single ones. On the CPU single ones call the nodes of
+a small graph: between 12 rows (a graph of five nodes) and more than 60 (one node), measured with sin, softmax, layer
+norm and a chain of five operators."""
 
 SHARED_SECONDS = 0.1
 """Seconds from which on the rows of a small problem are left to several ranks: one call of all is rank 0's."""
@@ -47,14 +48,15 @@ def _cotangents(m: int, seed: int, device: torch.device) -> Tensor:
 def whole_backward(problem: Problem, settings: Settings, seconds: float) -> WholeBackward:
     """All VJPs of a check of a problem that is small, vectorized where that can be; seconds: of one evaluation."""
     m = problem.m
-    vectorized = m >= FEWEST_VECTORIZED and m <= most_vectorized_rows(problem, seconds)
+    fewest = FEWEST_VECTORIZED if problem.device.type == "cpu" else FEWEST_VECTORIZED_ON_DEVICES
+    vectorized = fewest <= m <= most_vectorized_rows(problem, seconds)
     return problem.whole_backward(
         _cotangents(m, settings.seed, problem.device),
         LAYOUTS if m > 1 else (),
         0 if vectorized else REPEATED_ROWS,  # the products tell what moves or is not homogeneous
         REPEAT_SCALE,
         settings.check_undefined_grad,
-        FEWEST_VECTORIZED if vectorized else 0,
+        fewest if vectorized else 0,
         settings.atol,
         ROUNDING * problem.unit_roundoff * m**0.5 if m > 1 else 0.0,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -147,8 +148,9 @@ class _Screen:
         problem, settings = self._problem, self._settings
         search = _Search(problem, settings, differences)
         weight = weights(_noise(problem, settings, differences), settings.atol, self._pending)
+        all_count = all_count_fully(weight)
         tentative = self._extrapolated < self._count
-        small = self._small(differences, weight) if self._attempt == 0 else None
+        small = self._small(differences, weight, all_count) if self._attempt == 0 else None
         if small is not None and small.one_hot_agree:
             sketch, failure = self._of_small(small, differences, weight, tentative)
         else:
@@ -182,16 +184,16 @@ class _Screen:
             return Screening(undecided=problem.unspecified)
         if flagged is not None:
             return self._unconfirmed(differences, search, sketch.values[flagged[0]][flagged[1]])
-        return self._verify(differences, search, sketch, weight)
+        return self._verify(differences, search, sketch, weight, all_count)
 
-    def _small(self, differences: Differences, weight: Tensor) -> SmallSketch | None:
+    def _small(self, differences: Differences, weight: Tensor, all_count: bool) -> SmallSketch | None:
         """All grad_outputs in one call, where they are few and none raises."""
         problem = self._problem
         self._raised = None
         if problem.n + problem.m > MOST_AT_ONCE or not problem.m:
             return None
         try:
-            return small_sketch(problem, self._settings, differences, weight, self._count)
+            return small_sketch(problem, self._settings, differences, weight, self._count, all_count)
         except Exception as error:
             raise_unless_of_func(error)
             self._raised = error
@@ -233,10 +235,12 @@ class _Screen:
             return Screening(undecided=self._suspected)  # off by a little all over: no step changes that
         return self._at_next_step(differences)
 
-    def _verify(self, differences: Differences, search: _Search, sketch: Sketch, weight: Tensor) -> Screening | None:
+    def _verify(
+        self, differences: Differences, search: _Search, sketch: Sketch, weight: Tensor, all_count: bool
+    ) -> Screening | None:
         """Where no sum looks wrong: the outputs whose noise is within their tolerance are verified."""
         settings = self._settings
-        if not search.doubtful and all_count_fully(weight) and not sketch.allowance:
+        if not search.doubtful and all_count and not sketch.allowance:
             return self._verified(self._bound)
         hidden = torch.where(weight > 0, (settings.atol + 4 * sketch.allowance) / weight, math.inf)
         verified = (hidden <= settings.atol + settings.rtol * differences.size()) & hidden.isfinite()
@@ -271,16 +275,23 @@ def _verified(settings: Settings, count: int, bound: float, unresolved: float) -
     """What sketches without a flag say of the entries; unresolved: what one may be off that no step settles."""
     if unresolved:
         return Screening(undecided=max(bound, unresolved))
-    method = f"{count} random directions, {count + 1} cotangents: sums of analytical entries against differences"
-    pairs = f"the same sums, with probability {settings.confidence:.10g}"
     cancelling = detection_limit(settings) * (bound / settings.atol if settings.atol else 0.0)
+    certificates = _sketch_certificates(count, bound, cancelling, settings.atol, settings.confidence)
+    return Screening(certificates=certificates, bound=bound)
+
+
+@lru_cache(16)
+def _sketch_certificates(
+    count: int, bound: float, cancelling: float, atol: float, confidence: float
+) -> tuple[Certificate, ...]:
+    method = f"{count} random directions, {count + 1} cotangents: sums of analytical entries against differences"
+    pairs = f"the same sums, with probability {confidence:.10g}"
     # Beside larger entries of its row, a small one may be off by more than its own tolerance.
-    size = "its tolerance" if bound <= settings.atol else "the bound"
-    certificates = (
+    size = "its tolerance" if bound <= atol else "the bound"
+    return (
         Certificate(f"no single entry is wrong by more than {size}", method, bound),
         Certificate("no two errors cancel each other in a row or a column", pairs, cancelling),
     )
-    return Screening(certificates=certificates, bound=bound)
 
 
 def _noise(problem: Problem, settings: Settings, differences: Differences) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -73,6 +73,7 @@ def _memory_limit(settings: Settings, needed: int, device: torch.device | None =
     return int(FREE_MEMORY_SHARE * free_bytes())
 
 
+@lru_cache(16)
 def sketch_size(confidence: float) -> int:
     """How many directions, and cotangents, miss two cancelling errors with probability 1 - confidence at most.
 

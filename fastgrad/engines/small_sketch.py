@@ -11,7 +11,7 @@ from torch import Tensor
 from fastgrad.core.native import GradientsMatch, Layout, largest_residuals
 from fastgrad.core.precision import ROUNDING
 from fastgrad.engines.blocks import MOST_CACHED, REPEAT_SCALE, one_hot_elements
-from fastgrad.engines.sketch import Cotangent, Differences, Sketch, all_count_fully, allowed_in_row, cotangents
+from fastgrad.engines.sketch import Cotangent, Differences, Sketch, allowed_in_row, cotangents
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Settings
 
@@ -102,11 +102,14 @@ class SmallSketch:
 
 
 def small_sketch(
-    problem: Problem, settings: Settings, differences: Differences, weight: Tensor, count: int
+    problem: Problem, settings: Settings, differences: Differences, weight: Tensor, count: int, all_count: bool
 ) -> SmallSketch:
-    """The sketch at the first step size; weight: per output, shape (m,); count: of random cotangents."""
+    """The sketch at the first step size.
+
+    weight: per output, shape (m,); count: of random cotangents; all_count: whether all weights are 1.
+    """
     layout = tuple((block.first, block.width, block.tensor.numel()) for block in problem.outputs)
-    plain = problem.m <= MOST_CACHED and all_count_fully(weight)
+    plain = problem.m <= MOST_CACHED and all_count
     made = (
         _cached_grad_outputs(layout, settings.seed, count, weight.device)
         if plain

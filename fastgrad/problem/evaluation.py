@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -100,8 +99,7 @@ class Evaluation:
         self.nodes = _UNKNOWN_NODES
         self.custom_nodes = 0
         self.records_differences = records_differences
-        self.seconds = 0.0
-        self.unspecified = 0.0
+        self.seconds = self.unit_roundoff = self.unspecified = 0.0
         self.ranks = 1
         self.progress = progress or Progress(False)
         self.vjps = 0
@@ -180,6 +178,8 @@ class Evaluation:
             self.is_custom = not native.runs_no_custom_code(graph, self._input_tensors)
             self.vectorizes = not self.is_custom
         self._specs = [native.OutputSpec(block.position, block.tensor) for block in self.outputs]
+        self._ulps = [spacing(block.tensor.dtype) for block in self.outputs]
+        self.unit_roundoff = max([*self._ulps, *[spacing(block.tensor.dtype) for block in self.inputs]]) / 2
 
     def forget_outputs(self) -> None:
         """Frees the memory of the first evaluation's outputs, if it is much; what they look like stays known."""
@@ -189,15 +189,6 @@ class Evaluation:
             replace(block, tensor=block.tensor.new_empty(()).expand(block.tensor.shape)) for block in self.outputs
         )
         self._specs = [native.OutputSpec(block.position, block.tensor) for block in self.outputs]
-
-    @cached_property
-    def _ulps(self) -> list[float]:
-        return [spacing(block.tensor.dtype) for block in self.outputs]
-
-    @cached_property
-    def unit_roundoff(self) -> float:
-        """Half an ulp of the coarsest dtype among inputs and outputs."""
-        return max(spacing(block.tensor.dtype) for block in (*self.inputs, *self.outputs)) / 2
 
     def name_of(self, block: Block) -> str:
         """What messages call an input."""

@@ -38,6 +38,8 @@ class Problem(Differences, ReverseMode, ForwardMode):
         The processes that compute columns and rows.
     progress
         The bar that shows how far the check is.
+    unit_roundoff
+        Half an ulp of the coarsest dtype among inputs and outputs.
     scales
         The different pairs of step and weight that its inputs have.
     mixes_inputs

@@ -27,6 +27,11 @@ from tests.problem.test_problem import KeepsItsGradient
 SETTINGS = Settings()
 
 
+@pytest.fixture(autouse=True)
+def vectorizes_from_six_rows_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one_block, "FEWEST_VECTORIZED", 6)
+
+
 def leaf(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, dtype=dtype, generator=generator).requires_grad_()
