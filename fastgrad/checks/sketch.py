@@ -147,7 +147,8 @@ class _Screen:
         """The verdict at this step size; None where it takes more differences, or another step size."""
         problem, settings = self._problem, self._settings
         search = _Search(problem, settings, differences)
-        weight = weights(_noise(problem, settings, differences), settings.atol, self._pending)
+        noise, norm = _noise(problem, settings, differences)
+        weight = weights(noise, norm, settings.atol, self._pending)
         all_count = all_count_fully(weight)
         tentative = self._extrapolated < self._count
         small = self._small(differences, weight, all_count) if self._attempt == 0 else None
@@ -294,12 +295,13 @@ def _sketch_certificates(
     )
 
 
-def _noise(problem: Problem, settings: Settings, differences: Differences) -> Tensor:
-    """What differences of each output may be off, and the rounding of gradients as large: float64, shape (m,)."""
+def _noise(problem: Problem, settings: Settings, differences: Differences) -> tuple[Tensor, float]:
+    """What differences of each output may be off, and the rounding of gradients as large: shape (m,), and its norm."""
     rounding = ROUNDING * problem.unit_roundoff
     if rounding * differences.largest * problem.m**0.5 <= settings.atol / (4 * NOISE_SHARE):
-        return differences.noise
-    return differences.noise + rounding * differences.size()
+        return differences.noise, differences.noise_norm
+    noise = differences.noise + rounding * differences.size()
+    return noise, float(torch.linalg.vector_norm(noise))
 
 
 def _one_hot(

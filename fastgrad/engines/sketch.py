@@ -126,13 +126,13 @@ def directional_differences(
     return total
 
 
-def weights(noise: Tensor, atol: float, pending: Tensor) -> Tensor:
+def weights(noise: Tensor, norm: float, atol: float, pending: Tensor) -> Tensor:
     """A weight per output, at most 1, such that the noise of all of them adds up to atol / 16 at most.
 
-    Zero for outputs that are not pending or whose noise is not finite.
+    Zero for outputs that are not pending or whose noise is not finite. norm: the 2-norm of noise.
     """
     budget = atol / NOISE_SHARE
-    if float(torch.dot(noise, noise)) <= budget**2:
+    if norm <= budget:
         return pending.to(torch.float64)
     usable = pending & noise.isfinite()
     own = torch.where(usable, noise, 0.0)

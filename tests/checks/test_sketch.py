@@ -231,7 +231,7 @@ def test_the_report_states_the_limit() -> None:
 def test_weights_keep_the_noise_within_the_budget() -> None:
     noise = torch.tensor([1e-12, 1e-3, 5.0, float("nan"), float("inf"), 0.0], dtype=torch.float64)
     pending = torch.tensor([True, True, True, True, True, False])
-    weight = weights(noise, 1e-5, pending)
+    weight = weights(noise, float(noise.norm()), 1e-5, pending)
     assert weight[0] == 1
     assert weight[3:].tolist() == [0, 0, 0]
     heard = (weight * noise.nan_to_num(0, posinf=0)).square().sum().sqrt().item()
