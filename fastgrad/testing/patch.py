@@ -51,9 +51,11 @@ class DisagreementError(AssertionError):
 
     def __init__(self, check: Check) -> None:
         assert check.torch is not None
+        fast = check.report is not None and check.report.settings.fast_mode
+        settles = " torch's fast mode compares one number: its slow mode settles which is right." if fast else ""
         super().__init__(
             f"fastgrad's {check.name} {check.ours.verdict}, and torch's {check.torch.verdict}. Where that is meant, "
-            "docs/differences.md of fastgrad's source tree says why.\n\n"
+            f"docs/differences.md of fastgrad's source tree says why.{settles}\n\n"
             f"fastgrad: {_described(check.ours)}\n\ntorch: {_described(check.torch)}"
         )
         self.check = check

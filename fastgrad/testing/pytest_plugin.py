@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Generator
@@ -30,8 +31,9 @@ _OUTSIDE = "outside of tests"
 class Summary:
     """Totals of a session's checks; plain data, as a worker of pytest-xdist sends it.
 
-    slowest: rows of seconds, torch's seconds or None, checker, engine, test. reports: of failing checks, the HTML file,
-    test, checker, and what was found. lost: workers that ended without a summary.
+    slowest: rows of seconds, torch's seconds or None, checker, engine, test. undecided: tests with checks that did not
+    reach a verdict. reports: of failing checks, the HTML file, test, checker, and what was found. lost: workers that
+    ended without a summary.
     """
 
     checkers: Counter[str] = field(default_factory=Counter)
@@ -43,6 +45,7 @@ class Summary:
     compared: int = 0
     slowest: list[list[Any]] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
+    undecided: list[str] = field(default_factory=list)
     reports: list[list[str]] = field(default_factory=list)
     lost: int = 0
 
@@ -63,6 +66,8 @@ class Summary:
             self.compared += 1
         if check.differs:
             self.differences.append(test)
+        if check.report is not None and check.report.verdict == "undecided":
+            self.undecided.append(test)
         self._keep_slowest([[check.ours.seconds, torch_seconds, check.name, engine or "-", test]])
 
     def merge(self, other: dict[str, Any]) -> None:
@@ -72,6 +77,7 @@ class Summary:
         for name in ("seconds", "torch_seconds", "compared", "lost"):
             setattr(self, name, getattr(self, name) + other[name])
         self.differences += other["differences"]
+        self.undecided += other["undecided"]
         self.reports += other["reports"]
         self._keep_slowest(other["slowest"])
 
@@ -91,6 +97,9 @@ class Summary:
             lines[-1] += f", torch {seconds_text(self.torch_seconds)}{self._ratio()}"
             lines.append(f"verdicts that differ: {len(self.differences)}")
             lines += [f"  {test}" for test in sorted(set(self.differences))]
+        if self.undecided:
+            lines.append('undecided, which the message of each explains; engine="dense" compares every entry:')
+            lines += [f"  {test}" for test in sorted(set(self.undecided))]
         if self.engines:
             lines.append(f"engines: {_counts(self.engines)}")
         if self.slowest:
@@ -143,6 +152,8 @@ class Session:
         differences = []
         for check in self._taken():
             self._count(check, item.nodeid, report)
+            number = 1 + sum(name.startswith("fastgrad ") for name, _ in item.user_properties)
+            item.user_properties.append((f"fastgrad {check.name} {number}", _property(check)))
             if check.differs:
                 differences.append(str(DisagreementError(check)))
         if differences and not report.failed:
@@ -184,6 +195,10 @@ class Session:
             entries = [index_page.Entry(*row) for row in self._summary.reports]
             self._write("index.html", index_page.page(self._summary.lines(), entries))
             terminalreporter.line(f"reports of {len(self._summary.reports)} failing checks: {self._directory}")
+        step_summary = os.environ.get("GITHUB_STEP_SUMMARY")
+        if step_summary:
+            with Path(step_summary).open("a") as file:
+                file.write("\n".join(["### fastgrad", "", "```", *self._summary.lines(), "```", ""]))
 
     def _write(self, name: str, text: str) -> None:
         assert self._directory is not None
@@ -216,6 +231,12 @@ class Session:
             stem = f"{stem[:110]}-{hashlib.sha256(test.encode()).hexdigest()[:8]}"
         self._written[stem] += 1
         return f"{stem}-{self._written[stem]}.html"
+
+
+def _property(check: Check) -> str:
+    """What junit's XML says of a check."""
+    torchs = "" if check.torch is None else f", torch {check.torch.verdict} in {seconds_text(check.torch.seconds)}"
+    return f"{check.ours.verdict} in {seconds_text(check.ours.seconds)}{torchs}"
 
 
 def _counts(counter: Counter[str]) -> str:

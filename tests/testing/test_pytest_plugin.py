@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -160,6 +161,7 @@ def test_compare_fails_where_the_verdicts_differ_whatever_the_test_makes_of_it(s
     text = result.stdout.str().partition("short test summary")[0]  # which repeats the messages where CI is set
     assert text.count("fastgrad's gradcheck failed, and torch's passed") == 3
     assert text.count("torch: passed after") == 3
+    assert text.count("its slow mode settles which is right") == 3
     result.stdout.fnmatch_lines(
         [
             "4 checks (4 gradcheck): 4 failed",
@@ -255,6 +257,40 @@ def test_workers_of_xdist_hand_over_what_they_counted(suite: pytest.Pytester) ->
     durations = json.loads((suite.path / "reports/durations.json").read_text())
     assert len(durations) == 8
     assert min(durations.values()) > 0
+
+
+def test_what_continuous_integration_reads(suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    suite.makepyfile(
+        test_suite="""
+        from operators import Halved, x
+        from torch.autograd import gradcheck
+
+        def test_wrong():
+            assert gradcheck(lambda x: x * 2, x)
+            gradcheck(Halved.apply, x)
+        """
+    )
+    step = suite.path / "step.md"
+    step.write_text("before\n")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(step))
+    run(suite, "--fastgrad", "--junit-xml=junit.xml").assert_outcomes(failed=1)
+    assert step.read_text().startswith("before\n### fastgrad\n\n```\n2 checks (2 gradcheck): 1 passed, 1 failed\n")
+    properties = re.findall(r'<property name="([^"]+)" value="(\w+) in', (suite.path / "junit.xml").read_text())
+    assert properties == [("fastgrad gradcheck 1", "passed"), ("fastgrad gradcheck 2", "failed")]
+
+
+def test_undecided_checks_are_listed() -> None:
+    summary = Summary()
+    report: Any = SimpleNamespace(verdict="undecided", plan=None)
+    outcome: Any = SimpleNamespace(verdict="passed", seconds=1.0)
+    check: Any = SimpleNamespace(name="gradcheck", report=report, ours=outcome, torch=None, differs=False)
+    summary.add(check, "test_a.py::test_b")
+    merged = Summary()
+    merged.merge(json.loads(json.dumps(summary.as_dict())))
+    assert merged.lines()[2:4] == [
+        'undecided, which the message of each explains; engine="dense" compares every entry:',
+        "  test_a.py::test_b",
+    ]
 
 
 def test_durations_are_what_pytest_split_reads(suite: pytest.Pytester) -> None:
