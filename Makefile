@@ -7,7 +7,7 @@ export MAX_JOBS ?= 2
 
 .PHONY: demo gallery docs docs-links test test-oldest test-pretended-cuda sweep-pretended-cuda sanitize develop lint \
   cpp-test cuda-gate cuda-link gpu cuda-sanitize \
-  parity bench comparison soak dist clean
+  parity bench comparison soak dist wheels clean
 
 demo: $(VENV)/.built
 	$(RUN) -m fastgrad demo
@@ -137,6 +137,15 @@ soak: $(VENV)/.built
 dist: $(VENV)/.torch
 	$(RUN) -m pip install -q build
 	$(RUN) -m build --no-isolation
+
+# One wheel for each minor version of torch, in dist/; the local version says which. An environment of its own each.
+TORCHS ?= 2.11 2.12 2.13 2.14 2.15
+wheels: $(TORCHS:%=wheel-%)
+
+wheel-%:
+	$(call copy_to,build/wheels/$*)
+	$(MAKE) -C build/wheels/$* $(VENV)/.torch TORCH="torch==$*.*"
+	cd build/wheels/$* && $(RUN) setup.py -q egg_info --tag-build=+torch$* bdist_wheel --dist-dir $(abspath dist)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info fastgrad/*.so fastgrad/_build.py

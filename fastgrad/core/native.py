@@ -26,8 +26,9 @@ def _release(version: str) -> list[str]:
 if _release(_build.TORCH) != _release(str(torch.__version__)) or _build.CUDA not in (None, torch.version.cuda):
     raise ImportError(
         f"fastgrad was compiled against torch {_build.TORCH} (CUDA {_build.CUDA}) and this is "
-        f"torch {torch.__version__} (CUDA {torch.version.cuda}): rebuild it with "
-        "`pip install --no-build-isolation --force-reinstall --no-deps fastgrad`, from its source tree or sdist."
+        f"torch {torch.__version__} (CUDA {torch.version.cuda}): install the wheel whose version ends in "
+        f"+torch{'.'.join(_release(str(torch.__version__)))}, or rebuild it with "
+        "`pip install --no-build-isolation --force-reinstall --no-deps .` in its source tree."
     )
 
 if importlib.util.find_spec("fastgrad._C") is None:

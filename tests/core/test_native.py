@@ -31,6 +31,7 @@ def test_another_torch_is_one_clear_sentence(torch_version: str | None, cuda: st
     last = result.stderr.strip().splitlines()[-1]
     assert last.startswith("ImportError: fastgrad was compiled against torch")
     assert "--no-build-isolation" in last
+    assert "+torch" + ".".join(str(torch.__version__).split(".")[:2]) + "," in last
     assert "undefined symbol" not in result.stderr
 
 
