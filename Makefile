@@ -43,7 +43,7 @@ sanitize: $(VENV)/.tools
 	$(call copy_to,$(SANITIZED))
 	cd $(SANITIZED) && FASTGRAD_SANITIZE=1 FASTGRAD_CUDA=0 $(abspath $(RUN)) setup.py -q build_ext --inplace
 	cd $(SANITIZED) && LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
-	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 FASTGRAD_FUZZ_CALLS=3000 \
+	  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 FASTGRAD_FUZZ_CALLS=3000 \
 	  $(abspath $(RUN)) -m pytest \
 	  --deselect tests/core/test_native.py::test_import_costs_little_beyond_torch
 

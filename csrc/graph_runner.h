@@ -13,9 +13,9 @@
 namespace fastgrad {
 
 // Computes vjp(outputs, inputs, cotangents, false) again and again. The first VJP is the engine's, and the nodes are
-// called for it, too. Where both agree bit for bit, later VJPs call the nodes alone, in the engine's order. The engine
-// runs all VJPs of a graph with custom Functions or hooks, of more than a few nodes, or with anything but plain CPU
-// tensors, and those for which a node raises.
+// called for it, too. Where both agree bit for bit, and the nodes take no longer, later VJPs call the nodes alone, in
+// the engine's order. The engine runs all VJPs of a graph with custom Functions or hooks, of more than a few nodes, or
+// with anything but plain CPU tensors, and those for which a node raises.
 class GraphRunner {
  public:
   // is_tried: a graph of the same function was tried before.
