@@ -4,10 +4,12 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 RUN := $(VENV)/bin/python
 export MAX_JOBS ?= 2
+# Nothing here falls back to plain Python: what is built, tested and measured is the compiled module.
+export FASTGRAD_NATIVE ?= 1
 
 .PHONY: demo gallery docs docs-links test test-oldest test-pretended-cuda sweep-pretended-cuda sanitize develop lint \
   cpp-test cuda-gate cuda-link gpu cuda-sanitize \
-  parity bench comparison soak dist clean
+  parity bench comparison soak dist wheels clean
 
 demo: $(VENV)/.built
 	$(RUN) -m fastgrad demo
@@ -137,6 +139,20 @@ soak: $(VENV)/.built
 dist: $(VENV)/.torch
 	$(RUN) -m pip install -q build
 	$(RUN) -m build --no-isolation
+
+# One wheel for each minor version of torch, whose version says which: dist/fastgrad-...+torch2.13-....whl.
+WHEEL_TORCHES ?= 2.11 2.12 2.13 2.14 2.15
+wheels:
+	mkdir -p dist
+	for minor in $(WHEEL_TORCHES); do \
+	  $(MAKE) build/wheels/$$minor/.done TORCH="torch==$$minor.*" || exit 1; \
+	done
+
+build/wheels/%/.done: setup.py build_backend.py pyproject.toml $(shell find csrc -type f)
+	$(call copy_to,build/wheels/$*)
+	$(MAKE) -C build/wheels/$* $(VENV)/.torch
+	cd build/wheels/$* && FASTGRAD_LOCAL_VERSION=1 $(RUN) -m pip wheel -q --no-build-isolation --no-deps -w $(CURDIR)/dist .
+	touch $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info fastgrad/*.so fastgrad/_build.py

@@ -332,11 +332,9 @@ class Evaluator:
             own = Derivative(into.derivative[at], into.noise[at], into.base[at], into.curve)
             rows: Any = [row[at] for row in values]
             if len(rows) == 4:
-                ops.richardson_(
-                    own.derivative, own.noise, own.base, rows[0], rows[1], rows[2], rows[3], along.step, ulp
-                )
+                ops.richardson_(own.derivative, own.noise, own.base, *rows, eps=along.step, ulp=ulp)
             else:
-                _two_points(own, rows[1], rows[2], along.step, ulp)
+                _two_points(own, rows[0], rows[1], along.step, ulp)
         return None
 
     def difference_columns(

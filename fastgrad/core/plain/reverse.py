@@ -142,7 +142,7 @@ def _grad_output(output: Tensor, coordinates: Tensor, layout: int) -> Tensor:
     if layout in (1, 2) and output.numel():
         nan = output.detach().new_full((), math.nan)
         if layout == 1:
-            made = nan.repeat(*reversed(output.shape), 2)[..., 0].permute(*reversed(range(output.dim())))
+            made = nan.repeat(*reversed(output.shape), 2)[..., 0].permute(tuple(reversed(range(output.dim()))))
         else:
             offset = 1 if output.grad_fn is not None and is_custom_node(output.grad_fn) else 2
             made = nan.repeat(output.numel() + offset)[offset:].view(output.shape)
