@@ -151,7 +151,8 @@ wheels:
 build/wheels/%/.done: setup.py build_backend.py pyproject.toml $(shell find csrc -type f)
 	$(call copy_to,build/wheels/$*)
 	$(MAKE) -C build/wheels/$* $(VENV)/.torch
-	cd build/wheels/$* && FASTGRAD_LOCAL_VERSION=1 $(RUN) -m pip wheel -q --no-build-isolation --no-deps -w $(CURDIR)/dist .
+	sed -i '/^__version__/s/"\([^"+]*\)"$$/"\1+torch$*"/' build/wheels/$*/fastgrad/_version.py
+	cd build/wheels/$* && $(RUN) -m pip wheel -q --no-build-isolation --no-deps -w $(CURDIR)/dist .
 	touch $@
 
 clean:

@@ -103,15 +103,6 @@ class BuildOrSay(BuildExtension if torch else object):
             ) from error
 
 
-def local_version() -> dict[str, str]:
-    """The version of a wheel that FASTGRAD_LOCAL_VERSION=1 has say which torch it is for: +torch2.13, say."""
-    if os.environ.get("FASTGRAD_LOCAL_VERSION") != "1":
-        return {}
-    scope: dict[str, str] = {}
-    exec((ROOT / "fastgrad/_version.py").read_text(), scope)
-    return {"version": f"{scope['__version__']}+torch{'.'.join(str(torch.__version__).split('.')[:2])}"}
-
-
 # An sdist has no part in this, nor has what only asks for metadata.
 BUILDS = {"bdist_wheel", "build_ext", "build", "install", "editable_wheel", "develop"}
 reason = None if BUILDS.isdisjoint(sys.argv) else obstacle()
@@ -122,4 +113,4 @@ if reason:
 elif torch is None:
     setup(ext_modules=[Extension("fastgrad._C", [])], cmdclass={"build_ext": BuildWithoutTorch})
 else:
-    setup(ext_modules=[extension()], cmdclass={"build_ext": BuildOrSay}, **local_version())
+    setup(ext_modules=[extension()], cmdclass={"build_ext": BuildOrSay})

@@ -332,7 +332,8 @@ class Evaluator:
             own = Derivative(into.derivative[at], into.noise[at], into.base[at], into.curve)
             rows: Any = [row[at] for row in values]
             if len(rows) == 4:
-                ops.richardson_(own.derivative, own.noise, own.base, *rows, eps=along.step, ulp=ulp)
+                four: Any = (own.derivative, own.noise, own.base, *rows, along.step, ulp)
+                ops.richardson_(*four)
             else:
                 _two_points(own, rows[0], rows[1], along.step, ulp)
         return None
@@ -340,6 +341,7 @@ class Evaluator:
     def difference_columns(
         self, first: int, columns: Tensor, outputs: Sequence[OutputSpec], eps: float, record_graph: bool
     ) -> Changed | None:
+        check_in_place(self._blocks)
         self._restore_if_mutated()
         for j, column in enumerate(columns):
             block = self._block_of(first + j)
@@ -374,6 +376,7 @@ class Evaluator:
         eps: float,
         record_graph: bool,
     ) -> Changed | None:
+        check_in_place(self._blocks)
         self._restore_if_mutated()
         sides = {sign: torch.empty(m, dtype=values.dtype, device=values.device) for sign in (1, -1)}
         for g in range(len(groups.starts) - 1):
