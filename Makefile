@@ -4,6 +4,8 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 RUN := $(VENV)/bin/python
 export MAX_JOBS ?= 2
+# Nothing here falls back to plain Python: what is built, tested and measured is the compiled module.
+export FASTGRAD_NATIVE ?= 1
 
 .PHONY: demo gallery docs docs-links test test-oldest test-pretended-cuda sweep-pretended-cuda sanitize develop lint \
   cpp-test cuda-gate cuda-link gpu cuda-sanitize \

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 import sysconfig
 from importlib import metadata
 
@@ -23,10 +26,30 @@ def torch_requirement(directories: list[str]) -> str:
     return f"torch>={OLDEST_TORCH}"
 
 
+def obstacle() -> str | None:
+    """Why the compiled module is not built: FASTGRAD_NATIVE=auto does without it then, 0 always, and 1 never."""
+    choice = os.environ.get("FASTGRAD_NATIVE", "auto")
+    if choice not in ("auto", "0", "1"):
+        raise SystemExit(f"FASTGRAD_NATIVE must be auto, 0 or 1, got {choice!r}.")
+    if choice == "0":
+        return "FASTGRAD_NATIVE is 0"
+    compiler = os.environ.get("CXX", "c++").split()[0]
+    found = None
+    if not sys.platform.startswith("linux"):
+        found = f"it is built on Linux only, not on {sys.platform}"
+    elif not any(shutil.which(name) for name in (compiler, "g++", "clang++")):
+        found = "there is no C++ compiler"
+    if found and choice == "1":
+        raise SystemExit(f"FASTGRAD_NATIVE=1 demands fastgrad's compiled module, but {found}.")
+    return found
+
+
 def get_requires_for_build_wheel(config_settings: dict[str, str] | None = None) -> list[str]:
-    """What compiling takes, beside a compiler."""
-    paths = sysconfig.get_paths()
+    """What compiling takes, beside a compiler; nothing where nothing is compiled."""
     own = build_meta.get_requires_for_build_wheel(config_settings)
+    if obstacle():
+        return own
+    paths = sysconfig.get_paths()
     return [*own, torch_requirement([paths["purelib"], paths["platlib"]]), "numpy", "ninja"]
 
 

@@ -1,10 +1,14 @@
-"""Builds fastgrad._C; the metadata is in pyproject.toml, the list of sources in csrc/sources.txt."""
+"""Builds fastgrad._C, or does without; the metadata is in pyproject.toml, the list of sources in csrc/sources.txt."""
 
 import os
+import sys
+import warnings
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+
+from build_backend import obstacle
 
 try:
     import torch
@@ -13,6 +17,14 @@ except ImportError:
     torch = None  # an sdist and metadata need neither torch nor a compiler
 
 ROOT = Path(__file__).parent
+
+
+def write_build(torch_version: str | None, cuda: str | None) -> None:
+    """What the module is built against, for fastgrad/core/native.py; None: there is no module."""
+    (ROOT / "fastgrad/_build.py").write_text(
+        '"""What the compiled module was built against; written by setup.py."""\n\n'
+        f"TORCH: str | None = {torch_version!r}\nCUDA: str | None = {cuda!r}\n"
+    )
 
 
 def use_cuda() -> bool:
@@ -70,10 +82,7 @@ def extension() -> Extension:
         sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
         # Python's own CFLAGS add -fwrapv, under which no signed overflow is an error.
         flags += ["-O1", "-g", "-fno-wrapv", "-fno-omit-frame-pointer", "-D_GLIBCXX_ASSERTIONS", *sanitizers]
-    (ROOT / "fastgrad/_build.py").write_text(
-        '"""What the compiled module was built against; written by setup.py."""\n\n'
-        f"TORCH = {str(torch.__version__)!r}\nCUDA = {torch.version.cuda if cuda else None!r}\n"
-    )
+    write_build(str(torch.__version__), torch.version.cuda if cuda else None)
     return (CUDAExtension if cuda else CppExtension)(
         "fastgrad._C",
         sources,
@@ -92,7 +101,27 @@ class BuildWithoutTorch(build_ext):
         )
 
 
-if torch is None:
+class BuildOrSay(BuildExtension if torch else object):
+    """Says how to do without where compiling fails."""
+
+    def run(self) -> None:
+        try:
+            super().run()
+        except Exception as error:
+            raise SystemExit(
+                f"fastgrad's compiled module failed to build: {error}\n"
+                "FASTGRAD_NATIVE=0 installs fastgrad without it: plain Python, the same verdicts, slower."
+            ) from error
+
+
+# An sdist has no part in this, nor has what only asks for metadata.
+BUILDS = {"bdist_wheel", "build_ext", "build", "install", "editable_wheel", "develop"}
+reason = None if BUILDS.isdisjoint(sys.argv) else obstacle()
+if reason:
+    warnings.warn(f"fastgrad is installed in plain Python, with the same verdicts but slower: {reason}.", stacklevel=1)
+    write_build(None, None)
+    setup()
+elif torch is None:
     setup(ext_modules=[Extension("fastgrad._C", [])], cmdclass={"build_ext": BuildWithoutTorch})
 else:
-    setup(ext_modules=[extension()], cmdclass={"build_ext": BuildExtension})
+    setup(ext_modules=[extension()], cmdclass={"build_ext": BuildOrSay})

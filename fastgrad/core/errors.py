@@ -14,8 +14,15 @@ PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _CALLS_FUNC = tuple(
     PACKAGE + os.path.join(*path.split("/"))
     for path in (
-        *("problem/", "functional/", "core/native.py", "core/torch_private.py", "engines/vmapped.py"),
-        *("engines/cuda_graph.py", "verdict/grad_outputs.py", "tools/", "testing/", "distributed/"),
+        *("problem/", "functional/", "core/native.py", "core/plain/", "core/torch_private.py"),
+        *(
+            "engines/vmapped.py",
+            "engines/cuda_graph.py",
+            "verdict/grad_outputs.py",
+            "tools/",
+            "testing/",
+            "distributed/",
+        ),
     )
 )
 """Files that call func and backward, or define some: where a builtin one raises, this is the innermost frame."""

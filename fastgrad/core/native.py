@@ -1,21 +1,24 @@
-"""The compiled module: checked against the installed torch first, and imported nowhere else."""
+"""The compiled module, checked against the installed torch first, or plain Python in its place; imported here alone."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import os
+import warnings
 from enum import IntEnum
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-MISSING = (
-    "fastgrad's compiled module is missing: build it with `make develop`, or with "
-    "`pip install --no-build-isolation .`, in its source tree."
-)
+from fastgrad._version import __version__
 
 try:
     from fastgrad import _build
 except ImportError:
-    raise ImportError(MISSING) from None
+    _build = None  # type: ignore[assignment]
+
+HOW_TO_BUILD = "`make develop`, or `pip install --no-build-isolation .`, in its source tree builds it"
 
 
 def _release(version: str) -> list[str]:
@@ -23,54 +26,118 @@ def _release(version: str) -> list[str]:
     return version.split(".")[:2]
 
 
-if _release(_build.TORCH) != _release(str(torch.__version__)) or _build.CUDA not in (None, torch.version.cuda):
-    raise ImportError(
-        f"fastgrad was compiled against torch {_build.TORCH} (CUDA {_build.CUDA}) and this is "
-        f"torch {torch.__version__} (CUDA {torch.version.cuda}): install the wheel whose version ends in "
-        f"+torch{'.'.join(_release(str(torch.__version__)))}, or rebuild it with "
-        "`pip install --no-build-isolation --force-reinstall --no-deps .` in its source tree."
+def _is_native() -> bool:
+    """Whether the compiled module is to be used; raises ImportError where it should be and cannot."""
+    choice = os.environ.get("FASTGRAD_NATIVE", "auto")
+    if choice not in ("auto", "0", "1"):
+        raise ImportError(f"FASTGRAD_NATIVE must be auto, 0 or 1, got {choice!r}.")
+    if choice == "0":
+        return False
+    if _build is not None and _build.TORCH is None and choice == "auto":
+        return False  # installed without it, on purpose
+    if _build is None or _build.TORCH is None or importlib.util.find_spec("fastgrad._C") is None:
+        raise ImportError(f"fastgrad's compiled module is missing: {HOW_TO_BUILD}; FASTGRAD_NATIVE=0 does without it.")
+    if _release(_build.TORCH) != _release(str(torch.__version__)) or _build.CUDA not in (None, torch.version.cuda):
+        release = ".".join(_release(str(torch.__version__)))
+        raise ImportError(
+            f"fastgrad was compiled against torch {_build.TORCH} (CUDA {_build.CUDA}) and this is "
+            f"torch {torch.__version__} (CUDA {torch.version.cuda}): install the wheel fastgrad "
+            f"{__version__.partition('+')[0]}+torch{release}, or rebuild it with "
+            "`pip install --no-build-isolation --force-reinstall --no-deps fastgrad`, from its source tree or sdist."
+        )
+    return True
+
+
+IS_NATIVE = _is_native()
+"""Whether the compiled module is in use; otherwise plain Python is."""
+
+BUILT_AGAINST: str | None = _build.TORCH if IS_NATIVE else None
+CUDA: str | None = _build.CUDA if IS_NATIVE else None
+"""What the compiled module was built against: torch, and CUDA where it has kernels."""
+
+if TYPE_CHECKING or IS_NATIVE:
+    from fastgrad._C import (
+        Derivatives,
+        Evaluator,
+        GradientsMatch,
+        Graph,
+        Groups,
+        InputBlock,
+        OutputSpec,
+        PlainBackward,
+        RandomDirections,
+        Rows,
+        UnspecifiedEntry,
+        WholeBackward,
+        at_dual_level,
+        backward_streams,
+        bucket,
+        check_memory,
+        color,
+        compare,
+        count_nodes,
+        direction_,
+        first_other_vjp,
+        flatten_,
+        flattened,
+        is_plain_zero,
+        largest_errors,
+        largest_residuals,
+        project_rows_,
+        runs_no_custom_code,
+        star_color,
+        transpose,
+        vjp,
+        vjp_coordinates,
+        vjp_groups,
+        vjp_rows,
+        whole_backward,
+    )
+else:
+    from fastgrad.core.plain.evaluator import (
+        Derivatives,
+        Evaluator,
+        Groups,
+        InputBlock,
+        OutputSpec,
+        RandomDirections,
+        at_dual_level,
+        check_memory,
+        flattened,
+        largest_errors,
+        largest_residuals,
+    )
+    from fastgrad.core.plain.operators import (
+        compare,
+        direction_,
+        flatten_,
+        project_rows_,
+    )
+    from fastgrad.core.plain.patterns import bucket, color, star_color, transpose
+    from fastgrad.core.plain.reverse import (
+        GradientsMatch,
+        Graph,
+        PlainBackward,
+        Rows,
+        UnspecifiedEntry,
+        WholeBackward,
+        backward_streams,
+        count_nodes,
+        first_other_vjp,
+        is_plain_zero,
+        runs_no_custom_code,
+        vjp,
+        vjp_coordinates,
+        vjp_groups,
+        vjp_rows,
+        whole_backward,
     )
 
-if importlib.util.find_spec("fastgrad._C") is None:
-    raise ImportError(MISSING)
-
-from fastgrad._C import (  # noqa: E402  (after the checks)
-    Derivatives,
-    Evaluator,
-    GradientsMatch,
-    Graph,
-    Groups,
-    InputBlock,
-    OutputSpec,
-    PlainBackward,
-    RandomDirections,
-    Rows,
-    UnspecifiedEntry,
-    WholeBackward,
-    at_dual_level,
-    backward_streams,
-    bucket,
-    check_memory,
-    color,
-    compare,
-    count_nodes,
-    direction_,
-    first_other_vjp,
-    flatten_,
-    flattened,
-    is_plain_zero,
-    largest_errors,
-    largest_residuals,
-    project_rows_,
-    runs_no_custom_code,
-    star_color,
-    transpose,
-    vjp,
-    vjp_coordinates,
-    vjp_groups,
-    vjp_rows,
-    whole_backward,
-)
+    warnings.warn(
+        f"fastgrad runs in plain Python, with the same verdicts but slower: {HOW_TO_BUILD}.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 class Layout(IntEnum):
@@ -82,6 +149,12 @@ class Layout(IntEnum):
     EXPANDED = 3
 
 
+def _operator(name: str) -> Any:
+    if IS_NATIVE:
+        return getattr(torch.ops.fastgrad, name).default
+    return staticmethod(getattr(importlib.import_module("fastgrad.core.plain.operators"), name))
+
+
 class ops:  # noqa: N801  (a namespace, like torch.ops.fastgrad)
     """The operators by name, resolved once: looking one up costs as much as running it on a small block.
 
@@ -90,17 +163,20 @@ class ops:  # noqa: N801  (a namespace, like torch.ops.fastgrad)
 
     compare = staticmethod(compare)
     direction_ = staticmethod(direction_)
-    decompress_ = torch.ops.fastgrad.decompress_.default
-    dots = torch.ops.fastgrad.dots.default
-    flatten_ = torch.ops.fastgrad.flatten_.default
-    perturb_coordinates_ = torch.ops.fastgrad.perturb_coordinates_.default
-    project_entries_ = torch.ops.fastgrad.project_entries_.default
+    decompress_ = _operator("decompress_")
+    dots = _operator("dots")
+    flatten_ = _operator("flatten_")
+    perturb_coordinates_ = _operator("perturb_coordinates_")
+    project_entries_ = _operator("project_entries_")
     project_rows_ = staticmethod(project_rows_)
-    richardson_ = torch.ops.fastgrad.richardson_.default
-    unflatten_ = torch.ops.fastgrad.unflatten_.default
+    richardson_ = _operator("richardson_")
+    unflatten_ = _operator("unflatten_")
 
 
 __all__ = [
+    "BUILT_AGAINST",
+    "CUDA",
+    "IS_NATIVE",
     "Derivatives",
     "Evaluator",
     "GradientsMatch",

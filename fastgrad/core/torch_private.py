@@ -7,7 +7,7 @@ import functools
 import importlib
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -241,3 +241,46 @@ def is_registered(func: object) -> bool:
     """Whether a function is an operator of torch.library."""
     custom = importlib.import_module("torch._library.custom_ops").CustomOpDef
     return isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket, custom))
+
+
+@contextlib.contextmanager
+def below_autograd() -> Iterator[None]:
+    """What runs inside records no graph, bumps no versions and is seen by no `__torch_function__`."""
+    with torch._C._AutoDispatchBelowADInplaceOrView(), torch._C.DisableTorchFunction():
+        yield
+
+
+def undefined_gradient(output: Tensor) -> Tensor:
+    """The output behind a node whose backward hands on an undefined gradient."""
+    return cast(Tensor, torch._C._functions.UndefinedGrad()(output))
+
+
+def gradients_of(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor | None], create_graph: bool
+) -> list[Tensor | None]:
+    """`torch.autograd.grad` that keeps the graph; None where there is no gradient."""
+    return list(torch.autograd.grad(outputs, inputs, cotangents, True, create_graph, allow_unused=True))
+
+
+def is_custom_node(node: Any) -> bool:
+    """Whether a node of a graph is a custom Function, of Python or C++."""
+    return isinstance(node, torch._C._FunctionBase) or "CppNode" in node.name()
+
+
+def modes_are_active() -> bool:
+    """Whether Python sees the operators below autograd."""
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
+@contextlib.contextmanager
+def dual_level() -> Iterator[None]:
+    """A level of forward-mode AD, also where func has left it itself."""
+    outer = forward_ad._current_level
+    level = torch._C._enter_dual_level()
+    forward_ad._current_level = level
+    try:
+        yield
+    finally:
+        forward_ad._current_level = outer
+        with contextlib.suppress(RuntimeError):
+            torch._C._exit_dual_level(level=level)

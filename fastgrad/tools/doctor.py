@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgrad import _build
 from fastgrad._version import __version__
+from fastgrad.core import native
 from fastgrad.testing.patch import ask
 from fastgrad.tools.demo import ForgottenFactor, SquaredReLU
 
@@ -31,7 +31,8 @@ def diagnosis() -> dict[str, Any]:
     return {
         "fastgrad": __version__,
         "location": str(Path(__file__).parent),
-        "built against": f"torch {_build.TORCH}, CUDA {_build.CUDA or 'no'}",
+        "path": "native" if native.IS_NATIVE else "plain Python: the same verdicts, slower",
+        "built against": f"torch {native.BUILT_AGAINST}, CUDA {native.CUDA or 'no'}" if native.IS_NATIVE else "nothing",
         "torch": f"{torch.__version__}, CUDA {torch.version.cuda or 'no'}",
         "python": f"{platform.python_version()} ({sys.executable})",
         "numpy": _version("numpy"),
@@ -95,7 +96,9 @@ def _device_name(device: str) -> str:
 
 def _missing() -> list[str]:
     lines = [f"{name}, for {what}: pip install {name}" for name, what in OPTIONAL.items() if find_spec(name) is None]
-    if torch.version.cuda is not None and _build.CUDA is None:
+    if not native.IS_NATIVE:
+        lines.append(f"fastgrad's compiled module: {native.HOW_TO_BUILD}")
+    elif torch.version.cuda is not None and native.CUDA is None:
         lines.append(
             "fastgrad's CUDA kernels, though torch has CUDA: rebuild with FASTGRAD_CUDA=1 and nvcc"
             f"{'' if which('nvcc') else ', which is not on the PATH'}"

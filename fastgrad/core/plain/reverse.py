@@ -1,0 +1,443 @@
+"""The loop over VJPs in Python; csrc/loops.h has the contracts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgrad.core.plain import operators as ops
+from fastgrad.core.plain.evaluator import (
+    Groups,
+    InputBlock,
+    check_in_place,
+    check_memory,
+    check_storage,
+    with_domain_of,
+)
+from fastgrad.core.plain.operators import coordinate_count, unseen
+from fastgrad.core.torch_private import (
+    gradients_of,
+    is_custom_node,
+    is_dispatched_to_python,
+    modes_are_active,
+    undefined_gradient,
+)
+
+Gradients = list[Tensor | None]
+
+
+@dataclass
+class UnspecifiedEntry:
+    row: int
+    element: int
+    value: complex
+
+
+@dataclass
+class GradientsMatch:
+    dtypes: bool = True
+    sizes: bool = True
+    repeats: bool = True
+    movement: float = 0.0
+    unspecified: dict[int, UnspecifiedEntry] = field(default_factory=dict)
+
+    def look_at(self, k: int, gradient: Tensor, elements: Tensor, row: int) -> None:
+        """Keeps the largest entry at an element that a sparse input does not specify."""
+        others = gradient.clone().index_fill_(0, elements, 0)
+        if others.numel() == 0:
+            return
+        element = int(others.abs().argmax())  # a NaN is the largest
+        value = complex(others[element])
+        known = self.unspecified.get(k)
+        if math.isnan(abs(value)) or abs(value) > (abs(known.value) if known else 0.0):
+            self.unspecified[k] = UnspecifiedEntry(row, element, value)
+
+
+@dataclass
+class Rows:
+    rows: Tensor
+    repeated: Tensor
+    match: GradientsMatch
+
+
+@dataclass
+class WholeBackward:
+    parts: list[Rows] = field(default_factory=list)
+    vectorized: bool = False
+    products: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float64, device="cpu"))
+    movement: float = 0.0
+    add_up: bool = True
+    zeros: list[Gradients] = field(default_factory=list)
+    are_zero: bool = True
+    vjps: int = 0
+
+
+def vjp(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor | None], create_graph: bool
+) -> Gradients:
+    for name, tensors in (("an output", outputs), ("an input", inputs), ("a cotangent", cotangents)):
+        for tensor in tensors:
+            if tensor is not None:
+                unseen(check_storage)("vjp", name, tensor)
+    return gradients_of(outputs, inputs, cotangents, create_graph)
+
+
+class Graph:
+    """The graph behind some outputs, for VJPs by the autograd engine."""
+
+    bypasses_engine = False
+
+    def __init__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], is_tried: bool = False) -> None:
+        self.outputs, self.inputs = list(outputs), list(inputs)
+
+    def vjp(self, cotangents: Sequence[Tensor | None]) -> Gradients:
+        return vjp(self.outputs, self.inputs, cotangents, False)
+
+    def vjp_of_zeros(self) -> Gradients:
+        return self._of_zeros(self.outputs)
+
+    def vjp_of_undefined(self, one: int | None) -> Gradients:
+        behind = [undefined_gradient(output) if one in (None, o) else output for o, output in enumerate(self.outputs)]
+        return self._of_zeros(behind)
+
+    def _of_zeros(self, outputs: Sequence[Tensor]) -> Gradients:
+        zeros = [unseen(torch.zeros_like)(output, memory_format=torch.contiguous_format) for output in outputs]
+        return vjp(outputs, self.inputs, zeros, False)
+
+
+class PlainBackward:
+    """The gradients of func as a function of its inputs and grad_outputs; csrc/plain_backward.h has the contract."""
+
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        refuse: Callable[[int, int], None],
+        count: int,
+        inputs: Sequence[int],
+        grad_outputs: Sequence[int],
+        record: bool,
+    ) -> None:
+        self._func, self._refuse, self._count, self._record = func, refuse, count, record
+        self._inputs, self._grad_outputs = inputs, grad_outputs
+        self._kept: tuple[Graph, list[Tensor]] | None = None
+        self._reuses: bool | None = None
+
+    def forget(self) -> None:
+        self._kept = None
+
+    def call(self, arguments: tuple[Any, ...]) -> Gradients:
+        given, grad_outputs = arguments[: self._count], arguments[self._count :]
+        checked = [given[i] for i in self._inputs]
+        for value in (*checked, *(grad_outputs[i] for i in self._grad_outputs)):
+            value.requires_grad_()
+        with torch.set_grad_enabled(self._record):
+            is_kept = self._reuses is not False and self._is_kept_at(checked)
+            if not is_kept:
+                self._kept = None
+                self._kept = self._forward(given, grad_outputs, checked)
+            assert self._kept is not None
+            gradients = self._kept[0].vjp(grad_outputs)
+            if is_kept and self._reuses is None:
+                again = self._forward(given, grad_outputs, checked)[0].vjp(grad_outputs)
+                self._reuses = all(
+                    a is b if a is None or b is None else a.layout is b.layout is torch.strided and torch.equal(a, b)
+                    for a, b in zip(gradients, again, strict=True)
+                )
+                gradients = again
+        return gradients
+
+    def _is_kept_at(self, inputs: Sequence[Tensor]) -> bool:
+        return self._kept is not None and all(
+            new is old and value.layout is torch.strided and torch.equal(new, value)
+            for new, old, value in zip(inputs, self._kept[0].inputs, self._kept[1], strict=True)
+        )
+
+    def _forward(
+        self, given: tuple[Any, ...], grad_outputs: tuple[Any, ...], inputs: list[Tensor]
+    ) -> tuple[Graph, list[Tensor]]:
+        result = self._func(*given)
+        found = result if isinstance(result, tuple | list) else (result,)
+        outputs = [value for value in found if isinstance(value, Tensor) and value.requires_grad]
+        check_memory(inputs)
+        if not outputs or len(outputs) != len(grad_outputs):
+            self._refuse(len(outputs), len(grad_outputs))
+        return Graph(outputs, inputs), [value.detach().clone() for value in inputs]
+
+
+def is_plain_zero(gradient: Tensor, input: Tensor) -> bool:
+    usual = gradient.layout == torch.strided and gradient.dtype == torch.float64 and gradient.device.type == "cpu"
+    if not usual or gradient.numel() > 1024 or is_dispatched_to_python(gradient) or gradient.is_neg():
+        return False
+    alike = (gradient.dtype, gradient.device, gradient.shape) == (input.dtype, input.device, input.shape)
+    return alike and gradient.is_contiguous() and not unseen(torch.count_nonzero)(gradient).item()
+
+
+@unseen
+def _flatten_gradients(
+    gradients: Gradients,
+    inputs: Sequence[InputBlock],
+    target: Tensor,
+    k: int,
+    match: GradientsMatch,
+    scale: float = 1.0,
+) -> None:
+    """Lays gradients, divided by a power of two, end to end into row k of the target."""
+    check_in_place(inputs)  # a backward can reach them, too
+    end = 0
+    for i, (gradient, block) in enumerate(zip(gradients, inputs, strict=True)):
+        segment = target[k, end : (end := end + block.size)]
+        if gradient is not None:
+            match.sizes = match.sizes and gradient.shape == block.argument.shape
+            match.dtypes = match.dtypes and gradient.dtype == block.argument.dtype
+        if gradient is None or gradient.shape != block.argument.shape:
+            segment.zero_()
+            continue
+        gradient = gradient if gradient.layout == torch.strided else gradient.to_dense()
+        gradient = with_domain_of(block.origin, gradient)
+        if block.elements is not None:
+            gradient = gradient.reshape(-1)
+            match.look_at(i, gradient, block.elements, k)
+            gradient = gradient.index_select(0, block.elements)
+        ops.flatten_(segment, gradient)
+        segment.div_(scale)
+
+
+@unseen
+def _grad_output(output: Tensor, coordinates: Tensor, layout: int) -> Tensor:
+    """Coordinates as a grad_output of an output, in a layout of native.Layout."""
+    if layout == 3 and coordinates.numel():
+        value = torch.empty((), dtype=output.dtype, device=output.device)
+        ops.unflatten_(value, coordinates[: 2 if output.is_complex() else 1])
+        return value.expand(output.shape)
+    made = torch.empty_like(output, memory_format=torch.contiguous_format)
+    if layout in (1, 2) and output.numel():
+        nan = output.detach().new_full((), math.nan)
+        if layout == 1:
+            made = nan.repeat(*reversed(output.shape), 2)[..., 0].permute(tuple(reversed(range(output.dim()))))
+        else:
+            offset = 1 if output.grad_fn is not None and is_custom_node(output.grad_fn) else 2
+            made = nan.repeat(output.numel() + offset)[offset:].view(output.shape)
+    ops.unflatten_(made, coordinates)
+    return made
+
+
+def _vjp_of_row(graph: Graph, row: Tensor, layout: int, only: int) -> Gradients:
+    chosen, grad_outputs, offset = [], [], 0
+    for o, output in enumerate(graph.outputs):
+        own = row[offset : (offset := offset + coordinate_count(output))]
+        if only in (-1, o):
+            chosen.append(output)
+            grad_outputs.append(_grad_output(output, own, layout))
+    return vjp(chosen, graph.inputs, grad_outputs, False)
+
+
+def vjp_coordinates(
+    graph: Graph,
+    inputs: Sequence[InputBlock],
+    cotangents: Tensor,
+    layouts: Sequence[int] = (),
+    only: Sequence[int] = (),
+) -> tuple[Tensor, GradientsMatch]:
+    match = GradientsMatch()
+    products = cotangents.new_empty(len(cotangents), sum(block.size for block in inputs))
+    for k, row in enumerate(cotangents):
+        found = _vjp_of_row(graph, row, layouts[k] if layouts else 0, only[k] if only else -1)
+        _flatten_gradients(found, inputs, products, k, match)
+    return products, match
+
+
+def first_other_vjp(
+    graph: Graph,
+    inputs: Sequence[InputBlock],
+    cotangents: Tensor,
+    only: Sequence[int],
+    order: Sequence[int],
+    known: Tensor,
+) -> tuple[int, Tensor | None, GradientsMatch]:
+    match, gradient = GradientsMatch(), torch.empty_like(known[:1])
+    for run, k in enumerate(order, 1):
+        found = _vjp_of_row(graph, cotangents[k], 0, only[k] if only else -1)
+        _flatten_gradients(found, inputs, gradient, 0, match)
+        if not torch.equal(gradient[0], known[k]):
+            return run, gradient, match
+    return len(order), None, match
+
+
+def _is_repeated(gradient: Tensor, again: Tensor, rerun: Callable[..., None], *args: Any) -> bool:
+    """Whether a multiple gave the same; where only it overflowed, a smaller one."""
+    if torch.equal(gradient, again):
+        return True
+    if again.isfinite().all() or not gradient.isfinite().all():
+        return False
+    rerun(*args)
+    return torch.equal(gradient, again)
+
+
+def vjp_rows(
+    graph: Graph,
+    which: int,
+    inputs: Sequence[InputBlock],
+    first: int,
+    imaginary: bool,
+    rows: Tensor,
+    repeated: Tensor,
+    repeat_scale: float,
+) -> GradientsMatch:
+    match, output = GradientsMatch(), graph.outputs[which]
+    cotangent = unseen(torch.empty_like)(output, memory_format=torch.contiguous_format)
+
+    def run(i: int, scale: float, into: Tensor) -> None:
+        with_one = rows.new_zeros(coordinate_count(output))
+        with_one[(first + i) * (2 if output.is_complex() else 1) + imaginary] = scale
+        ops.unflatten_(cotangent, with_one)
+        _flatten_gradients(vjp([output], graph.inputs, [cotangent], False), inputs, into, i, match, scale)
+
+    for i in range(len(rows)):
+        run(i, 1.0, rows)
+        if i < len(repeated):
+            run(i, repeat_scale, repeated)
+    same = [_is_repeated(rows[i], repeated[i], run, i, 1 / repeat_scale, repeated) for i in range(len(repeated))]
+    match.repeats = all(same)
+    return match
+
+
+def vjp_groups(
+    graph: Graph,
+    which: int,
+    inputs: Sequence[InputBlock],
+    groups: Groups,
+    values: Tensor,
+    n: int,
+    repeated: int,
+    repeat_scale: float,
+    expand: bool,
+) -> GradientsMatch:
+    match, output = GradientsMatch(), graph.outputs[which]
+    gradient, again = values.new_empty(1, n), values.new_empty(1, n)
+    coordinates = groups.coordinates.to(values.device)
+
+    @unseen
+    def cotangent_of(chosen: Tensor, scale: float) -> Tensor:
+        if expand and scale != 1.0 and not output.is_complex() and len(chosen) == output.numel():
+            return torch.full((), scale, dtype=output.dtype, device=output.device).expand(output.shape)
+        cotangent = torch.zeros_like(output.detach(), memory_format=torch.contiguous_format)
+        ops.unflatten_(cotangent, values.new_zeros(coordinate_count(output)).index_fill_(0, chosen, scale))
+        return cotangent
+
+    def run(chosen: Tensor, scale: float, into: Tensor) -> None:
+        found = vjp([output], graph.inputs, [cotangent_of(chosen, scale)], False)
+        _flatten_gradients(found, inputs, into, 0, match, scale)
+
+    for g in range(len(groups.starts) - 1):
+        own, entries = groups.of(g)
+        chosen = coordinates[own]
+        run(chosen, 1.0, gradient)
+        ops.decompress_(values, gradient[0], None, groups.positions, entries)
+        if g < repeated:
+            run(chosen, repeat_scale, again)
+            if not _is_repeated(gradient, again, run, chosen, 1 / repeat_scale, again):
+                match.repeats = False
+                match.movement = max(match.movement, _largest_difference(gradient, again))
+    return match
+
+
+def _largest_difference(left: Tensor, right: Tensor) -> float:
+    if torch.equal(left, right):
+        return 0.0
+    largest = float((left - right).abs().max())
+    return math.inf if math.isnan(largest) else largest
+
+
+def _backward_nodes(outputs: Sequence[Tensor], ends: Sequence[Any] = ()) -> Iterator[Any]:
+    waiting, seen = [output.grad_fn for output in outputs], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        if node not in ends:
+            waiting += [following for following, _ in node.next_functions]
+
+
+def runs_no_custom_code(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
+    """As the compiled one, but that no hooks inside of the graph are seen from Python."""
+    tensors = (*outputs, *inputs)
+    if modes_are_active() or any(is_dispatched_to_python(x) or x._backward_hooks for x in tensors):
+        return False
+    return all(number < 1000 and not is_custom_node(node) for number, node in enumerate(_backward_nodes(outputs)))
+
+
+def count_nodes(outputs: Sequence[Tensor], most: int) -> tuple[int, int]:
+    found = [is_custom_node(node) for _, node in zip(range(most), _backward_nodes(outputs), strict=False)]
+    return len(found), sum(found)
+
+
+def backward_streams(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[int]:
+    """Python does not see a node's stream: -1, which is none, wherever a device takes part."""
+    return [-1] if any(tensor.device.type != "cpu" for tensor in (*outputs, *inputs)) else []
+
+
+def _take_zeros(whole: WholeBackward, graph: Graph, inputs: Sequence[InputBlock], undefined: bool) -> None:
+    count = len(graph.outputs)
+    only = [None, *(range(count) if count > 1 else ())] if undefined else []
+    trials: list[Callable[[], Gradients]] = [graph.vjp_of_zeros, *(partial(graph.vjp_of_undefined, o) for o in only)]
+    for trial in trials:
+        found = trial()
+        check_in_place(inputs)
+        whole.vjps += 1
+        for k, (gradient, block) in enumerate(zip(found, inputs, strict=True)):
+            if gradient is not None and not is_plain_zero(gradient, block.argument):
+                whole.are_zero = False
+                found[k] = gradient.clone()  # judged later, when backward may have written over it
+        whole.zeros.append(found)
+
+
+def whole_backward(
+    graph: Graph,
+    inputs: Sequence[InputBlock],
+    cotangents: Tensor,
+    layouts: Sequence[int],
+    repeated: int,
+    repeat_scale: float,
+    undefined: bool,
+    fewest_vectorized: int,
+    atol: float,
+    rtol: float,
+) -> WholeBackward:
+    whole, n, outputs = WholeBackward(), sum(block.size for block in inputs), graph.outputs
+    takes = [(o, output.is_complex()) for o, output in enumerate(outputs)]
+    takes += [(o, False) for o, output in enumerate(outputs) if output.is_complex()]
+    for o, imaginary in takes:
+        count = outputs[o].numel()
+        twice = min(count, repeated)
+        rows, again = cotangents.new_empty(count, n), cotangents.new_empty(twice, n)
+        match = vjp_rows(graph, o, inputs, 0, imaginary, rows, again, repeat_scale)
+        whole.parts.append(Rows(rows, again, match))
+        whole.vjps += count + twice
+    _take_zeros(whole, graph, inputs, undefined)
+    if len(cotangents) == 0:
+        return whole
+    whole.products = vjp_coordinates(graph, inputs, cotangents, layouts)[0]
+    whole.vjps += len(cotangents)
+    if any(len(part.repeated) < len(part.rows) for part in whole.parts):
+        second = vjp_coordinates(graph, inputs, cotangents[:1], layouts[:1])[0]
+        whole.vjps += 1
+        whole.movement = _largest_difference(second, whole.products[:1])
+    sums = torch.zeros_like(whole.products)
+    starts = [0]
+    for output in outputs:
+        starts.append(starts[-1] + coordinate_count(output))
+    for part, (o, imaginary) in zip(whole.parts, takes, strict=True):
+        width = 2 if outputs[o].is_complex() else 1
+        ops.project_rows_(sums, torch.zeros_like(sums), cotangents, part.rows, starts[o] + imaginary, width, 0)
+    if sums.numel():
+        tolerance = (sums.abs().max() * rtol).clamp_max(atol)
+        whole.add_up = bool((whole.products - sums).abs().max() <= tolerance)
+    return whole

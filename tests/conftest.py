@@ -1,0 +1,27 @@
+"""With FASTGRAD_NATIVE=0 the suite runs on plain Python: what is about the compiled module is skipped, by name."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+PLAIN = os.environ.get("FASTGRAD_NATIVE") == "0"
+
+collect_ignore = [f"core/{name}.py" for name in ("test_native", "test_native_fuzz", "test_ops", "test_plain") if PLAIN]
+
+OF_THE_COMPILED_MODULE = {
+    "test_vectorized_rows_are_those_of_single_vjps": "plain Python does not vectorize rows",
+    "test_a_wrong_row_is_named_however_it_was_found": "plain Python does not vectorize rows",
+    "test_the_fault_of_vectorizing_is_none_of_the_function": "plain Python does not vectorize rows",
+    "test_a_slow_function_is_not_vectorized": "plain Python does not vectorize rows",
+    "test_largest_errors_are_those_of_compare": "plain Python does not check its own arguments",
+    "test_an_interrupt_leaves_no_level_of_forward_mode": "Python code can be interrupted as it enters the level",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items if PLAIN else ():
+        reason = OF_THE_COMPILED_MODULE.get(getattr(item, "originalname", item.name))
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=reason))
