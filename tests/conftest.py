@@ -8,7 +8,9 @@ import pytest
 
 PLAIN = os.environ.get("FASTGRAD_NATIVE") == "0"
 
-collect_ignore = [f"core/{name}.py" for name in ("test_native", "test_native_fuzz", "test_ops", "test_plain") if PLAIN]
+collect_ignore = [
+    f"core/{name}.py" for name in ("test_graph", "test_native", "test_native_fuzz", "test_ops", "test_plain") if PLAIN
+]
 
 OF_THE_COMPILED_MODULE = {
     "test_vectorized_rows_are_those_of_single_vjps": "plain Python does not vectorize rows",
@@ -16,6 +18,9 @@ OF_THE_COMPILED_MODULE = {
     "test_the_fault_of_vectorizing_is_none_of_the_function": "plain Python does not vectorize rows",
     "test_a_slow_function_is_not_vectorized": "plain Python does not vectorize rows",
     "test_largest_errors_are_those_of_compare": "plain Python does not check its own arguments",
+    "test_a_bad_pattern_is_refused": "plain Python does not check its own arguments",
+    "test_other_tensors_are_refused": "plain Python does not check its own arguments",
+    "test_memory_stays_near_the_vectors": "plain Python holds more vectors at a time",
     "test_an_interrupt_leaves_no_level_of_forward_mode": "Python code can be interrupted as it enters the level",
 }
 
