@@ -61,7 +61,7 @@ def extension() -> Extension:
             "differences_along",
             "graph_runner",
             "loops",
-            "plain_backward",
+            "unrecorded_backward",
             "vjp",
             "whole_backward",
         )

@@ -6,7 +6,7 @@
 #include "ops/direction.h"
 #include "ops/flatten.h"
 #include "ops/project_rows.h"
-#include "plain_backward.h"
+#include "unrecorded_backward.h"
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
@@ -34,8 +34,8 @@ PYBIND11_MODULE(_C, module) {
   using fastgrad::Groups;
   using fastgrad::InputBlock;
   using fastgrad::OutputSpec;
-  using fastgrad::PlainBackward;
   using fastgrad::RandomDirections;
+  using fastgrad::UnrecordedBackward;
 
   py::class_<InputBlock>(module, "InputBlock")
       .def(
@@ -90,13 +90,13 @@ PYBIND11_MODULE(_C, module) {
       .def_property_readonly("bypasses_engine", [](fastgrad::Graph& graph) { return graph.all().bypasses_engine(); })
       .def("vjp_of_zeros", torch::wrap_pybind_function(&vjp_of_zeros))
       .def("vjp_of_undefined", torch::wrap_pybind_function(&vjp_of_undefined));
-  py::class_<PlainBackward>(module, "PlainBackward")
+  py::class_<UnrecordedBackward>(module, "UnrecordedBackward")
       .def(
           py::init<py::object, py::object, int64_t, std::vector<int64_t>, std::vector<int64_t>, bool>(),
           py::arg("func"), py::arg("refuse"), py::arg("count"), py::arg("inputs"), py::arg("grad_outputs"),
           py::arg("record"))
-      .def("call", torch::wrap_pybind_function(&PlainBackward::call))
-      .def("forget", torch::wrap_pybind_function(&PlainBackward::forget));
+      .def("call", torch::wrap_pybind_function(&UnrecordedBackward::call))
+      .def("forget", torch::wrap_pybind_function(&UnrecordedBackward::forget));
   py::class_<fastgrad::UnspecifiedEntry>(module, "UnspecifiedEntry")
       .def_readonly("row", &fastgrad::UnspecifiedEntry::row)
       .def_readonly("element", &fastgrad::UnspecifiedEntry::element)

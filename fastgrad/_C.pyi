@@ -112,7 +112,7 @@ class Graph:
     def vjp_of_zeros(self) -> list[Tensor | None]: ...
     def vjp_of_undefined(self, one: int | None) -> list[Tensor | None]: ...
 
-class PlainBackward:
+class UnrecordedBackward:
     def __init__(
         self,
         func: Callable[..., Any],

@@ -87,19 +87,19 @@ class Backward:
         self._inputs = [i for i, value in enumerate(inputs) if isinstance(value, Tensor) and value.requires_grad]
         self._grad_outputs = [i for i, value in enumerate(grad_outputs) if value.requires_grad]
         self._record_forward = torch.is_grad_enabled()
-        self._plain = native.PlainBackward(
+        self._unrecorded = native.UnrecordedBackward(
             func, _refuse_outputs, self.count, self._inputs, self._grad_outputs, self._record_forward
         )
         self.exist: list[bool] = []
 
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
         """The gradients with respect to the inputs that require grad, those left out that do not matter."""
-        gradients = self._recorded(*arguments) if torch.is_grad_enabled() else self._plain.call(arguments)
+        gradients = self._recorded(*arguments) if torch.is_grad_enabled() else self._unrecorded.call(arguments)
         self.exist = [gradient is not None for gradient in gradients]
         return tuple([gradient for gradient in gradients if gradient is not None])
 
     def _recorded(self, *arguments: Any) -> list[Tensor | None]:
-        self._plain.forget()
+        self._unrecorded.forget()
         inputs, grad_outputs = arguments[: self.count], arguments[self.count :]
         checked = [inputs[i] for i in self._inputs]
         for value in [*checked, *(grad_outputs[i] for i in self._grad_outputs)]:

@@ -263,7 +263,10 @@ class Scene:
             "check_memory": (native.check_memory, (list(self.arguments),)),
             "vjp": (native.vjp, (graph, list(self.arguments), [f64(3), graph[1].detach()], False)),
             "Graph": (native.Graph, (graph, list(self.arguments))),
-            "PlainBackward": (self.plain_backward, (2, [0, 1], [0, 1], (*self.arguments, f64(3), graph[1].detach()))),
+            "UnrecordedBackward": (
+                self.unrecorded_backward,
+                (2, [0, 1], [0, 1], (*self.arguments, f64(3), graph[1].detach())),
+            ),
             "vjp_of_zeros": (vjps.vjp_of_zeros, ()),
             "vjp_of_undefined": (vjps.vjp_of_undefined, (1,)),
             "vjp_coordinates": (native.vjp_coordinates, (vjps, blocks, f64(2, 5), [1, 2], [-1, 1])),
@@ -300,11 +303,11 @@ class Scene:
             "project_rows_": (native.ops.project_rows_, (f64(2, 6), f64(2, 6), f64(2, 2), f64(2, 6), 0, 1, 0)),
         }
 
-    def plain_backward(self, count: Any, inputs: Any, grad_outputs: Any, arguments: Any) -> None:
+    def unrecorded_backward(self, count: Any, inputs: Any, grad_outputs: Any, arguments: Any) -> None:
         def refuse(outputs: int, grad_outputs: int) -> None:
             raise ValueError("other outputs")
 
-        plain = native.PlainBackward(self.func, refuse, count, inputs, grad_outputs, True)
+        plain = native.UnrecordedBackward(self.func, refuse, count, inputs, grad_outputs, True)
         for _ in range(3):
             plain.call(arguments)
 

@@ -111,8 +111,8 @@ class Graph:
         return vjp(outputs, self.inputs, zeros, False)
 
 
-class PlainBackward:
-    """The gradients of func as a function of its inputs and grad_outputs; csrc/plain_backward.h has the contract."""
+class UnrecordedBackward:
+    """The gradients of func, of its inputs and grad_outputs; csrc/unrecorded_backward.h has the contract."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-#include "plain_backward.h"
+#include "unrecorded_backward.h"
 
 #include "loops.h"
 #include "rows.h"
@@ -17,10 +17,10 @@ namespace {
 
 at::Tensor tensor_at(const py::tuple& values, int64_t position) {
   TORCH_CHECK(
-      0 <= position && position < static_cast<int64_t>(values.size()), "PlainBackward: there is no argument ", position,
-      " among ", values.size());
+      0 <= position && position < static_cast<int64_t>(values.size()), "UnrecordedBackward: there is no argument ",
+      position, " among ", values.size());
   PyObject* const value = PyTuple_GET_ITEM(values.ptr(), position);
-  TORCH_CHECK(THPVariable_Check(value), "PlainBackward: argument ", position, " must be a tensor");
+  TORCH_CHECK(THPVariable_Check(value), "UnrecordedBackward: argument ", position, " must be a tensor");
   return THPVariable_Unpack(value);
 }
 
@@ -60,7 +60,7 @@ py::tuple part(const py::tuple& values, size_t begin, size_t end) {
 
 }  // namespace
 
-PlainBackward::PlainBackward(
+UnrecordedBackward::UnrecordedBackward(
     py::object func, py::object refuse, int64_t count, std::vector<int64_t> inputs, std::vector<int64_t> grad_outputs,
     bool record)
     : func_(std::move(func)),
@@ -69,16 +69,16 @@ PlainBackward::PlainBackward(
       inputs_(std::move(inputs)),
       grad_outputs_(std::move(grad_outputs)),
       record_(record) {
-  TORCH_CHECK(count >= 0, "PlainBackward: count must be at least 0, got ", count);
+  TORCH_CHECK(count >= 0, "UnrecordedBackward: count must be at least 0, got ", count);
 }
 
-bool PlainBackward::is_kept_at(const std::vector<at::Tensor>& inputs) const {
+bool UnrecordedBackward::is_kept_at(const std::vector<at::Tensor>& inputs) const {
   const auto same = [](const at::Tensor& left, const at::Tensor& right) { return left.is_same(right); };
   return kept_ && std::equal(inputs.begin(), inputs.end(), kept_->inputs.begin(), kept_->inputs.end(), same) &&
          std::equal(inputs.begin(), inputs.end(), kept_->values.begin(), kept_->values.end(), is_same);
 }
 
-PlainBackward::Forward PlainBackward::forward(
+UnrecordedBackward::Forward UnrecordedBackward::forward(
     const py::tuple& arguments, const py::tuple& grad_outputs, const std::vector<at::Tensor>& inputs) {
   const auto result = py::reinterpret_steal<py::object>(PyObject_Call(func_.ptr(), arguments.ptr(), nullptr));
   if (!result) {
@@ -98,10 +98,10 @@ PlainBackward::Forward PlainBackward::forward(
   return {Graph(std::move(outputs), inputs, bypasses_engine_), inputs, std::move(values)};
 }
 
-std::vector<at::Tensor> PlainBackward::call(const py::tuple& arguments) {
+std::vector<at::Tensor> UnrecordedBackward::call(const py::tuple& arguments) {
   TORCH_CHECK(
-      static_cast<int64_t>(arguments.size()) >= count_, "PlainBackward: arguments must be at least ", count_, ", got ",
-      arguments.size());
+      static_cast<int64_t>(arguments.size()) >= count_, "UnrecordedBackward: arguments must be at least ", count_,
+      ", got ", arguments.size());
   const py::tuple given = part(arguments, 0, count_);
   const py::tuple grad_outputs = part(arguments, count_, arguments.size());
   const auto requiring_grad = [](const py::tuple& values, int64_t position) {

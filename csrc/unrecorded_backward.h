@@ -14,11 +14,11 @@ namespace fastgrad {
 
 // Runs func and its backward. Where only grad_outputs have moved since the last call, func is not called: its graph
 // serves. That this gives the same gradients is tried once, the first time; with another result, it is never done.
-class PlainBackward {
+class UnrecordedBackward {
  public:
   // inputs, grad_outputs: the positions, in what func takes and among the grad_outputs, of those that are checked.
   // refuse(outputs, grad_outputs) raises where these do not fit. record: whether gradients are recorded in func.
-  PlainBackward(
+  UnrecordedBackward(
       pybind11::object func, pybind11::object refuse, int64_t count, std::vector<int64_t> inputs,
       std::vector<int64_t> grad_outputs, bool record);
 
