@@ -396,9 +396,9 @@ MIXED_UP = [
         entry=lambda o, i: o == i,
     ),
     Planted(
-        "lower triangle, upper one kept",
+        "upper triangle counted once",
         "triangle",
-        **pair(lambda x: (x * x).tril(), lambda g, x: 2 * g * x, lambda g, x: 2 * g.tril() * x),
+        **pair(lambda x: x * x + (x * x).triu(1), lambda g, x: 2 * g * x, lambda g, x: 2 * (g + g.triu(1)) * x),
         inputs=normal((5, 5)),
         entry=lambda o, i: o == i and o[0] < o[1],
     ),
