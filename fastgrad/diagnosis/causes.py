@@ -454,8 +454,9 @@ def _of_sample(sample: Sample, report: Report, failure: Failure, settings: Toler
     evidence = report.evidence or Evidence()
     values, structure = list(_of_values(sample, failure, evidence)), list(structure_causes(sample, settings))
     found = [*structure, *values]
-    # A rearrangement explains right entries, too; a rule for where entries are wrong comes before what they are.
-    if not any(cause.name in ("transposed", "rolled", "permuted") for cause in structure):
+    # These explain right entries, too; a rule for where entries are wrong comes before what they are.
+    explained = {"transposed", "rolled", "permuted", "overwritten", "wrong dimension"}
+    if not any(cause.name in explained for cause in structure):
         found += place_causes(sample, _names(report, failure), settings)
     found += _of_precision(sample)
     return found

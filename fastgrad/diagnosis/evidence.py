@@ -67,10 +67,13 @@ class _Investigation(Samples, BackwardExperiments, FuncExperiments):
     def _hypotheses(self, hypotheses: Hypotheses, sample: Sample | None) -> tuple[Cause, ...]:
         """Explains all entries at once, by random sums of them, until something does; returns the causes, if any."""
         self._explain(hypotheses.independent)
+        self._explain(hypotheses.swapped)
         if sample is None or not sample.complete:
             self._explain(hypotheses.rearranged)
         causes = diagnose(replace(self._report, sample=sample, evidence=self._evidence))
         if not causes:
+            self._explain(hypotheses.multiplied)
+            self._explain(hypotheses.result_for_input)
             self._explain(lambda: hypotheses.elsewhere(self._left))
         return causes
 

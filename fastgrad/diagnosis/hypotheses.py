@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ HYPOTHESIS_CALLS = 10
 
 NEAR = 1e-7
 """A hypothesis explains random sums of a Jacobian to within this; without it they are off a hundred times as much."""
+
+MOST_INPUTS = 4
+"""That a gradient is compared with, or that may be factors of it."""
 
 Sums = tuple[Tensor, Tensor]
 """The terms of two sums that are equal where a hypothesis holds."""
@@ -64,6 +68,69 @@ class Hypotheses:
             "dependent inputs",
             f"{names} was computed from {problem.name_of(block)}, and autograd follows it back, which differences do "
             "not: pass tensors that do not depend on each other, tensor.detach().requires_grad_()",
+            lambda one: (one.u[self._own] * self._gradient_with(block, leaf, one.v), one.v * one.slope),
+        )
+
+    def swapped(self) -> Explanation | None:
+        """Whether the gradient is that of another input of the same shape."""
+        block = self._input
+        others = [other for other in self._problem.inputs if other is not block and _same_elements(other, block)]
+        if not others or not self._tell:
+            return None
+        for other in others[:MOST_INPUTS]:
+
+            def of_other(one: _Vectors, other: Block = other) -> Sums:
+                along = torch.zeros_like(one.u)
+                along[other.slice] = one.u[self._own]
+                return one.u * one.gradient, one.v * self._slope_along(along, self._here)
+
+            name, own = self._problem.name_of(other), self._problem.name_of(block)
+            text = f"the gradient of {own} is the one of {name}: backward returns gradients in the wrong order"
+            found = self._explained("swapped gradients", text, of_other)
+            if found is not None:
+                return found
+        return None
+
+    def multiplied(self) -> Explanation | None:
+        """Whether the gradient lacks an input as a factor, or has it once too often; takes no more calls."""
+        output, block = self._output, self._input
+        if block.elements is not None or output.width != 1 or not self._tell:
+            return None
+        x = self._problem.coordinates()
+        for factor in self._problem.inputs[:MOST_INPUTS]:
+            if factor.width != 1 or factor.elements is not None:
+                continue
+            values, name = x[factor.slice].reshape(factor.tensor.shape), self._problem.name_of(factor)
+            for side, how in itertools.product((output, block), ("missing", "extra")):
+                if side.width != 1 or not _broadcasts(values, side):
+                    continue
+                # Multiplies the right gradient, at the inputs or at grad_output.
+                scale = values.expand(side.tensor.shape).reshape(-1)
+                scale = 1 / scale if how == "missing" else scale
+
+                def scaled(one: _Vectors, side: Block = side, scale: Tensor = scale) -> Sums:
+                    if side is output:
+                        return one.u * one.gradient, _scaled(one.v, side, scale) * one.slope
+                    return _scaled(one.u, side, 1 / scale) * one.gradient, one.v * one.slope
+
+                lacks = "lacks the factor" if how == "missing" else "is multiplied once too often by"
+                text = f"the gradient of {self._problem.name_of(block)} {lacks} {name}"
+                found = self._explained("missing factor", text, scaled)
+                if found is not None:
+                    return found
+        return None
+
+    def result_for_input(self) -> Explanation | None:
+        """Whether backward takes the input for the result: it is right where the input has the result's value."""
+        output, block = self._output, self._input
+        if not _same_elements(output, block) or not self._tell:
+            return None
+        result = self._problem.base()[output.first :][: output.size].reshape(block.tensor.shape)
+        leaf = result.to(block.tensor.dtype).requires_grad_()
+        name = self._problem.name_of(block)
+        return self._explained(
+            "saved tensor",
+            f"the gradient is right once {name} has the values of output {output.position}: one stands for the other",
             lambda one: (one.u[self._own] * self._gradient_with(block, leaf, one.v), one.v * one.slope),
         )
 
@@ -143,9 +210,10 @@ class Hypotheses:
         """The hypothesis, where its sums are equal for all vectors."""
         error = 0.0
         for one in self._vectors:
-            error = max(error, _relative_difference(*sums(one)))
-            if not error <= NEAR:
+            difference = _relative_difference(*sums(one))
+            if not difference <= NEAR:  # which a NaN is not, either
                 return None
+            error = max(error, difference)
         return Explanation(name, text, error)
 
     def _slope_along(self, u: Tensor, away: Tensor) -> Tensor:
@@ -203,6 +271,25 @@ def _relative_difference(terms: Tensor, others: Tensor) -> float:
     """The difference of two sums over the sum of the moduli of their terms."""
     size = float(terms.abs().sum() + others.abs().sum())
     return abs(float(terms.sum() - others.sum())) / size if size else math.inf
+
+
+def _same_elements(block: Block, other: Block) -> bool:
+    """Whether all elements of both are coordinates, and their shapes and widths agree."""
+    complete = block.elements is None and other.elements is None
+    return complete and block.tensor.shape == other.tensor.shape and block.width == other.width == 1
+
+
+def _broadcasts(values: Tensor, block: Block) -> bool:
+    """Whether values can be expanded to the shape of a block."""
+    own, shape = values.shape, block.tensor.shape
+    return len(own) <= len(shape) and all(a in (1, b) for a, b in zip(reversed(own), reversed(shape), strict=False))
+
+
+def _scaled(coordinates: Tensor, block: Block, scale: Tensor) -> Tensor:
+    """The coordinates of a side, those of one block multiplied."""
+    scaled = coordinates.clone()
+    scaled[block.slice] *= scale
+    return scaled
 
 
 def _moved(coordinates: Tensor, block: Block, rearrangement: Rearrangement) -> Tensor:

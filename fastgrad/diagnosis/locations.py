@@ -122,7 +122,7 @@ def place_causes(sample: Sample, names: tuple[str, str], settings: Tolerances) -
         element = _element(places, name)
         if element is not None:
             found.append(element)
-        for rule in (_tail, _ends, _slice, _region):
+        for rule in (_tail, _ends, _slice, _triangle, _region):
             cause = rule(places, name)
             if cause is not None:
                 found.append(replace(cause, confidence=cause.confidence - less))
@@ -139,6 +139,27 @@ def _element(places: _Places, name: str) -> Cause | None:
     text = f"wrong only in {name}[{spot}]"
     measure = f"all {wrong} entries about it, and none of the other {total - wrong}"
     return Cause("slice", text, measure, 0.95 * (1 - likely)) if likely <= CHANCE else None
+
+
+def _triangle(places: _Places, name: str) -> Cause | None:
+    """Wrong in one triangle, on the diagonal or off it, of the last two dimensions."""
+    if places.index.shape[1] < 2:
+        return None
+    row, column = places.index[:, -2], places.index[:, -1]
+    if int(row.max()) != int(column.max()) or int(row.max()) < 2:
+        return None
+    bad, total = int(places.bad.sum()), places.bad.numel()
+    parts = (
+        ("above the diagonal", row < column),
+        ("below the diagonal", row > column),
+        ("on the diagonal", row == column),
+        ("off the diagonal", row != column),
+    )
+    for where, part in parts:
+        if bool((part == places.bad).all()) and not bool(part.all()):
+            text = f"wrong only {where} of the last two dimensions of {name}: a mask, or tril() for triu()"
+            return _rule("triangle", text, places, len(parts) * math.exp(_log_chance(bad, total)), 0.93)
+    return None
 
 
 def _rule(

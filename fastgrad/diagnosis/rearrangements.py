@@ -112,7 +112,15 @@ def structure_causes(sample: Sample, settings: Tolerances) -> Iterator[Cause]:
     matrices = _matrices(sample, settings)
     if matrices is None:
         return
-    for explain in (_of_rearrangements, _of_transpose, _of_broadcasting, _of_permutations, _of_reductions):
+    explanations = (
+        _of_rearrangements,
+        _of_transpose,
+        _of_broadcasting,
+        _of_permutations,
+        _of_dimensions,
+        _of_reductions,
+    )
+    for explain in explanations:
         found = list(explain(matrices, sample))
         yield from found
         if found:
@@ -281,6 +289,30 @@ def _of_broadcasting(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
         )
 
 
+def _of_dimensions(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
+    """Elements that depend on each other along one dimension, and in backward along another."""
+    if sample.input_shape != sample.output_shape:
+        return
+    func, backward = (_coupled_dims(matrix, matrices.outputs) for matrix in (matrices.numerical, matrices.analytical))
+    if func and backward and not backward & func:
+        along, instead = (", ".join(map(str, sorted(dims))) for dims in (func, backward))
+        yield Cause(
+            "wrong dimension",
+            f"backward sums, or scans, along dimension {instead}; in func elements depend on each other along "
+            f"dimension {along}",
+            f"no nonzero entry of backward couples elements along dimension {along}",
+            0.93,
+        )
+
+
+def _coupled_dims(matrix: Tensor, outputs: int) -> set[int]:
+    """The dimensions along which the indices of outputs and inputs with a nonzero entry differ."""
+    size = matrix.abs().nan_to_num(0.0)
+    places = (size > 1e-6 * size.max()).nonzero()
+    differ = (places[:, :outputs] != places[:, outputs:]).any(0)
+    return set(differ.nonzero().flatten().tolist())
+
+
 def _of_reductions(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
     """A sum or mean over grad_output that is missing."""
     flat = _flattened(matrices, sample)
@@ -295,11 +327,22 @@ def _of_reductions(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
     share = lost[:, columns_lost].sum() / max(1, int((n[:, columns_lost] != 0).sum()))
     spread = int(columns_lost.sum()) * 2 >= int(columns.sum())
     both = int((columns_lost & kept).sum()) * 2 >= int(columns_lost.sum()) > 0
-    if int(lost.sum()) * 2 >= total > 1 and both and spread and float(share) >= 0.45:
+    # Each output takes one element of the input, and each element keeps one of its outputs.
+    single = bool(((n != 0).sum(1) <= 1).all()) and bool((((a != 0).sum(0) == 1) | ~columns).all())
+    if bool((lost == wrong).all()) and total and single and not _broadcast_dims(sample):
+        yield Cause(
+            "overwritten",
+            "each element's gradient is that of one of the outputs it goes to: where an index occurs several times, "
+            "or windows overlap, gradients are assigned instead of added",
+            f"{total} wrong entries, all zero, in columns that keep one each",
+            0.94,
+        )
+        return
+    if not bool(extra.any()) and int(lost.sum()) * 2 >= total > 1 and both and spread and float(share) >= 0.45:
         yield Cause(
             "missing reduction",
             "each element's gradient leaves out most of the outputs that depend on it: a sum or a mean over "
-            f"grad_output is missing{_along(_broadcast_dims(sample))}",
+            f"grad_output is missing{_along(_broadcast_dims(sample))}, or a mean or norm is treated as a constant",
             f"{int(lost.sum())} of {total} wrong entries are zero, in columns that have others",
             0.92,
         )

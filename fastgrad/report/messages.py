@@ -33,7 +33,7 @@ _NONDET_NOTE = (
 MOST_CAUSES = 3
 """Of the probable causes, how many are printed."""
 
-_PLACES = {"region", "slice", "boundary", "last tile", "modes disagree", "both modes wrong"}
+_PLACES = {"region", "slice", "boundary", "last tile", "triangle", "modes disagree", "both modes wrong"}
 _VALUES = {"constant factor", "sign", "zero gradient", "missing conjugate", "complex factor"}
 
 BY_ROUNDING = ("beyond rounding", "biased", "not finite")

@@ -31,6 +31,7 @@ from fastgrad.report.report import Report
 from tests.planted import TABLE
 from tests.planted.causes import CAUSES
 from tests.planted.causes_blind import BLIND
+from tests.planted.causes_operators import OPERATORS, Operator
 from tests.planted.row import Planted
 
 PLANTED = [*CAUSES, *BLIND]
@@ -48,8 +49,16 @@ CONFUSED: dict[str, CauseName | None] = {
 }
 
 
-# Planted by nobody but the author of the diagnosis.
-SEEN: set[CauseName] = {"modified grad_output", "dependent inputs"}
+# Planted by the author of the diagnosis, or in OPERATORS.
+SEEN: set[CauseName] = {
+    "modified grad_output",
+    "dependent inputs",
+    "overwritten",
+    "wrong dimension",
+    "swapped gradients",
+    "missing factor",
+    "triangle",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +111,51 @@ def test_every_engine_leads_to_the_same_cause(keywords: dict[str, Any]) -> None:
             assert failed(row, **keywords).causes[0].name == row.cause, row.name
 
 
+# What the words of OPERATORS are called here.
+SYNONYMS: dict[str, CauseName] = {
+    # A mean that is a constant, or whose gradient is left out: the gradient is the same.
+    "detached": "missing reduction",
+    # The input for the result, or the reverse: not what backward takes it for.
+    "wrong tensor": "saved tensor",
+}
+
+# What is said first of these, in place of a cause that is true.
+MISSED: dict[str, CauseName | None] = {
+    "pixel shuffle, axes in another order": None,
+    # True in other words: a convolution's transpose has the flipped kernel.
+    "convolution, kernel not flipped": "transposed",
+    "image convolution, kernel not flipped": "transposed",
+    "convolution, flipped along one of two dimensions": "transposed",
+    "convolution, weight's gradient flipped": "permuted",
+    # A product with a triangle: every element of the input is wrong.
+    "symmetric part, one triangle only": "missing reduction",
+    # A stride is no slice.
+    "tiles of four, last of each forgotten": "zero gradient",
+    "cross entropy, ignored rows have a gradient": None,
+}
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in OPERATORS])
+def test_mistakes_in_usual_operators(row: Operator) -> None:
+    assert fastgrad.gradcheck(row.right, row.inputs())
+    with pytest.raises(fastgrad.GradcheckError) as raised:
+        fastgrad.gradcheck(row.wrong, row.inputs())
+    causes = raised.value.report.causes
+    named = causes[0].name if causes else None
+    if row.name in MISSED:
+        assert named == MISSED[row.name], causes
+    else:
+        assert named in {SYNONYMS.get(cause or "", cause) for cause in row.causes}, causes
+
+
+@pytest.mark.parametrize(
+    ("name", "cause"), [("input taken for the output", "saved tensor"), ("third input only", "missing factor")]
+)
+def test_formulas_with_a_named_cause(name: str, cause: CauseName) -> None:
+    row = next(row for row in TABLE if row.name == name)
+    assert check(row.wrong, row.inputs(), Settings(**row.keywords)).causes[0].name == cause
+
+
 # Wrong formulas have no simple cause, and a right gradient has none at all.
 SILENT = [
     "one element",
@@ -109,9 +163,7 @@ SILENT = [
     "hidden coupling",
     "phantom coupling that cancels",
     "leak across the batch",
-    "input taken for the output",
     "outputs swapped",
-    "third input only",
     "beside an empty input",
     "a single number",
     "input's memory read in order",

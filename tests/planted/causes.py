@@ -352,6 +352,58 @@ PLACES_SWAPPED = [
     ),
 ]
 
+TAKEN = torch.tensor([1, 0, 1, 3, 1])
+
+MIXED_UP = [
+    Planted(
+        "take, rows assigned",
+        "overwritten",
+        **pair(
+            lambda x: x[TAKEN],
+            lambda g, x: torch.zeros_like(x).index_copy(0, TAKEN, g),
+            lambda g, x: torch.zeros_like(x).index_add(0, TAKEN, g),
+        ),
+        inputs=normal((4, 3)),
+        entry=lambda o, i: o[1] == i[1],
+    ),
+    Planted(
+        "centering, mean of the other dimension",
+        "wrong dimension",
+        **pair(
+            lambda x: x - x.mean(1, keepdim=True),
+            lambda g, x: g - g.mean(0, keepdim=True),
+            lambda g, x: g - g.mean(1, keepdim=True),
+        ),
+        inputs=normal((3, 5)),
+        entry=lambda o, i: o[0] == i[0] or o[1] == i[1],
+    ),
+    Planted(
+        "product, gradients exchanged",
+        "swapped gradients",
+        **pair(lambda x, y: x * y, lambda g, x, y: (g * x, g * y), lambda g, x, y: (g * y, g * x)),
+        inputs=normal((3, 4), (3, 4)),
+        entry=lambda o, i: o == i,
+    ),
+    Planted(
+        "scaled sine, scale left out",
+        "missing factor",
+        **pair(
+            lambda x, s: x.sin() * s,
+            lambda g, x, s: (g * x.cos(), (g * x.sin()).sum(0)),
+            lambda g, x, s: (g * x.cos() * s, (g * x.sin()).sum(0)),
+        ),
+        inputs=normal((4, 3), (3,)),
+        entry=lambda o, i: o == i,
+    ),
+    Planted(
+        "upper triangle counted once",
+        "triangle",
+        **pair(lambda x: x * x + (x * x).triu(1), lambda g, x: 2 * g * x, lambda g, x: 2 * (g + g.triu(1)) * x),
+        inputs=normal((5, 5)),
+        entry=lambda o, i: o == i and o[0] < o[1],
+    ),
+]
+
 # Complex numbers.
 
 PHASE = torch.tensor(0.6 + 0.8j, dtype=COMPLEX)
@@ -991,4 +1043,13 @@ MISTAKEN = [
     ),
 ]
 
-CAUSES: list[Planted] = [*VALUES, *PLACES_SWAPPED, *COMPLEX_NUMBERS, *PLACES, *BACKWARD, *NUMBERS, *MISTAKEN]
+CAUSES: list[Planted] = [
+    *VALUES,
+    *PLACES_SWAPPED,
+    *COMPLEX_NUMBERS,
+    *PLACES,
+    *BACKWARD,
+    *NUMBERS,
+    *MISTAKEN,
+    *MIXED_UP,
+]

@@ -242,6 +242,23 @@ CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
         "or like    wrong only at the last 5 places along dimension 0 of in0: padding, or a halo",
         "and there  the analytical gradient is zero wherever it is wrong: a missing term, or a None",
     ),
+    "triangle": (
+        "looks like wrong only above the diagonal of the last two dimensions of in0: a mask, or tril() for triu()",
+        "and there  the analytical gradient is 0.5 x the numerical one there: a missing factor 2",
+    ),
+    "swapped gradients": (
+        "looks like the gradient of input 0 is the one of input 1: backward returns gradients in the wrong order",
+    ),
+    "missing factor": ("looks like the gradient of input 0 lacks the factor input 1",),
+    "overwritten": (
+        "looks like each element's gradient is that of one of the outputs it goes to: where an index occurs several "
+        "times, or windows overlap, gradients are assigned instead of added",
+        "or like    the analytical gradient is zero wherever it is wrong: a missing term, or a None",
+    ),
+    "wrong dimension": (
+        "looks like backward sums, or scans, along dimension 0; in func elements depend on each other along dimension "
+        "1",
+    ),
     "saved tensor": (
         "looks like backward reads something that other calls of func write: a tensor kept in a global, on the class "
         "or in a shared buffer, where ctx.save_for_backward would keep one a graph",
