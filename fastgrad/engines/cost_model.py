@@ -54,7 +54,7 @@ class CostModel:
     vjp_evaluations: float = 1.5
     vectorized_rows: int = 1024
     vectorized_seconds: float = 10e-3
-    sketch_seconds: float = 0.15e-3
+    sketch_seconds: float = 0.25e-3
     sketch_calls: int = 24
     guess_seconds: float = 2e-3
     probe_seconds: float = 30e-3

@@ -15,11 +15,11 @@ from fastgrad.core.random import GRAPH_STREAM, direction
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Settings
 
-CALL_SECONDS, NODE_SECONDS, CUSTOM_SECONDS, COORDINATE_SECONDS = 1.5e-6, 1.9e-6, 3.7e-6, 2e-9
+CALL_SECONDS, NODE_SECONDS, CUSTOM_SECONDS, COORDINATE_SECONDS = 4e-6, 3e-6, 8e-6, 2e-9
 """What an evaluation usually takes: each, and for each node of its graph, each custom Function beside, and each
 coordinate. `python -m benchmarks.bench_costs` measures them."""
 
-BACKWARD_SECONDS = 5e-6
+BACKWARD_SECONDS = 10e-6
 """What the evaluation of a backward takes, beside: of a forward and a pass of autograd's engine."""
 
 SLOW_SECONDS, SLOW_FACTOR = 3e-3, 10
