@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
@@ -32,7 +33,7 @@ from fastgrad.report.messages import undecided_text
 from fastgrad.report.report import Report
 
 if TYPE_CHECKING:
-    from fastgrad.sharding.workers import Workers
+    from fastgrad.sharding.problem import Partition
 
 TensorOrTensors = Tensor | Sequence[Any]
 
@@ -300,6 +301,7 @@ def check(
     reference_device: torch.device | str | None = None,
     precision: Precision = "auto",
     group: torch.distributed.ProcessGroup | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
 ) -> Report:
     """Checks derivatives of a function or a module, in whatever its tensors are wrapped.
 
@@ -341,6 +343,10 @@ def check(
         Ranks that share the work, `torch.distributed.group.WORLD` say. Each has func and all inputs, and calls this
         with the same arguments. Columns and rows of the Jacobians are computed by all ranks, where that takes long;
         the report is that of one rank, and the same on all. None: this process alone.
+    checkpoint
+        A file that keeps columns and rows of a long exact check as they are computed. If the process is killed, or
+        raises, the same call goes on from it, also with another number of ranks, and its report is what it would
+        have been. The file is removed when the check has ended. Only rank 0 reads and writes it.
 
     Returns
     -------
@@ -388,7 +394,16 @@ def check(
     settings = settings_of(keywords, made_by(grad_outputs, gen_non_contig_grad_outputs) if order > 1 else None)
     settings = replace(settings, order=order) if order > 2 else settings
     settings = with_precision(settings, reference, reference_device, precision)
-    return _report_of_call(func, as_tuple(inputs), kwargs or {}, wrt, grad_outputs, settings, own, reference, group)
+    run = partial(_report_of_call, func, as_tuple(inputs), kwargs or {}, wrt, grad_outputs, settings, own, reference)
+    if group is None and checkpoint is None:
+        return run(None)
+    from fastgrad.sharding.check import in_parts  # only here: importing fastgrad is to cost little
+
+    values = {f"inputs[{i}]": value for i, value in enumerate(as_tuple(inputs))}
+    values |= {f'kwargs["{name}"]': value for name, value in (kwargs or {}).items()}
+    values |= {f"{name} by input": given for name, given in own.items()}
+    values |= {"wrt": wrt, "grad_outputs": grad_outputs, "reference": reference}
+    return in_parts(run, func, values, settings, group, checkpoint)
 
 
 def _report_of_call(
@@ -400,48 +415,17 @@ def _report_of_call(
     settings: Settings,
     own: Mapping[str, Any],
     reference: Any,
-    group: torch.distributed.ProcessGroup | None,
+    partition: Partition | None,
 ) -> Report:
     """The report of `check`, whose arguments these are; own: the numbers that are given input by input."""
-    if group is None:
-        return _own_report(func, inputs, kwargs, wrt, grad_outputs, settings, own, reference)
-    from fastgrad.lowprecision.reference import RandomState  # only here: importing fastgrad is to cost little
-    from fastgrad.sharding.calls import described, refuse_differences
-    from fastgrad.sharding.workers import workers_of
-
-    random = RandomState()
-    with workers_of(group) as workers:
-        try:
-            values = {f"inputs[{i}]": value for i, value in enumerate(inputs)}
-            values |= {f'kwargs["{name}"]': value for name, value in kwargs.items()}
-            values |= {f"{name} by input": given for name, given in own.items()}
-            values |= {"wrt": wrt, "grad_outputs": grad_outputs, "reference": reference}
-            refuse_differences(workers.gather(described(func, values, settings)))
-            return _own_report(func, inputs, kwargs, wrt, grad_outputs, settings, own, reference, workers)
-        finally:
-            random.restore()  # func drew where it was called, and ranks are to draw alike
-
-
-def _own_report(
-    func: Callable[..., Any],
-    inputs: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    wrt: Wrt,
-    grad_outputs: Any,
-    settings: Settings,
-    own: Mapping[str, Any],
-    reference: Any,
-    workers: Workers | None = None,
-) -> Report:
-    """As `_report_of_call`, for this process or with others."""
     with Call(func, inputs, kwargs, wrt) as call:
         if not call.tensors:
             raise ValueError(_NOTHING[wrt if isinstance(func, Module) else "inputs"])
         make = partial(_reference_of, func, inputs, kwargs, wrt, call, reference, settings)
         if settings.order == 1:
             own_settings = with_own(settings, own, call.names)
-            return _named(lambda: call.output_names, call, call.tensors, own_settings, make, call.names, workers)
-        return _higher_order_report(call, grad_outputs, settings, own, make, workers)
+            return _named(lambda: call.output_names, call, call.tensors, own_settings, make, call.names, partition)
+        return _higher_order_report(call, grad_outputs, settings, own, make, partition)
 
 
 def _run(
@@ -451,11 +435,11 @@ def _run(
     make: Callable[[], Any],
     names: tuple[str, ...] = (),
     explain: bool = True,
-    workers: Workers | None = None,
+    partition: Partition | None = None,
 ) -> Report:
     """The check by tolerances or, in lower dtypes, by rounding; make: makes the reference of these."""
     if not measures_rounding(arguments, settings):
-        return run(func, arguments, settings, names, explain, workers)
+        return run(func, arguments, settings, names, explain, partition)
     from fastgrad.lowprecision import check_lower  # only here: importing fastgrad is to cost little
 
     return check_lower(func, arguments, settings, make, names)
@@ -468,18 +452,18 @@ def _named(
     settings: Settings,
     make: Callable[[], Any],
     names: tuple[str, ...],
-    workers: Workers | None,
+    partition: Partition | None,
 ) -> Report:
     """The report of `_run` with the names of the outputs, which are known once func has been called."""
 
     def alone() -> Report:
         return replace(_run(func, arguments, settings, make, names), output_names=output_names())
 
-    if workers is None:
+    if partition is None:
         return alone()
     if measures_rounding(arguments, settings):
-        return workers.report(alone)  # rank 0 calls func, and the others do not
-    report = _run(func, arguments, settings, make, names, workers=workers)
+        return partition.report(alone)  # rank 0 calls func, and the others do not
+    report = _run(func, arguments, settings, make, names, partition=partition)
     return replace(report, output_names=output_names())
 
 
@@ -504,7 +488,7 @@ def _higher_order_report(
     settings: Settings,
     own: Mapping[str, Any],
     make: Callable[[], Any],
-    workers: Workers | None,
+    partition: Partition | None,
 ) -> Report:
     backward, arguments, names = _second_order_of_call(call, grad_outputs, settings)
     make = partial(_reference_of_backward, make, backward, arguments[len(call.tensors) :], settings.reference_device)
@@ -524,7 +508,7 @@ def _higher_order_report(
     checked = [name for name, value in zip(names, arguments, strict=True) if value.requires_grad]
     own_settings = with_own(settings, own, checked)
     output_names = partial(_names_of_gradients, known, backward)
-    return _named(output_names, backward, arguments, own_settings, make, names, workers)
+    return _named(output_names, backward, arguments, own_settings, make, names, partition)
 
 
 def _names_of_gradients(names: Sequence[str], backward: Backward) -> tuple[str, ...]:

@@ -62,7 +62,7 @@ from fastgrad.verdict.recording import check_recorded_gradients
 from fastgrad.verdict.repeated_calls import RepeatedCalls
 
 if TYPE_CHECKING:
-    from fastgrad.sharding.workers import Workers
+    from fastgrad.sharding.problem import Partition
 
 TIMED_COLUMNS = 32
 TIMED_SECONDS = 1e-3
@@ -76,7 +76,7 @@ def check(
     settings: Settings,
     names: tuple[str, ...] = (),
     explain: bool = True,
-    workers: Workers | None = None,
+    partition: Partition | None = None,
 ) -> Report:
     """Checks the derivatives that autograd computes for func at inputs against differences of func.
 
@@ -92,8 +92,8 @@ def check(
         What messages call the inputs, if they do not count them.
     explain
         Gather evidence after a failure and look for probable causes.
-    workers
-        The ranks that share the work and all return the report; None: this process alone.
+    partition
+        The ranks that share the work and all return the report, and the checkpoint; None: neither.
 
     Returns
     -------
@@ -104,8 +104,8 @@ def check(
     arguments = as_tuple(inputs)
     with (
         _exact_libraries(arguments, settings) as notes,
-        Progress(settings.progress if workers is None or workers.leads else False) as progress,
-        _problem_class(workers)(
+        Progress(settings.progress if partition is None or partition.leads else False) as progress,
+        (Problem if partition is None else partition.problem)(
             func,
             arguments,
             settings.masked,
@@ -124,15 +124,7 @@ def check(
                 return report
             return _diagnosed(problem, replace(report, subject=subject(func, problem)), findings.sample)
 
-        return run() if workers is None else workers.report(run)
-
-
-def _problem_class(workers: Workers | None) -> Callable[..., Problem]:
-    if workers is None:
-        return Problem
-    from fastgrad.sharding.problem import ShardedProblem  # only here: importing fastgrad is to cost little
-
-    return partial(ShardedProblem, workers)
+        return run() if partition is None else partition.report(run)
 
 
 def _report(
@@ -437,7 +429,7 @@ def _jacobian_failure(
     columns_at_hand = dense.numerical_columns(problem, plan, settings)
     backward = findings.backward
     if backward is not None:
-        columns = problem.difference_columns(0, problem.n, settings.eps, plan.record_graph)
+        columns = dense.columns_one_by_one(problem, settings, 0, problem.n, plan.record_graph)
         if agrees(problem, settings, backward, columns, findings):
             return None
         columns_at_hand = iter([(0, columns)])

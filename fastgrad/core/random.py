@@ -1,4 +1,4 @@
-"""Random directions and cotangents: functions of a seed, never of torch's global generator."""
+"""Random directions and cotangents: functions of a seed. Also the state of torch's generators."""
 
 from __future__ import annotations
 
@@ -53,3 +53,21 @@ def uniform_like(tensor: Tensor, seed: int, stream: int, first: int = 0) -> Tens
     width = 2 if tensor.is_complex() else 1
     real = uniform(tensor.numel() * width, seed, stream, first, tensor.device).to(tensor.dtype.to_real())
     return (torch.view_as_complex(real.view(-1, 2)) if width == 2 else real).reshape(tensor.shape)
+
+
+class RandomState:
+    """The state of torch's generators, to be set again before each run of a function."""
+
+    def __init__(self) -> None:
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+
+    def restore(self) -> None:
+        """Sets it."""
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state_all(self._cuda)
+
+    def has_changed(self) -> bool:
+        """Whether something was drawn on the CPU since."""
+        return not torch.equal(self._cpu, torch.get_rng_state())

@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fastgrad._version import __version__
 from fastgrad.api.checkers import check as check_whole
+from fastgrad.core.random import RandomState
 from fastgrad.core.ranks import RankError, Ranks
 from fastgrad.distributed.causes import explained
 from fastgrad.distributed.placements import Placement, Space, difference, dual, mismatch, whole_of
 from fastgrad.distributed.session import Member, Session, follow, whole_function
-from fastgrad.lowprecision.reference import RandomState
 from fastgrad.problem.arguments import as_tuple, refuse_function_class
 from fastgrad.problem.caller_state import keeps_the_callers_state
 from fastgrad.problem.signature import function_name

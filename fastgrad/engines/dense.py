@@ -107,17 +107,30 @@ def numerical_columns(problem: Problem, plan: Plan, settings: Settings) -> Itera
 def _columns(problem: Problem, plan: Plan, settings: Settings, first: int, count: int) -> Tensor:
     eps, record_graph = settings.eps, plan.record_graph
     if plan.batch is None and not plan.replayed:
-        return problem.difference_columns(first, count, eps, record_graph)
+        return columns_one_by_one(problem, settings, first, count, record_graph)
     from fastgrad.engines import cuda_graph, vmapped  # only here: importing fastgrad is to cost little
 
     if plan.batch is not None:
         columns = vmapped.difference_columns(problem, first, count, plan.batch, eps)
     else:
         columns = cuda_graph.difference_columns(problem, first, count, eps, record_graph)
-    atol = min(settings.of(block.index).atol for block in problem.inputs)
-    if not executor.agree(problem, first, columns, eps, atol, settings.seed, record_graph):
+    if not _agree(problem, settings, first, columns, record_graph):
         raise executor.RefusedError("columns do not agree with evaluations one by one")
     return columns
+
+
+def columns_one_by_one(problem: Problem, settings: Settings, first: int, count: int, record_graph: bool) -> Tensor:
+    """`Problem.difference_columns`; those from a checkpoint are computed again unless they agree with evaluations."""
+    while True:  # a checkpoint gives each column once only
+        problem.restores = False
+        columns = problem.difference_columns(first, count, settings.eps, record_graph)
+        if not problem.restores or _agree(problem, settings, first, columns, record_graph):
+            return columns
+
+
+def _agree(problem: Problem, settings: Settings, first: int, columns: Tensor, record_graph: bool) -> bool:
+    atol = min(settings.of(block.index).atol for block in problem.inputs)
+    return executor.agree(problem, first, columns, settings.eps, atol, settings.seed, record_graph)
 
 
 def _row_blocks(

@@ -35,6 +35,8 @@ def obstacle(problem: Problem) -> str | None:
     """What keeps func from being called otherwise than one by one, in words; None where nothing does."""
     if problem.mutates_inputs:
         return "func changes its inputs"
+    if problem.has_checkpoint:
+        return "a checkpoint keeps columns and rows that were computed one by one"
     if any(
         type(block.tensor) not in (Tensor, torch.nn.Parameter) or block.tensor.layout is not torch.strided
         for block in problem.inputs

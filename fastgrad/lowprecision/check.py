@@ -19,9 +19,10 @@ from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.native import Layout
 from fastgrad.core.precision import LOWER
 from fastgrad.core.progress import Progress
+from fastgrad.core.random import RandomState
 from fastgrad.lowprecision.comparison import Comparison
 from fastgrad.lowprecision.probes import probes_of
-from fastgrad.lowprecision.reference import IncomparableError, Products, RandomState, Reference
+from fastgrad.lowprecision.reference import IncomparableError, Products, Reference
 from fastgrad.lowprecision.rounding import coarsest, unit_roundoff
 from fastgrad.lowprecision.verdict import Outcome, judge, judge_by_differences
 from fastgrad.problem.arguments import as_tuple

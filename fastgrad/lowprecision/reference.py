@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fastgrad.core import native
+from fastgrad.core.random import RandomState
 from fastgrad.lowprecision.rounding import Arithmetic
 from fastgrad.problem.arguments import as_tuple
 from fastgrad.problem.coordinates import Block
@@ -54,24 +55,6 @@ def without_autocast() -> Iterator[None]:
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield
-
-
-class RandomState:
-    """The state of torch's generators, to be set again before each run of a function."""
-
-    def __init__(self) -> None:
-        self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-
-    def restore(self) -> None:
-        """Sets it."""
-        torch.set_rng_state(self._cpu)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state_all(self._cuda)
-
-    def has_changed(self) -> bool:
-        """Whether something was drawn on the CPU since."""
-        return not torch.equal(self._cpu, torch.get_rng_state())
 
 
 class Products:

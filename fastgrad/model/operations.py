@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from fastgrad.api.checkers import check
-from fastgrad.core.random import SKETCH_COTANGENTS, SKETCH_DIRECTIONS, direction, uniform_like
+from fastgrad.core.random import SKETCH_COTANGENTS, SKETCH_DIRECTIONS, RandomState, direction, uniform_like
 from fastgrad.engines.sketch import directional_differences
-from fastgrad.lowprecision.reference import RandomState, without_autocast
+from fastgrad.lowprecision.reference import without_autocast
 from fastgrad.lowprecision.rounding import DOUBLE
 from fastgrad.model.recorder import Call
 from fastgrad.problem.arguments import as_tuple

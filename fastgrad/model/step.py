@@ -14,7 +14,8 @@ from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
 from fastgrad.core import torch_private
-from fastgrad.lowprecision.reference import RandomState, without_autocast
+from fastgrad.core.random import RandomState
+from fastgrad.lowprecision.reference import without_autocast
 from fastgrad.lowprecision.references import Doubled
 from fastgrad.lowprecision.rounding import DOUBLE
 from fastgrad.problem.arguments import Buffers

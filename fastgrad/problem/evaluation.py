@@ -101,6 +101,7 @@ class Evaluation:
         self.records_differences = records_differences
         self.seconds = self.unit_roundoff = self.unspecified = 0.0
         self.ranks = 1
+        self.has_checkpoint = self.restores = False
         self.progress = progress or Progress(False)
         self.vjps = 0
         self.jvps = 0

@@ -36,6 +36,8 @@ class Problem(Differences, ReverseMode, ForwardMode):
         What the first evaluation took.
     ranks
         The processes that compute columns and rows.
+    has_checkpoint, restores
+        Whether a file keeps columns and rows, and whether it had some that an earlier run computed.
     progress
         The bar that shows how far the check is.
     unit_roundoff

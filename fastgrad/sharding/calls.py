@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from functools import partial
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -34,7 +34,7 @@ def described(func: Callable[..., Any], values: Mapping[str, Any], settings: Set
     """A call as text, part by part: versions, func with what it captures, and arguments, with digests of values."""
     name = getattr(func, "__qualname__", "") or function_name(func)
     found = {"fastgrad": f"version {__version__}", "torch": f"version {torch.__version__}"}
-    found["func"] = f"{getattr(func, '__module__', '')}.{name}, digest {_digest(func)}"
+    found["func"] = f"{getattr(func, '__module__', '')}.{name}, digest {digest(func)}"
     found |= {name: _text(value) for name, value in values.items()}
     return found | {field.name: repr(getattr(settings, field.name)) for field in fields(settings)}
 
@@ -56,9 +56,9 @@ def _text(value: Any) -> str:
     if isinstance(value, Tensor):
         stride = f", stride {tuple(value.stride())}" if value.layout is torch.strided else f", {value.layout}"
         grad = ", requires grad" if value.requires_grad else ""
-        return f"{kind_of(value)}{stride}{grad}, values {_digest(value)}"
+        return f"{kind_of(value)}{stride}{grad}, values {digest(value)}"
     is_short = isinstance(value, _PLAIN) and len(_plain(value)) <= _LONGEST
-    return _plain(value) if is_short else f"{type(value).__name__}, digest {_digest(value)}"
+    return _plain(value) if is_short else f"{type(value).__name__}, digest {digest(value)}"
 
 
 def _plain(value: Any) -> str:
@@ -66,7 +66,8 @@ def _plain(value: Any) -> str:
     return value.type if isinstance(value, torch.device) else repr(value)
 
 
-def _digest(value: Any) -> str:
+def digest(value: Any) -> str:
+    """Hexadecimal digits that tell a value from others."""
     found = hashlib.blake2b()
     _add(found.update, value, {})
     return found.hexdigest()[:_DIGITS]
@@ -98,6 +99,8 @@ def _held_by(value: Any) -> Sequence[Any]:
         return [held for item in value.items() for held in item]
     if isinstance(value, (tuple, list)):
         return value
+    if is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name) for field in fields(value)]
     if isinstance(value, Module):
         return [value.training, *value.named_parameters(), *value.named_buffers(), type(value).forward]
     if isinstance(value, partial):

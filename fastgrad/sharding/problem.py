@@ -1,9 +1,10 @@
-"""A problem whose columns and rows all ranks compute; rank 0 does the rest, and what costs less than messages."""
+"""A problem whose columns and rows are computed in parts, by all ranks and from a checkpoint on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +14,22 @@ from fastgrad.core import native
 from fastgrad.core.phases import clock, phase
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
-from fastgrad.sharding.workers import Work, Workers
+from fastgrad.report.report import Report
+from fastgrad.sharding.calls import digest
+from fastgrad.sharding.checkpoint import Checkpoint
+from fastgrad.sharding.workers import Work, Workers, in_parts
+
+Store = Callable[[slice, Tensor], None]
+"""Puts items, and what was found of them, where they belong."""
+
+Keep = Callable[[int, int, Tensor], None]
+"""Stores the items from the first number to the one before the second in a checkpoint."""
 
 WORTH_SHARING = 0.02
 """Seconds that work takes on one rank from which on it is shared, beside those of its bytes: some ten messages."""
+
+WORTH_KEEPING = 1.0
+"""Seconds that work takes from which on it goes into a checkpoint: as much as a process that is killed loses anyway."""
 
 _BYTES_A_SECOND = 50e6
 """Bytes that go through the store in a second, to it and from it: a quarter of what one machine was measured to do, so
@@ -62,28 +75,55 @@ def _sent(groups: native.Groups, positions: Tensor) -> _Groups:
     return _Groups(groups.coordinates, groups.starts, groups.entries, groups.entry_starts, positions)
 
 
-class ShardedProblem(Problem):
-    """The problem of rank 0, which shares its work, or of another, which does parts; counts calls as one rank would."""
+@dataclass(frozen=True)
+class Partition:
+    """Who computes the parts of a check, and which file keeps them: None is this process, and none."""
 
-    def __init__(self, workers: Workers, *arguments: Any, **keywords: Any) -> None:
+    workers: Workers | None = None
+    checkpoint: Checkpoint | None = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process runs the check; others do parts of it."""
+        return self.workers is None or self.workers.leads
+
+    def report(self, run: Callable[[], Report]) -> Report:
+        """The report of a check, on all ranks."""
+        return run() if self.workers is None else self.workers.report(run)
+
+    def problem(self, *arguments: Any, **keywords: Any) -> PartitionedProblem:
+        """The problem of these arguments of `Problem`."""
+        return PartitionedProblem(self, *arguments, **keywords)
+
+
+class PartitionedProblem(Problem):
+    """A problem whose columns and rows are computed in parts: by the ranks of a group, from a checkpoint on, or both.
+
+    That of rank 0 shares its work, and that of another rank does parts. Calls are counted as one rank would make them.
+    """
+
+    def __init__(self, partition: Partition, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        self._workers = workers
-        self.ranks = workers.count
+        self._leads = partition.leads
+        self._workers, self._checkpoint = partition.workers, partition.checkpoint
         self._evaluations_elsewhere = 0
-        workers.problem = self
+        if self._workers is not None:
+            self.ranks = self._workers.count
+            self._workers.problem = self
+        self.has_checkpoint = self._checkpoint is not None
 
     @property
     def evaluations(self) -> int:
-        """Calls of func so far, on all ranks."""
+        """Calls of func so far, on all ranks and before the checkpoint."""
         return super().evaluations + self._evaluations_elsewhere
 
     @phase("numerical columns")
     def difference_columns(self, first: int, count: int, eps: float, record_graph: bool) -> Tensor:
         """As `Problem.difference_columns`."""
-        if not self._shares(count):
+        if not self._divides(count):
             return super().difference_columns(first, count, eps, record_graph)
         columns = torch.empty(count, self.m, dtype=torch.float64, device=self.device)
-        self._do(Work("columns", (first, eps, record_graph)), (0, count), columns.__setitem__, columns)
+        self._do(Work("columns", (eps, record_graph)), (first, first + count), _into(columns, first), columns)
         return columns
 
     @phase("numerical columns")
@@ -92,7 +132,7 @@ class ShardedProblem(Problem):
     ) -> Tensor:
         """As `Problem.difference_groups`."""
         count = groups.starts.numel() - 1
-        if not self._shares(count):
+        if not self._divides(count):
             return super().difference_groups(groups, rows, columns, eps, record_graph)
         values = torch.zeros(rows.numel(), dtype=torch.float64, device=self.device)
         sent = _sent(groups, rows)
@@ -107,9 +147,9 @@ class ShardedProblem(Problem):
     def tangent_columns(self, first: int, count: int) -> tuple[Tensor, bool]:
         """As `Problem.tangent_columns`."""
         before = self.jvps
-        if self._shares(count):
+        if self._divides(count):
             columns = torch.empty(count, self.m, dtype=torch.float64, device=self.device)
-            if self._do(Work("tangents", (first,)), (0, count), columns.__setitem__, columns):
+            if self._do(Work("tangents", ()), (first, first + count), _into(columns, first), columns):
                 return columns, True
         self.jvps = before
         return super().tangent_columns(first, count)
@@ -127,12 +167,12 @@ class ShardedProblem(Problem):
     ) -> tuple[Tensor, Tensor, native.GradientsMatch]:
         """As `Problem.analytical_rows`; those that are run twice are run here."""
         before, head = self.vjps, max(1, repeated)
-        if self._shares(count - head):
+        if self._divides(count - head):
             rows = torch.empty(count, sum(block.size for block in inputs), dtype=torch.float64, device=self.device)
             own = super().analytical_rows(output, imaginary, first, head, inputs, repeated, scale)
             rows[:head], again, match = own
-            work = Work("rows", (output.index, imaginary, first, tuple(self.inputs.index(block) for block in inputs)))
-            if _is_usual(match) and self._do(work, (head, count), rows.__setitem__, rows):
+            work = Work("rows", (output.index, imaginary, tuple(self.inputs.index(block) for block in inputs)))
+            if _is_usual(match) and self._do(work, (first + head, first + count), _into(rows, first), rows):
                 return rows, again, match
         self.vjps = before
         return super().analytical_rows(output, imaginary, first, count, inputs, repeated, scale)
@@ -150,7 +190,7 @@ class ShardedProblem(Problem):
     ) -> native.GradientsMatch:
         """As `Problem.vjp_groups`; those that are run twice are run here."""
         before, head = self.vjps, max(1, repeated)
-        if self._shares(count - head):
+        if self._divides(count - head):
             sent = _sent(groups, columns)
 
             def store(items: slice, found: Tensor) -> None:
@@ -174,8 +214,8 @@ class ShardedProblem(Problem):
         }
         return parts[work.name](begin, end, *work.arguments)
 
-    def _columns(self, begin: int, end: int, first: int, eps: float, record_graph: bool) -> Tensor:
-        return super().difference_columns(first + begin, end - begin, eps, record_graph)
+    def _columns(self, begin: int, end: int, eps: float, record_graph: bool) -> Tensor:
+        return super().difference_columns(begin, end - begin, eps, record_graph)
 
     def _column_groups(
         self, begin: int, end: int, groups: _Groups, columns: Tensor, eps: float, record_graph: bool
@@ -184,17 +224,13 @@ class ShardedProblem(Problem):
         part, own = groups.part(begin, end), columns.to(self.device)[groups.entries_of(begin, end)]
         return super().difference_groups(part, own, own, eps, record_graph)
 
-    def _tangents(self, begin: int, end: int, first: int) -> Tensor | None:
-        columns, match = super().tangent_columns(first + begin, end - begin)
+    def _tangents(self, begin: int, end: int) -> Tensor | None:
+        columns, match = super().tangent_columns(begin, end - begin)
         return columns if match else None
 
-    def _rows(
-        self, begin: int, end: int, output: int, imaginary: bool, first: int, inputs: Sequence[int]
-    ) -> Tensor | None:
+    def _rows(self, begin: int, end: int, output: int, imaginary: bool, inputs: Sequence[int]) -> Tensor | None:
         blocks = [self.inputs[k] for k in inputs]
-        rows, _, match = super().analytical_rows(
-            self.outputs[output], imaginary, first + begin, end - begin, blocks, 0, 1.0
-        )
+        rows, _, match = super().analytical_rows(self.outputs[output], imaginary, begin, end - begin, blocks, 0, 1.0)
         return rows if _is_usual(match) else None
 
     def _row_groups(self, begin: int, end: int, output: int, groups: _Groups, scale: float) -> Tensor | None:
@@ -204,18 +240,39 @@ class ShardedProblem(Problem):
         match = super().vjp_groups(self.outputs[output], part, values, end - begin, values, 0, scale)
         return values if _is_usual(match) else None
 
-    def _shares(self, items: int) -> bool:
-        return self._workers.leads and items > 1
+    def _divides(self, items: int) -> bool:
+        return items > 1 and self._leads
 
-    def _do(self, work: Work, items: tuple[int, int], store: Callable[[slice, Tensor], None], *sent: Tensor) -> bool:
-        """Does work: the first item here, to see what one costs, and the others on all ranks, if they cost enough.
+    def _do(self, work: Work, items: tuple[int, int], store: Store, *sent: Tensor) -> bool:
+        """Does work: the first item here, to see what one costs, and those that no checkpoint has in parts.
 
         Returns
         -------
         bool
-            False where something is unusual, and all is to be done without sharing.
+            False where something is unusual, and all is to be done in one piece.
         """
         first, last = items
+        start = clock(self.device)
+        head = self.part(work, first, first + 1)
+        seconds = clock(self.device) - start
+        if head is None:
+            return False
+        store(slice(first, first + 1), head)
+        missing = [(first + 1, last)]
+        keep: Keep = _keep_nothing
+        if self._checkpoint is not None:
+            name = f"{work.name} {digest(work.arguments)}"
+            missing = self._restored(name, items, head, store, work)
+            if sum(end - begin for begin, end in missing) * seconds >= WORTH_KEEPING:
+                keep = partial(self._checkpoint.store, name)
+                if missing == [(first + 1, last)]:
+                    keep(first, first + 1, head)
+        return self._rest(work, missing, seconds, store, keep, sum(8 * tensor.numel() for tensor in sent))
+
+    def _rest(
+        self, work: Work, missing: list[tuple[int, int]], seconds: float, store: Store, keep: Keep, sent_bytes: int
+    ) -> bool:
+        """Does items that are missing, on all ranks if they cost enough; seconds: what one takes."""
         usual = True
 
         def run(begin: int, end: int) -> None:
@@ -224,25 +281,70 @@ class ShardedProblem(Problem):
             usual = usual and found is not None
             if found is not None:
                 store(slice(begin, end), found)
+                keep(begin, end, found)
 
         def take(begin: int, end: int, found: Tensor) -> None:
             store(slice(begin, end), found.to(self.device))
-            calls = [(end - begin) * each for each in _CALLS[work.name]]
-            self._evaluations_elsewhere += calls[0]
-            self.vjps += calls[1]
-            self.jvps += calls[2]
-            self.progress.step(calls[0] + calls[1])
+            keep(begin, end, found)
+            self._count_as_done(work, end - begin)
 
-        start = clock(self.device)
-        run(first, first + 1)
-        seconds, rest = clock(self.device) - start, last - first - 1
-        messages = sum(8 * tensor.numel() for tensor in sent) / _BYTES_A_SECOND
-        if not usual:
-            return False
-        if rest * seconds < WORTH_SHARING + messages:
-            run(first + 1, last)
-            return usual
-        return self._workers.share(work, (first + 1, last), seconds, run, take) and usual
+        rest = sum(end - begin for begin, end in missing)
+        worth_sharing = rest * seconds >= WORTH_SHARING + sent_bytes / _BYTES_A_SECOND
+        if self._workers is not None and worth_sharing:
+            return self._workers.share(work, missing, seconds, run, take) and usual
+        for begin, end in missing if keep is _keep_nothing else in_parts(missing, seconds, 1):
+            run(begin, end)
+        return usual
+
+    def _restored(
+        self, name: str, items: tuple[int, int], head: Tensor, store: Store, work: Work
+    ) -> list[tuple[int, int]]:
+        """Takes what the checkpoint has of some work, if the first item is what it is now; what is missing.
+
+        That the others are, too, is asked as of columns and rows from elsewhere: by sums of all of them.
+        """
+        checkpoint, (first, last) = self._checkpoint, items
+        assert checkpoint is not None
+        parts = checkpoint.take(name, first, last)
+        if not parts or parts[0].first != first or not _begins_with(checkpoint.values(parts[0]), head):
+            checkpoint.discard(parts)
+            return [(first + 1, last)]
+        self.restores = True
+        end, missing = first + 1, []
+        for part in parts:
+            if part.first > end:
+                missing.append((end, part.first))
+            store(slice(part.first, part.last), checkpoint.values(part).to(self.device))
+            self._count_as_done(work, part.last - max(end, part.first))
+            end = part.last
+        return [*missing, (end, last)] if end < last else missing
+
+    def _count_as_done(self, work: Work, items: int) -> None:
+        """Counts what was done elsewhere."""
+        evaluations, vjps, jvps = (items * each for each in _CALLS[work.name])
+        self._evaluations_elsewhere += evaluations
+        self.vjps += vjps
+        self.jvps += jvps
+        self.progress.step(evaluations + vjps)
+
+
+def _into(values: Tensor, first: int) -> Store:
+    """Stores items of a tensor whose row 0 is item `first`."""
+
+    def store(items: slice, found: Tensor) -> None:
+        values[items.start - first : items.stop - first] = found
+
+    return store
+
+
+def _keep_nothing(begin: int, end: int, found: Tensor) -> None:
+    """In place of what keeps a part in a checkpoint."""
+
+
+def _begins_with(values: Tensor, head: Tensor) -> bool:
+    """Whether the first numbers are those of `head`, bit by bit."""
+    stored, now = values.reshape(-1)[: head.numel()], head.cpu().reshape(-1)
+    return stored.numel() == now.numel() and torch.equal(stored.view(torch.int64), now.view(torch.int64))
 
 
 def _is_usual(match: native.GradientsMatch) -> bool:

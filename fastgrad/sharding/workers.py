@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import FrameType, TracebackType
@@ -147,7 +147,7 @@ class Workers(Ranks):
     def share(
         self,
         work: Work,
-        items: tuple[int, int],
+        items: Sequence[tuple[int, int]],
         seconds: float,
         run: Callable[[int, int], None],
         take: Callable[[int, int, Any], None],
@@ -159,7 +159,7 @@ class Workers(Ranks):
         work
             What to do, without bounds.
         items
-            The first, and the one behind the last.
+            Ranges of them: the first, and the one behind the last.
         seconds
             What one item takes.
         run
@@ -172,10 +172,8 @@ class Workers(Ranks):
         bool
             False where a part is unusual: then all is to be done here.
         """
-        first, last = items
         number = next(self._numbers)
-        size = _part_size(last - first, seconds, self.count)
-        bounds = tuple((begin, min(begin + size, last)) for begin in range(first, last, size))
+        bounds = tuple(in_parts(items, seconds, self.count))
         self._put(f"work {number}", replace(work, bounds=bounds))
         raised: dict[int, Exception] = {}
         theirs: deque[int] = deque()
@@ -356,11 +354,14 @@ def _call_of_the_callers(thread: int) -> FrameType | None:
     return found
 
 
-def _part_size(count: int, seconds: float, ranks: int) -> int:
-    """Items of a part."""
-    shortest, longest = _PART_SECONDS
+def in_parts(items: Sequence[tuple[int, int]], seconds: float, ranks: int) -> Iterator[tuple[int, int]]:
+    """Ranges of items in parts for some ranks; seconds: what an item takes."""
+    count, (shortest, longest) = sum(last - first for first, last in items), _PART_SECONDS
     wanted = max(shortest, min(longest, count * seconds / (ranks * _PARTS_PER_RANK)))
-    return max(1, min(-(-count // ranks), int(wanted / max(seconds, 1e-9))))
+    size = max(1, min(-(-count // ranks), int(wanted / max(seconds, 1e-9))))
+    for first, last in items:
+        for begin in range(first, last, size):
+            yield begin, min(begin + size, last)
 
 
 def _that_pickles(report: Report) -> Report:

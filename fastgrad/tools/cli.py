@@ -115,6 +115,7 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--progress", action=argparse.BooleanOptionalAction, help="a bar (default: for long checks)")
     parser.add_argument("--distributed", action="store_true", help="under torchrun: its processes share the work")
+    parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="keep a long check, and go on from it")
     parser.add_argument("--traceback", action="store_true", help="show where an exception came from")
     parser.set_defaults(run=_check, group=None)
 
@@ -154,7 +155,7 @@ def _checked(options: argparse.Namespace) -> int:
     if options.compiled and not options.variants:
         raise specs.SpecError("--compiled goes with --variants")
     given = {"--order": options.order != "1", "--mode": options.mode != "reverse", "--batched": options.batched}
-    given["--distributed"] = options.distributed
+    given |= {"--distributed": options.distributed, "--checkpoint": options.checkpoint is not None}
     refused = [name for name, is_given in given.items() if is_given and options.variants]
     if refused:
         raise specs.SpecError(f"--variants checks all orders and modes: it goes without {', '.join(refused)}")
@@ -183,13 +184,15 @@ def _checked(options: argparse.Namespace) -> int:
         if not options.json:
             print(report if report.passed else f"{name} {report.verdict}\n{report}")
         if options.html is not None:
-            path = options.html
-            if options.order == "both":
-                path = path.with_stem(f"{path.stem}-{name}")
-            path.write_text(report.to_html())
+            _path(options.html, options, name).write_text(report.to_html())
     if options.json:
         print(json.dumps({"function": options.function, "inputs": arguments, "checks": documents}, indent=1))
     return code
+
+
+def _path(path: Path, options: argparse.Namespace, name: str) -> Path:
+    """The file of a checker, if a path stands for several."""
+    return path.with_stem(f"{path.stem}-{name}") if options.order == "both" else path
 
 
 def _variants(options: argparse.Namespace, target: specs.Target, arguments: list[str]) -> int:
@@ -226,6 +229,7 @@ def _keywords(options: argparse.Namespace, order: int) -> dict[str, Any]:
         # Refused of second order without reverse mode.
         "check_undefined_grad": not options.no_undefined_grad and not (order == 2 and options.mode == "forward"),
         "group": options.group,
+        "checkpoint": options.checkpoint and _path(options.checkpoint, options, CHECKERS[order]),
         **_common_keywords(options),
     }
 

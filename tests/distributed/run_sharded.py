@@ -116,7 +116,7 @@ class _RaisesOnce:
 def share_all() -> list[int]:
     """Has all work shared, in short messages, and rank 0 leave the first part to others; counts the parts done here."""
     problem.WORTH_SHARING, workers._SEGMENT = -1.0, 512
-    parts, part = [0], problem.ShardedProblem.part
+    parts, part = [0], problem.PartitionedProblem.part
     begin = workers.Workers._next_part
 
     def counted(self: Any, *arguments: Any) -> Any:
@@ -130,7 +130,7 @@ def share_all() -> list[int]:
                 break
         return begin(self, number, count)
 
-    problem.ShardedProblem.part = counted  # type: ignore[method-assign]
+    problem.PartitionedProblem.part = counted  # type: ignore[method-assign]
     workers.Workers._next_part = after_others  # type: ignore[method-assign]
     return parts
 

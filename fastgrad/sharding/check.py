@@ -1,0 +1,55 @@
+"""A check in parts: by the ranks of a group, from a checkpoint on, or both."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastgrad.core.random import RandomState
+from fastgrad.report.data import Settings
+from fastgrad.report.report import Report
+from fastgrad.sharding.calls import described, refuse_differences
+from fastgrad.sharding.checkpoint import Checkpoint
+from fastgrad.sharding.problem import Partition
+from fastgrad.sharding.workers import workers_of
+
+
+def in_parts(
+    run: Callable[[Partition], Report],
+    func: Callable[..., Any],
+    values: Mapping[str, Any],
+    settings: Settings,
+    group: torch.distributed.ProcessGroup | None,
+    checkpoint: str | os.PathLike[str] | None,
+) -> Report:
+    """The report of a check that some ranks run, or that a file keeps.
+
+    Parameters
+    ----------
+    run
+        Runs the check.
+    func, values, settings
+        What it is called with, values by what messages call them.
+    group
+        As of `fastgrad.check`.
+    checkpoint
+        As of `fastgrad.check`.
+    """
+    random = RandomState()
+    with nullcontext() if group is None else workers_of(group) as workers:
+        try:
+            call = described(func, values, settings)
+            if workers is not None:
+                refuse_differences(workers.gather(call))
+            if checkpoint is None or not (workers is None or workers.leads):
+                return run(Partition(workers))
+            with Checkpoint(Path(checkpoint), call) as file:
+                return run(Partition(workers, file))
+        finally:
+            if workers is not None:
+                random.restore()  # func drew where it was called, and ranks are to draw alike

@@ -1,0 +1,128 @@
+"""Checks that are killed again and again, and go on from their checkpoint: what they report in the end.
+
+    python -m tests.distributed.kills 50
+
+kills so many of them, on one rank and on two in turn, and prints which reports are not those of a check that was not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastgrad.sharding import checkpoint, problem, workers
+from tests.distributed.ranks import ROOT
+from tests.distributed.run_sharded import checks, outcome
+
+NAMES = (
+    *("compressed, right", "compressed, wrong", "compressed by columns, right", "several passes, right"),
+    *("several passes, wrong", "forward mode", "second derivatives", "own steps"),
+)
+"""Of checks that take many calls."""
+
+_CALLS = itertools.count(1)
+
+
+def keep_all() -> None:
+    """Has all work go into the checkpoint, item by item, at once."""
+    problem.WORTH_KEEPING, checkpoint.COMMIT_SECONDS, workers._PART_SECONDS = -1.0, -1.0, (0.0, 0.0)
+
+
+def killed_at(call: int, func: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that kills its process at one of its calls: of rank 0, of another if it is negative, of none if 0."""
+
+    def killing(*arguments: Tensor) -> Any:
+        number = next(_CALLS) if os.environ["RANK"] == "0" else -next(_CALLS)
+        if number == int(os.environ["KILLED_AT"]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return func(*arguments)
+
+    os.environ["KILLED_AT"] = str(call)  # no part of what the checkpoint knows func by
+    return killing
+
+
+def take_part(name: str, call: int, path: Path, out: Path) -> None:
+    """A rank of one check, of as many as the environment says."""
+    torch.set_num_threads(1)
+    keep_all()
+    group = None
+    if int(os.environ["WORLD_SIZE"]) > 1:
+        dist.init_process_group("gloo")
+        group, problem.WORTH_SHARING = dist.group.WORLD, -1.0
+    func, make, keywords = checks()[name]
+    found = outcome(killed_at(call, func), make, keywords | {"checkpoint": path}, group)
+    if os.environ["RANK"] == "0":
+        out.write_text(json.dumps([next(_CALLS) - 1, found]))
+    os._exit(0)  # the group may wait for ranks that are gone
+
+
+def run(name: str, call: int, ranks: int, path: Path) -> tuple[int, dict[str, Any]] | None:
+    """The calls of func that rank 0 made, and its report; None where it was killed."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(ranks)}
+    address["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    out = path.with_suffix(".json")
+    out.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "tests.distributed.kills", name, str(call), str(path), str(out)]
+    environment = {**os.environ, **address, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    processes = [subprocess.Popen(command, env={**environment, "RANK": str(rank)}) for rank in range(ranks)]
+    for process in processes:
+        process.wait(60)
+    calls, found = json.loads(out.read_text()) if out.exists() else (0, {"raised": "RankError"})
+    return None if found.get("raised") == "RankError" else (calls, found)
+
+
+def after_kills(name: str, calls: Sequence[int], ranks: Sequence[int]) -> tuple[int, int, dict[str, Any]]:
+    """A check that is killed at some calls: how often it was, the calls of its last run, and what that reports."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "checkpoint"
+        for kills, (call, count) in enumerate(zip([*calls, 0], ranks, strict=True)):
+            found = run(name, call, count, path)
+            assert path.exists() == (found is None), f"{name}, killed at {call} of {count}: {path.exists()}, {found}"
+            if found is not None:
+                return kills, *found
+    raise AssertionError(f"{name} did not end")
+
+
+def main() -> None:
+    if len(sys.argv) > 2:
+        take_part(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))
+        return
+    kills = differing = 0
+    for number in itertools.count():
+        name = NAMES[number % len(NAMES)]
+        with tempfile.TemporaryDirectory() as folder:
+            whole = run(name, 0, 1, Path(folder) / "checkpoint")
+        assert whole is not None
+        ranks = [1 + (number + turn) % 2 for turn in range(3)]
+        # Another rank than the first makes few calls, if it begins late.
+        late = whole[0] * (4 + number % 5) // 9
+        calls = [late if count == 1 else late // 2 if number % 4 < 2 else -2 for count in ranks[:2]]
+        killed, last, report = after_kills(name, calls, ranks)
+        kills += killed
+        is_same = report == whole[1]
+        differing += not is_same
+        print(
+            f"{name}: killed at calls {calls} of {ranks[:2]} ranks; {whole[0]} calls without, {last} in the last run,"
+            f" on {ranks[killed]} ranks; {'the same report' if is_same else f'{report} instead of {whole[1]}'}",
+            flush=True,
+        )
+        if kills >= int(sys.argv[1]):
+            break
+    print(f"{kills} kills, {differing} reports differ")
+
+
+if __name__ == "__main__":
+    main()
