@@ -379,31 +379,35 @@ def check(
     (True, ('inputs[0]', 'module.weight', 'module.bias'))
     """
     keywords: dict[str, Any] = {
-        **{"eps": eps, "atol": atol, "rtol": rtol, "nondet_tol": nondet_tol},
+        **{"eps": eps, "atol": atol, "rtol": rtol, "nondet_tol": nondet_tol, "memory_limit": memory_limit},
         **{"check_undefined_grad": check_undefined_grad, "check_grad_dtypes": check_grad_dtypes},
         **{"check_batched_grad": check_batched_grad, "check_batched_forward_grad": check_batched_forward_grad},
-        **{"check_forward_ad": check_forward_ad, "check_backward_ad": check_backward_ad},
+        **{"check_forward_ad": check_forward_ad, "check_backward_ad": check_backward_ad, "progress": progress},
         **{"grad_outputs": grad_outputs, "gen_non_contig_grad_outputs": gen_non_contig_grad_outputs},
         **{"check_fwd_over_rev": check_fwd_over_rev, "check_rev_over_rev": check_rev_over_rev},
         **{"fast_mode": fast_mode, "masked": masked, "engine": engine, "seed": seed, "confidence": confidence},
-        **{"memory_limit": memory_limit, "progress": progress},
     }
     _check_own_arguments(func, order, kwargs, wrt)
     _refuse_keywords_of_the_other_order(order, keywords)
     own = take_out_own(keywords)
-    settings = settings_of(keywords, made_by(grad_outputs, gen_non_contig_grad_outputs) if order > 1 else None)
-    settings = replace(settings, order=order) if order > 2 else settings
-    settings = with_precision(settings, reference, reference_device, precision)
-    run = partial(_report_of_call, func, as_tuple(inputs), kwargs or {}, wrt, grad_outputs, settings, own, reference)
-    if group is None and checkpoint is None:
-        return run(None)
+    made = made_by(grad_outputs, gen_non_contig_grad_outputs) if order > 1 else None
+    settings = with_precision(replace(settings_of(keywords, made), order=order), reference, reference_device, precision)
+    call = func, as_tuple(inputs), kwargs or {}, wrt, grad_outputs, settings, own, reference
+    return _report_of_call(*call) if group is None and checkpoint is None else _in_parts(call, group, checkpoint)
+
+
+def _in_parts(
+    call: tuple[Any, ...], group: torch.distributed.ProcessGroup | None, checkpoint: str | os.PathLike[str] | None
+) -> Report:
+    """As `_report_of_call`, whose arguments a call is, by the ranks of a group or with a checkpoint."""
     from fastgrad.sharding.check import in_parts  # only here: importing fastgrad is to cost little
 
-    values = {f"inputs[{i}]": value for i, value in enumerate(as_tuple(inputs))}
-    values |= {f'kwargs["{name}"]': value for name, value in (kwargs or {}).items()}
+    func, inputs, kwargs, wrt, grad_outputs, settings, own, reference = call
+    values = {"wrt": wrt, "grad_outputs": grad_outputs, "reference": reference}
+    values |= {f"inputs[{i}]": value for i, value in enumerate(inputs)}
+    values |= {f'kwargs["{name}"]': value for name, value in kwargs.items()}
     values |= {f"{name} by input": given for name, given in own.items()}
-    values |= {"wrt": wrt, "grad_outputs": grad_outputs, "reference": reference}
-    return in_parts(run, func, values, settings, group, checkpoint)
+    return in_parts(partial(_report_of_call, *call), func, values, settings, group, checkpoint)
 
 
 def _report_of_call(
@@ -415,7 +419,7 @@ def _report_of_call(
     settings: Settings,
     own: Mapping[str, Any],
     reference: Any,
-    partition: Partition | None,
+    partition: Partition | None = None,
 ) -> Report:
     """The report of `check`, whose arguments these are; own: the numbers that are given input by input."""
     with Call(func, inputs, kwargs, wrt) as call:

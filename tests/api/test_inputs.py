@@ -764,7 +764,7 @@ def test_check_takes_every_keyword_of_gradcheck_and_gradgradcheck() -> None:
             assert own[parameter.name].default == parameter.default
     assert set(own) - set(inspect.signature(fastgrad.gradcheck).parameters) - set(
         inspect.signature(fastgrad.gradgradcheck).parameters
-    ) == {"order", "kwargs", "wrt", "group"}
+    ) == {"order", "kwargs", "wrt", "group", "checkpoint"}
 
 
 CHANGED: dict[str, Any] = {
