@@ -8,7 +8,7 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Declares --fastgrad, --fastgrad=compare and --fastgrad-report."""
+    """Declares --fastgrad, --fastgrad=compare, --fastgrad=estimate and --fastgrad-report."""
     group = parser.getgroup("fastgrad", "gradient checks by fastgrad")
     group.addoption(
         "--fastgrad",
@@ -23,6 +23,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         const="compare",
         dest="fastgrad",
         help="run torch's as well, time both, and fail where the verdicts differ",
+    )
+    group.addoption(
+        "--fastgrad=estimate",
+        action="store_const",
+        const="estimate",
+        dest="fastgrad",
+        help="run no check: skip the tests that have one, and write what they would take to DIR/durations.json",
     )
     group.addoption(
         "--fastgrad-report",
@@ -40,10 +47,15 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError("--fastgrad-report reports the checks of --fastgrad: give that, too.")
         return
     try:
-        from fastgrad.testing.pytest_plugin import Session
+        from fastgrad.testing.pytest_plugin import Estimates, Session
     except ImportError as error:
         raise pytest.UsageError(f"--fastgrad: {error}") from error
     report = None if directory is None else config.invocation_params.dir / directory
+    if config.option.fastgrad == "estimate":
+        if report is None:
+            raise pytest.UsageError("--fastgrad=estimate writes durations.json: give --fastgrad-report=DIR, too.")
+        config.pluginmanager.register(Estimates(config, report), "fastgrad-session")
+        return
     config.pluginmanager.register(Session(config, config.option.fastgrad == "compare", report), "fastgrad-session")
 
 

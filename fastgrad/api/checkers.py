@@ -40,6 +40,17 @@ TensorOrTensors = Tensor | Sequence[Any]
 watcher: ContextVar[Callable[[Report], object] | None] = ContextVar("fastgrad_watcher", default=None)
 """Is handed the report of every gradcheck and gradgradcheck that reaches a verdict: those that pass return no more."""
 
+estimates: ContextVar[bool] = ContextVar("fastgrad_estimates", default=False)
+"""Whether checks raise an `Estimate` of what they would take, in place of a verdict."""
+
+
+class Estimate(Exception):  # noqa: N818
+    """What a check would take, `seconds`: no error, but it ends the check."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"the check would take {seconds:.3g} s")
+        self.seconds = seconds
+
 
 @keeps_the_callers_state
 def gradcheck(
@@ -442,6 +453,10 @@ def _run(
     partition: Partition | None = None,
 ) -> Report:
     """The check by tolerances or, in lower dtypes, by rounding; make: makes the reference of these."""
+    if estimates.get():
+        from fastgrad.checks.estimate import estimated_seconds  # only here: importing fastgrad is to cost little
+
+        raise Estimate(estimated_seconds(func, arguments, settings))
     if not measures_rounding(arguments, settings):
         return run(func, arguments, settings, names, explain, partition)
     from fastgrad.lowprecision import check_lower  # only here: importing fastgrad is to cost little

@@ -75,7 +75,9 @@ class _Session:
     """A `patch` in force."""
 
     compare: bool
+    estimates: bool = False
     checks: list[Check] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
 
 
 @contextmanager
@@ -119,13 +121,31 @@ def patch(*, compare: bool = False) -> Iterator[list[Check]]:
     ...     gradcheck(torch.sin, (x,))
     True
     """
-    session = _Session(compare)
+    with _in_force(_Session(compare)) as session:
+        yield session.checks
+
+
+@contextmanager
+def estimate() -> Iterator[list[float]]:
+    """As `patch`, but checks are not run: they return True after a few calls of func.
+
+    Yields
+    ------
+    list of float
+        The seconds that each call so far would take.
+    """
+    with _in_force(_Session(compare=False, estimates=True)) as session:
+        yield session.seconds
+
+
+@contextmanager
+def _in_force(session: _Session) -> Iterator[_Session]:
     with _lock:
         if not _sessions:
             _divert()
         _sessions.append(session)
     try:
-        yield session.checks
+        yield session
     finally:
         with _lock:
             _sessions.remove(session)
@@ -140,6 +160,9 @@ def _forward(name: str, positional: tuple[Any, ...], keywords: dict[str, Any]) -
     if torch_reference.is_asked() or not sessions:
         return bool(_TORCH[name].original(*positional, **keywords))
     [session] = sessions
+    if session.estimates:
+        session.seconds.append(_estimated(name, positional, keywords))
+        return True
     check = ask_both(name, positional, keywords) if session.compare else ask(name, positional, keywords)
     session.checks.append(check)
     if check.differs:
@@ -151,6 +174,17 @@ def _forward(name: str, positional: tuple[Any, ...], keywords: dict[str, Any]) -
         finally:
             del error, check  # a traceback that holds its own frame would keep the inputs alive
     return error is None
+
+
+def _estimated(name: str, positional: tuple[Any, ...], keywords: dict[str, Any]) -> float:
+    token = checkers.estimates.set(True)
+    try:
+        getattr(checkers, name)(*positional, **keywords)
+    except checkers.Estimate as found:
+        return found.seconds
+    finally:
+        checkers.estimates.reset(token)
+    return 0.0
 
 
 def ask(name: str, positional: tuple[Any, ...], keywords: dict[str, Any]) -> Check:

@@ -19,7 +19,7 @@ import torch
 from fastgrad._version import __version__
 from fastgrad.report import index_page
 from fastgrad.report.messages import seconds_text
-from fastgrad.testing.patch import Check, DisagreementError, ask_both, patch
+from fastgrad.testing.patch import Check, DisagreementError, ask_both, estimate, patch
 
 SLOWEST = 10
 """How many of the slowest checks the summary lists."""
@@ -191,7 +191,7 @@ class Session:
         if self._directory is not None:
             self._directory.mkdir(parents=True, exist_ok=True)
             self._write("summary.json", json.dumps(self._summary.as_dict(), indent=1) + "\n")
-            self._write("durations.json", json.dumps(self._durations, indent=1, sort_keys=True) + "\n")
+            self._write("durations.json", _durations_text(self._durations))
             entries = [index_page.Entry(*row) for row in self._summary.reports]
             self._write("index.html", index_page.page(self._summary.lines(), entries))
             terminalreporter.line(f"reports of {len(self._summary.reports)} failing checks: {self._directory}")
@@ -231,6 +231,51 @@ class Session:
             stem = f"{stem[:110]}-{hashlib.sha256(test.encode()).hexdigest()[:8]}"
         self._written[stem] += 1
         return f"{stem}-{self._written[stem]}.html"
+
+
+class Estimates:
+    """The plugin with --fastgrad=estimate: says what tests would take, and skips those that have checks."""
+
+    def __init__(self, config: pytest.Config, directory: Path) -> None:
+        self._directory = directory
+        self._durations: dict[str, float] = {}
+        stack = ExitStack()
+        config.add_cleanup(stack.close)
+        self._seconds = stack.enter_context(estimate())
+
+    def pytest_report_header(self) -> str:
+        """Says what is not as usual."""
+        return f"fastgrad {__version__}: estimates what gradcheck and gradgradcheck would take, and runs neither"
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Adds the estimates to a test's duration, and takes its verdict away: it has checked nothing."""
+        report = yield
+        seconds, self._seconds[:] = sum(self._seconds), []
+        if seconds:
+            report.duration += seconds
+            report.outcome = "skipped"
+            reason = f"Skipped: its checks would take {seconds_text(seconds)}"
+            report.longrepr = (str(item.path), item.location[1] or 0, reason)
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Adds up what a test would take, on all workers."""
+        self._durations[report.nodeid] = self._durations.get(report.nodeid, 0.0) + report.duration
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Writes the file and says so."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        path = self._directory / "durations.json"
+        path.write_text(_durations_text(self._durations))
+        terminalreporter.section("fastgrad")
+        total = seconds_text(sum(self._durations.values()))
+        terminalreporter.line(f"{len(self._durations)} tests would take {total}: {path}")
+
+
+def _durations_text(durations: dict[str, float]) -> str:
+    """A file of pytest-split."""
+    return json.dumps(durations, indent=1, sort_keys=True) + "\n"
 
 
 def _property(check: Check) -> str:

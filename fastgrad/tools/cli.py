@@ -21,7 +21,10 @@ from fastgrad.tools import specs
 
 CHECKERS = {1: "gradcheck", 2: "gradgradcheck"}
 
-EXIT_CODES = "exit code: 0 passed, 1 failed, 2 usage or an error that kept the check from a verdict"
+EXIT_CODES = "exit code: 0 passed, 1 failed, 2 usage or an error that kept the check from a verdict, 130 interrupted"
+
+_INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it: 128 and the number of SIGINT."""
 
 GRAMMAR = """\
 functions
@@ -45,9 +48,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        return int(options.run(options))
+        code = int(options.run(options))
+        sys.stdout.flush()
+        return code
     except specs.SpecError as error:
         print(f"fastgrad {options.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"fastgrad {options.command}: interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    except BrokenPipeError:  # of `| head`: the interpreter is not to write what is left, at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 2
 
 
@@ -103,8 +114,16 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fast", action="store_true", help="compare random combinations of the entries")
     parser.add_argument("--batched", action="store_true", help="check gradients under vmap, too")
     parser.add_argument("--no-undefined-grad", action="store_true", help="do not check undefined grad_outputs")
-    for name in ("eps", "atol", "rtol", "nondet-tol"):
-        parser.add_argument(f"--{name}", type=float, help=f"as gradcheck's {name.replace('-', '_')}")
+    for name in ("eps", "atol", "rtol"):
+        own = f"as gradcheck's {name}; INPUT=VALUE, which may be repeated: of one input"
+        parser.add_argument(f"--{name}", action="append", type=_number, metavar="VALUE", help=own)
+    parser.add_argument("--nondet-tol", type=float, help="as gradcheck's nondet_tol")
+    parser.add_argument(
+        "--wrt",
+        choices=("inputs", "parameters", "both"),
+        default="both",
+        help="what derivatives are taken with respect to (default: both; of a function, its inputs)",
+    )
     parser.add_argument("--masked", action="store_true", help="perturb specified elements of sparse inputs only")
     parser.add_argument(
         "--engine", choices=("auto", "dense", "compressed", "sketch"), default="auto", help="default: auto"
@@ -118,6 +137,24 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="keep a long check, and go on from it")
     parser.add_argument("--traceback", action="store_true", help="show where an exception came from")
     parser.set_defaults(run=_check, group=None)
+
+
+def _number(text: str) -> tuple[str, float]:
+    """VALUE or INPUT=VALUE; the name is empty where there is none."""
+    name, _, value = text.rpartition("=")
+    try:
+        return name, float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be VALUE or INPUT=VALUE with a number, got {text!r}") from None
+
+
+def _for_inputs(option: str, given: list[tuple[str, float]]) -> float | dict[str, float]:
+    """One number for all inputs, or numbers by their names."""
+    if len(given) == 1 and not given[0][0]:
+        return given[0][1]
+    if not all(name for name, _ in given):
+        raise specs.SpecError(f"--{option} takes one number, or INPUT=VALUE for each of some inputs, not both")
+    return dict(given)
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -156,6 +193,7 @@ def _checked(options: argparse.Namespace) -> int:
         raise specs.SpecError("--compiled goes with --variants")
     given = {"--order": options.order != "1", "--mode": options.mode != "reverse", "--batched": options.batched}
     given |= {"--distributed": options.distributed, "--checkpoint": options.checkpoint is not None}
+    given["--wrt"] = options.wrt != "both"
     refused = [name for name, is_given in given.items() if is_given and options.variants]
     if refused:
         raise specs.SpecError(f"--variants checks all orders and modes: it goes without {', '.join(refused)}")
@@ -170,8 +208,9 @@ def _checked(options: argparse.Namespace) -> int:
         if options.order not in (str(order), "both"):
             continue
         report, error = None, None
+        keywords = _keywords(options, order)
         try:
-            report = check(target.func, target.inputs, kwargs=target.keywords, **_keywords(options, order))
+            report = check(target.func, target.inputs, kwargs=target.keywords, **keywords)
         except Exception as raised:  # of func, or about the arguments: no verdict
             error = raised
             print(f"fastgrad check: {name} of {options.function} raised {_described(error)}", file=sys.stderr)
@@ -228,6 +267,7 @@ def _keywords(options: argparse.Namespace, order: int) -> dict[str, Any]:
         "check_batched_grad": options.batched,
         # Refused of second order without reverse mode.
         "check_undefined_grad": not options.no_undefined_grad and not (order == 2 and options.mode == "forward"),
+        "wrt": options.wrt,
         "group": options.group,
         "checkpoint": options.checkpoint and _path(options.checkpoint, options, CHECKERS[order]),
         **_common_keywords(options),
@@ -237,11 +277,12 @@ def _keywords(options: argparse.Namespace, order: int) -> dict[str, Any]:
 def _common_keywords(options: argparse.Namespace) -> dict[str, Any]:
     """Those that mean the same in a check of any order and mode."""
     names = ("masked", "engine", "seed", "progress")
-    tolerances = {name: getattr(options, name) for name in ("eps", "atol", "rtol", "nondet_tol")}
+    numbers = {name: getattr(options, name) for name in ("eps", "atol", "rtol")}
     return {
         "fast_mode": options.fast,
         **{name: getattr(options, name) for name in names},
-        **{name: value for name, value in tolerances.items() if value is not None},
+        **{name: _for_inputs(name, given) for name, given in numbers.items() if given is not None},
+        **({} if options.nondet_tol is None else {"nondet_tol": options.nondet_tol}),
     }
 
 

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -310,6 +311,48 @@ def test_durations_are_what_pytest_split_reads(suite: pytest.Pytester) -> None:
     assert sorted(counts) == [1, 3]
 
 
+def test_estimates_of_a_suite_that_has_never_run(suite: pytest.Pytester) -> None:
+    suite.makepyfile(
+        test_suite="""
+        import time
+        import pytest
+        import torch
+
+        def slow(x):
+            time.sleep(0.01)
+            return x.cumsum(0)
+
+        @pytest.mark.parametrize("n", [20, 200])
+        @pytest.mark.parametrize("fast", [False, True])
+        def test_slow(n, fast):
+            x = torch.ones(n, dtype=torch.float64, requires_grad=True)
+            assert torch.autograd.gradcheck(slow, x, fast_mode=fast)
+
+        def test_both_orders():
+            x = torch.ones(3, dtype=torch.float64, requires_grad=True)
+            assert torch.autograd.gradcheck(torch.sin, x) and torch.autograd.gradgradcheck(torch.sin, x)
+
+        def test_wrong():
+            x = torch.ones(3, dtype=torch.float64, requires_grad=True)
+            with pytest.raises(RuntimeError):
+                torch.autograd.gradcheck(lambda x: x.detach() + x, x)
+
+        def test_none():
+            pass
+        """
+    )
+    begin = time.monotonic()
+    run(suite, "--fastgrad=estimate", "--fastgrad-report=reports").assert_outcomes(passed=1, skipped=6)
+    durations = {
+        name.partition("::")[2]: n for name, n in json.loads(Path("reports/durations.json").read_text()).items()
+    }
+    assert sum(durations.values()) > time.monotonic() - begin, "it runs what it says nothing of"
+    assert 0.3 < durations["test_slow[False-20]"] < 1.5  # 40 evaluations of 10 ms, beside those of the estimate
+    assert 5 < durations["test_slow[False-200]"] / durations["test_slow[False-20]"] < 12
+    assert durations["test_slow[True-200]"] < durations["test_slow[False-200]"] / 4
+    assert len(durations) == 7
+
+
 def test_a_worker_that_crashes_is_told() -> None:
     session: Any = SimpleNamespace(_summary=Summary())
     Session.pytest_testnodedown(session, SimpleNamespace())
@@ -337,6 +380,9 @@ def test_usage(suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     result = run(suite, "--fastgrad-report=reports")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*--fastgrad-report reports the checks of --fastgrad: give that, too."])
+    result = run(suite, "--fastgrad=estimate")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*--fastgrad=estimate writes durations.json: give --fastgrad-report=DIR, too."])
     assert run(suite, "--fastgrad=contrast").ret == pytest.ExitCode.USAGE_ERROR
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "fastgrad.testing.pytest_plugin", None)

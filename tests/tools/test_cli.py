@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -98,6 +99,51 @@ def test_right_functions_pass(file: str, capsys: pytest.CaptureFixture[str], arg
     orders = 2 if "both" in arguments and "--order" in arguments and "--mode" not in arguments else 1
     assert out.count(" passed") == orders
     assert out.startswith(f"{arguments[0]} at ")
+
+
+def test_tolerances_of_one_input(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = ("check", f"{file}:Wrong", "-i", "float64[2,3]")
+    assert run(capsys, *wrong)[0] == 1
+    assert run(capsys, *wrong, "--atol", "inputs[0]=100", "--atol", "module.weight=100")[0] == 0
+    assert run(capsys, *wrong, "--atol", "100")[0] == 0
+    code, _, err = run(capsys, *wrong, "--atol", "inputs[0]=100", "--atol", "3")
+    assert (code, err) == (
+        2,
+        "fastgrad check: --atol takes one number, or INPUT=VALUE for each of some inputs, not both\n",
+    )
+
+
+def test_a_tolerance_that_is_no_number(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["check", "torch:sin", "-i", "float64[3]", "--atol", "inputs[0]=x"])
+    assert "--atol: must be VALUE or INPUT=VALUE with a number, got 'inputs[0]=x'" in capsys.readouterr().err
+
+
+def test_derivatives_of_the_inputs_alone(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for wrt, names in (("inputs", ["inputs[0]"]), ("parameters", ["module.weight"])):
+        _, out, _ = run(capsys, "check", f"{file}:Wrong", "-i", "float64[2,3]", "--wrt", wrt, "--json")
+        assert json.loads(out)["checks"][0]["report"]["input_names"] == names
+
+
+def test_an_interrupt_ends_quietly(
+    file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(x: torch.Tensor) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "sin", interrupted)
+    code, _, err = run(capsys, "check", "torch:sin", "-i", "float64[3]")
+    assert (code, err) == (130, "fastgrad check: interrupted\n")
+
+
+def test_a_closed_pipe_ends_quietly() -> None:
+    command = [sys.executable, "-m", "fastgrad", "check", "torch:sin", "-i", "float64[3]"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+    assert process.returncode == 2
 
 
 def test_a_wrong_function_fails_and_is_reported(file: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

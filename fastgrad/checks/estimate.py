@@ -1,0 +1,29 @@
+"""What a check would take, from a few evaluations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from fastgrad.engines import cost_model
+from fastgrad.engines.plan import dense_seconds, sketches
+from fastgrad.problem.arguments import as_tuple
+from fastgrad.problem.first_look import first_look
+from fastgrad.problem.problem import Problem
+from fastgrad.report.data import Settings
+
+
+def estimated_seconds(func: Callable[..., Any], inputs: Any, settings: Settings) -> float:
+    """Seconds that a check would take: the calls of its engine, times what one was measured to take.
+
+    Of an exact check those of the dense engine, which a pattern may make fewer.
+    """
+    with Problem(func, as_tuple(inputs), settings.masked) as problem:
+        if not problem.m or not problem.n:
+            return problem.seconds
+        look = first_look(problem, settings)
+        look = replace(look, seconds=max(look.seconds, look.measured))  # by the clock: this chooses no engine
+        if sketches(problem, settings):
+            return problem.seconds + cost_model.COSTS.sketch_seconds + cost_model.COSTS.sketch_calls * look.seconds
+        return problem.seconds + dense_seconds(problem, look)
