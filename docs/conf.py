@@ -34,7 +34,10 @@ html_title = f"fastgrad {version}"
 html_copy_source = False
 
 # Ours must resolve; others' would need the network.
-nitpick_ignore_regex = [("py:.*", r"(collections\.abc|functools|os|torch|typing)\..*"), ("py:class", "Figure|Mode|Part")]
+nitpick_ignore_regex = [
+    ("py:.*", r"(collections\.abc|functools|os|torch|typing)\..*"),
+    ("py:class", "Figure|Mode|Part"),
+]
 
 # Formulas as MathML, which browsers render by themselves: no script from the network.
 html_math_renderer = "mathml"
