@@ -14,6 +14,7 @@ from fastgrad.diagnosis.locations import place_causes
 from fastgrad.diagnosis.rearrangements import shared_by, structure_causes
 from fastgrad.report.data import (
     Cause,
+    CauseName,
     Comparison,
     Entry,
     Evidence,
@@ -31,6 +32,9 @@ RESIDUAL = 1e-3
 
 EXACT = 1e-4
 """How far a factor may be from 2, -1 or a size to be called that."""
+
+AS_ROUNDING = 1e-4
+"""Runs that differ by less of the gradient may differ in the order of additions, of 1,000 terms in float32 say."""
 
 DEVIATES = 1e-6
 """Two gradients that should be multiples of each other are not from here on; rounding explains less."""
@@ -143,8 +147,8 @@ def _of_stairs(eps: float, worst: Entry, slopes: tuple[tuple[float, float], ...]
     if modulus(worst.numerical) == 0 and slope and abs(slope - analytical) <= abs(analytical) / 4:
         yield Cause(
             "low precision",
-            f"func is a staircase: it stands still for steps of {eps:g}, and for large ones it goes as the analytical "
-            "gradient says; something inside is rounded, to a lower precision or by a round()",
+            f"func is a staircase: it does not change over steps of {eps:g}, and over large ones it changes as the "
+            "analytical gradient says; something inside is rounded, to a lower precision or by a round()",
             f"a slope of {slope:.3g} over a step of {max(slopes)[0]:.2g}, analytical {analytical:.3g}",
             0.9,
         )
@@ -159,7 +163,7 @@ def _of_steps(eps: float, analytical: float, slopes: dict[float, float], ulp: fl
         yield Cause(
             "rounding",
             f"the difference at eps = {eps:g} is lost in rounding: one ulp of func's value, over eps, is "
-            f"{ulp / eps:.1e}; a larger eps, or values without what they share, would tell",
+            f"{ulp / eps:.1e}; use a larger eps, or subtract the common offset of the values",
             f"|difference| {off:.1e}",
             0.92,
         )
@@ -169,8 +173,8 @@ def _of_steps(eps: float, analytical: float, slopes: dict[float, float], ulp: fl
         h, slope = finer[0]
         yield Cause(
             "truncation",
-            f"eps = {eps:g} is too large for func's curvature: at {h:.1e} the difference is {slope:.6g}, which the "
-            "analytical gradient agrees with to within rounding",
+            f"eps = {eps:g} is too large for func's curvature: with a step of {h:.1e} the difference is {slope:.6g}, "
+            "and the analytical gradient agrees with that up to rounding",
             f"off by {off:.1e} at eps, by {abs(slope - analytical):.1e} there",
             0.88,
         )
@@ -188,8 +192,8 @@ def _of_backward(failure: Failure, evidence: Evidence, settings: Settings) -> It
     if evidence.after_others is not None and evidence.after_others > DEVIATES:
         yield Cause(
             "saved tensor",
-            "backward reads something that other calls of func write: a tensor kept in a global, on the class or in "
-            "a shared buffer, where ctx.save_for_backward would keep one a graph",
+            "backward reads something that other calls of func write: a tensor in a global, on the class or in a "
+            "shared buffer, where ctx.save_for_backward would keep one per graph",
             f"the gradient changes by {evidence.after_others:.1e} of itself when func is called elsewhere before it",
             0.93,
         )
@@ -291,12 +295,10 @@ def _of_runs(evidence: Evidence, settings: Settings) -> Iterator[Cause]:
             0.96,
         )
     else:
-        yield Cause(
-            "race",
-            "backward gives other values each time: atomic additions, missing synchronization, or uninitialized memory",
-            measure,
-            0.95,
-        )
+        reasons = "random numbers, missing synchronization, or uninitialized memory"
+        if max(runs) < AS_ROUNDING:
+            reasons = "atomic additions, whose order changes, or missing synchronization"
+        yield Cause("race", f"backward gives other values each time: {reasons}", measure, 0.95)
 
 
 def _how_nonlinear(scaled: tuple[tuple[float, float, float], ...]) -> str:
@@ -308,7 +310,7 @@ def _how_nonlinear(scaled: tuple[tuple[float, float, float], ...]) -> str:
     if powers and max(powers) - min(powers) < 0.01:
         power = round(sum(powers) / len(powers), 2)
         if abs(power) < 0.01:
-            return "backward takes no notice of how large grad_output is: its sign(), or not it at all"
+            return "backward ignores how large grad_output is: it takes its sign(), or does not use it"
         return f"backward raises grad_output to the power {power:g}"
     return "backward is not linear in grad_output: a clamp, a quantization, or a product of two grad_outputs"
 
@@ -354,18 +356,15 @@ def _number(value: complex) -> str:
     return f"{value:.6g}" if value.imag else f"{value.real:.6g}"
 
 
+_OF_EXPLANATIONS: dict[CauseName, float] = {"saved tensor": 0.85, "dependent inputs": 0.98, "repeated gradient": 0.86}
+"""The confidence in causes that explain random sums, where it is not the usual one."""
+
+
 def _of_experiments(failure: Failure, evidence: Evidence) -> Iterator[Cause]:
     if evidence.explanation is not None:
         explanation = evidence.explanation
-        text, confidence = explanation.text, 0.94
-        if explanation.name == "saved tensor":
-            text += ": what forward saved was changed afterwards, or is not what backward takes it for"
-            confidence = 0.85
-        elif explanation.name == "dependent inputs":
-            confidence = 0.98
-        yield Cause(
-            explanation.name, text, f"explains random sums of all entries to {explanation.error:.0e}", confidence
-        )
+        measure = f"explains random sums of all entries to {explanation.error:.0e}"
+        yield Cause(explanation.name, explanation.text, measure, _OF_EXPLANATIONS.get(explanation.name, 0.94))
     other = evidence.other_part
     if other is not None and failure.mode == "reverse" and failure.comparison and failure.comparison.worst:
         worst = failure.comparison.worst
@@ -416,22 +415,28 @@ def is_zero(comparison: Comparison) -> bool:
 
 def _of_sums(comparison: Comparison) -> Iterator[Cause]:
     if is_zero(comparison):
-        yield _zero(comparison.mismatches, 0.6)
+        yield _zero(comparison.mismatches, 0.6, 1)
     factor = constant_factor(comparison)
     if factor is not None:
         yield _factor(*factor, {}, 0.6)
 
 
-def _zero(count: int, confidence: float) -> Cause:
+def _zero(count: int, confidence: float, order: int) -> Cause:
+    why = "a missing term, or a None"
+    if order > 1:
+        why = (
+            "a missing term, or a value that backward takes for a constant: detach(), .data, no_grad(), or a tensor "
+            "kept on ctx without save_for_backward"
+        )
     return Cause(
         "zero gradient",
-        "the analytical gradient is zero wherever it is wrong: a missing term, or a None",
+        f"the analytical gradient is zero wherever it is wrong: {why}",
         f"{count} {'entry' if count == 1 else 'entries'}, all zero",
         confidence,
     )
 
 
-def _factor(k: float, residual: float, sizes: dict[str, int], confidence: float) -> Cause:
+def _factor(k: float, residual: float, sizes: dict[str, int], confidence: float, selected: int = 0) -> Cause:
     if abs(k + 1) <= EXACT:
         return Cause(
             "sign", "the analytical gradient has the wrong sign", f"residual {residual:.0e}", confidence + 0.01
@@ -440,9 +445,13 @@ def _factor(k: float, residual: float, sizes: dict[str, int], confidence: float)
     inverse = [what for what, size in sizes.items() if size > 2 and abs(k * size - 1) <= EXACT]
     why = f": a missing factor {1 / k:.4g}"
     if known:
-        why += f", a mean over {known[0]} perhaps"
+        why += f", perhaps a mean over {known[0]}"
     elif inverse:
-        why += f", a mean for a sum over {inverse[0]} perhaps"
+        why += f", perhaps a mean instead of a sum over {inverse[0]}"
+    else:
+        counts = [what for what, size in sizes.items() if selected > 1 and abs(k * size / selected - 1) <= EXACT]
+        if counts:
+            why += f", perhaps a mean over {counts[0]} instead of the {selected} elements that func uses"
     text = f"the analytical gradient is {k:.4g} x the numerical one there{why}"
     return Cause("constant factor", text, f"residual {residual:.0e}", confidence)
 
@@ -452,7 +461,8 @@ def _factor(k: float, residual: float, sizes: dict[str, int], confidence: float)
 
 def _of_sample(sample: Sample, report: Report, failure: Failure, settings: Tolerances) -> list[Cause]:
     evidence = report.evidence or Evidence()
-    values, structure = list(_of_values(sample, failure, evidence)), list(structure_causes(sample, settings))
+    values = list(_of_values(sample, failure, evidence, report.settings.order))
+    structure = list(structure_causes(sample, settings))
     found = [*structure, *values]
     # These explain right entries, too; a rule for where entries are wrong comes before what they are.
     explained = {"transposed", "rolled", "permuted", "overwritten", "wrong dimension"}
@@ -462,7 +472,7 @@ def _of_sample(sample: Sample, report: Report, failure: Failure, settings: Toler
     return found
 
 
-def _of_values(sample: Sample, failure: Failure, evidence: Evidence) -> Iterator[Cause]:
+def _of_values(sample: Sample, failure: Failure, evidence: Evidence, order: int) -> Iterator[Cause]:
     """What the wrong entries are of the right ones."""
     a, n = sample.analytical[sample.failing], sample.numerical[sample.failing]
     finite = a.isfinite() & n.isfinite()
@@ -473,9 +483,9 @@ def _of_values(sample: Sample, failure: Failure, evidence: Evidence) -> Iterator
     if bool((a == 0).all()):
         others = (sample.analytical != 0) & torch.isin(sample.inputs, sample.inputs[sample.failing])
         if not bool(others.any()) and evidence.vanishes is not False:
-            yield _zero(count, 0.87)
+            yield _zero(count, 0.87, order)
         elif sample.complete:
-            yield _zero(count, 0.5)
+            yield _zero(count, 0.5, order)
         return
     sizes = _sizes(sample)
     if a.is_complex():
@@ -483,8 +493,12 @@ def _of_values(sample: Sample, failure: Failure, evidence: Evidence) -> Iterator
         return
     k, residual = _fit(a, n)
     lone = count == 1 and any(abs(k / value - 1) <= EXACT / 10 for value in (-1.0, 2.0, 0.5))
-    if residual <= RESIDUAL and abs(k) > 0 and (count > 1 or lone):
-        yield _factor(k.real, residual, sizes, 0.6 if lone else 0.86)
+    if residual > RESIDUAL:
+        places = [torch.unique(elements[sample.failing]).numel() for elements in (sample.inputs, sample.outputs)]
+        if places == [count, count]:
+            yield from _constant_difference(a, n)
+    elif abs(k) > 0 and (count > 1 or lone):
+        yield _factor(k.real, residual, sizes, 0.6 if lone else 0.86, _entries_per_output(sample))
         shared = shared_by(sample)
         counts = [size for size in {shared, *sample.output_shape} if size > 1 and shared and shared % size == 0]
         if any(min(abs(k.real * size - 1), abs(k.real / size - 1)) <= EXACT for size in counts):
@@ -496,6 +510,30 @@ def _of_values(sample: Sample, failure: Failure, evidence: Evidence) -> Iterator
                 f"residual {residual:.0e}",
                 0.88,
             )
+
+
+def _entries_per_output(sample: Sample) -> int:
+    """How many elements of the input an output depends on; 0 where outputs differ in that, or entries are missing."""
+    if not sample.complete:
+        return 0
+    counts = torch.unique(sample.outputs[sample.numerical != 0], return_counts=True)[1]
+    return int(counts[0]) if bool((counts == counts[0]).all()) else 0
+
+
+def _constant_difference(a: Tensor, n: Tensor) -> Iterator[Cause]:
+    """Whether wrong entries, one of each input and output, are off by one number, and are not equal themselves."""
+    off = n - a
+    difference = float(off.mean())
+    spread = float((off - difference).abs().max())
+    varying = float(n.max() - n.min()) > RESIDUAL * abs(difference)
+    if a.numel() > 2 and varying and spread <= EXACT * abs(difference):
+        yield Cause(
+            "missing term",
+            f"the analytical gradient and {difference:.4g} add up to the numerical one there: backward leaves out a "
+            "term of func that is linear in the input, a residual connection say",
+            f"{a.numel()} entries, off from that by {spread:.0e}",
+            0.9,
+        )
 
 
 def _of_complex(a: Tensor, n: Tensor, failure: Failure, sizes: dict[str, int]) -> Iterator[Cause]:

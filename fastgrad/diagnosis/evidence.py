@@ -14,6 +14,7 @@ from fastgrad.diagnosis.causes import diagnose
 from fastgrad.diagnosis.func_experiments import FuncExperiments
 from fastgrad.diagnosis.hypotheses import HYPOTHESIS_CALLS, Hypotheses
 from fastgrad.diagnosis.samples import Samples
+from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Cause, Explanation, Sample
 from fastgrad.report.report import Report
@@ -58,11 +59,18 @@ class _Investigation(Samples, BackwardExperiments, FuncExperiments):
             self._other_measurements()
             if failure.mode == "reverse" and self._output is not None and self._input is not None:
                 pair = self._output, self._input
-                hypotheses = Hypotheses(self._problem, *pair, self._settings.seed, self._record)
+                hypotheses = Hypotheses(self._problem, *pair, self._settings.seed, self._record, self._name_of)
                 causes = self._hypotheses(hypotheses, sample)
         evidence = replace(self._evidence, calls=self._calls() - self._before)
         report = replace(self._report, sample=sample, evidence=evidence)
         return replace(report, causes=causes or diagnose(report))
+
+    def _name_of(self, block: Block) -> str:
+        """What the message calls an input: the parameter of func, or its path."""
+        subject = self._report.subject
+        if subject is None or self._report.input_names or block.position >= len(subject.parameters):
+            return self._problem.name_of(block)
+        return subject.parameters[block.position]
 
     def _hypotheses(self, hypotheses: Hypotheses, sample: Sample | None) -> tuple[Cause, ...]:
         """Explains all entries at once, by random sums of them, until something does; returns the causes, if any."""

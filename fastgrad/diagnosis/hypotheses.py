@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -48,12 +48,21 @@ class _Vectors:
 class Hypotheses:
     """What the analytical Jacobian of one output with respect to one input may be in place of the right one."""
 
-    def __init__(self, problem: Problem, output: Block, block: Block, seed: int, record_graph: bool) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        output: Block,
+        block: Block,
+        seed: int,
+        record_graph: bool,
+        name_of: Callable[[Block], str],
+    ) -> None:
         self._problem = problem
         self._output = output
         self._input = block
         self._seed = seed
         self._record = record_graph
+        self._name_of = name_of
         self._here = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
 
     def independent(self) -> Explanation | None:
@@ -63,10 +72,10 @@ class Hypotheses:
         if not dependent or not self._tell:
             return None
         leaf = block.tensor.detach().clone().requires_grad_()
-        names = ", ".join(problem.name_of(other) for other in dependent)
+        names = ", ".join(self._name_of(other) for other in dependent)
         return self._explained(
             "dependent inputs",
-            f"{names} was computed from {problem.name_of(block)}, and autograd follows it back, which differences do "
+            f"{names} was computed from {self._name_of(block)}, and autograd follows it back, which differences do "
             "not: pass tensors that do not depend on each other, tensor.detach().requires_grad_()",
             lambda one: (one.u[self._own] * self._gradient_with(block, leaf, one.v), one.v * one.slope),
         )
@@ -84,12 +93,27 @@ class Hypotheses:
                 along[other.slice] = one.u[self._own]
                 return one.u * one.gradient, one.v * self._slope_along(along, self._here)
 
-            name, own = self._problem.name_of(other), self._problem.name_of(block)
-            text = f"the gradient of {own} is the one of {name}: backward returns gradients in the wrong order"
-            found = self._explained("swapped gradients", text, of_other)
-            if found is not None:
-                return found
+            name, own = self._name_of(other), self._name_of(block)
+            text = f"the gradient of {own} is that of {name}"
+            found = self._explained(
+                "swapped gradients", f"{text}: backward returns gradients in the wrong order", of_other
+            )
+            if found is None:
+                continue
+            if self._is_right(other):
+                text += ", which is right: backward returns one gradient twice"
+                return replace(found, name="repeated gradient", text=text)
+            return found
         return None
+
+    def _is_right(self, other: Block) -> bool:
+        """Whether random sums of the Jacobian with respect to another input agree."""
+        for one in self._vectors:
+            along = torch.zeros_like(one.u)
+            along[other.slice] = one.u[self._own]
+            if not _relative_difference(along * one.gradient, one.v * self._slope_along(along, self._here)) <= NEAR:
+                return False
+        return True
 
     def multiplied(self) -> Explanation | None:
         """Whether the gradient lacks an input as a factor, or has it once too often; takes no more calls."""
@@ -100,7 +124,7 @@ class Hypotheses:
         for factor in self._problem.inputs[:MOST_INPUTS]:
             if factor.width != 1 or factor.elements is not None:
                 continue
-            values, name = x[factor.slice].reshape(factor.tensor.shape), self._problem.name_of(factor)
+            values, name = x[factor.slice].reshape(factor.tensor.shape), self._name_of(factor)
             for side, how in itertools.product((output, block), ("missing", "extra")):
                 if side.width != 1 or not _broadcasts(values, side):
                     continue
@@ -114,7 +138,7 @@ class Hypotheses:
                     return _scaled(one.u, side, 1 / scale) * one.gradient, one.v * one.slope
 
                 lacks = "lacks the factor" if how == "missing" else "is multiplied once too often by"
-                text = f"the gradient of {self._problem.name_of(block)} {lacks} {name}"
+                text = f"the gradient of {self._name_of(block)} {lacks} {name}"
                 found = self._explained("missing factor", text, scaled)
                 if found is not None:
                     return found
@@ -127,10 +151,11 @@ class Hypotheses:
             return None
         result = self._problem.base()[output.first :][: output.size].reshape(block.tensor.shape)
         leaf = result.to(block.tensor.dtype).requires_grad_()
-        name = self._problem.name_of(block)
+        name = self._name_of(block)
         return self._explained(
             "saved tensor",
-            f"the gradient is right once {name} has the values of output {output.position}: one stands for the other",
+            f"the gradient would be right if {name} had the values of output {output.position}: backward uses one in "
+            "place of the other",
             lambda one: (one.u[self._own] * self._gradient_with(block, leaf, one.v), one.v * one.slope),
         )
 
@@ -176,8 +201,9 @@ class Hypotheses:
             def there(one: _Vectors, away: Tensor = away) -> Sums:
                 return one.u * one.gradient, one.v * self._slope_along(one.u, away)
 
+            text = f"the gradient would be right for {name}: a saved tensor was changed, or is not the right one"
             try:
-                found = self._explained("saved tensor", f"the gradient is right for {name}", there)
+                found = self._explained("saved tensor", text, there)
             except Exception:  # outside of func's domain
                 continue
             if found is not None:
@@ -245,7 +271,7 @@ class Hypotheses:
         for block in problem.inputs:
             own = block.slice
             here = x[own]
-            name = problem.name_of(block)
+            name = self._name_of(block)
             results = [
                 (f"{name} overwritten by output {output.position}", problem.base()[output.first :][: output.size])
                 for output in problem.outputs

@@ -190,7 +190,7 @@ def _tail(places: _Places, name: str) -> Cause | None:
         block = _tail_block(_extent(along[~bad])[1], _extent(along[bad])[0], size)
         if block is not None:
             start = size - size % block
-            text = f"wrong in the last tile only: from {start} on of {size} along {what}, the last multiple of {block}"
+            text = f"wrong in the last tile only: from {start} on (of {size}) along {what}, a multiple of {block}"
             return _rule("last tile", text, places, 2 * places.chance(), 0.94 if block >= 8 else 0.88, CHANCE_OF_PLACES)
     # Right in a box from the first element on, and nowhere else.
     right = index[~bad]

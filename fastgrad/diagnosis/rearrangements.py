@@ -217,7 +217,7 @@ def _of_transpose(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
 _INVERSE = "backward permutes as forward does, where the inverse permutation belongs"
 ADJOINT = (
     "{}the analytical Jacobian is the transpose of the numerical one: backward applies a matrix, a kernel or a scan as "
-    "forward does, where its transpose belongs"
+    "forward does, where its transpose belongs (of a convolution, the flipped kernel)"
 )
 
 

@@ -12,6 +12,7 @@ from fastgrad.report.data import (
     Entry,
     Extent,
     Failure,
+    FailureKind,
     LowPrecision,
     Pair,
     ReportData,
@@ -201,6 +202,8 @@ def failure_message(report: ReportData) -> str:
     if failure is None:
         raise ValueError("failure_message needs a report with a failure, and this one passed.")
     lines = [key_phrase(report, failure)]
+    if failure.kind in _HEADLINES:
+        lines = [_headline(report, failure), *lines]
     if failure.comparison is not None:
         lines = [_first_line(report, failure, failure.comparison), *lines]
         lines += _details(report, failure, failure.comparison)
@@ -234,9 +237,43 @@ def _first_line(report: ReportData, failure: Failure, comparison: Comparison) ->
     verdict = f"is wrong in {_extent(comparison)}"
     if failure.trouble == "not converged":
         what, verdict = f"numerical {what}", f"does not settle in {_extent(comparison)} that differ"
-    line = f"{function}: {what} {input_}{kind}{through} {verdict}"
+    return _with_cause(report, f"{function}: {what} {input_}{kind}{through} {verdict}")
+
+
+def _with_cause(report: ReportData, line: str) -> str:
+    """A first line, and the most probable cause where it is almost certain."""
     sure = report.causes and report.causes[0].confidence >= SURE
     return f"{line}; probably {report.causes[0].text}" if sure else line
+
+
+_HEADLINES: dict[FailureKind, str] = {
+    "nonzero numerical gradient": "{output} does not require grad, and depends on {input}",
+    "dtype": "a gradient has another dtype than its input",
+    "size": "a gradient has another size than its input",
+    "nondeterministic": "two runs of backward with the same grad_output differ",
+    "nonlinear": "{derivative} is not linear",
+    "not multiplied by grad_output": "the gradient of {input} is not zero for a zero grad_output",
+    "incorrect gradient": "gradient of {input}: {detail}",
+    "undefined grad raises": "backward raises for an undefined grad_output",
+    "undefined grad not zero": "the gradient of {input} is not zero for an undefined grad_output",
+    "tangent dtype": "the jvp returns a complex tangent for a real output, or the reverse",
+    "undefined tangent": "the jvp does not treat an undefined tangent of {input} as zero",
+    "recorded gradient": "the gradients with create_graph=True and without it differ",
+    "batched raises": "{derivative} raises under vmap",
+    "batched differs": "{derivative} gives other values under vmap",
+}
+"""What is wrong where no entries were compared."""
+
+
+def _headline(report: ReportData, failure: Failure) -> str:
+    """The first line where no entries were compared: of which function, what is wrong and, if it is known, why."""
+    function = _function(report, report.subject or Subject())
+    if failure.kind in ("nonlinear", "nondeterministic") and report.causes and report.causes[0].confidence >= SURE:
+        return f"{function}: {report.causes[0].text}"  # which says more than these
+    output, input_ = names_of(report, failure)
+    derivative = "the jvp" if failure.mode == "forward" else "backward"
+    text = _HEADLINES[failure.kind].format(output=output, input=input_, derivative=derivative, detail=failure.detail)
+    return _with_cause(report, f"{function}: {text}")
 
 
 _OF_ORDER = {1: "", 2: "backward of ", 3: "second backward of ", 4: "third backward of "}
@@ -253,9 +290,7 @@ def _rounded_line(report: ReportData, failure: Failure, precision: LowPrecision)
     function = _function(report, subject)
     tensor = f" ({subject.inputs[failure.input]})" if subject.inputs and failure.input is not None else ""
     what = rounding_text.verdict(failure.kind, precision)
-    line = f"{function}: gradient of {names_of(report, failure)[1]}{tensor} {what}"
-    sure = report.causes and report.causes[0].confidence >= SURE
-    return f"{line}; probably {report.causes[0].text}" if sure else line
+    return _with_cause(report, f"{function}: gradient of {names_of(report, failure)[1]}{tensor} {what}")
 
 
 def _notes(report: ReportData) -> list[str]:

@@ -385,6 +385,27 @@ MIXED_UP = [
         entry=lambda o, i: o == i,
     ),
     Planted(
+        "product of sine and cosine, one gradient for both",
+        "repeated gradient",
+        **pair(
+            lambda x, y: x.sin() * y.cos(),
+            lambda g, x, y: (g * x.cos() * y.cos(),) * 2,
+            lambda g, x, y: (g * x.cos() * y.cos(), -g * x.sin() * y.sin()),
+        ),
+        inputs=normal((3, 4), (3, 4)),
+        entry=lambda o, i: o == i,
+    ),
+    Planted(
+        "residual connection, its gradient left out",
+        "missing term",
+        **pair(
+            lambda x: x + x.tanh(),
+            lambda g, x: g * (1 - x.tanh().square()),
+            lambda g, x: g * (2 - x.tanh().square()),
+        ),
+        entry=lambda o, i: o == i,
+    ),
+    Planted(
         "scaled sine, scale left out",
         "missing factor",
         **pair(

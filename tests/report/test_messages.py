@@ -170,10 +170,13 @@ class Doubled(torch.autograd.Function):
         ("undefined grad not zero", "Expected all input grads to be undefined or zero"),
     ],
 )
-def test_key_phrases_come_first(kind: FailureKind, phrase: str) -> None:
+def test_key_phrases_follow_the_first_line(kind: FailureKind, phrase: str) -> None:
     failure = Failure(kind, output=0, input=0, output_position=0, input_position=0, detail="grad is incorrect type")
     text = failure_message(report(failure, notes=("a note",)))
-    assert text.startswith(phrase)
+    first, second = text.splitlines()[:2]
+    assert first.startswith("func: ")
+    assert "{" not in first
+    assert second.startswith(phrase)
     assert "\n  note       a note" in text
     assert "  where" not in text
 
@@ -206,7 +209,7 @@ CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
     "zero gradient": ("looks like the analytical gradient is zero wherever it is wrong: a missing term, or a None",),
     "transposed": (
         "looks like the analytical Jacobian is the transpose of the numerical one: backward applies a matrix, a kernel "
-        "or a scan as forward does, where its transpose belongs",
+        "or a scan as forward does, where its transpose belongs (of a convolution, the flipped kernel)",
     ),
     "rolled": ("looks like grad_output is shifted by -2 along dimension 1",),
     "permuted": (
@@ -216,8 +219,8 @@ CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
     "missing reduction": (
         "looks like the gradient of the input, each element of which goes to 15 outputs, is 0.3333 x what it should "
         "be: a mean where a sum belongs",
-        "or like    the analytical gradient is 0.3333 x the numerical one there: a missing factor 3, a mean for a sum "
-        "over the 3 places along dimension 0 of the output perhaps",
+        "or like    the analytical gradient is 0.3333 x the numerical one there: a missing factor 3, perhaps a mean "
+        "instead of a sum over the 3 places along dimension 0 of the output",
     ),
     "missing conjugate": (
         "looks like the analytical gradient is the complex conjugate of what it should be: a conj() is missing",
@@ -238,7 +241,7 @@ CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
         "and there  the analytical gradient is 0.5 x the numerical one there: a missing factor 2",
     ),
     "last tile": (
-        "looks like wrong in the last tile only: from 24 on of 29 along dimension 0 of in0, the last multiple of 8",
+        "looks like wrong in the last tile only: from 24 on (of 29) along dimension 0 of in0, a multiple of 8",
         "or like    wrong only at the last 5 places along dimension 0 of in0: padding, or a halo",
         "and there  the analytical gradient is zero wherever it is wrong: a missing term, or a None",
     ),
@@ -247,7 +250,14 @@ CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
         "and there  the analytical gradient is 0.5 x the numerical one there: a missing factor 2",
     ),
     "swapped gradients": (
-        "looks like the gradient of input 0 is the one of input 1: backward returns gradients in the wrong order",
+        "looks like the gradient of input 0 is that of input 1: backward returns gradients in the wrong order",
+    ),
+    "repeated gradient": (
+        "looks like the gradient of input 1 is that of input 0, which is right: backward returns one gradient twice",
+    ),
+    "missing term": (
+        "looks like the analytical gradient and 1 add up to the numerical one there: backward leaves out a term of "
+        "func that is linear in the input, a residual connection say",
     ),
     "missing factor": ("looks like the gradient of input 0 lacks the factor input 1",),
     "overwritten": (
@@ -260,12 +270,12 @@ CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
         "1",
     ),
     "saved tensor": (
-        "looks like backward reads something that other calls of func write: a tensor kept in a global, on the class "
-        "or in a shared buffer, where ctx.save_for_backward would keep one a graph",
+        "looks like backward reads something that other calls of func write: a tensor in a global, on the class or "
+        "in a shared buffer, where ctx.save_for_backward would keep one per graph",
     ),
     "race": (
-        "looks like backward gives other values each time: atomic additions, missing synchronization, or "
-        "uninitialized memory",
+        "looks like backward gives other values each time: random numbers, missing synchronization, or uninitialized "
+        "memory",
     ),
     "nonlinear backward": (
         "looks like backward is not linear in grad_output: a clamp, a quantization, or a product of two grad_outputs",
@@ -286,12 +296,12 @@ CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
         "tensors that do not depend on each other, tensor.detach().requires_grad_()",
     ),
     "truncation": (
-        "looks like eps = 0.0001 is too large for func's curvature: at 2.4e-06 the difference is -0.967407, which the "
-        "analytical gradient agrees with to within rounding",
+        "looks like eps = 0.0001 is too large for func's curvature: with a step of 2.4e-06 the difference is "
+        "-0.967407, and the analytical gradient agrees with that up to rounding",
     ),
     "rounding": (
         "looks like the difference at eps = 1e-06 is lost in rounding: one ulp of func's value, over eps, is 2.2e+02; "
-        "a larger eps, or values without what they share, would tell",
+        "use a larger eps, or subtract the common offset of the values",
     ),
     "kink": ("looks like a kink: the one-sided derivatives are 0 (left) and 2 (right)",),
     "low precision": (
@@ -463,4 +473,6 @@ def test_key_phrases_of_errors_and_warnings_are_in_both_messages(monkeypatch: py
 
 def test_undefined_tangents_have_torchs_phrase() -> None:
     failure = Failure("undefined tangent", 1, 0, 1, 0, mode="forward", detail="1 for the undefined tangent, 0 for zero")
-    assert failure_message(report(failure)).startswith("Mismatch in tangent values for output with index: 1 when ")
+    first, second = failure_message(report(failure)).splitlines()[:2]
+    assert first == "func: the jvp does not treat an undefined tangent of in0 as zero"
+    assert second.startswith("Mismatch in tangent values for output with index: 1 when ")
