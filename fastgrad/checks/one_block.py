@@ -71,6 +71,14 @@ def single_rows(backward: WholeBackward) -> Sequence[Rows]:
     return backward.parts if usual else ()
 
 
+def jacobian(problem: Problem, backward: WholeBackward) -> Tensor:
+    """All rows of a backward: float64, shape (m, n)."""
+    rows = torch.empty(problem.m, problem.n, dtype=torch.float64, device=problem.device)
+    for (output, part), found in zip(row_parts(problem.outputs), backward.parts, strict=True):
+        rows[output.slice][int(part == "imaginary") :: output.width] = found.rows
+    return rows
+
+
 @phase("comparison")
 def agrees(problem: Problem, settings: Settings, backward: WholeBackward, columns: Tensor, findings: Findings) -> bool:
     """Whether all entries agree, and so does what the rows came with: then there is nothing to be judged part by part.
@@ -88,7 +96,7 @@ def agrees(problem: Problem, settings: Settings, backward: WholeBackward, column
         match = found.match
         if not (match.repeats and match.sizes and (match.dtypes or not settings.check_grad_dtypes)):
             return False
-        first = output.first + (1 if part == "imaginary" else 0)
+        first = output.first + int(part == "imaginary")
         errors = largest_errors(found.rows, columns, first, output.width, inputs)
         if errors is None:
             return False

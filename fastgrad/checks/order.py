@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastgrad._version import __version__
-from fastgrad.checks.one_block import agrees, is_small, single_rows, whole_backward
+from fastgrad.checks.one_block import agrees, is_small, jacobian, single_rows, whole_backward
 from fastgrad.core.backends import exact_libraries
 from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.memory import OUT_OF_MEMORY
@@ -54,9 +54,11 @@ from fastgrad.verdict.grad_outputs import (
 from fastgrad.verdict.linearity import (
     LinearityProof,
     TangentProof,
+    moved_once,
     moving_repeat,
     moving_row,
     nonlinear_repeat,
+    rerun,
 )
 from fastgrad.verdict.recording import check_recorded_gradients
 from fastgrad.verdict.repeated_calls import RepeatedCalls
@@ -431,6 +433,8 @@ def _jacobian_failure(
     if backward is not None:
         columns = dense.columns_one_by_one(problem, settings, 0, problem.n, plan.record_graph)
         if agrees(problem, settings, backward, columns, findings):
+            if calls is not None and calls.rows:
+                calls.see_all(jacobian(problem, backward))
             return None
         columns_at_hand = iter([(0, columns)])
     rows_repeated = all(output.tensor.numel() <= REPEATED_ROWS for output in problem.outputs)
@@ -522,15 +526,15 @@ def _judge(
     """One part of one output: dtype, size, determinism, then the comparison, inputs in their order."""
     pairs: dict[int, PairComparison] = {}
     dtypes_match = sizes_match = True
-    reran = False
+    again: tuple[Tensor, Tensor] | None = None
     repeat: Failure | None = None
     for block in blocks:
         dtypes_match &= block.match.dtypes
         sizes_match &= block.match.sizes
         if not block.match.repeats and repeat is None:
-            if not reran:
-                repeat, reran = moving_repeat(problem, block, settings), True
-            repeat = repeat or nonlinear_repeat(block, settings)
+            if again is None:
+                repeat, again = moving_repeat(problem, block, settings), rerun(problem, block)
+            repeat = repeat or moved_once(block, again, settings) or nonlinear_repeat(block, settings)
         pair = pairs.get(block.input.index)
         if pair is None:
             own = settings.of(block.input.index) if settings.inputs else settings

@@ -93,6 +93,26 @@ def moving_repeat(problem: Problem, block: JacobianBlock, settings: Settings) ->
     return None
 
 
+def rerun(problem: Problem, block: JacobianBlock) -> tuple[Tensor, Tensor]:
+    """The repeated rows of a block and their repeated runs, run once more: float64, shape (repeated, n) each."""
+    count = block.repeated.shape[0]
+    rows, repeated, _ = problem.analytical_rows(
+        block.output, block.part == "imaginary", block.first_row, count, problem.inputs, count, REPEAT_SCALE
+    )
+    return rows, repeated
+
+
+def moved_once(block: JacobianBlock, again: tuple[Tensor, Tensor], settings: Settings) -> Failure | None:
+    """Whether rows of a block are other ones than in `rerun` by more than nondet_tol: it need not come again."""
+    start = block.input.first + block.first_column
+    known = block.analytical[: block.repeated.shape[0]], block.repeated
+    for before, after in zip(known, again, strict=True):
+        within = after[:, start : start + before.shape[1]]
+        if differ(before, within, settings.nondet_tol, block.input.is_complex):
+            return Failure("nondeterministic", block.output.index, None, block.output.position, None, block.part)
+    return None
+
+
 def nonlinear_repeat(block: JacobianBlock, settings: Settings) -> Failure | None:
     """Whether the repeated rows of a block, which do not move, are another multiple of the first ones."""
     count = block.repeated.shape[0]

@@ -20,8 +20,16 @@ from fastgrad.report.data import Certificate, Failure, Settings
 from fastgrad.verdict.comparison import tolerances
 from fastgrad.verdict.linearity import by_inputs, nondeterministic, proof_cotangents
 
-REPEATED_PRODUCTS = SPARSE, GAPPED
-"""Kinds of cotangents, all contiguous here, that are run early and late, too: few rows, and all of them."""
+FIRST_PRODUCT, LAST_PRODUCT = GAPPED, SPARSE
+"""Kinds of cotangents, all contiguous here, that are run before and after the rows: all of them, and few.
+
+What is wrong in the first calls of every graph is wrong in the product and the last row at first, and in other rows
+when they are repeated: then the gradients differ.
+"""
+
+FIRST_PRODUCTS = 4
+"""Times that an exact check repeats the product of all rows at once. With the one that is the first call of all, it is
+each of the first five calls of a graph once: what is wrong in one of them shows, whichever entry it is."""
 
 MOST_CALLS = 128
 """VJPs that a custom backward is run for, at least, where torch's checker runs as many: the number of a call from which
@@ -67,13 +75,13 @@ class RepeatedCalls:
         self._moved: Block | None = None
         self._summed: _SummedProducts | None = None
         self._last = 0
-        self._is_needed = problem.is_custom and problem.m > 2
+        self._is_needed = problem.is_custom and problem.m > 1
         if not self._is_needed:
             return
         m = problem.m
         # The last one, too: kernels treat what is left over at the end separately.
-        self._rows = list(dict.fromkeys([settings.seed % m, (settings.seed + m // 2) % m, m - 1]))
-        self._outputs = [block_with(problem.outputs, row).index for row in self._rows] + [-1] * len(REPEATED_PRODUCTS)
+        self._rows = list(dict.fromkeys([m - 1, settings.seed % m, (settings.seed + m // 2) % m]))
+        self._outputs = [-1, *(block_with(problem.outputs, row).index for row in self._rows), -1]
         self._calls = range(len(self._outputs))
         self._at_once = len(self._calls) if problem.n + m <= MOST_AT_ONCE else 1
         try:
@@ -90,7 +98,7 @@ class RepeatedCalls:
             calls = self._calls[first : first + self._at_once]
             within = slice(calls.start, calls.stop)
             self._known[within] = problem.vjps_of(self._cotangents(calls), self._outputs[within])[0]
-        self.rows = dict(zip(self._rows, self._known, strict=False))
+        self.rows = dict(zip(self._rows, self._known[1:-1], strict=True))
 
     def _cotangents(self, calls: range) -> Tensor:
         m, seed, device = self._problem.m, self._settings.seed, self._problem.device
@@ -122,6 +130,12 @@ class RepeatedCalls:
             if differ(block.analytical[which : which + 1], known, self._settings.nondet_tol, False):
                 self._moved = block.output
 
+    def see_all(self, jacobian: Tensor) -> None:
+        """Compares all rows with those of a whole Jacobian, float64, shape (m, n), that was run meanwhile."""
+        for row, known in self.rows.items():
+            if self._moves(jacobian[row : row + 1], known[None], self._settings.nondet_tol):
+                self._moved = block_with(self._problem.outputs, row)
+
     @phase("repeated calls")
     def failure(self, one_round: bool = False) -> Failure | None:
         """Whether any is another one, once all others have run; raises what was raised before.
@@ -141,10 +155,11 @@ class RepeatedCalls:
 
     def _order(self, one_round: bool) -> list[int]:
         """The numbers of the calls that are repeated: each once, then until as many were run as `most` says."""
-        rows, (few, all_) = self._calls[: len(self._rows)], self._calls[len(self._rows) :]
-        once = [rows[0], all_, rows[1], few, *rows[2:]]
-        # Five or seven, so that what is wrong in every second, third or fourth call shows in each.
-        cycle = [*once, *once[1 : len(once) - 2]]
+        first, last_row, row, *others, last = self._calls
+        # No call of a graph has the number that it had at first: what is wrong in the first, say, of every graph shows.
+        once = [row, *[first] * (FIRST_PRODUCTS if self._most else 1), last, last_row, *others]
+        # Seven or eleven, so that what is wrong in every second, third, ... call shows in each.
+        cycle = [*once, first, row, first] if others else once
         count = len(once) if one_round else max(len(once), self._most - self._problem.vjps)
         return [cycle[call % len(cycle)] for call in range(count)]
 
@@ -170,7 +185,7 @@ class RepeatedCalls:
 
     def _tolerance(self, call: int) -> float:
         """What a gradient may differ by from run to run."""
-        if call < len(self._rows):
+        if 0 < call <= len(self._rows):
             return self._settings.nondet_tol
         rounding = ROUNDING * self._problem.unit_roundoff * largest(self._known[call])
         return max(rounding, self._settings.nondet_tol * float(self._cotangents(range(call, call + 1)).abs().sum()))
@@ -180,9 +195,7 @@ class RepeatedCalls:
         if not self._last:
             return []
         claim = f"gradients of a custom backward repeat, up to its call {self._last}"
-        method = (
-            f"{len(self.rows)} rows and {len(REPEATED_PRODUCTS)} products, run before all others and again after them"
-        )
+        method = f"{len(self.rows)} rows and two products, run before all others and again after them"
         return [Certificate(claim, method, self._settings.nondet_tol)]
 
     def _sum_moves(self, summed: _SummedProducts) -> bool:
@@ -200,17 +213,17 @@ class RepeatedCalls:
 
 
 def _cotangents_of(m: int, seed: int, device: torch.device, rows: Sequence[int], calls: range) -> Tensor:
-    """One-hot cotangents of rows, then those of the products: float64, shape (calls, m)."""
+    """The cotangents of the first product, one-hot ones of rows, and those of the last: float64, shape (calls, m)."""
     cotangents = torch.zeros(len(calls), m, dtype=torch.float64, device=device)
     for call, cotangent in zip(calls, cotangents, strict=True):
-        product = call - len(rows)
-        if product < 0:
-            cotangent[rows[call]] = 1.0
+        if 0 < call <= len(rows):
+            cotangent[rows[call - 1]] = 1.0
         else:
-            cotangent.copy_(proof_cotangents(m, seed, device, REPEATED_PRODUCTS[product : product + 1])[0])
+            kind = LAST_PRODUCT if call else FIRST_PRODUCT
+            cotangent.copy_(proof_cotangents(m, seed, device, (kind,))[0])
     return cotangents
 
 
 @lru_cache(32)
 def _cached_cotangents(m: int, seed: int, device: torch.device, rows: tuple[int, ...]) -> Tensor:
-    return _cotangents_of(m, seed, device, rows, range(len(rows) + len(REPEATED_PRODUCTS)))
+    return _cotangents_of(m, seed, device, rows, range(len(rows) + 2))

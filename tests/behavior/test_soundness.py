@@ -339,6 +339,63 @@ def test_a_backward_that_is_wrong_in_one_call_fails_whichever_it_is(n: int, monk
     assert not passed
 
 
+WRONG_CALLS: dict[str, Callable[[int], bool]] = {
+    "none": lambda call: False,
+    "the first": lambda call: call == 1,
+    "the second": lambda call: call == 2,
+    "the third": lambda call: call == 3,
+    "the first three": lambda call: call <= 3,
+    "the first five": lambda call: call <= 5,
+    "all but the first": lambda call: call > 1,
+    "every second": lambda call: call % 2 == 0,
+    "every third": lambda call: call % 3 == 0,
+}
+WRONG_HOW: dict[str, Callable[[Tensor], Any]] = {
+    "half": lambda gradient: gradient.mul_(0.5),
+    "zero": lambda gradient: gradient.zero_(),
+    "shifted": lambda gradient: gradient.add_(1e-3),
+    "the first element": lambda gradient: gradient[0].mul_(0.5),
+    "the last element": lambda gradient: gradient[-1].mul_(0.5),
+}
+
+
+def cube_wrong_in_calls(is_wrong: Callable[[int], bool], spoil: Callable[[Tensor], Any]) -> Func:
+    """x^3, whose backward is wrong in some of the calls of each graph."""
+
+    class Cube(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            ctx.calls = 0
+            return x**3
+
+        @staticmethod
+        def backward(ctx: Any, grad_output: Tensor) -> Tensor:  # type: ignore[override]
+            (x,) = ctx.saved_tensors
+            ctx.calls += 1
+            gradient = 3 * x * x * grad_output
+            if is_wrong(ctx.calls):
+                spoil(gradient)
+            return gradient
+
+    return Cube.apply
+
+
+@pytest.mark.parametrize("is_dense", [False, True])
+@pytest.mark.parametrize("n", [2, 3, 5, 12, 30, 100])
+@pytest.mark.parametrize("calls", WRONG_CALLS)
+def test_a_backward_that_is_wrong_in_some_calls_of_each_graph(calls: str, n: int, is_dense: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(n, dtype=torch.float64, generator=generator).requires_grad_()
+    matrix = torch.randn(n, n, dtype=torch.float64, generator=generator)
+    for spoil in WRONG_HOW.values():
+        cube = cube_wrong_in_calls(WRONG_CALLS[calls], spoil)
+        func = (lambda x, cube=cube: matrix @ cube(x)) if is_dense else cube
+        assert fastgrad.check(func, (x,)).passed == (calls == "none")
+        if calls == "none" or torch.autograd.gradcheck(func, (x,), fast_mode=True, raise_exception=False) is False:
+            assert fastgrad.check(func, (x,), fast_mode=True).passed == (calls == "none")
+
+
 @pytest.mark.parametrize("n", [12, 600])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("keywords", [{"engine": "compressed"}, {"engine": "sketch", "fast_mode": True}], ids=str)
