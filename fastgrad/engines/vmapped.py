@@ -80,6 +80,7 @@ def _evaluated(problem: Problem, block: Block, first: int, count: int, eps: floa
         found = torch.func.vmap(lambda point: problem.evaluate_with(block, point))(points)
     values = torch.empty(2 * count, problem.m, dtype=torch.float64, device=problem.device)
     for output, batch in zip(problem.outputs, found, strict=True):
-        real = torch.view_as_real(batch.resolve_conj()) if output.is_complex else batch
+        result = batch.detach()  # func may record by itself
+        real = torch.view_as_real(result.resolve_conj()) if output.is_complex else result
         values[:, output.slice] = real.reshape(2 * count, output.size)
     return values[:count], values[count:]

@@ -61,6 +61,19 @@ def test_columns_are_those_of_the_loop(func: Callable[..., Any], inputs: tuple[A
             assert executor.agree(problem, first, columns, EPS, 1e-5, 0, False)
 
 
+def test_a_func_that_records_by_itself() -> None:
+    factor = leaf()  # what it captured requires grad, too
+
+    def func(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return factor * x.sin()
+
+    with Problem(func, (leaf(12),)) as problem:
+        columns = vmapped.difference_columns(problem, 0, 12, 5, EPS)
+        assert not columns.requires_grad
+        torch.testing.assert_close(columns, problem.difference_columns(0, 12, EPS, False), rtol=0, atol=1e-8)
+
+
 def test_points_are_the_same_bits() -> None:
     x = (leaf(12).detach() * torch.logspace(-9, 12, 12, dtype=torch.float64)).requires_grad_()
     y = leaf(4, dtype=torch.float32)
