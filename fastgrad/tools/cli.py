@@ -17,7 +17,7 @@ from typing import Any
 from fastgrad._version import __version__
 from fastgrad.api.checkers import check
 from fastgrad.report.report import Report
-from fastgrad.tools import specs
+from fastgrad.tools import specs, terminal
 
 CHECKERS = {1: "gradcheck", 2: "gradgradcheck"}
 
@@ -85,10 +85,25 @@ def _parser() -> argparse.ArgumentParser:
     bench.set_defaults(run=_bench)
     demo = commands.add_parser("demo", help="check real operators, and a wrong one, beside torch's checker")
     demo.set_defaults(run=_demo)
+    completion = commands.add_parser(
+        "completion",
+        help="print what completes commands and options in a shell",
+        description='Prints a completion script. For bash, eval "$(fastgrad completion bash)" in ~/.bashrc; for zsh, a file '
+        "named _fastgrad in a directory of $fpath.",
+    )
+    completion.add_argument("shell", choices=("bash", "zsh"))
+    completion.set_defaults(run=lambda options: _completion(parser, options.shell))
     return parser
 
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
+    _add_function(parser)
+    _add_what_to_check(parser)
+    _add_output(parser)
+    parser.set_defaults(run=_check, group=None)
+
+
+def _add_function(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("function", help="module:name or file.py:name; see below")
     parser.add_argument(
         "-i",
@@ -101,6 +116,11 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-k", "--keyword", action="append", default=[], metavar="NAME=VALUE", help="a keyword argument; repeat it"
     )
+    parser.add_argument("--device", default="cpu", help="of the inputs: cpu (default), cuda, cuda:1, ...")
+    parser.add_argument("--seed", type=int, default=0, help="of the inputs and of the check (default: 0)")
+
+
+def _add_what_to_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--order", choices=("1", "2", "both"), default="1", help="gradcheck (default), gradgradcheck, or both"
     )
@@ -128,15 +148,15 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine", choices=("auto", "dense", "compressed", "sketch"), default="auto", help="default: auto"
     )
-    parser.add_argument("--device", default="cpu", help="of the inputs: cpu (default), cuda, cuda:1, ...")
-    parser.add_argument("--seed", type=int, default=0, help="of the inputs and of the check (default: 0)")
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the report as an HTML page")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--progress", action=argparse.BooleanOptionalAction, help="a bar (default: for long checks)")
     parser.add_argument("--distributed", action="store_true", help="under torchrun: its processes share the work")
     parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="keep a long check, and go on from it")
     parser.add_argument("--traceback", action="store_true", help="show where an exception came from")
-    parser.set_defaults(run=_check, group=None)
 
 
 def _number(text: str) -> tuple[str, float]:
@@ -221,12 +241,16 @@ def _checked(options: argparse.Namespace) -> int:
         if report is None:
             continue
         if not options.json:
-            print(report if report.passed else f"{name} {report.verdict}\n{report}")
+            _print(str(report) if report.passed else f"{name} {report.verdict}\n{report}")
         if options.html is not None:
             _path(options.html, options, name).write_text(report.to_html())
     if options.json:
         print(json.dumps({"function": options.function, "inputs": arguments, "checks": documents}, indent=1))
     return code
+
+
+def _print(text: str) -> None:
+    print(terminal.colored(text) if terminal.takes_colors(sys.stdout) else text)
 
 
 def _path(path: Path, options: argparse.Namespace, name: str) -> Path:
@@ -251,7 +275,7 @@ def _variants(options: argparse.Namespace, target: specs.Target, arguments: list
         document = {"function": options.function, "inputs": arguments, "variants": report.to_dict()}
         print(json.dumps(document, indent=1))
     else:
-        print(report)
+        _print(str(report))
     return 0 if report.passed else 1
 
 
@@ -342,3 +366,12 @@ def _demo(options: argparse.Namespace) -> int:
     from fastgrad.tools import demo
 
     return demo.main()
+
+
+def _completion(parser: argparse.ArgumentParser, shell: str) -> int:
+    try:
+        import shtab
+    except ImportError:
+        raise specs.SpecError("shtab writes completion scripts: pip install shtab") from None
+    print(shtab.complete(parser, shell))
+    return 0

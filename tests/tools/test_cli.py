@@ -362,3 +362,55 @@ def test_the_console_script_and_the_plugin_are_declared() -> None:
     assert 'pytest_fastgrad = "pytest_fastgrad"' in project
     assert callable(import_module("fastgrad.tools.cli").main)
     assert import_module("pytest_fastgrad").pytest_addoption
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion_scripts_know_commands_and_options(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert "fastgrad" in script
+    for word in ("doctor", "--variants", "--nondet-tol", "sketch"):
+        assert word in script
+
+
+def test_bash_completes_what_is_typed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    cli.main(["completion", "bash"])
+    script = tmp_path / "completion.bash"
+    script.write_text(capsys.readouterr().out)
+    typed = f"source {script}; COMP_WORDS=(fastgrad check --var); COMP_CWORD=2; _shtab_fastgrad; echo ${{COMPREPLY[@]}}"
+    found = subprocess.run(["bash", "-c", typed], capture_output=True, text=True, check=True).stdout
+    assert found.split() == ["--variants"]
+
+
+def test_completion_without_shtab(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert cli.main(["completion", "bash"]) == 2
+    assert "pip install shtab" in capsys.readouterr().err
+
+
+RED, GREEN, RESET = "\033[31m", "\033[32m", "\033[0m"
+
+
+def test_colors(file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["check", f"{file}:Halved", "-i", "float64[3]"]
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert cli.main(arguments) == 1
+    failed = capsys.readouterr().out
+    assert f"{RED}gradcheck failed{RESET}" in failed
+    assert "\033[1m  looks like" in failed
+    assert cli.main(["check", "torch:sin", "-i", "float64[3]"]) == 0
+    assert f"{GREEN}gradcheck passed{RESET}: 9 entries" in capsys.readouterr().out
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert cli.main(arguments) == 1
+    plain = capsys.readouterr().out
+    assert "\033" not in plain
+    without = failed
+    for style in (RED, "\033[1m", "\033[2m", RESET):
+        without = without.replace(style, "")
+    assert without.splitlines()[1] == plain.splitlines()[1]
+
+
+def test_json_has_no_colors(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert cli.main(["check", "torch:sin", "-i", "float64[3]", "--json"]) == 0
+    json.loads(capsys.readouterr().out)
