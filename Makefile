@@ -58,6 +58,7 @@ lint: $(VENV)/.tools
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+	$(VENV)/bin/pyright -p tests/typed --pythonpath $(RUN)
 	git ls-files '*.h' '*.cpp' '*.cu' | xargs $(VENV)/bin/clang-format --dry-run --Werror
 
 define configure

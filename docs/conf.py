@@ -14,9 +14,14 @@ author = "the fastgrad contributors"
 copyright = author
 version = release = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
 myst_enable_extensions = ["amsmath", "dollarmath"]
 myst_heading_anchors = 3
+
+# Notebooks are run as the site is built: what they print is what fastgrad says now.
+nb_execution_mode = "force"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 120
 
 # A single backtick links what is documented and sets anything else in italics.
 default_role = "autolink"

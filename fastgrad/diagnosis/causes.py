@@ -88,6 +88,8 @@ def _without_contradictions(causes: list[Cause]) -> Iterator[Cause]:
     for cause in causes:
         if first in {"race", "nonlinear backward", "dependent inputs", *numerical} and cause.name != first:
             continue
+        if first == "constant part" and cause.name in {"missing reduction", "zero gradient", "constant factor"}:
+            continue  # other words for it
         if cause.confidence >= 0.3:
             yield cause
 

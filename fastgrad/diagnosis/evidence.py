@@ -19,6 +19,9 @@ from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Cause, Explanation, Sample
 from fastgrad.report.report import Report
 
+_UNSPECIFIC = {"missing reduction", "zero gradient"}
+"""Causes that entries suggest, and that may be explained by what an operator's result is taken for."""
+
 _ZERO_KINDS = ("not multiplied by grad_output",)
 
 
@@ -59,7 +62,8 @@ class _Investigation(Samples, BackwardExperiments, FuncExperiments):
             self._other_measurements()
             if failure.mode == "reverse" and self._output is not None and self._input is not None:
                 pair = self._output, self._input
-                hypotheses = Hypotheses(self._problem, *pair, self._settings.seed, self._record, self._name_of)
+                seed, order = self._settings.seed, self._settings.order
+                hypotheses = Hypotheses(self._problem, *pair, seed, self._record, self._name_of, order)
                 causes = self._hypotheses(hypotheses, sample)
         evidence = replace(self._evidence, calls=self._calls() - self._before)
         report = replace(self._report, sample=sample, evidence=evidence)
@@ -76,14 +80,21 @@ class _Investigation(Samples, BackwardExperiments, FuncExperiments):
         """Explains all entries at once, by random sums of them, until something does; returns the causes, if any."""
         self._explain(hypotheses.independent)
         self._explain(hypotheses.swapped)
+        settles = self._failure.trouble is None  # otherwise what func does there explains it
+        if settles:
+            self._explain(hypotheses.cut)
         if sample is None or not sample.complete:
             self._explain(hypotheses.rearranged)
         causes = diagnose(replace(self._report, sample=sample, evidence=self._evidence))
+        if causes and causes[0].name not in _UNSPECIFIC:
+            return causes
+        if settles:
+            self._explain(lambda: hypotheses.taken_for_constant(self._left))
         if not causes:
             self._explain(hypotheses.multiplied)
             self._explain(hypotheses.result_for_input)
             self._explain(lambda: hypotheses.elsewhere(self._left))
-        return causes
+        return ()
 
     def _explain(self, hypothesis: Callable[[], Explanation | None]) -> None:
         if self._evidence.explanation is None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from torch import Tensor
 from fastgrad.core import native
 from fastgrad.core.random import EVIDENCE_STREAM, direction
 from fastgrad.diagnosis.autograd_graph import depends_on
+from fastgrad.diagnosis.constant_parts import ConstantPart, ConstantParts, HeldConstant
 from fastgrad.diagnosis.rearrangements import ADJOINT, MOST_SHIFTS, Rearrangement, rearrangements
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
@@ -24,6 +27,9 @@ HYPOTHESIS_CALLS = 10
 
 NEAR = 1e-7
 """A hypothesis explains random sums of a Jacobian to within this; without it they are off a hundred times as much."""
+
+MOST_NAMED = 3
+"""Operators that a cause names."""
 
 MOST_INPUTS = 4
 """That a gradient is compared with, or that may be factors of it."""
@@ -56,8 +62,10 @@ class Hypotheses:
         seed: int,
         record_graph: bool,
         name_of: Callable[[Block], str],
+        order: int,
     ) -> None:
         self._problem = problem
+        self._order = order
         self._output = output
         self._input = block
         self._seed = seed
@@ -210,6 +218,46 @@ class Hypotheses:
                 return found
         return None
 
+    def cut(self) -> Explanation | None:
+        """Whether the gradient is right if the results of operators that end recording, detach() say, are constants."""
+        cuts = self._constants.cuts
+        if not cuts or not self._tell:
+            return None
+        return self._constant(cuts, f"autograd takes {_all_of(cuts)} for a constant")
+
+    def taken_for_constant(self, left: Callable[[], int]) -> Explanation | None:
+        """Whether the gradient is right if some results or operands of operators in a custom forward are constants."""
+        if not self._tell:
+            return None
+        for parts in self._constants.groups():
+            if left() < 4:
+                return None
+            name = _all_of(parts)
+            text = f"backward takes {name} for a constant: what it contributes to the gradient is missing"
+            if self._order > 1:
+                text = (
+                    f"{name}, which forward saved, is a constant for derivatives of backward: compute it in backward, "
+                    "or return it from forward, too"
+                )
+            found = self._constant(parts, text)
+            if found is not None:
+                return found
+        return None
+
+    @cached_property
+    def _constants(self) -> ConstantParts:
+        parts = ConstantParts()
+        with parts:
+            self._problem.evaluate(True)
+        return parts
+
+    def _constant(self, parts: tuple[ConstantPart, ...], text: str) -> Explanation | None:
+        def held(one: _Vectors) -> Sums:
+            slope = self._slope_along(one.u, self._here, lambda: HeldConstant(self._constants, parts))
+            return one.u * one.gradient, one.v * slope
+
+        return self._explained("constant part", text, held)
+
     @property
     def _own(self) -> slice:
         """The input's coordinates."""
@@ -242,11 +290,19 @@ class Hypotheses:
             error = max(error, difference)
         return Explanation(name, text, error)
 
-    def _slope_along(self, u: Tensor, away: Tensor) -> Tensor:
-        """The derivative of the outputs along u, at a displacement from x: float64, shape (m,)."""
+    def _slope_along(
+        self, u: Tensor, away: Tensor, around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> Tensor:
+        """The derivative of the outputs along u, at a displacement from x: float64, shape (m,).
+
+        around: makes what is entered for each evaluation.
+        """
         step = 2.0**-17
-        plus, minus = (self._problem.evaluate(self._record, away + sign * step * u) for sign in (1.0, -1.0))
-        return (plus - minus) / (2 * step)
+        values = []
+        for sign in (1.0, -1.0):
+            with around():
+                values.append(self._problem.evaluate(self._record, away + sign * step * u))
+        return (values[0] - values[1]) / (2 * step)
 
     def _gradient_with(self, block: Block, leaf: Tensor, v: Tensor) -> Tensor:
         """v^T J with respect to a tensor that stands in the place of an input: float64, shape (coordinates,)."""
@@ -291,6 +347,10 @@ class Hypotheses:
                 away = torch.zeros_like(x)
                 away[own] = there - here
                 yield words, away
+
+
+def _all_of(parts: tuple[ConstantPart, ...]) -> str:
+    return " and ".join(map(str, parts[:MOST_NAMED]))
 
 
 def _relative_difference(terms: Tensor, others: Tensor) -> float:

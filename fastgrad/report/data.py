@@ -71,6 +71,7 @@ CauseName = Literal[
     "repeated gradient",
     "missing factor",
     "missing term",
+    "constant part",
     "zero gradient",
     "missing conjugate",
     "complex factor",

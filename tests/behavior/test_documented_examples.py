@@ -762,7 +762,7 @@ def test_nothing_is_missing_from_a_page(page: str, names: set[str]) -> None:
 
 def test_every_page_is_in_the_table_of_contents() -> None:
     contents = re.findall(r"^([\w-]+)$", (ROOT / "docs/index.md").read_text(), re.MULTILINE)
-    assert {"index", *contents} == {page.stem for page in (ROOT / "docs").glob("*.md")}
+    assert {"index", *contents} == {page.stem for page in (ROOT / "docs").iterdir() if page.suffix in (".md", ".ipynb")}
 
 
 def test_relative_links_lead_somewhere() -> None:

@@ -334,7 +334,7 @@ PLACES_SWAPPED = [
     ),
     Planted(
         "centering without the mean of grad_output",
-        "missing reduction",
+        "constant part",
         **pair(
             lambda x: x - x.mean(1, keepdim=True),
             lambda g, x: g,

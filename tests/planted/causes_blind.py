@@ -484,7 +484,7 @@ def _standardized_grad(g: Tensor, x: Tensor, dim: int, mean: float = 1.0, produc
 
 plant(
     "layer norm, mean of the gradient not subtracted",
-    "missing reduction",
+    "constant part",
     lambda x: _standardized(x, 1),
     lambda g, x: _standardized_grad(g, x, 1, mean=0.0),
     lambda g, x: _standardized_grad(g, x, 1),

@@ -94,7 +94,7 @@ plant(
 )
 plant(
     "softmax, elementwise p (1 - p)",
-    "detached",
+    "missing reduction",
     lambda x: x.softmax(-1),
     lambda g, x: g * x.softmax(-1) * (1 - x.softmax(-1)),
     normal((4, 5)),
@@ -125,7 +125,7 @@ as_if(
 )
 as_if(
     "cosine similarity, norms detached",
-    None,
+    "detached",
     lambda x, y: (x * y).sum(-1) / x.norm(dim=-1) / y.norm(dim=-1),
     lambda x, y: (x * y).sum(-1) / x.norm(dim=-1).detach() / y.norm(dim=-1).detach(),
     normal((4, 5), (4, 5)),
@@ -272,7 +272,7 @@ plant(
     lambda g, x, s: (g * s * s, (g * x).sum(0)),
     normal((4, 3), (3,)),
 )
-plant("silu, one term of two", None, lambda x: x * x.sigmoid(), lambda g, x: g * x.sigmoid(), normal((4, 3)))
+plant("silu, one term of two", "detached", lambda x: x * x.sigmoid(), lambda g, x: g * x.sigmoid(), normal((4, 3)))
 
 # Indices.
 

@@ -1,0 +1,163 @@
+"""Operators in func whose results a backward may take for constants, and func with these held constant."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._pytree import tree_leaves
+
+_NOT_OF_THE_USER = tuple(str(Path(module.__file__ or "").parent) for module in (torch, sys.modules["fastgrad"]))
+
+_ORDINALS = {0: "first", 1: "second", 2: "third"}
+
+
+@dataclass(frozen=True)
+class OperatorCall:
+    """A call of an operator: which, where, and for which time there."""
+
+    name: str
+    file: str
+    line: int
+    time: int
+
+    def __str__(self) -> str:
+        """The operator and its line."""
+        return f"{self.name} ({Path(self.file).name}:{self.line})"
+
+
+@dataclass(frozen=True)
+class ConstantPart:
+    """The result of a call of an operator, or one of its operands, by number."""
+
+    call: OperatorCall
+    operand: int | None = None
+
+    def __str__(self) -> str:
+        """What it is, and where."""
+        which = "result" if self.operand is None else f"{_ORDINALS.get(self.operand, self.operand + 1)} operand"
+        return f"the {which} of {self.call}"
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A value that depends on the inputs and does not require grad.
+
+    is_cut: gradients are recorded there, and the operator ends them; otherwise it runs without, in the forward of a
+    custom Function say. is_reduction: it is smaller than what it was computed from.
+    """
+
+    value: Any
+    is_cut: bool = False
+    is_reduction: bool = False
+
+
+class _Calls(TorchFunctionMode):
+    """Counts calls of operators by their lines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._times: Counter[tuple[str, str, int]] = Counter()
+
+    def _call(self, func: Callable[..., Any]) -> OperatorCall | None:
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_code.co_filename.startswith(_NOT_OF_THE_USER):
+            frame = frame.f_back
+        if frame is None:
+            return None
+        name = (resolve_name(func) or "").removesuffix(".__get__").rpartition(".")[2]
+        place = name, frame.f_code.co_filename, frame.f_lineno
+        self._times[place] += 1
+        return OperatorCall(*place, self._times[place])
+
+
+class ConstantParts(_Calls):
+    """While it is entered, keeps results that depend on the inputs and do not require grad, and operands of these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: dict[ConstantPart, _Known] = {}
+        self._derived: dict[int, Tensor] = {}  # kept, so that no other tensor takes their ids
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Calls an operator."""
+        if torch.compiler.is_compiling():
+            return func(*args, **(kwargs or {}))  # to be traced as if this mode were not there
+        result = func(*args, **(kwargs or {}))
+        sources = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        sources = [tensor for tensor in sources if tensor.requires_grad or id(tensor) in self._derived]
+        call = self._call(func)
+        is_value = isinstance(result, float) or (isinstance(result, Tensor) and _is_differentiable(result))
+        if call is None or not sources or not is_value or _is_in_place(call.name):
+            return result
+        if isinstance(result, Tensor):
+            if result.requires_grad:
+                return result
+            self._derived[id(result)] = result
+        size = result.numel() if isinstance(result, Tensor) else 1
+        is_reduction = size < max(tensor.numel() for tensor in sources)
+        is_cut = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sources)
+        self.known[ConstantPart(call)] = _Known(_copy(result), is_cut, is_reduction)
+        if not is_cut and len(sources) > 1:  # a sum or a product, say
+            for number, value in enumerate(args):
+                if any(value is source for source in sources):
+                    self.known[ConstantPart(call, number)] = _Known(_copy(value))
+        return result
+
+    @property
+    def cuts(self) -> tuple[ConstantPart, ...]:
+        """The results that end recording."""
+        return tuple(part for part, known in self.known.items() if known.is_cut)
+
+    def groups(self) -> Iterator[tuple[ConstantPart, ...]]:
+        """Others that may be taken for constants, together: likely ones first."""
+        # The last ones first: what is computed from a constant is one, too.
+        others = [part for part, known in reversed(self.known.items()) if not known.is_cut]
+        reductions = tuple(part for part in others if self.known[part].is_reduction)
+        singles = sorted(others, key=lambda part: part.operand is not None)
+        groups = (*((part,) for part in reductions), reductions, *((part,) for part in singles))
+        yield from (group for group in dict.fromkeys(groups) if group)
+
+
+class HeldConstant(_Calls):
+    """While it is entered, some parts have the values that they had before."""
+
+    def __init__(self, parts: ConstantParts, held: Iterable[ConstantPart]) -> None:
+        super().__init__()
+        self._held = {part: parts.known[part].value for part in held}
+        self._calls_with = {part.call for part in self._held}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Calls an operator."""
+        if torch.compiler.is_compiling():
+            return func(*args, **(kwargs or {}))
+        call = self._call(func)
+        if call is None or call not in self._calls_with:
+            return func(*args, **(kwargs or {}))
+        operands = [_copy(self._held.get(ConstantPart(call, number), value)) for number, value in enumerate(args)]
+        result = func(*operands, **(kwargs or {}))
+        return _copy(self._held.get(ConstantPart(call), result))
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _is_differentiable(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _is_in_place(name: str) -> bool:
+    return name.endswith("_") and (not name.endswith("__") or name.startswith(("__i", "__set")))
