@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, resolve_name
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 _NOT_OF_THE_USER = tuple(str(Path(module.__file__ or "").parent) for module in (torch, sys.modules["fastgrad"]))
@@ -73,8 +73,7 @@ class _Calls(TorchFunctionMode):
             frame = frame.f_back
         if frame is None:
             return None
-        name = (resolve_name(func) or "").removesuffix(".__get__").rpartition(".")[2]
-        place = name, frame.f_code.co_filename, frame.f_lineno
+        place = _name_of(func), frame.f_code.co_filename, frame.f_lineno
         self._times[place] += 1
         return OperatorCall(*place, self._times[place])
 
@@ -153,6 +152,11 @@ class HeldConstant(_Calls):
 
 def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _name_of(func: Callable[..., Any]) -> str:
+    name = getattr(func, "__name__", "")
+    return str(func.__self__.__name__) if name == "__get__" else name  # type: ignore[attr-defined]
 
 
 def _is_differentiable(tensor: Tensor) -> bool:
