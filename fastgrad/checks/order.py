@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -38,7 +39,7 @@ from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.first_look import FirstLook, first_look
 from fastgrad.problem.problem import Problem
 from fastgrad.problem.second_order import Backward
-from fastgrad.problem.signature import function_name, kind_of, parameter_names
+from fastgrad.problem.signature import function_name, kind_of, parameter_names, source_of
 from fastgrad.problem.validation import disabled_gradients
 from fastgrad.report.data import Certificate, Environment, Failure, Part, Plan, Sample, Settings, Subject
 from fastgrad.report.report import Report
@@ -185,6 +186,8 @@ def subject(func: Callable[..., Any], problem: Problem) -> Subject:
         parameters,
         tuple(kind_of(block.tensor) for block in problem.inputs),
         tuple(kind_of(block.tensor) for block in problem.outputs),
+        source_of(func),
+        os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0],
     )
 
 

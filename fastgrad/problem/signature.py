@@ -48,6 +48,19 @@ def parameter_names(func: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(names)
 
 
+def source_of(func: Callable[..., Any]) -> str:
+    """File and line of the backward of a custom Function, of a module's forward, or of a function; empty if unknown."""
+    func = _unwrapped(func)
+    custom = _function_class(func)
+    called: Any = custom.backward if custom is not None else func
+    if isinstance(func, Module):
+        called = type(func).forward
+    elif isinstance(func, partial):
+        return source_of(func.func)
+    code = getattr(called, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
+
+
 def kind_of(tensor: Tensor) -> str:
     """The dtype and shape of a tensor: ``float64[3, 4]``."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

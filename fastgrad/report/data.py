@@ -631,12 +631,18 @@ class Subject:
         Dtype and shape of each checked input, ``float64[3, 4]`` say.
     outputs
         The same of each differentiable output.
+    source
+        File and line of the custom backward, or of func where it has none: ``/home/me/ops.py:12``; empty where unknown.
+    test
+        The id of the test that runs, under pytest.
     """
 
     function: str = ""
     parameters: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
+    source: str = ""
+    test: str = ""
 
 
 @dataclass(frozen=True, eq=False)

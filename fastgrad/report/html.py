@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastgrad.core.tensors import element_number
-from fastgrad.report import messages
+from fastgrad.report import element_map, messages
 from fastgrad.report.data import Entry, Failure, Pair, ReportData, Tolerances
 
 if TYPE_CHECKING:
@@ -37,6 +37,9 @@ WRONG, RIGHT = "#d1495b", "#3f88b5"
 INK = "#767676"
 """Of lines and letters: legible on white and on black."""
 
+_GAUGE_DECADES = 8
+"""Powers of ten that the gauges of a check that passed span."""
+
 _SENTINEL = "#010203"
 """A color that nothing else has: in pages it gives way to the color of the text around."""
 
@@ -49,6 +52,8 @@ class _Entries:
     input_shape: tuple[int, ...]
     outputs: NDArray[np.int64]
     inputs: NDArray[np.int64]
+    analytical: NDArray[Any]
+    numerical: NDArray[Any]
     error: NDArray[np.float64]
     allowed: NDArray[np.float64]
     failing: NDArray[np.bool_]
@@ -94,7 +99,7 @@ def _entries(report: ReportData) -> _Entries | None:
     error, allowed = np.abs(analytical - numerical), own.atol + own.rtol * np.abs(numerical)
     if failing is None:
         failing = ~(error <= allowed)
-    return _Entries(*shapes, outputs, inputs, error, allowed, failing)
+    return _Entries(*shapes, outputs, inputs, analytical, numerical, error, allowed, failing)
 
 
 def _index(number: int, shape: Sequence[int]) -> str:
@@ -377,11 +382,18 @@ STYLE = """
 .fastgrad .gauge { display: inline-block; width: 6rem; height: .5rem; border-radius: 4px; overflow: hidden;
   background: var(--line); margin: 0 .4rem; }
 .fastgrad .gauge i { display: block; height: 100%; background: var(--failed); }
+.fastgrad ul.shares { list-style: none; margin: .8rem 0 .3rem; padding: 0; }
+.fastgrad ul.shares .gauge { width: 12rem; }
+.fastgrad ul.shares .gauge i { background: var(--passed); }
 .fastgrad summary { cursor: pointer; font-weight: 600; margin: 1.6rem 0 .4rem; }
 .fastgrad td:first-child { white-space: nowrap; }
+@media (max-width: 40rem) { .fastgrad td:first-child { white-space: normal; min-width: 8rem; }
+  .fastgrad th, .fastgrad td { padding-right: .6rem; } }
 .fastgrad .columns { display: grid; gap: 1.2rem 2.5rem;
   grid-template-columns: repeat(auto-fit, minmax(min(22rem, 100%), 1fr)); }
 .fastgrad .figures { display: grid; gap: 1.2rem 2.5rem; }
+.fastgrad .maps { display: grid; gap: 1.2rem 2.5rem; margin-bottom: 1.2rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(18rem, 100%), 1fr)); }
 @media (min-width: 50rem) { .fastgrad .figures { grid-template-columns: 1.2fr 1fr; }
   .fastgrad figure:first-child { grid-row: span 2; } }
 .fastgrad h3 { font-size: .95rem; margin: 0 0 .3rem; color: var(--ink); }
@@ -416,6 +428,7 @@ def fragment(report: ReportData) -> str:
     """What a page shows, with its style: for a notebook's cell, or to be put into another page."""
     sections = [
         _failure_section(report),
+        _subject_section(report),
         _worst_section(report),
         _causes_section(report),
         _figures_section(report),
@@ -464,7 +477,10 @@ def _failure_section(report: ReportData) -> str:
     if failure.comparison is None:
         return section("What failed", f"<pre>{escape(message)}</pre>")
     comparison, names = failure.comparison, messages.names_of(report, failure)
-    lines = [f"{message.partition(chr(10))[0].rstrip(',')}: {messages.extent_line(names, comparison)}."]
+    lines = [f"{message.partition(chr(10))[0].rstrip(',')}."]
+    where = messages.extent_line(names, comparison).partition(", ")[2]
+    if where:
+        lines.append(_sentence(where))
     if failure.detail:
         lines.append(_sentence(failure.detail))
     rows = []
@@ -477,6 +493,18 @@ def _failure_section(report: ReportData) -> str:
         ]
     extent = table(("wrong entries along", "places", "which"), rows, (1,)) if rows else ""
     return section("What failed", "".join(f"<p>{escape(line)}</p>" for line in lines), extent)
+
+
+def _subject_section(report: ReportData) -> str:
+    subject = report.subject
+    if subject is None:
+        return ""
+    rows = [("function", subject.function), ("source", subject.source), ("test", subject.test)]
+    names = report.input_names or subject.parameters
+    named = ((names[i] if i < len(names) else f"input {i}", kind) for i, kind in enumerate(subject.inputs))
+    rows += [("input" if len(subject.inputs) == 1 else "inputs", ", ".join(f"{name} {kind}" for name, kind in named))]
+    rows += [("output" if len(subject.outputs) == 1 else "outputs", ", ".join(subject.outputs))]
+    return section("What was checked", table((), [row for row in rows if row[1]]))
 
 
 def _worst_section(report: ReportData) -> str:
@@ -520,16 +548,44 @@ def _figures_section(report: ReportData) -> str:
     panels = _panels(report)
     if not panels:
         return ""
+    maps = f'<div class="maps">{_maps(report)}</div>'
     try:
         drawn = [(panel, _svg(panel)) for panel in panels]
     except ImportError:
-        return section("In pictures", f'<p class="soft">There are none here: {escape(NO_FIGURES)}.</p>')
-    figures = "".join(
-        f'<figure role="img" aria-label="{escape(panel.title)}"><h3>{escape(panel.title)}</h3>{svg}'
-        f"<figcaption>{escape(panel.caption)}</figcaption></figure>"
-        for panel, svg in drawn
+        return section("In pictures", maps, f'<p class="soft">There are no others here: {escape(NO_FIGURES)}.</p>')
+    figures = "".join(_figure(panel.title, svg, panel.caption) for panel, svg in drawn)
+    return section("In pictures", maps, f'<div class="figures">{figures}</div>')
+
+
+def _figure(title: str, svg: str, caption: str) -> str:
+    return (
+        f'<figure role="img" aria-label="{escape(title)}"><h3>{escape(title)}</h3>{svg}'
+        f"<figcaption>{escape(caption)}</figcaption></figure>"
     )
-    return section("In pictures", f'<div class="figures">{figures}</div>')
+
+
+def _maps(report: ReportData) -> str:
+    """The largest error of each element of the output and of the input, in their own shapes."""
+    entries, failure = _entries(report), report.failure
+    if entries is None or failure is None or not entries.error.size:
+        return ""
+    names = messages.names_of(report, failure)
+    figures = []
+    for name, shape, numbers in (
+        (names[1], entries.input_shape, entries.inputs),
+        (names[0], entries.output_shape, entries.outputs),
+    ):
+        drawn, note = element_map.svg(shape, numbers, entries.excess, lambda entry: _entry_words(entries, names, entry))
+        caption = f"The largest error of each element, in the shape of {name}; the values are shown on hover. {note}"
+        figures.append(_figure(f"Errors by the elements of {name}", drawn, caption.rstrip()))
+    return "".join(figures)
+
+
+def _entry_words(entries: _Entries, names: tuple[str, str], entry: int) -> str:
+    output = names[0] + _index(int(entries.outputs[entry]), entries.output_shape)
+    block = names[1] + _index(int(entries.inputs[entry]), entries.input_shape)
+    values = f"analytical {entries.analytical[entry]:.6g}, numerical {entries.numerical[entry]:.6g}"
+    return f"d {output} / d {block}: {values}, {entries.excess[entry]:.3g} times the allowed difference"
 
 
 def _compared_section(report: ReportData) -> str:
@@ -538,12 +594,33 @@ def _compared_section(report: ReportData) -> str:
         rows = [_pair_row(report, pair) for pair in report.pairs]
         head = ("Jacobian", "entries", "differ at eps", "largest absolute error", "largest relative error", "verdict")
         parts.append(table(head, rows, (1, 2, 3, 4)))
+        parts.append(_shares(report) if report.passed else "")
     if report.certificates:
         bounds = [f"{one.bound:.2g}" if one.bound else "any size" for one in report.certificates]
         rows = [(one.claim, one.method, bound) for one, bound in zip(report.certificates, bounds, strict=True)]
         parts.append("<p>Certified by random vectors:</p>")
         parts.append(table(("claim", "how", "errors show from"), rows, (2,)))
     return section("What was compared", *parts) if parts else ""
+
+
+def _shares(report: ReportData) -> str:
+    """How much of what is allowed the errors are at most: a gauge for each Jacobian."""
+    items = []
+    for pair in report.pairs:
+        own = report.settings.of(pair.input)
+        shares = [
+            found / allowed
+            for found, allowed in ((pair.largest_absolute, own.atol), (pair.largest_relative, own.rtol))
+            if allowed
+        ]
+        share = min(1.0, *shares) if shares else 1.0
+        width = max(0.0, 1 + math.log10(share) / _GAUGE_DECADES) if share else 0.0
+        items.append(
+            f'<li>{escape(messages.jacobian_name(report, pair))} <span class="gauge"><i style="width: {width:.0%}">'
+            f'</i></span><span class="soft">{share:.1e}</span></li>'
+        )
+    caption = f"Errors as shares of what is allowed, at most; the bars are logarithmic, from 1e-{_GAUGE_DECADES} to 1."
+    return f'<ul class="shares">{"".join(items)}</ul><p class="soft">{caption}</p>'
 
 
 def _pair_row(report: ReportData, pair: Pair) -> tuple[str, ...]:
