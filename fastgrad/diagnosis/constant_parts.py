@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from fastgrad.problem.signature import place_name
+
 _NOT_OF_THE_USER = tuple(str(Path(module.__file__ or "").parent) for module in (torch, sys.modules["fastgrad"]))
 
 _ORDINALS = {0: "first", 1: "second", 2: "third"}
@@ -31,7 +33,7 @@ class OperatorCall:
 
     def __str__(self) -> str:
         """The operator and its line."""
-        return f"{self.name} ({Path(self.file).name}:{self.line})"
+        return f"{self.name} ({place_name(self.file, self.line)})"
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -58,7 +60,17 @@ def source_of(func: Callable[..., Any]) -> str:
     elif isinstance(func, partial):
         return source_of(func.func)
     code = getattr(called, "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
+    return place_name(code.co_filename, code.co_firstlineno) if code is not None else ""
+
+
+def place_name(file: str, line: int) -> str:
+    """What a line is called: ``ops.py:12``, relative to the current directory if it is below; ``In[3], line 12``."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    cell = shell.compile.format_code_name(file) if shell is not None else None
+    if cell is not None:
+        return f"{cell[1]}, line {line}"
+    path = Path(file)
+    return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{line}"
 
 
 def kind_of(tensor: Tensor) -> str:

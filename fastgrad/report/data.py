@@ -632,7 +632,7 @@ class Subject:
     outputs
         The same of each differentiable output.
     source
-        File and line of the custom backward, or of func where it has none: ``/home/me/ops.py:12``; empty where unknown.
+        File and line of the custom backward, or of func where it has none: ``ops.py:12``; empty where unknown.
     test
         The id of the test that runs, under pytest.
     """

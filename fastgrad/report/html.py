@@ -362,15 +362,16 @@ STYLE = """
 .fastgrad header { border-radius: 10px; padding: 1rem 1.4rem; color: #fff; background: var(--failed); }
 .fastgrad header.passed { background: var(--passed); }
 .fastgrad header.undecided, .fastgrad header.not-converged { background: var(--undecided); }
-.fastgrad h1 { margin: 0; font-size: 1.5rem; line-height: 1.25; color: #fff; }
+.fastgrad h1 { margin: 0; font-weight: 700; font-size: 1.5rem; line-height: 1.25; color: #fff; }
 .fastgrad header p { margin: .3rem 0 0; }
-.fastgrad h2 { font-size: 1.05rem; margin: 1.8rem 0 .5rem; color: var(--ink); }
+.fastgrad h2 { font-weight: 600; font-size: 1.05rem; margin: 1.8rem 0 .5rem; color: var(--ink); }
 .fastgrad p { margin: .4rem 0; }
 .fastgrad .soft { color: var(--soft); }
 .fastgrad .wide { overflow-x: auto; }
 .fastgrad table { border-collapse: collapse; margin: 0; font-size: .92em; color: var(--ink); background: none; }
 .fastgrad th, .fastgrad td { padding: .3rem .9rem .3rem 0; text-align: left; vertical-align: top;
   border: 0; border-bottom: 1px solid var(--line); font-variant-numeric: tabular-nums; background: none; }
+.fastgrad tr { background: none; }
 .fastgrad th { font-weight: 600; color: var(--soft); white-space: nowrap; }
 .fastgrad td.number, .fastgrad th.number { text-align: right; white-space: nowrap; }
 .fastgrad code, .fastgrad pre { font: .88em/1.5 ui-monospace, "Cascadia Mono", Menlo, Consolas, monospace;
@@ -396,12 +397,13 @@ STYLE = """
   grid-template-columns: repeat(auto-fit, minmax(min(18rem, 100%), 1fr)); }
 @media (min-width: 50rem) { .fastgrad .figures { grid-template-columns: 1.2fr 1fr; }
   .fastgrad figure:first-child { grid-row: span 2; } }
-.fastgrad h3 { font-size: .95rem; margin: 0 0 .3rem; color: var(--ink); }
+.fastgrad h3 { font-weight: 600; font-size: .95rem; margin: 0 0 .3rem; color: var(--ink); }
 .fastgrad figure { margin: 0; }
 .fastgrad figure svg { width: 100%; height: auto; color: var(--ink); display: block; }
 .fastgrad figcaption { color: var(--soft); font-size: .88em; margin-top: .3rem; }
 @media print { .fastgrad header { print-color-adjust: exact; } }
-"""
+""".replace(".fastgrad", ".fastgrad.fastgrad")
+"""Of a page. The class is named twice in selectors, so that the styles of a notebook around it do not win."""
 
 
 def page(report: ReportData) -> str:
