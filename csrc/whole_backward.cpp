@@ -295,6 +295,11 @@ WholeBackward whole_backward(
     repeats_all = repeats_all && twice == count;
     whole.parts.push_back(std::move(part));
   };
+  // Before the rows: an error in the first calls shows in a product of all rows, whichever entry is wrong.
+  if (cotangents.size(0) != 0) {
+    whole.products = std::get<0>(vjp_coordinates(graph, inputs, cotangents, layouts, /*only=*/{}));
+    whole.vjps += cotangents.size(0);
+  }
   for (size_t o = 0; o < outputs.size(); ++o) {
     take_rows(o, outputs[o].is_complex());
   }
@@ -303,12 +308,10 @@ WholeBackward whole_backward(
       take_rows(o, /*imaginary=*/false);
     }
   }
-  take_all_zeros();  // after the rows: a backward that is wrong in its first calls shows in what is compared
+  take_all_zeros();  // after all of these: a backward that is wrong in its first calls shows in what is compared
   if (cotangents.size(0) == 0) {
     return whole;
   }
-  whole.products = std::get<0>(vjp_coordinates(graph, inputs, cotangents, layouts, /*only=*/{}));
-  whole.vjps += cotangents.size(0);
   if (!repeats_all) {
     const at::Tensor first = cotangents.narrow(0, 0, 1);
     const std::vector<int64_t> own(layouts.begin(), layouts.begin() + (layouts.empty() ? 0 : 1));

@@ -17,6 +17,7 @@ from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Pair, Settings
 from fastgrad.verdict.comparison import Findings
 from fastgrad.verdict.linearity import ALL_KINDS, linear_backward, proof_cotangents
+from fastgrad.verdict.repeated_calls import RepeatedCalls
 
 FEWEST_VECTORIZED, FEWEST_VECTORIZED_ON_DEVICES = 12, 6
 """Rows from which one vectorized VJP takes less time than as many single ones. On the CPU single ones call the nodes of
@@ -47,8 +48,7 @@ def _cotangents(m: int, seed: int, device: torch.device) -> Tensor:
 
 def whole_backward(problem: Problem, settings: Settings, seconds: float) -> WholeBackward:
     """All VJPs of a check of a problem that is small, vectorized where that can be; seconds: of one evaluation."""
-    m = problem.m
-    fewest = FEWEST_VECTORIZED if problem.device.type == "cpu" else FEWEST_VECTORIZED_ON_DEVICES
+    m, fewest = problem.m, _fewest_vectorized(problem)
     vectorized = fewest <= m <= most_vectorized_rows(problem, seconds)
     return problem.whole_backward(
         _cotangents(m, settings.seed, problem.device),
@@ -60,6 +60,23 @@ def whole_backward(problem: Problem, settings: Settings, seconds: float) -> Whol
         settings.atol,
         ROUNDING * problem.unit_roundoff * m**0.5 if m > 1 else 0.0,
     )
+
+
+def _fewest_vectorized(problem: Problem) -> int:
+    return FEWEST_VECTORIZED if problem.device.type == "cpu" else FEWEST_VECTORIZED_ON_DEVICES
+
+
+def runs_single_rows(problem: Problem) -> bool:
+    """Whether `whole_backward` runs each row by itself."""
+    return problem.m < _fewest_vectorized(problem)
+
+
+def take_calls(problem: Problem, backward: WholeBackward, calls: RepeatedCalls) -> None:
+    """Lets calls be repeated later that are part of a backward, if that hangs together; otherwise runs them now."""
+    if runs_single_rows(problem) and backward.add_up and not backward.movement:
+        calls.take(jacobian(problem, backward), backward.products)
+    else:
+        calls.run_first()
 
 
 def single_rows(backward: WholeBackward) -> Sequence[Rows]:

@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from fastgrad._version import __version__
-from fastgrad.checks.one_block import agrees, is_small, jacobian, single_rows, whole_backward
+from fastgrad.checks.one_block import (
+    agrees,
+    is_small,
+    jacobian,
+    runs_single_rows,
+    single_rows,
+    take_calls,
+    whole_backward,
+)
 from fastgrad.core.backends import exact_libraries
 from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.memory import OUT_OF_MEMORY
@@ -222,7 +230,9 @@ def _first_failure(
         problem.base()  # now, while the first evaluation gives it
     if sketches(problem, settings):
         runs_backward = problem.has_graph and settings.check_backward_ad
-        calls = RepeatedCalls(problem, settings, most=0) if runs_backward else None
+        calls = RepeatedCalls(problem, settings) if runs_backward else None
+        if calls is not None:
+            calls.run_first()
         plan, failure = _screened(problem, settings, findings)
         if failure is None and calls is not None:
             failure = calls.failure()
@@ -267,6 +277,10 @@ def _exact(problem: Problem, settings: Settings, findings: Findings) -> tuple[Pl
     """Every entry of every Jacobian, and whether the same VJPs are the same before and after."""
     runs_backward = problem.has_graph and settings.check_backward_ad
     calls = RepeatedCalls(problem, settings) if runs_backward else None
+    # On the first graph of all; where nothing else comes before whole_backward, its VJPs are the first.
+    at_once = is_small(problem, settings) and runs_single_rows(problem) and not looks_first(problem, settings)
+    if calls is not None and not at_once:
+        calls.run_first()
     plan, failure = _all_entries(problem, settings, calls, findings)
     if calls is not None and findings.early is None and (failure is None or failure.kind == "mismatch"):
         # Of an entry that is wrong in some calls only, the cause is named.
@@ -327,6 +341,8 @@ def _dense(
 ) -> tuple[Plan, Failure | None]:
     judge = _jacobian_failure if problem.has_graph else _nonzero_numerical
     if plan.batch is not None or plan.replayed or plan.rows_replayed:
+        if calls is not None:
+            calls.run_first()
         own = Findings()
         try:
             failure = judge(problem, plan, settings, own, calls)
@@ -345,6 +361,9 @@ def _dense(
         except Exception as error:
             raise_unless_of_func(error)
             findings.early = error
+        else:
+            if calls is not None:
+                take_calls(problem, findings.backward, calls)
     return plan, judge(problem, plan, settings, findings, calls)
 
 

@@ -1,4 +1,4 @@
-"""A few VJPs of a custom backward, run before all others and again after them: whether it keeps a state."""
+"""A few VJPs of a custom backward, run early and again after all others: whether it keeps a state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fastgrad.problem.coordinates import Block, block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Certificate, Failure, Settings
 from fastgrad.verdict.comparison import tolerances
-from fastgrad.verdict.linearity import by_inputs, nondeterministic, proof_cotangents
+from fastgrad.verdict.linearity import ALL_KINDS, by_inputs, nondeterministic, proof_cotangents
 
 FIRST_PRODUCT, LAST_PRODUCT = GAPPED, SPARSE
 """Kinds of cotangents, all contiguous here, that are run before and after the rows: all of them, and few.
@@ -54,10 +54,10 @@ class _SummedProducts:
 
 
 class RepeatedCalls:
-    """A few VJPs run before all others, and again after them: a backward that keeps state shows.
+    """A few VJPs run before all others, or known from them, and again after them: a backward that keeps state shows.
 
     Only a custom backward can. One that is wrong from some call on is found as by torch's checker, which runs each row
-    twice, if that call is among the first `most`.
+    twice, if that call is among the first MOST_CALLS; in fast mode, among those that the check takes.
 
     Attributes
     ----------
@@ -65,16 +65,17 @@ class RepeatedCalls:
         Rows of the Jacobian that were run by themselves: float64, shape (n,), by their numbers.
     """
 
-    def __init__(self, problem: Problem, settings: Settings, most: int = MOST_CALLS) -> None:
-        """Runs them; what is raised is kept for `failure`. most: as MOST_CALLS."""
+    def __init__(self, problem: Problem, settings: Settings) -> None:
         self._problem = problem
         self._settings = settings
-        self._most = min(2 * problem.m, most)
+        self._most = 0 if settings.fast_mode else min(2 * problem.m, MOST_CALLS)
         self.rows: dict[int, Tensor] = {}
         self._raised: Exception | None = None
         self._moved: Block | None = None
         self._summed: _SummedProducts | None = None
         self._last = 0
+        self._known: Tensor | None = None
+        self._product_tolerance = 0.0
         self._is_needed = problem.is_custom and problem.m > 1
         if not self._is_needed:
             return
@@ -84,21 +85,41 @@ class RepeatedCalls:
         self._outputs = [-1, *(block_with(problem.outputs, row).index for row in self._rows), -1]
         self._calls = range(len(self._outputs))
         self._at_once = len(self._calls) if problem.n + m <= MOST_AT_ONCE else 1
+
+    def run_first(self) -> None:
+        """Runs them, unless they are known; what is raised is kept for `failure`."""
+        if not self._is_needed or self._known is not None or self._raised is not None:
+            return
         try:
-            self._run_first()
+            self._keep(self._run())
         except OUT_OF_MEMORY:
-            self._run_first()  # it may have been wanted for a moment only
+            self._keep(self._run())  # it may have been wanted for a moment only
         except Exception as error:
             self._raised = error
 
-    def _run_first(self) -> None:
+    def take(self, jacobian: Tensor, products: Tensor) -> None:
+        """Takes them from VJPs that were the first of all: the Jacobian's rows, and products of `proof_cotangents`.
+
+        jacobian: float64, shape (m, n). products: those of ALL_KINDS, which need not be of the same layout.
+        """
+        if not self._is_needed:
+            return
+        first, last = (products[ALL_KINDS.index(kind)] for kind in (FIRST_PRODUCT, LAST_PRODUCT))
+        self._keep(torch.stack([first, *jacobian[self._rows], last]))
+        self._product_tolerance = min(own.atol for own in self._settings.inputs or (self._settings,))
+
+    def _keep(self, known: Tensor) -> None:
+        self._known = known
+        self.rows = dict(zip(self._rows, known[1:-1], strict=True))
+
+    def _run(self) -> Tensor:
         problem = self._problem
-        self._known = torch.empty(len(self._calls), problem.n, dtype=torch.float64, device=problem.device)
+        known = torch.empty(len(self._calls), problem.n, dtype=torch.float64, device=problem.device)
         for first in self._calls[:: self._at_once]:
             calls = self._calls[first : first + self._at_once]
             within = slice(calls.start, calls.stop)
-            self._known[within] = problem.vjps_of(self._cotangents(calls), self._outputs[within])[0]
-        self.rows = dict(zip(self._rows, self._known[1:-1], strict=True))
+            known[within] = problem.vjps_of(self._cotangents(calls), self._outputs[within])[0]
+        return known
 
     def _cotangents(self, calls: range) -> Tensor:
         m, seed, device = self._problem.m, self._settings.seed, self._problem.device
@@ -148,9 +169,9 @@ class RepeatedCalls:
             return nondeterministic(self._moved)
         if self._summed is not None and self._sum_moves(self._summed):
             return nondeterministic(self._problem.outputs[0])
-        if not self._is_needed:
+        if self._known is None:
             return None
-        moved = self._first_moved(self._order(one_round))
+        moved = self._first_moved(self._known, self._order(one_round))
         return None if moved is None else nondeterministic(moved)
 
     def _order(self, one_round: bool) -> list[int]:
@@ -163,7 +184,7 @@ class RepeatedCalls:
         count = len(once) if one_round else max(len(once), self._most - self._problem.vjps)
         return [cycle[call % len(cycle)] for call in range(count)]
 
-    def _first_moved(self, order: list[int]) -> Block | None:
+    def _first_moved(self, known: Tensor, order: list[int]) -> Block | None:
         """The output of the first call in this order that gives another gradient."""
         batched = self._at_once == len(self._calls)
         everything = self._cotangents(self._calls) if batched else None
@@ -171,31 +192,32 @@ class RepeatedCalls:
         while done < len(order):
             call = order[done]
             if everything is not None:
-                arguments = everything, self._outputs, order[done:], self._known
+                arguments = everything, self._outputs, order[done:], known
             else:
                 within = range(call, call + 1)
-                arguments = self._cotangents(within), self._outputs[call : call + 1], [0], self._known[call : call + 1]
+                arguments = self._cotangents(within), self._outputs[call : call + 1], [0], known[call : call + 1]
             run, other = self._problem.first_other_vjp(*arguments)
             done += run
             call = order[done - 1]
-            if other is not None and self._moves(other, self._known[call : call + 1], self._tolerance(call)):
+            if other is not None and self._moves(other, known[call : call + 1], self._tolerance(known, call)):
                 return self._problem.outputs[max(0, self._outputs[call])]
             self._last = self._problem.vjps
         return None
 
-    def _tolerance(self, call: int) -> float:
+    def _tolerance(self, known: Tensor, call: int) -> float:
         """What a gradient may differ by from run to run."""
         if 0 < call <= len(self._rows):
             return self._settings.nondet_tol
-        rounding = ROUNDING * self._problem.unit_roundoff * largest(self._known[call])
-        return max(rounding, self._settings.nondet_tol * float(self._cotangents(range(call, call + 1)).abs().sum()))
+        rounding = ROUNDING * self._problem.unit_roundoff * largest(known[call])
+        movement = self._settings.nondet_tol * float(self._cotangents(range(call, call + 1)).abs().sum())
+        return max(rounding, movement, self._product_tolerance)
 
     def certificates(self) -> list[Certificate]:
         """What the repeated calls vouch for, if any were needed."""
         if not self._last:
             return []
         claim = f"gradients of a custom backward repeat, up to its call {self._last}"
-        method = f"{len(self.rows)} rows and two products, run before all others and again after them"
+        method = f"{len(self.rows)} rows and two products, run early and again after all others"
         return [Certificate(claim, method, self._settings.nondet_tol)]
 
     def _sum_moves(self, summed: _SummedProducts) -> bool:

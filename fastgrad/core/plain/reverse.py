@@ -414,6 +414,9 @@ def whole_backward(
     whole, n, outputs = WholeBackward(), sum(block.size for block in inputs), graph.outputs
     takes = [(o, output.is_complex()) for o, output in enumerate(outputs)]
     takes += [(o, False) for o, output in enumerate(outputs) if output.is_complex()]
+    if len(cotangents):
+        whole.products = vjp_coordinates(graph, inputs, cotangents, layouts)[0]
+        whole.vjps += len(cotangents)
     for o, imaginary in takes:
         count = outputs[o].numel()
         twice = min(count, repeated)
@@ -424,8 +427,6 @@ def whole_backward(
     _take_zeros(whole, graph, inputs, undefined)
     if len(cotangents) == 0:
         return whole
-    whole.products = vjp_coordinates(graph, inputs, cotangents, layouts)[0]
-    whole.vjps += len(cotangents)
     if any(len(part.repeated) < len(part.rows) for part in whole.parts):
         second = vjp_coordinates(graph, inputs, cotangents[:1], layouts[:1])[0]
         whole.vjps += 1
