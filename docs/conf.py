@@ -37,6 +37,8 @@ python_use_unqualified_type_names = True
 html_theme = "furo"
 html_title = f"fastgrad {version}"
 html_copy_source = False
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
 
 # Ours must resolve; others' would need the network.
 nitpick_ignore_regex = [

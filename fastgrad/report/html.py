@@ -653,6 +653,9 @@ def _cost_section(report: ReportData) -> str:
         if plan.memory is not None:
             rows.append(("memory, estimated", messages.size_text(plan.memory)))
     phases = sorted(report.phases.items(), key=lambda item: -item[1])
+    rest = report.seconds - sum(report.phases.values())
+    if phases and rest > 0:
+        phases.append(("everything else", rest))
     times = [(name, messages.seconds_text(seconds)) for name, seconds in phases]
     parts = [table((), rows)] + ([table(("phase", "time"), times, (1,))] if times else [])
     return section("What it cost", f'<div class="columns">{"".join(f"<div>{part}</div>" for part in parts)}</div>')
