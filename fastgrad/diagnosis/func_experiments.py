@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 from fastgrad.core.precision import spacing
@@ -34,7 +36,9 @@ class FuncExperiments(Experiments):
             self._try(2 * len(LARGE_STEPS), lambda: self._slopes(output, block, worst))
         if self._failure.trouble in ("not converged", "low precision"):
             self._try(1, lambda: self._rounding(output, block, worst))
+        begin = time.perf_counter()
         self._try(2, lambda: self._other_mode(output, block, worst))
+        self._start += time.perf_counter() - begin  # the first use of forward mode may import torch's compiler
         if self._evidence.other_mode is not None:
             self._try(len(self._problem.inputs) + len(self._problem.outputs) + 1, self._adjoint)
         if self._failure.part != "all":

@@ -62,7 +62,7 @@ class RepeatedCalls:
     Attributes
     ----------
     rows
-        Rows of the Jacobian that were run by themselves: float64, shape (n,), by their numbers.
+        Rows of the Jacobian that were run by themselves, before all others: float64, shape (n,), by their numbers.
     """
 
     def __init__(self, problem: Problem, settings: Settings) -> None:
@@ -91,11 +91,13 @@ class RepeatedCalls:
         if not self._is_needed or self._known is not None or self._raised is not None:
             return
         try:
-            self._keep(self._run())
+            self._known = self._run()
         except OUT_OF_MEMORY:
-            self._keep(self._run())  # it may have been wanted for a moment only
+            self._known = self._run()  # it may have been wanted for a moment only
         except Exception as error:
             self._raised = error
+            return
+        self.rows = dict(zip(self._rows, self._known[1:-1], strict=True))
 
     def take(self, jacobian: Tensor, products: Tensor) -> None:
         """Takes them from VJPs that were the first of all: the Jacobian's rows, and products of `proof_cotangents`.
@@ -105,12 +107,8 @@ class RepeatedCalls:
         if not self._is_needed:
             return
         first, last = (products[ALL_KINDS.index(kind)] for kind in (FIRST_PRODUCT, LAST_PRODUCT))
-        self._keep(torch.stack([first, *jacobian[self._rows], last]))
+        self._known = torch.stack([first, *jacobian[self._rows], last])
         self._product_tolerance = min(own.atol for own in self._settings.inputs or (self._settings,))
-
-    def _keep(self, known: Tensor) -> None:
-        self._known = known
-        self.rows = dict(zip(self._rows, known[1:-1], strict=True))
 
     def _run(self) -> Tensor:
         problem = self._problem
@@ -217,7 +215,7 @@ class RepeatedCalls:
         if not self._last:
             return []
         claim = f"gradients of a custom backward repeat, up to its call {self._last}"
-        method = f"{len(self.rows)} rows and two products, run early and again after all others"
+        method = f"{len(self._rows)} rows and two products, run early and again after all others"
         return [Certificate(claim, method, self._settings.nondet_tol)]
 
     def _sum_moves(self, summed: _SummedProducts) -> bool:
