@@ -19,6 +19,9 @@ from fastgrad.problem.signature import place_name
 
 _NOT_OF_THE_USER = tuple(str(Path(module.__file__ or "").parent) for module in (torch, sys.modules["fastgrad"]))
 
+MOST_ELEMENTS = 1 << 22
+"""Of all values that are kept: 32 MiB of double precision. A func that computes more is not looked into."""
+
 _ORDINALS = {0: "first", 1: "second", 2: "third"}
 
 
@@ -87,12 +90,13 @@ class ConstantParts(_Calls):
         super().__init__()
         self.known: dict[ConstantPart, _Known] = {}
         self._derived: dict[int, Tensor] = {}  # kept, so that no other tensor takes their ids
+        self._left = MOST_ELEMENTS
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Calls an operator."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self._left < 0:
             return func(*args, **(kwargs or {}))  # to be traced as if this mode were not there
         result = func(*args, **(kwargs or {}))
         sources = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
@@ -108,12 +112,20 @@ class ConstantParts(_Calls):
         size = result.numel() if isinstance(result, Tensor) else 1
         is_reduction = size < max(tensor.numel() for tensor in sources)
         is_cut = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sources)
-        self.known[ConstantPart(call)] = _Known(_copy(result), is_cut, is_reduction)
+        self._keep(ConstantPart(call), result, is_cut, is_reduction)
         if not is_cut and len(sources) > 1:  # a sum or a product, say
             for number, value in enumerate(args):
                 if any(value is source for source in sources):
-                    self.known[ConstantPart(call, number)] = _Known(_copy(value))
+                    self._keep(ConstantPart(call, number), value)
         return result
+
+    def _keep(self, part: ConstantPart, value: Any, is_cut: bool = False, is_reduction: bool = False) -> None:
+        self._left -= value.numel() if isinstance(value, Tensor) else 1
+        if self._left < 0:
+            self.known.clear()
+            self._derived.clear()
+        else:
+            self.known[part] = _Known(_copy(value), is_cut, is_reduction)
 
     @property
     def cuts(self) -> tuple[ConstantPart, ...]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 import fastgrad
-from fastgrad.diagnosis import experiments
+from fastgrad.diagnosis import constant_parts, experiments
 from fastgrad.diagnosis.constant_parts import ConstantParts, HeldConstant
 
 
@@ -175,3 +175,17 @@ def test_a_compiled_function_is_not_looked_into() -> None:
     compiled = torch.compile(gated, backend="eager")
     report = fastgrad.check(compiled, leaf(4))
     assert not report.passed
+
+
+def test_a_large_func_is_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constant_parts, "MOST_ELEMENTS", 30)
+    parts = ConstantParts()
+    with parts:
+        gated(leaf(5))
+    assert parts.known
+    parts = ConstantParts()
+    with parts:
+        for _ in range(20):
+            gated(leaf(5))
+    assert not parts.known
+    assert not list(parts.groups())
