@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -44,6 +44,7 @@ from fastgrad.functional.numerical import (
 from fastgrad.problem.caller_state import keeps_the_callers_state
 
 Func = Callable[..., Any]
+Strategy = Literal["reverse-mode", "forward-mode"]
 
 BATCH_BYTES = 1 << 26
 """Of seeds and products that vectorize=True holds at a time."""
@@ -66,7 +67,7 @@ def jacobian(
     create_graph: bool = False,
     strict: bool = False,
     vectorize: bool = False,
-    strategy: str = "reverse-mode",
+    strategy: Strategy = "reverse-mode",
     *,
     sparse: Sparse = False,
     numerical: bool = False,
@@ -157,7 +158,7 @@ def hessian(
     create_graph: bool = False,
     strict: bool = False,
     vectorize: bool = False,
-    outer_jacobian_strategy: str = "reverse-mode",
+    outer_jacobian_strategy: Strategy = "reverse-mode",
     *,
     sparse: Sparse = False,
     numerical: bool = False,

@@ -44,3 +44,6 @@ fastgrad.gradcheck(scaled, x, engine="fast")  # type: ignore[arg-type]  # pyrigh
 fastgrad.gradcheck(scaled, x, precision="auto", atoll=1)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 fastgrad.check(scaled, x, order=5)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 fastgrad.check(scaled, x, wrt="weights")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+fastgrad.functional.jacobian(scaled, x, strategy="forward-mode", vectorize=True, sparse="auto")
+fastgrad.functional.hessian(scaled, x, outer_jacobian_strategy="both")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
