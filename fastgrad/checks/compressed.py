@@ -8,11 +8,10 @@ wrong by itself, or in a larger pattern.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
-from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -78,7 +77,7 @@ def check_by_structure(
 ) -> Outcome | None:
     """The verdict on all Jacobians in reverse mode; None where no structure makes it cheaper than the dense engine.
 
-    calls: the rows of the analytical Jacobian that were run by themselves before.
+    calls: has rows and a product that were run before; takes products that may not be compared with the entries.
     """
     if look.reacted is None or not bool(look.base.isfinite().all()):
         return None
@@ -115,7 +114,7 @@ def _attempt(
     problem.progress.start(planned, look.seconds * planned, f"{column_groups} column groups")
     plan = _plan(problem, settings, look, compression)
     try:
-        verdict = _Verdict(problem, settings, plan, compression, look, calls.rows)
+        verdict = _Verdict(problem, settings, plan, compression, look, calls)
     except Exception as error:  # of func, which may take single steps only
         raise_unless_of_func(error)
         return Next.DENSE_ENGINE
@@ -291,14 +290,14 @@ class _Verdict:
         plan: Plan,
         compression: Compression,
         look: FirstLook,
-        single_rows: Mapping[int, Tensor] = MappingProxyType({}),
+        calls: RepeatedCalls | None = None,
     ) -> None:
         self._problem = problem
         self._settings = settings
         self.plan = plan
         self._compression = compression
         self._look = look
-        self._single_rows = single_rows
+        self._calls = calls
         self.findings = Findings()
         self._values_of_groups: Tensor | None = None
         self._of_func = NumericalCertificate(problem, settings, compression, look.base)
@@ -419,25 +418,31 @@ class _Verdict:
         if differs and self.plan.replayed:
             self._measure_one_by_one("a mismatch is looked at one by one")
             differs = self._differs()
-        failure = self._mismatch() if differs and not self._only_mixed() else None
+        measured = (self._of_backward.values.clone(), self.numerical.clone()) if differs else ()
+        mixed = differs and self._only_mixed()
+        failure = self._mismatch() if differs and not mixed else None
         failure = failure or repeat
         if failure is not None:
             return failure
         found = self._certified()
+        if found is None and mixed:
+            # Entries differed that by themselves do not, and no entry outside of the pattern was mixed with them.
+            now = self._of_backward.values, self.numerical
+            return incomplete([], unexplained=max(largest(a - b) for a, b in zip(measured, now, strict=True)))
         if found is None and self._of_backward.has_changed:
             differs = self._differs()
         return found or (self._mismatch() if differs else None)
 
     def _certificate_of(self, values: Tensor) -> AnalyticalCertificate:
         row_failure = self._of_func.row_failure
-        return AnalyticalCertificate(self._problem, self._settings, self._compression, values, row_failure)
+        return AnalyticalCertificate(self._problem, self._settings, self._compression, values, row_failure, self._calls)
 
     def _certified(self) -> Failure | Incomplete | None:
         """That nothing lies outside of the pattern, and that the backward is linear."""
         of_func, of_backward = self._of_func, self._of_backward
         certifications: tuple[Callable[[], Failure | Incomplete], ...] = (
             lambda: of_func.follow(self.numerical_suspects, of_backward.row_alone),
-            lambda: of_backward.compare_rows(self._single_rows),
+            lambda: of_backward.compare_rows(self._calls.rows if self._calls is not None else {}),
             lambda: of_backward.certify(of_func.asked),
             self._certify_func,
         )

@@ -52,7 +52,7 @@ def whole_backward(problem: Problem, settings: Settings, seconds: float) -> Whol
     vectorized = fewest <= m <= most_vectorized_rows(problem, seconds)
     return problem.whole_backward(
         _cotangents(m, settings.seed, problem.device),
-        LAYOUTS if m > 1 else (),
+        [LAYOUTS[kind] for kind in ALL_KINDS] if m > 1 else (),
         0 if vectorized else REPEATED_ROWS,  # the products tell what moves or is not homogeneous
         REPEAT_SCALE,
         settings.check_undefined_grad,

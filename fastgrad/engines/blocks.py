@@ -32,16 +32,17 @@ SPARSE_STRIDE = 17
 """One element in so many is not zero in a sparse cotangent: more than three quarters are zero, where kernels may take
 another path, and a prime shares no period with the sizes of tensors."""
 
-GAPPED, HALVED, SPARSE, EXPANDED = range(4)
+GAPPED, HALVED, SPARSE, EXPANDED, DENSE = range(5)
 COTANGENT_KINDS = (
     "a random grad_output, dense and non-contiguous",
     "a random grad_output, with half of its elements zero",
     "a random grad_output at a storage offset, with most of its elements zero",
     "a constant grad_output, expanded with stride 0",
+    "a random grad_output, dense and contiguous",
 )
 """What beside one-hot, contiguous grad_outputs a backward must take; for messages."""
 
-LAYOUTS = Layout.GAPPED, Layout.CONTIGUOUS, Layout.OFFSET, Layout.EXPANDED
+LAYOUTS = Layout.GAPPED, Layout.CONTIGUOUS, Layout.OFFSET, Layout.EXPANDED, Layout.CONTIGUOUS
 """How each kind lies in memory."""
 
 

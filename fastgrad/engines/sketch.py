@@ -175,7 +175,7 @@ class Cotangent:
 
 def cotangents(seed: int, weight: Tensor, count: int, attempt: int) -> Iterator[Cotangent]:
     """Random ones, weighed, the first non-contiguous; in the first attempt, some with zeros and an expanded one too."""
-    gapped, halved, sparse, expanded = COTANGENT_KINDS
+    gapped, halved, sparse, expanded, _ = COTANGENT_KINDS
     plain = all_count_fully(weight)
 
     def weighed(number: int, halve: bool = False, scale: float = 1.0) -> Tensor:

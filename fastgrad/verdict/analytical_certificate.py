@@ -6,6 +6,7 @@ A product shows both, to rounding. The rows behind it are run by themselves, unt
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor
 from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.tensors import PIECE, largest
 from fastgrad.engines import compressed
-from fastgrad.engines.blocks import EXPANDED, GAPPED
+from fastgrad.engines.blocks import DENSE, EXPANDED, GAPPED
 from fastgrad.engines.compressed import Compression
 from fastgrad.engines.plan import dense_is_small
 from fastgrad.problem.coordinates import block_with
@@ -25,6 +26,7 @@ from fastgrad.structure.coloring import Indices
 from fastgrad.verdict.linearity import ALL_KINDS, LinearityProof, groups_failure, linearity_certificate
 from fastgrad.verdict.locate import locate
 from fastgrad.verdict.numerical_certificate import Incomplete, incomplete
+from fastgrad.verdict.repeated_calls import RepeatedCalls
 
 MOST_ROWS = 16
 """Rows that a product of the backward which its entries do not explain may lead to, one after the other."""
@@ -56,12 +58,14 @@ class AnalyticalCertificate:
         compression: Compression,
         values: Tensor,
         row_failure: Callable[[int, Tensor], Failure | None],
+        calls: RepeatedCalls | None,
     ) -> None:
-        """With who says whether a row, float64, shape (n,), is wrong."""
+        """With who says whether a row, float64, shape (n,), is wrong, and who remembers products, if anybody."""
         self._problem = problem
         self._settings = settings
         self._compression = compression
         self._row_failure = row_failure
+        self._calls = calls
         self._replaced: dict[int, Tensor] = {}
         self._proofs: Sequence[LinearityProof] = ()
         self._proven_kinds: tuple[int, ...] = ()
@@ -100,7 +104,7 @@ class AnalyticalCertificate:
         resolution = 0.0
         self._proven_kinds = self._all_kinds if self._proofs else self._kinds
         proofs, self._proofs = self._proofs or self._proofs_of(self._proven_kinds), ()
-        for proof in proofs:
+        for proof in itertools.chain(proofs, self._contiguous_proofs()):
             found = self._proven(proof)
             if isinstance(found, Failure) or found.ends:
                 return found
@@ -108,6 +112,17 @@ class AnalyticalCertificate:
             resolution = max(resolution, proof.resolution)
         found = self._proven_more(resolution, asked)
         return found if isinstance(found, Failure) or not found.is_nothing else incomplete(learnt)
+
+    def _contiguous_proofs(self) -> Iterator[LinearityProof]:
+        """Of a custom backward, one of a dense and contiguous cotangent: it may be wrong for such ones alone."""
+        if not self._problem.is_custom:
+            return
+        self._proven_kinds = (*self._proven_kinds, DENSE)
+        for proof in self._proofs_of((DENSE,)):
+            known = self._calls.product if self._calls is not None and not self._compression.leaves_out else None
+            if known is not None:
+                proof.take(known, 0.0)
+            yield proof
 
     def _proven(self, proof: LinearityProof) -> Failure | Incomplete:
         """What a proof leads to."""
@@ -118,6 +133,8 @@ class AnalyticalCertificate:
             failure = proof.failure()  # says for which grad_output it raised, or raises again
             assert failure is not None
             return failure
+        if self._calls is not None:
+            self._calls.add(proof.cotangents, proof.gradients())
         found = self._follow_columns(proof)
         if isinstance(found, Incomplete) and found.is_nothing:
             return proof.failure() or found
@@ -227,6 +244,9 @@ class AnalyticalCertificate:
     def explains_products(self) -> bool:
         """Whether products are what the entries add up to, to rounding; keeps the products."""
         self._proofs = list(self._proofs_of(self._all_kinds))
+        if self._calls is not None:
+            for proof in self._proofs:
+                self._calls.add(proof.cotangents, proof.gradients())
         return not any(proof.suspects() for proof in self._proofs)
 
     def first_product(self) -> tuple[Tensor, Tensor]:

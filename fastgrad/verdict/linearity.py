@@ -25,6 +25,7 @@ from fastgrad.core.random import COTANGENT_STREAM, TANGENT_STREAM
 from fastgrad.core.tensors import differ, largest
 from fastgrad.engines.blocks import (
     COTANGENT_KINDS,
+    DENSE,
     EXPANDED,
     EXPANDED_VALUE,
     GAPPED,
@@ -70,6 +71,7 @@ _KINDS_IN_SHORT = (
     "half of it zero",
     "most of it zero and at a storage offset",
     "constant and expanded",
+    "dense and contiguous",
 )
 
 
@@ -271,8 +273,9 @@ def proof_cotangents(
         if kind == EXPANDED:
             cotangent.fill_(EXPANDED_VALUE)
             continue
-        # Each from a stream of its own: what one does not tell apart, another may.
-        ops.direction_(cotangent, seed, COTANGENT_STREAM + 16 * (kind + len(ALL_KINDS) * number), 0, kind == HALVED)
+        # Each from a stream of its own: what one does not tell apart, another may. Dense ones differ by layout alone.
+        stream = GAPPED if kind == DENSE else kind
+        ops.direction_(cotangent, seed, COTANGENT_STREAM + 16 * (stream + len(ALL_KINDS) * number), 0, kind == HALVED)
         if kind == HALVED:
             cotangent.mul_(REPEAT_SCALE)
         elif kind == SPARSE:
@@ -420,6 +423,11 @@ class LinearityProof:
             moved = torch.maximum(moved, (self._vjps() - gradients).abs_())
         at_most = self._settings.nondet_tol * self._cotangents.abs().sum(1, keepdim=True)
         return torch.minimum(moved * MEASURED, at_most)
+
+    @property
+    def cotangents(self) -> Tensor:
+        """All of them: float64, shape (kinds, m)."""
+        return self._cotangents
 
     def cotangent(self, which: int) -> Tensor:
         """One of the cotangents: float64, shape (m,)."""

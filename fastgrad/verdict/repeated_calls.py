@@ -76,13 +76,15 @@ class RepeatedCalls:
         self._last = 0
         self._known: Tensor | None = None
         self._product_tolerance = 0.0
-        self._is_needed = problem.is_custom and problem.m > 1
+        self._is_needed = problem.is_custom and problem.m > 0
         if not self._is_needed:
             return
         m = problem.m
         # The last one, too: kernels treat what is left over at the end separately.
         self._rows = list(dict.fromkeys([m - 1, settings.seed % m, (settings.seed + m // 2) % m]))
-        self._outputs = [-1, *(block_with(problem.outputs, row).index for row in self._rows), -1]
+        self._outputs = [block_with(problem.outputs, row).index for row in self._rows]
+        if m > 1:
+            self._outputs = [-1, *self._outputs, -1]
         self._calls = range(len(self._outputs))
         self._at_once = len(self._calls) if problem.n + m <= MOST_AT_ONCE else 1
 
@@ -97,7 +99,12 @@ class RepeatedCalls:
         except Exception as error:
             self._raised = error
             return
-        self.rows = dict(zip(self._rows, self._known[1:-1], strict=True))
+        self.rows = dict(zip(self._rows, self._known[self._rows_within], strict=True))
+
+    @property
+    def _rows_within(self) -> slice:
+        """Where the rows are among the calls."""
+        return slice(1, -1) if self._problem.m > 1 else slice(None)
 
     def take(self, jacobian: Tensor, products: Tensor) -> None:
         """Takes them from VJPs that were the first of all: the Jacobian's rows, and products of `proof_cotangents`.
@@ -105,6 +112,9 @@ class RepeatedCalls:
         jacobian: float64, shape (m, n). products: those of ALL_KINDS, which need not be of the same layout.
         """
         if not self._is_needed:
+            return
+        if self._problem.m == 1:
+            self._known = jacobian
             return
         first, last = (products[ALL_KINDS.index(kind)] for kind in (FIRST_PRODUCT, LAST_PRODUCT))
         self._known = torch.stack([first, *jacobian[self._rows], last])
@@ -128,13 +138,24 @@ class RepeatedCalls:
     def vjp(self, cotangent: Tensor) -> Tensor:
         """A VJP, shape (1, n), that is not compared with rows: it is, together with others of these, in the end."""
         gradient = self._problem.vjp(cotangent)
-        if self._problem.is_custom:
-            if self._summed is None:
-                self._summed = _SummedProducts(
-                    *(torch.zeros_like(vector[0]) for vector in (cotangent, gradient, gradient))
-                )
-            self._summed.add(cotangent[0], gradient[0])
+        self.add(cotangent, gradient)
         return gradient
+
+    def add(self, cotangents: Tensor, gradients: Tensor) -> None:
+        """Takes VJPs, shapes (count, m) and (count, n), that may not be compared with rows: they are in the end."""
+        if not self._problem.is_custom:
+            return
+        if self._summed is None:
+            self._summed = _SummedProducts(
+                *(torch.zeros_like(vectors[0]) for vectors in (cotangents, gradients, gradients))
+            )
+        for cotangent, gradient in zip(cotangents, gradients, strict=True):
+            self._summed.add(cotangent, gradient)
+
+    @property
+    def product(self) -> Tensor | None:
+        """The VJP of the first product, shape (1, n), if it was run before all others."""
+        return self._known[:1] if self._known is not None and self.rows and self._problem.m > 1 else None
 
     def see(self, block: JacobianBlock) -> None:
         """Compares rows that are run again meanwhile."""
@@ -174,6 +195,8 @@ class RepeatedCalls:
 
     def _order(self, one_round: bool) -> list[int]:
         """The numbers of the calls that are repeated: each once, then until as many were run as `most` says."""
+        if self._problem.m == 1:
+            return [0, 0]  # the same twice, as torch's checker runs it
         first, last_row, row, *others, last = self._calls
         # No call of a graph has the number that it had at first: what is wrong in the first, say, of every graph shows.
         once = [row, *[first] * (FIRST_PRODUCTS if self._most else 1), last, last_row, *others]
@@ -204,7 +227,7 @@ class RepeatedCalls:
 
     def _tolerance(self, known: Tensor, call: int) -> float:
         """What a gradient may differ by from run to run."""
-        if 0 < call <= len(self._rows):
+        if self._problem.m == 1 or 0 < call <= len(self._rows):
             return self._settings.nondet_tol
         rounding = ROUNDING * self._problem.unit_roundoff * largest(known[call])
         movement = self._settings.nondet_tol * float(self._cotangents(range(call, call + 1)).abs().sum())
@@ -215,7 +238,8 @@ class RepeatedCalls:
         if not self._last:
             return []
         claim = f"gradients of a custom backward repeat, up to its call {self._last}"
-        method = f"{len(self._rows)} rows and two products, run early and again after all others"
+        what = "the only row" if self._problem.m == 1 else f"{len(self._rows)} rows and two products"
+        method = f"{what}, run early and again after all others"
         return [Certificate(claim, method, self._settings.nondet_tol)]
 
     def _sum_moves(self, summed: _SummedProducts) -> bool:
@@ -223,7 +247,8 @@ class RepeatedCalls:
         again = self._problem.vjp(summed.cotangent[None])[0]
         atol, rtol = tolerances(self._problem, self._settings)
         allowed = atol + rtol * summed.largest + self._settings.nondet_tol * float(summed.cotangent.abs().sum())
-        return bool(((again - summed.gradient).abs() > allowed).any())
+        differs = ~((again - summed.gradient).abs() <= allowed) & ~(again.isnan() & summed.gradient.isnan())
+        return bool(differs.any())
 
     def _moves(self, again: Tensor, gradient: Tensor, tolerance: float) -> bool:
         return any(
@@ -234,6 +259,8 @@ class RepeatedCalls:
 
 def _cotangents_of(m: int, seed: int, device: torch.device, rows: Sequence[int], calls: range) -> Tensor:
     """The cotangents of the first product, one-hot ones of rows, and those of the last: float64, shape (calls, m)."""
+    if m == 1:
+        return torch.ones(len(calls), 1, dtype=torch.float64, device=device)
     cotangents = torch.zeros(len(calls), m, dtype=torch.float64, device=device)
     for call, cotangent in zip(calls, cotangents, strict=True):
         if 0 < call <= len(rows):
