@@ -47,7 +47,8 @@ void set_one_hot(const at::Tensor& cotangent, int64_t coordinate, double value) 
 }
 
 // Whether a gradient and that of a multiple of its cotangent, divided by it, are equal. Where only the latter
-// overflowed, it is run again by a smaller multiple.
+// overflowed, and does so again, a smaller multiple is run; NaNs stay of what was not finite once. rerun: takes the
+// exponent of the multiple, 1 or -1.
 template <typename Rerun>
 bool is_repeated(const at::Tensor& gradient, const at::Tensor& again, const Rerun& rerun) {
   if (at::equal(gradient, again)) {
@@ -56,7 +57,12 @@ bool is_repeated(const at::Tensor& gradient, const at::Tensor& again, const Reru
   if (at::isfinite(again).all().item<bool>() || !at::isfinite(gradient).all().item<bool>()) {
     return false;
   }
-  rerun();
+  rerun(1);
+  if (at::isfinite(again).all().item<bool>()) {
+    again.fill_(std::numeric_limits<double>::quiet_NaN());
+    return false;
+  }
+  rerun(-1);
   return at::equal(gradient, again);
 }
 
@@ -491,7 +497,7 @@ GradientsMatch vjp_rows(
   if (!match.repeats) {
     match.repeats = true;
     for (int64_t i = 0; i < twice; ++i) {
-      const auto rerun = [&] { run(i, 1 / repeat_scale, repeated); };
+      const auto rerun = [&](int exponent) { run(i, std::pow(repeat_scale, exponent), repeated); };
       match.repeats = is_repeated(rows.select(0, i), repeated.select(0, i), rerun) && match.repeats;
     }
   }
@@ -545,7 +551,8 @@ GradientsMatch vjp_groups(
     }
     if (g < repeated) {
       run(rows, repeat_scale, again);
-      if (!is_repeated(gradient, again, [&] { run(rows, 1 / repeat_scale, again); })) {
+      const auto rerun = [&](int exponent) { run(rows, std::pow(repeat_scale, exponent), again); };
+      if (!is_repeated(gradient, again, rerun)) {
         match.repeats = false;
         match.movement = std::max(match.movement, largest_difference(gradient, again));
       }

@@ -390,7 +390,7 @@ class _Verdict:
                     first = output.first + int(groups[0][0])
                     repeat = self._of_func.row_failure(first, self._of_backward.row_alone(first)) or repeat
                 own = self._settings.loosest()
-                if repeat is None and match.movement > own.atol + own.rtol * largest(values):
+                if repeat is None and not match.movement <= own.atol + own.rtol * largest(values):
                     repeat = Failure("nondeterministic", *places)  # it did not come again
         if repeat is not None and repeat.kind == "nondeterministic":
             return repeat
@@ -406,8 +406,11 @@ class _Verdict:
             return None
         again, _ = compressed.analytical_entries(self._problem, self._compression, repeat=False)
         own = self._settings.loosest()
-        allowed = own.atol + own.rtol * largest(before) + self._settings.nondet_tol * self._problem.m
-        if not bool(((again - before).abs() > allowed).any()):
+        size = largest(before.nan_to_num(0.0, 0.0, 0.0))
+        allowed = own.atol + own.rtol * size + self._settings.nondet_tol * self._problem.m
+        # An infinity or a NaN that does not come again counts.
+        same = ((again - before).abs() <= allowed) | (again == before) | (again.isnan() & before.isnan())
+        if bool(same.all()):
             return None
         output = self._problem.outputs[0]
         return Failure("nondeterministic", output.index, None, output.position)
@@ -419,16 +422,18 @@ class _Verdict:
             self._measure_one_by_one("a mismatch is looked at one by one")
             differs = self._differs()
         measured = (self._of_backward.values.clone(), self.numerical.clone()) if differs else ()
-        mixed = differs and self._only_mixed()
-        failure = self._mismatch() if differs and not mixed else None
+        failure = self._mismatch() if differs and not self._only_mixed() else None
         failure = failure or repeat
         if failure is not None:
             return failure
         found = self._certified()
-        if found is None and mixed:
-            # Entries differed that by themselves do not, and no entry outside of the pattern was mixed with them.
+        if found is None:
+            # Entries that are others by themselves, though no entry outside of the pattern was mixed with them.
             now = self._of_backward.values, self.numerical
-            return incomplete([], unexplained=max(largest(a - b) for a, b in zip(measured, now, strict=True)))
+            changes = (largest(a - b) for a, b in zip(measured, now, strict=bool(measured)))
+            change = max([self._of_backward.changed_by, *changes])
+            if not change <= self._settings.atol / 4:
+                return incomplete([], unexplained=change)
         if found is None and self._of_backward.has_changed:
             differs = self._differs()
         return found or (self._mismatch() if differs else None)

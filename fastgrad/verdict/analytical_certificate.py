@@ -47,6 +47,8 @@ class AnalyticalCertificate:
         The entries on the pattern: float64, shape (nnz,). Those of rows that were run by themselves are replaced.
     has_changed
         Whether any were.
+    changed_by
+        By how much, at most, a row that was run by itself differs from what it was together with others.
     bound
         The size from which an entry outside of the pattern shows, once `certify` has run.
     """
@@ -71,6 +73,7 @@ class AnalyticalCertificate:
         self._proven_kinds: tuple[int, ...] = ()
         self.values = values
         self.bound = 0.0
+        self.changed_by = 0.0
 
     @property
     def has_changed(self) -> bool:
@@ -225,8 +228,9 @@ class AnalyticalCertificate:
 
     def _replace_row(self, row: int, gradient: Tensor) -> None:
         """By what it is when it is run by itself."""
-        self._replaced[row] = gradient
         mine = self._compression.entries_of_row(row)
+        self.changed_by = max(self.changed_by, largest(self._row(row) - gradient))
+        self._replaced[row] = gradient
         self.values[mine] = gradient[self._compression.columns[mine]]
 
     @property

@@ -396,6 +396,132 @@ def test_a_backward_that_is_wrong_in_some_calls_of_each_graph(calls: str, n: int
             assert fastgrad.check(func, (x,), fast_mode=True).passed == (calls == "none")
 
 
+def doubled(entries: dict[tuple[int, int], float], spoils: Callable[[Tensor], bool], outputs: int) -> Func:
+    """2 x, and x itself as a second output; its backward has further entries (row, column) for some grad_outputs."""
+
+    class Doubled(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Any:
+            return (2 * x, x * 1)[:outputs] if outputs > 1 else 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:  # type: ignore[override]
+            gradient = 2 * grads[0]
+            if spoils(grads[0]):
+                for (row, column), error in entries.items():
+                    gradient[column] += error * grads[0][row]
+            return gradient + grads[1] if outputs > 1 else gradient
+
+    return Doubled.apply
+
+
+SPOILED: dict[str, Callable[[Tensor], bool]] = {
+    "contiguous ones": lambda grad: grad.is_contiguous(),
+    "whole numbers": lambda grad: bool((grad == grad.round()).all()),
+}
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+@pytest.mark.parametrize("spoiled", SPOILED)
+@pytest.mark.parametrize("n", [33, 100, 400])
+def test_entries_outside_of_the_pattern_for_some_grad_outputs_only(n: int, spoiled: str, outputs: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(n, dtype=torch.float64, generator=generator).requires_grad_()
+    assert fastgrad.gradcheck(doubled({}, SPOILED[spoiled], outputs), x)
+    places = torch.randint(0, n, (12, 2), generator=generator).tolist()
+    for row, column in [(8, 26), (9, 0), (5, 32), *places]:
+        for error in (0.5, 1e-3) if row != column else (0.5,):  # of the entries there, 2, 1e-3 is within the tolerance
+            func = doubled({(row, column): error}, SPOILED[spoiled], outputs)
+            assert not fastgrad.gradcheck(func, x, raise_exception=False), (row, column, error)
+
+
+def cube_wrong_between(first: int, last: int, spoil: Callable[[Tensor], Any], outputs: int) -> Func:
+    """x^3, and 2 x as a second output; its backward is wrong in the calls from `first` to `last` of all."""
+    calls = 0
+
+    class Cube(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Any:
+            ctx.save_for_backward(x)
+            return (x**3, 2 * x)[:outputs] if outputs > 1 else x**3
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:  # type: ignore[override]
+            nonlocal calls
+            calls += 1
+            (x,) = ctx.saved_tensors
+            gradient = 3 * x * x * grads[0] + (2 * grads[1] if outputs > 1 else 0)
+            if first <= calls <= last:
+                spoil(gradient)
+            return gradient
+
+    return Cube.apply
+
+
+WINDOW_ERRORS: dict[str, Callable[[Tensor], Any]] = {
+    "not a number": lambda gradient: gradient.fill_(torch.nan),
+    "zero": lambda gradient: gradient.zero_(),
+    "larger": lambda gradient: gradient.add_(100.0),
+    "half more": lambda gradient: gradient.mul_(1.5),
+}
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+@pytest.mark.parametrize("error", WINDOW_ERRORS)
+@pytest.mark.parametrize("n", [40, 64, 200])
+def test_a_backward_that_is_wrong_in_a_few_calls_of_the_compressed_engine(n: int, error: str, outputs: int) -> None:
+    x = torch.rand(n, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    for first in range(1, 20):
+        for length in (0, 1, 4):
+            func = cube_wrong_between(first, first + length - 1, WINDOW_ERRORS[error], outputs)
+            passed = fastgrad.gradcheck(func, x, raise_exception=False)
+            assert passed == (length == 0), (first, length)
+
+
+def of_one_output(shape: tuple[int, ...], is_wrong: Callable[[Any, dict[str, Any], Tensor], bool]) -> Func:
+    """The sum of x^3, whose backward is twice what it should be in some calls, by what it remembers of others."""
+    state: dict[str, Any] = {"graphs": 0}
+
+    class Sum(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            state["graphs"] += 1
+            ctx.graph = state["graphs"]
+            ctx.save_for_backward(x)
+            return (x**3).sum()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+            (x,) = ctx.saved_tensors
+            wrong = is_wrong(ctx, state, grad)
+            state["last"] = grad.clone()
+            return grad * 3 * x * x * (2 if wrong else 1)
+
+    return Sum.apply
+
+
+OF_ONE_OUTPUT: dict[str, Callable[[Any, dict[str, Any], Tensor], bool]] = {
+    "never": lambda ctx, state, grad: False,
+    "for the grad_output of the call before": lambda ctx, state, grad: (
+        "last" in state and torch.equal(state["last"], grad)
+    ),
+    "in the first graph": lambda ctx, state, grad: ctx.graph == 1,
+    "in the second graph": lambda ctx, state, grad: ctx.graph == 2,
+}
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (10,), (100,)])
+@pytest.mark.parametrize("when", OF_ONE_OUTPUT)
+def test_one_output_whose_backward_remembers(when: str, shape: tuple[int, ...]) -> None:
+    x = torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    func = of_one_output(shape, OF_ONE_OUTPUT[when])
+    passed = fastgrad.gradcheck(func, x, raise_exception=False)
+    if when == "never":
+        assert passed
+    elif not torch.autograd.gradcheck(of_one_output(shape, OF_ONE_OUTPUT[when]), x, raise_exception=False):
+        assert not passed
+
+
 @pytest.mark.parametrize("n", [12, 600])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("keywords", [{"engine": "compressed"}, {"engine": "sketch", "fast_mode": True}], ids=str)

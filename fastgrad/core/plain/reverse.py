@@ -269,13 +269,17 @@ def first_other_vjp(
     return len(order), None, match
 
 
-def _is_repeated(gradient: Tensor, again: Tensor, rerun: Callable[..., None], *args: Any) -> bool:
-    """Whether a multiple gave the same; where only it overflowed, a smaller one."""
+def _is_repeated(gradient: Tensor, again: Tensor, rerun: Callable[[float], None], scale: float) -> bool:
+    """Whether a multiple gave the same; where only it overflowed, and does so again, a smaller one."""
     if torch.equal(gradient, again):
         return True
     if again.isfinite().all() or not gradient.isfinite().all():
         return False
-    rerun(*args)
+    rerun(scale)
+    if again.isfinite().all():
+        again.fill_(torch.nan)
+        return False
+    rerun(1 / scale)
     return torch.equal(gradient, again)
 
 
@@ -302,7 +306,8 @@ def vjp_rows(
         run(i, 1.0, rows)
         if i < len(repeated):
             run(i, repeat_scale, repeated)
-    same = [_is_repeated(rows[i], repeated[i], run, i, 1 / repeat_scale, repeated) for i in range(len(repeated))]
+    reruns = [partial(run, i, into=repeated) for i in range(len(repeated))]
+    same = [_is_repeated(rows[i], repeated[i], rerun, repeat_scale) for i, rerun in enumerate(reruns)]
     match.repeats = all(same)
     return match
 
@@ -341,7 +346,8 @@ def vjp_groups(
         ops.decompress_(values, gradient[0], None, groups.positions, entries)
         if g < repeated:
             run(chosen, repeat_scale, again)
-            if not _is_repeated(gradient, again, run, chosen, 1 / repeat_scale, again):
+            rerun = partial(run, chosen, into=again)
+            if not _is_repeated(gradient, again, rerun, repeat_scale):
                 match.repeats = False
                 match.movement = max(match.movement, _largest_difference(gradient, again))
     return match
