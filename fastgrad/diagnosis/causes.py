@@ -407,7 +407,12 @@ def constant_factor(comparison: Comparison) -> tuple[float, float] | None:
     product = abs(comparison.sum_product)
     unexplained = 1 - product * product / (comparison.sum_analytical * comparison.sum_numerical)
     residual = math.sqrt(max(0.0, unexplained))
-    return (factor, residual) if residual <= RESIDUAL else None
+    return (factor, residual) if residual <= _most_unexplained(factor) else None
+
+
+def _most_unexplained(factor: complex) -> float:
+    """The residual up to which a factor is named: of one near 1, a tenth of what it is apart from 1."""
+    return min(RESIDUAL, abs(factor - 1) / 10)
 
 
 def is_zero(comparison: Comparison) -> bool:
@@ -495,7 +500,7 @@ def _of_values(sample: Sample, failure: Failure, evidence: Evidence, order: int)
         return
     k, residual = _fit(a, n)
     lone = count == 1 and any(abs(k / value - 1) <= EXACT / 10 for value in (-1.0, 2.0, 0.5))
-    if residual > RESIDUAL:
+    if residual > _most_unexplained(k):
         places = [torch.unique(elements[sample.failing]).numel() for elements in (sample.inputs, sample.outputs)]
         if places == [count, count]:
             yield from _constant_difference(a, n)
@@ -544,7 +549,7 @@ def _of_complex(a: Tensor, n: Tensor, failure: Failure, sizes: dict[str, int]) -
     lone = a.numel() == 1
     if lone:
         return
-    if residual <= RESIDUAL:
+    if residual <= _most_unexplained(k):
         if abs(k.imag) <= RESIDUAL * abs(k):
             yield _factor(k.real, residual, sizes, 0.86)
         else:

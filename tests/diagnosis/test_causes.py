@@ -529,3 +529,27 @@ def test_a_factor_from_sums(found: Comparison, expected: float | None) -> None:
 def test_zero_from_sums() -> None:
     assert is_zero(sums(0.0, 1.0, 0j))
     assert not is_zero(sums(1.0, 1.0, 0j))
+
+
+class Cube(torch.autograd.Function):
+    """x^3; the gradient is off by a share that differs from element to element, or by one factor near 1."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.factor = factor
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        gradient = 3 * x * x * grad_output
+        return (gradient * ctx.factor if ctx.factor else gradient + 0.01 * grad_output * x.sin()), None
+
+
+@pytest.mark.parametrize(("factor", "is_named"), [(0.0, False), (1.01, True), (1.004, True), (0.5, True)])
+def test_a_factor_near_1_is_named_only_if_it_explains_the_error(factor: float, is_named: bool) -> None:
+    x = torch.rand(5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    report = check(Cube.apply, (x, factor), Settings())
+    assert not report.passed
+    assert ("constant factor" in {cause.name for cause in report.causes}) == is_named
