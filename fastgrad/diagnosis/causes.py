@@ -297,7 +297,7 @@ def _of_runs(evidence: Evidence, settings: Settings) -> Iterator[Cause]:
             0.96,
         )
     else:
-        reasons = "random numbers, missing synchronization, or uninitialized memory"
+        reasons = "random numbers, a state from call to call, missing synchronization, or uninitialized memory"
         if max(runs) < AS_ROUNDING:
             reasons = "atomic additions, whose order changes, or missing synchronization"
         yield Cause("race", f"backward gives other values each time: {reasons}", measure, 0.95)

@@ -274,8 +274,8 @@ CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
         "in a shared buffer, where ctx.save_for_backward would keep one per graph",
     ),
     "race": (
-        "looks like backward gives other values each time: random numbers, missing synchronization, or uninitialized "
-        "memory",
+        "looks like backward gives other values each time: random numbers, a state from call to call, missing "
+        "synchronization, or uninitialized memory",
     ),
     "nonlinear backward": (
         "looks like backward is not linear in grad_output: a clamp, a quantization, or a product of two grad_outputs",
