@@ -8,7 +8,7 @@ wrong by itself, or in a larger pattern.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -406,11 +406,7 @@ class _Verdict:
             return None
         again, _ = compressed.analytical_entries(self._problem, self._compression, repeat=False)
         own = self._settings.loosest()
-        size = largest(before.nan_to_num(0.0, 0.0, 0.0))
-        allowed = own.atol + own.rtol * size + self._settings.nondet_tol * self._problem.m
-        # An infinity or a NaN that does not come again counts.
-        same = ((again - before).abs() <= allowed) | (again == before) | (again.isnan() & before.isnan())
-        if bool(same.all()):
+        if _are_close(again, before, own.atol + self._settings.nondet_tol * self._problem.m, own.rtol):
             return None
         output = self._problem.outputs[0]
         return Failure("nondeterministic", output.index, None, output.position)
@@ -430,8 +426,7 @@ class _Verdict:
         if found is None:
             # Entries that are others by themselves, though no entry outside of the pattern was mixed with them.
             now = self._of_backward.values, self.numerical
-            changes = (largest(a - b) for a, b in zip(measured, now, strict=bool(measured)))
-            change = max([self._of_backward.changed_by, *changes])
+            change = max(self._of_backward.changed_by, _largest_change(measured or now, now))
             if not change <= self._settings.atol / 4:
                 return incomplete([], unexplained=change)
         if found is None and self._of_backward.has_changed:
@@ -447,9 +442,10 @@ class _Verdict:
         of_func, of_backward = self._of_func, self._of_backward
         certifications: tuple[Callable[[], Failure | Incomplete], ...] = (
             lambda: of_func.follow(self.numerical_suspects, of_backward.row_alone),
-            lambda: of_backward.compare_rows(self._calls.rows if self._calls is not None else {}),
+            of_backward.compare_rows,
             lambda: of_backward.certify(of_func.asked),
             self._certify_func,
+            of_backward.compare_more_rows,
         )
         learnt = []
         for certify in certifications:
@@ -586,6 +582,17 @@ class _Verdict:
                 if failure is not None:
                     return failure
         return None
+
+
+def _are_close(again: Tensor, before: Tensor, atol: float, rtol: float) -> bool:
+    """Whether entries that are run again are the same, to rtol of the largest; what is not finite must come again."""
+    allowed = atol + rtol * largest(before.nan_to_num(0.0, 0.0, 0.0))
+    same = ((again - before).abs() <= allowed) | (again == before) | (again.isnan() & before.isnan())
+    return bool(same.all())
+
+
+def _largest_change(before: Iterable[Tensor], now: Iterable[Tensor]) -> float:
+    return max(largest(a - b) for a, b in zip(before, now, strict=True))
 
 
 def _screen(

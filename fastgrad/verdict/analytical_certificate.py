@@ -84,8 +84,15 @@ class AnalyticalCertificate:
         claim = "no analytical entry outside of it, and backward is linear in grad_output"
         return linearity_certificate(claim, self._proven_kinds, self.bound)
 
-    def compare_rows(self, rows: Mapping[int, Tensor]) -> Failure | Incomplete:
-        """Rows that were run by themselves against those that were computed together with others."""
+    def compare_rows(self) -> Failure | Incomplete:
+        """Rows that were run by themselves before against those that were computed together with others."""
+        return self._compared(self._calls.rows if self._calls is not None else {})
+
+    def compare_more_rows(self) -> Failure | Incomplete:
+        """The same of further rows, of a small problem most or all, once everything else agrees."""
+        return self._compared(self._calls.run_more_rows() if self._calls is not None else {})
+
+    def _compared(self, rows: Mapping[int, Tensor]) -> Failure | Incomplete:
         learnt: list[tuple[Indices, Indices]] = []
         for row, gradient in rows.items():
             if self._compression.leaves_out:
