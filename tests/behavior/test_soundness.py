@@ -435,6 +435,25 @@ def test_entries_outside_of_the_pattern_for_some_grad_outputs_only(n: int, spoil
             assert not fastgrad.gradcheck(func, x, raise_exception=False), (row, column, error)
 
 
+NEARLY_ONE_HOT: dict[str, Callable[[Tensor, int], bool]] = {
+    "few nonzero elements": lambda grad, row: int((grad != 0).sum()) <= 2,
+    "the largest element": lambda grad, row: int(grad.abs().argmax()) == row,
+    "zero before it": lambda grad, row: row > 0 and bool(grad[row - 1] == 0),
+}
+
+
+@pytest.mark.parametrize("kind", NEARLY_ONE_HOT)
+@pytest.mark.parametrize("n", [12, 33, 64, 100])
+def test_rows_that_are_wrong_by_themselves_alone(n: int, kind: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(n, dtype=torch.float64, generator=generator).requires_grad_()
+    for row, column in torch.randint(1, n, (12, 2), generator=generator).tolist():
+        spoils = lambda grad, row=row: NEARLY_ONE_HOT[kind](grad, row)  # noqa: E731
+        func = doubled({(row, column): 0.5}, spoils, 1)
+        assert not torch.autograd.gradcheck(func, x, raise_exception=False)
+        assert not fastgrad.gradcheck(func, x, raise_exception=False), (row, column)
+
+
 def cube_wrong_between(first: int, last: int, spoil: Callable[[Tensor], Any], outputs: int) -> Func:
     """x^3, and 2 x as a second output; its backward is wrong in the calls from `first` to `last` of all."""
     calls = 0
