@@ -426,7 +426,7 @@ class _Verdict:
         if found is None:
             # Entries that are others by themselves, though no entry outside of the pattern was mixed with them.
             now = self._of_backward.values, self.numerical
-            change = max(self._of_backward.changed_by, _largest_change(measured or now, now))
+            change = max(self._of_backward.changed_by, _largest_change(measured, now) if measured else 0.0)
             if not change <= self._settings.atol / 4:
                 return incomplete([], unexplained=change)
         if found is None and self._of_backward.has_changed:

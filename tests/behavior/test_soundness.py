@@ -479,6 +479,7 @@ def cube_wrong_between(first: int, last: int, spoil: Callable[[Tensor], Any], ou
 
 WINDOW_ERRORS: dict[str, Callable[[Tensor], Any]] = {
     "not a number": lambda gradient: gradient.fill_(torch.nan),
+    "infinite": lambda gradient: gradient.fill_(torch.inf),
     "zero": lambda gradient: gradient.zero_(),
     "larger": lambda gradient: gradient.add_(100.0),
     "half more": lambda gradient: gradient.mul_(1.5),
