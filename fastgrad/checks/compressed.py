@@ -44,7 +44,7 @@ from fastgrad.structure.sparsity import HANDFUL, Mask, Pattern
 from fastgrad.verdict.analytical_certificate import AnalyticalCertificate
 from fastgrad.verdict.comparison import Findings, PairComparison, tolerances
 from fastgrad.verdict.confirm import mismatch_failure
-from fastgrad.verdict.linearity import groups_failure, one_hot_failure, separate_failure
+from fastgrad.verdict.linearity import groups_failure, movement_between, one_hot_failure, separate_failure
 from fastgrad.verdict.numerical_certificate import MOST_SUSPECTS, Incomplete, NumericalCertificate, incomplete
 from fastgrad.verdict.repeated_calls import RepeatedCalls
 
@@ -592,7 +592,7 @@ def _are_close(again: Tensor, before: Tensor, atol: float, rtol: float) -> bool:
 
 
 def _largest_change(before: Iterable[Tensor], now: Iterable[Tensor]) -> float:
-    return max(largest(a - b) for a, b in zip(before, now, strict=True))
+    return max(movement_between(a, b) for a, b in zip(before, now, strict=True))
 
 
 def _screen(

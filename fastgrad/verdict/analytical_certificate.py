@@ -23,7 +23,13 @@ from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Certificate, Failure, Settings
 from fastgrad.structure.coloring import Indices
-from fastgrad.verdict.linearity import ALL_KINDS, LinearityProof, groups_failure, linearity_certificate
+from fastgrad.verdict.linearity import (
+    ALL_KINDS,
+    LinearityProof,
+    groups_failure,
+    linearity_certificate,
+    movement_between,
+)
 from fastgrad.verdict.locate import locate
 from fastgrad.verdict.numerical_certificate import Incomplete, incomplete
 from fastgrad.verdict.repeated_calls import RepeatedCalls
@@ -237,7 +243,7 @@ class AnalyticalCertificate:
     def _replace_row(self, row: int, gradient: Tensor) -> None:
         """By what it is when it is run by itself."""
         mine = self._compression.entries_of_row(row)
-        self.changed_by = max(self.changed_by, largest(self._row(row) - gradient))
+        self.changed_by = max(self.changed_by, movement_between(self._row(row), gradient))
         self._replaced[row] = gradient
         self.values[mine] = gradient[self._compression.columns[mine]]
 

@@ -227,7 +227,7 @@ def _term_sizes(squares: Tensor, sums: Tensor) -> Tensor:
     return sizes if math.isfinite(largest(sizes)) else torch.where(sizes.isinf(), sums.abs(), sizes)
 
 
-def _movement(again: Tensor, gradient: Tensor) -> float:
+def movement_between(again: Tensor, gradient: Tensor) -> float:
     """By how much a second run differs from the first, at most; infinite where it does and one holds a NaN."""
     if torch.equal(again, gradient):
         return 0.0
@@ -368,7 +368,7 @@ class LinearityProof:
                 self._sums = torch.where(self._excluded_columns, self._gradients, self._sums)
             if self._kinds[0] == GAPPED and not self._rows_repeated:
                 # At once, from the same graph.
-                self._moves_by = _movement(self._vjp(0), self._gradients[:1])
+                self._moves_by = movement_between(self._vjp(0), self._gradients[:1])
         return self._gradients
 
     def suspects(self) -> list[tuple[int, int]]:
@@ -475,7 +475,7 @@ class LinearityProof:
         been added up in another order and no single row move: only all rows run twice can tell.
         """
         if not self._agree(gradients):
-            self._moves_by = max(self._moves_by, *(_movement(self._vjps(), gradients) for _ in range(RERUNS)))
+            self._moves_by = max(self._moves_by, *(movement_between(self._vjps(), gradients) for _ in range(RERUNS)))
         if not self._moves_by:
             return None
         failure = self._moving()

@@ -498,6 +498,42 @@ def test_a_backward_that_is_wrong_in_a_few_calls_of_the_compressed_engine(n: int
             assert passed == (length == 0), (first, length)
 
 
+def neighbors_wrong_between(first: int, last: int, spoil: Callable[[Tensor], Any]) -> Func:
+    """The products of neighbors, whose rows make two groups; its backward is wrong in some calls of all."""
+    calls = 0
+
+    class Neighbors(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x[1:] * x[:-1]
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+            nonlocal calls
+            calls += 1
+            (x,) = ctx.saved_tensors
+            gradient = torch.zeros_like(x)
+            gradient[1:] += grad * x[:-1]
+            gradient[:-1] += grad * x[1:]
+            if first <= calls <= last:
+                spoil(gradient)
+            return gradient
+
+    return Neighbors.apply
+
+
+@pytest.mark.parametrize("error", WINDOW_ERRORS)
+@pytest.mark.parametrize("n", [65, 400])
+def test_a_backward_of_several_row_groups_that_is_wrong_in_one_call(n: int, error: str) -> None:
+    x = torch.rand(n, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    for engine in ("auto", "compressed"):
+        assert fastgrad.gradcheck(neighbors_wrong_between(1, 0, WINDOW_ERRORS[error]), x, engine=engine)  # type: ignore[arg-type]
+        for call in range(1, 26):
+            func = neighbors_wrong_between(call, call, WINDOW_ERRORS[error])
+            assert not fastgrad.gradcheck(func, x, raise_exception=False, engine=engine), (engine, call)  # type: ignore[arg-type]
+
+
 def of_one_output(shape: tuple[int, ...], is_wrong: Callable[[Any, dict[str, Any], Tensor], bool]) -> Func:
     """The sum of x^3, whose backward is twice what it should be in some calls, by what it remembers of others."""
     state: dict[str, Any] = {"graphs": 0}
