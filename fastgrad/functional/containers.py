@@ -36,13 +36,13 @@ def as_tensors(value: Any, what: str, name: str) -> tuple[bool, Tensors]:
     return is_tuple, value if is_tuple else (value,)
 
 
-def vector(v: Any, like: Tensors, is_tuple: bool, name: str, create_graph: bool) -> Tensors | None:
-    """What v is, a tuple of tensors of the sizes of `like`; None, for 1, where it may be left out."""
+def vector(v: Any, like: Tensors, is_tuple: bool, name: str) -> Tensors:
+    """What v is, a tuple of tensors of the sizes of `like`; 1, where it may be left out."""
     if v is None:
         if len(like) != 1 or like[0].numel() != 1:
             of = "user-provided function returns" if name == "vjp" else "input to the user-provided function is"
             raise RuntimeError(f"The vector v can only be None if the {of} a single Tensor with a single element.")
-        return None
+        return tuple(torch.ones_like(other, requires_grad=False) for other in like)
     _, given = as_tensors(v, "v", name)
     if len(given) != len(like):
         if not is_tuple:
@@ -52,7 +52,7 @@ def vector(v: Any, like: Tensors, is_tuple: bool, name: str, create_graph: bool)
         if each.shape != other.shape:
             which = f"Entry {i} in v" if is_tuple else "v"
             raise RuntimeError(f"{which} has invalid size: should be {other.shape} but got {each.shape}.")
-    return tuple(each.view_as(each) if create_graph and each.requires_grad else each.detach() for each in given)
+    return tuple(each.detach() for each in given)
 
 
 def scalar(result: Any, name: str, strict: bool = False) -> Tensor:
@@ -79,9 +79,9 @@ def check_tracked(outputs: Tensors, strict: bool) -> None:
             )
 
 
-def form(tensors: Sequence[Tensor], is_tuple: bool, create_graph: bool = False) -> Any:
-    """A tuple or its only tensor, without history unless that is wanted."""
-    found = tuple(tensors) if create_graph else tuple(tensor.detach() for tensor in tensors)
+def form(tensors: Sequence[Tensor], is_tuple: bool) -> Any:
+    """A tuple or its only tensor, without history."""
+    found = tuple(tensor.detach() for tensor in tensors)
     return found if is_tuple else found[0]
 
 

@@ -24,7 +24,6 @@ from fastgrad.functional.containers import (
     Tensors,
     as_tensors,
     check_tracked,
-    form,
     is_sparse_enough,
     nested,
     of_entries,
@@ -141,14 +140,8 @@ def jacobian(
     forward = _check_options("jacobian", options, strategy, numerical, return_error)
     if numerical:
         return numerical_jacobian(func, given, is_tuple, sparse, forward, return_error)
-    if forward:
-        outputs_are_tuple, parts = _forward("jacobian", func, given, options)
-        return nested(parts, outputs_are_tuple, is_tuple)
-    with torch.enable_grad():
-        primals = _primals(given, create_graph)
-        outputs_are_tuple, outputs = as_tensors(func(*primals), OUTPUTS, "jacobian")
-        check_tracked(outputs, strict)
-        return nested(_reverse(outputs, primals, options), outputs_are_tuple, is_tuple)
+    outputs_are_tuple, parts = _matrix("jacobian", func, given, options, forward)
+    return nested(parts, outputs_are_tuple, is_tuple)
 
 
 @keeps_the_callers_state
@@ -206,22 +199,26 @@ def hessian(
     forward = _check_options("hessian", options, outer_jacobian_strategy, numerical, return_error)
     if numerical:
         return numerical_hessian(func, given, is_tuple, sparse, return_error)
-    if forward:
 
-        def gradient_at(*arguments: Tensor) -> Tensors:
-            with torch.enable_grad():
-                tracked = tuple(value.requires_grad_() for value in arguments)
-                output = scalar(func(*tracked), "hessian")
-                return _zeros_for_none(_gradients((output,), tracked, None, create_graph=True), tracked)
+    def gradient_at(*arguments: Tensor) -> Tensors:
+        with torch.enable_grad():
+            tracked = tuple(value.requires_grad_() for value in arguments)
+            output = scalar(func(*tracked), "hessian", strict)
+            gradients: Sequence[Tensor | None] = [None] * len(tracked)
+            if output.requires_grad:
+                gradients = torch.autograd.grad(output, tracked, create_graph=True, allow_unused=True)
+            filled = _zeros_for_none(gradients, tracked)
+            for i, gradient in enumerate(filled):
+                if strict and not gradient.requires_grad:
+                    raise RuntimeError(
+                        "While computing the hessian, found that the jacobian of the user-provided function with "
+                        f"respect to input {i} is independent of the input. This is not allowed in strict mode; a "
+                        "linear function does it."
+                    )
+            return filled
 
-        _, parts = _forward("hessian", gradient_at, given, options, symmetric=True)
-        return nested(parts, is_tuple, is_tuple)
-    with torch.enable_grad():
-        primals = _primals(given, create_graph)
-        output = scalar(func(*primals), "hessian", strict)
-        gradients = _zeros_for_none(_gradients((output,), primals, None, create_graph=True), primals)
-        _check_gradient_tracked(gradients, strict)
-        return nested(_reverse(gradients, primals, options, symmetric=True), is_tuple, is_tuple)
+    _, parts = _matrix("hessian", gradient_at, given, options, forward, symmetric=True)
+    return nested(parts, is_tuple, is_tuple)
 
 
 @keeps_the_callers_state
@@ -263,20 +260,7 @@ def vjp(
     >>> fastgrad.functional.vjp(torch.square, x, torch.ones(2, dtype=torch.float64))[1].tolist()
     [2.0, 4.0]
     """
-    _check_product_options(create_graph, strict, numerical, return_error)
-    is_tuple, given = as_tensors(inputs, "inputs", "vjp")
-    if numerical:
-        return numerical_vjp(func, given, is_tuple, v, return_error)
-    with torch.enable_grad():
-        primals = _primals(given, create_graph)
-        outputs_are_tuple, outputs = as_tensors(func(*primals), OUTPUTS, "vjp")
-        check_tracked(outputs, strict)
-        cotangents = vector(v, outputs, outputs_are_tuple, "vjp", create_graph)
-        found = _gradients(outputs, primals, cotangents, create_graph)
-        product = _products(
-            found, primals, strict, create_graph, "jacobian", "The output of the user-provided function"
-        )
-    return form(outputs, outputs_are_tuple, create_graph), form(product, is_tuple, create_graph)
+    return _product("vjp", func, inputs, v, create_graph, strict, numerical, return_error)
 
 
 @keeps_the_callers_state
@@ -318,30 +302,7 @@ def jvp(
     >>> fastgrad.functional.jvp(torch.square, x, torch.ones(2, dtype=torch.float64))[1].tolist()
     [2.0, 4.0]
     """
-    _check_product_options(create_graph, strict, numerical, return_error)
-    is_tuple, given = as_tensors(inputs, "inputs", "jvp")
-    with torch.enable_grad():
-        primals = _primals(given, create_graph)
-        tangents = vector(v, primals, is_tuple, "jvp", create_graph)
-        if numerical:
-            return numerical_jvp(func, given, tangents, return_error)
-        outputs_are_tuple, outputs = as_tensors(func(*primals), OUTPUTS, "jvp")
-        check_tracked(outputs, strict)
-        # The backward is linear in these: their values do not matter.
-        cotangents = tuple(torch.zeros_like(output, requires_grad=True) for output in outputs)
-        gradients = _gradients(outputs, primals, cotangents, create_graph=True)
-        if strict:
-            for i, gradient in enumerate(gradients):
-                if gradient is None:
-                    raise RuntimeError(_independent("The output of the user-provided function", i))
-                if not gradient.requires_grad:
-                    raise RuntimeError(
-                        f"The gradient with respect to input {i} is independent of the inputs of the user-provided "
-                        "function. This is not allowed in strict mode."
-                    )
-        found = _gradients(gradients, cotangents, tangents, create_graph)
-        product = _products(found, outputs, strict, create_graph, "jacobian", None)
-    return form(outputs, outputs_are_tuple, create_graph), form(product, outputs_are_tuple, create_graph)
+    return _product("jvp", func, inputs, v, create_graph, strict, numerical, return_error)
 
 
 @keeps_the_callers_state
@@ -383,7 +344,7 @@ def vhp(
     >>> fastgrad.functional.vhp(lambda x: (x**2).sum(), x, torch.ones(2, dtype=torch.float64))[1].tolist()
     [2.0, 2.0]
     """
-    return _hessian_product("vhp", func, inputs, v, create_graph, strict, numerical, return_error)
+    return _product("vhp", func, inputs, v, create_graph, strict, numerical, return_error)
 
 
 @keeps_the_callers_state
@@ -423,11 +384,11 @@ def hvp(
     >>> fastgrad.functional.hvp(lambda x: (x**2).sum(), x, torch.ones(2, dtype=torch.float64))[1].tolist()
     [2.0, 2.0]
     """
-    return _hessian_product("hvp", func, inputs, v, create_graph, strict, numerical, return_error)
+    return _product("hvp", func, inputs, v, create_graph, strict, numerical, return_error)
 
 
-def _hessian_product(
-    name: str,
+def _product(
+    name: Literal["vjp", "jvp", "vhp", "hvp"],
     func: Func,
     inputs: Any,
     v: Any,
@@ -436,26 +397,18 @@ def _hessian_product(
     numerical: bool,
     return_error: bool,
 ) -> Any:
+    """No structure saves anything here: torch's function, or its numerical twin."""
     _check_product_options(create_graph, strict, numerical, return_error)
     is_tuple, given = as_tensors(inputs, "inputs", name)
+    if not numerical:
+        return getattr(torch.autograd.functional, name)(func, inputs, v, create_graph=create_graph, strict=strict)
     with torch.enable_grad():
-        primals = _primals(given, create_graph)
-        direction = vector(v, primals, is_tuple, name, create_graph)
-        if numerical:
-            return numerical_hessian_product(name, func, given, is_tuple, direction, return_error)
-        output = scalar(func(*primals), name, strict)
-        gradients = _gradients((output,), primals, None, create_graph=True)
-        _check_gradient_tracked(gradients, strict)
-        if name == "vhp":
-            found = _gradients(gradients, primals, direction, create_graph)
-            independent = "The jacobian of the user-provided function"
-            product = _products(found, primals, strict, create_graph, "hessian", independent)
-        else:
-            cotangents = tuple(torch.zeros_like(value, requires_grad=True) for value in primals)
-            products = _gradients(gradients, primals, cotangents, create_graph=True)
-            found = _gradients(products, cotangents, direction, create_graph)
-            product = _products(found, primals, strict, create_graph, "hessian", None)
-    return form((output,), False, create_graph), form(product, is_tuple, create_graph)
+        if name == "vjp":
+            return numerical_vjp(func, given, is_tuple, v, return_error)
+        tangents = vector(v, given, is_tuple, name)
+        if name == "jvp":
+            return numerical_jvp(func, given, tangents, return_error)
+        return numerical_hessian_product(name, func, given, is_tuple, tangents, return_error)
 
 
 def _primals(inputs: Tensors, create_graph: bool) -> Tensors:
@@ -468,67 +421,8 @@ def _primals(inputs: Tensors, create_graph: bool) -> Tensors:
     )
 
 
-def _gradients(
-    outputs: Sequence[Tensor | None], inputs: Tensors, cotangents: Tensors | None, create_graph: bool
-) -> Sequence[Tensor | None]:
-    """VJPs of the outputs that require grad; no cotangents: 1, for one element. None where there is no gradient."""
-    tracked = [(i, output) for i, output in enumerate(outputs) if output is not None and output.requires_grad]
-    if not tracked:
-        return [None] * len(inputs)
-    return torch.autograd.grad(
-        [output for _, output in tracked],
-        inputs,
-        None if cotangents is None else [cotangents[i] for i, _ in tracked],
-        create_graph=create_graph,
-        allow_unused=True,
-    )
-
-
 def _zeros_for_none(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensors:
     return tuple(torch.zeros_like(other) if each is None else each for each, other in zip(gradients, like, strict=True))
-
-
-def _products(
-    found: Sequence[Tensor | None],
-    like: Sequence[Tensor],
-    strict: bool,
-    create_graph: bool,
-    derivative: str,
-    independent: str | None,
-) -> Tensors:
-    """Products, zeros where there is none; with strict, errors. independent: of what, or of entries of v."""
-    if strict:
-        for i, each in enumerate(found):
-            if each is None and independent is not None:
-                raise RuntimeError(_independent(independent, i))
-            if each is None:
-                raise RuntimeError(
-                    f"The {'gradient' if derivative == 'jacobian' else 'hessian'} is independent of entry {i} in the "
-                    "grad_outputs of the backward that is differentiated once more. This is not allowed in strict mode."
-                )
-            if create_graph and not each.requires_grad:
-                raise RuntimeError(
-                    f"The {derivative} of the user-provided function is independent of input {i}. This is not allowed "
-                    "in strict mode when create_graph=True."
-                )
-    return _zeros_for_none(found, like)
-
-
-def _independent(what: str, i: int) -> str:
-    return f"{what} is independent of input {i}. This is not allowed in strict mode."
-
-
-def _check_gradient_tracked(gradients: Sequence[Tensor | None], strict: bool) -> None:
-    for i, gradient in enumerate(gradients):
-        if not strict:
-            return
-        if gradient is None:
-            raise RuntimeError(_independent("The output of the user-provided function", i))
-        if not gradient.requires_grad:
-            raise RuntimeError(
-                "While computing the hessian, found that the jacobian of the user-provided function with respect to "
-                f"input {i} is independent of the input. This is not allowed in strict mode; a linear function does it."
-            )
 
 
 def _check_options(name: str, options: _Options, strategy: str, numerical: bool, return_error: bool) -> bool:
@@ -573,7 +467,20 @@ def _check_product_options(create_graph: bool, strict: bool, numerical: bool, re
         )
 
 
-def _reverse(outputs: Tensors, inputs: Tensors, options: _Options, symmetric: bool = False) -> Parts:
+def _matrix(
+    name: str, func: Func, given: Tensors, options: _Options, forward: bool, symmetric: bool = False
+) -> tuple[bool, Parts]:
+    """Whether func returns a tuple, and its Jacobian."""
+    if forward:
+        return _forward(name, func, given, options, symmetric)
+    with torch.enable_grad():
+        primals = _primals(given, options.create_graph)
+        outputs_are_tuple, outputs = as_tensors(func(*primals), OUTPUTS, name)
+        check_tracked(outputs, options.strict)
+        return outputs_are_tuple, _reverse(outputs, primals, options, symmetric)
+
+
+def _reverse(outputs: Tensors, inputs: Tensors, options: _Options, symmetric: bool) -> Parts:
     """The Jacobian of recorded outputs: by structure, else row by row."""
     if not options.vectorize:
         for output in outputs:
@@ -584,15 +491,16 @@ def _reverse(outputs: Tensors, inputs: Tensors, options: _Options, symmetric: bo
                 )
     if options.strict:
         _check_dependence(outputs, inputs)
-    if options.create_graph or not all(_is_plain(tensor, inputs[0].device) for tensor in (*outputs, *inputs)):
-        return _recorded_rows(outputs, inputs, options)
-    is_real = not any(tensor.is_complex() for tensor in (*outputs, *inputs))
+    tensors = (*outputs, *inputs)
+    if options.create_graph or not all(_is_plain(tensor, inputs[0].device) for tensor in tensors):
+        return _recorded(_rows_by_torch(outputs, inputs, options), outputs, inputs, options)
+    is_real = not any(tensor.is_complex() for tensor in tensors)
     columns = (lambda: backward_of_backward_map(outputs, inputs)) if is_real else (lambda: None)
     found = entries_by_structure(backward_map(outputs, inputs), columns, symmetric and is_real)
-    dtypes = [[value.dtype for value in inputs] for _ in outputs]
     if found is not None:
+        dtypes = [[value.dtype for value in inputs] for _ in outputs]
         return of_entries(found, outputs, inputs, dtypes, is_sparse_enough(found, options.sparse))
-    blocks = _batched_rows(outputs, inputs) if options.vectorize else _rows(outputs, inputs)
+    blocks = _rows_by_torch(outputs, inputs, options) if options.vectorize else _rows(outputs, inputs)
     if options.sparse is True:
         return _sparse_rows(blocks, outputs, inputs)
     parts = [[zeros(output, value, value.dtype) for value in inputs] for output in outputs]
@@ -626,51 +534,6 @@ def _check_dependence(outputs: Tensors, inputs: Tensors) -> None:
                     )
 
 
-def _recorded_rows(outputs: Tensors, inputs: Tensors, options: _Options) -> Parts:
-    """Row by row through torch, recorded with create_graph; whatever the tensors are."""
-    parts = []
-    for output in outputs:
-        count = output.numel()
-        if not (count and output.requires_grad):
-            parts.append([zeros(output, value, value.dtype) for value in inputs])
-            continue
-        one_hot = torch.eye(count, dtype=output.dtype, device=output.device).reshape((count, *output.shape))
-
-        def gradients(cotangent: Tensor, batched: bool, output: Tensor = output) -> Sequence[Tensor | None]:
-            return torch.autograd.grad(
-                output,
-                inputs,
-                cotangent,
-                retain_graph=True,
-                create_graph=options.create_graph,
-                allow_unused=True,
-                is_grads_batched=batched,
-            )
-
-        if options.vectorize:
-            stacked = list(gradients(one_hot, True))
-        else:
-            rows = [gradients(cotangent, False) for cotangent in one_hot]
-            if options.strict and options.create_graph:
-                for row in rows:
-                    _products(row, inputs, True, True, "jacobian", "The output of the user-provided function")
-            stacked = [
-                None
-                if all(gradient is None for gradient in column)
-                else torch.stack(_zeros_for_none(column, [value] * count))
-                for value, column in zip(inputs, zip(*rows, strict=True), strict=True)
-            ]
-        parts.append(
-            [
-                zeros(output, value, value.dtype) if found is None else found.reshape((*output.shape, *value.shape))
-                for found, value in zip(stacked, inputs, strict=True)
-            ]
-        )
-    if not options.create_graph:
-        parts = [[part.detach() for part in row] for row in parts]
-    return [[part.to_sparse() for part in row] for row in parts] if options.sparse is True else parts
-
-
 Rows = Iterator[tuple[int, int, list[Tensor]]]
 """Rows of a Jacobian: the output, the first element, and for each input a tensor of shape (rows, elements)."""
 
@@ -699,13 +562,13 @@ def _rows(outputs: Tensors, inputs: Tensors) -> Rows:
             yield o, first, parts
 
 
-def _batched_rows(outputs: Tensors, inputs: Tensors) -> Rows:
-    """Many VJPs at once by vmap."""
+def _rows_by_torch(outputs: Tensors, inputs: Tensors, options: _Options) -> Rows:
+    """VJPs of tensors of any kind, recorded with create_graph; with vectorize many at once by vmap."""
     size = sum(value.numel() for value in inputs)
     for o, output in enumerate(outputs):
         if not output.requires_grad:
             continue
-        step = max(1, BATCH_BYTES // (16 * max(1, output.numel() + size)))
+        step = max(1, BATCH_BYTES // (16 * max(1, output.numel() + size))) if options.vectorize else 1
         for first in range(0, output.numel(), step):
             count = min(step, output.numel() - first)
             seeds = torch.zeros(count, output.numel(), dtype=output.dtype, device=output.device)
@@ -713,19 +576,48 @@ def _batched_rows(outputs: Tensors, inputs: Tensors) -> Rows:
             found = torch.autograd.grad(
                 output,
                 inputs,
-                seeds.reshape((count, *output.shape)),
+                seeds.reshape((count, *output.shape) if options.vectorize else output.shape),
                 retain_graph=True,
+                create_graph=options.create_graph,
                 allow_unused=True,
-                is_grads_batched=True,
+                is_grads_batched=options.vectorize,
             )
+            for i, rows in enumerate(found):
+                if options.strict and options.create_graph and not rows.requires_grad:
+                    raise RuntimeError(
+                        f"The jacobian of the user-provided function is independent of input {i}. This is not allowed "
+                        "in strict mode when create_graph=True."
+                    )
             yield (
                 o,
                 first,
                 [
-                    value.new_zeros(count, value.numel()) if rows is None else rows.reshape(count, value.numel())
+                    torch.zeros(count, value.numel(), dtype=value.dtype, device=value.device)
+                    if rows is None
+                    else rows.reshape(count, value.numel())
                     for rows, value in zip(found, inputs, strict=True)
                 ],
             )
+
+
+def _recorded(blocks: Rows, outputs: Tensors, inputs: Tensors, options: _Options) -> Parts:
+    """Parts that are differentiable with create_graph, and of the kind of the rows."""
+    rows: list[list[list[Tensor]]] = [[[] for _ in inputs] for _ in outputs]
+    for o, _, found in blocks:
+        for own, row in zip(rows[o], found, strict=True):
+            own.append(row)
+
+    def part(output: Tensor, value: Tensor, own: list[Tensor]) -> Tensor:
+        if not own:
+            return zeros(output, value, value.dtype)
+        whole = torch.cat(own).reshape((*output.shape, *value.shape))
+        whole = whole if options.create_graph else whole.detach()
+        return whole.to_sparse() if options.sparse is True else whole
+
+    return [
+        [part(output, value, own) for value, own in zip(inputs, of_output, strict=True)]
+        for output, of_output in zip(outputs, rows, strict=True)
+    ]
 
 
 def _sparse_rows(blocks: Rows, outputs: Tensors, inputs: Tensors) -> Parts:

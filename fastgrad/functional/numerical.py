@@ -73,9 +73,7 @@ def numerical_vjp(func: Func, inputs: Tensors, is_tuple: bool, v: Any, return_er
     _check_strided(inputs, "vjp")
     seen = _Seen(func, "vjp")
     found = jacobian_by_differences(seen, inputs)
-    cotangents = vector(v, seen.outputs, seen.is_tuple, "vjp", False)
-    if cotangents is None:
-        cotangents = tuple(torch.ones_like(output) for output in seen.outputs)
+    cotangents = vector(v, seen.outputs, seen.is_tuple, "vjp")
     weights = torch.zeros(sum(block.size for block in found.outputs), dtype=torch.float64, device=found.values.device)
     for block in found.outputs:
         cotangent = cotangents[block.position].to(seen.outputs[block.position].dtype)
@@ -92,23 +90,21 @@ def numerical_vjp(func: Func, inputs: Tensors, is_tuple: bool, v: Any, return_er
     return products.returned(form(seen.outputs, seen.is_tuple), return_error)
 
 
-def numerical_jvp(func: Func, inputs: Tensors, v: Tensors | None, return_error: bool) -> Any:
+def numerical_jvp(func: Func, inputs: Tensors, tangents: Tensors, return_error: bool) -> Any:
     """`functional.jvp` by differences along v."""
     _check_strided(inputs, "jvp")
     seen = _Seen(func, "jvp")
     primals = tuple(value.detach() for value in inputs)
     seen(*(value.clone().requires_grad_() for value in primals))
-    tangents = tuple(torch.ones_like(value) for value in primals) if v is None else v
     blocks, values, errors = derivative_along(seen, primals, tangents)
     product = _Product(blocks, seen.outputs, seen.is_tuple, values, errors)
     return product.returned(form(seen.outputs, seen.is_tuple), return_error)
 
 
 def numerical_hessian_product(
-    name: str, func: Func, inputs: Tensors, is_tuple: bool, v: Tensors | None, return_error: bool
+    name: str, func: Func, inputs: Tensors, is_tuple: bool, tangents: Tensors, return_error: bool
 ) -> Any:
     """`functional.vhp` and `functional.hvp`, which are the same, by second differences."""
-    tangents = tuple(torch.ones_like(value) for value in inputs) if v is None else v
     _check_strided(inputs, name)
     _check_real(inputs, name)
     flat = torch.cat([tangent.detach().reshape(-1).to(torch.float64) for tangent in tangents])
