@@ -7,7 +7,7 @@ computes row by row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,7 @@ from fastgrad.functional.linear_map import LinearMap
 from fastgrad.report.data import Settings
 from fastgrad.structure import coloring, sparsity
 from fastgrad.structure.coloring import Indices
+from fastgrad.structure.detection import Budget, Detection
 from fastgrad.structure.sparsity import Mask, Pattern
 
 WORTH_A_GUESS = 32
@@ -33,10 +34,6 @@ GROUPS_WORTH_THE_TRANSPOSE = 8
 
 WORTH_PROBING = 256
 """Rows from which probing does, which takes milliseconds beside its products."""
-
-BAND = 61
-"""Rows between those whose product shows a band, which must be at most half as wide; prime, so that they fall on
-all places of blocks."""
 
 PROBING_SHARE = 4
 """Probing takes at most the rows over this, in products."""
@@ -130,10 +127,7 @@ def entries_by_structure(
         return None
     maps = _Maps(rows, columns, symmetric)
     try:
-        for find in (_guess, _guess_band, _probe):
-            pattern = find(maps)
-            if pattern is None:
-                continue
+        for pattern in _Patterns(maps).candidates():
             for scheme in maps.schemes(pattern):
                 values = scheme.values()
                 if _is_certified(rows, pattern, values):
@@ -189,74 +183,44 @@ def _star_scheme(rows: LinearMap, pattern: Pattern, groups: int) -> _Scheme | No
     return _Scheme(rows, colors, np.where(alone, colors[j], colors[i]), np.where(alone, i, j))
 
 
-def _guess(maps: _Maps) -> Pattern | None:
-    """A pointwise pattern, if a product with half of the rows reaches nothing else."""
-    rows = maps.rows
-    pattern = sparsity.guess(rows.targets, rows.sources)
-    if pattern is None or pattern.nnz > admitted_entries(Settings(), rows.m * rows.n):
-        return None
-    return pattern if _explains_random_rows(rows, pattern) else None
+class _Patterns(Detection):
+    """Of a map's matrix, by products with its rows and, if the transpose was made, columns."""
 
+    def __init__(self, maps: _Maps) -> None:
+        self._maps = maps
+        rows = maps.rows
+        entries = admitted_entries(Settings(), rows.m * rows.n)
+        probes = rows.m // PROBING_SHARE if rows.m >= WORTH_PROBING else 0
+        super().__init__(rows.targets, rows.sources, Budget(probes, probes, entries, entries, looks_again=False))
 
-def _guess_band(maps: _Maps) -> Pattern | None:
-    """The offsets from the diagonal that one product with rows far apart shows, for all rows: a chain, a stencil."""
-    rows = maps.rows
-    if rows.m < WORTH_PROBING or len(rows.sources) != 1 or len(rows.targets) != 1:
-        return None
-    chosen = np.arange(BAND // 2, rows.m, BAND)
-    seed = torch.zeros(rows.m, dtype=torch.float64, device="cpu")
-    seed[torch.from_numpy(chosen)] = direction(chosen.size, 0, PROBE_COTANGENT)
-    reacted = np.flatnonzero((rows.product(seed) != 0).cpu().numpy())
-    offsets = np.unique(reacted - chosen[np.minimum(reacted // BAND, chosen.size - 1)])
-    if maps.symmetric:
-        offsets = np.union1d(offsets, -offsets)
-    if not 0 < offsets.size <= BAND // 2 or rows.m * offsets.size > admitted_entries(Settings(), rows.m * rows.n):
-        return None
-    columns = np.arange(rows.m)[:, None] + offsets
-    within = (columns >= 0) & (columns < rows.n)
-    starts = np.zeros(rows.m + 1, dtype=np.int64)
-    np.cumsum(within.sum(1), out=starts[1:])
-    pattern = Pattern(starts, columns[within], rows.n, "guessed from one product: a band")
-    return pattern if _explains_random_rows(rows, pattern) else None
+    def candidates(self) -> Iterator[Pattern]:
+        """Guesses, then what probing shows."""
+        yield from self.guesses()
+        symmetric = self._maps.symmetric
+        if self._budget.probes:
+            has_columns = not symmetric and self._maps.columns is not None
+            pattern = self.probe(watch_outputs=has_columns, splits_hubs=symmetric)
+            if pattern is not None:
+                yield pattern.with_entries(pattern.columns, pattern.rows()) if symmetric else pattern
 
+    def _guesses(self) -> Iterator[Pattern | None]:
+        rows = self._maps.rows
+        yield sparsity.guess(*self._blocks)
+        if self._budget.probes and len(rows.sources) == len(rows.targets) == 1:
+            yield sparsity.guess_band(self._reacting_inputs, rows.m, rows.n, self._maps.symmetric)
 
-def _explains_random_rows(rows: LinearMap, pattern: Pattern) -> bool:
-    """Whether a product with a random half of the rows reaches no other columns than the pattern says."""
-    seed = direction(rows.m, 0, PROBE_COTANGENT, halved=True)
-    reacted = (rows.product(seed) != 0).cpu().numpy()
-    return sparsity.explains_look(pattern.transposed(), seed.numpy() != 0, reacted)
+    def _explains(self, pattern: Pattern) -> bool:
+        """Whether a product with a random half of the rows reaches no other columns than the pattern says."""
+        seed = direction(pattern.m, 0, PROBE_COTANGENT, halved=True)
+        reacted = (self._maps.rows.product(seed) != 0).cpu().numpy()
+        return sparsity.explains_look(pattern.transposed(), seed.numpy() != 0, reacted)
 
+    def _reacting_outputs(self, moved: Mask) -> Mask:
+        assert self._maps.columns is not None
+        return self._maps.columns.reaction(moved, PROBE_DIRECTION)
 
-def _probe(maps: _Maps) -> Pattern | None:
-    """The pattern that products with random seeds on blocks of rows, or of columns, show."""
-    rows = maps.rows
-    if rows.m < WORTH_PROBING:
-        return None
-    budget, most = rows.m // PROBING_SHARE, admitted_entries(Settings(), rows.m * rows.n)
-
-    def has_room(entries: int) -> bool:
-        return entries <= most
-
-    def refinement(side: LinearMap, stream: int) -> sparsity.Refinement:
-        seed = direction(side.m, 0, stream)
-
-        def respond(chosen: Mask) -> Mask:
-            reacting: Mask = (side.product(torch.where(torch.from_numpy(chosen), seed, 0.0)) != 0).cpu().numpy()
-            return reacting
-
-        return sparsity.Refinement(respond, side.sources, side.n, splits_hubs=maps.symmetric)
-
-    by_rows = refinement(rows, PROBE_COTANGENT)
-    columns = None if maps.symmetric else maps.columns
-    if columns is None:
-        pattern = sparsity.refined(by_rows, None, rows.sources, rows.targets, has_room, budget)
-        pattern = pattern and pattern.transposed()
-    else:
-        by_columns = refinement(columns, PROBE_DIRECTION)
-        pattern = sparsity.refined(by_columns, by_rows, rows.targets, rows.sources, has_room, budget)
-    if pattern is not None and maps.symmetric:
-        pattern = pattern.with_entries(pattern.columns, pattern.rows())
-    return pattern
+    def _reacting_inputs(self, chosen: Mask) -> Mask:
+        return self._maps.rows.reaction(chosen, PROBE_COTANGENT)
 
 
 def _is_certified(rows: LinearMap, pattern: Pattern, values: Tensor) -> bool:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from fastgrad.core import native, torch_private
-from fastgrad.core.random import GRAPH_STREAM, uniform_like
+from fastgrad.core.random import GRAPH_STREAM, direction, uniform_like
 from fastgrad.problem.coordinates import Block, blocks_of
+from fastgrad.structure.sparsity import Mask
 
 Product = Callable[[list[Tensor]], Sequence[Tensor | None]]
 
@@ -67,6 +68,12 @@ class LinearMap:
                 dense = found.detach() if found.layout is torch.strided else found.detach().to_dense()
                 flat.append(dense.reshape(-1).to(self.dtype))
         return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+    def reaction(self, chosen: Mask, stream: int) -> Mask:
+        """The targets that some sources, with random components, reach: shapes (m,) and (n,)."""
+        seed = torch.where(torch.from_numpy(chosen), direction(self.m, 0, stream), 0.0)
+        reacting: Mask = (self.product(seed) != 0).cpu().numpy()
+        return reacting
 
 
 def _elements(tensors: Sequence[Tensor]) -> tuple[Block, ...]:

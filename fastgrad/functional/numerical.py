@@ -86,8 +86,8 @@ def numerical_vjp(func: Func, inputs: Tensors, is_tuple: bool, v: Any, return_er
 
     # Zero times infinity is no error.
     errors = total(torch.where(weights == 0, 0.0, weights.abs() * found.errors))
-    products = _Product(found.inputs, inputs, is_tuple, total(weights * found.values), errors)
-    return products.returned(form(seen.outputs, seen.is_tuple), return_error)
+    output, values = form(seen.outputs, seen.is_tuple), total(weights * found.values)
+    return _product(output, found.inputs, inputs, is_tuple, values, errors if return_error else None)
 
 
 def numerical_jvp(func: Func, inputs: Tensors, tangents: Tensors, return_error: bool) -> Any:
@@ -97,8 +97,8 @@ def numerical_jvp(func: Func, inputs: Tensors, tangents: Tensors, return_error: 
     primals = tuple(value.detach() for value in inputs)
     seen(*(value.clone().requires_grad_() for value in primals))
     blocks, values, errors = derivative_along(seen, primals, tangents)
-    product = _Product(blocks, seen.outputs, seen.is_tuple, values, errors)
-    return product.returned(form(seen.outputs, seen.is_tuple), return_error)
+    output = form(seen.outputs, seen.is_tuple)
+    return _product(output, blocks, seen.outputs, seen.is_tuple, values, errors if return_error else None)
 
 
 def numerical_hessian_product(
@@ -109,7 +109,7 @@ def numerical_hessian_product(
     _check_real(inputs, name)
     flat = torch.cat([tangent.detach().reshape(-1).to(torch.float64) for tangent in tangents])
     output, blocks, values, errors = _second_derivatives(name, func, inputs, flat)
-    return _Product(blocks, inputs, is_tuple, values, errors).returned(output, return_error)
+    return _product(output, blocks, inputs, is_tuple, values, errors if return_error else None)
 
 
 class _Seen:
@@ -130,32 +130,26 @@ class _Seen:
         return outputs
 
 
-class _Product:
-    """Real coordinates and errors of a product, and the tensors that they belong to."""
+def _product(
+    output: Any, blocks: Sequence[Block], like: Tensors, is_tuple: bool, values: Tensor, errors: Tensor | None
+) -> tuple[Any, ...]:
+    """What the function returns: func's output, then what real coordinates are of tensors like these."""
 
-    def __init__(self, blocks: Sequence[Block], like: Tensors, is_tuple: bool, values: Tensor, errors: Tensor) -> None:
-        self._blocks = blocks
-        self._like = like
-        self._is_tuple = is_tuple
-        self._values = values
-        self._errors = errors
-
-    def returned(self, output: Any, return_error: bool) -> tuple[Any, ...]:
-        """With func's output, what the function returns."""
-        product = form(self._unflattened(self._values), self._is_tuple)
-        if not return_error:
-            return output, product
-        errors = (error.abs() for error in self._unflattened(self._errors))
-        return output, product, form(tuple(errors), self._is_tuple)
-
-    def _unflattened(self, coordinates: Tensor) -> Tensors:
+    def unflattened(coordinates: Tensor) -> Tensors:
         """Zeros where a tensor has no coordinates."""
         tensors = [
-            torch.zeros_like(other, requires_grad=False, memory_format=torch.contiguous_format) for other in self._like
+            torch.zeros_like(other, requires_grad=False, memory_format=torch.contiguous_format) for other in like
         ]
-        for block in self._blocks:
+        for block in blocks:
             native.ops.unflatten_(tensors[block.position], coordinates[block.slice])
         return tuple(tensors)
+
+    product = form(unflattened(values), is_tuple)
+    return (
+        (output, product)
+        if errors is None
+        else (output, product, form([error.abs() for error in unflattened(errors)], is_tuple))
+    )
 
 
 def _check_strided(inputs: Tensors, name: str) -> None:

@@ -1,8 +1,13 @@
-"""Where the entries of a problem's Jacobian may be: guesses first, then what evaluations and VJPs tell."""
+"""Where the entries of a matrix may be: guesses first, then what products with its columns and rows tell.
+
+Whatever offers such products is served by one `Detection`: here a problem, whose outputs are watched bit by bit while
+inputs move; in `functional` a linear map.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,6 +17,7 @@ from torch import Tensor
 from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.phases import phase
 from fastgrad.core.random import PROBE_COTANGENT, PROBE_DIRECTION, direction
+from fastgrad.problem.coordinates import Block
 from fastgrad.problem.first_look import FirstLook
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Settings
@@ -44,8 +50,100 @@ class Budget:
     looks_again: bool
 
 
-class Patterns:
-    """Where the entries may be: guesses, and what probes tell."""
+class Detection(ABC):
+    """Patterns of a matrix, of which a subclass says what reacts to a selection of columns, or of rows."""
+
+    def __init__(self, inputs: Sequence[Block], outputs: Sequence[Block], budget: Budget) -> None:
+        self._blocks = inputs, outputs
+        self._n, self._m = (sum(block.size for block in blocks) for blocks in self._blocks)
+        self._budget = budget
+        self._spent = 0
+
+    @abstractmethod
+    def _guesses(self) -> Iterator[Pattern | None]:
+        """What shapes say, and the like."""
+
+    @abstractmethod
+    def _explains(self, pattern: Pattern) -> bool:
+        """Whether nothing that was seen contradicts a pattern."""
+
+    @abstractmethod
+    def _reacting_outputs(self, moved: Mask) -> Mask:
+        """The rows that a product with some columns reaches."""
+
+    @abstractmethod
+    def _reacting_inputs(self, chosen: Mask) -> Mask:
+        """The columns that a product with some rows reaches."""
+
+    @property
+    def _is_steady(self) -> bool:
+        """Whether what is seen comes again."""
+        return True
+
+    @phase("pattern")
+    def guess(self) -> Pattern | None:
+        """The first guess that may be right."""
+        return next(self.guesses(), None)
+
+    def guesses(self) -> Iterator[Pattern]:
+        """All that may be."""
+        return (pattern for pattern in self._guesses() if pattern is not None and self._is_plausible(pattern))
+
+    @phase("pattern")
+    def dense(self) -> Pattern | None:
+        """Every entry, of few rows or columns."""
+        pattern = sparsity.guess_dense(*self._blocks)
+        return pattern if pattern is not None and self._is_plausible(pattern) else None
+
+    @phase("pattern")
+    def probe(
+        self,
+        *,
+        most: int | None = None,
+        watch_outputs: bool = True,
+        watch_gradients: bool = True,
+        splits_hubs: bool = False,
+    ) -> Pattern | None:
+        """What outputs, gradients, or both show when blocks of columns, or of rows, are selected.
+
+        most: how many products it may take; None: as many as may repay.
+        """
+        budget, if_likely = self._budget.probes - self._spent, self._budget.probes_if_likely - self._spent
+        if most is not None:
+            budget, if_likely = min(budget, most), min(if_likely, most)
+        inputs, outputs = self._blocks
+        if sum(map(sparsity.probes_to_arrange, self._blocks)) >= budget or not self._is_steady:
+            return None
+        columns = rows = None
+        try:
+            if watch_outputs:
+                columns = sparsity.Refinement(self._probe_columns, inputs, self._m, splits_hubs)
+            if watch_gradients:
+                rows = sparsity.Refinement(self._probe_rows, outputs, self._n, splits_hubs)
+            return sparsity.refined(columns, rows, inputs, outputs, self._has_room, budget, if_likely)
+        except Exception as error:
+            raise_unless_of_func(error)
+            return None  # one-hot cotangents, or single steps, may not raise
+
+    def _probe_columns(self, moved: Mask) -> Mask:
+        self._spent += 1
+        return self._reacting_outputs(moved)
+
+    def _probe_rows(self, chosen: Mask) -> Mask:
+        self._spent += 1
+        return self._reacting_inputs(chosen)
+
+    def _is_plausible(self, pattern: Pattern) -> bool:
+        """Whether it repays, fits in memory, and explains what was seen."""
+        return self._has_room(pattern.nnz) and self._explains(pattern)
+
+    def _has_room(self, entries: int) -> bool:
+        """Whether a pattern of so many entries may repay, and memory admits it."""
+        return entries <= min(self._budget.paying_entries, self._budget.admitted_entries)
+
+
+class Patterns(Detection):
+    """Of a problem's Jacobian: a product with columns is an evaluation, one with rows a VJP."""
 
     def __init__(
         self,
@@ -56,86 +154,41 @@ class Patterns:
         vjp: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """vjp: that of a cotangent, shapes (1, m) and (1, n); None: of problem."""
+        super().__init__(problem.inputs, problem.outputs, budget)
         self._problem = problem
         self._vjp = vjp or problem.vjp
         self._settings = settings
         self._look = look
         assert look.reacted is not None  # without it there is nothing to refute a guess
         self._reacted = look.reacted
-        self._budget = budget
-        self._spent = 0
         self._base = look.base.view(torch.int64)
 
-    @phase("pattern")
-    def guess(self) -> Pattern | None:
-        """What shapes, or values that are only moved, say."""
-        blocks = self._problem.inputs, self._problem.outputs
-
-        def guesses() -> Iterator[Pattern | None]:
-            yield sparsity.guess(*blocks)
-            if any(block.is_complex for side in blocks for block in side):
-                return  # an entry would be four coordinates
-            yield sparsity.guess_in_order(*blocks)
-            yield sparsity.guess_moved(
-                self._problem.coordinates().cpu().numpy(), self._look.base.cpu().numpy(), self._reacted
-            )
-
-        for pattern in guesses():
-            if pattern is not None and self._is_plausible(pattern):
-                return pattern
-        return None
-
-    @phase("pattern")
-    def dense(self) -> Pattern | None:
-        """Every entry, of few rows or columns."""
-        pattern = sparsity.guess_dense(self._problem.inputs, self._problem.outputs)
-        return pattern if pattern is not None and self._is_plausible(pattern) else None
+    def _guesses(self) -> Iterator[Pattern | None]:
+        yield sparsity.guess(*self._blocks)
+        if any(block.is_complex for side in self._blocks for block in side):
+            return  # an entry would be four coordinates
+        yield sparsity.guess_in_order(*self._blocks)
+        yield sparsity.guess_moved(
+            self._problem.coordinates().cpu().numpy(), self._look.base.cpu().numpy(), self._reacted
+        )
 
     @phase("pattern")
     def decode(self) -> Pattern | None:
         """What the bits of indices say, where each output depends on one element of each input, or the other way."""
         if not self._budget.probes or not self._is_steady:
             return None
-        blocks = self._problem.inputs, self._problem.outputs
         try:
             share = float(self._reacted.mean())
-            pattern = sparsity.decoded(
-                self._reacting_outputs, self._reacting_inputs, *blocks, share, self._budget.probes
-            )
+            pattern = sparsity.decoded(self._probe_columns, self._probe_rows, *self._blocks, share, self._budget.probes)
         except Exception as error:
             raise_unless_of_func(error)
-            return None  # as below
+            return None  # as in `probe`
         return pattern if pattern is not None and self._is_plausible(pattern) else None
 
-    @phase("pattern")
-    def probe(
-        self, *, most: int | None = None, watch_gradients: bool = True, splits_hubs: bool = False
-    ) -> Pattern | None:
-        """What outputs and, with watch_gradients, gradients show when blocks are moved.
-
-        most: how many evaluations and VJPs it may take; None: as many as may repay.
-        """
-        budget, if_likely = self._budget.probes - self._spent, self._budget.probes_if_likely - self._spent
-        if most is not None:
-            budget, if_likely = min(budget, most), min(if_likely, most)
-        problem = self._problem
-        blocks = problem.inputs, problem.outputs
-        if sum(map(sparsity.probes_to_arrange, blocks)) >= budget or not self._is_steady:
-            return None
-        try:
-            columns = sparsity.Refinement(self._reacting_outputs, problem.inputs, problem.m, splits_hubs)
-            rows = None
-            if watch_gradients:
-                rows = sparsity.Refinement(self._reacting_inputs, problem.outputs, problem.n, splits_hubs)
-            return sparsity.refined(columns, rows, *blocks, self._has_room, budget, if_likely)
-        except Exception as error:
-            raise_unless_of_func(error)
-            return None  # one-hot cotangents, or single steps, may not raise
-
-    def _is_plausible(self, pattern: Pattern) -> bool:
-        """Whether it repays, fits in memory, and explains the first look, or another one where that shows nothing."""
+    def _explains(self, pattern: Pattern) -> bool:
+        """Whether it explains the first look, or another one where that shows nothing."""
         moved = self._look.moved
-        if not (self._has_room(pattern.nnz) and sparsity.explains_look(pattern, moved, self._reacted)):
+        if not sparsity.explains_look(pattern, moved, self._reacted):
             return False
         if not pattern.touched(moved).all():
             return True
@@ -145,18 +198,17 @@ class Patterns:
         if not self._budget.looks_again:
             return False
         try:
-            return sparsity.explains_look(pattern, separating, self._reacting_outputs(separating))
+            return sparsity.explains_look(pattern, separating, self._probe_columns(separating))
         except Exception as error:
             raise_unless_of_func(error)
             return False  # it takes single steps only
 
     def _has_room(self, entries: int) -> bool:
-        """Whether a pattern of so many entries may repay, and memory admits it."""
         paying, admitted = self._budget.paying_entries, self._budget.admitted_entries
         if admitted < entries <= paying:
             obstacle = f"memory admits {admitted} entries of a sparse Jacobian that may have {entries}"
             self._look.obstacles.append(obstacle)
-        return entries <= min(paying, admitted)
+        return super()._has_room(entries)
 
     @cached_property
     def _is_steady(self) -> bool:
@@ -173,14 +225,12 @@ class Patterns:
         return direction(self._problem.m, self._settings.seed, PROBE_COTANGENT).to(self._problem.device)
 
     def _reacting_outputs(self, moved: Mask) -> Mask:
-        self._spent += 1
         displacement = torch.where(torch.from_numpy(moved).to(self._problem.device), self._steps, 0.0)
         values = self._problem.evaluate(self._look.record_graph, displacement).view(torch.int64)
         reacting: Mask = (values != self._base).cpu().numpy()
         return reacting
 
     def _reacting_inputs(self, chosen: Mask) -> Mask:
-        self._spent += 1
         rows = torch.where(torch.from_numpy(chosen).to(self._problem.device), self._cotangent, 0.0)
         reacting: Mask = (self._vjp(rows.unsqueeze(0))[0] != 0).cpu().numpy()
         return reacting

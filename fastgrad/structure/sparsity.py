@@ -45,6 +45,10 @@ BEYOND_CHANCE = 6
 HANDFUL = 8
 """Rows, or columns, that are few however many there are."""
 
+BAND = 61
+"""Rows between those whose product shows a band, which must be at most half as wide; prime, so that they fall on
+all places of blocks."""
+
 BLOCKS_BEFORE_GIVING_UP = 32
 """Where rows have many entries, fewer blocks of columns than this reach every row in any case."""
 
@@ -217,6 +221,24 @@ def guess_moved(values: NDArray[np.float64], results: NDArray[np.float64], react
     places = np.minimum(np.searchsorted(ascending, results), values.size - 1)
     known = ascending[places] == results
     return Pattern(_starts(known), order[places[known]], values.size, "guessed from values that are only moved")
+
+
+def guess_band(respond: Callable[[Mask], Mask], m: int, n: int, is_symmetric: bool) -> Pattern | None:
+    """The offsets from the diagonal that one product with rows far apart shows, for all rows: a chain, a stencil.
+
+    respond: maps a selection of rows, shape (m,), to the columns that react.
+    """
+    chosen = np.zeros(m, dtype=np.bool_)
+    chosen[BAND // 2 :: BAND] = True
+    rows, reacted = np.flatnonzero(chosen), np.flatnonzero(respond(chosen))
+    offsets = np.unique(reacted - rows[np.minimum(reacted // BAND, rows.size - 1)])
+    if is_symmetric:
+        offsets = np.union1d(offsets, -offsets)
+    if not 0 < offsets.size <= BAND // 2:
+        return None
+    columns = np.arange(m)[:, None] + offsets
+    within = (columns >= 0) & (columns < n)
+    return Pattern(_starts(within.sum(1)), columns[within], n, "guessed from one product: a band")
 
 
 def decode(
@@ -532,7 +554,7 @@ def _lists(starts: Indices, members: Indices, chosen: Indices) -> tuple[Indices,
 
 
 def refined(
-    columns: Refinement,
+    columns: Refinement | None,
     rows: Refinement | None,
     inputs: Sequence[Block],
     outputs: Sequence[Block],
@@ -544,14 +566,14 @@ def refined(
 
     The two sides take turns, each until it has taken twice as many probes as the other: a Jacobian may
     be hopeless from one side and trivial from the other, and VJPs after evaluations need a new graph. A
-    side that gives up, with most entries possible, ends nothing. Without rows, columns go alone. Once any
+    side that gives up, with most entries possible, ends nothing. A side alone takes all turns. Once any
     block is seen to reach less than the whole, most_if_likely probes are allowed, if that is more.
     """
 
     def spent(side: Refinement) -> int:
         return side.probes + side.next_cost
 
-    sides = [columns] if rows is None else [columns, rows]
+    sides = [side for side in (columns, rows) if side is not None]
     side = min(sides, key=spent)
     n, m = sum(block.size for block in inputs), sum(block.size for block in outputs)
     while True:
@@ -571,9 +593,8 @@ def refined(
     starts, members = best.targets()
     if best is columns:
         starts, members = coloring.transpose(starts, members, m)
-    pattern = Pattern(
-        starts, members, n, f"probed by {columns.probes} evaluations and {rows.probes if rows else 0} VJPs"
-    )
+    probes = (side.probes if side else 0 for side in (columns, rows))
+    pattern = Pattern(starts, members, n, "probed by {} evaluations and {} VJPs".format(*probes))
     return replace(_with_whole_elements(pattern, inputs, outputs), is_numerical=best is columns)
 
 
