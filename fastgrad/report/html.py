@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,9 +35,6 @@ MOST_POINTS = 2000
 """Points from which a figure holds them as a picture, not one by one."""
 
 WRONG, RIGHT = "#d1495b", "#3f88b5"
-INK = "#767676"
-"""Of lines and letters: legible on white and on black."""
-
 _GAUGE_DECADES = 8
 """Powers of ten that the gauges of a check that passed span."""
 
@@ -351,58 +349,7 @@ def _legend(axes: Axes, ink: str) -> None:
     )
 
 
-STYLE = """
-.fastgrad { color-scheme: light dark; --paper: #fff; --ink: #1d2329; --soft: #5c6670; --line: #d8dde2; --tint: #f4f6f8;
-  --passed: #1f7a4d; --failed: #b3263a; --undecided: #8a5a00;
-  background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif;
-  max-width: 62rem; margin: 0 auto; padding: 1.5rem; box-sizing: border-box; text-align: left; }
-@media (prefers-color-scheme: dark) { .fastgrad { --paper: #15191d; --ink: #e4e8ec; --soft: #9aa5b0; --line: #353d45;
-  --tint: #1e2429; --passed: #2c9562; --failed: #cf4257; --undecided: #a8741a; } }
-.fastgrad * { box-sizing: border-box; }
-.fastgrad header { border-radius: 10px; padding: 1rem 1.4rem; color: #fff; background: var(--failed); }
-.fastgrad header.passed { background: var(--passed); }
-.fastgrad header.undecided, .fastgrad header.not-converged { background: var(--undecided); }
-.fastgrad h1 { margin: 0; font-weight: 700; font-size: 1.5rem; line-height: 1.25; color: #fff; }
-.fastgrad header p { margin: .3rem 0 0; }
-.fastgrad h2 { font-weight: 600; font-size: 1.05rem; margin: 1.8rem 0 .5rem; color: var(--ink); }
-.fastgrad p { margin: .4rem 0; }
-.fastgrad .soft { color: var(--soft); }
-.fastgrad .wide { overflow-x: auto; }
-.fastgrad table { border-collapse: collapse; margin: 0; font-size: .92em; color: var(--ink); background: none; }
-.fastgrad th, .fastgrad td { padding: .3rem .9rem .3rem 0; text-align: left; vertical-align: top;
-  border: 0; border-bottom: 1px solid var(--line); font-variant-numeric: tabular-nums; background: none; }
-.fastgrad tr { background: none; }
-.fastgrad th { font-weight: 600; color: var(--soft); white-space: nowrap; }
-.fastgrad td.number, .fastgrad th.number { text-align: right; white-space: nowrap; }
-.fastgrad code, .fastgrad pre { font: .88em/1.5 ui-monospace, "Cascadia Mono", Menlo, Consolas, monospace;
-  color: var(--ink); background: none; }
-.fastgrad pre { background: var(--tint); border-radius: 8px; padding: .8rem 1rem; margin: .5rem 0; overflow-x: auto;
-  white-space: pre-wrap; overflow-wrap: anywhere; }
-.fastgrad ol.causes { list-style: none; margin: 0; padding: 0; }
-.fastgrad ol.causes li { border-left: 4px solid var(--failed); padding: .1rem 0 .1rem .9rem; margin: .7rem 0; }
-.fastgrad .gauge { display: inline-block; width: 6rem; height: .5rem; border-radius: 4px; overflow: hidden;
-  background: var(--line); margin: 0 .4rem; }
-.fastgrad .gauge i { display: block; height: 100%; background: var(--failed); }
-.fastgrad ul.shares { list-style: none; margin: .8rem 0 .3rem; padding: 0; }
-.fastgrad ul.shares .gauge { width: 12rem; }
-.fastgrad ul.shares .gauge i { background: var(--passed); }
-.fastgrad summary { cursor: pointer; font-weight: 600; margin: 1.6rem 0 .4rem; }
-.fastgrad td:first-child { white-space: nowrap; }
-@media (max-width: 40rem) { .fastgrad td:first-child { white-space: normal; min-width: 8rem; }
-  .fastgrad th, .fastgrad td { padding-right: .6rem; } }
-.fastgrad .columns { display: grid; gap: 1.2rem 2.5rem;
-  grid-template-columns: repeat(auto-fit, minmax(min(22rem, 100%), 1fr)); }
-.fastgrad .figures { display: grid; gap: 1.2rem 2.5rem; }
-.fastgrad .maps { display: grid; gap: 1.2rem 2.5rem; margin-bottom: 1.2rem;
-  grid-template-columns: repeat(auto-fit, minmax(min(18rem, 100%), 1fr)); }
-@media (min-width: 50rem) { .fastgrad .figures { grid-template-columns: 1.2fr 1fr; }
-  .fastgrad figure:first-child { grid-row: span 2; } }
-.fastgrad h3 { font-weight: 600; font-size: .95rem; margin: 0 0 .3rem; color: var(--ink); }
-.fastgrad figure { margin: 0; }
-.fastgrad figure svg { width: 100%; height: auto; color: var(--ink); display: block; }
-.fastgrad figcaption { color: var(--soft); font-size: .88em; margin-top: .3rem; }
-@media print { .fastgrad header { print-color-adjust: exact; } }
-""".replace(".fastgrad", ".fastgrad.fastgrad")
+STYLE = Path(__file__).with_name("style.css").read_text().replace(".fastgrad", ".fastgrad.fastgrad")
 """Of a page. The class is named twice in selectors, so that the styles of a notebook around it do not win."""
 
 
@@ -438,7 +385,14 @@ def fragment(report: ReportData) -> str:
         _cost_section(report),
         _reproduction_section(report),
     ]
-    return f'<style>{STYLE}</style>\n<article class="fastgrad">\n{_banner(report)}\n{"".join(sections)}</article>\n'
+    kind = report.verdict.replace(" ", "-")
+    return article(kind, messages.verdict_line(report), sections, _cause_line(report))
+
+
+def article(kind: str, headline: str, sections: Sequence[str], below: str = "") -> str:
+    """What a page shows, with its style: a headline in the color of a kind of verdict, HTML below it, and sections."""
+    banner = f'<header class="{kind}"><h1>{escape(headline)}</h1>{below}</header>'
+    return f'<style>{STYLE}</style>\n<article class="fastgrad">\n{banner}\n{"".join(sections)}</article>\n'
 
 
 def section(title: str, *parts: str) -> str:
@@ -462,13 +416,11 @@ def _sentence(clause: str) -> str:
     return f"{clause[:1].upper()}{clause[1:]}."
 
 
-def _banner(report: ReportData) -> str:
-    cause = ""
-    if report.causes:
-        first = report.causes[0]
-        cause = f"<p>Probable cause: {escape(first.name)}. {escape(_sentence(first.text))}</p>"
-    kind = report.verdict.replace(" ", "-")
-    return f'<header class="{kind}"><h1>{escape(messages.verdict_line(report))}</h1>{cause}</header>'
+def _cause_line(report: ReportData) -> str:
+    if not report.causes:
+        return ""
+    first = report.causes[0]
+    return f"<p>Probable cause: {escape(first.name)}. {escape(_sentence(first.text))}</p>"
 
 
 def _failure_section(report: ReportData) -> str:

@@ -34,6 +34,5 @@ def page(summary: Sequence[str], entries: Sequence[Entry]) -> str:
         html.section("Failing checks", table) if entries else "",
         html.section("Summary", f"<pre>{escape(chr(10).join(summary))}</pre>"),
     ]
-    banner = f'<header class="{"failed" if entries else "passed"}"><h1>{escape(headline)}</h1></header>'
-    body = f'<style>{html.STYLE}</style>\n<article class="fastgrad">\n{banner}\n{"".join(sections)}</article>\n'
+    body = html.article("failed" if entries else "passed", headline, sections)
     return html.document(f"fastgrad: {headline}", body)

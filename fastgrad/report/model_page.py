@@ -33,8 +33,7 @@ def fragment(report: ModelReportData) -> str:
         html.section("Remarks", "".join(f"<p>{escape(one)}</p>" for one in report.remarks)) if report.remarks else "",
         html.section("What it cost", f"<p>{escape(model_text.cost_line(report))}</p>"),
     ]
-    banner = f'<header class="{report.verdict}"><h1>{escape(model_text.headline(report))}</h1></header>'
-    return f'<style>{html.STYLE}</style>\n<article class="fastgrad">\n{banner}\n{"".join(sections)}</article>\n'
+    return html.article(report.verdict, model_text.headline(report), sections)
 
 
 def _table(operations: object) -> str:

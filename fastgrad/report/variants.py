@@ -130,8 +130,7 @@ class VariantsReport(EqualByContent):
             html.section("Remarks", html.table(("variant", "verdict", "why"), said)) if said else "",
             html.section("What it cost", f"<p>{escape(seconds_text(self.seconds))}</p>"),
         ]
-        banner = f'<header class="{"passed" if self.passed else "failed"}"><h1>{escape(self.headline())}</h1></header>'
-        return f'<style>{html.STYLE}</style>\n<article class="fastgrad">\n{banner}\n{"".join(sections)}</article>\n'
+        return html.article("passed" if self.passed else "failed", self.headline(), sections)
 
     @property
     def _ran(self) -> list[VariantRow]:
