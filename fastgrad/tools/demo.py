@@ -10,12 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgrad.api.checkers import gradcheck
-from fastgrad.checks.order import check
-from fastgrad.problem.second_order import Backward, differentiable_outputs, random_grad_outputs
-from fastgrad.report.data import Settings
-from fastgrad.report.report import GradcheckError, Report
-from fastgrad.testing.torch_reference import Outcome, torch_gradcheck
+from fastgrad.report.report import Report
+from fastgrad.testing.patch import Check, ask_both
+from fastgrad.testing.torch_reference import Outcome
 
 
 class SquaredReLU(torch.autograd.Function):
@@ -85,31 +82,25 @@ def main() -> int:
     """Prints the table, then the whole message of the planted error; 0 if all verdicts are as they must be."""
     print(f"{'check':<14} {'operator':<16} {'n':>4} {'m':>4}  {'verdict':<8}{'evals':>6} {'VJPs':>5} {'ms':>8}", end="")
     print(f"   {'torch':<8}{'ms':>9} {'ratio':>6}")
-    as_expected = True
+    as_expected, planted = True, None
     for operator in operators():
-        wrong = operator.name == "planted error"
-        for second_order in (False, True):
-            grads = random_grad_outputs(differentiable_outputs(operator.func(*operator.inputs)), 0, False)
-            func = Backward(operator.func, operator.inputs, grads) if second_order else operator.func
-            inputs = operator.inputs + grads if second_order else operator.inputs
+        for checker in ("gradcheck", "gradgradcheck"):
             for _warm_up_first in range(2):
-                report = check(func, inputs, Settings())
-                torchs = torch_gradcheck(func, inputs)
-            print(_row("gradgradcheck" if second_order else "gradcheck", operator.name, report, torchs))
+                check = ask_both(checker, (operator.func, operator.inputs), {})
+            assert check.report is not None
+            assert check.torch is not None
+            print(_row(operator.name, check, check.report, check.torch))
             # The planted backward is a function like any other: its own derivative is right.
-            as_expected &= report.passed == (torchs.verdict == "passed") == (second_order or not wrong)
-    print("\nThe message of the planted error:\n")
-    try:
-        gradcheck(operators()[-1].func, operators()[-1].inputs)
-    except GradcheckError as error:
-        print(error)
+            wrong = operator.name == "planted error" and checker == "gradcheck"
+            planted = check.ours.error if wrong else planted
+            as_expected &= check.ours.verdict == check.torch.verdict == ("failed" if wrong else "passed")
+    print(f"\nThe message of the planted error:\n\n{planted}")
     return 0 if as_expected else 1
 
 
-def _row(name: str, operator: str, report: Report, torchs: Outcome) -> str:
-    verdicts = {True: "passed", False: "failed"}
+def _row(operator: str, check: Check, report: Report, torchs: Outcome) -> str:
     return (
-        f"{name:<14} {operator:<16} {report.n:>4} {report.m:>4}  {verdicts[report.passed]:<8}{report.evaluations:>6} "
+        f"{check.name:<14} {operator:<16} {report.n:>4} {report.m:>4}  {check.ours.verdict:<8}{report.evaluations:>6} "
         f"{report.vjps:>5} {report.seconds * 1e3:>8.1f}   {torchs.verdict:<8}{torchs.seconds * 1e3:>9.1f} "
         f"{torchs.seconds / report.seconds:>5.1f}x"
     )
