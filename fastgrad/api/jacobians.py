@@ -136,26 +136,27 @@ def analytical_jacobian(
     settings = Settings(seed=seed)
     with Problem(func, as_tuple(inputs)) as problem:
         _check_strided(problem)
-        if not problem.has_graph:
-            return _dense(
-                problem, torch.zeros(problem.m, problem.n, dtype=torch.float64, device=problem.device), layout
-            )
-        if mode == "forward":
+        if mode == "forward" and problem.has_graph:
             return _dense(problem, problem.tangent_columns(0, problem.n)[0].t(), layout)
-        if problem.n and problem.m:
+        if problem.n and problem.m and problem.has_graph:
             from fastgrad.checks.compressed import analytical_entries
 
             found = analytical_entries(problem, settings, first_look(problem, settings))
             if found is not None:
                 return _sparse(problem, found[0].rows, found[0].columns, found[1], layout)
-        rows = torch.zeros(problem.m, problem.n, dtype=torch.float64, device=problem.device)
-        for output in problem.outputs:
-            width = output.width
-            for part in range(width):
-                elements = output.tensor.numel()
-                found_rows, _, _ = problem.analytical_rows(output, part == 1, 0, elements, problem.inputs, 0, 1.0)
-                rows[output.first + part : output.end : width] = found_rows
-        return _dense(problem, rows, layout)
+        return _dense(problem, analytical_matrix(problem), layout)
+
+
+def analytical_matrix(problem: Problem) -> Tensor:
+    """The Jacobian in reverse mode, a VJP per row: float64, shape (m, n)."""
+    matrix = torch.zeros(problem.m, problem.n, dtype=torch.float64, device=problem.device)
+    for output in problem.outputs if problem.has_graph else ():
+        width = output.width
+        for part in range(width):
+            elements = output.size // width
+            rows, _, _ = problem.analytical_rows(output, part == 1, 0, elements, problem.inputs, 0, 1.0)
+            matrix[output.first + part : output.end : width] = rows
+    return matrix
 
 
 def _check_layout(layout: torch.layout) -> None:

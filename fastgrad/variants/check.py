@@ -193,9 +193,8 @@ def _of_exception(variant: Variant, case: Case, error: Exception) -> Outcome:
 def _at_a_made_up_point(case: Case, verdict: VariantVerdict, line: str) -> tuple[VariantVerdict, str]:
     """A verdict counts only if an entry that has a derivative is wrong."""
     func, inputs = case.smooth or (case.func, case.inputs)
-    checked = [i for i, value in enumerate(inputs) if value.requires_grad]
     try:
-        found = examined(func, inputs, checked)
+        found = examined(func, inputs)
     except Exception as error:
         return "undecided", f"it fails here, and next to this point func raises {_first_line(error)}"
     if found is None:
