@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from fastgrad.core.native import ops
+
+Number = TypeVar("Number", int, Tensor)
 
 PIECE = 1 << 15
 """Coordinates at a time where temporaries are to stay in the cache."""
@@ -22,11 +25,23 @@ def pieces(first: int, last: int, device: torch.device) -> Iterator[slice]:
 
 
 def element_number(index: Sequence[int], shape: Sequence[int]) -> int:
-    """The number, in C order, of the element at an index: what `Block.logical_index` undoes."""
+    """The number, in C order, of the element at an index."""
     number = 0
     for place, size in zip(index, shape, strict=True):
         number = number * size + place
     return number
+
+
+def element_index(number: Number, shape: Sequence[int]) -> tuple[Number, ...]:
+    """The index of the element with a number, or of each in a tensor of numbers: what `element_number` undoes.
+
+    torch.unravel_index, of tensors, imports a second's worth of compiler.
+    """
+    index = []
+    for size in reversed(shape):
+        index.append(number % size)
+        number = number // size
+    return tuple(reversed(index))
 
 
 def differ(left: Tensor, right: Tensor, tolerance: float, complex_entries: bool) -> bool:

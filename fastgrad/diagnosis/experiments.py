@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
+from fastgrad.core.tensors import element_number
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Entry, Evidence, Failure, Sample
@@ -67,18 +68,10 @@ class Experiments:
 
     def _coordinates(self, output: Block, block: Block, worst: Entry) -> tuple[int, int]:
         """The first coordinate of the worst entry's input element, and the output's of the failing part."""
-        element = flat_index(worst.input_index, block.tensor.shape)
+        element = element_number(worst.input_index, block.tensor.shape)
         if block.elements is not None:
             element = int((block.elements == element).nonzero()[0])
-        row = output.first + output.width * flat_index(worst.output_index, output.tensor.shape)
+        row = output.first + output.width * element_number(worst.output_index, output.tensor.shape)
         column = block.first + block.width * element
         imaginary = int(self._failure.part == "imaginary")
         return (column + imaginary, row) if self._failure.mode == "forward" else (column, row + imaginary)
-
-
-def flat_index(index: tuple[int, ...], shape: Iterable[int]) -> int:
-    """The number, in C order, of an element."""
-    number = 0
-    for i, size in zip(index, shape, strict=True):
-        number = number * size + i
-    return number

@@ -8,7 +8,8 @@ import torch
 
 from fastgrad.core.precision import spacing
 from fastgrad.core.random import EVIDENCE_STREAM, direction
-from fastgrad.diagnosis.experiments import Experiments, flat_index
+from fastgrad.core.tensors import element_number
+from fastgrad.diagnosis.experiments import Experiments
 from fastgrad.problem.coordinates import Block
 from fastgrad.report.data import Entry, modulus
 from fastgrad.verdict.adjoint_taylor import adjoint
@@ -87,7 +88,7 @@ class FuncExperiments(Experiments):
             tangents, _ = self._problem.tangent_columns(column, block.width)
             value = tangents[:, row].tolist()
         else:
-            element, width = flat_index(worst.output_index, output.tensor.shape), output.width
+            element, width = element_number(worst.output_index, output.tensor.shape), output.width
             value = [
                 self._problem.analytical_rows(output, part == 1, element, 1, [block], 0, 1.0)[0][
                     0, column - block.first
@@ -108,7 +109,7 @@ class FuncExperiments(Experiments):
         else:
             other = self._failure.part != "imaginary"
             row += 1 if other else -1
-            element = flat_index(worst.output_index, output.tensor.shape)
+            element = element_number(worst.output_index, output.tensor.shape)
             gradient, _, _ = self._problem.analytical_rows(output, other, element, 1, [block], 0, 1.0)
             columns = self._problem.difference_columns(column, block.width, self._settings.eps, self._record)
             own = slice(column - block.first, column - block.first + block.width)

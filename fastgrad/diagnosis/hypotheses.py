@@ -17,7 +17,7 @@ from fastgrad.core import native
 from fastgrad.core.random import EVIDENCE_STREAM, direction
 from fastgrad.diagnosis.autograd_graph import depends_on
 from fastgrad.diagnosis.constant_parts import ConstantPart, ConstantParts, HeldConstant
-from fastgrad.diagnosis.rearrangements import ADJOINT, MOST_SHIFTS, Rearrangement, rearrangements
+from fastgrad.diagnosis.rearrangements import ADJOINT, MOST_SHIFTS, Rearrangement, Side, rearrangements
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import CauseName, Explanation
@@ -77,7 +77,7 @@ class Hypotheses:
         """Whether the gradient is right once nothing that the other inputs were computed from is followed back."""
         problem, block = self._problem, self._input
         dependent = [other for other in problem.inputs if depends_on(other.tensor, block.tensor)]
-        if not dependent or not self._tell:
+        if not dependent:
             return None
         leaf = block.tensor.detach().clone().requires_grad_()
         names = ", ".join(self._name_of(other) for other in dependent)
@@ -92,8 +92,6 @@ class Hypotheses:
         """Whether the gradient is that of another input of the same shape."""
         block = self._input
         others = [other for other in self._problem.inputs if other is not block and _same_elements(other, block)]
-        if not others or not self._tell:
-            return None
         for other in others[:MOST_INPUTS]:
 
             def of_other(one: _Vectors, other: Block = other) -> Sums:
@@ -126,7 +124,7 @@ class Hypotheses:
     def multiplied(self) -> Explanation | None:
         """Whether the gradient lacks an input as a factor, or has it once too often; takes no more calls."""
         output, block = self._output, self._input
-        if block.elements is not None or output.width != 1 or not self._tell:
+        if block.elements is not None or output.width != 1:
             return None
         x = self._problem.coordinates()
         for factor in self._problem.inputs[:MOST_INPUTS]:
@@ -155,7 +153,7 @@ class Hypotheses:
     def result_for_input(self) -> Explanation | None:
         """Whether backward takes the input for the result: it is right where the input has the result's value."""
         output, block = self._output, self._input
-        if not _same_elements(output, block) or not self._tell:
+        if not _same_elements(output, block):
             return None
         result = self._problem.base()[output.first :][: output.size].reshape(block.tensor.shape)
         leaf = result.to(block.tensor.dtype).requires_grad_()
@@ -173,23 +171,20 @@ class Hypotheses:
             return None
         output, block = self._output, self._input
         most = min(MOST_SHIFTS, max(16, MOST_SHIFTS * 4096 // max(output.size, block.size)))
-        if block.elements is None:
-            for rearrangement in rearrangements(tuple(block.tensor.shape), "input", most):
+        sides: tuple[tuple[Side, Block], ...] = ("input", block), ("output", output)
+        for side, own in sides:
+            if own.elements is not None:
+                continue
+            for rearrangement in rearrangements(tuple(own.tensor.shape), side, most):
 
-                def on_input(one: _Vectors, r: Rearrangement = rearrangement) -> Sums:
-                    return _moved(one.u, block, r) * one.gradient, one.v * one.slope
+                def moved(one: _Vectors, own: Block = own, r: Rearrangement = rearrangement) -> Sums:
+                    if own is block:
+                        return _moved(one.u, own, r) * one.gradient, one.v * one.slope
+                    return one.u * one.gradient, one.v * _moved(one.slope, own, r)
 
-                found = self._explained(rearrangement.name, rearrangement.text, on_input)
+                found = self._explained(rearrangement.name, rearrangement.text, moved)
                 if found is not None:
                     return found
-        for rearrangement in rearrangements(tuple(output.tensor.shape), "output", most):
-
-            def on_output(one: _Vectors, r: Rearrangement = rearrangement) -> Sums:
-                return one.u * one.gradient, one.v * _moved(one.slope, output, r)
-
-            found = self._explained(rearrangement.name, rearrangement.text, on_output)
-            if found is not None:
-                return found
         if (
             output.tensor.shape != block.tensor.shape
             or not output.width == block.width == 1
@@ -200,8 +195,6 @@ class Hypotheses:
 
     def elsewhere(self, left: Callable[[], int]) -> Explanation | None:
         """Whether the gradient is right at a point that a saved tensor may have been changed to, or taken from."""
-        if not self._tell:
-            return None
         for name, away in self._points():
             if left() < 4:
                 return None
@@ -221,7 +214,7 @@ class Hypotheses:
     def cut(self) -> Explanation | None:
         """Whether the gradient is right if the results of operators that end recording, detach() say, are constants."""
         cuts = self._constants.cuts
-        if not cuts or not self._tell:
+        if not cuts:
             return None
         return self._constant(cuts, f"autograd takes {_all_of(cuts)} for a constant")
 
@@ -281,7 +274,9 @@ class Hypotheses:
         return all(_relative_difference(one.u * one.gradient, one.v * one.slope) > 100 * NEAR for one in self._vectors)
 
     def _explained(self, name: CauseName, text: str, sums: Callable[[_Vectors], Sums]) -> Explanation | None:
-        """The hypothesis, where its sums are equal for all vectors."""
+        """The hypothesis, where the gradient is wrong and its sums are equal for all vectors."""
+        if not self._tell:
+            return None
         error = 0.0
         for one in self._vectors:
             difference = _relative_difference(*sums(one))

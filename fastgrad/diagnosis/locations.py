@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fastgrad.core.tensors import element_index
 from fastgrad.report.data import Cause, CauseName, Sample, Tolerances
 
 CHANCE = 0.1
@@ -48,7 +49,7 @@ class _Places:
     @property
     def index(self) -> Tensor:
         """Multi-indices, shape (elements, dimensions)."""
-        return torch.stack(_unraveled(self.elements, self.shape), 1)
+        return torch.stack(element_index(self.elements, self.shape), 1)
 
     def chance(self) -> float:
         """How often as many wrong elements would be those of one given rule by chance."""
@@ -90,21 +91,12 @@ def _places(sample: Sample, side: str, settings: Tolerances) -> _Places | None:
     return _Places(side, shape, unique, bad, values, excess, _mixing(sample, nonzero), share, (count, failing.numel()))
 
 
-def _unraveled(elements: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
-    """The indices of elements along each dimension; torch.unravel_index imports a second's worth of compiler."""
-    found = []
-    for size in reversed(shape):
-        found.append(elements % size)
-        elements = elements // size
-    return found[::-1]
-
-
 def _mixing(sample: Sample, nonzero: Tensor) -> frozenset[int] | None:
     """Dimensions along which outputs depend on inputs at other places; None where the sides have other dimensions."""
     if len(sample.input_shape) != len(sample.output_shape):
         return None
-    ins = _unraveled(sample.inputs[nonzero], sample.input_shape)
-    outs = _unraveled(sample.outputs[nonzero], sample.output_shape)
+    ins = element_index(sample.inputs[nonzero], sample.input_shape)
+    outs = element_index(sample.outputs[nonzero], sample.output_shape)
     return frozenset(dim for dim, (i, o) in enumerate(zip(ins, outs, strict=True)) if bool((i != o).any()))
 
 

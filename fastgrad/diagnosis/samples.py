@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fastgrad.core.random import EVIDENCE_STREAM, direction
-from fastgrad.diagnosis.experiments import Experiments, flat_index
+from fastgrad.core.tensors import element_index, element_number
+from fastgrad.diagnosis.experiments import Experiments
 from fastgrad.problem.coordinates import Block
 from fastgrad.report.data import Comparison, Entry, Sample
 
@@ -72,7 +73,7 @@ class Samples(Experiments):
 
     def _part(self, output: Block, block: Block, worst: Entry) -> Sample:
         """The entries in some columns and rows: those of the worst entry, its neighbors and likely borders."""
-        places = flat_index(worst.input_index, block.tensor.shape)
+        places = element_number(worst.input_index, block.tensor.shape)
         chosen = list(_around(places, tuple(block.tensor.shape), self._settings.seed))
         if block.elements is not None:
             where = {int(element): k for k, element in enumerate(block.elements.tolist())}
@@ -82,7 +83,7 @@ class Samples(Experiments):
         chosen = chosen[:count]
         numerical = self._entries(self._columns(block, chosen), output, block)
         # The outputs that the chosen elements matter most for: where a Jacobian is sparse, nothing else says anything.
-        row = flat_index(worst.output_index, output.tensor.shape)
+        row = element_number(worst.output_index, output.tensor.shape)
         sizes = numerical.abs().nan_to_num(0.0)
         rows = [row, *sizes.argmax(0).tolist(), *_around(row, tuple(output.tensor.shape), self._settings.seed)]
         rows = list(dict.fromkeys(rows))[: max(2 * count, min(MOST_ROWS, budget // 2))]
@@ -164,15 +165,11 @@ class Samples(Experiments):
 
 def _around(element: int, shape: tuple[int, ...], seed: int) -> Iterator[int]:
     """An element, its neighbors along each dimension, the ends, where tails of blocks begin, and random others."""
-    index = []
-    for size in reversed(shape):
-        index.append(element % size)
-        element //= size
-    index.reverse()
+    index = element_index(element, shape)
     seen: set[tuple[int, ...]] = set()
 
     def places() -> Iterator[tuple[int, ...]]:
-        yield tuple(index)
+        yield index
         along: list[list[int]] = []
         for dim, size in enumerate(shape):
             here, block = index[dim], 8
@@ -192,7 +189,7 @@ def _around(element: int, shape: tuple[int, ...], seed: int) -> Iterator[int]:
     for place in places():
         if place not in seen:
             seen.add(place)
-            yield flat_index(place, shape)
+            yield element_number(place, shape)
 
 
 def _elements(coordinates: Tensor, block: Block) -> Tensor:

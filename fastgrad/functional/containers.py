@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fastgrad.core.tensors import element_index
 from fastgrad.functional.compressed import Entries
 
 Tensors = tuple[Tensor, ...]
@@ -98,19 +99,11 @@ def zeros(output: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
 
 def sparse_part(rows: Tensor, columns: Tensor, values: Tensor, output: torch.Size, value: torch.Size) -> Tensor:
     """A COO tensor of shape (*output, *value) from the entries of a matrix of elements, row by row, columns rising."""
-    indices = [*_unraveled(rows, output), *_unraveled(columns, value)]
+    indices = [*element_index(rows, output), *element_index(columns, value)]
     where = torch.stack(indices) if indices else rows.new_empty(0, values.numel())
     return torch.sparse_coo_tensor(
         where, values, (*output, *value), device=values.device, is_coalesced=True, check_invariants=False
     )
-
-
-def _unraveled(flat: Tensor, shape: torch.Size) -> list[Tensor]:
-    indices = []
-    for size in reversed(shape):
-        indices.append(flat % size)
-        flat = flat // size
-    return indices[::-1]
 
 
 def is_sparse_enough(found: Entries, sparse: Sparse) -> bool:

@@ -180,20 +180,9 @@ class Comparison:
     def entry(self, probe: int, coordinate: int) -> RoundedEntry:
         """One component of one VJP, for a report."""
         block = block_with(self._problem.inputs, coordinate)
-        row = int(self._probes.rows[probe])
-        output = block_with(self._problem.outputs, row) if row >= 0 else None
-        return RoundedEntry(
-            output=None if output is None else output.index,
-            output_position=None if output is None else output.position,
-            output_index=None if output is None else output.index_at(row),
-            input=block.index,
-            input_position=block.position,
-            input_index=block.index_at(coordinate),
-            found=_element(self.low[probe], coordinate, block),
-            expected=_element(self.exact[probe], coordinate, block),
-            allowed=float(self.limit[probe, coordinate]),
-            unit=unit_roundoff(block.tensor.dtype),
-        )
+        found, exact = (_element(vectors[probe], coordinate, block) for vectors in (self.low, self.exact))
+        row, limit = int(self._probes.rows[probe]), float(self.limit[probe, coordinate])
+        return rounded_entry(self._problem, row, coordinate, found, exact, limit)
 
     def smallest_errors(self) -> tuple[float, float, float] | None:
         """Relative errors that would have been found for certain, in half, and in nine of ten significant entries.
@@ -245,6 +234,26 @@ class Comparison:
             return 0.0, 0.0, 0.0
         mean = float(torch.where(usable, weight * error * exact, 0.0).sum()) / total
         return mean, total, total**2 / float(squares.square().sum())
+
+
+def rounded_entry(
+    problem: Problem, row: int, coordinate: int, found: complex, expected: complex, allowed: float
+) -> RoundedEntry:
+    """An entry of the Jacobian, or a component of another VJP where row is negative, for a report."""
+    block = block_with(problem.inputs, coordinate)
+    output = block_with(problem.outputs, row) if row >= 0 else None
+    return RoundedEntry(
+        output=None if output is None else output.index,
+        output_position=None if output is None else output.position,
+        output_index=None if output is None else output.index_at(row),
+        input=block.index,
+        input_position=block.position,
+        input_index=block.index_at(coordinate),
+        found=found,
+        expected=expected,
+        allowed=allowed,
+        unit=unit_roundoff(block.tensor.dtype),
+    )
 
 
 def _largest(blocks: tuple[Block, ...], device: torch.device) -> Tensor:

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from fastgrad.core.native import Layout
 from fastgrad.lowprecision import differences
-from fastgrad.lowprecision.comparison import Comparison
+from fastgrad.lowprecision.comparison import Comparison, rounded_entry
 from fastgrad.lowprecision.probes import FACTOR, LAYOUTS, SCALED, Probes, one_row, row_behind
 from fastgrad.lowprecision.reference import Products
-from fastgrad.lowprecision.rounding import unit_roundoff
 from fastgrad.problem.coordinates import Block, block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Cause, Failure, LowPrecision, RoundedEntry
@@ -147,21 +146,10 @@ def _judge_not_finite(problem: Problem, found: differences.NotFinite, products: 
 
 def _entry_by_differences(problem: Problem, row: int, coordinate: int, finding: differences.Finding) -> RoundedEntry:
     """The entry of a row that differs, for a report."""
-    block, output = block_with(problem.inputs, coordinate), block_with(problem.outputs, row)
     value = float(problem.vjp(one_row(problem, row).cotangents)[0, coordinate])
     known = value if math.isfinite(value) else 0.0
-    return RoundedEntry(
-        output=output.index,
-        output_position=output.position,
-        output_index=output.index_at(row),
-        input=block.index,
-        input_position=block.position,
-        input_index=block.index_at(coordinate),
-        found=value,
-        expected=known + finding.error / finding.step,
-        allowed=finding.allowed / finding.step,
-        unit=unit_roundoff(block.tensor.dtype),
-    )
+    expected, allowed = known + finding.error / finding.step, finding.allowed / finding.step
+    return rounded_entry(problem, row, coordinate, value, expected, allowed)
 
 
 def _forwards_differ(problem: Problem, products: Products, coordinate: int, ratio: float, outcome: Outcome) -> None:

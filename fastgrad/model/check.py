@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import inspect
-import platform
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from fastgrad._version import __version__
 from fastgrad.api.checkers import gradcheck
 from fastgrad.api.settings import settings_of
+from fastgrad.checks.order import environment
 from fastgrad.core.memory import free_bytes
 from fastgrad.core.torch_private import hidden_from_dynamo
 from fastgrad.model.between import Between, at, record
@@ -27,7 +25,7 @@ from fastgrad.model.operations import SCREEN_ERROR, check_operation
 from fastgrad.model.recorder import Recorder
 from fastgrad.model.step import Step
 from fastgrad.problem.arguments import as_tuple
-from fastgrad.report.data import Environment, Settings
+from fastgrad.report.data import Settings
 from fastgrad.report.model import ModelReport
 from fastgrad.report.model_data import EndToEnd, Finding, Operation
 
@@ -144,7 +142,7 @@ def _checked(step: Step, settings: Settings, limit: int, start: float) -> ModelR
         tuple(dict.fromkeys(remarks + between.remarks)),
         step_seconds,
         time.perf_counter() - start,
-        Environment(__version__, torch.__version__, platform.python_version(), str(device)),
+        environment(device),
     )
 
 

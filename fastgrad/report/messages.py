@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from fastgrad.report import rounding_text
 from fastgrad.report.data import (
@@ -20,6 +19,7 @@ from fastgrad.report.data import (
     Span,
     Subject,
 )
+from fastgrad.report.rounding_text import index_text
 
 _UNDEFINED_NOTE = (
     "An undefined grad_output reaches backward as None, or as zeros where ctx.set_materialize_grads(True) is in force, "
@@ -468,7 +468,7 @@ def _details(report: ReportData, failure: Failure, comparison: Comparison) -> li
 
 def entry_name(names: tuple[str, str], entry: Entry) -> str:
     """An entry as a derivative: d out0[3, 17] / d in1[5, 2], say; names as from `names_of`."""
-    return f"d {names[0]}{_index(entry.output_index)} / d {names[1]}{_index(entry.input_index)}"
+    return f"d {names[0]}{index_text(entry.output_index)} / d {names[1]}{index_text(entry.input_index)}"
 
 
 def numerical_text(entry: Entry) -> str:
@@ -518,10 +518,6 @@ def _positions(report: ReportData, failure: Failure) -> list[str]:
     if failure.input is not None and failure.input != failure.input_position:
         places.append(f"input {failure.input} is argument {failure.input_position} of func")
     return [f"  where      {'; '.join(places)} (tensors without gradients are not counted)"] if places else []
-
-
-def _index(index: Sequence[int]) -> str:
-    return f"[{', '.join(str(i) for i in index)}]" if index else ""
 
 
 def _count(number: int, noun: str) -> str:

@@ -72,9 +72,9 @@ def key_phrase(kind: FailureKind, precision: LowPrecision | None) -> str:
 def details(precision: LowPrecision, worst: RoundedEntry, names: tuple[str, str], detail: str) -> list[str]:
     """The worst entry, and what it was compared with."""
     if worst.output_index is None:
-        name = f"gradient of {names[1]}{_index(worst.input_index)} for a dense grad_output"
+        name = f"gradient of {names[1]}{index_text(worst.input_index)} for a dense grad_output"
     else:
-        name = f"d {names[0]}{_index(worst.output_index)} / d {names[1]}{_index(worst.input_index)}"
+        name = f"d {names[0]}{index_text(worst.output_index)} / d {names[1]}{index_text(worst.input_index)}"
     found = [f"  worst      {name}   found {worst.found:.6g}   expected {worst.expected:.6g}"]
     found.append(f"             {_sizes(worst)}")
     if detail:
@@ -98,7 +98,8 @@ def _dtypes(precision: LowPrecision) -> str:
     return ", ".join(precision.dtypes)
 
 
-def _index(index: Sequence[int]) -> str:
+def index_text(index: Sequence[int]) -> str:
+    """An index in brackets; nothing of a tensor without dimensions."""
     return f"[{', '.join(str(i) for i in index)}]" if index else ""
 
 

@@ -13,10 +13,11 @@ from types import FunctionType
 from typing import Any, TypeGuard
 
 from fastgrad.api import checkers
+from fastgrad.core.random import RandomState
 from fastgrad.core.torch_private import hidden_from_dynamo
 from fastgrad.report.report import Report
 from fastgrad.testing import torch_reference
-from fastgrad.testing.torch_reference import Outcome, RandomState, outcome_of
+from fastgrad.testing.torch_reference import Outcome, outcome_of
 
 
 @dataclass(frozen=True)

@@ -82,20 +82,6 @@ def torch_gradgradcheck(func: Callable[..., Any], inputs: Any, grad_outputs: Any
         return outcome_of(check)
 
 
-class RandomState:
-    """The state of torch's generators, of the CPU and of the CUDA devices in use, when this was made."""
-
-    def __init__(self) -> None:
-        self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-
-    def restore(self) -> None:
-        """Puts the generators back."""
-        torch.set_rng_state(self._cpu)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
-
-
 @contextmanager
 def _asked() -> Iterator[None]:
     token = _asking.set(True)
