@@ -196,12 +196,24 @@ class Ranks:
 
     @without_the_store_a_rank_error
     def _push(self, rank: int, value: Any) -> None:
-        key, data = f"{self.rank} to {rank}, {self._sent[rank]}", pickle.dumps(value)
+        self._write(f"{self.rank} to {rank}, {self._sent[rank]}", pickle.dumps(value))
+        self._sent[rank] += 1
+
+    def _write(self, key: str, data: bytes) -> None:
+        """Puts a message into the store: its first entry says how many follow, and is there last."""
         others = range(MOST_BYTES, len(data), MOST_BYTES)
         for i, begin in enumerate(others):
             self._store.set(f"{key}, {i}", data[begin : begin + MOST_BYTES])
         self._store.set(key, len(others).to_bytes(_COUNT_BYTES, "big") + data[:MOST_BYTES])
-        self._sent[rank] += 1
+
+    def _read(self, key: str, first: bytes) -> bytes:
+        """The message that a first entry begins."""
+        return b"".join([first[_COUNT_BYTES:], *map(self._store.get, _further(key, first))])
+
+    def _delete_rest(self, key: str, first: bytes) -> None:
+        """Deletes the further entries of a message."""
+        for other in _further(key, first):
+            self._store.delete_key(other)
 
     @without_the_store_a_rank_error
     def _pop(self, rank: int) -> Any:
@@ -217,10 +229,8 @@ class Ranks:
             raise _NothingCameError from error
         if len(value) > _WORTH_DELETING:
             self._store.delete_key(key)
-        data = value[_COUNT_BYTES:]
-        for i in range(int.from_bytes(value[:_COUNT_BYTES], "big")):
-            data += self._store.get(f"{key}, {i}")
-            self._store.delete_key(f"{key}, {i}")
+        data = self._read(key, value)
+        self._delete_rest(key, value)
         self._received[rank] += 1
         return pickle.loads(data)
 
@@ -239,3 +249,8 @@ class Ranks:
         looking.start()
         looking.join(2 * _ALIVE_EVERY)
         return found[0] if found else None
+
+
+def _further(key: str, first: bytes) -> list[str]:
+    """The keys of the entries that follow the first one of a message."""
+    return [f"{key}, {i}" for i in range(int.from_bytes(first[:_COUNT_BYTES], "big"))]

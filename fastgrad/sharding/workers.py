@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastgrad.core.errors import PACKAGE
-from fastgrad.core.ranks import MOST_BYTES, RankError, Ranks, Trouble, trouble, without_the_store_a_rank_error
+from fastgrad.core.ranks import RankError, Ranks, Trouble, trouble, without_the_store_a_rank_error
 from fastgrad.report.report import Report
 
 _START_SECONDS = 15.0
@@ -213,11 +213,11 @@ class Workers(Ranks):
     def _forget(self, number: int) -> None:
         """Frees what the store holds of some work that is done, which may be much."""
         key = f"work {number}"
-        found = pickle.loads(self._store.get(key))
-        self._store.set(key, pickle.dumps(0))
+        first = self._store.get(key)
+        self._put(key, None)
         # A rank that is late may be about to read them.
-        if isinstance(found, _Segments) and self._store.add(f"{key} was read", 0) == self.count - 1:
-            self._delete_segments(key, found)
+        if self._store.add(f"{key} was read", 0) == self.count - 1:
+            self._delete_rest(key, first)
 
     def _next_part(self, number: int, count: int = 1) -> int:
         """The next part of some work that nobody has begun; count: how many are then begun, or given up."""
@@ -228,7 +228,7 @@ class Workers(Ranks):
         for number in itertools.count():
             found = self._get(f"work {number}")
             if isinstance(found, Report):
-                self._store.set(f"{self.rank} is done", pickle.dumps(0))
+                self._put(f"{self.rank} is done", None)
                 with suppress(dist.DistNetworkError):  # rank 0 may end with the store, once all are done
                     self._wait("all are done")
                 return found
@@ -251,30 +251,16 @@ class Workers(Ranks):
     def _put(self, key: str, value: Any) -> None:
         file = io.BytesIO()
         _Pickler(file, protocol=5).dump(value)
-        data = file.getvalue()
-        if len(data) <= MOST_BYTES:
-            self._store.set(key, data)
-            return
-        segments = range(0, len(data), MOST_BYTES)
-        for i, begin in enumerate(segments):
-            self._store.set(f"{key} {i}", data[begin : begin + MOST_BYTES])
-        self._store.set(key, pickle.dumps(_Segments(len(segments))))
+        self._write(key, file.getvalue())
 
     def _get(self, key: str) -> Any:
         """What a key holds, as soon as it does."""
-        value = pickle.loads(self._wait(key))
-        if not isinstance(value, _Segments):
-            if key.startswith("part"):
-                self._store.delete_key(key)
-            return value
-        data = b"".join(self._store.get(f"{key} {i}") for i in range(value.count))
+        first = self._wait(key)
+        value = pickle.loads(self._read(key, first))
         if key.startswith("part"):
-            self._delete_segments(key, value)
-        return pickle.loads(data)
-
-    def _delete_segments(self, key: str, segments: _Segments) -> None:
-        for i in range(segments.count):
-            self._store.delete_key(f"{key} {i}")
+            self._delete_rest(key, first)
+            self._store.delete_key(key)
+        return value
 
     def _wait(self, key: str) -> bytes:
         begin = looked = time.monotonic()
@@ -331,13 +317,6 @@ class _Pickler(pickle.Pickler):
         if type(value) is Tensor and value.dtype in (torch.float64, torch.int64) and not value.requires_grad:
             return torch.from_numpy, (value.cpu().numpy(),)
         return NotImplemented
-
-
-@dataclass(frozen=True)
-class _Segments:
-    """In place of a value that lies in so many messages."""
-
-    count: int
 
 
 def _alive_key(rank: int) -> str:
