@@ -213,7 +213,7 @@ class Recorder(torch_private.EagerDispatchMode):  # type: ignore[no-untyped-call
             )
         if func._schema.is_mutable and tensors:
             where = f"{_name_of(func)} at {self.places.text()}"
-            self.saved.note_writes(_written(func, args, kwargs), where)
+            self.saved.note_writes(torch_private.tensors_in(_written(func, args, kwargs)), where)
         for number, output in enumerate(outputs):
             self._follow(output, mask, (call, number) if call else None)
         self.saved.events += 1
@@ -324,12 +324,8 @@ class Recorder(torch_private.EagerDispatchMode):  # type: ignore[no-untyped-call
             call.random = True
         else:
             call.random = torch.Tag.nondeterministic_seeded in target.tags
-            schema = target._schema.arguments
-            args, kwargs = rebuild(iter(range(len(tensors)))) if rebuild is not None else ((), {})
-            values = [*zip(schema, args, strict=False), *((one, kwargs.get(one.name)) for one in schema[len(args) :])]
-            for argument, value in values:
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    call.written |= {value} if isinstance(value, int) else set()
+            numbers = rebuild(iter(range(len(tensors)))) if rebuild is not None else ((), {})
+            call.written = {number for number in _written(target, *numbers) if isinstance(number, int)}
         return call
 
     def _pack(self, tensor: Tensor) -> Saved:
@@ -367,15 +363,11 @@ def _is_detach(func: Any) -> bool:
     return func in (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
 
 
-def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
+def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that an operator writes to."""
     schema = func._schema.arguments
     values = [*zip(schema, args, strict=False), *((one, kwargs.get(one.name)) for one in schema[len(args) :])]
-    return [
-        tensor
-        for argument, value in values
-        if argument.alias_info is not None and argument.alias_info.is_write
-        for tensor in torch_private.tensors_in(value)
-    ]
+    return [value for argument, value in values if argument.alias_info is not None and argument.alias_info.is_write]
 
 
 def _version(tensor: Tensor) -> int:
