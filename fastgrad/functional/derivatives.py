@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -600,44 +600,47 @@ def _rows_by_torch(outputs: Tensors, inputs: Tensors, options: _Options) -> Rows
             )
 
 
+Piece = TypeVar("Piece")
+
+
+def _collected(
+    blocks: Rows, outputs: Tensors, inputs: Tensors, piece: Callable[[int, Tensor], Piece]
+) -> Iterator[list[tuple[Tensor, Tensor, list[Piece]]]]:
+    """For each output and input, what is made of the first element and the rows of each block."""
+    pieces: list[list[list[Piece]]] = [[[] for _ in inputs] for _ in outputs]
+    for o, first, rows in blocks:
+        for own, row in zip(pieces[o], rows, strict=True):
+            own.append(piece(first, row))
+    for output, of_output in zip(outputs, pieces, strict=True):
+        yield [(output, value, own) for value, own in zip(inputs, of_output, strict=True)]
+
+
 def _recorded(blocks: Rows, outputs: Tensors, inputs: Tensors, options: _Options) -> Parts:
     """Parts that are differentiable with create_graph, and of the kind of the rows."""
-    rows: list[list[list[Tensor]]] = [[[] for _ in inputs] for _ in outputs]
-    for o, _, found in blocks:
-        for own, row in zip(rows[o], found, strict=True):
-            own.append(row)
 
-    def part(output: Tensor, value: Tensor, own: list[Tensor]) -> Tensor:
-        if not own:
+    def part(output: Tensor, value: Tensor, rows: list[Tensor]) -> Tensor:
+        if not rows:
             return zeros(output, value, value.dtype)
-        whole = torch.cat(own).reshape((*output.shape, *value.shape))
+        whole = torch.cat(rows).reshape((*output.shape, *value.shape))
         whole = whole if options.create_graph else whole.detach()
         return whole.to_sparse() if options.sparse is True else whole
 
-    return [
-        [part(output, value, own) for value, own in zip(inputs, of_output, strict=True)]
-        for output, of_output in zip(outputs, rows, strict=True)
-    ]
+    return [[part(*one) for one in row] for row in _collected(blocks, outputs, inputs, lambda _, rows: rows)]
 
 
 def _sparse_rows(blocks: Rows, outputs: Tensors, inputs: Tensors) -> Parts:
     """Rows as they come, without their zeros."""
-    indices: list[list[list[Tensor]]] = [[[] for _ in inputs] for _ in outputs]
-    values: list[list[list[Tensor]]] = [[[] for _ in inputs] for _ in outputs]
-    for o, first, rows in blocks:
-        for k, row in enumerate(rows):
-            where = row.nonzero().t()
-            values[o][k].append(row[where[0], where[1]].to(inputs[k].dtype))
-            where[0] += first
-            indices[o][k].append(where)
 
-    def part(o: int, k: int) -> Tensor:
-        none = torch.empty(2, 0, dtype=torch.int64, device=inputs[k].device)
-        where = torch.cat([none, *indices[o][k]], 1)
-        found = torch.cat([inputs[k].detach().new_empty(0).reshape(0), *values[o][k]])
-        return sparse_part(where[0], where[1], found, outputs[o].shape, inputs[k].shape)
+    def entries(first: int, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        i, j = rows.nonzero(as_tuple=True)
+        return i + first, j, rows[i, j]
 
-    return [[part(o, k) for k in range(len(inputs))] for o in range(len(outputs))]
+    def part(output: Tensor, value: Tensor, found: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
+        none = torch.empty(0, dtype=torch.int64, device=value.device)
+        i, j, values = (torch.cat(side) for side in zip((none, none, none), *found, strict=True))
+        return sparse_part(i, j, values.to(value.dtype), output.shape, value.shape)
+
+    return [[part(*one) for one in row] for row in _collected(blocks, outputs, inputs, entries)]
 
 
 def _forward(name: str, func: Func, given: Tensors, options: _Options, symmetric: bool = False) -> tuple[bool, Parts]:
