@@ -19,10 +19,11 @@ from torch import Tensor
 from fastgrad.checks.compressed import numerical_entries
 from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.precision import spacing
+from fastgrad.engines.compressed import Compression
 from fastgrad.engines.plan import COLUMNS_WORTH_PROBING
 from fastgrad.engines.ridders import extrapolate, refine
 from fastgrad.problem.coordinates import Block
-from fastgrad.problem.first_look import FirstLook, first_look
+from fastgrad.problem.first_look import first_look
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Settings
 
@@ -63,31 +64,26 @@ def jacobian_by_differences(func: Callable[..., Any], inputs: Sequence[Tensor]) 
     with _problem(func, inputs) as problem:
         # A refined column takes forty evaluations: any structure repays them.
         settings = Settings(engine="compressed" if problem.n >= COLUMNS_WORTH_PROBING else "auto")
-        columns: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-        found = None
+        none = torch.zeros(0, dtype=torch.float64, device=problem.device)
+        found, parts = None, [(none.long(), none.long(), none, none)]
         if problem.n and problem.m:
             look = first_look(problem, settings)
             found = numerical_entries(problem, settings, look)
-            if found is None:
-                every = torch.arange(problem.m, device=problem.device)
-                for column in range(problem.n):
-                    own = torch.full_like(every, column)
-                    columns.append((every, own, *_refined(problem, own, every, look.record_graph)))
-            else:
-                columns.extend(_groups(problem, found[0], look))
-        if not columns:
-            none = torch.zeros(0, dtype=torch.float64, device=problem.device)
-            columns.append((none.long(), none.long(), none, none))
-        parts = (torch.cat(part) for part in zip(*columns, strict=True))
-        return Differences(problem.inputs, problem.outputs, found is not None, *parts)
+            for columns, rows in _groups(problem, None if found is None else found[0]):
+                parts.append((rows, columns, *_refined(problem, columns, rows, look.record_graph)))
+        sides = (torch.cat(side) for side in zip(*parts, strict=True))
+        return Differences(problem.inputs, problem.outputs, found is not None, *sides)
 
 
-def _groups(problem: Problem, compression: Any, look: FirstLook) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Rows, columns, values and errors of each column group."""
+def _groups(problem: Problem, compression: Compression | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Columns and rows of the entries of each group; without a compression, of each column."""
+    if compression is None:
+        every = torch.arange(problem.m, device=problem.device)
+        yield from ((torch.full_like(every, column), every) for column in range(problem.n))
+        return
     for entries in compression.column_groups.entries():
-        columns, rows = compression.columns[entries], compression.rows[entries]
-        if columns.numel():
-            yield rows, columns, *_refined(problem, columns, rows, look.record_graph)
+        if entries.numel():
+            yield compression.columns[entries], compression.rows[entries]
 
 
 def _refined(problem: Problem, columns: Tensor, rows: Tensor, record_graph: bool) -> tuple[Tensor, Tensor]:
