@@ -231,7 +231,7 @@ def vjp(
     *,
     numerical: bool = False,
     return_error: bool = False,
-) -> Any:
+) -> tuple[Any, ...]:
     """v^T J for the Jacobian J of func at inputs, as torch.autograd.functional.vjp gives it.
 
     Parameters
@@ -273,7 +273,7 @@ def jvp(
     *,
     numerical: bool = False,
     return_error: bool = False,
-) -> Any:
+) -> tuple[Any, ...]:
     """J v for the Jacobian J of func at inputs, as torch.autograd.functional.jvp gives it.
 
     By differentiating the backward, so func needs no forward-mode AD.
@@ -315,7 +315,7 @@ def vhp(
     *,
     numerical: bool = False,
     return_error: bool = False,
-) -> Any:
+) -> tuple[Any, ...]:
     """v^T H for the Hessian H of func at inputs, as torch.autograd.functional.vhp gives it.
 
     Parameters
@@ -357,7 +357,7 @@ def hvp(
     *,
     numerical: bool = False,
     return_error: bool = False,
-) -> Any:
+) -> tuple[Any, ...]:
     """H v for the Hessian H of func at inputs, as torch.autograd.functional.hvp gives it.
 
     By differentiating v -> v^T H, so that it is H v also where H is not symmetric; `vhp` is faster.
@@ -396,12 +396,13 @@ def _product(
     strict: bool,
     numerical: bool,
     return_error: bool,
-) -> Any:
+) -> tuple[Any, ...]:
     """No structure saves anything here: torch's function, or its numerical twin."""
     _check_product_options(create_graph, strict, numerical, return_error)
     is_tuple, given = as_tensors(inputs, "inputs", name)
     if not numerical:
-        return getattr(torch.autograd.functional, name)(func, inputs, v, create_graph=create_graph, strict=strict)
+        of_torch: Callable[..., tuple[Any, Any]] = getattr(torch.autograd.functional, name)
+        return of_torch(func, inputs, v, create_graph=create_graph, strict=strict)
     with torch.enable_grad():
         if name == "vjp":
             return numerical_vjp(func, given, is_tuple, v, return_error)

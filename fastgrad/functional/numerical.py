@@ -68,7 +68,7 @@ def numerical_hessian(func: Func, inputs: Tensors, is_tuple: bool, sparse: Spars
     return (parts(values), parts(errors)) if return_error else parts(values)
 
 
-def numerical_vjp(func: Func, inputs: Tensors, is_tuple: bool, v: Any, return_error: bool) -> Any:
+def numerical_vjp(func: Func, inputs: Tensors, is_tuple: bool, v: Any, return_error: bool) -> tuple[Any, ...]:
     """`functional.vjp` from the Jacobian by differences."""
     _check_strided(inputs, "vjp")
     seen = _Seen(func, "vjp")
@@ -90,7 +90,7 @@ def numerical_vjp(func: Func, inputs: Tensors, is_tuple: bool, v: Any, return_er
     return _product(output, found.inputs, inputs, is_tuple, values, errors if return_error else None)
 
 
-def numerical_jvp(func: Func, inputs: Tensors, tangents: Tensors, return_error: bool) -> Any:
+def numerical_jvp(func: Func, inputs: Tensors, tangents: Tensors, return_error: bool) -> tuple[Any, ...]:
     """`functional.jvp` by differences along v."""
     _check_strided(inputs, "jvp")
     seen = _Seen(func, "jvp")
@@ -103,7 +103,7 @@ def numerical_jvp(func: Func, inputs: Tensors, tangents: Tensors, return_error: 
 
 def numerical_hessian_product(
     name: str, func: Func, inputs: Tensors, is_tuple: bool, tangents: Tensors, return_error: bool
-) -> Any:
+) -> tuple[Any, ...]:
     """`functional.vhp` and `functional.hvp`, which are the same, by second differences."""
     _check_strided(inputs, name)
     _check_real(inputs, name)
