@@ -7,7 +7,7 @@ export MAX_JOBS ?= 2
 # Nothing here falls back to plain Python: what is built, tested and measured is the compiled module.
 export FASTGRAD_NATIVE ?= 1
 
-.PHONY: demo gallery docs docs-links test test-oldest test-pretended-cuda sweep-pretended-cuda sanitize develop lint \
+.PHONY: demo gallery docs docs-links test coverage test-oldest test-pretended-cuda sweep-pretended-cuda sanitize develop lint \
   cpp-test cuda-gate cuda-link gpu cuda-sanitize \
   parity bench comparison soak dist wheels clean
 
@@ -26,6 +26,11 @@ docs-links: $(VENV)/.docs
 
 test: $(VENV)/.tools
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(MAX_JOBS)
+
+# An interrupt that comes while coverage holds its lock would never let go of it: those tests are left out.
+coverage: $(VENV)/.tools
+	$(RUN) -m pip install -q pytest-cov
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(MAX_JOBS) -k "not interrupt" --cov=fastgrad --cov-branch --cov-report=term
 
 # A copy of the tree for other builds, so that the ordinary one stays as it is.
 define copy_to
