@@ -1,7 +1,7 @@
-"""fastgrad beside what people check gradients with: speed, calls, memory, and which errors are found.
+"""Compares fastgrad with other gradient checkers: time, calls, memory, and the errors that each of them finds.
 
-Writes results/comparison.json, a figure a question and docs/comparison.md; `--page` writes the figures and the
-page again from the kept result. Every cell of the first three questions is measured in a process of its own, on one
+Writes results/comparison.json, one figure per question and docs/comparison.md; `--page` writes the figures and the
+page again from the saved result. Each cell of the first three questions is measured in its own process, on one
 CPU, where the tool and fastgrad are timed in turn after both have passed.
 """
 
@@ -319,77 +319,78 @@ def verdicts(checkers: Sequence[Checker], options: argparse.Namespace) -> list[d
 
 # The page.
 
-HEAD = f"""# fastgrad beside other tools
+HEAD = f"""# Comparison with other tools
 
-What a check costs and what it finds, against the tools that people check gradients with. `make comparison` measures
-all of it and writes this page, the figures and `benchmarks/results/{NAME}.json`. There are two kinds of
-tools: some compare every entry of the Jacobian, others one number, or a few, for all of them. What is bold is the best
-of a column among its kind.
+This page compares the cost of a check and the errors that it finds with those of other gradient checkers.
+`make comparison` makes the measurements and writes this page, the figures and `benchmarks/results/{NAME}.json`. There
+are two kinds of tools: some compare every entry of the Jacobian, others compare one or a few numbers for all entries.
+The best result of a column among tools of the same kind is bold.
 
-Each tool is used as one would, on one function of one vector of doubles; every tool takes its own steps, and all
-compare by |analytical - numerical| <= {ATOL:g} + {RTOL:g} |numerical|:
+Each tool is used in its usual way on a function of one float64 vector, with its own step sizes. All tools use the
+tolerance |analytical - numerical| <= {ATOL:g} + {RTOL:g} |numerical|:
 
-| tool | every entry | what is compared with what |
+| tool | every entry | comparison |
 | --- | --- | --- |
 """
 SPEED = """
-## How long a check takes
+## Time
 
-Time of one check of a right gradient: the median of rounds in which the tool and fastgrad take turns, or one run
-above {quick:g} s. Without imports, and without what jax compiles at its first call for a size.
+The time of one check of a right gradient: the median of rounds in which the tool and fastgrad take turns, or one run
+if it takes more than {quick:g} s. Imports and jax's compilation at the first call of a size are not included.
 
-* "> cap": more than {cap:g} s; a tool is not tried where the growth from the last sizes, linear at the least,
-  foretells that.
+* "> cap": more than {cap:g} s. A tool is not run if the growth over the last sizes (at least linear) predicts this.
 * "> memory": more than {memory:g} GiB of address space.
-* "fails": the check fails, or raises, though the gradient is right.
-* "-": all entries of the Jacobian are nonzero, and there is no pattern to give.
+* "fails": the check fails or raises although the gradient is right.
+* "-": all entries of the Jacobian are nonzero, so there is no sparsity pattern to pass.
 
 ![seconds of a check against the number of inputs](../benchmarks/results/{name}-speed.png)
 """
 RATIOS = """
-How often each tool is the quickest of its kind in a column above, and its time over that of fastgrad in the same
-rounds. jax, whose functions are compiled, took {first} for its first call of a size.
+The next table shows how often each tool is the fastest of its kind in a column above, and the ratio of its time to
+that of fastgrad in the same rounds. jax compiles functions; its first call of a size took {first}.
 
-| tool | quickest | beside | quicker | geometric mean | least | most |
+| tool | fastest | compared with | faster | geometric mean of the ratio | smallest | largest |
 | --- | --- | --- | --- | --- | --- | --- |
 """
 CALLS = """
-## How often func and backward are called
+## Calls of func and backward
 
-Evaluations of func + backward passes of one check that passes, counted. A call for a batch of perturbations or
-cotangents is one call: that is why "by hand" has so few. Not counted where a check takes more than {quick:g} s.
+Evaluations of func + backward passes of one check that passes. A call with a batch of perturbations or cotangents
+counts as one call, so the numbers for "by hand" are small. Checks that take more than {quick:g} s are not counted.
 
 ![calls against the number of inputs](../benchmarks/results/{name}-calls.png)
 """
 MEMORY = """
-## How much memory a check takes
+## Memory
 
-MiB that the process of a check had resident at most, above what it had before, at the second call where a check takes
-less than {quick:g} s.
+Peak resident memory of the process in MiB, minus the memory before the check. For checks that take less than
+{quick:g} s, it is measured at the second call.
 
 ![memory of a check against the number of inputs](../benchmarks/results/{name}-memory.png)
 """
 ERRORS = """
-## Which errors are found
+## Wrong gradients that are found
 
-{count} wrong gradients of functions with {n} inputs: 2 sin(x), where nothing else is said. So few because numdifftools
-takes its time; what one number cannot see of an entry grows with their count. jax has the same errors by `custom_vjp`,
-and no strides; "by hand" is given the forward without its backward, as `torch.func.vmap` has no rule for it. Tools
-that know real numbers only get real and imaginary parts as coordinates.
+{count} wrong gradients of functions with {n} inputs (2 sin(x), unless the name of the error says otherwise). The
+number of inputs is small because numdifftools is slow; with more inputs, tools that compare one number miss larger
+errors of one entry. In jax, the errors are implemented by `custom_vjp`, without strides. For "by hand", differences use
+the forward without its backward, because `torch.func.vmap` has no rule for it. Tools that support only real numbers
+get real and imaginary parts as coordinates.
 
-* **entry**: found, and the message names an entry that is wrong.
-* **kind**: found, and the message says what is wrong where no entry is: not linear in grad_output, not the same twice.
-* found: fails without either, or names an entry that is right. torch prints both Jacobians, abridged.
-* missed: passes.
+* **entry**: the check fails, and the message names a wrong entry.
+* **kind**: no entry is wrong; the check fails, and the message names the error (not linear in grad_output, not
+  deterministic).
+* found: the check fails, but the message names no wrong entry. torch prints both Jacobians, abridged.
+* missed: the check passes.
 
 ![which tool finds which error](../benchmarks/results/{name}-errors.png)
 
 """
 ALARMS = """
-## Which right gradients are taken for wrong ones
+## Right gradients that are rejected
 
-Right gradients, most of them at points where differences are hard to take. A tool that sees little also raises few
-alarms.
+Right gradients, most of them at points where differences are inaccurate. A tool that detects few errors also raises
+few false alarms.
 
 """
 

@@ -1,4 +1,4 @@
-"""Wrong gradients that libraries shipped: which torch's checkers and fastgrad's find, there and at a random point.
+"""Wrong gradients of released libraries: which of them torch's checkers and fastgrad's find, at two points each.
 
 Writes results/history.json and a section of docs/comparison.md; `--page` writes the section again from the kept result.
 """
@@ -43,17 +43,17 @@ if importlib.util.find_spec("jax") is not None:
 
 POINTS = ("inputs", "generic")
 HEAD = """
-## Which wrong gradients of released libraries are found
+## Wrong gradients of released libraries
 
-{count} wrong gradients that libraries shipped, each planted again after the public issue that describes it
-(`tests/planted/history/`), at default tolerances. Each cell has two verdicts: at inputs where the issue shows, and at
-an ordinary random point. Many of the gradients are right at that point, and no checker can find them there. Gradients
-that are wrong for a grad_output that is not contiguous are found only by a checker that passes one, and one that is
-wrong only where it is itself recorded (`create_graph=True`) by a checker that compares it with the one that is not.
-jax's checker gets the same functions, with their backward as the rule of differentiation (`benchmarks/jax_checker.py`),
-and compares random combinations. The last row counts the errors that are found at the inputs of the issue, and the
-right twins that pass there. `python -m benchmarks.bench_history` makes this table, without jax where it is not
-installed; torch {torch}, fastgrad {fastgrad}.
+{count} wrong gradients that libraries released, each reimplemented from the public issue that describes it
+(`tests/planted/history/`), at default tolerances. Each cell has two verdicts: at inputs for which the issue occurs, and
+at an ordinary random point. Many of the gradients are right at the random point, so no checker can find them there.
+Some gradients are wrong only for a non-contiguous grad_output; only a checker that passes one can find them. One
+gradient is wrong only if it is recorded (`create_graph=True`); only a checker that compares it with the unrecorded
+gradient can find it. jax's checker gets the same functions, with their backward as a custom derivative rule
+(`benchmarks/jax_checker.py`), and compares random combinations. The last row counts the errors that are found at the
+inputs of the issue, and the right twins that pass there. `python -m benchmarks.bench_history` makes this table, without
+jax if it is not installed; torch {torch}, fastgrad {fastgrad}.
 
 """
 

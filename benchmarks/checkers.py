@@ -234,15 +234,15 @@ CHECKERS = (
     ),
     Checker(
         "scipy",
-        "`approx_derivative(method='3-point')`, which has no public place and is behind scipy's solvers, against "
+        "`approx_derivative(method='3-point')`, the private function that scipy's solvers use, against "
         "torch's `jacobian`, by `numpy.testing.assert_allclose`",
         scipys,
         "scipy",
     ),
     Checker(
         "scipy, sparsity given",
-        "the same with the pattern given, a group of columns at a time, against one VJP of torch for each group of "
-        "rows; nothing is seen outside of the pattern",
+        "the same with the sparsity pattern passed, one group of columns at a time, against one VJP of torch per group "
+        "of rows; entries outside the pattern are not checked",
         scipys_sparse,
         "scipy",
         ("structure",),
@@ -255,13 +255,13 @@ CHECKERS = (
     ),
     Checker(
         "fastgrad fast",
-        "random combinations of the entries; what differs is located and confirmed",
+        "random combinations of the entries; a wrong entry is located and confirmed",
         partial(own, fast_mode=True),
         every=False,
     ),
     Checker(
         "torch fast",
-        "one combination of the entries, with `atol` made larger by the number of them",
+        "one combination of the entries; `atol` grows with the number of entries",
         partial(torchs, fast_mode=True),
         every=False,
     ),

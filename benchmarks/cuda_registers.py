@@ -137,8 +137,8 @@ def table(result: dict[str, Any]) -> str:
         "(`python -m benchmarks.cuda_registers`). "
         f"All {len(result['rows'])} kernels, also those for lower dtypes, spill {spilled} bytes of registers. "
         "Instructions and bytes are those of the longest loop, on all its paths, for one thread. The last column is a "
-        "prediction, and no measurement: the fraction of an H200's memory bandwidth that the number of instructions "
-        "leaves, without latencies."
+        "prediction, not a measurement: the fraction of an H200's memory bandwidth that the number of instructions "
+        "allows, without latencies."
     )
     lines = [
         *textwrap.wrap(head, 120),
