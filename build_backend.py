@@ -36,11 +36,11 @@ def obstacle() -> str | None:
     compiler = os.environ.get("CXX", "c++").split()[0]
     found = None
     if not sys.platform.startswith("linux"):
-        found = f"it is built on Linux only, not on {sys.platform}"
+        found = f"it is built only on Linux, not on {sys.platform}"
     elif not any(shutil.which(name) for name in (compiler, "g++", "clang++")):
         found = "there is no C++ compiler"
     if found and choice == "1":
-        raise SystemExit(f"FASTGRAD_NATIVE=1 demands fastgrad's compiled module, but {found}.")
+        raise SystemExit(f"FASTGRAD_NATIVE=1 requires fastgrad's compiled module, but {found}.")
     return found
 
 

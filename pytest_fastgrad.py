@@ -14,7 +14,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--fastgrad",
         action="store_const",
         const="replace",
-        help="run fastgrad's gradcheck and gradgradcheck in the place of torch's, and sum up what they cost",
+        help="run fastgrad's gradcheck and gradgradcheck instead of torch's, and print a summary",
     )
     # An option of its own: with an optional value, `--fastgrad tests` would take tests for the value.
     group.addoption(
@@ -22,14 +22,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_const",
         const="compare",
         dest="fastgrad",
-        help="run torch's as well, time both, and fail where the verdicts differ",
+        help="also run torch's checkers, time both, and fail a test if the verdicts differ",
     )
     group.addoption(
         "--fastgrad=estimate",
         action="store_const",
         const="estimate",
         dest="fastgrad",
-        help="run no check: skip the tests that have one, and write what they would take to DIR/durations.json",
+        help="skip tests with checks, and write their estimated durations to DIR/durations.json",
     )
     group.addoption(
         "--fastgrad-report",
@@ -44,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
     directory = config.option.fastgrad_report
     if config.option.fastgrad is None:
         if directory is not None:
-            raise pytest.UsageError("--fastgrad-report reports the checks of --fastgrad: give that, too.")
+            raise pytest.UsageError("--fastgrad-report needs --fastgrad.")
         return
     try:
         from fastgrad.testing.pytest_plugin import Estimates, Session
@@ -53,7 +53,9 @@ def pytest_configure(config: pytest.Config) -> None:
     report = None if directory is None else config.invocation_params.dir / directory
     if config.option.fastgrad == "estimate":
         if report is None:
-            raise pytest.UsageError("--fastgrad=estimate writes durations.json: give --fastgrad-report=DIR, too.")
+            raise pytest.UsageError(
+                "--fastgrad=estimate needs --fastgrad-report=DIR, to which it writes durations.json."
+            )
         config.pluginmanager.register(Estimates(config, report), "fastgrad-session")
         return
     config.pluginmanager.register(Session(config, config.option.fastgrad == "compare", report), "fastgrad-session")

@@ -96,7 +96,7 @@ class BuildWithoutTorch(build_ext):
 
     def run(self) -> None:
         raise SystemExit(
-            "fastgrad compiles against torch, and this build environment has none: "
+            "fastgrad is compiled against torch, but this build environment has none: "
             "install torch >= 2.11 first, then run pip with --no-build-isolation."
         )
 

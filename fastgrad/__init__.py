@@ -1,4 +1,4 @@
-"""Gradient checks for PyTorch operators of real size: right, fast and helpful."""
+"""Gradient checks for PyTorch operators."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -50,11 +50,11 @@ _IMPORTED_WHEN_ASKED_FOR = {
     "patch": "fastgrad.testing.patch",
     "taylor_test": "fastgrad.verdict.adjoint_taylor",
 }
-"""Modules, by the name of what is theirs: a gradient check needs none of them."""
+"""Modules of public names that a gradient check does not need; they are imported at first use."""
 
 
 def __getattr__(name: str) -> Any:
-    """What is imported when it is first asked for, `fastgrad.functional` and `fastgrad.distributed` among it."""
+    """Imports public names at first use, including `fastgrad.functional` and `fastgrad.distributed`."""
     if name in ("distributed", "functional"):
         return importlib.import_module(f"fastgrad.{name}")
     if name in _IMPORTED_WHEN_ASKED_FOR:

@@ -1,4 +1,4 @@
-"""gradcheck and gradgradcheck: keywords in, raise or return out."""
+"""The public checkers: gradcheck, gradgradcheck and check."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 TensorOrTensors = Tensor | Sequence[Any]
 
 watcher: ContextVar[Callable[[Report], object] | None] = ContextVar("fastgrad_watcher", default=None)
-"""Is handed the report of every gradcheck and gradgradcheck that reaches a verdict: those that pass return no more."""
+"""Called with the report of every gradcheck and gradgradcheck that reaches a verdict, which return only a bool."""
 
 estimates: ContextVar[bool] = ContextVar("fastgrad_estimates", default=False)
-"""Whether checks raise an `Estimate` of what they would take, in place of a verdict."""
+"""Whether checks raise an `Estimate` of their duration instead of running."""
 
 
 class Estimate(Exception):  # noqa: N818
-    """What a check would take, `seconds`: no error, but it ends the check."""
+    """Carries the estimated duration of a check, in `seconds`; raised to end the check, not for an error."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"the check would take {seconds:.3g} s")
@@ -91,21 +91,21 @@ def gradcheck(
     Parameters
     ----------
     func
-        Takes the inputs, returns a Tensor or a tuple or list of Tensors; results that require grad
-        are differentiable outputs, others are ignored.
+        Function of the inputs; returns a Tensor or a tuple or list of Tensors. Results that require grad
+        are differentiable outputs; others are ignored.
     inputs
         A Tensor, or a tuple or list. Tensors with requires_grad=True, of any shape and layout and of
-        floating or complex dtype (double precision wanted), are checked. Everything else is passed
-        through. The same tensor may be given twice.
+        floating or complex dtype (preferably double precision), are checked. Everything else is passed to
+        func unchanged. The same tensor may be passed twice.
     eps
-        Step of the differences; the step that is really taken, rounded to the input's dtype, divides.
-        A number, or a real tensor without dimensions, as are the tolerances.
+        Step of the differences: a number, or a real tensor without dimensions, as are the tolerances.
+        Differences are divided by the step actually taken, rounded to the input's dtype.
     atol, rtol
         Absolute and relative tolerance.
     raise_exception
         Raise GradcheckError on failure; otherwise return False.
     nondet_tol
-        How far two runs of the same backward may be apart.
+        Allowed difference between two runs of the same backward.
     check_undefined_grad
         Check that undefined grad_outputs are accepted and count as zeros.
     check_grad_dtypes
@@ -113,14 +113,15 @@ def gradcheck(
     check_batched_grad, check_batched_forward_grad
         Check that gradients, or forward-mode derivatives, computed under vmap equal single ones.
     check_forward_ad
-        Check the Jacobians of forward-mode AD, too. The jvp must be linear in its tangents and take
+        Also check the Jacobians of forward-mode AD. The jvp must be linear in its tangents and accept
         undefined ones (the latter with check_undefined_grad).
     check_backward_ad
         Check reverse mode.
     fast_mode
         Compare random combinations of the entries instead of every entry: the cost does not grow with
-        the size of the Jacobian. A wrong entry is located and confirmed by itself. What stays open is
-        decided by the exact engine where that is affordable; otherwise the report says so.
+        the size of the Jacobian. A wrong entry is located and confirmed by itself. If the random
+        combinations do not decide, the exact engine does, if it is affordable; otherwise the check is
+        undecided.
     masked
         Ignore the unspecified elements of sparse inputs: only specified ones are perturbed, and
         gradients of the others must be zero. Otherwise sparse inputs are perturbed as copies with all
@@ -128,53 +129,54 @@ def gradcheck(
     check_sparse_nnz
         The old name of masked.
     engine
-        "auto"; "dense" computes every row and every column; "compressed" computes groups of them, on the
-        pattern of the Jacobian, also where "auto" would find that too expensive, and falls back to "dense"
-        where there is no pattern; "sketch", with fast_mode, never takes an exact engine for small
-        problems.
+        "auto" chooses the engine. "dense" computes every row and column. "compressed" computes groups of
+        rows and columns on the sparsity pattern of the Jacobian, even if "auto" would consider it too
+        expensive, and falls back to "dense" if there is no pattern. "sketch" (with fast_mode) uses random
+        combinations for small problems too.
     seed
-        Of the random cotangents and evaluation points; 0 by default. Torch's generators are not touched.
+        Seed of the random cotangents and evaluation points; 0 by default. Torch's generators are not used.
     confidence
-        Of fast mode: the probability to find two errors that cancel in a row or a column, from 1000 atol
-        on; 1 - 1e-9 by default. Single errors above the tolerance are always found.
+        Probability that fast mode finds two errors of at least 1000 atol that cancel in a row or a column;
+        1 - 1e-9 by default. Single errors above the tolerance are always found.
     progress
-        Show a bar of the calls of func and backward, by tqdm; by default where a check will take long, on a
-        terminal, and tqdm is there.
+        Show a progress bar of the calls of func and backward (tqdm). By default it is shown on a terminal
+        if the check is expected to take long and tqdm is installed.
     memory_limit
-        Bytes for the block of numerical columns that is held at a time; by default half of what
-        is free. A smaller limit repeats more VJPs, and admits fewer entries of a compressed Jacobian.
+        Bytes for the block of numerical columns that is held at a time; by default half of the free
+        memory. With a smaller limit, more VJPs are repeated, and a compressed Jacobian may have fewer
+        entries.
     reference
-        Of inputs in float32, bfloat16 or float16: what func is compared with in double precision, at the same
-        values. A function of the same arguments; "float64": func itself. By default func itself, if it runs in
-        double precision, and otherwise differences in the lower dtype.
+        For inputs in float32, bfloat16 or float16: the function in double precision with which func is
+        compared at the same values. Either a function of the same arguments, or "float64" for func itself. By
+        default func itself, if it runs in double precision, and otherwise differences in the lower dtype.
     reference_device
-        Where the reference runs; by default where func does.
+        Device on which the reference runs; by default that of func.
     precision
-        "auto": gradients of a lower dtype are compared with those of the reference, and may differ by as much as
-        rounding in that dtype explains, which is measured. eps, atol and rtol are for the reference, by differences.
-        Where eps, atol or rtol are given without a reference, and with "strict", they hold for every dtype.
+        "auto": gradients in a lower dtype are compared with those of the reference, and may differ by the
+        measured rounding of that dtype; eps, atol and rtol apply to the check of the reference by differences.
+        With "strict", or if eps, atol or rtol are given without a reference, they apply to every dtype.
 
     Returns
     -------
     bool
-        True where the check passed.
+        True if the check passed.
 
     Raises
     ------
     GradcheckError
         The check failed; its ``report`` holds the numbers.
     ValueError, RuntimeError, TypeError, AssertionError
-        An argument cannot be checked, or func changed its results under perturbation.
+        An argument cannot be checked, or func returned different outputs for perturbed inputs.
     NotImplementedError
-        An input is of a kind that is not there yet: nested, or sparse in forward mode.
+        An input is not supported: nested, or sparse in forward mode.
     ImportError
         progress=True without tqdm.
 
     Notes
     -----
-    The inputs are perturbed in place and are restored bit for bit when the call ends, however it
-    ends; no other thread may use them meanwhile. The definition is that of
-    `torch.autograd.gradcheck`; docs/differences.md lists where the verdicts differ.
+    The inputs are perturbed in place and are always restored bit for bit when the call ends; no other
+    thread may use them during the call. The definition is that of `torch.autograd.gradcheck`;
+    docs/differences.md lists the cases in which the verdicts differ.
 
     Examples
     --------
@@ -234,16 +236,16 @@ def gradgradcheck(
 ) -> bool:
     """Checks the second derivatives of func: the gradients of its backward against central differences of it.
 
-    The backward is checked as a function of the inputs and the grad_outputs, as `gradcheck` checks func. The
-    parameters that are not listed here, what is returned and what is raised are those of `gradcheck`.
+    The backward is checked as a function of the inputs and the grad_outputs, as `gradcheck` checks func.
+    Parameters that are not listed here, return value and exceptions are as in `gradcheck`.
 
     Parameters
     ----------
     func, inputs
         As in `gradcheck`.
     grad_outputs
-        One tensor for each output that requires grad; those that require grad are checked with the
-        inputs. By default random in [-1, 1); "ones" stands for ones that do not require grad.
+        One tensor per output that requires grad. Tensors that require grad are checked with the inputs. By
+        default random in [-1, 1); with "ones", ones that do not require grad.
     gen_non_contig_grad_outputs
         Make the random grad_outputs non-contiguous.
     check_rev_over_rev, check_fwd_over_rev
@@ -252,7 +254,7 @@ def gradgradcheck(
     Returns
     -------
     bool
-        True where the check passed.
+        True if the check passed.
 
     Examples
     --------
@@ -314,72 +316,73 @@ def check(
     group: torch.distributed.ProcessGroup | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> Report:
-    """Checks derivatives of a function or a module, in whatever its tensors are wrapped.
+    """Checks derivatives of a function or a module with nested inputs, and returns a report.
 
-    What is compared, and when it fails, is as in `gradcheck` and `gradgradcheck`.
+    The comparisons and verdicts are those of `gradcheck` and `gradgradcheck`.
 
     Parameters
     ----------
     func
-        Takes the inputs and keyword arguments, returns a tensor or a container of tensors. A module is
-        checked in the mode that it is in; its buffers, batch norm's running statistics say, are put back
-        before every call and at the end.
+        Function of the inputs and keyword arguments; returns a tensor or a container of tensors. A module is
+        checked in its current mode (train or eval). Its buffers, for example the running statistics of batch
+        norm, are restored before every call and at the end.
     inputs
-        A tuple or list of arguments, or the only one. Tensors with requires_grad=True are checked, also inside
-        of lists, tuples, dicts, dataclasses and whatever else torch's pytree knows, nested or not; everything
-        else is passed through. Every call gets containers of its own around the caller's tensors.
+        A tuple or list of arguments, or a single argument. Tensors with requires_grad=True are checked, also in
+        nested lists, tuples, dicts, dataclasses and other containers of torch's pytree. Everything else is passed
+        to func unchanged. Every call gets new containers with the caller's tensors.
     order
-        1: the gradients of func, as `gradcheck` does; 2: those of its backward, as `gradgradcheck` does; 3 and 4:
-        those of the backward of that, with random grad_outputs, once or twice more.
+        1: the gradients of func, as in `gradcheck`; 2: the gradients of its backward, as in `gradgradcheck`; 3 and
+        4: the gradients of the backward of that backward, with random grad_outputs, once or twice more.
     kwargs
-        Keyword arguments of func; tensors in them are checked as in inputs.
+        Keyword arguments of func; tensors in them are checked like those of inputs.
     wrt
-        What derivatives are taken with respect to. "inputs": tensors in inputs and kwargs; "parameters":
-        those of a module that require grad, a shared one once; "both", which of a function are its inputs.
+        Tensors whose derivatives are checked. "inputs": tensors in inputs and kwargs; "parameters": parameters
+        of a module that require grad, a shared one once; "both": all of these (for a function, its inputs).
     eps, atol, rtol
-        As in `gradcheck`; one number for all, one for each checked tensor, in the order of
-        `Report.input_names`, or a mapping from names to numbers, where a name also stands for all below it
-        ("module", say) and what is not named has the default. Inputs that take different steps never share
-        a column group, and in sums over inputs, of the certificates and of fast mode, they are perturbed one
-        after the other: a direction takes its evaluations for each of the steps. There, errors count in the unit
-        of their own input's atol; what mixes all inputs, linearity of a jvp, has the largest tolerances.
+        As in `gradcheck`: one number for all inputs, one per checked tensor, in the order of
+        `Report.input_names`, or a mapping from names to numbers. A name also applies to all names below it (for
+        example "module"); names that are missing have the default. Inputs with different steps never share a
+        column group. In sums over inputs (certificates and fast mode) they are perturbed one after the other, so
+        a direction takes evaluations for each step, and errors are measured in units of the input's own atol.
+        Tests that combine all inputs (linearity of a jvp) use the largest tolerances.
     check_forward_ad, check_backward_ad, check_batched_forward_grad
         With order=1, as in `gradcheck`.
     grad_outputs, gen_non_contig_grad_outputs, check_fwd_over_rev, check_rev_over_rev
-        With order=2 and above, as in `gradgradcheck`. grad_outputs may be nested as func's result is.
+        With order=2 and above, as in `gradgradcheck`. grad_outputs may be nested like func's result.
     reference
-        As in `gradcheck`. That of a module whose parameters are checked is a module with the same parameters, whose
-        values are those of func's; "float64" is a copy of func in double precision.
+        As in `gradcheck`. For a module whose parameters are checked, a module with the same parameters, which gets
+        the values of func's parameters; "float64" is a copy of func in double precision.
     group
-        Ranks that share the work, `torch.distributed.group.WORLD` say. Each has func and all inputs, and calls this
-        with the same arguments. Columns and rows of the Jacobians are computed by all ranks, where that takes long;
-        the report is that of one rank, and the same on all. None: this process alone.
+        Process group whose ranks share the work, for example `torch.distributed.group.WORLD`. Every rank has func
+        and all inputs, and calls this function with the same arguments. If the columns and rows of the Jacobians
+        take long, all ranks compute them. All ranks return the report of a check on one rank. None: this process
+        only.
     checkpoint
-        A file that keeps columns and rows of a long exact check as they are computed. If the process is killed, or
-        raises, the same call goes on from it, also with another number of ranks, and its report is what it would
-        have been. The file is removed when the check has ended. Only rank 0 reads and writes it.
+        File in which the columns and rows of a long exact check are saved. If the process is killed or raises, the
+        same call resumes from the file, with any number of ranks, and returns the same report as an uninterrupted
+        check. The file is removed at the end of the check. Only rank 0 reads and writes it.
 
     Returns
     -------
     Report
-        `passed` says whether the check passed; otherwise `failure` says what is wrong, and
-        `GradcheckError` is not raised. `input_names` and `output_names` say what was checked, by path:
+        `passed` is True if the check passed. Otherwise `failure` describes the error; `GradcheckError` is not
+        raised. `input_names` and `output_names` are the paths of the checked tensors:
         ``inputs[0]["weight"]``, ``kwargs["scale"]``, ``module.conv.weight``, ``result["loss"]``; with order=2 also
-        ``grad_outputs["loss"]``, and ``grad(module.conv.weight)`` as a result, whose grad_output with order=3 is
+        ``grad_outputs["loss"]`` and the result ``grad(module.conv.weight)``; with order=3 also
         ``grad_output of grad(module.conv.weight)``, and with order=4 ``second grad_output of ...``.
 
     Raises
     ------
     ValueError, RuntimeError, TypeError, AssertionError, NotImplementedError, ImportError
-        As `gradcheck`; and what func raises.
+        As in `gradcheck`; and exceptions of func.
     fastgrad.distributed.RankError
-        With `group`: the ranks' calls differ, or a rank raised, ended or hangs; a RuntimeError.
+        With `group`: the ranks' calls differ, or a rank raised, exited or hangs; a RuntimeError.
 
     Notes
     -----
-    The other parameters are those of `gradcheck`. What a module keeps elsewhere than in buffers stays as the
-    last call left it; dropout draws anew in every call: check such a module after eval(). A tensor in a container
-    that torch's pytree does not know is not seen.
+    The other parameters are those of `gradcheck`. State of a module outside its buffers stays as the last call left
+    it. Dropout draws new numbers in every call: check such a module after eval(). Tensors in containers that are
+    unknown to torch's pytree are not found.
 
     Examples
     --------
@@ -571,9 +574,9 @@ _SECOND_ORDER_ONLY = {
 """Keywords of `check` that say nothing about the other order, and their defaults."""
 
 _NOTHING = {
-    "inputs": "check needs a tensor with requires_grad=True in inputs or kwargs, and there is none.",
-    "parameters": "check needs a parameter with requires_grad=True in the module, and there is none.",
-    "both": "check needs a tensor with requires_grad=True in inputs, kwargs or the module, and there is none.",
+    "inputs": "check needs a tensor with requires_grad=True in inputs or kwargs, but there is none.",
+    "parameters": "check needs a parameter with requires_grad=True in the module, but there is none.",
+    "both": "check needs a tensor with requires_grad=True in inputs, kwargs or the module, but there is none.",
 }
 """What to say where nothing is to be checked, by wrt."""
 
@@ -594,7 +597,7 @@ def _refuse_keywords_of_the_other_order(order: int, keywords: Mapping[str, Any])
     other, defaults = (2, _SECOND_ORDER_ONLY) if order == 1 else (1, _FIRST_ORDER_ONLY)
     for keyword, default in defaults.items():
         if keywords[keyword] is not default:
-            raise ValueError(f"{keyword} is a keyword of order={other}, and order is {order}.")
+            raise ValueError(f"{keyword} applies only to order={other}, but order is {order}.")
 
 
 def _second_order(
@@ -609,7 +612,7 @@ def _second_order(
         grads = as_tuple(grad_outputs)
         for i, grad in enumerate(grads):
             if not isinstance(grad, Tensor):
-                raise TypeError(f"grad_outputs must be tensors, got {type(grad).__name__} as number {i}.")
+                raise TypeError(f"grad_outputs must be tensors, got {type(grad).__name__} at index {i}.")
     return Backward(func, inputs, grads, made), inputs + grads
 
 
@@ -628,19 +631,16 @@ def _raise_or_return(
     if watch is not None:
         watch(report)
     if report.precision is not None and report.precision.undecided:
-        warn(f"The check is undecided: {report.precision.undecided}. What would decide: {report.precision.remedy}.")
+        warn(f"The check is undecided: {report.precision.undecided}. To decide: {report.precision.remedy}.")
     elif report.undecided is not None:
         more = "fast_mode=False" if settings.fast_mode else "engine='dense'"
-        warn(
-            f"Nothing wrong was found, but the check is {undecided_text(report.undecided)}. "
-            f"{more} compares every entry."
-        )
+        warn(f"No error was found, but the check is {undecided_text(report.undecided)}. {more} compares every entry.")
     if report.failure is None:
         return True
     if report.failure.kind.startswith("undefined grad"):
         warn(
             "Backwards compatibility: New undefined gradient support checking feature: undefined grad_outputs are "
-            "checked by default; check_undefined_grad=False leaves them out."
+            "checked by default; check_undefined_grad=False disables this check."
         )
     if raise_exception:
         report.raise_if_failed()

@@ -1,4 +1,4 @@
-"""Whole Jacobians: by differences, and by autograd; dense, or sparse where most entries are zero."""
+"""Whole Jacobians, by differences or by autograd, dense or sparse."""
 
 from __future__ import annotations
 
@@ -29,40 +29,40 @@ def numerical_jacobian(
     layout: torch.layout = torch.strided,
     seed: int = 0,
 ) -> Jacobians:
-    """The Jacobians of func at inputs by central differences, the steps as rounding realizes them.
+    """The Jacobians of func at inputs by central differences, divided by the steps actually taken.
 
-    Where the Jacobian is sparse, columns that share no row are perturbed together; that nothing lies
-    outside of the pattern is certified by random directions.
+    If the Jacobian is sparse, columns that share no row are perturbed together. Random directions certify
+    that all entries outside the sparsity pattern are zero.
 
     Parameters
     ----------
     func
-        Takes the inputs, returns a Tensor or a tuple or list of Tensors.
+        Function of the inputs; returns a Tensor or a tuple or list of Tensors.
     inputs
-        A Tensor, or a tuple or list; strided tensors that require grad are perturbed, in place, and restored.
+        A Tensor, or a tuple or list. Strided tensors that require grad are perturbed in place, and restored.
     eps
         The step.
     layout
         torch.strided, torch.sparse_coo or torch.sparse_csr.
     seed
-        Of the random directions.
+        Seed of the random directions.
 
     Returns
     -------
     tuple of tuple of Tensor
-        One for each output and input that require grad (outputs: where none does, all that could), in
-        float64. Strided: shape ``(*output.shape, *input.shape)``, and a further dimension of size 2, real and
-        imaginary part, after that of a complex tensor. Sparse: two-dimensional, with a row for each real
-        coordinate of the output and a column for each of the input.
+        One float64 tensor per pair of an output and an input that require grad (if no output requires grad, all
+        floating and complex outputs count). Strided: shape ``(*output.shape, *input.shape)``, with a further
+        dimension of size 2 (real and imaginary part) after the shape of a complex tensor. Sparse: two-dimensional,
+        with one row per real coordinate of the output and one column per real coordinate of the input.
 
     Raises
     ------
     ValueError, RuntimeError, TypeError, AssertionError
-        As `gradcheck`.
+        As in `gradcheck`.
 
     Notes
     -----
-    Takes the place of torch.autograd.gradcheck.get_numerical_jacobian. Source: Curtis, Powell & Reid, On the
+    Replaces torch.autograd.gradcheck.get_numerical_jacobian. Source: Curtis, Powell & Reid, On the
     estimation of sparse Jacobian matrices (1974).
 
     Examples
@@ -96,31 +96,31 @@ def analytical_jacobian(
     layout: torch.layout = torch.strided,
     seed: int = 0,
 ) -> Jacobians:
-    """The Jacobians of func at inputs that autograd computes, in reverse or in forward mode.
+    """The Jacobians of func at inputs by autograd, in reverse or forward mode.
 
-    Where the Jacobian is sparse, rows that share no column have one VJP in reverse mode; that nothing
-    lies outside of the pattern is certified by random cotangents.
+    If the Jacobian is sparse, rows that share no column share one VJP in reverse mode. Random cotangents
+    certify that all entries outside the sparsity pattern are zero.
 
     Parameters
     ----------
     func, inputs, layout, seed
         As in `numerical_jacobian`.
     mode
-        "reverse": a VJP per row, or a group of rows; "forward": a JVP per column.
+        "reverse": one VJP per row or group of rows; "forward": one JVP per column.
 
     Returns
     -------
     tuple of tuple of Tensor
-        As from `numerical_jacobian`.
+        As in `numerical_jacobian`.
 
     Raises
     ------
     ValueError, RuntimeError, TypeError, AssertionError
-        As `numerical_jacobian`, and what backward or a jvp raises.
+        As in `numerical_jacobian`; and exceptions of backward or a jvp.
 
     Notes
     -----
-    Takes the place of torch.autograd.gradcheck.get_analytical_jacobian.
+    Replaces torch.autograd.gradcheck.get_analytical_jacobian.
 
     Examples
     --------
@@ -178,7 +178,7 @@ def _shape(block: Block) -> tuple[int, ...]:
 
 
 def _dense(problem: Problem, matrix: Tensor, layout: torch.layout) -> Jacobians:
-    """The parts of a matrix of shape (m, n)."""
+    """The Jacobian of each pair of output and input, from the matrix of shape (m, n)."""
 
     def part(output: Block, block: Block) -> Tensor:
         own = matrix[output.slice, block.slice]
@@ -190,7 +190,7 @@ def _dense(problem: Problem, matrix: Tensor, layout: torch.layout) -> Jacobians:
 
 
 def _sparse(problem: Problem, rows: Tensor, columns: Tensor, values: Tensor, layout: torch.layout) -> Jacobians:
-    """The parts of a matrix of which some entries, row by row, may differ from zero."""
+    """As `_dense`, from the entries of the sparsity pattern; all other entries are zero."""
 
     def part(output: Block, block: Block) -> Tensor:
         i, j = rows - output.first, columns - block.first

@@ -27,8 +27,8 @@ OneOrEach = float | Sequence[float] | Mapping[str, float]
 def refuse_positional(positional: tuple[Any, ...]) -> NoReturn:
     """Names the keyword: torch 1.8 and Lucid took eps, atol, rtol, ... by position."""
     raise TypeError(
-        f"eps and all that follows it must be given by keyword, eps={positional[0]!r}, say; got "
-        f"{len(positional)} more positional argument{'s' if len(positional) > 1 else ''} than there are."
+        f"eps and all arguments after it are keyword-only, for example eps={positional[0]!r}; got {len(positional)} "
+        f"positional argument{'s' if len(positional) > 1 else ''} too many."
     )
 
 
@@ -115,7 +115,7 @@ def with_precision(settings: Settings, reference: Any, reference_device: Any, pr
         raise TypeError(f"reference must be None, 'float64' or a function, got {reference!r}.")
     refuse_function_class(reference)
     if precision == "strict" and not (reference is None and reference_device is None):
-        raise ValueError("precision='strict' uses tolerances, and no reference: leave reference= out.")
+        raise ValueError("precision='strict' uses tolerances, not a reference: do not pass reference=.")
     name = reference if reference is None or isinstance(reference, str) else function_name(reference) or "a function"
     device = None if reference_device is None else str(torch.device(reference_device))
     return replace(settings, precision=precision, reference=name, reference_device=device)
@@ -157,7 +157,7 @@ def _one_each(name: str, given: Any, names: Sequence[str]) -> list[float]:
             path = str(key).replace("'", '"')
             within = [i for i, known in enumerate(names) if known == path or known.startswith((path + ".", path + "["))]
             if not within:
-                raise ValueError(f"{name} has the key {key!r}, and the checked inputs are {', '.join(names)}.")
+                raise ValueError(f"{name} has the key {key!r}, but the checked inputs are {', '.join(names)}.")
             for i in within:
                 found[i] = given[key]
     else:
@@ -174,7 +174,7 @@ def masked_by_old_name(masked: bool | None, check_sparse_nnz: bool) -> bool:
     """The value of masked, given under its old name."""
     warn("check_sparse_nnz is the old name of masked: use masked.", FutureWarning)
     if masked is not None and masked != check_sparse_nnz:
-        raise ValueError(f"masked={masked} and check_sparse_nnz={check_sparse_nnz} contradict each other: give masked.")
+        raise ValueError(f"masked={masked} and check_sparse_nnz={check_sparse_nnz} differ: pass only masked.")
     return check_sparse_nnz
 
 

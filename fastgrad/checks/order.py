@@ -180,12 +180,12 @@ def _report(
 def _notes(problem: Problem) -> list[str]:
     """What is unusual about func and the caller's modes."""
     disabled = disabled_gradients()
-    changes = "func changes its inputs (or they hold NaN); they were restored around every evaluation"
+    changes = "func changes its inputs, or they contain NaN; they were restored around every evaluation"
     return ([disabled] if disabled else []) + ([changes] if problem.mutates_inputs else [])
 
 
 def subject(func: Callable[..., Any], problem: Problem) -> Subject:
-    """What was checked, for a report."""
+    """Checked function, for a report."""
     parameters = parameter_names(func)
     if isinstance(func, Backward):
         parameters = parameters[: func.count]  # grad_outputs come after them

@@ -32,9 +32,9 @@ def exact_libraries(deterministic: bool, doubles: bool) -> Iterator[list[str]]:
     notes = []
     with ExitStack() as stack:
         if _set_full_precision(stack) and not doubles:
-            notes.append("TF32, which is on here, was off while checking")
+            notes.append("TF32 was switched off during the check")
         if deterministic and not cudnn.deterministic:
-            notes.append("cuDNN ran deterministic algorithms while checking, as nondet_tol is 0")
+            notes.append("cuDNN used deterministic algorithms during the check, because nondet_tol is 0")
             _set(stack, cudnn, "deterministic", True)
             _set(stack, cudnn, "benchmark", False)
         yield notes

@@ -18,7 +18,7 @@ try:
 except ImportError:
     _build = None  # type: ignore[assignment]
 
-HOW_TO_BUILD = "`make develop`, or `pip install --no-build-isolation .`, in its source tree builds it"
+HOW_TO_BUILD = "build it with `make develop` or `pip install --no-build-isolation .` in the source tree"
 
 
 def _release(version: str) -> list[str]:
@@ -36,7 +36,9 @@ def _is_native() -> bool:
     if _build is not None and _build.TORCH is None and choice == "auto":
         return False  # installed without it, on purpose
     if _build is None or _build.TORCH is None or importlib.util.find_spec("fastgrad._C") is None:
-        raise ImportError(f"fastgrad's compiled module is missing: {HOW_TO_BUILD}; FASTGRAD_NATIVE=0 does without it.")
+        raise ImportError(
+            f"fastgrad's compiled module is missing: {HOW_TO_BUILD}, or use plain Python with FASTGRAD_NATIVE=0."
+        )
     if _release(_build.TORCH) != _release(str(torch.__version__)) or _build.CUDA not in (None, torch.version.cuda):
         release = ".".join(_release(str(torch.__version__)))
         raise ImportError(
@@ -134,7 +136,8 @@ else:
     )
 
     warnings.warn(
-        f"fastgrad runs in plain Python, with the same verdicts but slower: {HOW_TO_BUILD}.",
+        "fastgrad runs in plain Python, with the same verdicts but slower. The compiled module is missing: "
+        f"{HOW_TO_BUILD}.",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -51,7 +51,7 @@ class Progress:
             raise ImportError("progress=True needs tqdm: pip install tqdm.") from None
         if self._bar is not None:
             self._bar.close()
-        hint = "; fast_mode=True takes a moment" if seconds >= LONG else ""
+        hint = "; fast_mode=True is faster" if seconds >= LONG else ""
         self._bar = tqdm(total=calls, desc=f"{what}, about {_duration(seconds)}{hint}", unit=" calls", file=sys.stderr)
 
     @property

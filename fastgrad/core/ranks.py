@@ -59,7 +59,7 @@ def without_the_store_a_rank_error(method: Callable[P, T]) -> Callable[P, T]:
         try:
             return method(*arguments, **keywords)
         except dist.DistNetworkError as error:
-            raise RankError("rank 0 has ended during the check, or the store of the process group has") from error
+            raise RankError("rank 0 or the store of the process group has exited during the check") from error
 
     return using
 
@@ -158,7 +158,7 @@ class Ranks:
                 seen = self._sign_of_life()
                 time.sleep(3 * _ALIVE_EVERY)
                 if seen is None or self._sign_of_life() == seen:
-                    raise RankError(f"rank 0 has shown no sign of life for {3 * _ALIVE_EVERY:g} s") from error
+                    raise RankError(f"rank 0 has not responded for {3 * _ALIVE_EVERY:g} s") from error
 
     def answer(self, value: Any) -> None:
         """Tells rank 0 what came of it."""

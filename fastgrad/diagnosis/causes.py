@@ -75,8 +75,8 @@ def _lower_dtype(report: Report, others: Sequence[Cause]) -> Cause | None:
     for dtype in LOWER:
         name = str(dtype).removeprefix("torch.")
         if any(kind.startswith(f"{name}[") for kind in report.subject.inputs):
-            text = f"the inputs are {name}, and differences drown in its rounding"
-            measure = 'to settle it: the same call with reference="float64", or with inputs in double precision'
+            text = f"the inputs are {name}, whose rounding is larger than the differences"
+            measure = 'to decide this, repeat the call with reference="float64", or with inputs in double precision'
             return Cause("low precision", text, measure, max([0.5, *(cause.confidence for cause in others)]))
     return None
 
@@ -101,7 +101,7 @@ def _of_kind(failure: Failure) -> Iterator[Cause]:
     if failure.kind == "nonzero numerical gradient":
         yield Cause(
             "zero gradient",
-            "no gradient gets through func: a detach(), .data, .item(), .numpy() or no_grad() on the way",
+            "func detaches its result from its inputs, by detach(), .data, .item(), .numpy() or no_grad()",
             f"a difference of {failure.detail}, and no output requires grad",
             0.9,
         )
@@ -114,23 +114,22 @@ def _of_func(failure: Failure, evidence: Evidence, settings: Settings) -> Iterat
     if evidence.func_moves:
         yield Cause(
             "race",
-            "func itself gives other values each time it is called: random numbers, atomic additions, or uninitialized "
-            "memory",
+            "func gives different values in each call: random numbers, atomic additions, or uninitialized memory",
             f"two calls at the same inputs differ by {evidence.func_moves:.1e}",
             0.97,
         )
     if evidence.output_dtype is not None and failure.kind == "mismatch":
         yield Cause(
             "low precision",
-            f"func is computed in a lower precision, {evidence.output_dtype}, and returned in double: all values of "
-            "the output fit in that without rounding",
-            "none of them has a longer fraction",
+            f"func computes in a lower precision, {evidence.output_dtype}, and returns double: all values of the "
+            f"output are exactly representable in {evidence.output_dtype}",
+            "the digits of all output values next to x",
             0.96,
         )
     elif failure.trouble == "low precision":
         yield Cause("low precision", failure.detail, "differences over many steps", 0.9)
     elif failure.trouble == "kink":
-        yield Cause("kink", failure.detail, "differences on either side", 0.95)
+        yield Cause("kink", failure.detail, "one-sided differences", 0.95)
     elif failure.trouble == "not finite":
         yield Cause("not finite", failure.detail, "values at x", 0.98)
     worst = failure.comparison.worst if failure.comparison else None
@@ -164,7 +163,7 @@ def _of_steps(eps: float, analytical: float, slopes: dict[float, float], ulp: fl
     if off <= blur:
         yield Cause(
             "rounding",
-            f"the difference at eps = {eps:g} is lost in rounding: one ulp of func's value, over eps, is "
+            f"the difference at eps = {eps:g} is smaller than rounding: one ulp of func's value, divided by eps, is "
             f"{ulp / eps:.1e}; use a larger eps, or subtract the common offset of the values",
             f"|difference| {off:.1e}",
             0.92,
@@ -194,15 +193,15 @@ def _of_backward(failure: Failure, evidence: Evidence, settings: Settings) -> It
     if evidence.after_others is not None and evidence.after_others > DEVIATES:
         yield Cause(
             "saved tensor",
-            "backward reads something that other calls of func write: a tensor in a global, on the class or in a "
-            "shared buffer, where ctx.save_for_backward would keep one per graph",
-            f"the gradient changes by {evidence.after_others:.1e} of itself when func is called elsewhere before it",
+            "backward reads state that other calls of func overwrite: a tensor in a global, on the class or in a "
+            "shared buffer; ctx.save_for_backward keeps one per graph",
+            f"relative change {evidence.after_others:.1e} of the gradient after a call of func at another point",
             0.93,
         )
     if evidence.at_zero is not None and evidence.at_zero != 0:
         yield Cause(
             "nonlinear backward",
-            "backward adds something that does not depend on grad_output, or leaves grad_output out",
+            "backward adds a term that does not depend on grad_output, or omits grad_output",
             f"a gradient of {evidence.at_zero:.2g} for a zero grad_output",
             0.95,
         )
@@ -219,26 +218,26 @@ def _of_backward(failure: Failure, evidence: Evidence, settings: Settings) -> It
         yield Cause(
             "nonlinear backward",
             "backward is not additive in grad_output: a quantization, a maximum, or a product of its elements",
-            f"gradients for two dense grad_outputs do not add up, by {evidence.added:.1e}",
+            f"the gradients for two dense grad_outputs do not add up: relative deviation {evidence.added:.1e}",
             0.94,
         )
     elif evidence.split is not None and not evidence.split <= DEVIATES:
         right = "dense" if evidence.dense_error is not None and evidence.dense_error <= 10 * DEVIATES else "sparse"
         yield Cause(
             "sparse grad_output",
-            "backward looks at which elements of grad_output are zero: it is right "
-            + ("for dense ones only" if right == "dense" else "for ones with a single element only, if for any"),
-            f"gradients for parts of a grad_output do not add up, by {evidence.split:.1e}",
+            "backward depends on which elements of grad_output are zero: it is right "
+            + ("only for dense ones" if right == "dense" else "at most for ones with a single nonzero element"),
+            f"the gradients for parts of a grad_output do not add up: relative deviation {evidence.split:.1e}",
             0.92,
         )
 
 
 def _of_layouts(evidence: Evidence, linear: bool) -> Iterator[Cause]:
-    contiguous = "a data_ptr(), view() or kernel that takes it for contiguous"
-    aligned = "a kernel that reads from the beginning of the storage, or by aligned loads"
+    contiguous = "a data_ptr(), view() or kernel that assumes contiguous memory"
+    aligned = "a kernel that ignores the storage offset, or uses aligned loads"
     kinds = (
         (evidence.gapped, evidence.gapped_error, "non-contiguous", contiguous),
-        (evidence.offset, evidence.offset_error, "at an offset in its storage", aligned),
+        (evidence.offset, evidence.offset_error, "at a storage offset", aligned),
         (evidence.expanded, evidence.expanded_error, "expanded (stride 0)", contiguous),
     )
     for deviation, error, how, mistake in kinds:
@@ -247,12 +246,12 @@ def _of_layouts(evidence: Evidence, linear: bool) -> Iterator[Cause]:
         if error is not None or deviation is None:
             measure = error or ""
         elif math.isinf(deviation):
-            measure = "one of the two is zero, or not finite, and the other is not"
+            measure = "one of the two gradients is zero or not finite, but the other is not"
         else:
-            measure = f"the two differ by {deviation:.1e} of themselves"
+            measure = f"relative difference {deviation:.1e} of the two gradients"
         yield Cause(
             "layout of grad_output",
-            f"backward {'is wrong' if error is None else 'raises'} for a grad_output that is {how}, and not for a "
+            f"backward {'is wrong' if error is None else 'raises'} for a grad_output that is {how}, but not for a "
             f"contiguous copy: {mistake}",
             measure,
             0.8 if how.startswith("expanded") and not linear else 0.93,
@@ -263,12 +262,13 @@ def _of_layouts(evidence: Evidence, linear: bool) -> Iterator[Cause]:
 def _modified(evidence: Evidence) -> Cause:
     error = evidence.gapped_error or evidence.offset_error or evidence.expanded_error
     if evidence.modified is not None and evidence.modified > DEVIATES:
-        measure = f"the gradient differs by {evidence.modified:.1e} of itself from the one for copies"
+        measure = f"relative difference {evidence.modified:.1e} from the gradient for copies of grad_output"
     else:
-        measure = "a dense one holds other values after the call" + (f"; for others {error}" if error else "")
+        measure = "a dense grad_output has different values after the call"
+        measure += f"; for other layouts {error}" if error else ""
     return Cause(
         "modified grad_output",
-        "backward writes into grad_output, which others read, too: an operation in place, where a new tensor belongs",
+        "backward writes into grad_output, which other nodes read too: use a new tensor, not an in-place operation",
         measure,
         0.97,
     )
@@ -279,28 +279,27 @@ def _of_runs(evidence: Evidence, settings: Settings) -> Iterator[Cause]:
     if graphs is None or not max(map(max, graphs)) > settings.nondet_tol:
         return
     runs = [deviation for graph in graphs for deviation in graph]
-    measure = f"{len(runs)} runs of one VJP differ by up to {max(runs):.1e} of the gradient"
+    measure = f"{len(runs)} runs of one VJP differ by up to {max(runs):.1e}, relative to the gradient"
     if all(graph == graphs[0][: len(graph)] for graph in graphs):
         yield Cause(
             "saved tensor",
-            "backward changes a tensor that forward saved: it gives other values when it is called again, and the "
-            "first ones again after another forward",
+            "backward changes a tensor that forward saved: a second call gives different values, and another forward "
+            "restores the first ones",
             measure,
             0.96,
         )
     elif all(earlier < later for earlier, later in itertools.pairwise(runs)):
         yield Cause(
             "saved tensor",
-            "each call of backward moves the gradient further: it changes what it reads, an input or something kept "
-            "from call to call",
+            "the gradient changes with each call of backward: it modifies an input or state that it reads",
             measure,
             0.96,
         )
     else:
-        reasons = "random numbers, a state from call to call, missing synchronization, or uninitialized memory"
+        reasons = "random numbers, state, missing synchronization, or uninitialized memory"
         if max(runs) < AS_ROUNDING:
             reasons = "atomic additions, whose order changes, or missing synchronization"
-        yield Cause("race", f"backward gives other values each time: {reasons}", measure, 0.95)
+        yield Cause("race", f"backward gives different values in each call: {reasons}", measure, 0.95)
 
 
 def _how_nonlinear(scaled: tuple[tuple[float, float, float], ...]) -> str:
@@ -312,7 +311,7 @@ def _how_nonlinear(scaled: tuple[tuple[float, float, float], ...]) -> str:
     if powers and max(powers) - min(powers) < 0.01:
         power = round(sum(powers) / len(powers), 2)
         if abs(power) < 0.01:
-            return "backward ignores how large grad_output is: it takes its sign(), or does not use it"
+            return "backward ignores the magnitude of grad_output: it takes its sign(), or does not use it"
         return f"backward raises grad_output to the power {power:g}"
     return "backward is not linear in grad_output: a clamp, a quantization, or a product of two grad_outputs"
 
@@ -336,19 +335,19 @@ def _of_modes(failure: Failure, evidence: Evidence, settings: Settings) -> Itera
     tolerances = settings.of(failure.input or 0)
     allowed = tolerances.atol + tolerances.rtol * modulus(numerical)
     both = settings.check_forward_ad and settings.check_backward_ad
-    adjoint = "" if evidence.adjoint_error is None else f"; adjoint test off by {evidence.adjoint_error:.1e}"
+    adjoint = "" if evidence.adjoint_error is None else f"; error of the adjoint test {evidence.adjoint_error:.1e}"
     if modulus(other - numerical) <= allowed:
         yield Cause(
             "modes disagree",
-            f"{name} mode is right there, and differs: {own} alone is wrong",
+            f"{name} mode is right there: only {own} is wrong",
             f"{name} mode gives {_number(other)}{adjoint}",
             0.97 if both else 0.45,
         )
     elif modulus(other - analytical) <= EXACT * modulus(analytical) and modulus(other) > 0:
         yield Cause(
             "both modes wrong",
-            "forward and reverse mode agree with each other, and both differ from func: a formula that both use, or "
-            "a func that computes something else",
+            "forward and reverse mode agree, but both differ from func: a formula that both use is wrong, or func "
+            "computes something else",
             f"{name} mode gives {_number(other)}{adjoint}",
             0.97 if both else 0.45,
         )
@@ -376,7 +375,7 @@ def _of_experiments(failure: Failure, evidence: Evidence) -> Iterator[Cause]:
             yield Cause(
                 "missing conjugate",
                 f"the {failure.part} part has the wrong sign and the other part is right: a missing conj(), of "
-                "grad_output or of what multiplies it",
+                "grad_output or of its factor",
                 f"the other part is off by {off:.0e}",
                 0.97,
             )
@@ -432,7 +431,7 @@ def _zero(count: int, confidence: float, order: int) -> Cause:
     why = "a missing term, or a None"
     if order > 1:
         why = (
-            "a missing term, or a value that backward takes for a constant: detach(), .data, no_grad(), or a tensor "
+            "a missing term, or a value that backward treats as a constant: detach(), .data, no_grad(), or a tensor "
             "kept on ctx without save_for_backward"
         )
     return Cause(
@@ -509,11 +508,11 @@ def _of_values(sample: Sample, failure: Failure, evidence: Evidence, order: int)
         shared = shared_by(sample)
         counts = [size for size in {shared, *sample.output_shape} if size > 1 and shared and shared % size == 0]
         if any(min(abs(k.real * size - 1), abs(k.real / size - 1)) <= EXACT for size in counts):
-            what = "a mean where a sum belongs" if abs(k.real) < 1 else "a sum where a mean belongs"
+            what = "a mean instead of a sum" if abs(k.real) < 1 else "a sum instead of a mean"
             yield Cause(
                 "missing reduction",
-                f"the gradient of the input, each element of which goes to {shared} outputs, is {k.real:.4g} x what "
-                f"it should be: {what}",
+                f"the gradient of the input, each element of which affects {shared} outputs, is {k.real:.4g} x the "
+                f"right one: {what}",
                 f"residual {residual:.0e}",
                 0.88,
             )
@@ -536,8 +535,8 @@ def _constant_difference(a: Tensor, n: Tensor) -> Iterator[Cause]:
     if a.numel() > 2 and varying and spread <= EXACT * abs(difference):
         yield Cause(
             "missing term",
-            f"the analytical gradient and {difference:.4g} add up to the numerical one there: backward leaves out a "
-            "term of func that is linear in the input, a residual connection say",
+            f"the analytical gradient and {difference:.4g} add up to the numerical one there: backward omits a term "
+            "of func that is linear in the input, for example a residual connection",
             f"{a.numel()} entries, off from that by {spread:.0e}",
             0.9,
         )
@@ -564,7 +563,7 @@ def _of_complex(a: Tensor, n: Tensor, failure: Failure, sizes: dict[str, int]) -
         plain = abs(c - 1) <= EXACT
         yield Cause(
             "missing conjugate" if plain else "complex factor",
-            "the analytical gradient is the complex conjugate of what it should be"
+            "the analytical gradient is the complex conjugate of the right one"
             + (": a conj() is missing" if plain else f", times {c:.4g}"),
             f"residual {conjugate_residual:.0e}",
             0.95 if plain else 0.85,
@@ -575,7 +574,7 @@ def _of_complex(a: Tensor, n: Tensor, failure: Failure, sizes: dict[str, int]) -
             if part_residual <= RESIDUAL and bool((kept != 0).any()):
                 yield Cause(
                     "complex factor",
-                    f"the analytical gradient is the {part} part of what it should be"
+                    f"the analytical gradient is the {part} part of the right one"
                     + ("" if abs(scale - 1) <= EXACT else f", times {scale:.4g}"),
                     f"residual {part_residual:.0e}",
                     0.9,
@@ -598,7 +597,7 @@ def _sizes(sample: Sample) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for who, shape in (("input", sample.input_shape), ("output", sample.output_shape)):
         for dim, size in enumerate(shape):
-            sizes.setdefault(f"the {size} places along dimension {dim} of the {who}", size)
+            sizes.setdefault(f"the {size} elements along dimension {dim} of the {who}", size)
         sizes.setdefault(f"the {math.prod(shape)} elements of the {who}", math.prod(shape))
     return sizes
 
@@ -629,7 +628,7 @@ def _of_precision(sample: Sample) -> Iterator[Cause]:
         if fits and not simple and float(off) <= 8 * torch.finfo(dtype).eps:
             yield Cause(
                 "low precision",
-                f"backward computes in {short}: all entries of the analytical gradient fit in it without rounding",
+                f"backward computes in {short}: all entries of the analytical gradient are exactly representable in it",
                 f"{a.numel()} entries, off by up to {float(off):.0e} of themselves",
                 0.95,
             )

@@ -83,8 +83,8 @@ class Hypotheses:
         names = ", ".join(self._name_of(other) for other in dependent)
         return self._explained(
             "dependent inputs",
-            f"{names} was computed from {self._name_of(block)}, and autograd follows it back, which differences do "
-            "not: pass tensors that do not depend on each other, tensor.detach().requires_grad_()",
+            f"{names} was computed from {self._name_of(block)}; autograd includes this dependence, and differences "
+            "do not: pass independent tensors, tensor.detach().requires_grad_()",
             lambda one: (one.u[self._own] * self._gradient_with(block, leaf, one.v), one.v * one.slope),
         )
 
@@ -202,7 +202,7 @@ class Hypotheses:
             def there(one: _Vectors, away: Tensor = away) -> Sums:
                 return one.u * one.gradient, one.v * self._slope_along(one.u, away)
 
-            text = f"the gradient would be right for {name}: a saved tensor was changed, or is not the right one"
+            text = f"the gradient would be right for {name}: a saved tensor was changed, or is the wrong one"
             try:
                 found = self._explained("saved tensor", text, there)
             except Exception:  # outside of func's domain
@@ -216,7 +216,7 @@ class Hypotheses:
         cuts = self._constants.cuts
         if not cuts:
             return None
-        return self._constant(cuts, f"autograd takes {_all_of(cuts)} for a constant")
+        return self._constant(cuts, f"autograd treats {_all_of(cuts)} as a constant")
 
     def taken_for_constant(self, left: Callable[[], int]) -> Explanation | None:
         """Whether the gradient is right if some results or operands of operators in a custom forward are constants."""
@@ -226,11 +226,11 @@ class Hypotheses:
             if left() < 4:
                 return None
             name = _all_of(parts)
-            text = f"backward takes {name} for a constant: what it contributes to the gradient is missing"
+            text = f"backward treats {name} as a constant: its contribution to the gradient is missing"
             if self._order > 1:
                 text = (
-                    f"{name}, which forward saved, is a constant for derivatives of backward: compute it in backward, "
-                    "or return it from forward, too"
+                    f"derivatives of backward treat {name}, which forward saved, as a constant: compute it in "
+                    "backward, or also return it from forward"
                 )
             found = self._constant(parts, text)
             if found is not None:
@@ -330,12 +330,12 @@ class Hypotheses:
             ]
             changed = [
                 (f"{name} clamped to positive values", here.clamp(min=0)),
-                (f"{name} without its signs", here.abs()),
+                (f"the absolute value of {name}", here.abs()),
                 (f"{name} times 2", 2 * here),
                 (f"{name} plus 1", here + 1),
                 (f"{name} minus 1", here - 1),
                 (f"{name} divided by 2", here / 2),
-                (f"{name} with the other sign", -here),
+                (f"{name} with the opposite sign", -here),
                 (f"{name} squared", here * here),
             ]
             for words, there in results + changed:

@@ -129,7 +129,7 @@ def _element(places: _Places, name: str) -> Cause | None:
     spot = ", ".join(map(str, places.index[places.bad][0].tolist()))
     likely = places.bad.numel() * math.exp(_log_chance(wrong, total))
     text = f"wrong only in {name}[{spot}]"
-    measure = f"all {wrong} entries about it, and none of the other {total - wrong}"
+    measure = f"all {wrong} entries of this element, and none of the other {total - wrong}"
     return Cause("slice", text, measure, 0.95 * (1 - likely)) if likely <= CHANCE else None
 
 
@@ -149,7 +149,7 @@ def _triangle(places: _Places, name: str) -> Cause | None:
     )
     for where, part in parts:
         if bool((part == places.bad).all()) and not bool(part.all()):
-            text = f"wrong only {where} of the last two dimensions of {name}: a mask, or tril() for triu()"
+            text = f"wrong only {where} of the last two dimensions of {name}: a mask, or tril() instead of triu()"
             return _rule("triangle", text, places, len(parts) * math.exp(_log_chance(bad, total)), 0.93)
     return None
 
@@ -161,7 +161,7 @@ def _rule(
     if likely > most:
         return None
     bad, total = int(places.bad.sum()), places.bad.numel()
-    of = f"{f'all {bad} wrong ones' if bad > 1 else 'the only wrong one'} of {total} elements, and no right one"
+    of = f"{f'all {bad} wrong elements' if bad > 1 else 'the only wrong element'} of {total}, and no right one"
     return Cause(name, text, of, base * (1 - likely))
 
 
@@ -182,7 +182,7 @@ def _tail(places: _Places, name: str) -> Cause | None:
         block = _tail_block(_extent(along[~bad])[1], _extent(along[bad])[0], size)
         if block is not None:
             start = size - size % block
-            text = f"wrong in the last tile only: from {start} on (of {size}) along {what}, a multiple of {block}"
+            text = f"wrong only in the last tile: from index {start} along {what} (size {size}), a multiple of {block}"
             return _rule("last tile", text, places, 2 * places.chance(), 0.94 if block >= 8 else 0.88, CHANCE_OF_PLACES)
     # Right in a box from the first element on, and nowhere else.
     right = index[~bad]
@@ -195,7 +195,7 @@ def _tail(places: _Places, name: str) -> Cause | None:
             blocks.append(_tail_block(int(ends[dim]), int(ends[dim]) + 1, size))
     if len(blocks) < 2 or any(block is None for block in blocks):
         return None
-    text = f"wrong in the last tiles only: {name} is right up to the last multiples of {blocks[0]} along each dimension"
+    text = f"wrong only in the last tiles: {name} is right up to the last multiples of {blocks[0]} along each dimension"
     return _rule("last tile", text, places, 2 * places.chance(), 0.93)
 
 

@@ -142,7 +142,7 @@ def rearrangements(shape: tuple[int, ...], side: Side, most_shifts: int = MOST_S
     dims = range(len(shape))
     for p, q in itertools.combinations(dims, 2):
         if shape[p] == shape[q] > 1:
-            text = f"{what} is transposed: dimensions {p} and {q} of the {side} have changed places"
+            text = f"{what} is transposed: dimensions {p} and {q} of the {side} are swapped"
             yield Rearrangement("transposed", text, partial(_swapped, p, q))
     for dim, size in enumerate(shape):
         for shift in _nearest_first(size, most_shifts):
@@ -214,10 +214,10 @@ def _of_transpose(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
         return
 
 
-_INVERSE = "backward permutes as forward does, where the inverse permutation belongs"
+_INVERSE = "backward applies the permutation of forward instead of its inverse"
 ADJOINT = (
-    "{}the analytical Jacobian is the transpose of the numerical one: backward applies a matrix, a kernel or a scan as "
-    "forward does, where its transpose belongs (of a convolution, the flipped kernel)"
+    "{}the analytical Jacobian is the transpose of the numerical one: backward applies the matrix, kernel or scan of "
+    "forward instead of its transpose (for a convolution, the flipped kernel)"
 )
 
 
@@ -241,8 +241,8 @@ def _of_permutations(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
         if bool(difference <= allowed) and moved > 1 and bool(spread > 10 * allowed):
             yield Cause(
                 "permuted",
-                f"{what} holds the right values in the wrong places: an index, or its inverse, taken for the other",
-                f"sorted, the entries agree to {float(difference):.0e}; {moved} of {count} places moved",
+                f"{what} has the right values at wrong positions: an index instead of its inverse, or the reverse",
+                f"sorted, the entries agree to {float(difference):.0e}; {moved} of {count} entries moved",
                 0.91,
             )
             return
@@ -282,7 +282,7 @@ def _of_broadcasting(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
     if (everywhere and flat.a.shape[1] > 1) or (misplaced and bool((flat.wrong & (flat.n == 0)).any())):
         yield Cause(
             "missing reduction",
-            "the gradient of the input, each element of which goes to several outputs, is summed over "
+            "the gradient of the input, each element of which affects several outputs, is summed over "
             + ("all of grad_output" if everywhere else "the wrong dimension of grad_output"),
             f"explains all {int(flat.wrong.sum())} wrong entries",
             0.95,
@@ -332,26 +332,26 @@ def _of_reductions(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
     if bool((lost == wrong).all()) and total and single and not _broadcast_dims(sample):
         yield Cause(
             "overwritten",
-            "each element's gradient is that of one of the outputs it goes to: where an index occurs several times, "
-            "or windows overlap, gradients are assigned instead of added",
-            f"{total} wrong entries, all zero, in columns that keep one each",
+            "each element's gradient comes from only one of the outputs that it affects: for repeated indices or "
+            "overlapping windows, gradients are assigned instead of accumulated",
+            f"{total} wrong entries, all zero, in columns with one nonzero entry each",
             0.94,
         )
         return
     if not bool(extra.any()) and int(lost.sum()) * 2 >= total > 1 and both and spread and float(share) >= 0.45:
         yield Cause(
             "missing reduction",
-            "each element's gradient leaves out most of the outputs that depend on it: a sum or a mean over "
+            "each element's gradient omits most of the outputs that depend on it: a sum or a mean over "
             f"grad_output is missing{_along(_broadcast_dims(sample))}, or a mean or norm is treated as a constant",
-            f"{int(lost.sum())} of {total} wrong entries are zero, in columns that have others",
+            f"{int(lost.sum())} of {total} wrong entries are zero, in columns with nonzero entries",
             0.92,
         )
         return
     if int(extra.sum()) * 2 < total and _is_outer(torch.where(known, a - n, 0.0), n):
         yield Cause(
             "missing reduction",
-            "what is missing is the same for many elements, up to factors of a row and of a column: a sum or a mean "
-            "over grad_output, that is subtracted or added back",
+            "the missing part is the same for many elements, up to a factor per row and per column: a sum or a mean "
+            "over grad_output, which must be subtracted or added",
             "the error is an outer product within each part",
             0.75,
         )

@@ -106,7 +106,7 @@ def _causes(sampled: Sequence[_Sampled], space: Space) -> list[Cause]:
         return [_cause("reduction missing between ranks", text)]
     if partial and _same(found, numerical):
         text = (
-            f"each rank has the whole gradient, which counts {count} times as Partial(): it was reduced once too "
+            f"each rank has the whole gradient, which is counted {count} times as Partial(): it was reduced once too "
             "often, or is Replicate()"
         )
         return [_cause("reduced twice", text)]

@@ -1,4 +1,4 @@
-"""The check of a distributed function: all ranks call it, rank 0 runs it, all of them get the report."""
+"""The check of a distributed function: all ranks call it, rank 0 runs it, and all ranks return its report."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _NOT_HERE = (
     *("check_forward_ad", "check_batched_grad", "check_batched_forward_grad", "check_fwd_over_rev", "kwargs", "wrt"),
     *("grad_outputs", "reference", "reference_device"),
 )
-"""Keywords of `fastgrad.check` that a distributed check does not have."""
+"""Keywords of `fastgrad.check` that a distributed check does not support."""
 
 
 @dataclass(frozen=True)
 class _About:
-    """What a rank says of its call, before the check begins."""
+    """The call of one rank, compared with those of the others before the check begins."""
 
     function: str
     versions: tuple[str, str]
@@ -58,37 +58,38 @@ def check(
 ) -> Report:
     """Checks the gradients of a function whose tensors are distributed over the ranks of a process group.
 
-    All ranks call it, in step, with the same func and with their own parts of the inputs. What is checked is the
-    function of the whole tensors: what `Shard(dim)` says is put together along a dimension, `Replicate()` is one
-    tensor that all ranks hold, and `Partial()` is the sum of what the ranks hold. One coordinate of a whole input is
-    perturbed on all ranks that hold it in the same call of func. An inner product counts what is replicated once. Rank
-    0 runs the check of `fastgrad.check` and the others take part in every call of func and of backward, so that all
-    ranks enter each collective equally often.
+    All ranks call this function at the same time, with the same func and their own parts of the inputs. It checks the
+    function of the whole tensors: the parts of `Shard(dim)` are concatenated along a dimension, `Replicate()` is one
+    tensor that all ranks hold, and `Partial()` is the sum of the ranks' tensors. A coordinate of a whole input is
+    perturbed on all ranks that hold it in the same call of func. Inner products count replicated elements once. Rank
+    0 runs `fastgrad.check`, and the other ranks take part in every call of func and of backward, so that all ranks
+    enter each collective equally often.
 
     Parameters
     ----------
     func
-        Takes this rank's parts of the inputs; returns a tensor or a tuple or list of tensors, on every rank as many.
+        Function of this rank's parts of the inputs; returns a tensor or a tuple or list of tensors, the same number
+        on every rank.
     inputs
-        A tensor, or a tuple or list. Tensors with requires_grad=True are checked, everything else is passed through.
-        Parts of a sharded input may differ in size along its dimension.
+        A tensor, or a tuple or list. Tensors with requires_grad=True are checked; everything else is passed to func
+        unchanged. Parts of a sharded input may differ in size along its dimension.
     placements
-        Of each input, `Shard(dim)`, `Replicate()` or `Partial()` of torch.distributed.tensor; None for what is not
-        checked. DTensors, of a mesh with one dimension, bring their own.
+        Placement of each input: `Shard(dim)`, `Replicate()` or `Partial()` of torch.distributed.tensor; None for
+        inputs that are not checked. DTensors have a placement; their mesh must have one dimension.
     outputs
-        Of each result, the same.
+        Placement of each result.
     gradients
-        How the gradient of each input is placed, where it is not as DTensor has it: as the input is, but Replicate()
-        for Partial(). The gradient of a replicated parameter that is not reduced yet is Partial().
+        Placement of the gradient of each input. By default as in DTensor: that of the input, but Replicate() for
+        Partial(). The gradient of a replicated parameter that is not reduced yet is Partial().
     output_gradients
-        The same of the grad_outputs that backward is given. Of a Replicate() result, Partial() means that the ranks'
-        grad_outputs add up, as they do where each rank computes a loss of its own.
+        Placement of the grad_output of each result. For a Replicate() result, Partial() means that the ranks'
+        grad_outputs add up, because each rank computes its own loss.
     group
-        The ranks; by default all.
+        Process group; by default all ranks.
     seconds
-        How long a call of func or of backward may take, and a collective within it may wait.
+        Time limit of a call of func or of backward, and of waiting in a collective.
     keywords
-        Of `fastgrad.check`: order, fast_mode, eps, atol, rtol, nondet_tol, engine, seed and so on.
+        Keywords of `fastgrad.check`: order, fast_mode, eps, atol, rtol, nondet_tol, engine, seed and so on.
 
     Returns
     -------
@@ -98,7 +99,7 @@ def check(
     Raises
     ------
     RankError
-        A rank raised, ended, or did not answer in time; or the calls of the ranks do not fit together.
+        A rank raised, exited, or did not answer in time; or the calls of the ranks differ.
     ValueError, TypeError, NotImplementedError
         An argument cannot be checked, on any rank.
 
@@ -155,7 +156,7 @@ def _refuse(func: object, keywords: Mapping[str, Any]) -> None:
     refuse_function_class(func)
     unknown = sorted(set(keywords) & set(_NOT_HERE))
     if unknown:
-        raise NotImplementedError(f"{', '.join(unknown)} cannot be given to a check of a distributed function.")
+        raise NotImplementedError(f"{', '.join(unknown)} cannot be passed to a check of a distributed function.")
     if not dist.is_initialized():
         raise RuntimeError(
             "fastgrad.distributed.check needs a process group: call torch.distributed.init_process_group first."
@@ -166,7 +167,7 @@ def _checked(arguments: Sequence[Any]) -> list[int]:
     """The places of the tensors that require grad."""
     found = [i for i, value in enumerate(arguments) if isinstance(value, Tensor) and value.requires_grad]
     if len({id(arguments[i]) for i in found}) < len(found):
-        raise ValueError("a tensor is given twice: give it once, and let func use it twice.")
+        raise ValueError("a tensor is passed twice: pass it once, and let func use it twice.")
     return found
 
 
@@ -205,13 +206,13 @@ def _each(name: str, given: Any, count: int) -> list[Any]:
 
 
 def _space(name: str, tensor: Tensor, placement: Any, gradient: Any) -> Space:
-    """How a tensor and its gradient are placed; refuses what cannot be."""
+    """The placements of a tensor and its gradient, after validation."""
     if isinstance(tensor, DTensor):
         if tensor.device_mesh.ndim != 1:
             raise NotImplementedError(f"{name} is a DTensor of a mesh with {tensor.device_mesh.ndim} dimensions.")
         placement = tensor.placements[0] if placement is None else placement
         if placement != tensor.placements[0] or gradient not in (None, dual(placement)):
-            raise ValueError(f"{name} is a DTensor, which brings its placement: {tensor.placements[0]}.")
+            raise ValueError(f"{name} is a DTensor with the placement {tensor.placements[0]}: do not pass another one.")
     return Space(_placement(name, placement), _placement(name, dual(placement) if gradient is None else gradient))
 
 
@@ -219,7 +220,7 @@ def _placement(name: str, placement: Any) -> Placement:
     if not isinstance(placement, (Shard, Replicate, Partial)):
         raise TypeError(f"{name} needs a placement, Shard(dim), Replicate() or Partial(), got {placement!r}.")
     if isinstance(placement, Partial) and placement.reduce_op != "sum":
-        raise NotImplementedError(f"{name} is {placement}: of partial tensors only sums are checked.")
+        raise NotImplementedError(f"{name} is {placement}: only partial tensors that are sums are supported.")
     return placement
 
 
@@ -246,7 +247,7 @@ def _refuse_what_does_not_fit(ranks: Sequence[_About], checked: Sequence[int]) -
                     f"The calls of the ranks differ: {what} is {mine} on rank 0 and {theirs} on rank {rank}."
                 )
     if not first.spaces:
-        raise ValueError("fastgrad.distributed.check needs an input with requires_grad=True, and there is none.")
+        raise ValueError("fastgrad.distributed.check needs an input with requires_grad=True, but there is none.")
     for k, (i, space) in enumerate(zip(checked, first.spaces, strict=True)):
         parts = [one.parts[k] for one in ranks]
         why = mismatch(space.placement, [part.shape for part in parts])

@@ -342,7 +342,7 @@ def _by_result(answers: Sequence[Answer]) -> tuple[list[Parts], list[bool]]:
     counts = {len(answer.parts) for answer in answers}
     if len(counts) > 1:
         listed = ", ".join(f"{len(answer.parts)} on rank {rank}" for rank, answer in enumerate(answers))
-        raise ValueError(f"func must return as many tensors on each rank, got {listed}.")
+        raise ValueError(f"func must return the same number of tensors on each rank, got {listed}.")
     parts = [list(held) for held in zip(*(answer.parts for answer in answers), strict=True)]
     return parts, [any(require) for require in zip(*(answer.differentiable for answer in answers), strict=True)]
 
@@ -352,7 +352,7 @@ def _in_words(troubles: Sequence[Trouble], count: int) -> str:
     raised = [one for one in troubles if not one.collective]
     waited = [one for one in troubles if one.collective]
     parts = [f"rank {one.rank} raised {one.text}" for one in raised]
-    parts += [f"rank {one.rank} waited in vain in {one.collective}" for one in waited]
+    parts += [f"rank {one.rank} timed out in {one.collective}" for one in waited]
     others = sorted(set(range(count)) - {one.rank for one in troubles})
     if waited and others:
         verb = "ranks" if len(others) > 1 else "rank"

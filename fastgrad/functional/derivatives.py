@@ -460,7 +460,7 @@ def _check_options(name: str, options: _Options, strategy: str, numerical: bool,
 
 def _check_product_options(create_graph: bool, strict: bool, numerical: bool, return_error: bool) -> None:
     if return_error and not numerical:
-        raise ValueError("return_error=True needs numerical=True: what autograd computes comes without an estimate.")
+        raise ValueError("return_error=True needs numerical=True: autograd gives no error estimate.")
     if numerical and (create_graph or strict):
         raise ValueError(
             f"numerical=True and {'create_graph' if create_graph else 'strict'}=True exclude each other: differences "

@@ -94,7 +94,7 @@ class LowerCheck:
     Attributes
     ----------
     comparison
-        What was compared with a reference, once `report` has run; None where nothing was.
+        Comparison with a reference, once `report` has run; None where nothing was.
     """
 
     def __init__(
@@ -178,8 +178,8 @@ class LowerCheck:
         if self._draws and self._outcome.failure is not None:
             self._outcome.failure, self._outcome.causes = None, ()
             self._outcome.note(
-                undecided="func draws random numbers, its gradients differ from those of the reference by more than "
-                "rounding explains, and in double precision torch may draw others",
+                undecided="func draws random numbers, and its gradients differ from those of the reference by more "
+                "than rounding explains; in double precision torch may draw different numbers",
                 remedy="draw them in the same dtype in func and in the reference, or pass them as an input",
             )
         if products.failures:
@@ -192,7 +192,7 @@ class LowerCheck:
         for block, dtype in zip(problem.outputs, products.dtypes, strict=True):
             if not 2 * unit_roundoff(dtype) < unit_roundoff(block.tensor.dtype) and dtype in LOWER:
                 raise IncomparableError(
-                    f"{reference.name} returns {str(dtype).removeprefix('torch.')} also for double precision"
+                    f"{reference.name} returns {str(dtype).removeprefix('torch.')} even for inputs in double precision"
                 )
 
     def _check_reference(self, reference: Reference, problem: Problem) -> Report | None:
@@ -204,7 +204,7 @@ class LowerCheck:
             raise_unless_of_func(error)
             raise IncomparableError(f"{reference.name} raises {type(error).__name__}: {error}") from error
         if nearby:
-            self._outcome.notes.append(f"the reference itself was checked next to x: at x, {nearby}")
+            self._outcome.notes.append(f"the reference was checked next to x, because at x {nearby}")
         if report.failure is not None and _computes_coarsely(report) and self._settings.reference is None:
             self._outcome.note(reference="")
             raise IncomparableError(f"{reference.name} computes in a lower dtype inside")
@@ -219,7 +219,8 @@ class LowerCheck:
             )
             return None
         note = (
-            f"found in double precision, by differences: {reference.name} is wrong before any rounding; the gradients "
+            f"found by differences in double precision: {reference.name} is wrong independently of rounding; the "
+            "gradients "
             f"in {', '.join(self._outcome.precision.dtypes)} were not compared"
         )
         return replace(report, settings=self._settings, precision=self._outcome.precision, notes=(*report.notes, note))
@@ -293,7 +294,7 @@ class LowerCheck:
         if outcome.is_open:
             outcome.failure = self._attributes(problem)
         if problem.mutates_inputs:
-            outcome.notes.append("func changes its inputs (or they hold NaN); they were restored around every call")
+            outcome.notes.append("func changes its inputs, or they contain NaN; they were restored around every call")
         precision = outcome.precision
         if outcome.failure is not None:
             precision = replace(precision, undecided="", remedy="")

@@ -32,7 +32,7 @@ MOST_HIDDEN = 0.9
 
 _LAYOUT_NAMES = {
     Layout.GAPPED: "has gaps between its elements",
-    Layout.OFFSET: "begins at an offset in its storage",
+    Layout.OFFSET: "has a storage offset",
     Layout.EXPANDED: "is expanded, with stride 0",
 }
 
@@ -113,8 +113,8 @@ def judge_by_differences(problem: Problem, seed: int, outcome: Outcome) -> None:
     relative = sorted((one.allowed + abs(one.error)) / one.size for one in found if one.size)
     if suspects:
         undecided = (
-            "a derivative along a direction differs from differences, and no single entry does: a kink or a "
-            "pole may be in reach of the steps, which are large in this dtype"
+            "a derivative along a direction differs from differences, but no single entry does: a kink or a pole may "
+            "be within the steps, which are large in this dtype"
         )
         outcome.note(undecided=undecided, remedy="pass a reference=, or other inputs")
     elif not relative or relative[len(relative) // 2] >= 1:
@@ -157,10 +157,10 @@ def _forwards_differ(problem: Problem, products: Products, coordinate: int, rati
     place = f"result {block.position}{list(block.index_at(coordinate))}"
     found, expected = float(problem.base()[coordinate]), float(products.values[coordinate])
     outcome.note(
-        undecided=f"it is not the same function: {place} is {found:.6g}, and {expected:.6g} by the reference "
-        f"({ratio:.2g} times what rounding explains)",
-        remedy="pass the function that the kernel computes as reference=, or, if it is that one, look for an error in "
-        "the forward",
+        undecided=f"func and the reference are different functions: {place} is {found:.6g}, but {expected:.6g} by "
+        f"the reference ({ratio:.2g} times what rounding explains)",
+        remedy="pass the function that the kernel computes as reference=; if it is this function, look for an error "
+        "in the forward",
     )
 
 
@@ -243,11 +243,12 @@ def _judge_entries(
     entry = comparison.entry(probe, coordinate)
     if float(ratio.max()) <= MOST_OF_SUMS:
         outcome.note(
-            undecided="a sum over outputs is off by more than rounding of the reference explains, and no single row is",
-            remedy="see whether the kernel adds up in the lower dtype; if it does, pass a reference= that does, too",
+            undecided="the gradient of a sum over outputs differs by more than rounding of the reference explains, "
+            "but no single row does",
+            remedy="check whether the kernel accumulates in the lower dtype; if so, pass a reference= that does too",
         )
         return
-    outcome.failure = _failure("beyond rounding", entry, "the error shows in a sum over outputs only")
+    outcome.failure = _failure("beyond rounding", entry, "the error is only in the gradient of a sum over outputs")
 
 
 def _place(ratio: Tensor) -> tuple[int, int]:
@@ -265,8 +266,7 @@ def _special_grad_output(
         error = (plain[0] - comparison.exact[probe]).abs()
         if bool((error <= comparison.limit[probe]).all()):
             detail = (
-                f"only where grad_output {_LAYOUT_NAMES[LAYOUTS[probe]]}: for a contiguous copy of it the gradient is "
-                "right"
+                f"only where grad_output {_LAYOUT_NAMES[LAYOUTS[probe]]}: for a contiguous copy the gradient is right"
             )
             outcome.failure = _failure("beyond rounding", comparison.entry(*_first(wrong)), detail)
             outcome.causes = (Cause("layout of grad_output", detail, "two VJPs", 0.95),)
@@ -292,7 +292,7 @@ def causes_of(found: Tensor, expected: Tensor) -> tuple[Cause, ...]:
     measure = f"up to {rest:.1g} of its size, in {found.numel()} entries"
     if abs(factor + 1) < SAME_FACTOR:
         return (Cause("sign", "it has the wrong sign", measure, 0.9),)
-    return (Cause("constant factor", f"it is {factor:.3g} times what it should be", measure, 0.9),)
+    return (Cause("constant factor", f"it is {factor:.3g} times the right gradient", measure, 0.9),)
 
 
 def _judge_common_errors(comparison: Comparison, outcome: Outcome) -> None:
@@ -303,12 +303,12 @@ def _judge_common_errors(comparison: Comparison, outcome: Outcome) -> None:
     outcome.note(smallest_scale=max(one.allowed + abs(one.error) for one in found))
     if worst.is_alike and abs(worst.error) > worst.allowed:
         detail = (
-            f"its entries are {1 + worst.error:.5g} times what they should be, on average over about "
-            f"{worst.entries:.0f} of them; rounding explains {worst.allowed:.2g} more or less"
+            f"its entries are {1 + worst.error:.5g} times the right ones, on average over about {worst.entries:.0f} "
+            f"entries; rounding explains a relative error of {worst.allowed:.2g}"
         )
         block: Block = worst.block
         outcome.failure = Failure("biased", input=block.index, input_position=block.position, detail=detail)
-        factor = f"the gradient is {1 + worst.error:.5g} times what it should be"
+        factor = f"the gradient is {1 + worst.error:.5g} times the right one"
         outcome.causes = (Cause("constant factor", factor, "the mean of relative errors", 0.9),)
 
 
@@ -319,6 +319,6 @@ def _state_the_smallest(comparison: Comparison, outcome: Outcome) -> None:
     outcome.note(smallest=smallest[0], smallest_most=smallest[1], hidden=smallest[2])
     if smallest[2] > MOST_HIDDEN:
         outcome.note(
-            undecided="rounding in this dtype hides whole entries: most of them might as well be zero",
-            remedy="other inputs, for which less cancels, or a wider dtype",
+            undecided="rounding in this dtype is larger than most entries: an entry that is zero would not be detected",
+            remedy="use inputs with less cancellation, or a wider dtype",
         )

@@ -115,7 +115,7 @@ class Between:
             yield
             return
         names = ", ".join(dict.fromkeys(cut.site.module or "the model" for cut in self.meant))
-        self.remarks.append(f"what {names} computes without gradients, as torch means it to, was held constant")
+        self.remarks.append(f"values that {names} computes without gradients by design were held constant")
         with self.step.inside(held):
             yield
 
@@ -127,7 +127,7 @@ class Between:
         moving = [i for i in missing[:MOST_PARAMETERS] if self.whole.moves([i])] if self.whole.moves(missing) else []
         still = [self.step.names[i] for i in missing if i not in moving]
         if still:
-            self.remarks.append(f"no gradient reaches {_listed(still)}, and the loss does not depend on it")
+            self.remarks.append(f"{_listed(still)} gets no gradient, and the loss does not depend on it")
         if not moving:
             return
         names = tuple(self.step.names[i] for i in moving)
@@ -135,7 +135,7 @@ class Between:
         cuts = [cut for cut in _unmeant(recorder) if set(recorder.parameters_of(cut.parameters)) & set(moving)]
         alone = [cut for cut in cuts[:MOST_CUTS] if self._stills([cut], moving)]
         ends = alone or (cuts if cuts and self._stills(cuts, moving) else [])
-        text = f"{_listed(list(names))} gets no gradient, and the loss moves with it"
+        text = f"{_listed(list(names))} gets no gradient, but the loss depends on it"
         if ends:
             text += f": the path ends in {ends[0].name}{at(ends[0].site)}"
         self.findings.append(Finding("detached", text, _sites(ends), "", names, 1.0))
@@ -187,7 +187,10 @@ class Between:
         error = abs(along.analytical - along.numerical) / along.size if along.size else 1.0
         if "hook" in explained:
             for hook in hooks:
-                text = f"the hook {hook.name} of {hook.owner} changes gradients; without it they agree with differences"
+                text = (
+                    f"the hook {hook.name} of {hook.owner} changes gradients; without the hook they agree with "
+                    "differences"
+                )
                 self.findings.append(Finding("hook", text, (hook.site,), hook.name, names, error))
         if "saved" in explained:
             self._add_saved(saved, along, names, error)
@@ -209,8 +212,8 @@ class Between:
             for one in saved:
                 one.writer = one.writer or watching.saved.all[one.number].writer
         for one in {(one.site, one.writer): one for one in saved}.values():
-            by = f": {one.writer or 'something that is no operator of torch'} wrote to it"
-            text = f"a tensor that was saved for backward{at(one.site)} was changed before backward took it{by}"
+            by = f": {one.writer or 'code that is not an operator of torch'} wrote to it"
+            text = f"a tensor that was saved for backward{at(one.site)} was changed before backward read it{by}"
             self.findings.append(Finding("saved tensor", text, (one.site,), "", names, error))
 
     def _add_cuts(self, cuts: Sequence[Cut], along: Along, names: tuple[str, ...], error: float) -> None:
@@ -221,14 +224,14 @@ class Between:
                 counting.append(cut)
         counting = counting or list(cuts)
         text = (
-            f"autograd takes for a constant what {counting[0].name}{at(counting[0].site)} computes from parameters; "
-            "with that held fixed, differences agree with the gradients"
+            f"autograd treats the result of {counting[0].name}{at(counting[0].site)} as a constant, although it "
+            "depends on parameters; with this result held fixed, differences agree with the gradients"
         )
         self.findings.append(Finding("detached", text, _sites(counting), counting[0].name, names, error))
 
     def _add_unexplained(self, recorder: Recorder, names: tuple[str, ...], error: float) -> None:
         whose = f" of {_listed(list(names))}" if names else ""
-        text = f"the gradient{whose} is wrong end to end, and no operation that was checked is"
+        text = f"the gradient{whose} of the loss is wrong, but no operation that was checked is"
         foreign = [f"{name}{at(site)}" for name, site in recorder.foreign.items()]
         text += f"; not checked: {', '.join(foreign)}" if foreign else ""
         self.findings.append(Finding("end to end", text, (), "", names, error))

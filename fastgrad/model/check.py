@@ -1,4 +1,4 @@
-"""check_model: every operation by itself, the whole end to end, and what lies in between."""
+"""check_model: checks each operation of a model, the gradient of the loss, and what connects them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fastgrad.report.model import ModelReport
 from fastgrad.report.model_data import EndToEnd, Finding, Operation
 
 DIRECTIONS = 2
-"""Random directions of the whole."""
+"""Random directions of all parameters, for the end-to-end test."""
 
 
 def check_model(
@@ -45,50 +45,50 @@ def check_model(
     seed: int = 0,
     memory_limit: int | None = None,
 ) -> ModelReport:
-    """Finds which operation of a model has a wrong gradient, or what between operations makes gradients wrong.
+    """Finds the operation of a model whose gradient is wrong, or the reason between operations.
 
-    One step is recorded. Each distinct operation, by operator, shapes, layouts and other arguments, is checked by
-    itself at the inputs that it had, in double precision where it runs in it. Then the derivative of the loss along
-    random directions of all parameters is compared with differences of the loss. Where it is wrong and all
-    operations are right, experiments look for the reason: tensors that were changed after they had been saved for
-    backward, paths that autograd does not record, hooks that change gradients.
+    One step of the model is recorded. Each distinct operation (operator, shapes, layouts and other arguments) is
+    checked by itself at its recorded inputs, in double precision if it supports it. Then the derivative of the loss
+    along random directions of all parameters is compared with differences of the loss. If it is wrong and all
+    operations are right, experiments look for the reason: saved tensors that were changed before backward, paths
+    that autograd does not record, hooks that change gradients.
 
     Parameters
     ----------
     model
-        Checked in the mode that it is in, with respect to its parameters that require grad.
+        Checked in its current mode (train or eval), with respect to its parameters that require grad.
     inputs
-        A tuple or list of arguments of the model, or the only one; nested or not.
+        A tuple or list of arguments of the model, or a single argument; may be nested.
     loss
-        Takes what the model returns, returns a real tensor of one element. None: the model returns that.
+        Function of the model's output; returns a real tensor of one element. None: the model returns the loss.
     kwargs
         Keyword arguments of the model.
     eps, atol, rtol
-        As in `gradcheck`, for each operation. atol is less where all entries of an operation are small.
+        As in `gradcheck`, for each operation. atol is smaller if all entries of an operation are small.
     seed
-        Of the random vectors. Every call of the model starts from the same random state, so dropout may be on.
+        Seed of the random vectors. Every call of the model starts from the same random state, so dropout may be on.
     memory_limit
-        Bytes for copies of the operations' inputs; by default a quarter of what is free. What has no place there is
-        not checked, and the report says so.
+        Bytes for copies of the operations' inputs; by default a quarter of the free memory. Operations whose inputs
+        do not fit are not checked, and the report lists them.
 
     Returns
     -------
     ModelReport
-        `passed` says whether nothing wrong was found; `findings` has the probable culprit first.
+        `passed` is True if no error was found; `findings` lists the errors, the most probable reason first.
 
     Raises
     ------
     TypeError, ValueError
         An argument cannot be used.
     Exception
-        What the model, the loss or a backward raises in the first step.
+        An exception of the model, the loss or a backward in the first step.
 
     Notes
     -----
-    Parameters, buffers, gradients, hooks, the train or eval mode of every module and random states are afterwards as
-    they were. What a module keeps elsewhere, in attributes that are no buffers, stays as the last call left it.
-    The Jacobian of an operator of torch is first tested by one number, v^T J u for random u and v, and a custom
-    Function always in fast mode. A result that nothing uses, the statistics of a norm say, is left out.
+    Parameters, buffers, gradients, hooks, the train or eval mode of every module and random states are restored
+    afterwards. State of a module in attributes that are not buffers stays as the last call left it. The Jacobian of
+    an operator of torch is first tested by one number, v^T J u for random u and v; a custom Function is always
+    checked in fast mode. Unused results, for example the statistics of a norm, are not checked.
 
     Examples
     --------
@@ -161,7 +161,7 @@ def _whole(
     with ExitStack() as stack:
         why = enter_precise(step, whole, stack)
         if why:
-            remarks.append(f"end to end the model was run as it is, not in double precision: {why}")
+            remarks.append(f"the end-to-end test ran the model in its own dtype, not in double precision: {why}")
         if any(cut.is_meant for cut in recorder.cuts):
             stack.enter_context(between.holding_what_is_meant())
         found = [whole.quickly_along(whole.direction(number)) for number in range(DIRECTIONS)]
@@ -170,7 +170,7 @@ def _whole(
         if explains and wrong is not None:
             between.explain(wrong)
         elif has_wrong and wrong is not None:
-            remarks.append("the gradient is wrong end to end; check again once the operations are right")
+            remarks.append("the gradient of the loss is wrong; check again when the operations are right")
     return whole.result(found), between
 
 
@@ -195,11 +195,11 @@ def _with_suspect(finding: Finding, operations: list[Operation]) -> Finding:
 
 def _remarks(recorder: Recorder, step: Step) -> list[str]:
     remarks = [
-        f"{name} is a Function of torch's own that calls others: it was checked end to end only"
+        f"{name} is a Function of torch that calls others: only the end-to-end test covers it"
         for name in recorder.foreign
     ]
     if any(type(module).__name__ == "OptimizedModule" for module in step.model.modules()):
-        remarks.append("what torch.compile compiled ran operator by operator while it was recorded")
+        remarks.append("compiled parts of the model ran operator by operator while they were recorded")
     return remarks
 
 
@@ -208,12 +208,14 @@ def _harmless(recorder: Recorder, step: Step) -> list[str]:
     buffers = {id(buffer) for buffer in step.model.buffers()}
     changed = [one for one in recorder.saved.changed() if id(one.tensor) not in buffers]
     remarks = [
-        f"a tensor that was saved for backward{at(one.site)} was changed before backward took it, without an effect "
-        "that differences show"
+        f"a tensor that was saved for backward{at(one.site)} was changed before backward read it, but this does not "
+        "change the gradient of the loss"
         for one in changed
     ]
     hooks = recorder.hooks.changed()
-    return remarks + [f"the hook {one.name} of {one.owner} changes gradients, by less than is seen" for one in hooks]
+    return remarks + [
+        f"the hook {one.name} of {one.owner} changes gradients by less than the test detects" for one in hooks
+    ]
 
 
 def _check_arguments(model: object, loss: object, kwargs: object, memory_limit: object) -> None:
@@ -222,7 +224,7 @@ def _check_arguments(model: object, loss: object, kwargs: object, memory_limit: 
     if isinstance(model, DistributedDataParallel):
         raise TypeError("model is wrapped in DistributedDataParallel: pass model.module.")
     if loss is not None and not callable(loss):
-        raise TypeError(f"loss must be a function of what the model returns, or None, got {type(loss).__name__}.")
+        raise TypeError(f"loss must be a function of the model's output, or None, got {type(loss).__name__}.")
     if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(key, str) for key in kwargs)):
         raise TypeError(f"kwargs must be a mapping from names to the model's keyword arguments, got {kwargs!r}.")
     if memory_limit is not None and (isinstance(memory_limit, bool) or not isinstance(memory_limit, int)):
@@ -231,6 +233,6 @@ def _check_arguments(model: object, loss: object, kwargs: object, memory_limit: 
         raise ValueError(f"memory_limit must be at least zero, got {memory_limit}.")
     lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
     if lazy:
-        raise ValueError(f"Parameter {lazy[0]} of the model has no values yet: call the model once before the check.")
+        raise ValueError(f"Parameter {lazy[0]} of the model is uninitialized: call the model once before the check.")
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError("check_model needs a parameter with requires_grad=True in the model, and there is none.")
+        raise ValueError("check_model needs a parameter with requires_grad=True in the model, but there is none.")

@@ -43,7 +43,7 @@ LARGE = 1 << 20
 FEWER = 8
 """The share of the rows that are then checked in full: one in so many."""
 
-ON_FEWER_ROWS = "v^T J u agrees for all rows; checked in full on the first of them"
+ON_FEWER_ROWS = "v^T J u agrees for all rows; only the first rows were checked in full"
 """What the table says of such an operation."""
 
 
@@ -114,7 +114,7 @@ def _found(call: Call, func: Callable[..., Any], leaves: list[Tensor], settings:
     if all(leaf.dtype in (torch.float64, torch.complex128) for leaf in leaves):
         screen = _screened(func, leaves, settings)
         if screen is None:
-            return _Found("right", "no result of it requires grad", 0.0)
+            return _Found("right", "none of its results requires grad", 0.0)
         if not call.is_custom and not screen.agrees and math.isfinite(screen.scale):
             moved = _screened(func, _moved(leaves, settings), settings)
             screen = moved if moved is not None and moved.agrees else screen

@@ -112,7 +112,7 @@ class SavedWatch:
 
     def by_nobody(self) -> str:
         """Who has changed what differs between two events."""
-        return f"something that is no operator of torch, before {self._places.text()},"
+        return f"code that is not an operator of torch, before {self._places.text()},"
 
 
 @contextmanager

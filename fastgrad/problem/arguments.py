@@ -74,7 +74,7 @@ def _dataclass_children(value: Any) -> Children:
 def refuse_function_class(func: object) -> None:
     """Says what to pass instead of a torch.autograd.Function, which torch refuses to call."""
     if isinstance(func, type) and issubclass(func, torch.autograd.Function):
-        raise TypeError(f"func is the class {func.__name__}: pass {func.__name__}.apply, which calls it.")
+        raise TypeError(f"func is the class {func.__name__}: pass {func.__name__}.apply instead.")
 
 
 class Call:
@@ -187,9 +187,7 @@ def _checked_parameters(module: torch.nn.Module) -> list[_Parameter]:
     found = []
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):
-            raise ValueError(
-                f"Parameter {name} of the module has no values yet: call the module once before the check."
-            )
+            raise ValueError(f"Parameter {name} of the module is uninitialized: call the module once before the check.")
         if parameter.requires_grad:
             found.append(_Parameter(name, parameter, places[id(parameter)]))
     return found

@@ -76,7 +76,7 @@ class ForwardMode(Evaluation):
             if layout is not torch.strided:
                 raise NotImplementedError(
                     f"torch has no forward-mode AD for sparse inputs, and {self.name_of(block)} has layout {layout}: "
-                    "leave check_forward_ad out."
+                    "do not pass check_forward_ad."
                 )
 
     def _duals(self, tangents: Sequence[Tensor | None]) -> tuple[tuple[Any, ...], list[Tensor]]:

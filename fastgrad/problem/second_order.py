@@ -119,7 +119,7 @@ def _refuse_outputs(outputs: int, grad_outputs: int) -> None:
     if not outputs:
         disabled = disabled_gradients()
         because = f": {disabled}" if disabled else ""
-        raise ValueError(f"gradgradcheck needs a func with an output that requires grad, and this has none{because}.")
+        raise ValueError(f"gradgradcheck needs a func with an output that requires grad, but this has none{because}.")
     raise ValueError(
         f"gradgradcheck needs one grad_output for each output that requires grad: func returned "
         f"{outputs} of them, and grad_outputs has {grad_outputs}."

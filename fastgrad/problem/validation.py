@@ -43,8 +43,8 @@ def differentiable_inputs(inputs: tuple[Any, ...], names: tuple[str, ...], warn_
         if warn_of_precision and value.dtype not in (torch.float64, torch.complex128):
             warn(
                 f"{names[i] if names else f'Input #{i}'} requires gradient and is not a double precision floating "
-                f"point or complex tensor, but {value.dtype}: differences with a small eps drown in its rounding, and "
-                "the check will likely fail."
+                f"point or complex tensor, but {value.dtype}: its rounding is larger than differences with a small "
+                "eps, so the check will likely fail."
             )
         _check_values(value, names[i] if names else f"input {i}", names[i] if names else f"The {i}th input")
     if not positions:
@@ -59,11 +59,11 @@ def differentiable_inputs(inputs: tuple[Any, ...], names: tuple[str, ...], warn_
 def _check_values(value: Tensor, name: str, subject: str) -> None:
     """Whether the elements of an input can be perturbed one by one; name, subject: what messages call it."""
     if value.is_nested:
-        raise NotImplementedError(f"fastgrad checks no nested tensors; {name} is one.")
+        raise NotImplementedError(f"fastgrad does not support nested tensors; {name} is one.")
     if value.is_inference() and not torch.is_inference_mode_enabled():
         raise RuntimeError(
-            f"{subject} was made under torch.inference_mode, and autograd records nothing "
-            "that is done with it: pass a copy, input.detach().clone().requires_grad_()."
+            f"{subject} was created under torch.inference_mode, so autograd does not record operations on it: pass a "
+            "copy, input.detach().clone().requires_grad_()."
         )
     if value.is_meta:
         raise ValueError(f"{subject} is on the meta device: a gradient check needs values.")
@@ -72,7 +72,7 @@ def _check_values(value: Tensor, name: str, subject: str) -> None:
         return  # out of reach; or free of overlap
     if any(stride == 0 and size > 1 for size, stride in zip(values.shape, values.stride(), strict=True)):
         raise RuntimeError(
-            f"{subject} has a dimension with stride 0. Several of its elements share one place in memory and cannot be "
+            f"{subject} has a dimension with stride 0. Several of its elements share one memory location and cannot be "
             "perturbed one by one: pass a copy, input.detach().clone().requires_grad_()."
         )
     if overlaps_itself(values):

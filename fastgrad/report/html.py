@@ -122,18 +122,18 @@ def _panels(report: ReportData) -> list[_Panel]:
     if failure is not None and entries is not None and entries.error.size:
         panels.append(
             _Panel(
-                "Where the errors are",
-                f"Entries of the Jacobian by the elements that they are about, both in C order: each cell shows the "
-                f"largest error in it over its tolerance. {_sampled(report, entries)}",
+                "Errors by position",
+                "Entries of the Jacobian by output element and input element, both in C order. Each cell shows its "
+                f"largest ratio of error to tolerance. {_sampled(report, entries)}",
                 (6.4, 5.9),
                 lambda axes, ink: _draw_map(axes, ink, entries, messages.names_of(report, failure)),
             )
         )
         panels.append(
             _Panel(
-                "How large they are",
-                "Each entry's error against what is allowed for it, atol + rtol |numerical|: entries above the line "
-                "fail. Errors of zero lie on the lower edge.",
+                "Errors and tolerances",
+                "The error of each entry against its tolerance, atol + rtol |numerical|. Entries above the line "
+                "fail. Errors of zero are on the lower edge.",
                 (5.6, 3.6),
                 lambda axes, ink: _draw_errors(axes, ink, entries),
             )
@@ -142,9 +142,9 @@ def _panels(report: ReportData) -> list[_Panel]:
         worst = failure.comparison.worst
         panels.append(
             _Panel(
-                "The worst entry over the steps",
-                "Central differences of the worst entry, from large steps to small: where they settle, they are the "
-                "derivative; the analytical value is the dashed line.",
+                "The worst entry by step",
+                "Central differences of the worst entry for large to small steps. Where they are constant, they give "
+                "the derivative. The dashed line is the analytical value.",
                 (5.6, 3.6),
                 lambda axes, ink: _draw_convergence(axes, ink, failure, worst, report.settings.of(failure.input or 0)),
             )
@@ -166,8 +166,8 @@ def figure(report: ReportData) -> Figure:
     figures = _matplotlib_figures()
     panels = _panels(report)
     if not panels or report.failure is None:
-        why = "the check passed" if report.failure is None else "the failure is not about entries of a Jacobian"
-        raise ValueError(f"a report without entries cannot be plotted: {why}.")
+        why = "the check passed" if report.failure is None else "the failure is not a mismatch of entries"
+        raise ValueError(f"the report has no entries to plot: {why}.")
     drawn: Figure = figures.Figure(figsize=(5.2 * len(panels), 4.4), layout="constrained")
     for axes, panel in zip(drawn.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         panel.draw(axes, "black")
@@ -289,7 +289,7 @@ def _draw_errors(axes: Axes, ink: str, entries: _Entries) -> None:
     axes.set_xlabel("tolerance, atol + rtol |numerical|")
     axes.set_ylabel("error, |analytical - numerical|")
     if not finite.all():
-        axes.set_title(f"{int((~finite).sum())} entries that are not finite are left out", fontsize="small")
+        axes.set_title(f"without {int((~finite).sum())} entries that are not finite", fontsize="small")
     _legend(axes, ink)
     _ink(axes, ink)
 
@@ -429,7 +429,7 @@ def _failure_section(report: ReportData) -> str:
         return ""
     message = messages.failure_message(report)
     if failure.comparison is None:
-        return section("What failed", f"<pre>{escape(message)}</pre>")
+        return section("Failure", f"<pre>{escape(message)}</pre>")
     comparison, names = failure.comparison, messages.names_of(report, failure)
     lines = [f"{message.partition(chr(10))[0].rstrip(',')}."]
     where = messages.extent_line(names, comparison).partition(", ")[2]
@@ -446,7 +446,7 @@ def _failure_section(report: ReportData) -> str:
             for dimension, span in enumerate(spans)
         ]
     extent = table(("wrong entries along", "places", "which"), rows, (1,)) if rows else ""
-    return section("What failed", "".join(f"<p>{escape(line)}</p>" for line in lines), extent)
+    return section("Failure", "".join(f"<p>{escape(line)}</p>" for line in lines), extent)
 
 
 def _subject_section(report: ReportData) -> str:
@@ -458,7 +458,7 @@ def _subject_section(report: ReportData) -> str:
     named = ((names[i] if i < len(names) else f"input {i}", kind) for i, kind in enumerate(subject.inputs))
     rows += [("input" if len(subject.inputs) == 1 else "inputs", ", ".join(f"{name} {kind}" for name, kind in named))]
     rows += [("output" if len(subject.outputs) == 1 else "outputs", ", ".join(subject.outputs))]
-    return section("What was checked", table((), [row for row in rows if row[1]]))
+    return section("Checked function", table((), [row for row in rows if row[1]]))
 
 
 def _worst_section(report: ReportData) -> str:
@@ -481,8 +481,8 @@ def _worst_section(report: ReportData) -> str:
     head = ("entry", "analytical", "numerical", "|difference|", "allowed", "times allowed")
     note = ""
     if any(entry.error is None for entry in comparison.worst_entries):
-        note = '<p class="soft">Values without an error estimate are those at eps: they were not measured again.</p>'
-    return section("The worst entries", table(head, rows, (1, 2, 3, 4, 5)), note)
+        note = '<p class="soft">Values without an error estimate are those at eps, which were not re-measured.</p>'
+    return section("Worst entries", table(head, rows, (1, 2, 3, 4, 5)), note)
 
 
 def _causes_section(report: ReportData) -> str:
@@ -506,9 +506,9 @@ def _figures_section(report: ReportData) -> str:
     try:
         drawn = [(panel, _svg(panel)) for panel in panels]
     except ImportError:
-        return section("In pictures", maps, f'<p class="soft">There are no others here: {escape(NO_FIGURES)}.</p>')
+        return section("Figures", maps, f'<p class="soft">Other figures are missing: {escape(NO_FIGURES)}.</p>')
     figures = "".join(_figure(panel.title, svg, panel.caption) for panel, svg in drawn)
-    return section("In pictures", maps, f'<div class="figures">{figures}</div>')
+    return section("Figures", maps, f'<div class="figures">{figures}</div>')
 
 
 def _figure(title: str, svg: str, caption: str) -> str:
@@ -531,7 +531,7 @@ def _maps(report: ReportData) -> str:
     ):
         drawn, note = element_map.svg(shape, numbers, entries.excess, lambda entry: _entry_words(entries, names, entry))
         caption = f"The largest error of each element, in the shape of {name}; the values are shown on hover. {note}"
-        figures.append(_figure(f"Errors by the elements of {name}", drawn, caption.rstrip()))
+        figures.append(_figure(f"Errors by element of {name}", drawn, caption.rstrip()))
     return "".join(figures)
 
 
@@ -553,8 +553,8 @@ def _compared_section(report: ReportData) -> str:
         bounds = [f"{one.bound:.2g}" if one.bound else "any size" for one in report.certificates]
         rows = [(one.claim, one.method, bound) for one, bound in zip(report.certificates, bounds, strict=True)]
         parts.append("<p>Certified by random vectors:</p>")
-        parts.append(table(("claim", "how", "errors show from"), rows, (2,)))
-    return section("What was compared", *parts) if parts else ""
+        parts.append(table(("claim", "how", "smallest detected error"), rows, (2,)))
+    return section("Comparison", *parts) if parts else ""
 
 
 def _shares(report: ReportData) -> str:
@@ -573,12 +573,12 @@ def _shares(report: ReportData) -> str:
             f'<li>{escape(messages.jacobian_name(report, pair))} <span class="gauge"><i style="width: {width:.0%}">'
             f'</i></span><span class="soft">{share:.1e}</span></li>'
         )
-    caption = f"Errors as shares of what is allowed, at most; the bars are logarithmic, from 1e-{_GAUGE_DECADES} to 1."
+    caption = f"The largest errors, relative to the tolerance. The bars are logarithmic, from 1e-{_GAUGE_DECADES} to 1."
     return f'<ul class="shares">{"".join(items)}</ul><p class="soft">{caption}</p>'
 
 
 def _pair_row(report: ReportData, pair: Pair) -> tuple[str, ...]:
-    verdict = "wrong" if not pair.agrees else "agrees once re-measured" if pair.mismatches else "agrees"
+    verdict = "wrong" if not pair.agrees else "agrees when re-measured" if pair.mismatches else "agrees"
     return (
         messages.jacobian_name(report, pair),
         f"{pair.entries:,}",
@@ -610,7 +610,7 @@ def _cost_section(report: ReportData) -> str:
         phases.append(("everything else", rest))
     times = [(name, messages.seconds_text(seconds)) for name, seconds in phases]
     parts = [table((), rows)] + ([table(("phase", "time"), times, (1,))] if times else [])
-    return section("What it cost", f'<div class="columns">{"".join(f"<div>{part}</div>" for part in parts)}</div>')
+    return section("Cost", f'<div class="columns">{"".join(f"<div>{part}</div>" for part in parts)}</div>')
 
 
 def _reproduction_section(report: ReportData) -> str:
@@ -625,7 +625,7 @@ def _reproduction_section(report: ReportData) -> str:
     notes = "".join(f"<p>{escape(note)}</p>" for note in report.notes)
     return (
         (section("Notes", notes) if notes else "")
-        + section("How to reproduce", f"<pre>{escape(messages.call(report))}</pre>", where)
+        + section("Reproduce", f"<pre>{escape(messages.call(report))}</pre>", where)
         + f"<details><summary>All settings</summary>{table((), rows)}</details>\n"
         + f"<details><summary>As text</summary><pre>{escape(messages.summary(report))}</pre></details>\n"
     )

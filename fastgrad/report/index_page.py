@@ -28,7 +28,7 @@ def page(summary: Sequence[str], entries: Sequence[Entry]) -> str:
         f"<td>{escape(one.line)}</td></tr>"
         for one in sorted(entries)
     )
-    head = "<thead><tr><th>test</th><th>checker</th><th>what is wrong</th></tr></thead>"
+    head = "<thead><tr><th>test</th><th>checker</th><th>failure</th></tr></thead>"
     table = f'<div class="wide"><table>{head}<tbody>{rows}</tbody></table></div>'
     sections = [
         html.section("Failing checks", table) if entries else "",

@@ -22,13 +22,13 @@ from fastgrad.report.data import (
 from fastgrad.report.rounding_text import index_text
 
 _UNDEFINED_NOTE = (
-    "An undefined grad_output reaches backward as None, or as zeros where ctx.set_materialize_grads(True) is in force, "
-    "and stands for zero."
+    "An undefined grad_output means zero. It is passed to backward as None, or as zeros with "
+    "ctx.set_materialize_grads(True), the default."
 )
 _NONZERO_NOTE = "Numerical gradient for function expected to be zero, because no output requires grad, but for"
 _NONDET_NOTE = (
-    "If the operator is nondeterministic by design (atomic additions, say), pass nondet_tol; otherwise look for state "
-    "or uninitialized memory in backward."
+    "If the operator is nondeterministic by design (for example, because of atomic additions), pass nondet_tol; "
+    "otherwise look for state or uninitialized memory in backward."
 )
 
 MOST_CAUSES = 3
@@ -88,8 +88,9 @@ def undecided_text(bound: float) -> str:
 
 
 def bound_text(certificate: Certificate) -> str:
-    """From which size on errors show."""
-    return f"errors show from {certificate.bound:.2g} on" if certificate.bound else "any error shows"
+    """The size of the errors that a certificate excludes."""
+    size = f"at least {certificate.bound:.2g}" if certificate.bound else "any size"
+    return f"errors of {size} are detected"
 
 
 def settings_line(report: ReportData) -> str:
@@ -108,9 +109,9 @@ def verdict_line(report: ReportData) -> str:
         return f"{name} undecided: {report.precision.undecided}"
     if report.verdict == "undecided":
         size = "of any size" if report.undecided == math.inf else f"up to {report.undecided:.2g}"
-        return f"{name} undecided: nothing wrong was found, and errors {size} may be hidden"
+        return f"{name} undecided: no error was found, but errors {size} may be hidden"
     if report.verdict == "not converged":
-        return f"{name} not converged: the numerical derivative does not settle where the analytical one differs"
+        return f"{name} not converged: the numerical derivative of a differing entry does not converge"
     failure = report.failure
     if failure is not None and failure.comparison is not None:
         wrong = failure.comparison.mismatches
@@ -125,9 +126,9 @@ def verdict_line(report: ReportData) -> str:
 
 
 def _pair_line(report: ReportData, pair: Pair) -> str:
-    """What was compared of a pair, and how it came out."""
+    """Comparison of a pair, and how it came out."""
     excused = pair.mismatches if pair.agrees else 0
-    differing = f", {excused} of them right only once re-measured" if excused else ""
+    differing = f", {excused} of them agree only when re-measured" if excused else ""
     return (
         f"{jacobian_name(report, pair)}: {_entries(pair)}{differing}, largest absolute error "
         f"{pair.largest_absolute:.2g}, largest relative error {pair.largest_relative:.2g}"
@@ -236,7 +237,7 @@ def _first_line(report: ReportData, failure: Failure, comparison: Comparison) ->
     kind = f" ({details})" if details else ""
     verdict = f"is wrong in {_extent(comparison)}"
     if failure.trouble == "not converged":
-        what, verdict = f"numerical {what}", f"does not settle in {_extent(comparison)} that differ"
+        what, verdict = f"numerical {what}", f"does not converge in {_extent(comparison)} that differ"
     return _with_cause(report, f"{function}: {what} {input_}{kind}{through} {verdict}")
 
 
@@ -247,20 +248,20 @@ def _with_cause(report: ReportData, line: str) -> str:
 
 
 _HEADLINES: dict[FailureKind, str] = {
-    "nonzero numerical gradient": "{output} does not require grad, and depends on {input}",
-    "dtype": "a gradient has another dtype than its input",
-    "size": "a gradient has another size than its input",
+    "nonzero numerical gradient": "{output} does not require grad, but depends on {input}",
+    "dtype": "the dtype of a gradient differs from that of its input",
+    "size": "the size of a gradient differs from that of its input",
     "nondeterministic": "two runs of backward with the same grad_output differ",
     "nonlinear": "{derivative} is not linear",
     "not multiplied by grad_output": "the gradient of {input} is not zero for a zero grad_output",
     "incorrect gradient": "gradient of {input}: {detail}",
     "undefined grad raises": "backward raises for an undefined grad_output",
     "undefined grad not zero": "the gradient of {input} is not zero for an undefined grad_output",
-    "tangent dtype": "the jvp returns a complex tangent for a real output, or the reverse",
+    "tangent dtype": "the jvp returns a complex tangent for a real output, or a real one for a complex output",
     "undefined tangent": "the jvp does not treat an undefined tangent of {input} as zero",
     "recorded gradient": "the gradients with create_graph=True and without it differ",
     "batched raises": "{derivative} raises under vmap",
-    "batched differs": "{derivative} gives other values under vmap",
+    "batched differs": "{derivative} gives different values under vmap",
 }
 """What is wrong where no entries were compared."""
 
@@ -358,8 +359,8 @@ _NONLINEAR = "backward is not linear in grad_output"
 
 
 _DIFFERENT = {
-    "ranks differ": "Ranks do not hold the same",
-    "recorded gradient": "Backward gives other gradients with create_graph=True than without it",
+    "ranks differ": "The whole tensors are not well defined",
+    "recorded gradient": "Backward gives different gradients with and without create_graph=True",
 }
 
 
@@ -378,7 +379,7 @@ def key_phrase(report: ReportData, failure: Failure) -> str:
         case "nonzero numerical gradient":
             return f"{_NONZERO_NOTE} {output} with respect to {input_} it is {failure.detail}."
         case "dtype":
-            return f"Gradient has dtype mismatch: backward of {output} returned another dtype than its input's."
+            return f"Gradient has dtype mismatch: a gradient of {output} does not have the dtype of its input."
         case "size":
             return f"Analytical gradient has incorrect size for {output}."
         case "nondeterministic":
@@ -408,7 +409,7 @@ def key_phrase(report: ReportData, failure: Failure) -> str:
                 f"gradient of {input_} is not. {_UNDEFINED_NOTE}"
             )
         case "tangent dtype":
-            return "Forward AD gradient has dtype mismatch: a tangent is complex for a real output, or the reverse."
+            return "Forward AD gradient has dtype mismatch: either the tangent or its output is complex, not both."
         case "undefined tangent":
             return (
                 f"Mismatch in tangent values for output with index: {failure.output} when the tangent of {input_} is "
@@ -435,9 +436,9 @@ def _batched_note(failure: Failure) -> str:
     else:
         who, keyword, what, suffix = "gradcheck or gradgradcheck", "check_batched_grad", "backward", ""
     return (
-        f"{who} failed while testing batched gradient computation{suffix}: the {what} under vmap, over two vectors at "
-        f"once, against the {what} of each. A {what} that calls .item(), branches on values, writes in place or looks "
-        f"at sizes is the usual cause. {keyword}=False leaves the test out."
+        f"{who} failed while testing batched gradient computation{suffix}: the {what} was run under vmap with two "
+        f"vectors, and compared with the {what} of each vector. The usual cause is a {what} that calls .item(), "
+        f"branches on values, writes in place or depends on sizes. {keyword}=False disables this test."
     )
 
 

@@ -1,4 +1,4 @@
-"""The outcome of a check of a model: every operation, what lies between them, and the whole."""
+"""The report of `check_model`."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from fastgrad.report.report import GradcheckError
 
 @dataclass(frozen=True, eq=False)
 class ModelReport(ModelReportData):
-    """The outcome of `fastgrad.check_model`: true where nothing wrong was found.
+    """The result of `fastgrad.check_model`; true if no error was found.
 
     Attributes
     ----------
     findings
-        What is wrong, the probable culprit first.
+        The errors, the most probable reason first.
     operations
-        Each distinct operation, those that are wrong first, then by error.
+        Each distinct operation; wrong ones first, the others sorted by error.
     end_to_end
-        The derivative of the loss.
+        The derivative of the loss, by autograd and by differences.
     remarks
-        What was seen and is not shown to be wrong, and what was not checked.
+        Observations that are not errors, and everything that was not checked.
     step_seconds
-        One forward and backward pass of the model.
+        Time of one forward and backward pass of the model.
     seconds
-        The whole check.
+        Time of the whole check.
     environment
         Versions and device.
 
@@ -41,29 +41,29 @@ class ModelReport(ModelReportData):
     """
 
     def __bool__(self) -> bool:
-        """`passed`."""
+        """The value of `passed`."""
         return self.passed
 
     def raise_if_failed(self) -> None:
-        """Raises what was found.
+        """Raises GradcheckError if an error was found.
 
         Raises
         ------
         GradcheckError
-            With `str` of this report for its message, and this as its ``report``.
+            With `str` of this report as its message, and this report as its ``report``.
         """
         __tracebackhide__ = True  # under pytest a failure shows the caller's line
         if self.findings:
             raise GradcheckError(str(self), cast(Any, self))
 
     def to_html(self) -> str:
-        """The report as one HTML page that needs nothing else."""
-        from fastgrad.report import model_page  # only here: a check that passes needs no page
+        """The report as one self-contained HTML page."""
+        from fastgrad.report import model_page  # imported here because most checks need no page
 
         return model_page.page(self)
 
     def __str__(self) -> str:
-        """What a person reads."""
+        """A summary of several lines."""
         return model_text.summary(self)
 
     def __repr__(self) -> str:
@@ -71,7 +71,7 @@ class ModelReport(ModelReportData):
         return model_text.short(self)
 
     def _repr_html_(self) -> str:
-        """`to_html` for a notebook's cell."""
+        """The page of `to_html` as a fragment, for notebooks."""
         from fastgrad.report import model_page
 
         return model_page.fragment(self)

@@ -26,12 +26,12 @@ def fragment(report: ModelReportData) -> str:
     )
     by_cost = sorted(report.operations, key=lambda one: -one.seconds)
     sections = [
-        html.section("What is wrong", findings, wrong) if findings or wrong else "",
+        html.section("Findings", findings, wrong) if findings or wrong else "",
         html.section("End to end", f"<p>{escape(model_text.end_to_end_line(report.end_to_end))}</p>"),
         html.section("Operations by error", _table(report.operations)),
         html.section("Operations by cost", _table(by_cost)),
         html.section("Remarks", "".join(f"<p>{escape(one)}</p>" for one in report.remarks)) if report.remarks else "",
-        html.section("What it cost", f"<p>{escape(model_text.cost_line(report))}</p>"),
+        html.section("Cost", f"<p>{escape(model_text.cost_line(report))}</p>"),
     ]
     return html.article(report.verdict, model_text.headline(report), sections)
 

@@ -20,7 +20,7 @@ def headline(report: ModelReportData) -> str:
         return f"check_model failed: {name}{place(first.sites[0]) if first.sites else ''}"
     count = len(report.operations)
     verdict = "passed" if report.verdict == "passed" else "undecided"
-    return f"check_model {verdict}: {count} distinct operation{'' if count == 1 else 's'}, nothing wrong was found"
+    return f"check_model {verdict}: {count} distinct operation{'' if count == 1 else 's'}, no error found"
 
 
 def summary(report: ModelReportData) -> str:
@@ -31,7 +31,7 @@ def summary(report: ModelReportData) -> str:
     lines.append(f"  end to end  {end_to_end_line(report.end_to_end)}")
     table = [HEAD, *(row(one) for one in report.operations[:MOST_ROWS])]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines.append("  operations, those that are wrong first, then by error:")
+    lines.append("  operations (wrong ones first, then sorted by error):")
     for cells in table:
         padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
         lines.append(f"    {'  '.join(padded).rstrip()}")
@@ -93,6 +93,6 @@ def cost_line(report: ModelReportData) -> str:
     evaluations = sum(one.evaluations for one in report.operations)
     vjps = sum(one.vjps for one in report.operations)
     return (
-        f"{seconds_text(report.seconds)}, {passes:.1f} forward and backward passes of the model; "
+        f"{seconds_text(report.seconds)}, as long as {passes:.1f} forward and backward passes of the model; "
         f"{report.end_to_end.evaluations} calls of the model, {evaluations} evaluations and {vjps} VJPs of operations"
     )

@@ -1,4 +1,4 @@
-"""The outcome of a check, as text, as plain data, as a page and as figures; and the error of one that failed."""
+"""The report of a check (text, data, HTML page, figures) and the exception of a failed check."""
 
 from __future__ import annotations
 
@@ -16,60 +16,60 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Report(ReportData):
-    """The outcome of one check: true where it passed.
+    """The result of one check; its truth value is `passed`.
 
-    Two reports are equal that say the same of the same: settings, sizes, names, failure, bounds and largest errors
-    count, and plan, calls, times and experiments, which may depend on what else the machine does, do not.
+    Two reports are equal if their settings, sizes, names, failures, bounds and largest errors are equal. Plan, calls,
+    times and experiments are not compared, because they may depend on the load of the machine.
 
-    docs/report.md describes it, and its parts, as plain data.
+    docs/report.md describes the report and its parts as plain data.
 
     Attributes
     ----------
     failure
-        The first failure in the order of the checks; None where there is none.
+        The first failure in the order of the checks; None if there is none.
     settings
         The keywords.
     plan
         How the Jacobians were computed.
     n
-        Real coordinates of the differentiable inputs.
+        Number of real coordinates of the differentiable inputs.
     m
-        Real coordinates of the differentiable outputs.
+        Number of real coordinates of the differentiable outputs.
     evaluations
-        Calls of func.
+        Number of calls of func.
     vjps
-        Calls of autograd's backward.
+        Number of calls of autograd's backward.
     seconds
         Wall time.
     jvps
-        Evaluations that carried tangents.
+        Number of evaluations with tangents.
     notes
-        What else was seen.
+        Other observations.
     sample
         Entries of the pair that failed.
     evidence
-        Experiments after the failure, whose calls and time are not counted here.
+        Results of the experiments after the failure; their calls and time are not counted above.
     causes
-        The most probable first.
+        Probable causes, the most probable first.
     input_names
-        What `fastgrad.check` calls the tensors that `Failure.input_position` counts; gradcheck, whose messages
-        count, has none.
+        The paths of the tensors that `Failure.input_position` counts, in `fastgrad.check`; empty in gradcheck,
+        whose messages use numbers.
     output_names
-        The same of `Failure.output_position`.
+        The same for `Failure.output_position`.
     pairs
-        What was compared, up to the pair that failed.
+        The compared pairs of output and input, up to the pair that failed.
     certificates
-        What random vectors vouch for.
+        Statements that random vectors certify.
     undecided
-        Errors up to this size may be hidden, where fast mode, or what was certified, had to leave something open.
+        If the check is undecided, errors up to this size may be hidden; otherwise None.
     phases
-        Seconds by phase.
+        Seconds per phase.
     environment
         Versions and device.
     subject
-        Names, dtypes and shapes, of a check that failed.
+        Names, dtypes and shapes of a check that failed.
     precision
-        What the check of a function of a lower dtype rests on.
+        Reference, numbers and bounds of a check in a lower dtype.
 
     Examples
     --------
@@ -81,36 +81,36 @@ class Report(ReportData):
     """
 
     def __bool__(self) -> bool:
-        """`passed`, so that ``assert fastgrad.check(func, inputs)`` does what it says."""
+        """The value of `passed`: ``assert fastgrad.check(func, inputs)``."""
         return self.passed
 
     def raise_if_failed(self) -> None:
-        """Raises a failure, as `gradcheck` does.
+        """Raises GradcheckError if the check failed, as `gradcheck` does.
 
         Raises
         ------
         GradcheckError
-            With `str` of this report for its message, and this as its ``report``.
+            With `str` of this report as its message, and this report as its ``report``.
         """
         __tracebackhide__ = True  # under pytest a failure shows the caller's line
         if self.failure is not None:
             raise GradcheckError(str(self), self) from self.failure.cause
 
     def to_html(self) -> str:
-        """The report as one HTML page that needs nothing else, with figures where matplotlib is there."""
-        from fastgrad.report import html  # only here, and below: a check that passes needs no pictures
+        """The report as one self-contained HTML page; with figures if matplotlib is installed."""
+        from fastgrad.report import html  # imported here because most checks need no page
 
         return html.page(self)
 
     def plot(self) -> Figure:
-        """Figures of a failure: where the errors are, how large, and how the derivative depends on the step.
+        """Figures of a failure: positions and sizes of the errors, and the derivative for each step.
 
         Raises
         ------
         ImportError
             matplotlib is missing.
         ValueError
-            The report holds no entries, as that of a check that passed.
+            The report has no entries, for example because the check passed.
         """
         from fastgrad.report import html
 
@@ -121,20 +121,20 @@ class Report(ReportData):
         return messages.short(self)
 
     def __str__(self) -> str:
-        """What a person reads: of a failure, the error's message."""
+        """A summary of several lines; for a failure, the message of the error."""
         return messages.summary(self)
 
     def _repr_html_(self) -> str:
-        """`to_html` for a notebook's cell."""
+        """The page of `to_html` as a fragment, for notebooks."""
         from fastgrad.report import html
 
         return html.fragment(self)
 
 
 class GradcheckError(TorchGradcheckError):
-    """A failed gradient check, with the numbers behind the message in its report.
+    """Raised if a gradient check fails; its report holds the data.
 
-    Derives from torch's ``GradcheckError`` (a ``RuntimeError``), so code that catches that one keeps working.
+    Derives from torch's ``GradcheckError`` (a ``RuntimeError``), so code that catches torch's error keeps working.
 
     Attributes
     ----------
@@ -152,12 +152,12 @@ class GradcheckError(TorchGradcheckError):
     mismatch
     """
 
-    __module__ = "fastgrad"  # by which tracebacks name it
+    __module__ = "fastgrad"  # tracebacks show this name
 
     def __init__(self, message: str, report: Report) -> None:
         super().__init__(message)
         self.report = report
 
     def __reduce__(self) -> tuple[type[GradcheckError], tuple[str, Report]]:
-        """Pickles with the report: test runners send errors between processes."""
+        """Pickles the error with its report, because test runners send errors between processes."""
         return type(self), (str(self), self.report)

@@ -11,13 +11,16 @@ from fastgrad.report.data import FailureKind, LowPrecision, RoundedEntry
 def passed(precision: LowPrecision) -> str:
     """The end of a headline: what a pass means, in numbers."""
     if precision.smallest is None:
-        return "nothing but zeros was there to compare"
-    scale = f"; {_percent(precision.smallest_scale)} in all entries" if precision.smallest_scale is not None else ""
-    hidden = f"; in {_percent(precision.hidden)} of them rounding hides errors of any size" if precision.hidden else ""
-    return (
-        f"an error would have been found from {_percent(precision.smallest)} of an entry on, in half of the entries "
-        f"({_percent(precision.smallest_most)} in nine of ten){scale}{hidden}"
+        return "all compared gradients are zero"
+    text = (
+        f"an error of {_percent(precision.smallest)} would have been found in half of the entries, and one of "
+        f"{_percent(precision.smallest_most)} in nine of ten"
     )
+    if precision.smallest_scale is not None:
+        text += f"; an error of {_percent(precision.smallest_scale)} common to all entries would have been found"
+    if precision.hidden:
+        text += f"; in {_percent(precision.hidden)} of the entries rounding hides errors of any size"
+    return text
 
 
 def lines(precision: LowPrecision) -> list[str]:
@@ -27,7 +30,7 @@ def lines(precision: LowPrecision) -> list[str]:
     ]
     if precision.undecided:
         found.append(f"  undecided  {precision.undecided}")
-        found.append(f"  decides    {precision.remedy}")
+        found.append(f"  remedy     {precision.remedy}")
     if precision.products:
         found.append(_compared(precision))
     if precision.worst is not None and not precision.undecided:
@@ -40,7 +43,7 @@ def lines(precision: LowPrecision) -> list[str]:
 def _compared(precision: LowPrecision) -> str:
     if not precision.reference:
         return f"  compared   {precision.rows} in the lower dtype"
-    held = ", and to rounding once, as it computes in a wider dtype" if precision.rounded_once else ""
+    held = ", with one rounding allowed, because it computes in a wider dtype" if precision.rounded_once else ""
     return (
         f"  compared   {precision.entries} entries of {precision.products} VJPs ({precision.rows}) with "
         f"{precision.reference}; rounding measured in {precision.draws} runs{held}"
@@ -61,10 +64,10 @@ def key_phrase(kind: FailureKind, precision: LowPrecision | None) -> str:
     """The end of the sentence that says what failed."""
     has_reference = precision is None or bool(precision.reference)
     if kind == "not finite":
-        by = "the reference is in the range of the dtype" if has_reference else "by differences it is"
-        return f"the gradient is not finite, and {by}"
+        by = "the reference is in the range of the dtype" if has_reference else "the differences are"
+        return f"the gradient is not finite, but {by}"
     if kind == "biased":
-        return "all entries together differ from the reference by more than rounding explains"
+        return "the mean of all entries differs from the reference by more than rounding explains"
     other = "the reference" if has_reference else "differences"
     return f"it differs from {other} by more than rounding explains"
 
@@ -89,8 +92,8 @@ def _sizes(worst: RoundedEntry) -> str:
     if math.isinf(worst.error_units) or math.isnan(worst.error_units):
         return f"error {worst.error:.3g}, allowed {worst.allowed:.2g}"
     return (
-        f"error {worst.error_units:.3g} units of rounding, allowed {worst.allowed_units:.2g} ({unit}); in numbers "
-        f"{worst.error:.3g} and {worst.allowed:.2g}"
+        f"error {worst.error_units:.3g} units of rounding, allowed {worst.allowed_units:.2g} ({unit}); absolute "
+        f"error {worst.error:.3g}, allowed {worst.allowed:.2g}"
     )
 
 

@@ -93,8 +93,8 @@ class Checkpoint:
             before, now = found.get(name, "missing"), call.get(name, "missing")
             if before != now:
                 raise ValueError(
-                    f"checkpoint: {self._path} belongs to another check: {name} was {before}, and is {now}. "
-                    "Remove the file, or give another path."
+                    f"checkpoint: {self._path} belongs to another check: {name} was {before}, and is now {now}. "
+                    "Remove the file, or pass another path."
                 )
 
     def __enter__(self) -> Checkpoint:
@@ -152,5 +152,5 @@ class Checkpoint:
             write()
         except (sqlite3.Error, OverflowError) as error:
             self._is_full = True
-            message = f"checkpoint: {self._path} cannot be written: {error}. The check goes on without it."
+            message = f"checkpoint: {self._path} cannot be written: {error}. The check continues without it."
             warnings.warn(message, RuntimeWarning, stacklevel=2)

@@ -86,7 +86,8 @@ def workers_of(group: object) -> Workers:
     """The ranks of a process group; refuses anything else, and a group that this process is not in."""
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
-            f"group must be a process group that this process is in, torch.distributed.group.WORLD say, got {group!r}."
+            "group must be a process group that contains this process, for example torch.distributed.group.WORLD, "
+            f"got {group!r}."
         )
     return Workers(group)
 
@@ -290,7 +291,7 @@ class Workers(Ranks):
             if self._beats.get(rank, (None, 0.0))[0] != beat:
                 self._beats[rank] = beat, now
             elif now - self._beats[rank][1] > patience:
-                raise RankError(f"rank {rank} has ended or hangs: no sign of life for {patience:.0f} s")
+                raise RankError(f"rank {rank} has exited or hangs: no response for {patience:.0f} s")
 
     def _show_life(self) -> None:
         """Shows that this rank is alive, until a call of func has taken far too long."""

@@ -53,10 +53,10 @@ class DisagreementError(AssertionError):
     def __init__(self, check: Check) -> None:
         assert check.torch is not None
         fast = check.report is not None and check.report.settings.fast_mode
-        settles = " torch's fast mode compares one number: its slow mode settles which is right." if fast else ""
+        settles = " torch's fast mode compares one number: its slow mode shows which verdict is right." if fast else ""
         super().__init__(
-            f"fastgrad's {check.name} {check.ours.verdict}, and torch's {check.torch.verdict}. Where that is meant, "
-            f"docs/differences.md of fastgrad's source tree says why.{settles}\n\n"
+            f"fastgrad's {check.name} {check.ours.verdict}, and torch's {check.torch.verdict}. docs/differences.md "
+            f"in fastgrad's source tree lists the intended differences.{settles}\n\n"
             f"fastgrad: {_described(check.ours)}\n\ntorch: {_described(check.torch)}"
         )
         self.check = check
@@ -270,7 +270,7 @@ def _torchs_own(name: str) -> FunctionType:
     # A wrapper may hold it in a closure, an attribute or wherever else.
     found = there if is_torchs(there) else next(filter(is_torchs, gc.get_objects()), None)
     if found is None:
-        raise RuntimeError(f"torch's {name} cannot be patched: it is gone, and {there!r} is in its place.")
+        raise RuntimeError(f"torch's {name} cannot be patched: it was replaced by {there!r}.")
     return found
 
 

@@ -88,7 +88,7 @@ class Summary:
     def lines(self) -> list[str]:
         """The summary for people."""
         if not self.verdicts and not self.lost:
-            return ["no checks: no test called torch's gradcheck or gradgradcheck, or the fixtures of these names"]
+            return ["no checks: no test called torch's gradcheck or gradgradcheck, or the fixtures with these names"]
         lines = [f"{sum(self.checkers.values())} checks ({_counts(self.checkers)}): {_counts(self.verdicts)}"]
         if self.errors:
             lines[0] += f" ({_counts(self.errors)})"
@@ -98,7 +98,7 @@ class Summary:
             lines.append(f"verdicts that differ: {len(self.differences)}")
             lines += [f"  {test}" for test in sorted(set(self.differences))]
         if self.undecided:
-            lines.append('undecided, which the message of each explains; engine="dense" compares every entry:')
+            lines.append('undecided (see the message of each; engine="dense" compares every entry):')
             lines += [f"  {test}" for test in sorted(set(self.undecided))]
         if self.engines:
             lines.append(f"engines: {_counts(self.engines)}")
@@ -108,7 +108,7 @@ class Summary:
             torchs = "" if torch_seconds is None else f"  torch {seconds_text(torch_seconds):>8}"
             lines.append(f"  {seconds_text(seconds):>8}{torchs}  {name:<13} {engine:<10} {test}")
         if self.lost:
-            lines.append(f"not counted: the checks of workers that crashed, {self.lost} of them")
+            lines.append(f"not counted: the checks of crashed workers ({self.lost})")
         return lines
 
     def _ratio(self) -> str:
@@ -142,7 +142,7 @@ class Session:
 
     def pytest_report_header(self) -> str:
         """Says what is not as usual."""
-        beside = ", beside torch's" if self._compare else " in the place of torch's"
+        beside = ", beside torch's" if self._compare else " instead of torch's"
         return f"fastgrad {__version__}: gradcheck and gradgradcheck{beside}"
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -245,7 +245,7 @@ class Estimates:
 
     def pytest_report_header(self) -> str:
         """Says what is not as usual."""
-        return f"fastgrad {__version__}: estimates what gradcheck and gradgradcheck would take, and runs neither"
+        return f"fastgrad {__version__}: estimates the times of gradcheck and gradgradcheck, and does not run them"
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:

@@ -93,7 +93,10 @@ def printed(measured: Iterable[Row]) -> list[Row]:
         )
     for mode, mean in means(done).items():
         print(f"torch's time over fastgrad's in {mode} mode: {mean:.2g} (geometric mean)")
-    print("torch's fast mode compares one number per pair of input and output, fastgrad's finds single wrong entries")
+    print(
+        "torch's fast mode compares one number per pair of input and output, fastgrad's fast mode finds single "
+        "wrong entries"
+    )
     return done
 
 

@@ -21,7 +21,7 @@ from fastgrad.tools import specs, terminal
 
 CHECKERS = {1: "gradcheck", 2: "gradgradcheck"}
 
-EXIT_CODES = "exit code: 0 passed, 1 failed, 2 usage or an error that kept the check from a verdict, 130 interrupted"
+EXIT_CODES = "exit code: 0 passed, 1 failed, 2 wrong usage or an error that prevented a verdict, 130 interrupted"
 
 _INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it: 128 and the number of SIGINT."""
@@ -29,15 +29,15 @@ _INTERRUPTED = 130
 GRAMMAR = """\
 functions
   package.module:name      file.py:name      module:Class.method      module:make_layer()
-  an autograd.Function stands for its apply; of an nn.Module the parameters are checked with the inputs
+  for an autograd.Function, its apply is checked; for an nn.Module, parameters are checked with the inputs
 
 inputs
   float64[64,32]           normal; floating and complex tensors require grad
   float64[10]{0.5..2}      uniform between 0.5 and 2
-  int64[64]{0..31}         integers from 0 to 31, both included; bool[64] has no range
-  float64[4,4],nograd      options, with commas: nograd, noncontiguous, channels_last,
+  int64[64]{0..31}         integers from 0 to 31 inclusive; bool[64] has no range
+  float64[4,4],nograd      options, separated by commas: nograd, noncontiguous, channels_last,
                            layout=coo|csr|csc|bsr|bsc, blocksize=2x2, density=0.5
-  @inputs.pt               a tensor, or a list of inputs, that torch.save wrote
+  @inputs.pt               a tensor or a list of inputs, saved by torch.save
   3  None  (1,2)  'mean'   Python literals
 
 """
@@ -69,8 +69,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_check(
         commands.add_parser(
             "check",
-            help="check a function of yours",
-            description="Checks the gradients of a function at tensors that are made for it.",
+            help="check a function",
+            description="Checks the gradients of a function at generated or saved inputs.",
             epilog=GRAMMAR + EXIT_CODES,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
@@ -79,15 +79,15 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.set_defaults(run=_doctor)
     bench = commands.add_parser("bench", help="a short comparison with torch's checker on this machine")
-    bench.add_argument("--seconds", type=float, default=20.0, help="about how long it may take (default: 20)")
+    bench.add_argument("--seconds", type=float, default=20.0, help="approximate duration in seconds (default: 20)")
     bench.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
     bench.add_argument("--json", action="store_true", help="print JSON")
     bench.set_defaults(run=_bench)
-    demo = commands.add_parser("demo", help="check real operators, and a wrong one, beside torch's checker")
+    demo = commands.add_parser("demo", help="compare with torch's checker on real operators and a wrong one")
     demo.set_defaults(run=_demo)
     completion = commands.add_parser(
         "completion",
-        help="print what completes commands and options in a shell",
+        help="print a completion script for a shell",
         description='Prints a completion script. For bash, eval "$(fastgrad completion bash)" in ~/.bashrc; for zsh, a '
         "file _fastgrad in a directory of $fpath.",
     )
@@ -111,13 +111,13 @@ def _add_function(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="INPUT",
-        help="a positional argument; repeat it; see below",
+        help="a positional argument; may be repeated; see below",
     )
     parser.add_argument(
-        "-k", "--keyword", action="append", default=[], metavar="NAME=VALUE", help="a keyword argument; repeat it"
+        "-k", "--keyword", action="append", default=[], metavar="NAME=VALUE", help="a keyword argument; may be repeated"
     )
-    parser.add_argument("--device", default="cpu", help="of the inputs: cpu (default), cuda, cuda:1, ...")
-    parser.add_argument("--seed", type=int, default=0, help="of the inputs and of the check (default: 0)")
+    parser.add_argument("--device", default="cpu", help="device of the inputs: cpu (default), cuda, cuda:1, ...")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the inputs and of the check (default: 0)")
 
 
 def _add_what_to_check(parser: argparse.ArgumentParser) -> None:
@@ -127,24 +127,22 @@ def _add_what_to_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mode", choices=("reverse", "forward", "both"), default="reverse", help="modes of AD (default: reverse)"
     )
-    parser.add_argument(
-        "--variants", action="store_true", help="check it where wrong gradients hide: other points, layouts, orders"
-    )
-    parser.add_argument("--compiled", action="store_true", help="with --variants: under torch.compile, too")
+    parser.add_argument("--variants", action="store_true", help="check other points, layouts, orders and modes too")
+    parser.add_argument("--compiled", action="store_true", help="with --variants: also under torch.compile")
     parser.add_argument("--fast", action="store_true", help="compare random combinations of the entries")
-    parser.add_argument("--batched", action="store_true", help="check gradients under vmap, too")
+    parser.add_argument("--batched", action="store_true", help="also check gradients under vmap")
     parser.add_argument("--no-undefined-grad", action="store_true", help="do not check undefined grad_outputs")
     for name in ("eps", "atol", "rtol"):
-        own = f"as gradcheck's {name}; INPUT=VALUE, which may be repeated: of one input"
+        own = f"gradcheck's {name}; INPUT=VALUE, which may be repeated, sets it for one input"
         parser.add_argument(f"--{name}", action="append", type=_number, metavar="VALUE", help=own)
-    parser.add_argument("--nondet-tol", type=float, help="as gradcheck's nondet_tol")
+    parser.add_argument("--nondet-tol", type=float, help="gradcheck's nondet_tol")
     parser.add_argument(
         "--wrt",
         choices=("inputs", "parameters", "both"),
         default="both",
-        help="what derivatives are taken with respect to (default: both; of a function, its inputs)",
+        help="derivatives to check (default: both; for a function, those of its inputs)",
     )
-    parser.add_argument("--masked", action="store_true", help="perturb specified elements of sparse inputs only")
+    parser.add_argument("--masked", action="store_true", help="perturb only the specified elements of sparse inputs")
     parser.add_argument(
         "--engine", choices=("auto", "dense", "compressed", "sketch"), default="auto", help="default: auto"
     )
@@ -153,10 +151,14 @@ def _add_what_to_check(parser: argparse.ArgumentParser) -> None:
 def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the report as an HTML page")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--progress", action=argparse.BooleanOptionalAction, help="a bar (default: for long checks)")
-    parser.add_argument("--distributed", action="store_true", help="under torchrun: its processes share the work")
-    parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="keep a long check, and go on from it")
-    parser.add_argument("--traceback", action="store_true", help="show where an exception came from")
+    parser.add_argument(
+        "--progress", action=argparse.BooleanOptionalAction, help="show a progress bar (default: for long checks)"
+    )
+    parser.add_argument("--distributed", action="store_true", help="under torchrun: share the work among its processes")
+    parser.add_argument(
+        "--checkpoint", type=Path, metavar="FILE", help="save the state of a long check in FILE, and resume from it"
+    )
+    parser.add_argument("--traceback", action="store_true", help="print the traceback of an exception")
 
 
 def _number(text: str) -> tuple[str, float]:
@@ -173,7 +175,7 @@ def _for_inputs(option: str, given: list[tuple[str, float]]) -> float | dict[str
     if len(given) == 1 and not given[0][0]:
         return given[0][1]
     if not all(name for name, _ in given):
-        raise specs.SpecError(f"--{option} takes one number, or INPUT=VALUE for each of some inputs, not both")
+        raise specs.SpecError(f"--{option} takes either one number or INPUT=VALUE, not both")
     return dict(given)
 
 
@@ -210,13 +212,13 @@ def _checked(options: argparse.Namespace) -> int:
     if options.html is not None and not options.html.parent.is_dir():
         raise specs.SpecError(f"there is no directory {options.html.parent} for the HTML page")
     if options.compiled and not options.variants:
-        raise specs.SpecError("--compiled goes with --variants")
+        raise specs.SpecError("--compiled needs --variants")
     given = {"--order": options.order != "1", "--mode": options.mode != "reverse", "--batched": options.batched}
     given |= {"--distributed": options.distributed, "--checkpoint": options.checkpoint is not None}
     given["--wrt"] = options.wrt != "both"
     refused = [name for name, is_given in given.items() if is_given and options.variants]
     if refused:
-        raise specs.SpecError(f"--variants checks all orders and modes: it goes without {', '.join(refused)}")
+        raise specs.SpecError(f"--variants checks all orders and modes: do not pass {', '.join(refused)}")
     target = specs.target(options.function, options.input, options.keyword, options.seed, options.device)
     arguments = [specs.described(value) for value in target.inputs]
     if not options.json:
@@ -336,7 +338,7 @@ def _require_device(device: str) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, ValueError) as error:
-        raise specs.SpecError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from error
+        raise specs.SpecError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -19,7 +19,7 @@ from fastgrad.testing.patch import ask
 from fastgrad.tools.demo import ForgottenFactor, SquaredReLU
 
 OPTIONAL = {
-    "tqdm": "the bar of checks that take long",
+    "tqdm": "the progress bar of long checks",
     "matplotlib": "figures in reports",
     "pytest": "pytest --fastgrad",
 }
@@ -54,7 +54,7 @@ def main() -> int:
     for device, name in found["devices"].items():
         print(f"{'device':<14} {device}: {name}")
     for row in found["self-test"]:
-        line = "as it must be" if row["right"] else "NOT AS IT MUST BE"
+        line = "as expected" if row["right"] else "NOT AS EXPECTED"
         print(f"{'self-test':<14} {row['device']}, {row['engine']}, {row['operator']}: {row['verdict']}, {line}")
     for line in found["missing"] or ["nothing"]:
         print(f"{'missing':<14} {line}")
@@ -106,7 +106,7 @@ def _missing() -> list[str]:
     if torch.version.cuda is not None and torch.cuda.device_count() == 0:
         lines.append("a CUDA device that torch can use")
     if not _has_openmp():
-        lines.append("OpenMP in torch: everything runs on one thread")
+        lines.append("OpenMP in torch: all operators run on one thread")
     return lines
 
 

@@ -69,7 +69,7 @@ def target(
     generator = torch.Generator().manual_seed(seed)
     arguments = tuple(value for text in inputs for value in parse_input(text, generator, device))
     if not arguments:
-        raise SpecError("give an --input for each positional argument of the function, --input 'float64[4,3]' say")
+        raise SpecError("pass one --input per positional argument of the function, for example --input 'float64[4,3]'")
     named = dict(_keyword(text) for text in keywords)
     func = find(function)
     if isinstance(func, type) and issubclass(func, torch.autograd.Function):
@@ -80,7 +80,7 @@ def target(
         except TypeError as error:
             raise SpecError(
                 f"{function} is a module class that needs arguments ({error}): name an instance, or a function "
-                "without parameters that makes one, as in make_layer()"
+                "without parameters that returns one, for example make_layer()"
             ) from None
     if isinstance(func, torch.nn.Module):
         tensors = [value for value in arguments if isinstance(value, Tensor)]
@@ -101,7 +101,7 @@ def find(text: str) -> Any:
     """
     where, colon, path = text.rpartition(":")
     if not colon or not where or not path:
-        raise SpecError(f"a function is given as module:name or file.py:name, got {text!r}")
+        raise SpecError(f"a function must be module:name or file.py:name, got {text!r}")
     found: Any = _module(where)
     name = where
     for step in path.split("."):
@@ -141,7 +141,7 @@ def _module(where: str) -> Any:
         return module
     except ModuleNotFoundError as error:
         if error.name is not None and (where == error.name or where.startswith(f"{error.name}.")):
-            raise SpecError(f"there is no module {where!r} (python looked in {directory}, too)") from None
+            raise SpecError(f"there is no module {where!r} (python also looked in {directory})") from None
         raise SpecError(f"importing {where} raised ModuleNotFoundError: {error}") from error
     except Exception as error:
         raise SpecError(f"importing {where} raised {type(error).__name__}: {error}") from error
@@ -167,8 +167,8 @@ def parse_input(text: str, generator: torch.Generator, device: torch.device | st
             return (ast.literal_eval(text),)
         except (ValueError, SyntaxError):
             raise SpecError(
-                "an input is a tensor, float64[64,32] or int64[64]{0..31} say, @FILE or a Python literal, got "
-                f"{text!r}"
+                "an input must be a tensor (for example float64[64,32] or int64[64]{0..31}), @FILE or a Python "
+                f"literal, got {text!r}"
             ) from None
     dtype = getattr(torch, match["dtype"], None)
     if not isinstance(dtype, torch.dtype):
@@ -187,7 +187,7 @@ def parse_input(text: str, generator: torch.Generator, device: torch.device | st
 def _shape(text: str, whole: str) -> tuple[int, ...]:
     sizes = [size.strip() for size in text.split(",")] if text.strip() else []
     if not all(size.isdecimal() for size in sizes):
-        raise SpecError(f"the sizes of a tensor are integers with commas between, in {whole!r}")
+        raise SpecError(f"the sizes of a tensor must be integers separated by commas, in {whole!r}")
     return tuple(int(size) for size in sizes)
 
 
@@ -197,15 +197,15 @@ def _options(text: str, whole: str) -> dict[str, str]:
     for name, value in options.items():
         if name not in known or bool(value) != (name in known[3:]):
             raise SpecError(
-                f"after a tensor there may be nograd, noncontiguous, channels_last, layout=, blocksize= and density=, "
-                f"and {name + ('=' + value if value else '')!r} in {whole!r} is none of these"
+                "the options of a tensor are nograd, noncontiguous, channels_last, layout=, blocksize= and density=, "
+                f"got {name + ('=' + value if value else '')!r} in {whole!r}"
             )
     if options.get("layout", "strided") not in _LAYOUTS:
-        raise SpecError(f"layout is one of {', '.join(_LAYOUTS)}, in {whole!r}")
+        raise SpecError(f"layout must be one of {', '.join(_LAYOUTS)}, in {whole!r}")
     if not re.fullmatch(r"\d+x\d+", options.get("blocksize", "2x2")):
-        raise SpecError(f"blocksize is two sizes with an x between, 2x2 say, in {whole!r}")
+        raise SpecError(f"blocksize must be two sizes separated by an x, for example 2x2, in {whole!r}")
     if not re.fullmatch(_NUMBER, options.get("density", "0.5")) or not 0 <= float(options.get("density", 0.5)) <= 1:
-        raise SpecError(f"density is a number from 0 to 1, in {whole!r}")
+        raise SpecError(f"density must be a number from 0 to 1, in {whole!r}")
     return options
 
 
@@ -220,11 +220,11 @@ def _random(
     wide = torch.complex128 if dtype.is_complex else torch.float64
     if limits is None:
         if not (dtype.is_floating_point or dtype.is_complex):
-            raise SpecError(f"integers need a range, {whole.split(',nograd')[0]}{{0..9}} say, in {whole!r}")
+            raise SpecError(f"integers need a range, for example {whole.split(',nograd')[0]}{{0..9}}, in {whole!r}")
         return torch.randn(shape, dtype=wide, generator=generator).to(dtype)
     match = _RANGE.fullmatch(limits)
     if match is None or float(match[1]) > float(match[2]):
-        raise SpecError(f"a range is low..high, as in {{0..31}} or {{0.5..2}}, in {whole!r}")
+        raise SpecError(f"a range must be low..high, as in {{0..31}} or {{0.5..2}}, in {whole!r}")
     if dtype.is_floating_point or dtype.is_complex:
         low, high = float(match[1]), float(match[2])
         parts = torch.rand((*shape, 2 if dtype.is_complex else 1), dtype=torch.float64, generator=generator)
@@ -234,7 +234,7 @@ def _random(
         first, last = int(match[1]), int(match[2])
         smallest, largest = torch.tensor([first, last], dtype=dtype).tolist()
     except (ValueError, RuntimeError, OverflowError):
-        raise SpecError(f"the range of integers is two integers that fit the dtype, in {whole!r}") from None
+        raise SpecError(f"the range of integers must be two integers that fit the dtype, in {whole!r}") from None
     return torch.randint(smallest, largest + 1, shape, generator=generator).to(dtype)
 
 
@@ -263,13 +263,13 @@ def _laid_out(tensor: Tensor, options: dict[str, str], generator: torch.Generato
 def _loaded(path: str, device: torch.device | str) -> tuple[Any, ...]:
     path, *options = path.split(",")
     if options not in ([], ["nograd"]):
-        raise SpecError(f"after @FILE there may be nograd, got {','.join(options)!r}")
+        raise SpecError(f"after @FILE only nograd is allowed, got {','.join(options)!r}")
     if not Path(path).is_file():
         raise SpecError(f"there is no file {path}")
     try:
         loaded = torch.load(path, map_location=device, weights_only=True)
     except Exception as error:
-        raise SpecError(f"{path} is not what torch.save wrote of tensors: {str(error).splitlines()[0]}") from error
+        raise SpecError(f"{path} does not contain tensors saved by torch.save: {str(error).splitlines()[0]}") from error
     values = tuple(loaded) if isinstance(loaded, list | tuple) else (loaded,)
     for value in values:
         if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
@@ -280,13 +280,13 @@ def _loaded(path: str, device: torch.device | str) -> tuple[Any, ...]:
 def _keyword(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
-        raise SpecError(f"a keyword is given as name=value, dim=1 or reduction=sum say, got {text!r}")
+        raise SpecError(f"a keyword must be name=value, for example dim=1 or reduction=sum, got {text!r}")
     try:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):
         if value.isidentifier():
             return name, value
-        raise SpecError(f"the value of a keyword is a Python literal or a bare word, got {text!r}") from None
+        raise SpecError(f"the value of a keyword must be a Python literal or a bare word, got {text!r}") from None
 
 
 def described(value: Any) -> str:

@@ -194,6 +194,6 @@ def subject_of(func: Callable[..., Any], inputs: Any, kwargs: Mapping[str, Any],
         with Call(func, (), {}, "parameters") as call:
             parameters, names = call.tensors, names + call.names
     if not any(tensor.requires_grad for tensor in given + parameters):
-        raise ValueError("check_variants needs a tensor with requires_grad=True among inputs, and there is none.")
+        raise ValueError("check_variants needs a tensor with requires_grad=True among inputs, but there is none.")
     differentiable_inputs(given + parameters, names, warn_of_precision=False)
     return Subject(func, arguments, keywords, given, parameters, rebuilds, seed)

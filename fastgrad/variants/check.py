@@ -1,4 +1,4 @@
-"""check_variants: one function in many situations, each by the usual check."""
+"""check_variants: checks one function in many situations (variants)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NOT_THERE = (
     *("does not support forward", "forward AD", "jvp", "functions with out=... arguments don't support"),
     *("vmap over", "vmap: ", "incompatible with vmap", "generate_vmap_rule"),
 )
-"""Phrases of exceptions that say that a kind of derivative does not exist."""
+"""Phrases of exceptions that mean that a kind of derivative does not exist."""
 
 
 @keeps_the_callers_state
@@ -38,35 +38,35 @@ def check_variants(
     seed: int = 0,
     **keywords: Any,
 ) -> VariantsReport:
-    """Checks a function in the situations in which wrong gradients hide, one after the other.
+    """Checks a function in many situations (variants), one after the other.
 
-    A check at one random point does not see what is wrong at zeros and ties, with a strided input, in double backward,
-    or after another forward. Each variant is a function and inputs made of those given, and is checked as by
+    A check at one random point misses errors at zeros and ties, with a strided input, in double backward, or after
+    another forward. Each variant derives a function and inputs from the given ones, and checks them with
     `fastgrad.check`.
 
     Parameters
     ----------
     func, inputs, kwargs
-        As in `fastgrad.check`: tensors with requires_grad=True are checked, nested or not, and the parameters of a
-        module. Integer tensors are taken for indices. Inputs that are positive everywhere stay so.
+        As in `fastgrad.check`: tensors with requires_grad=True, also nested, and the parameters of a module are
+        checked. Integer tensors are treated as indices. Inputs that are positive everywhere stay positive.
     only
         Families ("state", "points", "layouts", "derivatives", "compiled"), or single variants ("points: zeros"); by
-        default all, without "compiled".
+        default all except "compiled".
     compiled
-        The family "compiled", too: func under torch.compile, which takes seconds each, on fake tensors, and
-        `torch.library.opcheck` of a registered operator.
+        Include the family "compiled": func under torch.compile (which takes seconds each), on fake tensors, and
+        `torch.library.opcheck` for a registered operator.
     seconds
-        After that no further variant begins; those that are left are "not run".
+        Time limit; variants that would begin later are "not run".
     seed
-        Of what is drawn.
+        Seed of all random numbers.
     keywords
-        Of `fastgrad.check`: fast_mode, eps, atol, rtol, nondet_tol, check_undefined_grad, masked, engine, confidence,
-        memory_limit, progress and precision.
+        Keywords of `fastgrad.check`: fast_mode, eps, atol, rtol, nondet_tol, check_undefined_grad, masked, engine,
+        confidence, memory_limit, progress and precision.
 
     Returns
     -------
     VariantsReport
-        A row for each variant. Where func itself raises, or has no derivative at a made-up point, no one is accused.
+        One row per variant. If func itself raises, or has no derivative at a generated point, this is not a failure.
 
     Raises
     ------
@@ -88,7 +88,7 @@ def check_variants(
     for variant in chosen:
         begin = time.perf_counter()
         if begin - start > seconds:
-            rows.append(VariantRow(variant.family, variant.name, "not run", f"{seconds:g} s were over", 0.0))
+            rows.append(VariantRow(variant.family, variant.name, "not run", f"{seconds:g} s have elapsed", 0.0))
             continue
         with Kept(func, subject.inputs):  # modules' buffers among them
             found = _outcome(variant, subject, {**keywords, "seed": seed})
@@ -105,7 +105,7 @@ _KEYWORDS = (
 
 
 def _variants(subject: Subject) -> list[Variant]:
-    """All of them, in the order in which they run: what fails most often, and what is cheap, first."""
+    """All variants in the order in which they run: first those that fail most often and those that are cheap."""
     first, *others = points.VARIANTS
     alone = derivatives.of_inputs(subject)
     tables = state.VARIANTS, others, layouts.VARIANTS, alone, derivatives.VARIANTS
@@ -131,7 +131,7 @@ def _chosen(among: list[Variant], only: Sequence[str] | None, compiled: bool) ->
     known = {*families, *(f"{one.family}: {one.name}" for one in among)}
     unknown = [name for name in only if name not in known]
     if unknown:
-        raise ValueError(f"only names no variant: {', '.join(map(repr, unknown))}; families are {', '.join(families)}.")
+        raise ValueError(f"unknown names in only: {', '.join(map(repr, unknown))}; families are {', '.join(families)}.")
     return [one for one in among if one.family in only or f"{one.family}: {one.name}" in only]
 
 
@@ -196,12 +196,12 @@ def _at_a_made_up_point(case: Case, verdict: VariantVerdict, line: str) -> tuple
     try:
         found = examined(func, inputs)
     except Exception as error:
-        return "undecided", f"it fails here, and next to this point func raises {_first_line(error)}"
+        return "undecided", f"it fails here, but next to this point func raises {_first_line(error)}"
     if found is None:
-        return "undecided", "it fails here, and the Jacobian is too large to look for points without a derivative"
+        return "undecided", "it fails here, but the Jacobian is too large to test whether the derivative exists"
     if found.wrong or not found.without:
         return verdict, line
-    return "no derivative", f"{found.without} entries differ from side to side, or are infinite"
+    return "no derivative", f"{found.without} entries have different one-sided derivatives, or infinite ones"
 
 
 def _first_line(error: Exception) -> str:

@@ -58,7 +58,7 @@ def _gradients(results: list[Tensor | None], inputs: tuple[Tensor, ...], checked
 def _difference(what: str, real: Sequence[Tensor | None], fake: Sequence[Tensor | None]) -> str:
     for number, (expected, found) in enumerate(zip(map(_described, real), map(_described, fake), strict=True)):
         if expected != found:
-            return f"{what} {number} is {found} on fake tensors, and {expected} on real ones"
+            return f"{what} {number} is {found} on fake tensors, but {expected} on real ones"
     return ""
 
 
@@ -69,7 +69,7 @@ def _described(tensor: Tensor | None) -> str:
 def _opcheck(subject: Subject) -> Outcome:
     """What `torch.library.opcheck` says of a registered operator; gradients are the other variants' part."""
     if not torch_private.is_registered(subject.called):
-        raise NotApplicableError("func is no operator of torch.library")
+        raise NotApplicableError("func is not an operator of torch.library")
     operator: Any = subject.called
     found = torch.library.opcheck(operator, subject.arguments, dict(subject.keywords), raise_exception=False)
     wrong = [f"{name}: {str(said).partition(chr(10))[0]}" for name, said in found.items() if said != "SUCCESS"]

@@ -15,7 +15,7 @@ def _laid_out(change: Callable[[Tensor], Tensor]) -> Callable[[Subject], Case]:
     def make(subject: Subject) -> Case:
         changed = subject.with_checked(change)
         if all(_layout(changed[i]) == _layout(subject.inputs[i]) for i in subject.checked):
-            raise NotApplicableError("no input can lie so")
+            raise NotApplicableError("no input can have this layout")
         return Case(subject.func, changed)
 
     return make

@@ -101,7 +101,7 @@ def _under_autocast(subject: Subject) -> Case:
 def _other_mode(subject: Subject) -> Case:
     module = subject.called
     if not isinstance(module, Module):
-        raise NotApplicableError("func is no module")
+        raise NotApplicableError("func is not a module")
     modes = {each: each.training for each in module.modules()}
 
     def func(*arguments: Any) -> Any:

@@ -227,7 +227,7 @@ def taylor_test(
 
 def _need_graph(problem: Problem, who: str) -> None:
     if not problem.has_graph:
-        raise ValueError(f"{who} needs a func with an output that requires grad, and this has none.")
+        raise ValueError(f"{who} needs a func with an output that requires grad, but this has none.")
 
 
 def adjoint(problem: Problem, trials: int, rtol: float | None, seed: int) -> AdjointTest:

@@ -363,7 +363,7 @@ class PairComparison:
         )
 
     def pair(self, part: Part, agrees: bool) -> Pair:
-        """What was compared, and how it came out."""
+        """Comparison, and how it came out."""
         return Pair(
             self.output.index,
             self.input.index,

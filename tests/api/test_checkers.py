@@ -168,7 +168,7 @@ def test_tensors_of_one_number_are_numbers(check: Any) -> None:
 def test_unknown_engine_and_grad_outputs() -> None:
     with pytest.raises(ValueError, match="engine must be 'auto', 'dense', 'compressed' or 'sketch', got 'sparse'"):
         fastgrad.gradcheck(torch.sin, (x(),), engine="sparse")
-    with pytest.raises(TypeError, match="grad_outputs must be tensors, got float as number 0"):
+    with pytest.raises(TypeError, match="grad_outputs must be tensors, got float at index 0"):
         fastgrad.gradgradcheck(torch.sin, (x(),), 1.0)
     with pytest.raises(ValueError, match="grad_outputs must be tensors"):
         fastgrad.gradgradcheck(torch.sin, (x(),), "twos")

@@ -796,7 +796,7 @@ def test_every_keyword_arrives(order: Any, name: str) -> None:
     if name == "check_batched_forward_grad":
         keywords["check_forward_ad"] = True
     if name == "check_fwd_over_rev" if order == 1 else "forward" in name:
-        with pytest.raises(ValueError, match=f"is a keyword of order={3 - order}, and order is {order}"):
+        with pytest.raises(ValueError, match=f"applies only to order={3 - order}, but order is {order}"):
             fastgrad.check(torch.sin, leaf(2), order=order, **keywords)
         return
     report = fastgrad.check(torch.sin, leaf(2), order=order, **keywords)
@@ -835,9 +835,9 @@ def test_check_and_the_others_do_the_same(monkeypatch: pytest.MonkeyPatch) -> No
             ValueError,
             "check needs a tensor with requires_grad=True in inputs or kwargs",
         ),
-        (nn.ReLU(), leaf(2).detach(), {}, ValueError, "in inputs, kwargs or the module, and there is none."),
+        (nn.ReLU(), leaf(2).detach(), {}, ValueError, "in inputs, kwargs or the module, but there is none."),
         (nn.ReLU(), leaf(2), {"wrt": "parameters"}, ValueError, "check needs a parameter with requires_grad=True"),
-        (nn.LazyLinear(2), leaf(2, 2), {}, ValueError, "Parameter weight of the module has no values yet: call"),
+        (nn.LazyLinear(2), leaf(2, 2), {}, ValueError, "Parameter weight of the module is uninitialized: call"),
         (
             torch.sin,
             leaf(2),
@@ -850,7 +850,7 @@ def test_check_and_the_others_do_the_same(monkeypatch: pytest.MonkeyPatch) -> No
             leaf(2),
             {"atol": {"x": 1.0}},
             ValueError,
-            "atol has the key 'x', and the checked inputs are inputs[0]",
+            "atol has the key 'x', but the checked inputs are inputs[0]",
         ),
         (
             torch.sin,

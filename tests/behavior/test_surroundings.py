@@ -86,7 +86,7 @@ def test_inputs_made_in_inference_mode_are_refused_outside() -> None:
     with torch.inference_mode():
         x = leaf(3)
     assert both("gradcheck", square, (x,)) == "RuntimeError"
-    with pytest.raises(RuntimeError, match=r"1th input was made under torch.inference_mode"):
+    with pytest.raises(RuntimeError, match=r"1th input was created under torch.inference_mode"):
         fastgrad.gradcheck(torch.mul, (leaf(3), x))
 
 

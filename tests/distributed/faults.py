@@ -169,7 +169,7 @@ def run(fault: Fault) -> list[str]:
                 said = json.loads(path.read_text()) if path.exists() else {"error": "", "as before": False}
                 if not said["error"]:
                     problems.append(f"rank {rank} raised no RankError")
-                expected = "raised" if "raises" in fault.kind else "no sign of life"
+                expected = "raised" if "raises" in fault.kind else "no response"
                 if fault.sharded and expected not in said["error"]:
                     problems.append(f"rank {rank} says: {said['error']}")
                 if not said["as before"]:

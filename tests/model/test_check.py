@@ -242,7 +242,7 @@ def test_a_parameter_that_the_loss_does_not_depend_on_is_a_remark() -> None:
     model.register_parameter("unused", nn.Parameter(torch.ones(3)))
     report = check_model(model, torch.randn(8, 4), squared)
     assert report.passed
-    assert report.remarks == ("no gradient reaches unused, and the loss does not depend on it",)
+    assert report.remarks == ("unused gets no gradient, and the loss does not depend on it",)
 
 
 def test_constants_that_modules_of_torch_make_are_meant() -> None:
@@ -267,14 +267,14 @@ def test_the_report_as_text_data_and_page() -> None:
     ("change", "error", "message"),
     [
         ({"model": torch.tanh}, TypeError, "model must be a torch.nn.Module, got builtin_function_or_method"),
-        ({"loss": 3}, TypeError, "loss must be a function of what the model returns, or None, got int"),
+        ({"loss": 3}, TypeError, "loss must be a function of the model's output, or None, got int"),
         ({"loss": None}, TypeError, r"a real tensor of one element is needed, got a tensor of shape \(8, 4\)"),
         ({"kwargs": 3}, TypeError, "kwargs must be a mapping"),
         ({"memory_limit": -1}, ValueError, "memory_limit must be at least zero, got -1"),
         ({"memory_limit": 1.5}, TypeError, "memory_limit must be a number of bytes, got 1.5"),
         ({"eps": 0}, ValueError, "eps must be positive and finite, got 0"),
         ({"model": nn.Tanh()}, ValueError, "needs a parameter with requires_grad=True in the model"),
-        ({"model": nn.LazyLinear(3)}, ValueError, "Parameter weight of the model has no values yet"),
+        ({"model": nn.LazyLinear(3)}, ValueError, "Parameter weight of the model is uninitialized"),
     ],
 )
 def test_bad_arguments(change: dict[str, Any], error: type[Exception], message: str) -> None:

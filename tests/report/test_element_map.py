@@ -60,7 +60,7 @@ def test_of_many_tiles_the_worst_are_drawn() -> None:
     found, note = drawn_of((100, 2, 2), errors)
     titles = {title for title in found.values() if title}
     assert titles == {f"error {tile}" for tile in range(100 - MOST_TILES, 100)}
-    assert f"{MOST_TILES} of 100 are drawn, those with the largest errors" in note
+    assert f"the {MOST_TILES} with the largest errors of 100 are drawn" in note
 
 
 @pytest.mark.parametrize("shape", [(10**9,), (10**9, 1), (1, 10**9), (30_000, 30_000), (50, 50, 300, 300)])
@@ -92,7 +92,7 @@ class Halved(torch.autograd.Function):
 def test_a_page_shows_the_wrong_element_at_its_place() -> None:
     x, y = (torch.full((3, 4), value, dtype=torch.float64, requires_grad=True) for value in (2.0, 3.0))
     text = fastgrad.check(Halved.apply, (x, y)).to_html()
-    of_input = text[text.index("Errors by the elements of inputs[1]") :].partition("</svg>")[0]
+    of_input = text[text.index("Errors by element of inputs[1]") :].partition("</svg>")[0]
     wrong = {place: title for place, (fill, title) in cells(of_input).items() if fill not in ("none", "#c6dbe7")}
     assert list(wrong) == [(2 * CELL, CELL)]
     assert "d result[1, 2] / d inputs[1][1, 2]: analytical 1, numerical 2, " in wrong[2 * CELL, CELL]

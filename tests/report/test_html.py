@@ -82,12 +82,12 @@ def test_the_page_of_a_failure(text_of_failed: str) -> None:
     assert "fastgrad.gradcheck(..., eps=1e-06, atol=1e-05, rtol=0.001, engine='compressed', seed=0)" in text
     assert "x, dimension 0" in text
     for title in (
-        "What failed",
-        "What was checked",
-        "The worst entries",
-        "In pictures",
-        "What was compared",
-        "What it cost",
+        "Failure",
+        "Checked function",
+        "Worst entries",
+        "Figures",
+        "Comparison",
+        "Cost",
     ):
         assert title in text
 
@@ -97,7 +97,7 @@ def test_the_page_of_a_passed_check() -> None:
     assert ("class", "passed") in page.attributes
     assert "figure" not in page.tags
     assert "backward is linear in grad_output" in page.text
-    assert "What failed" not in page.text
+    assert "Failure" not in page.text
 
 
 def test_a_page_needs_nothing_else(text_of_failed: str) -> None:
@@ -166,7 +166,7 @@ def test_a_notebook_shows_the_same_page(failed: Report, text_of_failed: str) -> 
 def test_the_three_panels(failed: Report) -> None:
     figure = failed.plot()
     titles = [axes.get_title() for axes in figure.axes]
-    assert titles == ["Where the errors are", "How large they are", "The worst entry over the steps", ""]
+    assert titles == ["Errors by position", "Errors and tolerances", "The worst entry by step", ""]
     assert figure.get_suptitle() == "Jacobian mismatch for output 0 with respect to input 0"
 
 
@@ -264,8 +264,8 @@ def test_values_that_are_not_finite() -> None:
         report.sample, outputs=some, inputs=some, analytical=values, numerical=values.flip(0) * 0, failing=some > 0
     )
     figure = replace(report, sample=sample).plot()
-    assert figure.axes[1].get_title() == "How large they are"
-    assert "2 entries that are not finite are left out" in replace(report, sample=sample).to_html()
+    assert figure.axes[1].get_title() == "Errors and tolerances"
+    assert "without 2 entries that are not finite" in replace(report, sample=sample).to_html()
     figure.canvas.draw()
 
 
@@ -278,11 +278,11 @@ def test_complex_entries_by_their_modulus() -> None:
 
 
 def test_nothing_to_plot() -> None:
-    with pytest.raises(ValueError, match=r"cannot be plotted: the check passed\."):
+    with pytest.raises(ValueError, match=r"no entries to plot: the check passed\."):
         run(torch.sin, uniform(3)).plot()
     report = synthetic()
     assert report.failure is not None
-    with pytest.raises(ValueError, match="not about entries of a Jacobian"):
+    with pytest.raises(ValueError, match="not a mismatch of entries"):
         replace(report, failure=replace(report.failure, comparison=None)).plot()
 
 

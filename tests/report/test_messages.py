@@ -208,22 +208,22 @@ CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
     "sign": ("looks like the analytical gradient has the wrong sign",),
     "zero gradient": ("looks like the analytical gradient is zero wherever it is wrong: a missing term, or a None",),
     "transposed": (
-        "looks like the analytical Jacobian is the transpose of the numerical one: backward applies a matrix, a kernel "
-        "or a scan as forward does, where its transpose belongs (of a convolution, the flipped kernel)",
+        "looks like the analytical Jacobian is the transpose of the numerical one: backward applies the matrix, "
+        "kernel or scan of forward instead of its transpose (for a convolution, the flipped kernel)",
     ),
     "rolled": ("looks like grad_output is shifted by -2 along dimension 1",),
     "permuted": (
-        "looks like grad_output holds the right values in the wrong places: an index, or its inverse, taken for the "
-        "other",
+        "looks like grad_output has the right values at wrong positions: an index instead of its inverse, or the "
+        "reverse",
     ),
     "missing reduction": (
-        "looks like the gradient of the input, each element of which goes to 15 outputs, is 0.3333 x what it should "
-        "be: a mean where a sum belongs",
+        "looks like the gradient of the input, each element of which affects 15 outputs, is 0.3333 x the right one: "
+        "a mean instead of a sum",
         "or like    the analytical gradient is 0.3333 x the numerical one there: a missing factor 3, perhaps a mean "
-        "instead of a sum over the 3 places along dimension 0 of the output",
+        "instead of a sum over the 3 elements along dimension 0 of the output",
     ),
     "missing conjugate": (
-        "looks like the analytical gradient is the complex conjugate of what it should be: a conj() is missing",
+        "looks like the analytical gradient is the complex conjugate of the right one: a conj() is missing",
     ),
     "complex factor": (
         "looks like the analytical gradient is 0.6+0.8j x the numerical one there: a missing factor 0.6-0.8j",
@@ -241,12 +241,13 @@ CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
         "and there  the analytical gradient is 0.5 x the numerical one there: a missing factor 2",
     ),
     "last tile": (
-        "looks like wrong in the last tile only: from 24 on (of 29) along dimension 0 of in0, a multiple of 8",
+        "looks like wrong only in the last tile: from index 24 along dimension 0 of in0 (size 29), a multiple of 8",
         "or like    wrong only at the last 5 places along dimension 0 of in0: padding, or a halo",
         "and there  the analytical gradient is zero wherever it is wrong: a missing term, or a None",
     ),
     "triangle": (
-        "looks like wrong only above the diagonal of the last two dimensions of in0: a mask, or tril() for triu()",
+        "looks like wrong only above the diagonal of the last two dimensions of in0: a mask, or tril() instead of "
+        "triu()",
         "and there  the analytical gradient is 0.5 x the numerical one there: a missing factor 2",
     ),
     "swapped gradients": (
@@ -256,13 +257,13 @@ CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
         "looks like the gradient of input 1 is that of input 0, which is right: backward returns one gradient twice",
     ),
     "missing term": (
-        "looks like the analytical gradient and 1 add up to the numerical one there: backward leaves out a term of "
-        "func that is linear in the input, a residual connection say",
+        "looks like the analytical gradient and 1 add up to the numerical one there: backward omits a term of func "
+        "that is linear in the input, for example a residual connection",
     ),
     "missing factor": ("looks like the gradient of input 0 lacks the factor input 1",),
     "overwritten": (
-        "looks like each element's gradient is that of one of the outputs it goes to: where an index occurs several "
-        "times, or windows overlap, gradients are assigned instead of added",
+        "looks like each element's gradient comes from only one of the outputs that it affects: for repeated indices "
+        "or overlapping windows, gradients are assigned instead of accumulated",
         "or like    the analytical gradient is zero wherever it is wrong: a missing term, or a None",
     ),
     "wrong dimension": (
@@ -270,48 +271,49 @@ CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
         "1",
     ),
     "saved tensor": (
-        "looks like backward reads something that other calls of func write: a tensor in a global, on the class or "
-        "in a shared buffer, where ctx.save_for_backward would keep one per graph",
+        "looks like backward reads state that other calls of func overwrite: a tensor in a global, on the class or "
+        "in a shared buffer; ctx.save_for_backward keeps one per graph",
     ),
     "race": (
-        "looks like backward gives other values each time: random numbers, a state from call to call, missing "
+        "looks like backward gives different values in each call: random numbers, state, missing "
         "synchronization, or uninitialized memory",
     ),
     "nonlinear backward": (
         "looks like backward is not linear in grad_output: a clamp, a quantization, or a product of two grad_outputs",
     ),
     "layout of grad_output": (
-        "looks like backward is wrong for a grad_output that is non-contiguous, and not for a contiguous copy: a "
-        "data_ptr(), view() or kernel that takes it for contiguous",
+        "looks like backward is wrong for a grad_output that is non-contiguous, but not for a contiguous copy: a "
+        "data_ptr(), view() or kernel that assumes contiguous memory",
     ),
     "sparse grad_output": (
-        "looks like backward looks at which elements of grad_output are zero: it is right for dense ones only",
+        "looks like backward depends on which elements of grad_output are zero: it is right only for dense ones",
     ),
     "modified grad_output": (
-        "looks like backward writes into grad_output, which others read, too: an operation in place, where a new "
-        "tensor belongs",
+        "looks like backward writes into grad_output, which other nodes read too: use a new tensor, not an in-place "
+        "operation",
     ),
     "dependent inputs": (
-        "looks like input 1 was computed from input 0, and autograd follows it back, which differences do not: pass "
-        "tensors that do not depend on each other, tensor.detach().requires_grad_()",
+        "looks like input 1 was computed from input 0; autograd includes this dependence, and differences do not: "
+        "pass independent tensors, tensor.detach().requires_grad_()",
     ),
     "truncation": (
         "looks like eps = 0.0001 is too large for func's curvature: with a step of 2.4e-06 the difference is "
         "-0.967407, and the analytical gradient agrees with that up to rounding",
     ),
     "rounding": (
-        "looks like the difference at eps = 1e-06 is lost in rounding: one ulp of func's value, over eps, is 2.2e+02; "
+        "looks like the difference at eps = 1e-06 is smaller than rounding: one ulp of func's value, divided by eps, "
+        "is 2.2e+02; "
         "use a larger eps, or subtract the common offset of the values",
     ),
     "kink": ("looks like a kink: the one-sided derivatives are 0 (left) and 2 (right)",),
     "low precision": (
-        "looks like func is computed in a lower precision, float32, and returned in double: all values of the output "
-        "fit in that without rounding",
+        "looks like func computes in a lower precision, float32, and returns double: all values of the output are "
+        "exactly representable in float32",
     ),
-    "modes disagree": ("looks like reverse mode is right there, and differs: jvp alone is wrong",),
+    "modes disagree": ("looks like reverse mode is right there: only jvp is wrong",),
     "both modes wrong": (
-        "looks like forward and reverse mode agree with each other, and both differ from func: a formula that both "
-        "use, or a func that computes something else",
+        "looks like forward and reverse mode agree, but both differ from func: a formula that both use is wrong, or "
+        "func computes something else",
     ),
 }
 

@@ -150,7 +150,7 @@ def test_failures_are_fastgrads() -> None:
         assert early(Halved.apply, x, raise_exception=False) is False
         with pytest.raises(ZeroDivisionError):
             early(lambda x: x / 0 if False else 1 / 0, x, raise_exception=False)
-        with pytest.raises(TypeError, match="by keyword"):
+        with pytest.raises(TypeError, match="keyword-only"):
             early(torch.sin, x, 1e-6)
     assert [check.ours.verdict for check in checks] == ["failed", "failed", "raised", "raised"]
     assert [check.report is None for check in checks] == [False, False, True, True]
@@ -333,7 +333,7 @@ def test_a_checker_that_is_gone_is_one_clear_error(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sys.modules["torch.autograd.gradcheck"], "gradcheck", len)
     monkeypatch.setattr(gc, "get_objects", list)
     with (
-        pytest.raises(RuntimeError, match=r"torch's gradcheck cannot be patched: .* is in its place"),
+        pytest.raises(RuntimeError, match=r"torch's gradcheck cannot be patched: it was replaced by"),
         fastgrad.patch(),
     ):
         pass

@@ -109,7 +109,7 @@ def test_tolerances_of_one_input(file: str, capsys: pytest.CaptureFixture[str]) 
     code, _, err = run(capsys, *wrong, "--atol", "inputs[0]=100", "--atol", "3")
     assert (code, err) == (
         2,
-        "fastgrad check: --atol takes one number, or INPUT=VALUE for each of some inputs, not both\n",
+        "fastgrad check: --atol takes either one number or INPUT=VALUE, not both\n",
     )
 
 
@@ -202,7 +202,7 @@ def test_errors_of_func_and_of_inputs_are_no_verdict(file: str, capsys: pytest.C
 @pytest.mark.parametrize(
     ("function", "arguments", "sentence"),
     [
-        ("torch.sin", ("-i", "float64[3]"), "a function is given as module:name or file.py:name, got 'torch.sin'"),
+        ("torch.sin", ("-i", "float64[3]"), "a function must be module:name or file.py:name, got 'torch.sin'"),
         ("nowhere:f", ("-i", "float64[3]"), "there is no module 'nowhere'"),
         ("torch.nowhere:f", ("-i", "float64[3]"), "there is no module 'torch.nowhere'"),
         ("nowhere.py:f", ("-i", "float64[3]"), "there is no file nowhere.py"),
@@ -213,34 +213,38 @@ def test_errors_of_func_and_of_inputs_are_no_verdict(file: str, capsys: pytest.C
         ("operators_of_mine:number", ("-i", "float64[3]"), "is of type int, which cannot be called"),
         ("operators_of_mine:number()", ("-i", "float64[3]"), "calling operators_of_mine:number() raised TypeError"),
         ("operators_of_mine:Sized", ("-i", "float64[3]"), "is a module class that needs arguments"),
-        ("torch:sin", (), "give an --input for each positional argument"),
+        ("torch:sin", (), "pass one --input per positional argument"),
         ("torch:sin", ("-i", "float46[3]"), "torch has no dtype 'float46'"),
-        ("torch:sin", ("-i", "float64"), "an input is a tensor, float64[64,32] or int64[64]{0..31} say"),
-        ("torch:sin", ("-i", "float64[3,-1]"), "the sizes of a tensor are integers"),
-        ("torch:sin", ("-i", "int64[3]"), "integers need a range, int64[3]{0..9} say"),
+        ("torch:sin", ("-i", "float64"), "an input must be a tensor (for example float64[64,32] or int64[64]{0..31})"),
+        ("torch:sin", ("-i", "float64[3,-1]"), "the sizes of a tensor must be integers"),
+        ("torch:sin", ("-i", "int64[3]"), "integers need a range, for example int64[3]{0..9}"),
         ("torch:sin", ("-i", "int64[3]{0..1.5}"), "two integers that fit the dtype"),
         ("torch:sin", ("-i", "int8[3]{0..300}"), "two integers that fit the dtype"),
-        ("torch:sin", ("-i", "float64[3]{2..1}"), "a range is low..high"),
+        ("torch:sin", ("-i", "float64[3]{2..1}"), "a range must be low..high"),
         ("torch:sin", ("-i", "bool[3]{0..1}"), "a bool tensor has no range"),
-        ("torch:sin", ("-i", "float64[3],sparse"), "'sparse' in 'float64[3],sparse' is none of these"),
+        ("torch:sin", ("-i", "float64[3],sparse"), "got 'sparse' in 'float64[3],sparse'"),
         ("torch:sin", ("-i", "float64[3],nograd=1"), "'nograd=1' in"),
-        ("torch:sin", ("-i", "float64[3,3],layout=row"), "layout is one of strided, coo, csr"),
-        ("torch:sin", ("-i", "float64[4,4],layout=bsr,blocksize=2"), "blocksize is two sizes"),
-        ("torch:sin", ("-i", "float64[4,4],layout=coo,density=2"), "density is a number from 0 to 1"),
+        ("torch:sin", ("-i", "float64[3,3],layout=row"), "layout must be one of strided, coo, csr"),
+        ("torch:sin", ("-i", "float64[4,4],layout=bsr,blocksize=2"), "blocksize must be two sizes"),
+        ("torch:sin", ("-i", "float64[4,4],layout=coo,density=2"), "density must be a number from 0 to 1"),
         ("torch:sin", ("-i", "float64[3],layout=csr"), "cannot be made: "),
         ("torch:sin", ("-i", "float64[3],channels_last"), "cannot be made: "),
         ("torch:sin", ("-i", "float64[],noncontiguous"), "without dimensions is contiguous"),
         ("torch:sin", ("-i", "float64[3,3],layout=coo,noncontiguous"), "are for strided tensors"),
         ("torch:sin", ("-i", "@nowhere.pt"), "there is no file nowhere.pt"),
-        ("torch:sin", ("-i", "@broken.py"), "broken.py is not what torch.save wrote of tensors"),
-        ("torch:sin", ("-i", "@broken.py,csr"), "after @FILE there may be nograd, got 'csr'"),
-        ("torch:sin", ("-i", "float64[3]", "-k", "dim"), "a keyword is given as name=value"),
+        ("torch:sin", ("-i", "@broken.py"), "broken.py does not contain tensors saved by torch.save"),
+        ("torch:sin", ("-i", "@broken.py,csr"), "after @FILE only nograd is allowed, got 'csr'"),
+        ("torch:sin", ("-i", "float64[3]", "-k", "dim"), "a keyword must be name=value"),
         ("torch:sin", ("-i", "float64[3]", "-k", "dim=1+"), "a Python literal or a bare word, got 'dim=1+'"),
         ("torch:sin", ("-i", "float64[3]", "--engine", "sketch"), "--engine sketch compares sums of entries"),
-        ("torch:sin", ("-i", "float64[3]", "--device", "abacus"), "device 'abacus' cannot be used here: "),
+        ("torch:sin", ("-i", "float64[3]", "--device", "abacus"), "device 'abacus' cannot be used: "),
         ("torch:sin", ("-i", "float64[3]", "--html", "nowhere/page.html"), "there is no directory nowhere"),
-        ("torch:sin", ("-i", "float64[3]", "--compiled"), "--compiled goes with --variants"),
-        ("torch:sin", ("-i", "float64[3]", "--variants", "--order", "2", "--batched"), "without --order, --batched"),
+        ("torch:sin", ("-i", "float64[3]", "--compiled"), "--compiled needs --variants"),
+        (
+            "torch:sin",
+            ("-i", "float64[3]", "--variants", "--order", "2", "--batched"),
+            "do not pass --order, --batched",
+        ),
     ],
 )
 def test_bad_specifications_are_one_sentence(
@@ -304,7 +308,7 @@ def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     assert str(torch.__version__) in out
     tests = [line for line in out.splitlines() if line.startswith("self-test")]
     assert len(tests) >= 6
-    assert all(line.endswith("as it must be") for line in tests)
+    assert all(line.endswith("as expected") for line in tests)
     monkeypatch.setattr(doctor, "OPTIONAL", {"no_such_module": "nothing much"})
     # A checker that passes everything is found out.
     monkeypatch.setattr(doctor.ForgottenFactor, "backward", doctor.SquaredReLU.backward)

@@ -154,7 +154,7 @@ def test_time_that_is_over() -> None:
     ("inputs", "keywords", "error", "text"),
     [
         (lambda: (torch.ones(2),), {}, ValueError, "needs a tensor with requires_grad=True"),
-        (matrix, {"only": ["points: nowhere"]}, ValueError, "names no variant"),
+        (matrix, {"only": ["points: nowhere"]}, ValueError, "unknown names"),
         (matrix, {"only": "points"}, TypeError, "must be a list"),
         (matrix, {"wrt": "inputs"}, TypeError, "does not take wrt"),
         (matrix, {"seconds": "a"}, TypeError, "seconds must be a number"),
