@@ -1,3 +1,3 @@
-"""The version of fastgrad: the one place that states it."""
+"""The version of fastgrad, defined only here."""
 
 __version__ = "0.1.0"

@@ -1,1 +1,1 @@
-"""The functions that users call: keywords in, reports or errors out."""
+"""The public functions and the validation of their keywords."""

@@ -1,4 +1,4 @@
-"""Keywords of a check into settings; refuses what cannot be."""
+"""Validates the keywords of a check and builds its Settings."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What needs torch alone: the compiled module, private names, memory, phases, random vectors."""
+"""Basics that depend only on torch: the compiled module, private names, memory, phases, random vectors."""

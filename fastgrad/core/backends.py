@@ -1,4 +1,4 @@
-"""CUDA's libraries as a check needs them: at full precision, and with the same bits every time."""
+"""Sets CUDA's libraries to full precision and deterministic algorithms during a check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exceptions of func and of backward, as against those of fastgrad's own code; warnings that point at the caller."""
+"""Separates exceptions of func and backward from those of fastgrad; warnings that point at the caller's line."""
 
 from __future__ import annotations
 

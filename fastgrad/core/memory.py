@@ -1,4 +1,4 @@
-"""How much memory a check may take, and what a lack of it raises."""
+"""The memory that a check may use, and the exceptions that mean a lack of memory."""
 
 from __future__ import annotations
 

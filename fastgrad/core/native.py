@@ -1,4 +1,4 @@
-"""The compiled module, checked against the installed torch first, or plain Python in its place; imported here alone."""
+"""The only importer of the compiled module: checks it against the installed torch, or imports plain Python instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the time of a check goes, phase by phase."""
+"""Seconds per phase of a check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one table of numbers that depend on a dtype, and how many times what is allowed a difference is."""
+"""Constants per dtype, and the ratio of a difference to its tolerance."""
 
 from __future__ import annotations
 

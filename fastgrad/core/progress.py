@@ -1,4 +1,4 @@
-"""How far a long check is: a bar of evaluations and backward passes, with how long it will take."""
+"""The progress bar of long checks: evaluations, backward passes and the remaining time."""
 
 from __future__ import annotations
 

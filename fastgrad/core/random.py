@@ -1,4 +1,4 @@
-"""Random directions and cotangents: functions of a seed. Also the state of torch's generators."""
+"""Random directions and cotangents from a seed; the state of torch's generators."""
 
 from __future__ import annotations
 

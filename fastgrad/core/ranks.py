@@ -1,4 +1,4 @@
-"""Messages between rank 0, which runs a check, and the others, which do their part: through the group's store."""
+"""Messages between rank 0, which runs a check, and the other ranks, through the store of the process group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The private names of torch that fastgrad needs: the only module that touches them."""
+"""All private names of torch that fastgrad uses."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""After a failure: experiments, and the probable causes that they tell of."""
+"""Experiments after a failure, and the probable causes that follow from them."""

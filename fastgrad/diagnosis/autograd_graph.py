@@ -1,4 +1,4 @@
-"""Facts from autograd's graph: which inputs it leads to, and which backwards write into their grad_output."""
+"""Properties of autograd's graph: the inputs that it reaches, and backwards that write into grad_output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evidence -> probable causes. Silent where there is none."""
+"""Derives probable causes from the evidence; none if the evidence supports none."""
 
 from __future__ import annotations
 

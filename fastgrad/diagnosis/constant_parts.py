@@ -1,4 +1,4 @@
-"""Operators in func whose results a backward may take for constants, and func with these held constant."""
+"""Operators whose results a backward may treat as constants, and func with these results held constant."""
 
 from __future__ import annotations
 

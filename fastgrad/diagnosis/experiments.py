@@ -1,4 +1,4 @@
-"""What experiments after a failure share: the failed check, the calls that are left, and what was found."""
+"""Shared state of the experiments after a failure: the failed check, the remaining calls, and the evidence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where wrong entries of a Jacobian are: in a slice, at the ends, in a kernel's last tile, in a region of values."""
+"""Causes from the positions of wrong entries: a slice, a boundary, a kernel's last tile, a region of values."""
 
 from __future__ import annotations
 

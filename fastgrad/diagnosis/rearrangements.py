@@ -1,4 +1,4 @@
-"""Jacobians whose entries are the right ones in the wrong places, or not summed: both sides, as matrices."""
+"""Causes for right entries at wrong positions, or without a sum: compares both Jacobians as matrices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Entries of the failing Jacobian as evidence: all of them, those at hand, or those around the worst one."""
+"""Samples of the failing Jacobian: all entries, the known entries, or those around the worst one."""
 
 from __future__ import annotations
 

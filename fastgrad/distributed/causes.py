@@ -1,4 +1,4 @@
-"""Why a gradient of a distributed function is wrong: which rank, and what happened between the ranks."""
+"""Probable causes of a wrong gradient of a distributed function: the rank, and the error between ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the tensors of the ranks make up one tensor, and back."""
+"""Combines the tensors of the ranks into whole tensors, and splits them."""
 
 from __future__ import annotations
 

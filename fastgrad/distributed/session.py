@@ -1,4 +1,4 @@
-"""One function over all ranks: evaluated and differentiated by each, as rank 0 says, and put together there."""
+"""A function over all ranks as one function: rank 0 directs, all ranks evaluate and differentiate it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments and results in the forms of torch.autograd.functional: tuples or not, strided or sparse."""
+"""Converts arguments and results to the forms of torch.autograd.functional: tuples or not, strided or sparse."""
 
 from __future__ import annotations
 

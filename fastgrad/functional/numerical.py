@@ -1,4 +1,4 @@
-"""The numerical twins of the functional API: refined differences in its forms."""
+"""The numerical counterparts of the functional API, by refined differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a result of a lower dtype may be from that of double precision: measured scales, and constants over them."""
+"""Allowed differences between results in a lower dtype and in double precision: measured scales and their factors."""
 
 from __future__ import annotations
 

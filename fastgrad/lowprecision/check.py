@@ -1,4 +1,4 @@
-"""The check of a function of a lower dtype: its reference, its outputs, its VJPs, its grad_outputs -> Report."""
+"""The check of a function in a lower dtype: reference, outputs, VJPs and grad_outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""VJPs of a lower dtype against those of a reference in double precision, entry by entry."""
+"""Compares VJPs in a lower dtype with those of a reference in double precision, entry by entry."""
 
 from __future__ import annotations
 

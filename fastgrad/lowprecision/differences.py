@@ -1,4 +1,4 @@
-"""Differences in a lower dtype alone: derivatives along directions, fitted over many steps, with their uncertainty."""
+"""Directional derivatives by differences in a lower dtype, fitted over many steps, with their uncertainty."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The grad_outputs of a comparison in a lower dtype: dense ones, and one for each row or group of rows."""
+"""The grad_outputs of a comparison in a lower dtype: dense ones, and one per row or group of rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A function of double precision at the point of a lower one: its outputs and VJPs, exact and perturbed."""
+"""A function in double precision at the point of the lower dtype: exact and perturbed outputs and VJPs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""References that are made of a function itself, or of what the caller names: the same call in double precision."""
+"""Makes references in double precision, from the function itself or from the caller's reference."""
 
 from __future__ import annotations
 

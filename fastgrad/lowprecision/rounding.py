@@ -1,4 +1,4 @@
-"""Rounding of the lower dtypes: units, and Monte Carlo arithmetic, which measures what rounding does to a result."""
+"""Unit roundoffs of the lower dtypes, and Monte Carlo arithmetic, which measures the effect of rounding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a comparison in a lower dtype comes to: a failure, an open question, or the smallest error that would show."""
+"""The verdict of a comparison in a lower dtype: a failure, undecided, or the smallest error that it detects."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Which operation of a model has a wrong gradient."""
+"""Finds the operation of a model whose gradient is wrong."""

@@ -1,4 +1,4 @@
-"""What lies between operations: experiments that show, by differences, which of it makes gradients wrong."""
+"""Experiments that explain a wrong gradient of the loss if all operations are right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A number that changes with every single change of a tensor's bits."""
+"""A fingerprint that changes with every change of a tensor's bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One recorded operation, checked by itself at the inputs that it had."""
+"""Checks one recorded operation by itself at its recorded inputs."""
 
 from __future__ import annotations
 

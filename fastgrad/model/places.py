@@ -1,4 +1,4 @@
-"""Where a model is: the module that runs, and the line of the user's code."""
+"""The current position in a model: the running module, and the line of the user's code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One forward pass, recorded: its operations with their inputs, saved tensors, where gradients stop, hooks."""
+"""Records one forward pass: operations with their inputs, saved tensors, detached paths, hooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tensors that operations save for backward: whether backward finds what was saved."""
+"""Tensors that operations save for backward, and whether they changed before backward."""
 
 from __future__ import annotations
 

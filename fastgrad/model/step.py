@@ -1,4 +1,4 @@
-"""One step of training, again and again from the same state: the loss, and the gradients of the parameters."""
+"""One training step, repeatable from the same state: the loss, and the gradients of the parameters."""
 
 from __future__ import annotations
 

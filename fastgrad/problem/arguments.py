@@ -1,4 +1,4 @@
-"""Nested arguments, keyword arguments and the parameters of a module as one flat tuple of tensors, with names."""
+"""Flattens nested arguments, keyword arguments and the parameters of a module into named tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the caller had before func's first call, put back after its last: inputs, their gradients, the grad mode."""
+"""Saves and restores the caller's state: inputs, their gradients, the grad mode."""
 
 from __future__ import annotations
 

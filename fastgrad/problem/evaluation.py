@@ -1,4 +1,4 @@
-"""Func as a map of real coordinates: evaluations at x and next to it; and the caller's state."""
+"""func as a map of real coordinates: evaluations at x and at perturbed points; restores the caller's state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A few evaluations at the inputs and next to them: what they tell about func."""
+"""A few evaluations at and near the inputs that show cost, sparsity and noise of func."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a function and its parameters are called, as far as Python knows, and what a tensor is like."""
+"""Names of a function and its parameters, and descriptions of tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What func, its inputs and outputs must be to be checked: one clear sentence where they are not."""
+"""Validates func, its inputs and its outputs."""
 
 from __future__ import annotations
 

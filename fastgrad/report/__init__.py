@@ -1,1 +1,1 @@
-"""What a check found: results as data, in words and on a page."""
+"""Results of a check, as data, text and HTML."""

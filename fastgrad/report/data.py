@@ -1,4 +1,4 @@
-"""What a check found: frozen data, a few sums of it, and its plain form for JSON."""
+"""Results of a check as frozen dataclasses, and their plain form for JSON."""
 
 from __future__ import annotations
 

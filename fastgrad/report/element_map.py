@@ -1,4 +1,4 @@
-"""The errors of a Jacobian by the elements of a tensor, in the tensor's own shape: an SVG with values on hover."""
+"""A map of the errors in the shape of a tensor, as an SVG with values on hover."""
 
 from __future__ import annotations
 

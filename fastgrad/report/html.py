@@ -1,4 +1,4 @@
-"""Report -> one HTML page, and figures where matplotlib is there."""
+"""The HTML page of a report, with figures if matplotlib is installed."""
 
 from __future__ import annotations
 

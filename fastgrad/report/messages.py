@@ -1,4 +1,4 @@
-"""Numbers -> text: pure functions that turn a report into what a person reads."""
+"""Pure functions that turn a report into text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a check of a model found: frozen data."""
+"""Results of a check of a model as frozen dataclasses."""
 
 from __future__ import annotations
 

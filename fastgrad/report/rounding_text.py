@@ -1,4 +1,4 @@
-"""What a person reads of a check in a lower dtype: what is wrong, what was allowed, and what would have been found."""
+"""Text of a check in a lower dtype: the error, the allowed error, and the errors that would have been found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The outcome of a check in many variants: a table of verdicts, text and JSON."""
+"""The report of `check_variants`: a table of verdicts, text and JSON."""
 
 from __future__ import annotations
 

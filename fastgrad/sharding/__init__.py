@@ -1,1 +1,1 @@
-"""One check over the ranks of a process group: its columns and rows are computed by all of them."""
+"""One check on several ranks of a process group, which all compute columns and rows."""

@@ -1,4 +1,4 @@
-"""What a rank says of its call of a check, for the ranks to see that they mean the same one."""
+"""Describes the call of a check on each rank, so that the ranks can compare their calls."""
 
 from __future__ import annotations
 

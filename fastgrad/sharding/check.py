@@ -1,4 +1,4 @@
-"""A check in parts: by the ranks of a group, from a checkpoint on, or both."""
+"""A check whose work is done in parts: by the ranks of a group, with a checkpoint, or both."""
 
 from __future__ import annotations
 

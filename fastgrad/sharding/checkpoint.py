@@ -1,4 +1,4 @@
-"""A checkpoint: the columns and rows that a check has computed, in a file from which a later run of it goes on."""
+"""A checkpoint file of computed columns and rows, from which a later run of the check resumes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A problem whose columns and rows are computed in parts, by all ranks and from a checkpoint on."""
+"""A problem whose columns and rows are computed in parts, by all ranks and with a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks of a group during one sharded check: rank 0 runs it, and all compute its columns and rows, part by part."""
+"""The ranks of a group during a sharded check: rank 0 runs it, and all ranks compute parts of columns and rows."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Where the entries of a Jacobian may be: patterns, their detection and coloring."""
+"""Sparsity of the Jacobian: patterns, detection and coloring."""

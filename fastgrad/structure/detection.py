@@ -1,4 +1,4 @@
-"""Where the entries of a matrix may be: guesses first, then what products with its columns and rows tell.
+"""Detects the sparsity pattern of a matrix: guesses first, then probing by products with its columns and rows.
 
 Whatever offers such products is served by one `Detection`: here a problem, whose outputs are watched bit by bit while
 inputs move; in `functional` a linear map.

@@ -1,1 +1,1 @@
-"""fastgrad in test suites: torch's checkers forwarded, the pytest plugin."""
+"""fastgrad in test suites: replacing torch's checkers, and the pytest plugin."""

@@ -1,4 +1,4 @@
-"""`fastgrad.patch`: torch's checkers forward to fastgrad's, under every name that they are known by."""
+"""`fastgrad.patch`: makes torch's checkers forward their calls to fastgrad's."""
 
 from __future__ import annotations
 

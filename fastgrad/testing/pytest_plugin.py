@@ -1,4 +1,4 @@
-"""`pytest --fastgrad`: patches torch's checkers for a test session, counts, compares, reports and sums up."""
+"""`pytest --fastgrad`: patches torch's checkers for a test session, counts, compares, reports and summarizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch's own checkers, to compare with: the only module that calls them. No verdict of fastgrad's comes from here."""
+"""Calls torch's own checkers for comparison, in this module only; fastgrad's verdicts do not depend on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m fastgrad bench`: a few operators beside torch's checker on this machine, verdicts first."""
+"""`python -m fastgrad bench`: compares verdicts and times with torch's checker for a few operators."""
 
 from __future__ import annotations
 

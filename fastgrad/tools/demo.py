@@ -1,4 +1,4 @@
-"""`python -m fastgrad demo`: real operators checked by fastgrad and by torch, side by side."""
+"""`python -m fastgrad demo`: checks real operators with fastgrad and with torch."""
 
 from __future__ import annotations
 

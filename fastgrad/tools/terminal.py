@@ -1,4 +1,4 @@
-"""Colors of what the command line prints, where that goes to a terminal."""
+"""Colors for the output of the command line on a terminal."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Checks of a function in many situations: states, points, layouts and kinds of derivatives."""
+"""Checks of a function in many situations (variants): states, points, layouts and kinds of derivatives."""

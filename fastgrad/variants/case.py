@@ -1,4 +1,4 @@
-"""What a variant is: a function, inputs and keywords made of those to be checked."""
+"""The classes of a variant: a function, inputs and keywords derived from the given ones."""
 
 from __future__ import annotations
 

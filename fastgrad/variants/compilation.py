@@ -1,4 +1,4 @@
-"""Variants of how a function is run: compiled, on fake tensors, and as a registered operator."""
+"""Variants in which a function is compiled, runs on fake tensors, or is a registered operator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Variants of the derivative: orders, modes and their nestings, batches, transforms, and what requires grad."""
+"""Variants of the derivative: order, mode, nesting of modes, batches, transforms, and inputs that require grad."""
 
 from __future__ import annotations
 

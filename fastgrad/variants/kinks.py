@@ -1,4 +1,4 @@
-"""Points at which a function has no derivative: what differences to either side say of each entry."""
+"""Points at which a function has no derivative: compares the one-sided differences of each entry."""
 
 from __future__ import annotations
 

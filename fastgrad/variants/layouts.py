@@ -1,4 +1,4 @@
-"""Variants of how inputs lie in memory; grad_outputs of many layouts are part of every check."""
+"""Variants of the memory layout of inputs; every check covers layouts of grad_outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Variants of the point: where wrong gradients hide from random numbers."""
+"""Variants of the point, at which random numbers do not show wrong gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Variants of what happens between forward and backward, and around them."""
+"""Variants of state: events between forward and backward, and around them."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_another_check(path: Path) -> None:
         fastgrad.check(_Counted(torch.sin, 4), x, checkpoint=path)
     with pytest.raises(ValueError, match=r"belongs to another check: inputs\[0\] was .*Remove the file"):
         fastgrad.check(_Counted(torch.sin), x * 2, checkpoint=path)
-    with pytest.raises(ValueError, match=r"atol was 1e-05, and is 0\.001"):
+    with pytest.raises(ValueError, match=r"atol was 1e-05, and is now 0\.001"):
         fastgrad.check(_Counted(torch.sin), x, atol=1e-3, checkpoint=path)
     assert fastgrad.check(_Counted(torch.sin), x, memory_limit=1 << 20, checkpoint=path).passed
 

@@ -1,1 +1,1 @@
-"""What stands in for the compiled module where there is none: the same functions in plain Python, slower."""
+"""Implements the compiled module in plain Python: the same functions, but slower."""

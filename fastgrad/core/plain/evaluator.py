@@ -1,4 +1,4 @@
-"""The loop over evaluations in Python; csrc/loops.h has the contracts."""
+"""The loop over evaluations in Python; csrc/loops.h documents the contracts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operators of csrc/ops by torch's own; each header there has the contract."""
+"""The operators of csrc/ops, by torch's own operators; each header there documents the contract."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sparsity patterns: coloring, transposing and sorting in Python; csrc/coloring.h has the contracts."""
+"""Coloring, transposing and sorting of sparsity patterns in Python; csrc/coloring.h documents the contracts."""
 
 from __future__ import annotations
 
