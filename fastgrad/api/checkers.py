@@ -413,7 +413,7 @@ def check(
 def _in_parts(
     call: tuple[Any, ...], group: torch.distributed.ProcessGroup | None, checkpoint: str | os.PathLike[str] | None
 ) -> Report:
-    """As `_report_of_call`, whose arguments a call is, by the ranks of a group or with a checkpoint."""
+    """As `_report_of_call(*call)`, on the ranks of a group or with a checkpoint."""
     from fastgrad.sharding.check import in_parts  # only here: importing fastgrad is to cost little
 
     func, inputs, kwargs, wrt, grad_outputs, settings, own, reference = call
@@ -435,7 +435,7 @@ def _report_of_call(
     reference: Any,
     partition: Partition | None = None,
 ) -> Report:
-    """The report of `check`, whose arguments these are; own: the numbers that are given input by input."""
+    """The report of `check` for these arguments; own: eps, atol and rtol per input."""
     with Call(func, inputs, kwargs, wrt) as call:
         if not call.tensors:
             raise ValueError(_NOTHING[wrt if isinstance(func, Module) else "inputs"])
@@ -455,7 +455,7 @@ def _run(
     explain: bool = True,
     partition: Partition | None = None,
 ) -> Report:
-    """The check by tolerances or, in lower dtypes, by rounding; make: makes the reference of these."""
+    """Checks with tolerances or, in lower dtypes, with measured rounding; make: makes the reference."""
     if estimates.get():
         from fastgrad.checks.estimate import estimated_seconds  # only here: importing fastgrad is to cost little
 
@@ -534,7 +534,7 @@ def _higher_order_report(
 
 
 def _names_of_gradients(names: Sequence[str], backward: Backward) -> tuple[str, ...]:
-    """What the results of a backward are called; names: of what it differentiates with respect to."""
+    """Names of the results of a backward; names: those of its inputs."""
     return tuple(f"grad({name})" for name, exists in zip(names, backward.exist, strict=True) if exists)
 
 
@@ -571,18 +571,18 @@ _SECOND_ORDER_ONLY = {
     "grad_outputs": None,
     "gen_non_contig_grad_outputs": False,
 }
-"""Keywords of `check` that say nothing about the other order, and their defaults."""
+"""Keywords of `check` that apply only to order 1, or only to higher orders, with their defaults."""
 
 _NOTHING = {
     "inputs": "check needs a tensor with requires_grad=True in inputs or kwargs, but there is none.",
     "parameters": "check needs a parameter with requires_grad=True in the module, but there is none.",
     "both": "check needs a tensor with requires_grad=True in inputs, kwargs or the module, but there is none.",
 }
-"""What to say where nothing is to be checked, by wrt."""
+"""Messages if there is nothing to check, by wrt."""
 
 
 def _check_own_arguments(func: Callable[..., Any], order: object, kwargs: object, wrt: object) -> None:
-    """Refuses what is only `check`'s and cannot be."""
+    """Validates the arguments that only `check` has."""
     if order not in (1, 2, 3, 4) or isinstance(order, bool):
         raise ValueError(f"order must be 1, 2, 3 or 4, got {order!r}.")
     if wrt not in ("inputs", "parameters", "both"):
@@ -603,7 +603,7 @@ def _refuse_keywords_of_the_other_order(order: int, keywords: Mapping[str, Any])
 def _second_order(
     func: Callable[..., Any], inputs: tuple[Any, ...], grad_outputs: Any, settings: Settings
 ) -> tuple[Backward, tuple[Any, ...]]:
-    """The function that a check of second derivatives is about, and its arguments; calls func where it makes some."""
+    """The function that a check of second derivatives checks, and its arguments; may call func to make grad_outputs."""
     refuse_function_class(func)
     made = settings.grad_outputs or "given"
     if made != "given":

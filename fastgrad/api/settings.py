@@ -21,11 +21,11 @@ from fastgrad.report.data import GradOutputs, Settings, Tolerances
 _DEFAULTS = (Tolerances.eps, Tolerances.atol, Tolerances.rtol)
 
 OneOrEach = float | Sequence[float] | Mapping[str, float]
-"""One number for all inputs, one for each, or by the names of the inputs."""
+"""One number for all inputs, one per input, or a mapping from input names."""
 
 
 def refuse_positional(positional: tuple[Any, ...]) -> NoReturn:
-    """Names the keyword: torch 1.8 and Lucid took eps, atol, rtol, ... by position."""
+    """Raises a TypeError that names the keyword: torch 1.8 and Lucid accepted eps, atol, rtol, ... by position."""
     raise TypeError(
         f"eps and all arguments after it are keyword-only, for example eps={positional[0]!r}; got {len(positional)} "
         f"positional argument{'s' if len(positional) > 1 else ''} too many."
@@ -34,23 +34,23 @@ def refuse_positional(positional: tuple[Any, ...]) -> NoReturn:
 
 _OTHERS = ("grad_outputs", "order", "inputs", "precision", "reference", "reference_device")
 _FIRST_ORDER = {field.name: field.name for field in fields(Settings) if field.name not in _OTHERS}
-"""The fields of Settings that are keywords, and what gradcheck calls them; `_OTHERS` are added afterwards."""
+"""The fields of Settings by gradcheck's keywords; `_OTHERS` are added afterwards."""
 
 _SECOND_ORDER = {
     **{name: keyword for name, keyword in _FIRST_ORDER.items() if name != "check_batched_forward_grad"},
     "check_forward_ad": "check_fwd_over_rev",
     "check_backward_ad": "check_rev_over_rev",
 }
-"""What gradgradcheck calls them."""
+"""The keywords of gradgradcheck for the same fields."""
 
 _NAMES = {True: tuple(_FIRST_ORDER.values()), False: tuple(_SECOND_ORDER.values())}
-"""The keywords that settings come from, by whether they are gradcheck's."""
+"""The keywords of settings; True: of gradcheck, False: of gradgradcheck."""
 
 _PLAIN = frozenset({float, int, bool, str, type(None)})
 
 
 def settings_of(keywords: Mapping[str, Any], made: GradOutputs | None = None) -> Settings:
-    """The settings that all keywords of a check, by name, come to; refuses what cannot be.
+    """Validates the keywords of a check and returns its settings.
 
     made: how grad_outputs come about, for second derivatives.
     """
@@ -106,7 +106,7 @@ _known_settings = lru_cache(64, typed=True)(_new_settings)
 
 
 def with_precision(settings: Settings, reference: Any, reference_device: Any, precision: Any) -> Settings:
-    """Settings with how lower dtypes are to be checked; refuses what cannot be."""
+    """Settings with the validated keywords for lower dtypes."""
     if reference is None and reference_device is None and precision == "auto":
         return settings
     if precision not in ("auto", "strict"):
@@ -122,7 +122,7 @@ def with_precision(settings: Settings, reference: Any, reference_device: Any, pr
 
 
 def measures_rounding(inputs: Sequence[Any], settings: Settings) -> bool:
-    """Whether a check goes by rounding that is measured: of a lower dtype, and without tolerances of the caller's."""
+    """Whether a check uses measured rounding: inputs of a lower dtype, and no tolerances from the caller."""
     if not any(isinstance(value, Tensor) and value.dtype in LOWER and value.requires_grad for value in inputs):
         return False
     own = settings.inputs or (settings.eps, settings.atol, settings.rtol) != _DEFAULTS
@@ -130,7 +130,7 @@ def measures_rounding(inputs: Sequence[Any], settings: Settings) -> bool:
 
 
 def take_out_own(keywords: dict[str, Any]) -> dict[str, Any]:
-    """Those of eps, atol and rtol that are given input by input; the default takes their places."""
+    """Removes per-input eps, atol and rtol from the keywords, and returns them; defaults replace them."""
     own = {}
     for name in ("eps", "atol", "rtol"):
         if isinstance(keywords[name], (Mapping, Sequence)) and not isinstance(keywords[name], str):
@@ -139,7 +139,7 @@ def take_out_own(keywords: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_own(settings: Settings, own: Mapping[str, Any], names: Sequence[str]) -> Settings:
-    """Settings with the numbers that are given input by input: one for each name, or by name."""
+    """Settings with per-input eps, atol and rtol, given as one number per name or as a mapping."""
     if not own:
         return settings
     columns = [_one_each(name, own.get(name, getattr(settings, name)), names) for name in ("eps", "atol", "rtol")]
@@ -171,7 +171,7 @@ def _one_each(name: str, given: Any, names: Sequence[str]) -> list[float]:
 
 
 def masked_by_old_name(masked: bool | None, check_sparse_nnz: bool) -> bool:
-    """The value of masked, given under its old name."""
+    """The value of masked if it is passed under its old name."""
     warn("check_sparse_nnz is the old name of masked: use masked.", FutureWarning)
     if masked is not None and masked != check_sparse_nnz:
         raise ValueError(f"masked={masked} and check_sparse_nnz={check_sparse_nnz} differ: pass only masked.")

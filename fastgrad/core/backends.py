@@ -14,7 +14,7 @@ from fastgrad.core.torch_private import set_backend
 
 @contextmanager
 def exact_libraries(deterministic: bool, doubles: bool) -> Iterator[list[str]]:
-    """No TF32, no sums of lower precision and, if asked for, deterministic convolutions, within.
+    """A context without TF32 and reduced-precision sums and, if requested, with deterministic convolutions.
 
     The caller's settings, which are the process's, are back afterwards. Differences of functions that round to ten bits
     would be noise, and cuDNN's own choice of algorithms adds up in another order every time.
@@ -41,7 +41,7 @@ def exact_libraries(deterministic: bool, doubles: bool) -> Iterator[list[str]]:
 
 
 def _set_full_precision(stack: ExitStack) -> bool:
-    """Whether that changed anything."""
+    """Whether the context changed a setting."""
     # torch has an older and a newer way to say so, and raises where they contradict each other: the older one sets
     # both, and the newer ones are put back last.
     convolutions, recurrent, on_cpu = cudnn.conv, cudnn.rnn, mkldnn.matmul  # type: ignore[attr-defined]
@@ -70,7 +70,7 @@ def _set_full_precision(stack: ExitStack) -> bool:
 
 
 def _or_none(getter: Callable[[], Any]) -> Any:
-    """A setting; None where the two ways contradict each other."""
+    """A setting; None if torch's two ways to read it disagree."""
     try:
         return getter()
     except RuntimeError:

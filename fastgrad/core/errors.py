@@ -29,7 +29,7 @@ _CALLS_FUNC = tuple(
 
 
 def _innermost_file(error: BaseException) -> str:
-    """Of the frame that raised; empty where there is none."""
+    """The file of the frame that raised; empty if there is none."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -37,7 +37,7 @@ def _innermost_file(error: BaseException) -> str:
 
 
 def raise_unless_of_func(error: Exception) -> None:
-    """Raises an exception again that says nothing of func or backward: lack of memory, or a bug of fastgrad.
+    """Raises an exception again if it is not an error of func or backward: lack of memory, or a bug of fastgrad.
 
     It counts as one of func, or of backward, unless the innermost frame is one of fastgrad that calls neither.
     """
@@ -49,7 +49,7 @@ def raise_unless_of_func(error: Exception) -> None:
 
 
 def as_raised(error: BaseException) -> BaseException:
-    """What func or a backward raised, where Python made a RuntimeError of it: a StopIteration that left a generator.
+    """The exception of func or backward that Python replaced by a RuntimeError: StopIteration in a generator.
 
     Only of fastgrad's own generators; anything else is returned as it is.
     """

@@ -19,19 +19,19 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
-"""What says that memory ran out; what the CPU's allocator raises beside these, `raises_memory_error` makes one of."""
+"""Exceptions that mean a lack of memory; `raises_memory_error` converts that of the CPU's allocator."""
 
 UNKNOWN_BYTES = 4 << 30
-"""What is taken to be free where the system does not tell, in bytes: less than most machines have."""
+"""Assumed free bytes if the system does not report them: less than most machines have."""
 
 CPU_ALLOCATOR = "can't allocate memory"
-"""What torch's allocator for the CPU says in a plain RuntimeError."""
+"""A phrase of the RuntimeError of torch's CPU allocator."""
 
 
 def free_bytes(
     proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup"), address_space: int | None = None
 ) -> int:
-    """Bytes that this process may still allocate: the least of what all limits leave.
+    """Bytes that this process may still allocate: the minimum over all limits.
 
     Memory that the system keeps for files and gives back when asked counts as free.
 
@@ -54,7 +54,7 @@ def free_bytes(
 
 
 def _left_by_system(proc: Path) -> int | None:
-    """Of /proc/meminfo; where there is none, the pages that are free, or half of all."""
+    """Free bytes by /proc/meminfo; without it, the free pages, or half of all pages."""
     kilobytes = _fields(proc / "meminfo").get("MemAvailable")
     if kilobytes is not None:
         return 1024 * kilobytes
@@ -67,7 +67,7 @@ def _left_by_system(proc: Path) -> int | None:
 
 
 def _left_by_groups(proc: Path, cgroups: Path) -> Iterator[int]:
-    """What each control group that the process is in, and each group around it, leaves, of version 1 and 2."""
+    """Free bytes of each control group of the process and its parents, version 1 and 2."""
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:

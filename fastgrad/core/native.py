@@ -27,7 +27,7 @@ def _release(version: str) -> list[str]:
 
 
 def _is_native() -> bool:
-    """Whether the compiled module is to be used; raises ImportError where it should be and cannot."""
+    """Whether to use the compiled module; raises ImportError if it is required and cannot be used."""
     choice = os.environ.get("FASTGRAD_NATIVE", "auto")
     if choice not in ("auto", "0", "1"):
         raise ImportError(f"FASTGRAD_NATIVE must be auto, 0 or 1, got {choice!r}.")
@@ -55,7 +55,7 @@ IS_NATIVE = _is_native()
 
 BUILT_AGAINST: str | None = _build.TORCH if IS_NATIVE else None
 CUDA: str | None = _build.CUDA if IS_NATIVE else None
-"""What the compiled module was built against: torch, and CUDA where it has kernels."""
+"""The versions that the compiled module was built against: torch, and CUDA if it has CUDA kernels."""
 
 if TYPE_CHECKING or IS_NATIVE:
     from fastgrad._C import (

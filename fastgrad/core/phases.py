@@ -19,14 +19,14 @@ Result = TypeVar("Result")
 
 
 def clock(device: torch.device) -> float:
-    """Seconds, once the device has done what it was given: without that, calls are timed, and not their work."""
+    """The time in seconds after the device is synchronized; otherwise only the launches would be timed."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return perf_counter()
 
 
 class Stopwatch:
-    """Seconds by phase, each without the phases inside of it; runs from `__enter__` on, in one thread.
+    """Seconds per phase, without nested phases; starts in `__enter__`, for one thread.
 
     Attributes
     ----------
@@ -54,7 +54,7 @@ class Stopwatch:
 
 
 class _Running(threading.local):
-    """The stopwatch of the check that runs in a thread, if one does."""
+    """The stopwatch of the running check of a thread, if any."""
 
     watch: Stopwatch | None = None
 
@@ -63,7 +63,7 @@ running = _Running()
 
 
 def phase(name: str) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """Decorates a function to be timed as a phase of the check that runs, and to show in torch.profiler.
+    """Decorates a function: times it as a phase of the running check, and shows it in torch.profiler.
 
     The range there is `fastgrad: name`; it costs eight microseconds, a phase without one half of one. What the CPU's
     allocator raises is a MemoryError.

@@ -15,7 +15,7 @@ RELATIVE_STEP = {
     torch.float16: 2.0**-5,
     torch.bfloat16: 2.0**-4,
 }
-"""Step relative to |x| where an absolute step would be lost in x.
+"""Step relative to |x| if an absolute step would not change x.
 
 About the square root of the unit roundoff (2^-53, 2^-24, 2^-11, 2^-8): where the rounding of a
 one-sided difference balances its truncation (Nocedal & Wright, Numerical Optimization, section 8.1),
@@ -24,7 +24,7 @@ raised a little for float64, whose function values are rarely good to the last b
 
 
 ROUNDING = 64.0
-"""Units of rounding that a dot product may be off."""
+"""Allowed error of a dot product, in units of rounding."""
 
 
 def relative_step(dtype: torch.dtype) -> float:
@@ -33,7 +33,7 @@ def relative_step(dtype: torch.dtype) -> float:
 
 
 def excess(difference: float, allowed: float) -> float:
-    """How many times what is allowed a difference is; infinite where that cannot be said."""
+    """The ratio of a difference to its tolerance; infinite if it is not finite."""
     times = abs(difference) / allowed if allowed else math.inf
     return math.inf if math.isnan(times) else times
 

@@ -8,14 +8,14 @@ from types import TracebackType
 from typing import Any
 
 LONG = 20.0
-"""Seconds from which a check shows a bar by itself, on a terminal."""
+"""Expected seconds of a check from which a bar is shown by default, on a terminal."""
 
 STEP = 64
-"""Evaluations, or column groups, between two looks at the clock."""
+"""Evaluations or column groups between two updates."""
 
 
 class Progress:
-    """A bar, where one is wanted; `wanted` is the keyword: None is for checks that take long, on a terminal.
+    """A progress bar, if it is wanted; `wanted` is the keyword; None: for long checks on a terminal.
 
     A context manager: the bar is closed on leaving it.
     """
@@ -34,7 +34,7 @@ class Progress:
             self._bar.close()
 
     def start(self, calls: int, seconds: float, what: str) -> None:
-        """Shows a bar of so many calls of func and backward, expected to take so many seconds.
+        """Shows a bar for a number of calls of func and backward with an expected duration in seconds.
 
         Raises
         ------
@@ -56,11 +56,11 @@ class Progress:
 
     @property
     def is_shown(self) -> bool:
-        """Whether anybody looks."""
+        """Whether the bar is shown."""
         return self._bar is not None
 
     def step(self, calls: int) -> None:
-        """So many calls are done."""
+        """Advances the bar by a number of calls."""
         if self._bar is not None:
             self._bar.update(min(calls, self._bar.total - self._bar.n))  # some are repeated
 

@@ -56,18 +56,18 @@ def uniform_like(tensor: Tensor, seed: int, stream: int, first: int = 0) -> Tens
 
 
 class RandomState:
-    """The state of torch's generators, to be set again before each run of a function."""
+    """The state of torch's generators, to be restored before each run of a function."""
 
     def __init__(self) -> None:
         self._cpu = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
     def restore(self) -> None:
-        """Sets it."""
+        """Restores the state."""
         torch.set_rng_state(self._cpu)
         if self._cuda is not None:
             torch.cuda.set_rng_state_all(self._cuda)
 
     def has_changed(self) -> bool:
-        """Whether something was drawn on the CPU since."""
+        """Whether the CPU generator has advanced since."""
         return not torch.equal(self._cpu, torch.get_rng_state())

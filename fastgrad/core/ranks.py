@@ -25,34 +25,34 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _ALIVE_EVERY = 1.0
-"""Seconds between signs of life of rank 0."""
+"""Seconds between heartbeats of rank 0."""
 
 _PATIENCE = 2.0
-"""Times `seconds` that a rank is waited for: a collective may wait for several ranks, one after the other."""
+"""A rank is waited for this many times `seconds`: a collective may wait for several ranks in turn."""
 
 MOST_BYTES = 4 << 20
-"""Of one entry of the store, which takes 8 MiB: a longer message is several."""
+"""Bytes of one entry of the store, whose limit is 8 MiB; a longer message uses several entries."""
 
 _COUNT_BYTES = 4
-"""Of the number of further entries, at the beginning of a message."""
+"""Bytes of the number of further entries, at the beginning of a message."""
 
 _WORTH_DELETING = 1 << 12
-"""Bytes of a message from which on it does not stay in the store: to delete it takes as long as to fetch it."""
+"""Messages of at least this many bytes are deleted from the store; deleting takes as long as fetching."""
 
 _checks: Counter[str] = Counter()
-"""Checks of each group in this process, which all its ranks count alike: messages of one do not reach another."""
+"""Number of checks per group in this process, equal on all ranks; it separates the messages of the checks."""
 
 
 _free_connections: WeakKeyDictionary[dist.ProcessGroup, list[Any]] = WeakKeyDictionary()
-"""Connections to the stores of groups that no check uses."""
+"""Unused connections to the stores of groups."""
 
 
 class RankError(RuntimeError):
-    """A rank raised, ended, or did not answer in time."""
+    """A rank raised, exited, or did not answer in time."""
 
 
 def without_the_store_a_rank_error(method: Callable[P, T]) -> Callable[P, T]:
-    """Decorates what uses the store, which may be in the process of rank 0."""
+    """Decorates functions that use the store, which may be in the process of rank 0."""
 
     @wraps(method)
     def using(*arguments: P.args, **keywords: P.kwargs) -> T:
@@ -70,7 +70,7 @@ class _NothingCameError(Exception):
 
 @dataclass(frozen=True)
 class Trouble:
-    """What a rank could not do: what it raised, and the collective in which it waited in vain, if it did."""
+    """The error of a rank: its exception, and the collective in which it timed out, if any."""
 
     rank: int
     text: str
@@ -78,7 +78,7 @@ class Trouble:
 
 
 def trouble(rank: int, error: BaseException) -> Trouble:
-    """What a rank reports of an exception."""
+    """The `Trouble` of a rank that describes an exception."""
     frames = traceback.extract_tb(error.__traceback__)
     inside = [frame.name for frame in frames if "torch/distributed" in frame.filename and frame.name != "wrapper"]
     waited = any(phrase in str(error) for phrase in ("Timed out", "timed out", "timeout", "Connection closed"))
@@ -91,7 +91,7 @@ class Ranks:
     """The ranks of a group during one check."""
 
     def __init__(self, group: dist.ProcessGroup, seconds: float, entry: str = "fastgrad.distributed.check") -> None:
-        """seconds: that a call of func may take; entry: what all ranks call."""
+        """seconds: time limit of a call of func; entry: the name of the function that all ranks call."""
         self._entry = entry
         self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
         self._seconds = seconds
@@ -109,7 +109,7 @@ class Ranks:
 
     @contextmanager
     def within_time(self) -> Iterator[None]:
-        """Within it collectives of the group wait `seconds` at most, and rank 0 shows that it is alive."""
+        """A context in which collectives of the group wait for at most `seconds`, and rank 0 sends heartbeats."""
         before = torch_private.timeout_of(self._group)
         torch_private.set_timeout(self._group, timedelta(seconds=self._seconds))
         ended = threading.Event()
@@ -135,22 +135,22 @@ class Ranks:
                 return
 
     def gather(self, value: Any) -> list[Any]:
-        """What each rank gives, on all of them; to begin with."""
+        """Gathers one value per rank on all ranks, at the beginning of a check."""
         for rank in range(self.count):
             self._push(rank, value)
         return [self._next(rank, f"did not call {self._entry}") for rank in range(self.count)]
 
     def order(self, values: Sequence[Any]) -> None:
-        """Rank 0 gives each other rank something to do."""
+        """Rank 0 sends a request to each other rank."""
         for rank in range(1, self.count):
             self._push(rank, values[rank])
 
     def answers(self) -> list[Any]:
-        """What the other ranks made of it, from rank 1 on."""
+        """The answers of the other ranks, from rank 1 on."""
         return [self._next(rank, "did not answer") for rank in range(1, self.count)]
 
     def next_order(self) -> Any:
-        """What rank 0 wants next."""
+        """The next request of rank 0."""
         while True:
             try:
                 return self._pop(0)
@@ -161,17 +161,17 @@ class Ranks:
                     raise RankError(f"rank 0 has not responded for {3 * _ALIVE_EVERY:g} s") from error
 
     def answer(self, value: Any) -> None:
-        """Tells rank 0 what came of it."""
+        """Sends the answer to rank 0."""
         self._push(0, value)
 
     def end(self, value: Any) -> None:
-        """Rank 0 tells the others what came of the check, and waits until they know: the store may end with it."""
+        """Rank 0 sends the result of the check, and waits for all ranks: the store may exit with rank 0."""
         self.order([value] * self.count)
         with suppress(RankError):
             self.answers()
 
     def connection(self) -> Any:
-        """A connection to the store, for messages of this check: one of a check before, or a new one."""
+        """A connection to the store for this check: an unused one, or a new one."""
         connection = self._free.pop() if self._free else torch_private.store_of(self._group).clone()
         self._connections.append(connection)
         store = distributed_c10d.PrefixStore(self._prefix, connection)
@@ -179,7 +179,7 @@ class Ranks:
         return store
 
     def end_connections(self) -> None:
-        """After a check without an error, leaves them to the next one: to make one takes seconds, now and then."""
+        """Keeps the connections for the next check, if there was no error: making one may take seconds."""
         if not self._was_stale:
             self._free += self._connections
 
@@ -238,7 +238,7 @@ class Ranks:
         return f"{rank} to {self.rank}, {self._received[rank]}"
 
     def _sign_of_life(self) -> Any:
-        """What rank 0 last showed; None where the store itself does not answer."""
+        """The last heartbeat of rank 0; None if the store does not answer."""
         found: list[Any] = []
 
         def look() -> None:

@@ -14,11 +14,11 @@ from fastgrad.core.native import ops
 Number = TypeVar("Number", int, Tensor)
 
 PIECE = 1 << 15
-"""Coordinates at a time where temporaries are to stay in the cache."""
+"""Coordinates per slice, so that temporaries stay in the cache."""
 
 
 def pieces(first: int, last: int, device: torch.device) -> Iterator[slice]:
-    """Consecutive slices that cover [first, last): of at most PIECE on the CPU, and one where calls cost more."""
+    """Consecutive slices that cover [first, last): of at most PIECE on the CPU, and a single one on other devices."""
     size = PIECE if device.type == "cpu" else max(1, last - first)
     for begin in range(first, last, size):
         yield slice(begin, min(begin + size, last))
@@ -58,7 +58,7 @@ def differ(left: Tensor, right: Tensor, tolerance: float, complex_entries: bool)
 
 
 def largest(values: Tensor) -> float:
-    """The largest magnitude, zero of nothing; NaN where there is one."""
+    """The largest magnitude; zero if there are no elements, NaN if one of them is NaN."""
     if values.numel() <= PIECE:
         return float(torch.linalg.vector_norm(values, math.inf)) if values.numel() else 0.0
     # Of many, four times as fast as a norm, and without a copy.

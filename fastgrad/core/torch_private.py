@@ -28,11 +28,11 @@ profiler_is_enabled: Callable[[], bool] = _profiler_enabled
 MKLDNN: torch.layout = torch._mkldnn  # type: ignore[attr-defined]
 
 DispatchMode = TorchDispatchMode
-"""Sees the operators that are called below autograd, on its thread."""
+"""A mode that intercepts the operators called below autograd on its thread."""
 
 
 class EagerDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """As DispatchMode, without the import of the compiler, two seconds, in its first call.
+    """As DispatchMode, but its first call does not import the compiler, which takes two seconds.
 
     That import is to keep the compiler from `__torch_dispatch__`: subclasses decorate theirs with `hidden_from_dynamo`.
     """
@@ -43,12 +43,12 @@ class EagerDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def may_overlap_itself(tensor: Tensor) -> bool:
-    """Whether torch sees, or cannot rule out, two elements of a strided tensor at one address."""
+    """Whether two elements of a strided tensor may share an address, as far as torch knows."""
     return bool(torch._debug_has_internal_overlap(tensor) != 0)
 
 
 def is_dispatched_to_python(tensor: Tensor) -> bool:
-    """Whether a tensor's operators are Python's (`__torch_dispatch__`), of a subclass say."""
+    """Whether a tensor's operators are implemented in Python (`__torch_dispatch__`), for example by a subclass."""
     return bool(torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python))
 
 
@@ -65,7 +65,7 @@ def batched(func: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _load_decompositions() -> None:
-    """What the first `make_dual` of a process imports, without the warnings of torch's that say it is old."""
+    """Does the imports of the first `make_dual` of a process without torch's deprecation warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         if os.environ.get("PYTORCH_JIT", "1") == "1":  # as make_dual does
@@ -73,7 +73,7 @@ def _load_decompositions() -> None:
 
 
 def make_dual(primal: Tensor, tangent: Tensor) -> Tensor:
-    """`torch.autograd.forward_ad.make_dual`, which has no types."""
+    """`torch.autograd.forward_ad.make_dual`, with type annotations."""
     _load_decompositions()
     return cast(Tensor, forward_ad.make_dual(primal, tangent))  # type: ignore[no-untyped-call]
 
@@ -84,7 +84,7 @@ def tangent_of(dual: Tensor) -> Tensor | None:
 
 
 def hidden_from_dynamo(func: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Func itself: torch.compile runs it, and all that it calls, as it is.
+    """Disables torch.compile for func and everything that it calls.
 
     What torch.compiler.disable does, without importing the compiler (more than a second) and without a
     frame of its own between func and its caller, whom warnings are about.
@@ -103,7 +103,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def forget_capture(device: int, pool: tuple[int, int]) -> None:
-    """Has torch's CUDA allocator end a capture that was invalid, and release its pool, where torch did not.
+    """Ends an invalid capture in torch's CUDA allocator and releases its pool, if torch did not.
 
     Left capturing, as torch 2.11 leaves it, the allocator frees no memory and settles no events.
     """
@@ -115,13 +115,13 @@ def forget_capture(device: int, pool: tuple[int, int]) -> None:
 
 
 def set_backend(where: Any, name: str, value: Any) -> None:
-    """Sets a flag of torch.backends, also where torch's test suites have frozen them for all but its own functions."""
+    """Sets a flag of torch.backends, even if torch's test suites have frozen the flags."""
     with torch.backends.__allow_nonbracketed_mutation():
         setattr(where, name, value)
 
 
 def children_of(value: Any) -> tuple[list[tuple[str, Any]], Callable[[list[Any]], Any]] | None:
-    """What a container of torch's pytree holds, each with the way to it, and what makes the container anew.
+    """The children of a container of torch's pytree with their paths, and a function that rebuilds the container.
 
     Lists, tuples, named tuples, dicts, and what the user has registered. None for anything else.
     """
@@ -150,43 +150,43 @@ def _step(key: Any) -> str:
 
 @functools.cache
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """What torch's opaque operators are made of, by operator."""
+    """Decompositions of torch's opaque operators, by operator."""
     return dict(importlib.import_module("torch._decomp").decomposition_table)
 
 
 def preserved_version(tensor: Tensor) -> Any:
-    """A context in which writes to a tensor are not seen by autograd."""
+    """A context in which autograd does not see writes to a tensor."""
     return torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether a strided tensor's elements lie in memory: those of the zeros that some backwards return do not."""
+    """Whether a strided tensor has memory; the zero tensors that some backwards return have none."""
     return not tensor._is_zerotensor()
 
 
 def store_of(group: Any) -> Any:
-    """The key-value store through which the ranks of a process group found each other."""
+    """The key-value store of a process group."""
     from torch.distributed import distributed_c10d  # only here: torch may be built without it
 
     return distributed_c10d._get_process_group_store(group)
 
 
 def set_timeout(group: Any, timeout: timedelta) -> None:
-    """Has collectives of a process group wait so long."""
+    """Sets the timeout of collectives of a process group."""
     from torch.distributed import distributed_c10d  # only here: torch may be built without it
 
     distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def timeout_of(group: Any) -> timedelta:
-    """How long collectives of a process group wait."""
+    """The timeout of collectives of a process group."""
     devices = group._device_types
     return cast("timedelta", group._get_backend(devices[0]).options._timeout)
 
 
 @contextlib.contextmanager
 def functions_through(entry: Callable[..., Any]) -> Iterator[None]:
-    """Has entry(cls, call, args) run in place of every `Function.apply`, also where apply was looked up before."""
+    """Replaces every `Function.apply` by entry(cls, call, args), also if apply was looked up before."""
     owner: Any = torch.autograd.function._SingleLevelFunction
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -215,13 +215,13 @@ def hook_tables(owner: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def no_modes() -> Iterator[None]:
-    """What runs inside is seen by no mode, of functions or of operators."""
+    """A context without function modes and dispatch modes."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
 
 
 def compiled(func: Callable[..., Any], backend: str, dynamic: bool) -> Callable[..., Any]:
-    """Func compiled by torch.compile, with room for the many kinds of inputs of a check; never silently uncompiled."""
+    """Compiles func by torch.compile with a sufficient recompilation limit; never silently uncompiled."""
     config = importlib.import_module("torch._dynamo.config")
     graph = torch.compile(func, backend=backend, dynamic=dynamic)
 
@@ -245,13 +245,13 @@ def is_registered(func: object) -> bool:
 
 @contextlib.contextmanager
 def below_autograd() -> Iterator[None]:
-    """What runs inside records no graph, bumps no versions and is seen by no `__torch_function__`."""
+    """A context without graph recording, version counting and `__torch_function__`."""
     with torch._C._AutoDispatchBelowADInplaceOrView(), torch._C.DisableTorchFunction():
         yield
 
 
 def undefined_gradient(output: Tensor) -> Tensor:
-    """The output behind a node whose backward hands on an undefined gradient."""
+    """An output of a node whose backward passes an undefined gradient on."""
     return cast(Tensor, torch._C._functions.UndefinedGrad()(output))
 
 

@@ -25,7 +25,7 @@ def nodes_behind(tensors: Iterable[Tensor]) -> Iterator[Node]:
 
 
 def depends_on(tensor: Tensor, other: Tensor) -> bool:
-    """Whether autograd knows that a tensor was computed from another one."""
+    """Whether autograd recorded that a tensor was computed from another one."""
     if tensor is other or tensor.grad_fn is None or not other.requires_grad:
         return False
     return get_gradient_edge(other).node in set(nodes_behind([tensor]))
@@ -33,7 +33,7 @@ def depends_on(tensor: Tensor, other: Tensor) -> bool:
 
 @contextmanager
 def written_gradients(outputs: Sequence[Tensor]) -> Iterator[Callable[[], bool]]:
-    """Watches backward passes: yields what says whether any node wrote into a gradient that it was given."""
+    """Watches backward passes: yields a function that says whether a node wrote into its grad_output."""
     kept: list[tuple[Tensor, Tensor]] = []
 
     def keep(gradients: tuple[Tensor | None, ...]) -> None:
@@ -45,7 +45,7 @@ def written_gradients(outputs: Sequence[Tensor]) -> Iterator[Callable[[], bool]]
 
 @contextmanager
 def copied_gradients(outputs: Sequence[Tensor]) -> Iterator[None]:
-    """Gives every node copies, so that what it writes into them reaches no other one."""
+    """Passes copies of gradients to every node, so that writes into them do not affect other nodes."""
 
     def copy(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         return tuple(None if gradient is None else gradient.clone() for gradient in gradients)

@@ -18,20 +18,20 @@ from fastgrad.engines.sketch import directional_differences
 from fastgrad.report.data import Sample
 
 LARGEST_WATCHED = 1 << 22
-"""Real coordinates of inputs and outputs up to which grad_outputs are copied to see whether backward changes them."""
+"""Largest number of coordinates for which grad_outputs are copied to detect writes."""
 
 SCALES = (-1.0, 4.0, 0.5)
-"""Of cotangents; powers of two, so that a linear backward gives the same bits."""
+"""Scales of cotangents: powers of two, so that a linear backward gives the same bits."""
 
 RUNS = (3, 2, 3)
 """Of one VJP, on one graph after the other; not one number, or what moves at every third call would look alike."""
 
 RESOLVED = 1e-5
-"""Noise of a directional derivative, relative to its terms, above which it says nothing."""
+"""Largest relative noise of a directional derivative that counts as evidence."""
 
 
 class BackwardExperiments(Experiments):
-    """What runs of backward tell about it."""
+    """Evidence from runs of backward."""
 
     def _vjps(self, sample: Sample | None) -> None:
         v = self._cotangent(0)

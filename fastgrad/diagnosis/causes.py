@@ -28,20 +28,20 @@ from fastgrad.report.messages import names_of
 from fastgrad.report.report import Report
 
 RESIDUAL = 1e-3
-"""A constant factor is named when this much of the analytical entries, or less, is left unexplained."""
+"""Largest unexplained share of the analytical entries with which a constant factor is named."""
 
 EXACT = 1e-4
-"""How far a factor may be from 2, -1 or a size to be called that."""
+"""Largest relative distance of a factor from 2, -1 or a size with which it is named as such."""
 
 AS_ROUNDING = 1e-4
 """Runs that differ by less of the gradient may differ in the order of additions, of 1,000 terms in float32 say."""
 
 DEVIATES = 1e-6
-"""Two gradients that should be multiples of each other are not from here on; rounding explains less."""
+"""Relative deviation from which two gradients are not multiples of each other; rounding is smaller."""
 
 
 def diagnose(report: Report) -> tuple[Cause, ...]:
-    """What may be behind a failure, the most probable first; nothing where no evidence speaks for anything."""
+    """The probable causes of a failure, the most probable first; empty without evidence."""
     failure = report.failure
     if failure is None:
         return ()
@@ -69,7 +69,7 @@ def diagnose(report: Report) -> tuple[Cause, ...]:
 
 
 def _lower_dtype(report: Report, others: Sequence[Cause]) -> Cause | None:
-    """That inputs are of a lower dtype, and the call that settles it."""
+    """The cause "inputs in a lower dtype", and the call that decides whether it is the cause."""
     if report.subject is None:
         return None
     for dtype in LOWER:
@@ -82,7 +82,7 @@ def _lower_dtype(report: Report, others: Sequence[Cause]) -> Cause | None:
 
 
 def _without_contradictions(causes: list[Cause]) -> Iterator[Cause]:
-    """Where the function or the call is at fault, or backward is no linear map, entries are no evidence."""
+    """Removes causes based on entries if func, the call or a nonlinear backward is the cause."""
     first = causes[0].name if causes else None
     numerical = {"kink", "low precision", "truncation", "rounding"}
     for cause in causes:
@@ -142,7 +142,7 @@ def _of_func(failure: Failure, evidence: Evidence, settings: Settings) -> Iterat
 
 
 def _of_stairs(eps: float, worst: Entry, slopes: tuple[tuple[float, float], ...]) -> Iterator[Cause]:
-    """Whether func stands still for steps of eps and goes the analytical entry's way for large ones."""
+    """Whether func is constant for steps of eps but follows the analytical entry for large steps."""
     slope = max(slopes)[1]
     analytical = complex(worst.analytical).real
     if modulus(worst.numerical) == 0 and slope and abs(slope - analytical) <= abs(analytical) / 4:
@@ -156,7 +156,7 @@ def _of_stairs(eps: float, worst: Entry, slopes: tuple[tuple[float, float], ...]
 
 
 def _of_steps(eps: float, analytical: float, slopes: dict[float, float], ulp: float) -> Iterator[Cause]:
-    """Whether the analytical entry is what differences would be, were they not too coarse or too noisy."""
+    """Whether truncation or rounding of the differences explains the disagreement."""
     measured = min(slopes, key=lambda h: abs(math.log(h / eps)))
     off = abs(slopes[measured] - analytical)
     blur = 8 * ulp / measured
@@ -358,7 +358,7 @@ def _number(value: complex) -> str:
 
 
 _OF_EXPLANATIONS: dict[CauseName, float] = {"saved tensor": 0.85, "dependent inputs": 0.98, "repeated gradient": 0.86}
-"""The confidence in causes that explain random sums, where it is not the usual one."""
+"""Confidences of causes that explain random sums, if they are not the default."""
 
 
 def _of_experiments(failure: Failure, evidence: Evidence) -> Iterator[Cause]:
@@ -479,7 +479,7 @@ def _of_sample(sample: Sample, report: Report, failure: Failure, settings: Toler
 
 
 def _of_values(sample: Sample, failure: Failure, evidence: Evidence, order: int) -> Iterator[Cause]:
-    """What the wrong entries are of the right ones."""
+    """Causes from the relation of wrong entries to right ones."""
     a, n = sample.analytical[sample.failing], sample.numerical[sample.failing]
     finite = a.isfinite() & n.isfinite()
     a, n = a[finite], n[finite]
@@ -519,7 +519,7 @@ def _of_values(sample: Sample, failure: Failure, evidence: Evidence, order: int)
 
 
 def _entries_per_output(sample: Sample) -> int:
-    """How many elements of the input an output depends on; 0 where outputs differ in that, or entries are missing."""
+    """Number of input elements per output; 0 if it varies, or entries are missing."""
     if not sample.complete:
         return 0
     counts = torch.unique(sample.outputs[sample.numerical != 0], return_counts=True)[1]
@@ -527,7 +527,7 @@ def _entries_per_output(sample: Sample) -> int:
 
 
 def _constant_difference(a: Tensor, n: Tensor) -> Iterator[Cause]:
-    """Whether wrong entries, one of each input and output, are off by one number, and are not equal themselves."""
+    """Whether wrong entries, one per input and output, differ from the right ones by the same number."""
     off = n - a
     difference = float(off.mean())
     spread = float((off - difference).abs().max())
@@ -593,7 +593,7 @@ def _fit(a: Tensor, n: Tensor) -> tuple[complex, float]:
 
 
 def _sizes(sample: Sample) -> dict[str, int]:
-    """Sizes that a factor may be, in words."""
+    """Sizes that may be a factor, by their description."""
     sizes: dict[str, int] = {}
     for who, shape in (("input", sample.input_shape), ("output", sample.output_shape)):
         for dim, size in enumerate(shape):
@@ -603,7 +603,7 @@ def _sizes(sample: Sample) -> dict[str, int]:
 
 
 def _names(report: Report, failure: Failure) -> tuple[str, str]:
-    """What to call the input and the output; outputs have no names yet where inputs have."""
+    """The names of the input and the output."""
     output, input_ = names_of(report, failure)
     return input_, "the output" if report.input_names else output
 
@@ -612,7 +612,7 @@ def _names(report: Report, failure: Failure) -> tuple[str, str]:
 
 
 def _of_precision(sample: Sample) -> Iterator[Cause]:
-    """Analytical entries that all fit in a short format, and are off by about its rounding."""
+    """The cause if all analytical entries are representable in a lower dtype and off by about its rounding."""
     a, n = sample.analytical, sample.numerical
     if a.is_complex():
         a, n = torch.view_as_real(a).reshape(-1), torch.view_as_real(n).reshape(-1)

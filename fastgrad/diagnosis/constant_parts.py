@@ -20,14 +20,14 @@ from fastgrad.problem.signature import place_name
 _NOT_OF_THE_USER = tuple(str(Path(module.__file__ or "").parent) for module in (torch, sys.modules["fastgrad"]))
 
 MOST_ELEMENTS = 1 << 22
-"""Of all values that are kept: 32 MiB of double precision. A func that computes more is not looked into."""
+"""Number of values that may be kept: 32 MiB in double precision. Larger funcs are not examined."""
 
 _ORDINALS = {0: "first", 1: "second", 2: "third"}
 
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """A call of an operator: which, where, and for which time there."""
+    """A call of an operator: its name, line, and number at this line."""
 
     name: str
     file: str
@@ -47,7 +47,7 @@ class ConstantPart:
     operand: int | None = None
 
     def __str__(self) -> str:
-        """What it is, and where."""
+        """The description of the part and its line."""
         which = "result" if self.operand is None else f"{_ORDINALS.get(self.operand, self.operand + 1)} operand"
         return f"the {which} of {self.call}"
 
@@ -84,7 +84,7 @@ class _Calls(TorchFunctionMode):
 
 
 class ConstantParts(_Calls):
-    """While it is entered, keeps results that depend on the inputs and do not require grad, and operands of these."""
+    """A mode that records results that depend on the inputs but do not require grad, and their operands."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,11 +129,11 @@ class ConstantParts(_Calls):
 
     @property
     def cuts(self) -> tuple[ConstantPart, ...]:
-        """The results that end recording."""
+        """The results at which recording ends."""
         return tuple(part for part, known in self.known.items() if known.is_cut)
 
     def groups(self) -> Iterator[tuple[ConstantPart, ...]]:
-        """Others that may be taken for constants, together: likely ones first."""
+        """Other sets of parts that may be treated as constants, the most likely first."""
         # The last ones first: what is computed from a constant is one, too.
         others = [part for part, known in reversed(self.known.items()) if not known.is_cut]
         reductions = tuple(part for part in others if self.known[part].is_reduction)
@@ -143,7 +143,7 @@ class ConstantParts(_Calls):
 
 
 class HeldConstant(_Calls):
-    """While it is entered, some parts have the values that they had before."""
+    """A mode in which some parts keep their recorded values."""
 
     def __init__(self, parts: ConstantParts, held: Iterable[ConstantPart]) -> None:
         super().__init__()

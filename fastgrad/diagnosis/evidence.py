@@ -20,7 +20,7 @@ from fastgrad.report.data import Cause, Explanation, Sample
 from fastgrad.report.report import Report
 
 _UNSPECIFIC = {"missing reduction", "zero gradient"}
-"""Causes that entries suggest, and that may be explained by what an operator's result is taken for."""
+"""Causes from entries that may result from an operator's result treated as a constant."""
 
 _ZERO_KINDS = ("not multiplied by grad_output",)
 
@@ -47,7 +47,7 @@ def diagnosed(problem: Problem, report: Report, at_hand: Sample | None = None) -
 
 
 class _Investigation(Samples, BackwardExperiments, FuncExperiments):
-    """The experiments, cheap and conclusive ones first; later ones only while nothing explains the failure."""
+    """Runs the experiments, cheap and conclusive ones first; later ones only if nothing explains the failure."""
 
     def run(self) -> Report:
         """All of it."""
@@ -70,14 +70,14 @@ class _Investigation(Samples, BackwardExperiments, FuncExperiments):
         return replace(report, causes=causes or diagnose(report))
 
     def _name_of(self, block: Block) -> str:
-        """What the message calls an input: the parameter of func, or its path."""
+        """The name of an input in the message: the parameter of func, or its path."""
         subject = self._report.subject
         if subject is None or self._report.input_names or block.position >= len(subject.parameters):
             return self._problem.name_of(block)
         return subject.parameters[block.position]
 
     def _hypotheses(self, hypotheses: Hypotheses, sample: Sample | None) -> tuple[Cause, ...]:
-        """Explains all entries at once, by random sums of them, until something does; returns the causes, if any."""
+        """Tests hypotheses by random sums of all entries until one explains them; returns its causes, if any."""
         self._explain(hypotheses.independent)
         self._explain(hypotheses.swapped)
         settles = self._failure.trouble is None  # otherwise what func does there explains it

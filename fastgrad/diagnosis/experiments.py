@@ -14,7 +14,7 @@ from fastgrad.report.data import Entry, Evidence, Failure, Sample
 from fastgrad.report.report import Report
 
 MORE_CALLS = 64
-"""Calls of func and backward, beside as many as the check itself took."""
+"""Additional calls of func and backward, besides as many as the check itself took."""
 
 SECONDS = 1.0
 """Wall time, by the measured cost of a call."""
@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 
 class Experiments:
-    """A failed check, what was learned about it, and how many more calls that may take."""
+    """A failed check with its evidence and its remaining calls."""
 
     def __init__(self, problem: Problem, report: Report, failure: Failure, at_hand: Sample | None) -> None:
         self._problem = problem
@@ -55,7 +55,7 @@ class Experiments:
         return min(self._most - (self._calls() - self._before), in_time)
 
     def _try(self, calls: int, experiment: Callable[[], Result]) -> Result | None:
-        """What an experiment gives, if there are calls left for it and it does not raise."""
+        """The result of an experiment; None if too few calls remain or it raises."""
         if calls > self._left():
             return None
         try:

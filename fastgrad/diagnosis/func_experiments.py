@@ -17,11 +17,11 @@ from fastgrad.verdict.adjoint_taylor import adjoint
 NARROWER = (torch.bfloat16, torch.float16, torch.float32)
 
 LARGE_STEPS = (2.0**-3, 2.0**-4, 2.0**-5)
-"""At which an entry is measured whose differences at eps are zero: func may be a staircase."""
+"""Large steps for an entry whose differences at eps are zero: func may be piecewise constant."""
 
 
 class FuncExperiments(Experiments):
-    """What runs of func, and the other mode, tell about the worst entry."""
+    """Evidence about the worst entry from runs of func and from the other mode."""
 
     def _movement_of_func(self) -> None:
         first, second = (self._problem.evaluate(True) for _ in range(2))
@@ -49,7 +49,7 @@ class FuncExperiments(Experiments):
         self._note(adjoint_error=adjoint(self._problem, 1, None, self._settings.seed).error)
 
     def _precision(self) -> None:
-        """Whether outputs next to x are all numbers of a narrower dtype: doubles that are chance would not be."""
+        """The lower dtype that represents all outputs next to x exactly, if there is one."""
         problem = self._problem
         base = problem.base()
         away = direction(problem.n, self._settings.seed, EVIDENCE_STREAM + 16 * 6).mul_(2.0**-10).to(problem.device)

@@ -26,16 +26,17 @@ HYPOTHESIS_CALLS = 10
 """Of func and backward that most of them take."""
 
 NEAR = 1e-7
-"""A hypothesis explains random sums of a Jacobian to within this; without it they are off a hundred times as much."""
+"""Largest relative error of random sums with which a hypothesis is accepted; without it the error must be 100 times
+as large."""
 
 MOST_NAMED = 3
 """Operators that a cause names."""
 
 MOST_INPUTS = 4
-"""That a gradient is compared with, or that may be factors of it."""
+"""Number of other inputs whose gradients or values are tried."""
 
 Sums = tuple[Tensor, Tensor]
-"""The terms of two sums that are equal where a hypothesis holds."""
+"""Two sums (by their terms) that are equal if a hypothesis holds."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class _Vectors:
 
 
 class Hypotheses:
-    """What the analytical Jacobian of one output with respect to one input may be in place of the right one."""
+    """Hypotheses about the wrong analytical Jacobian of one output with respect to one input."""
 
     def __init__(
         self,
@@ -74,7 +75,7 @@ class Hypotheses:
         self._here = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
 
     def independent(self) -> Explanation | None:
-        """Whether the gradient is right once nothing that the other inputs were computed from is followed back."""
+        """Whether the gradient is right if autograd does not follow dependences between inputs."""
         problem, block = self._problem, self._input
         dependent = [other for other in problem.inputs if depends_on(other.tensor, block.tensor)]
         if not dependent:
@@ -122,7 +123,7 @@ class Hypotheses:
         return True
 
     def multiplied(self) -> Explanation | None:
-        """Whether the gradient lacks an input as a factor, or has it once too often; takes no more calls."""
+        """Whether another input is a missing or an extra factor of the gradient; needs no further calls."""
         output, block = self._output, self._input
         if block.elements is not None or output.width != 1:
             return None
@@ -151,7 +152,7 @@ class Hypotheses:
         return None
 
     def result_for_input(self) -> Explanation | None:
-        """Whether backward takes the input for the result: it is right where the input has the result's value."""
+        """Whether backward uses the input in place of the result: it is right if the input has the result's value."""
         output, block = self._output, self._input
         if not _same_elements(output, block):
             return None
@@ -166,7 +167,7 @@ class Hypotheses:
         )
 
     def rearranged(self) -> Explanation | None:
-        """Whether the Jacobian is a rearrangement of what it should be."""
+        """Whether the Jacobian is a rearrangement of the right one."""
         if not self._tell:
             return None
         output, block = self._output, self._input
@@ -212,7 +213,7 @@ class Hypotheses:
         return None
 
     def cut(self) -> Explanation | None:
-        """Whether the gradient is right if the results of operators that end recording, detach() say, are constants."""
+        """Whether the gradient is right if results at which recording ends (detach()) are constants."""
         cuts = self._constants.cuts
         if not cuts:
             return None
@@ -300,7 +301,7 @@ class Hypotheses:
         return (values[0] - values[1]) / (2 * step)
 
     def _gradient_with(self, block: Block, leaf: Tensor, v: Tensor) -> Tensor:
-        """v^T J with respect to a tensor that stands in the place of an input: float64, shape (coordinates,)."""
+        """v^T J with respect to a tensor in place of an input: float64, shape (coordinates,)."""
         output = self._problem.evaluate_with(block, leaf)[self._output.index]
         own = v[self._output.slice]
         inputs = [native.InputBlock(leaf, 0, 0.0)]
@@ -316,7 +317,7 @@ class Hypotheses:
         return one.u * one.gradient, one.u[here_in] * self._slope_along(along, self._here)[here_out]
 
     def _points(self) -> Iterator[tuple[str, Tensor]]:
-        """Points that a saved input may have been changed to, in words, as displacements from x."""
+        """Points to which a saved input may have been changed: descriptions and displacements from x."""
         problem = self._problem
         x = problem.coordinates()
         for block in problem.inputs:

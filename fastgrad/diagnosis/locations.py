@@ -13,24 +13,24 @@ from fastgrad.core.tensors import element_index
 from fastgrad.report.data import Cause, CauseName, Sample, Tolerances
 
 CHANCE = 0.1
-"""A rule for which entries are wrong is named where chance would fit one like it this rarely."""
+"""Largest probability that chance explains a rule for the positions of wrong entries, for it to be named."""
 
 CHANCE_OF_PLACES = 0.35
-"""The same for slices and ends of a dimension, which are where mistakes are."""
+"""The same for slices and ends of a dimension, where mistakes are common."""
 
 JUMP = 30.0
-"""By how much errors inside of a region, over what is allowed, exceed those outside at least."""
+"""Least ratio of relative errors inside a region to those outside."""
 
 NATURAL = (0.0, 1.0, -1.0, 2.0, -2.0, 0.5, -0.5, 3.0, -3.0, 6.0)
-"""Numbers that code is full of, the likeliest first."""
+"""Common thresholds in code, the most likely first."""
 
 LEAST_BLOCK = 4
-"""Of a kernel, in elements along a dimension; a power of two."""
+"""Block sizes of kernels along a dimension: powers of two."""
 
 
 @dataclass(frozen=True)
 class _Places:
-    """The elements of one side that the Jacobian has entries about: which are wrong, their values at x, and more.
+    """The elements of the output or the input: which have wrong entries, their values at x, and more.
 
     excess: the largest error there over what is allowed. mixing: as `_mixing`. share: of the entries about elements
     that are wrong, how many are. entries: how many are wrong, and how many there are.
@@ -52,12 +52,12 @@ class _Places:
         return torch.stack(element_index(self.elements, self.shape), 1)
 
     def chance(self) -> float:
-        """How often as many wrong elements would be those of one given rule by chance."""
+        """Probability that one given rule fits the wrong elements by chance."""
         return math.exp(_log_chance(int(self.bad.sum()), self.bad.numel()))
 
 
 def _log_chance(chosen: int, total: int) -> float:
-    """The logarithm of how often so many of all would be given ones by chance."""
+    """The logarithm of the probability that chance selects exactly the given elements."""
     return math.lgamma(chosen + 1) + math.lgamma(total - chosen + 1) - math.lgamma(total + 1)
 
 
@@ -101,7 +101,7 @@ def _mixing(sample: Sample, nonzero: Tensor) -> frozenset[int] | None:
 
 
 def place_causes(sample: Sample, names: tuple[str, str], settings: Tolerances) -> list[Cause]:
-    """Rules for the places that entries are wrong at, on either side."""
+    """Rules for the positions of wrong entries, in the output and the input."""
     sides = [_places(sample, side, settings) for side in ("input", "output")]
     most = max((places.share for places in sides if places is not None), default=0.0)
     found: list[Cause] = []
@@ -122,7 +122,7 @@ def place_causes(sample: Sample, names: tuple[str, str], settings: Tolerances) -
 
 
 def _element(places: _Places, name: str) -> Cause | None:
-    """Wrong in all entries about a single element, and in no other one."""
+    """The cause if all entries of a single element are wrong, and no others."""
     wrong, total = places.entries
     if int(places.bad.sum()) != 1 or wrong < 3 or places.share < 1:
         return None
@@ -157,7 +157,7 @@ def _triangle(places: _Places, name: str) -> Cause | None:
 def _rule(
     name: CauseName, text: str, places: _Places, likely: float, base: float, most: float = CHANCE
 ) -> Cause | None:
-    """A cause for a rule that all wrong elements, and no right ones, obey; None where chance would do."""
+    """The cause for a rule that fits all wrong and no right elements; None if chance explains it."""
     if likely > most:
         return None
     bad, total = int(places.bad.sum()), places.bad.numel()
@@ -200,7 +200,7 @@ def _tail(places: _Places, name: str) -> Cause | None:
 
 
 def _tail_block(last_right: int, first_wrong: int, size: int) -> int | None:
-    """The largest block whose last multiple within size lies between a right place and a wrong one; None: none."""
+    """The largest block whose last multiple within size separates right from wrong indices; None if there is none."""
     block = 1 << max(0, (size - 1).bit_length())
     while block >= LEAST_BLOCK:
         start = size - size % block
@@ -211,7 +211,7 @@ def _tail_block(last_right: int, first_wrong: int, size: int) -> int | None:
 
 
 def _ends(places: _Places, name: str) -> Cause | None:
-    """Wrong at the first or last places along a dimension, or at all borders."""
+    """Wrong at the first or last indices along a dimension, or at all borders."""
     index, bad = places.index, places.bad
     for dim, size in enumerate(places.shape):
         right, wrong = index[~bad][:, dim], index[bad][:, dim]
@@ -316,7 +316,7 @@ def _region(places: _Places, name: str) -> Cause | None:
 
 
 def _single_value(places: _Places, name: str) -> Cause | None:
-    """Wrong only where the element's value is one number, as at the zeros of a mask."""
+    """Wrong only if the element has one particular value, as at the zeros of a mask."""
     assert places.values is not None
     wrong, right = places.values[places.bad], places.values[~places.bad]
     value = float(wrong[0])
@@ -328,7 +328,7 @@ def _single_value(places: _Places, name: str) -> Cause | None:
 
 
 def _threshold(low: float, high: float) -> tuple[float, bool]:
-    """A number between two, a round one if there is one; and whether it is one that code is full of."""
+    """A number between two numbers, if possible a round one; and whether it is a common threshold."""
     for natural in NATURAL:
         if low <= natural <= high:
             return natural, True

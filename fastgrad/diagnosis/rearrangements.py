@@ -15,15 +15,15 @@ from torch import Tensor
 from fastgrad.report.data import Cause, CauseName, Sample, Tolerances
 
 OUTER = 1e-3
-"""The second singular value of an outer product, relative to the first, that rounding and eps leave."""
+"""Largest relative second singular value of an outer product, due to rounding and eps."""
 
 LARGEST_MATRIX = 1 << 18
-"""Entries of a Jacobian up to which it is compared with its rearrangements."""
+"""Largest number of entries of a Jacobian that is compared with its rearrangements."""
 
 MOST_SHIFTS = 256
 
 SOME = 256
-"""Wrong entries that refute most rearrangements."""
+"""Number of wrong entries that are tried first, to reject most rearrangements."""
 
 Side = Literal["input", "output"]
 
@@ -38,7 +38,7 @@ def _broadcast_dims(sample: Sample) -> list[int]:
 
 
 def shared_by(sample: Sample) -> int:
-    """How many outputs each element of the input goes to, where each output takes one element; otherwise 0."""
+    """Number of outputs per input element, if each output depends on one element; otherwise 0."""
     numerical = sample.numerical != 0
     outputs, inputs = sample.outputs[numerical], sample.inputs[numerical]
     counts = torch.unique(inputs, return_counts=True)[1]
@@ -57,7 +57,7 @@ class _Matrices:
     outputs: int
 
     def explains(self, rearranged: Tensor) -> int:
-        """How many wrong entries are those of the rearranged numerical Jacobian; 0 where any known entry is not."""
+        """Number of wrong entries that a rearrangement explains; 0 if it contradicts any known entry."""
         some = rearranged[self._some_wrong] - self.analytical[self._some_wrong]
         if bool((some.abs() > self.settings.atol + self.settings.rtol * rearranged[self._some_wrong].abs()).any()):
             return 0  # mostly; all entries take a hundred times as long
@@ -129,7 +129,7 @@ def structure_causes(sample: Sample, settings: Tolerances) -> Iterator[Cause]:
 
 @dataclass(frozen=True)
 class Rearrangement:
-    """What may have happened to the dimensions of one side; apply takes a tensor and where these dimensions begin."""
+    """A rearrangement of the dimensions of one side; apply takes a tensor and the first of these dimensions."""
 
     name: CauseName
     text: str
@@ -137,7 +137,7 @@ class Rearrangement:
 
 
 def rearrangements(shape: tuple[int, ...], side: Side, most_shifts: int = MOST_SHIFTS) -> Iterator[Rearrangement]:
-    """What may have happened to the gradient of an input, or to grad_output: transposed, shifted or reversed."""
+    """Rearrangements of the gradient of an input, or of grad_output: transposed, shifted or reversed."""
     what = "the gradient of the input" if side == "input" else "grad_output"
     dims = range(len(shape))
     for p, q in itertools.combinations(dims, 2):
@@ -195,7 +195,7 @@ def _of_rearrangements(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
 
 
 def _of_transpose(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
-    """Forward's matrix where its transpose belongs, in all dimensions or along one."""
+    """The matrix of forward instead of its transpose, in all dimensions or along one."""
     if sample.input_shape != sample.output_shape or not sample.output_shape:
         return
     n, outputs = matrices.numerical, matrices.outputs
@@ -290,7 +290,7 @@ def _of_broadcasting(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
 
 
 def _of_dimensions(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
-    """Elements that depend on each other along one dimension, and in backward along another."""
+    """Dependences along one dimension in func, but along another in backward."""
     if sample.input_shape != sample.output_shape:
         return
     func, backward = (_coupled_dims(matrix, matrices.outputs) for matrix in (matrices.numerical, matrices.analytical))

@@ -15,20 +15,20 @@ from fastgrad.problem.coordinates import Block
 from fastgrad.report.data import Comparison, Entry, Sample
 
 MOST_ENTRIES = 1 << 14
-"""Of a sample."""
+"""Largest number of entries of a sample."""
 
 MOST_COLUMNS, MOST_ROWS = 12, 24
-"""Of a Jacobian that is too expensive to compute whole: two evaluations each, and one VJP."""
+"""Number of columns and rows that are computed of a large Jacobian: two evaluations per column, one VJP per row."""
 
 LARGEST_BLOCK = 1 << 8
-"""Of a kernel whose tail a sample looks for."""
+"""Block sizes of kernels for whose tails a sample includes elements."""
 
 
 class Samples(Experiments):
     """Entries of the failing pair."""
 
     def _sample(self, output: Block, block: Block, comparison: Comparison) -> Sample | None:
-        """Entries of the failing pair: all where that is affordable, else those at hand, or around the worst."""
+        """Entries of the failing pair: all if affordable, otherwise the known ones, or those around the worst."""
         rows, columns = output.tensor.numel(), block.size
         whole = 2 * columns + rows if self._failure.mode == "reverse" else 3 * columns
         sample = None
@@ -47,7 +47,7 @@ class Samples(Experiments):
         return self._try(1, lambda: self._with_values(sample, output, block)) or sample
 
     def _with_values(self, sample: Sample, output: Block, block: Block) -> Sample:
-        """Also the inputs' and outputs' values at x."""
+        """The sample with the inputs' and outputs' values at x."""
         at, values = self._problem.coordinates(), self._problem.base()
         element = sample.inputs
         is_densified = block.elements is None and block.tensor.layout is not torch.strided
@@ -212,7 +212,7 @@ def _failing(analytical: Tensor, numerical: Tensor, atol: float, rtol: float) ->
 
 
 def _thinned(failing: Tensor, seed: int) -> Tensor:
-    """The numbers of at most MOST_ENTRIES of some entries, failing ones not crowded out, nor these crowding out."""
+    """At most MOST_ENTRIES of some entries, balanced between failing and other ones."""
     if failing.numel() <= MOST_ENTRIES:
         return torch.arange(failing.numel(), device="cpu")
     generator = torch.Generator("cpu").manual_seed(seed % (1 << 63))

@@ -15,16 +15,16 @@ from torch.nn.parameter import is_lazy
 from fastgrad.core import torch_private
 
 Wrt = Literal["inputs", "parameters", "both"]
-"""What derivatives are taken with respect to."""
+"""The tensors whose derivatives are checked."""
 
 Rebuild = Callable[[Iterator[Any]], Any]
-"""Makes a nested value anew from its tensors, in their order."""
+"""Rebuilds a nested value from its tensors, in their order."""
 
 Children = tuple[list[tuple[str, Any]], Callable[[list[Any]], Any]]
 
 
 def flatten(value: Any, path: str, wanted: Callable[[Tensor], bool], found: list[tuple[str, Tensor]]) -> Rebuild | None:
-    """Collects the tensors in a nested value that are wanted, each with the path to it.
+    """Collects the selected tensors of a nested value, each with its path.
 
     Containers are those of torch's pytree, and dataclasses.
 
@@ -49,7 +49,7 @@ def flatten(value: Any, path: str, wanted: Callable[[Tensor], bool], found: list
 
 
 def _children_of(value: Any) -> Children | None:
-    """What a container holds, each with the way to it, and what makes the container anew; None: it is none."""
+    """The children of a container with their paths, and a function that rebuilds it; None if it is no container."""
     kind = type(value)
     if kind is tuple or kind is list:
         return [(f"[{i}]", child) for i, child in enumerate(value)], kind
@@ -72,7 +72,7 @@ def _dataclass_children(value: Any) -> Children:
 
 
 def refuse_function_class(func: object) -> None:
-    """Says what to pass instead of a torch.autograd.Function, which torch refuses to call."""
+    """Raises a TypeError that says what to pass instead of a torch.autograd.Function."""
     if isinstance(func, type) and issubclass(func, torch.autograd.Function):
         raise TypeError(f"func is the class {func.__name__}: pass {func.__name__}.apply instead.")
 
@@ -128,7 +128,7 @@ class Call:
             parameter.assign()
 
     def __call__(self, *tensors: Any) -> tuple[Tensor, ...]:
-        """The tensors in what func returns."""
+        """The tensors in func's result."""
         if self._buffers is not None:
             self._buffers.restore()
         count = len(tensors) - len(self._parameters)
@@ -167,19 +167,19 @@ class _Parameter:
     was_replaced: bool = False
 
     def put(self, tensor: Tensor) -> None:
-        """Has the module use a tensor; torch.func.functional_call does not put back what aliased modules hold."""
+        """Makes the module use a tensor; torch.func.functional_call does not restore aliased modules."""
         self.was_replaced = True
         for owner, name in self.places:
             owner._parameters[name] = tensor  # type: ignore[assignment]  # a dual tensor is no Parameter
 
     def assign(self) -> None:
-        """Assigns it anew, if it was replaced: recurrent modules hold a list beside their dict, and watch for this."""
+        """Assigns the parameter again if it was replaced: this also updates the lists of recurrent modules."""
         for owner, name in self.places if self.was_replaced else []:
             setattr(owner, name, self.tensor)
 
 
 def _checked_parameters(module: torch.nn.Module) -> list[_Parameter]:
-    """Those that require grad, a shared one once."""
+    """The parameters that require grad; a shared one once."""
     places: dict[int, list[tuple[torch.nn.Module, str]]] = {}
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
@@ -194,7 +194,7 @@ def _checked_parameters(module: torch.nn.Module) -> list[_Parameter]:
 
 
 class Buffers:
-    """The buffers of a module, put back before every call: batch norm's running statistics, say.
+    """The buffers of a module (for example running statistics), which are restored before every call.
 
     A copy of each is taken at once, but only what changes is written: where a version counter moved and, as
     operators may write past it, where the first call changed a value. Not after a call: its backward may need
@@ -208,7 +208,7 @@ class Buffers:
         self._calls = 0
 
     def restore(self, thoroughly: bool = False) -> None:
-        """Puts back what was seen to change; thoroughly, and after the first call, every value is looked at."""
+        """Restores the buffers that changed; with thoroughly, and after the first call, compares all values."""
         for owner, slots in self._slots:
             for name, tensor in slots.items():
                 if owner._buffers.get(name) is not tensor:

@@ -21,14 +21,14 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 _PLAIN = frozenset({float, int, bool, str, type(None), FunctionType, BuiltinFunctionType, MethodType})
-"""Types of most arguments that hold no tensor."""
+"""Common types of arguments without tensors."""
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""A dtype whose equality is that of bits, by the bytes of an element."""
+"""An integer dtype to compare bits, by the size of an element in bytes."""
 
 
 class Kept:
-    """Tensors in some values, containers and modules among them, as they are now.
+    """The state of all tensors in some values, including containers and modules.
 
     `restore` writes only what has changed since. As a context manager it restores on leaving, whatever is raised.
     """
@@ -46,7 +46,7 @@ class Kept:
         self.restore()
 
     def restore(self) -> None:
-        """Puts everything back; may be called again, after a Ctrl-C in the midst of it say."""
+        """Restores everything; may be called again, for example after an interrupted call."""
         if torch.is_grad_enabled() != self._is_recording:
             torch.set_grad_enabled(self._is_recording)
         for kept in self._tensors:
@@ -54,7 +54,7 @@ class Kept:
 
 
 def keeps_the_callers_state(entry: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Decorates a function that calls the caller's func: the caller's tensors are afterwards as they were before.
+    """Decorates a function that calls the caller's func: restores the caller's tensors afterwards.
 
     So they are kept before func can have been called, however the function comes to an end.
     """
@@ -76,7 +76,7 @@ def keeps_the_callers_state(entry: Callable[Parameters, Result]) -> Callable[Par
 
 
 def _tensors_in(values: Iterable[Any], found: dict[int, Tensor]) -> Iterable[Tensor]:
-    """Each once, added to those found; of a module the parameters that require grad, which may be checked."""
+    """Adds each tensor once to those found; for a module, the parameters that require grad."""
     for value in values:
         if isinstance(value, Tensor):
             found[id(value)] = value
@@ -92,7 +92,7 @@ def _tensors_in(values: Iterable[Any], found: dict[int, Tensor]) -> Iterable[Ten
 
 
 class _KeptTensor:
-    """A tensor with its bits, its gradient and whether it requires one."""
+    """A tensor with its saved bits, gradient and requires_grad."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -142,7 +142,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
-    """Where a strided tensor lies."""
+    """The memory position of a strided tensor."""
     return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
@@ -160,13 +160,13 @@ def _is_backed(tensor: Tensor) -> bool:
 
 
 def _is_opaque(tensor: Tensor) -> bool:
-    """Whether a tensor has no memory of its own that can be looked at."""
+    """Whether a tensor has no accessible memory."""
     is_plain = type(tensor) in (Tensor, Parameter)
     return tensor.is_meta or tensor.is_nested or (not is_plain and torch_private.is_dispatched_to_python(tensor))
 
 
 def _memory(tensor: Tensor, is_written: bool) -> Tensor | None:
-    """The memory of a tensor's values; None where it is out of reach.
+    """The memory of a tensor's values; None if it is not accessible.
 
     Each place once. is_written: the values as they are; otherwise as integers, which are equal where all bits are.
     """

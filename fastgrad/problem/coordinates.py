@@ -55,7 +55,7 @@ class Block:
 
     @property
     def slice(self) -> slice:
-        """Its coordinates among those of all blocks."""
+        """The slice of its coordinates among those of all blocks."""
         return slice(self.first, self.first + self.size)
 
     def element_index(self, element: int) -> tuple[int, ...]:
@@ -76,13 +76,13 @@ class Block:
 
 
 def block_with(blocks: Sequence[Block], coordinate: int) -> Block:
-    """The block that a coordinate lies in."""
+    """The block that contains a coordinate."""
     return next(block for block in blocks if coordinate < block.end)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Where the coordinates of an input that is not strided can be perturbed.
+    """The memory in which the coordinates of a non-strided input can be perturbed.
 
     Attributes
     ----------
@@ -101,7 +101,7 @@ class Memory:
 
 
 def own_values(tensor: Tensor) -> Tensor | None:
-    """The strided memory of a tensor: itself, or its values; None where it is out of reach (MKLDNN)."""
+    """The strided memory of a tensor: itself, or its values; None if it is not accessible (MKLDNN)."""
     if tensor.layout is torch.strided:
         return tensor
     if tensor.layout is torch_private.MKLDNN:
@@ -110,7 +110,7 @@ def own_values(tensor: Tensor) -> Tensor | None:
 
 
 def memory_of(tensor: Tensor, masked: bool) -> Memory | None:
-    """Where the coordinates of a tensor that is not strided can be perturbed; None for a strided one."""
+    """The memory in which the coordinates of a non-strided tensor can be perturbed; None for a strided one."""
     if tensor.layout is torch.strided:
         return None
     plain = tensor.detach()
@@ -126,7 +126,7 @@ def memory_of(tensor: Tensor, masked: bool) -> Memory | None:
 
 
 def _specified_elements(tensor: Tensor, values: Tensor) -> Tensor:
-    """The flat number of the element of a sparse tensor that each of its values is: shape (values.numel(),)."""
+    """The flat element number of each value of a sparse tensor: shape (values.numel(),)."""
     if tensor.layout is torch.sparse_coo:
         shape, block = tensor.shape[: tensor.sparse_dim()], math.prod(values.shape[1:])
         sparse = torch.zeros(values.shape[0], dtype=torch.int64, device=values.device)

@@ -84,7 +84,7 @@ class Differences(Evaluation):
         return values
 
     def coordinate_widths(self, eps: float) -> Tensor:
-        """What a single coordinate's difference divides by: float64, shape (n,)."""
+        """The divisor of each single coordinate's difference: float64, shape (n,)."""
         widths = torch.empty(self.n, dtype=torch.float64, device=self.device)
         self._evaluator.coordinate_widths(widths, [eps * block.step for block in self.inputs])
         return widths

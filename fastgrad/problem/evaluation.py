@@ -24,25 +24,25 @@ from fastgrad.problem.validation import changed_message, check_outputs, differen
 Self = TypeVar("Self", bound="Evaluation")
 
 MOST_NODES = 256
-"""Nodes of a graph that are counted; with more, func is slow, and its seconds count."""
+"""Largest number of graph nodes that are counted; with more, func counts as slow, and its time is used."""
 
 _UNKNOWN_NODES = 8
-"""Of a func whose outputs have no graph."""
+"""The assumed number of nodes if the outputs have no graph."""
 
 _ALIKE = ((1.0, 1.0),)
-"""The scales of inputs that all have the same."""
+"""The scales if all inputs have the same one."""
 
 
 @dataclass(slots=True)
 class _Recorded:
-    """The outputs of an evaluation that autograd recorded; their graph for VJPs, once it was asked for."""
+    """The outputs of a recorded evaluation, and their graph for VJPs, which is made on demand."""
 
     outputs: tuple[Tensor, ...]
     graph: native.Graph | None = None
 
 
 def evaluated_and_restored(func: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """What func returns for arguments that no problem is made of yet; strided ones that require grad are restored."""
+    """The result of func before a problem exists; strided arguments that require grad are restored."""
     checked: list[Tensor] = []
     for value in arguments:
         is_checked = isinstance(value, Tensor) and value.requires_grad and not value.is_nested
@@ -64,7 +64,7 @@ def evaluated_and_restored(func: Callable[..., Any], arguments: tuple[Any, ...])
 
 
 class Evaluation:
-    """The outputs of func at x and next to it; `fastgrad.problem.problem.Problem` describes it."""
+    """The outputs of func at x and at perturbed points; see `fastgrad.problem.problem.Problem`."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Evaluation:
         warn_of_precision: bool = True,
         records_differences: bool = True,
     ) -> None:
-        """With what messages call the arguments, if they do, and the step and weight of each checked one.
+        """names: of the arguments in messages, if any; the step and weight of each checked argument.
 
         records_differences: whether func next to x records gradients, as torch's checker lets it, unless it is known to
         give the same values without.
@@ -140,13 +140,13 @@ class Evaluation:
             raise raised from raised.__cause__
 
     def restore(self) -> None:
-        """Puts the bits that they had at first back into all inputs."""
+        """Restores the original bits of all inputs."""
         self._recorded = None
         self._evaluator.restore()
 
     @property
     def mutates_inputs(self) -> bool:
-        """Whether func was seen to change its inputs; they are restored around every evaluation."""
+        """Whether func changed its inputs; they are restored for every evaluation."""
         return self._evaluator.mutates_inputs
 
     @property
@@ -183,7 +183,7 @@ class Evaluation:
         self.unit_roundoff = max([*self._ulps, *[spacing(block.tensor.dtype) for block in self.inputs]]) / 2
 
     def forget_outputs(self) -> None:
-        """Frees the memory of the first evaluation's outputs, if it is much; what they look like stays known."""
+        """Frees the outputs of the first evaluation if they are large; their shapes and dtypes stay known."""
         if self.m <= PIECE or any(type(block.tensor) is not Tensor for block in self.outputs):
             return
         self.outputs = tuple(
@@ -192,12 +192,12 @@ class Evaluation:
         self._specs = [native.OutputSpec(block.position, block.tensor) for block in self.outputs]
 
     def name_of(self, block: Block) -> str:
-        """What messages call an input."""
+        """The name of an input in messages."""
         return self._names[block.position] if self._names else f"input {block.position}"
 
     @raises_memory_error
     def graph(self) -> tuple[Tensor, ...]:
-        """The outputs of an evaluation at x, recorded by autograd; made anew after any other evaluation."""
+        """The recorded outputs of an evaluation at x; evaluated again after any other evaluation."""
         return self._record().outputs
 
     def vjp_graph(self) -> native.Graph:
@@ -219,14 +219,14 @@ class Evaluation:
         return self._recorded
 
     def graph_of_its_own(self) -> tuple[Tensor, ...]:
-        """The outputs of another evaluation at x, whose graph nobody else has: it runs on the current stream."""
+        """The outputs of a separate evaluation at x with its own graph, on the current stream."""
         self._recorded = None
         graph = self.graph()
         self._recorded = None
         return graph
 
     def displacement(self, direction: Tensor, eps: float) -> Tensor:
-        """Steps times a direction u: of at least eps each, and large enough to move every coordinate.
+        """Steps times a direction u; each step is at least eps and large enough to change its coordinate.
 
         Parameters
         ----------
@@ -247,7 +247,7 @@ class Evaluation:
         return steps.mul_(direction)
 
     def parts_of(self, vector: Tensor) -> Iterator[tuple[Tensor, float, float]]:
-        """A vector in R^n, part by part: what lies in the inputs of one step and one weight, and these two.
+        """The parts of a vector in R^n that belong to inputs with the same step and weight, with step and weight.
 
         The vector itself where all inputs have the same; a part that is zero, or weighs nothing, is left out.
         """
@@ -304,7 +304,7 @@ class Evaluation:
         return self._coordinates
 
     def realized_width(self, displacement: Tensor, scale: float) -> Tensor:
-        """(x + scale d) - (x - scale d) as rounding to the inputs' dtypes leaves it: float64, shape (n,)."""
+        """(x + scale d) - (x - scale d) after rounding to the inputs' dtypes: float64, shape (n,)."""
         widths = torch.empty_like(displacement)
         self._evaluator.realized_widths(widths, displacement, scale)
         return widths
@@ -327,7 +327,7 @@ class Evaluation:
         return self._flat(self._selected(self._evaluator.evaluate(record_graph)))
 
     def evaluate_with(self, block: Block, tensor: Tensor) -> tuple[Tensor, ...]:
-        """The outputs, as func makes them, where a tensor stands in the place of an input."""
+        """The outputs of func with a tensor in place of an input."""
         self._recorded = None
         arguments = tuple(tensor if value is block.tensor else value for value in self._arguments)
         return self._selected(self._evaluator.evaluate_at(arguments))
@@ -342,11 +342,11 @@ class Evaluation:
         return self._base
 
     def base_without_graph(self) -> Tensor:
-        """As `base`, without recording gradients; evaluated anew."""
+        """As `base`, without recording a graph; evaluated again."""
         return self.evaluate(False, self._nowhere())
 
     def _nowhere(self) -> Tensor | None:
-        """No displacement, or zeros where func gets stand-ins while inputs are perturbed: it may depend on them."""
+        """No displacement; zeros if func gets substitutes for perturbed inputs, because it may depend on them."""
         stands_in = any(memory is not None and memory.stand_in is not None for memory in self._memories.values())
         return torch.zeros(self.n, dtype=torch.float64, device="cpu") if stands_in else None
 
@@ -355,7 +355,7 @@ class Evaluation:
         return native.flattened(tensors) if tensors else torch.empty(0, dtype=torch.float64, device=self.device)
 
     def _selected(self, result: Any) -> tuple[Tensor, ...]:
-        """The outputs in what func returned, if they look as they did at first."""
+        """The outputs in func's result; raises if shapes, dtypes or positions changed."""
         results = as_tuple(result)
         selected = []
         for block in self.outputs:

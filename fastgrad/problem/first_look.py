@@ -20,7 +20,7 @@ CALL_SECONDS, NODE_SECONDS, CUSTOM_SECONDS, COORDINATE_SECONDS = 4e-6, 3e-6, 8e-
 coordinate. `python -m benchmarks.bench_costs` measures them."""
 
 BACKWARD_SECONDS = 10e-6
-"""What the evaluation of a backward takes, beside: of a forward and a pass of autograd's engine."""
+"""Additional time of the evaluation of a backward: a forward and a pass of autograd's engine."""
 
 SLOW_SECONDS, SLOW_FACTOR = 3e-3, 10
 """Func is slow where an evaluation takes longer than this, and than so many times what is usual: its seconds count
@@ -29,7 +29,7 @@ then. Else counts and sizes decide alone, so that a busy machine chooses as an i
 
 @dataclass(frozen=True)
 class FirstLook:
-    """What a few evaluations at x, and at one point next to it, tell.
+    """Results of a few evaluations at x and at one point next to it.
 
     Attributes
     ----------
@@ -99,7 +99,7 @@ def first_look(problem: Problem, settings: Settings) -> FirstLook:
 
 
 def usual_seconds(problem: Problem, measured: float) -> float:
-    """What one evaluation is taken to cost: by the numbers of coordinates and nodes, unless it is slow by far."""
+    """The estimated time of one evaluation: from the numbers of coordinates and nodes, or measured if it is slow."""
     usual = CALL_SECONDS + COORDINATE_SECONDS * (problem.n + problem.m)
     usual += NODE_SECONDS * problem.nodes + CUSTOM_SECONDS * problem.custom_nodes
     usual += 0.0 if problem.records_differences else BACKWARD_SECONDS

@@ -8,7 +8,7 @@ from fastgrad.problem.reverse import ReverseMode
 
 
 class Problem(Differences, ReverseMode, ForwardMode):
-    """f: R^n -> R^m, seen through func, its inputs and autograd.
+    """The map f: R^n -> R^m of func and its inputs, with its derivatives by autograd.
 
     A context manager: on leaving it, exceptions and Ctrl-C included, the inputs hold the bits they
     had on entering. The eps that its methods take is the check's; an input's own is `Block.step` times as large.

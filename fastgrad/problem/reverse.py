@@ -150,7 +150,7 @@ class ReverseMode(Evaluation):
     def vjps_of(
         self, cotangents: Tensor, only: Sequence[int], layouts: Sequence[int] = ()
     ) -> tuple[Tensor, native.GradientsMatch]:
-        """V J as of `vjp`, and what the gradients looked like.
+        """V J as in `vjp`, and properties of the gradients.
 
         only: per row, the index of the output that gets a grad_output, -1 for all.
         """
@@ -162,7 +162,7 @@ class ReverseMode(Evaluation):
     def first_other_vjp(
         self, cotangents: Tensor, only: Sequence[int], order: Sequence[int], known: Tensor
     ) -> tuple[int, Tensor | None]:
-        """Runs the VJPs of rows of cotangents, in this order, until one differs from its row of `known`.
+        """Runs the VJPs of rows of cotangents in order, until one differs from its row of `known`.
 
         cotangents, only: as of `vjps_of`. known: float64, shape (count, n).
 
@@ -193,7 +193,7 @@ class ReverseMode(Evaluation):
 
     @raises_memory_error
     def zero_gradients(self) -> list[Tensor | None]:
-        """Autograd's gradients for zero grad_outputs, one per input block, as backward made them.
+        """Autograd's gradients for zero grad_outputs, one per input block, unconverted.
 
         None where it made none.
         """
@@ -202,12 +202,12 @@ class ReverseMode(Evaluation):
 
     @raises_memory_error
     def undefined_gradients(self, only: Block | None = None) -> list[Tensor | None]:
-        """The same for undefined grad_outputs: of all outputs, or of one alone, the others zero."""
+        """The same for undefined grad_outputs: of all outputs, or of one output with the others zero."""
         self.vjps += 1
         return self.vjp_graph().vjp_of_undefined(None if only is None else only.index)
 
     def columns_of_backward(self, groups: Iterable[Tensor]) -> Iterator[Tensor]:
-        """J u by the backward alone, differentiated once more: v -> v^T J is linear, and u its grad_output.
+        """J u by differentiating the backward: v -> v^T J is linear, and u is its grad_output.
 
         Parameters
         ----------

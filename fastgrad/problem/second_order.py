@@ -23,7 +23,7 @@ def differentiable_outputs(result: Any) -> tuple[Tensor, ...]:
 
 
 def random_grad_outputs(outputs: tuple[Tensor, ...], seed: int, noncontiguous: bool) -> tuple[Tensor, ...]:
-    """One leaf an output that requires grad: its shape, dtype and device, components uniform in [-1, 1).
+    """One leaf per output that requires grad, with its shape, dtype and device, uniform in [-1, 1).
 
     noncontiguous: every second element of a buffer, where there is more than one element.
     """
@@ -39,7 +39,7 @@ def random_grad_outputs(outputs: tuple[Tensor, ...], seed: int, noncontiguous: b
 
 
 def made_by(grad_outputs: Any, noncontiguous: bool) -> GradOutputs:
-    """How grad_outputs come about, by the keywords of gradgradcheck."""
+    """The source of the grad_outputs, from the keywords of gradgradcheck."""
     if grad_outputs is None:
         return "non-contiguous" if noncontiguous else "random"
     if not isinstance(grad_outputs, str):
@@ -52,7 +52,7 @@ def made_by(grad_outputs: Any, noncontiguous: bool) -> GradOutputs:
 def grad_outputs_for(
     func: Callable[..., Any], inputs: tuple[Any, ...], made: GradOutputs, seed: int
 ) -> tuple[Tensor, ...]:
-    """Grad_outputs that are not given: one for each output that requires grad. Calls func."""
+    """Makes one grad_output per output that requires grad. Calls func."""
     with Kept(inputs):
         outputs = differentiable_outputs(evaluated_and_restored(func, inputs))
     if made == "ones":
@@ -115,7 +115,7 @@ class Backward:
 
 
 def _refuse_outputs(outputs: int, grad_outputs: int) -> None:
-    """Outputs that require grad, and grad_outputs, that are none or not one each."""
+    """Raises if there are no outputs that require grad, or not one grad_output per such output."""
     if not outputs:
         disabled = disabled_gradients()
         because = f": {disabled}" if disabled else ""

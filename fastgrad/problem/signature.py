@@ -27,7 +27,7 @@ def function_name(func: Callable[..., Any]) -> str:
 
 
 def parameter_names(func: Callable[..., Any]) -> tuple[str, ...]:
-    """What a function calls its positional parameters, up to the first that stands for several."""
+    """The names of a function's positional parameters, up to *args."""
     func = _unwrapped(func)
     custom = _function_class(func)
     called: Callable[..., Any] = func
@@ -64,7 +64,7 @@ def source_of(func: Callable[..., Any]) -> str:
 
 
 def place_name(file: str, line: int) -> str:
-    """What a line is called: ``ops.py:12``, relative to the current directory if it is below; ``In[3], line 12``."""
+    """The text for a line: ``ops.py:12``, relative to the current directory if possible; ``In[3], line 12``."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     cell = shell.compile.format_code_name(file) if shell is not None else None
     if cell is not None:
@@ -79,7 +79,7 @@ def kind_of(tensor: Tensor) -> str:
 
 
 def _unwrapped(func: Callable[..., Any]) -> Callable[..., Any]:
-    """What decorators wrap, if they say so."""
+    """The function that decorators wrap, if they declare it."""
     try:
         unwrapped: Callable[..., Any] = inspect.unwrap(func)
     except ValueError:  # they wrap each other in a circle
@@ -88,6 +88,6 @@ def _unwrapped(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _function_class(func: Callable[..., Any]) -> type[Function] | None:
-    """The custom Function whose apply something is."""
+    """The custom Function to which an apply belongs."""
     owner = getattr(func, "__self__", None)
     return owner if isinstance(owner, type) and issubclass(owner, Function) else None

@@ -15,7 +15,7 @@ _SPARSE_LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.s
 
 
 def disabled_gradients() -> str | None:
-    """What keeps func from recording gradients here, in words; None where nothing does."""
+    """The reason why func does not record gradients here, as text; None if it does."""
     if torch.is_grad_enabled():
         return None
     inference = torch.is_inference_mode_enabled()
@@ -98,7 +98,7 @@ def _check_memory(inputs: tuple[Any, ...], positions: list[int], names: tuple[st
 
 
 def check_outputs(results: tuple[Any, ...]) -> None:
-    """Raises where what func returned is no flat tuple of tensors that can be differentiated."""
+    """Raises unless func returned a flat tuple of tensors that can be differentiated."""
     if results and not any(isinstance(value, Tensor) for value in results):
         kinds = ", ".join(type(value).__name__ for value in results)
         raise TypeError(f"func must return a Tensor or a tuple of Tensors, got {kinds}.")
@@ -120,7 +120,7 @@ def check_outputs(results: tuple[Any, ...]) -> None:
 
 
 def changed_message(expected: Block, found: Any, when: str) -> str:
-    """What to say when func returned another kind of output than at first."""
+    """The error if func returned a different kind of output than in the first call."""
     if isinstance(found, Tensor) and found.device != expected.tensor.device:
         what, got = "on the same device", f"devices {expected.tensor.device} and {found.device}"
     elif not isinstance(found, Tensor):

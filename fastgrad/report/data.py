@@ -11,14 +11,14 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 SCHEMA = 1
-"""The version of what `Report.to_dict` returns: it grows when a key changes its meaning or goes. docs/report.md."""
+"""The version of `Report.to_dict`: it increases if a key is removed or changes its meaning (docs/report.md)."""
 
 LARGEST_TENSOR = 4096
-"""Elements up to which `Report.to_dict` writes a tensor out."""
+"""Largest number of elements of a tensor whose values `Report.to_dict` includes."""
 
 Verdict = Literal["passed", "failed", "not converged", "undecided"]
-"""The outcome of a check; "undecided" where random vectors found nothing, and cannot exclude errors below a bound; "not
-converged" where an entry differs, and no step settles its numerical derivative."""
+"""The outcome of a check; "undecided" where random vectors found nothing, and cannot exclude errors below a bound;
+"not converged" if an entry differs and its numerical derivative does not converge."""
 
 Part = Literal["all", "real", "imaginary"]
 """Of a complex output, which is judged part by part; in forward mode, of a complex input. Real ones have "all"."""
@@ -27,10 +27,10 @@ Mode = Literal["reverse", "forward"]
 """The mode of AD whose derivatives were compared."""
 
 GradOutputs = Literal["given", "random", "non-contiguous", "ones"]
-"""How gradgradcheck came by its grad_outputs."""
+"""The source of gradgradcheck's grad_outputs."""
 
 Engine = Literal["auto", "dense", "compressed", "sketch"]
-"""What computes the Jacobians; "auto" chooses."""
+"""The engine that computes the Jacobians; "auto" chooses."""
 
 FailureKind = Literal[
     "mismatch",
@@ -53,7 +53,7 @@ FailureKind = Literal[
     "not finite",
     "ranks differ",
 ]
-"""What a check failed by."""
+"""The kind of a failure."""
 
 Precision = Literal["auto", "strict"]
 """Whether functions of a lower dtype are checked by measured rounding, or by tolerances as in double precision."""
@@ -95,22 +95,22 @@ CauseName = Literal[
     "modes disagree",
     "both modes wrong",
 ]
-"""What may be behind a failure."""
+"""The names of probable causes."""
 
 RankCauseName = Literal[
     "reduction missing between ranks", "reduced twice", "number of ranks", "wrong shard", "one rank"
 ]
-"""What may be behind a failure of a distributed function."""
+"""The names of probable causes between ranks."""
 
 
 class EqualByContent:
-    """Data with tensors in it: equal where all that a report in JSON would tell of it is."""
+    """Data with tensors; two are equal if their JSON forms are equal."""
 
     def _content(self) -> str:
         return json.dumps(plain(self), allow_nan=False)
 
     def __eq__(self, other: object) -> bool:
-        """Whether both say the same, tensors of more than LARGEST_TENSOR elements by shape and dtype."""
+        """Equality; tensors of more than LARGEST_TENSOR elements are compared by shape and dtype."""
         if not isinstance(other, EqualByContent) or type(self) is not type(other):
             return NotImplemented
         return self._content() == other._content()
@@ -121,7 +121,7 @@ class EqualByContent:
 
 @dataclass(frozen=True)
 class Cause:
-    """What is probably behind a failure.
+    """A probable cause of a failure.
 
     Attributes
     ----------
@@ -183,7 +183,7 @@ class Sample(EqualByContent):
 
 @dataclass(frozen=True)
 class Explanation:
-    """A hypothesis that random sums over all entries of the failing Jacobian agree with.
+    """A hypothesis that agrees with random sums over all entries of the failing Jacobian.
 
     Attributes
     ----------
@@ -202,7 +202,7 @@ class Explanation:
 
 @dataclass(frozen=True, eq=False)
 class Evidence(EqualByContent):
-    """What experiments around a failure gave; None: not made, beyond the budget, or dropped because it raised.
+    """Results of the experiments after a failure; None: not made, over the budget, or raised.
 
     Gradients are VJPs of one random dense cotangent v with respect to all inputs, and deviations the largest
     difference between two of them over the largest component, unless something else is said.
@@ -285,12 +285,12 @@ class Evidence(EqualByContent):
 
 
 Trouble = Literal["kink", "low precision", "not converged", "not finite"]
-"""What re-measuring over many steps found beside a derivative or in place of one."""
+"""Special properties of a derivative that re-measuring with many steps found."""
 
 
 @dataclass(frozen=True)
 class Tolerances:
-    """The step of the differences with respect to an input, and how far its entries may be off.
+    """The step and the tolerances for one input.
 
     Attributes
     ----------
@@ -356,14 +356,14 @@ class Settings(Tolerances):
         return self.inputs[index] if self.inputs else self
 
     def loosest(self) -> Tolerances:
-        """The largest of each: for sums over inputs, which fail a check only where no input excuses them."""
+        """The largest step and tolerances of all inputs, for sums over inputs."""
         largest = (max(getattr(own, name) for own in self.inputs) for name in ("eps", "atol", "rtol"))
         return Tolerances(*largest) if self.inputs else self
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How the Jacobians are computed; nothing in it changes a verdict.
+    """How the Jacobians are computed; the plan does not affect the verdict.
 
     Attributes
     ----------
@@ -451,22 +451,22 @@ class Entry:
 
 @dataclass(frozen=True)
 class Span:
-    """The places along one dimension that some entries take.
+    """The indices of some entries along one dimension.
 
     Attributes
     ----------
     size
         Of the dimension.
     count
-        Distinct places.
+        Number of distinct indices.
     first
         The first of them.
     last
         The last of them.
     step
-        Their distance, where it is the same for all.
+        The distance between neighboring indices, if it is constant; otherwise None.
     places
-        All of them, where they are few.
+        All indices if there are few; otherwise empty.
     """
 
     size: int
@@ -479,7 +479,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Extent:
-    """Where entries lie.
+    """The positions of some entries.
 
     Attributes
     ----------
@@ -590,7 +590,7 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Certificate:
-    """What random vectors vouch for, where not every entry was looked at by itself.
+    """A statement that random vectors certify, instead of comparing every entry.
 
     Attributes
     ----------
@@ -609,7 +609,7 @@ class Certificate:
 
 @dataclass(frozen=True)
 class Environment:
-    """Where a check ran: versions, and the device of the outputs, by name."""
+    """Versions, and the device of the outputs."""
 
     fastgrad: str
     torch: str
@@ -619,7 +619,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Subject:
-    """What a check that failed was of.
+    """The function and tensors of a failed check.
 
     Attributes
     ----------
@@ -731,12 +731,12 @@ class RoundedEntry:
 
     @property
     def error_units(self) -> float:
-        """The error in units of rounding of the expected value; infinite where that is zero."""
+        """The error in units of rounding of the expected value; infinite if the value is zero."""
         return _in_units(self.error, self)
 
     @property
     def allowed_units(self) -> float:
-        """What is allowed, in the same units."""
+        """The allowed error in the same units."""
         return _in_units(self.allowed, self)
 
 
@@ -747,7 +747,7 @@ def _in_units(value: float, entry: RoundedEntry) -> float:
 
 @dataclass(frozen=True, eq=False)
 class LowPrecision(EqualByContent):
-    """What a check of a function of float32, bfloat16 or float16 rests on.
+    """Reference, numbers and bounds of a check in float32, bfloat16 or float16.
 
     Attributes
     ----------
@@ -817,12 +817,12 @@ class LowPrecision(EqualByContent):
 
 
 _SAID = "failure", "settings", "n", "m", "input_names", "output_names", "pairs", "undecided"
-"""The fields of a report that make it equal to another."""
+"""The fields that equality of reports compares."""
 
 
 @dataclass(frozen=True, eq=False)
 class ReportData(EqualByContent):
-    """The fields of a `fastgrad.Report`, which describes them: what text and pages are made of."""
+    """The fields of `fastgrad.Report`, which documents them; text and pages use only these."""
 
     failure: Failure | None
     settings: Settings
@@ -854,7 +854,7 @@ class ReportData(EqualByContent):
 
     @property
     def verdict(self) -> Verdict:
-        """The outcome in a word or two."""
+        """The verdict."""
         if self.failure is not None:
             return "not converged" if self.failure.trouble == "not converged" else "failed"
         return "passed" if self.undecided is None else "undecided"
@@ -876,7 +876,7 @@ class ReportData(EqualByContent):
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON knows it."""
+    """The JSON form of a value."""
     if value is None or isinstance(value, (str, bool, int)):
         return value
     if isinstance(value, float):

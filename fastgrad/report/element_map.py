@@ -10,26 +10,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 MOST_TILES = 36
-"""Tiles that are drawn of a tensor of more than two dimensions."""
+"""Largest number of tiles that are drawn for a tensor of more than two dimensions."""
 
 MOST_CELLS = 2048
-"""Cells of all tiles; those of larger tensors hold several elements."""
+"""Largest number of cells of all tiles; cells of larger tensors show several elements."""
 
 MOST_ACROSS = 48
-"""Cells in a row, of all tiles beside each other."""
+"""Largest number of cells in a row, over all adjacent tiles."""
 
 CELL, GAP = 16, 10
 """Width and height of a cell, and the space between tiles, in pixels."""
 
 DECADES = 4.0
-"""Of errors over what is allowed that are told apart by colors, either way."""
+"""Range of the ratio of error to tolerance that colors distinguish, in both directions."""
 
 _WITHIN, _BEYOND = ((198, 219, 231), (127, 178, 207)), ((244, 162, 89), (143, 29, 44))
 """Colors, red, green and blue, of the smallest and the largest errors within the tolerance, and beyond it."""
 
 
 def color(excess: float) -> str:
-    """The color of an error, by how many times it is what is allowed."""
+    """The color of an error, by the ratio of error to tolerance."""
     decades = math.log10(excess) if 0 < excess < math.inf else math.copysign(math.inf, excess - 1)
     low, high = _BEYOND if decades > 0 else _WITHIN
     share = min(max(decades, -DECADES), DECADES) / DECADES + (decades <= 0)
@@ -39,7 +39,7 @@ def color(excess: float) -> str:
 def svg(
     shape: tuple[int, ...], numbers: NDArray[np.int64], excess: NDArray[np.float64], words: Callable[[int], str]
 ) -> tuple[str, str]:
-    """The map of a tensor, and a note about what it leaves out.
+    """The map of a tensor, and a note about omitted tiles and elements.
 
     Parameters
     ----------

@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 NO_FIGURES = "plots need matplotlib: pip install matplotlib"
 
 BINS = 96
-"""Places along a side of the error map: larger tensors are binned."""
+"""Cells along a side of the error map; larger tensors are binned."""
 
 MOST_MARKED = 24
-"""Wrong entries up to which the error map rings each."""
+"""Largest number of wrong entries that the error map marks with circles."""
 
 MOST_POINTS = 2000
-"""Points from which a figure holds them as a picture, not one by one."""
+"""Figures with at least this many points contain them as a bitmap."""
 
 WRONG, RIGHT = "#d1495b", "#3f88b5"
 _GAUGE_DECADES = 8
 """Powers of ten that the gauges of a check that passed span."""
 
 _SENTINEL = "#010203"
-"""A color that nothing else has: in pages it gives way to the color of the text around."""
+"""An otherwise unused color that pages replace with the current text color."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class _Entries:
 
     @property
     def excess(self) -> NDArray[np.float64]:
-        """Errors over what is allowed; infinite where that is no number."""
+        """Ratios of error to tolerance; infinite if not finite."""
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.nan_to_num(self.error / self.allowed, nan=np.inf, posinf=np.inf)
 
@@ -107,7 +107,7 @@ def _index(number: int, shape: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class _Panel:
-    """One figure: what it shows in a few words, how to read it, and who draws it."""
+    """One figure: title, caption and drawing function."""
 
     title: str
     caption: str
@@ -205,7 +205,7 @@ def _svg(panel: _Panel) -> str:
 
 
 def _ink(axes: Axes, ink: str) -> None:
-    """Colors what surrounds the data, and lets the background through."""
+    """Colors axes and labels, and makes the background transparent."""
     axes.set_facecolor("none")
     axes.tick_params(which="both", colors=ink)
     axes.xaxis.label.set_color(ink)
@@ -325,7 +325,7 @@ def _draw_convergence(axes: Axes, ink: str, failure: Failure, worst: Entry, own:
 
 
 def _plain_ticks(axis: Axis) -> None:
-    """Labels like 1e-06, as in messages; of a span of less than two decades also those in between."""
+    """Labels like 1e-06, as in messages; with minor labels if the axis spans less than two decades."""
     low, high = axis.get_view_interval()
     narrow = 0 < low < high < 100 * low
     axis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -333,7 +333,7 @@ def _plain_ticks(axis: Axis) -> None:
 
 
 def _legend(axes: Axes, ink: str) -> None:
-    """Above the data, never on them."""
+    """Places the legend above the data."""
     lines = axes.get_legend_handles_labels()[0]
     if not lines:
         return
@@ -354,12 +354,12 @@ STYLE = Path(__file__).with_name("style.css").read_text().replace(".fastgrad", "
 
 
 def page(report: ReportData) -> str:
-    """A page of its own; see `Report.to_html`."""
+    """The report as a complete page; see `Report.to_html`."""
     return document(messages.verdict_line(report), fragment(report))
 
 
 def document(title: str, body: str) -> str:
-    """A page of its own around what it shows."""
+    """A complete page with a given body."""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -374,7 +374,7 @@ def document(title: str, body: str) -> str:
 
 
 def fragment(report: ReportData) -> str:
-    """What a page shows, with its style: for a notebook's cell, or to be put into another page."""
+    """The body of a page with its style, for notebooks and other pages."""
     sections = [
         _failure_section(report),
         _subject_section(report),
@@ -519,7 +519,7 @@ def _figure(title: str, svg: str, caption: str) -> str:
 
 
 def _maps(report: ReportData) -> str:
-    """The largest error of each element of the output and of the input, in their own shapes."""
+    """Maps of the largest error of each element, in the shapes of the output and the input."""
     entries, failure = _entries(report), report.failure
     if entries is None or failure is None or not entries.error.size:
         return ""
@@ -558,7 +558,7 @@ def _compared_section(report: ReportData) -> str:
 
 
 def _shares(report: ReportData) -> str:
-    """How much of what is allowed the errors are at most: a gauge for each Jacobian."""
+    """The largest ratio of error to tolerance, as a gauge per Jacobian."""
     items = []
     for pair in report.pairs:
         own = report.settings.of(pair.input)

@@ -11,7 +11,7 @@ from fastgrad.report import html
 
 
 class Entry(NamedTuple):
-    """A failing check: the name of its report's file beside the page, its test, the checker, and what was found."""
+    """A failing check: file name of its report, test, checker, and first line of the message."""
 
     file: str
     test: str
@@ -20,7 +20,7 @@ class Entry(NamedTuple):
 
 
 def page(summary: Sequence[str], entries: Sequence[Entry]) -> str:
-    """A page of its own: the session's summary, and a row for each failing check."""
+    """The page: the session's summary, and a row per failing check."""
     found = "failing check" if len(entries) == 1 else "failing checks"
     headline = f"{len(entries)} {found}" if entries else "No check failed"
     rows = "".join(

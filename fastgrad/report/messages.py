@@ -32,26 +32,26 @@ _NONDET_NOTE = (
 )
 
 MOST_CAUSES = 3
-"""Of the probable causes, how many are printed."""
+"""Number of probable causes that are printed."""
 
 _PLACES = {"region", "slice", "boundary", "last tile", "triangle", "modes disagree", "both modes wrong"}
 _VALUES = {"constant factor", "sign", "zero gradient", "missing conjugate", "complex factor"}
 
 BY_ROUNDING = ("beyond rounding", "biased", "not finite")
-"""The kinds of failures that are found by rounding that was measured."""
+"""The kinds of failures in checks with measured rounding."""
 
 SURE = 0.85
-"""The confidence from which on a cause is part of the first line."""
+"""The least confidence with which a cause is part of the first line."""
 
 MOST_PAIRS = 8
-"""Pairs that a summary lists."""
+"""Number of pairs that a summary lists."""
 
 FEW = 4
-"""Places along a dimension that an extent lists one by one."""
+"""Number of indices along a dimension that an extent lists one by one."""
 
 
 def summary(report: ReportData) -> str:
-    """What a person reads of a check: of a failure the error's message, otherwise what the verdict rests on."""
+    """The text of a report: the error's message for a failure, otherwise what was compared and certified."""
     if report.failure is not None:
         return failure_message(report)
     lines = [verdict_line(report)]
@@ -71,7 +71,7 @@ def summary(report: ReportData) -> str:
 
 
 def short(report: ReportData) -> str:
-    """A report in brackets, on one line."""
+    """A report on one line, in angle brackets."""
     verdict = report.verdict if report.failure is None else f"{report.verdict} ({report.failure.kind})"
     parts = [f"{report.m} x {report.n}", report.plan.engine if report.plan else "no engine"]
     parts += [_count(report.evaluations, "evaluation"), _count(report.vjps, "VJP")]
@@ -81,7 +81,7 @@ def short(report: ReportData) -> str:
 
 
 def undecided_text(bound: float) -> str:
-    """What a check leaves open."""
+    """The text of an undecided check."""
     if bound == math.inf:
         return "undecided: errors of any size may be hidden"
     return f"undecided below {bound:.2g}: errors up to this size may be hidden"
@@ -94,7 +94,7 @@ def bound_text(certificate: Certificate) -> str:
 
 
 def settings_line(report: ReportData) -> str:
-    """What another run needs to come to the same numbers."""
+    """The settings and versions that are needed to reproduce the numbers."""
     settings, environment = report.settings, report.environment
     numbers = f"eps {settings.eps:g}, atol {settings.atol:g}, rtol {settings.rtol:g}, seed {settings.seed}"
     if environment is None:
@@ -126,7 +126,7 @@ def verdict_line(report: ReportData) -> str:
 
 
 def _pair_line(report: ReportData, pair: Pair) -> str:
-    """Comparison of a pair, and how it came out."""
+    """The comparison of a pair and its result."""
     excused = pair.mismatches if pair.agrees else 0
     differing = f", {excused} of them agree only when re-measured" if excused else ""
     return (
@@ -136,7 +136,7 @@ def _pair_line(report: ReportData, pair: Pair) -> str:
 
 
 def jacobian_name(report: ReportData, found: Failure | Pair) -> str:
-    """A Jacobian: d out0 / d in1, and which part of a complex tensor, in which mode."""
+    """The name of a Jacobian: d out0 / d in1, with the part of a complex tensor and the mode."""
     output, input_ = names_of(report, found)
     part = "" if found.part == "all" else f"{found.part} part"
     mode = "forward mode" if found.mode == "forward" else ""
@@ -145,7 +145,7 @@ def jacobian_name(report: ReportData, found: Failure | Pair) -> str:
 
 
 def names_of(report: ReportData, found: Failure | Pair) -> tuple[str, str]:
-    """What to call an output and an input: out0 and in1, or by path where there are paths."""
+    """The names of an output and an input: paths if there are any, otherwise out0 and in1."""
     output, input_ = f"out{found.output}", f"in{found.input}"
     position = found.input_position
     if report.subject is not None and position is not None and position < len(report.subject.parameters):
@@ -158,7 +158,7 @@ def names_of(report: ReportData, found: Failure | Pair) -> tuple[str, str]:
 
 
 def extent_text(extent: Extent, names: tuple[str, str], entries: int) -> str:
-    """The part of each tensor that some entries lie in: all in in1[5, :], say; empty where they are all over."""
+    """The region of each tensor with some entries, for example "all in in1[5, :]"; empty if there is none."""
     if entries < 2:
         return ""  # the index of a single one says it already
     parts = []
@@ -170,7 +170,7 @@ def extent_text(extent: Extent, names: tuple[str, str], entries: int) -> str:
 
 
 def _index_of(span: Span, entries: int) -> str:
-    """The places along a dimension, in the language of indices; ":" also where they say nothing."""
+    """The index of a dimension in an extent; ":" if it is not informative."""
     if span.count == 1 and span.size > 1:
         return str(span.first)
     # Three places in a row, or two that recur, are hardly chance; more than that may be.
@@ -181,7 +181,7 @@ def _index_of(span: Span, entries: int) -> str:
 
 
 def places_text(span: Span) -> str:
-    """The places along a dimension: 5, 2:7, 0:12:3, {1, 4, 7}, or from where to where."""
+    """The indices along a dimension: 5, 2:7, 0:12:3, {1, 4, 7}, or a range."""
     if span.count == span.size:
         return "all"
     if span.count == 1:
@@ -225,7 +225,7 @@ def failure_message(report: ReportData) -> str:
 
 
 def _first_line(report: ReportData, failure: Failure, comparison: Comparison) -> str:
-    """Which gradient of what is wrong, in how many entries and, where that is probable enough, why."""
+    """The function, the wrong gradient, the number of wrong entries, and the cause if it is almost certain."""
     output, input_ = names_of(report, failure)
     subject = report.subject or Subject()
     function = _function(report, subject)
@@ -242,7 +242,7 @@ def _first_line(report: ReportData, failure: Failure, comparison: Comparison) ->
 
 
 def _with_cause(report: ReportData, line: str) -> str:
-    """A first line, and the most probable cause where it is almost certain."""
+    """A first line, with the most probable cause if it is almost certain."""
     sure = report.causes and report.causes[0].confidence >= SURE
     return f"{line}; probably {report.causes[0].text}" if sure else line
 
@@ -263,11 +263,11 @@ _HEADLINES: dict[FailureKind, str] = {
     "batched raises": "{derivative} raises under vmap",
     "batched differs": "{derivative} gives different values under vmap",
 }
-"""What is wrong where no entries were compared."""
+"""First lines of failures without compared entries."""
 
 
 def _headline(report: ReportData, failure: Failure) -> str:
-    """The first line where no entries were compared: of which function, what is wrong and, if it is known, why."""
+    """The first line of a failure without compared entries: function, failure, and the cause if known."""
     function = _function(report, report.subject or Subject())
     if failure.kind in ("nonlinear", "nondeterministic") and report.causes and report.causes[0].confidence >= SURE:
         return f"{function}: {report.causes[0].text}"  # which says more than these
@@ -299,7 +299,7 @@ def _notes(report: ReportData) -> list[str]:
 
 
 def call(report: ReportData) -> str:
-    """The call that measures the same entries again, all but func and tensors."""
+    """The call that repeats the measurement, without func and tensors."""
     settings, named = report.settings, bool(report.input_names)
     second_order = settings.grad_outputs is not None
     name, forward, reverse = "gradcheck", "check_forward_ad", "check_backward_ad"
@@ -335,13 +335,13 @@ def _reference_in_code(settings: Settings) -> str:
 
 
 def _numbers(settings: Settings, name: str) -> str:
-    """One of the numbers that inputs may have of their own."""
+    """The text of eps, atol or rtol, which may differ between inputs."""
     own = [f"{getattr(tolerances, name):g}" for tolerances in settings.inputs or (settings,)]
     return own[0] if len(set(own)) == 1 else f"({', '.join(own)})"
 
 
 def engine_line(report: ReportData) -> str:
-    """Which engine ran, and what it cost."""
+    """The engine and the cost of a check."""
     name = report.plan.engine if report.plan else "none"
     groups = ""
     if report.plan and report.plan.column_groups is not None:
@@ -371,7 +371,7 @@ def _rounding_phrase(failure: Failure, precision: LowPrecision | None) -> str:
 
 
 def key_phrase(report: ReportData, failure: Failure) -> str:
-    """What failed, in the words that code matches on: torch's, where it makes the same check."""
+    """The phrase that code matches on: torch's, if torch makes the same check."""
     output, input_ = f"output {failure.output}", f"input {failure.input}"
     match failure.kind:
         case "mismatch":
@@ -473,12 +473,12 @@ def entry_name(names: tuple[str, str], entry: Entry) -> str:
 
 
 def numerical_text(entry: Entry) -> str:
-    """An entry's numerical value and how far it may be off, where that is known."""
+    """An entry's numerical value, with its error estimate if there is one."""
     return f"{entry.numerical:.6g}{'' if entry.error is None else f' +- {entry.error:.0e}'}"
 
 
 def extent_line(names: tuple[str, str], comparison: Comparison) -> str:
-    """How many entries differ, and where they lie."""
+    """The number and the positions of the entries that differ."""
     where = ""
     if comparison.extent is not None:
         where = extent_text(comparison.extent, names, comparison.mismatches)
@@ -494,7 +494,7 @@ def _entries(comparison: Comparison | Pair) -> str:
 
 
 def _causes(report: ReportData) -> list[str]:
-    """The most probable causes; what wrong entries are is no alternative to where they are."""
+    """The most probable causes; a cause about values is not an alternative to one about positions."""
     lines: list[str] = []
     for cause in report.causes[:MOST_CAUSES]:
         head = "looks like" if not lines else "or like   "
@@ -505,7 +505,7 @@ def _causes(report: ReportData) -> list[str]:
 
 
 def _positions(report: ReportData, failure: Failure) -> list[str]:
-    """Where torch's numbers, which count differentiable tensors only, are not the positions in the call; or names."""
+    """Explains torch's numbers, which count only differentiable tensors, by positions in the call or by names."""
     places = []
     if report.input_names:
         output, input_ = names_of(report, failure)

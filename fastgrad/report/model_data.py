@@ -11,15 +11,15 @@ from fastgrad.report.data import Environment, EqualByContent, plain
 from fastgrad.report.report import Report
 
 FindingKind = Literal["operation", "saved tensor", "detached", "hook", "end to end"]
-"""One operation, something between operations, or the whole for a reason that was not found."""
+"""The kind of a finding: an operation, something between operations, or an unexplained wrong gradient."""
 
 OperationVerdict = Literal["right", "wrong", "undecided", "not checked"]
-"""The outcome of the check of one operation."""
+"""The verdict on one operation."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """Where an operation was called.
+    """The place of a call: module and line.
 
     Attributes
     ----------
@@ -35,7 +35,7 @@ class Site:
 
 @dataclass(frozen=True, eq=False)
 class Operation(EqualByContent):
-    """An operation of the model, checked by itself at the inputs that it had.
+    """An operation of the model, checked by itself at its recorded inputs.
 
     Attributes
     ----------
@@ -80,7 +80,7 @@ class Operation(EqualByContent):
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that differences showed to be wrong.
+    """An error that differences have shown.
 
     Attributes
     ----------
@@ -135,7 +135,7 @@ class EndToEnd:
 
     @property
     def verdict(self) -> Literal["right", "wrong", "undecided"]:
-        """Undecided where noise hides a hundredth of the derivative."""
+        """The verdict; undecided if noise is larger than a hundredth of the derivative."""
         pairs = list(zip(self.analytical, self.numerical, self.allowed, strict=True))
         if any(not abs(a - n) <= allowed for a, n, allowed in pairs):
             return "wrong"
@@ -163,12 +163,12 @@ class ModelReportData(EqualByContent):
 
     @property
     def passed(self) -> bool:
-        """Whether nothing wrong was found."""
+        """Whether no error was found."""
         return not self.findings
 
     @property
     def verdict(self) -> Literal["passed", "failed", "undecided"]:
-        """The outcome in a word; undecided where nothing is wrong, and something could not be decided."""
+        """The verdict; undecided if no error was found but something could not be decided."""
         if self.findings:
             return "failed"
         open_ = self.end_to_end.verdict == "undecided" or any(one.verdict == "undecided" for one in self.operations)

@@ -9,12 +9,12 @@ from fastgrad.report.model_data import ModelReportData
 
 
 def page(report: ModelReportData) -> str:
-    """A page of its own; see `ModelReport.to_html`."""
+    """The report as a complete page; see `ModelReport.to_html`."""
     return html.document(model_text.headline(report), fragment(report))
 
 
 def fragment(report: ModelReportData) -> str:
-    """What a page shows, with its style."""
+    """The body of a page with its style."""
     findings = "".join(
         f"<pre>{escape(chr(10).join(model_text.finding_lines(number, one)))}</pre>"
         for number, one in enumerate(report.findings, 1)

@@ -6,14 +6,14 @@ from fastgrad.report.messages import seconds_text
 from fastgrad.report.model_data import EndToEnd, Finding, ModelReportData, Operation, Site
 
 MOST_ROWS = 12
-"""Operations that a summary lists."""
+"""Number of operations that a summary lists."""
 
 HEAD = ("operation", "verdict", "error", "calls", "time", "module", "line")
-"""Of the table of operations."""
+"""The heads of the table of operations."""
 
 
 def headline(report: ModelReportData) -> str:
-    """The verdict, and the probable culprit."""
+    """The verdict, and the first finding."""
     if report.findings:
         first = report.findings[0]
         name = first.operator if first.kind == "operation" else first.kind
@@ -24,7 +24,7 @@ def headline(report: ModelReportData) -> str:
 
 
 def summary(report: ModelReportData) -> str:
-    """What a person reads."""
+    """The text of a report."""
     lines = [headline(report)]
     for number, finding in enumerate(report.findings, 1):
         lines += finding_lines(number, finding)
@@ -43,13 +43,13 @@ def summary(report: ModelReportData) -> str:
 
 
 def short(report: ModelReportData) -> str:
-    """A report in brackets, on one line."""
+    """A report on one line, in angle brackets."""
     found = ", ".join(one.operator or one.kind for one in report.findings[:3])
     return f"<ModelReport: {report.verdict}{f' ({found})' if found else ''}, {len(report.operations)} operations>"
 
 
 def finding_lines(number: int, finding: Finding) -> list[str]:
-    """What is wrong, where, and whose gradients are."""
+    """A finding, with its places and parameters."""
     lines = [f"  {number}. {finding.kind}: {finding.text}"]
     lines += [f"     {'at' if not i else 'and'}{place(site)}" for i, site in enumerate(finding.sites)]
     if finding.parameters:
@@ -60,12 +60,12 @@ def finding_lines(number: int, finding: Finding) -> list[str]:
 
 
 def place(site: Site) -> str:
-    """A module and a line, each where it is known."""
+    """A module and, if known, a line."""
     return f" {site.module or 'the model'}" + (f", {site.source}" if site.source else "")
 
 
 def end_to_end_line(whole: EndToEnd) -> str:
-    """The derivative of the loss by both ways."""
+    """The derivative of the loss by autograd and by differences."""
     pairs = ", ".join(f"{a:.6g} / {n:.6g}" for a, n in zip(whole.analytical, whole.numerical, strict=True))
     return (
         f"{whole.verdict} in {whole.dtype}: derivative of the loss by autograd / by differences {pairs}; relative "
@@ -88,7 +88,7 @@ def row(operation: Operation) -> tuple[str, ...]:
 
 
 def cost_line(report: ModelReportData) -> str:
-    """Time, in seconds and in steps of the model."""
+    """The time in seconds and in steps of the model, and the numbers of calls."""
     passes = report.seconds / report.step_seconds if report.step_seconds else 0.0
     evaluations = sum(one.evaluations for one in report.operations)
     vjps = sum(one.vjps for one in report.operations)

@@ -9,7 +9,7 @@ from fastgrad.report.data import FailureKind, LowPrecision, RoundedEntry
 
 
 def passed(precision: LowPrecision) -> str:
-    """The end of a headline: what a pass means, in numbers."""
+    """The end of a headline: the errors that would have been found."""
     if precision.smallest is None:
         return "all compared gradients are zero"
     text = (
@@ -61,7 +61,7 @@ def verdict(kind: FailureKind, precision: LowPrecision) -> str:
 
 
 def key_phrase(kind: FailureKind, precision: LowPrecision | None) -> str:
-    """The end of the sentence that says what failed."""
+    """The end of the key phrase."""
     has_reference = precision is None or bool(precision.reference)
     if kind == "not finite":
         by = "the reference is in the range of the dtype" if has_reference else "the differences are"
@@ -73,7 +73,7 @@ def key_phrase(kind: FailureKind, precision: LowPrecision | None) -> str:
 
 
 def details(precision: LowPrecision, worst: RoundedEntry, names: tuple[str, str], detail: str) -> list[str]:
-    """The worst entry, and what it was compared with."""
+    """The worst entry, and the comparison."""
     if worst.output_index is None:
         name = f"gradient of {names[1]}{index_text(worst.input_index)} for a dense grad_output"
     else:

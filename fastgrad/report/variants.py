@@ -13,7 +13,7 @@ from fastgrad.report.messages import seconds_text
 from fastgrad.report.report import GradcheckError, Report
 
 VariantVerdict = Literal["failed", "passed", "undecided", "no derivative", "not applicable", "raised", "not run"]
-"""What a variant came to."""
+"""The verdict of a variant."""
 
 
 @dataclass(frozen=True)
@@ -23,16 +23,16 @@ class VariantRow:
     Attributes
     ----------
     family, name
-        Which it is.
+        Family and name of the variant.
     verdict
-        "no derivative": where the function has none at the variant's point, no gradient is wrong. "raised": backward
-        did, and func did not. "not run": time was over.
+        "no derivative": the function has none at the variant's point, so this is no failure. "raised": backward
+        raised, but func did not. "not run": the time limit was reached.
     detail
-        Why, in one line; empty where it passed.
+        The reason, in one line; empty if it passed.
     seconds
-        What it took.
+        Time of the variant.
     report
-        Of the check, if there was one.
+        The report of the check, if there was one.
     """
 
     family: str
@@ -44,18 +44,18 @@ class VariantRow:
 
     @property
     def path(self) -> str:
-        """Family and name, as `only` takes them."""
+        """Family and name, as in the argument `only`."""
         return f"{self.family}: {self.name}"
 
 
 @dataclass(frozen=True, eq=False)
 class VariantsReport(EqualByContent):
-    """The outcome of `fastgrad.check_variants`: true where no variant failed or raised.
+    """The result of `fastgrad.check_variants`; true if no variant failed or raised.
 
     Attributes
     ----------
     rows
-        One for each variant, in the order in which they ran.
+        One row per variant, in the order in which they ran.
     seed
         Of the check.
     seconds
@@ -101,7 +101,7 @@ class VariantsReport(EqualByContent):
             raise GradcheckError(str(self), cast(Any, self))
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON knows it; each row's report as `Report.to_dict` gives it."""
+        """The report as plain data; each row's report as in `Report.to_dict`."""
         rows = [
             {**plain({name: value for name, value in vars(row).items() if name != "report"}), "report": _plain(row)}
             for row in self.rows
@@ -113,7 +113,7 @@ class VariantsReport(EqualByContent):
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 
     def to_html(self) -> str:
-        """The report as one HTML page, which needs nothing else: the table, and the reports of failures."""
+        """The report as one self-contained HTML page: the table, and the reports of failures."""
         return html.document(self.headline(), self._repr_html_())
 
     def _repr_html_(self) -> str:
@@ -137,7 +137,7 @@ class VariantsReport(EqualByContent):
         return [row for row in self.rows if row.verdict not in ("not applicable", "not run")]
 
     def headline(self) -> str:
-        """What was found, in one line."""
+        """The verdict and the number of failed variants, in one line."""
         verdict = "passed" if self.passed else "failed"
         return f"check_variants {verdict}: {len(self.failed)} of {len(self._ran)} variants failed"
 

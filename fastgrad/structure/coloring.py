@@ -70,12 +70,12 @@ def star_color(starts: Indices, members: Indices, most: int) -> Indices | None:
 
 
 def groups(colors: Indices, arange: Callable[[int], Indices] = np.arange) -> tuple[Indices, Indices]:
-    """The vertices of each color, what is perturbed together, as `bucket` returns them."""
+    """The vertices of each color (a group), as `bucket` returns them."""
     return bucket(colors, int(colors.max()) + 1 if colors.size else 0, arange)
 
 
 def bucket(keys: Indices, count: int, arange: Callable[[int], Indices] = np.arange) -> tuple[Indices, Indices]:
-    """Places of each key in [0, count), by a counting sort.
+    """The positions of each key in [0, count), by a counting sort.
 
     Returns (order, starts), shapes (keys,) and (count + 1,): key c stands at the places
     order[starts[c]:starts[c + 1]], rising. arange makes the order where there is one key only.
@@ -87,7 +87,7 @@ def bucket(keys: Indices, count: int, arange: Callable[[int], Indices] = np.aran
 
 
 def transpose(starts: Indices, members: Indices, targets: int) -> tuple[Indices, Indices]:
-    """The pattern seen from its targets, by a counting sort.
+    """The transposed pattern, by a counting sort.
 
     Parameters are those of `color`.
 

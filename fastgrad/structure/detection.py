@@ -27,7 +27,7 @@ from fastgrad.structure.sparsity import Mask, Pattern
 
 @dataclass(frozen=True)
 class Budget:
-    """What detecting a pattern may cost, and how large the pattern may be.
+    """Budgets of sparsity detection: calls, and the size of the pattern.
 
     Attributes
     ----------
@@ -174,7 +174,7 @@ class Patterns(Detection):
 
     @phase("pattern")
     def decode(self) -> Pattern | None:
-        """What the bits of indices say, where each output depends on one element of each input, or the other way."""
+        """The pattern by index bits, if each output depends on one element of each input, or the reverse."""
         if not self._budget.probes or not self._is_steady:
             return None
         try:
@@ -212,7 +212,7 @@ class Patterns(Detection):
 
     @cached_property
     def _is_steady(self) -> bool:
-        """Whether evaluations at x are equal in every bit: those that move by themselves tell nothing."""
+        """Whether evaluations at x are equal bit for bit; otherwise probing is impossible."""
         return torch.equal(self._problem.evaluate(self._look.record_graph).view(torch.int64), self._base)
 
     @cached_property

@@ -22,25 +22,25 @@ from fastgrad.structure.coloring import Indices
 Mask = NDArray[np.bool_]
 
 SEPARATES = 0.95
-"""Halves that reach at most this share of what the whole reaches tell something."""
+"""A halving is informative if both halves reach at most this share of the targets of the whole."""
 
 PATIENCE = 2
-"""Halvings in a row that tell nothing, after which a block is taken as dense."""
+"""Uninformative halvings in succession after which a block is treated as dense."""
 
 HUB_SHARE = 0.5
-"""A target that more than this share of many blocks reach, a shared parameter, is one of a dense row."""
+"""A target that more than this share of many blocks reach belongs to a dense row."""
 
 DENSE_SHARE = 1 / 16
 """Of the entries of the fullest row: a row with more is dense, too."""
 
 FEW = 16
-"""Results that are looked up among the inputs' values, before all are."""
+"""Number of results that are first looked up among the inputs' values."""
 
 MOST_HUBS = 1 / 32
-"""Of all targets: where more look like dense rows, blocks are still too large to tell, or all rows are alike."""
+"""Largest share of targets that may be dense rows; if more seem dense, blocks are too large, or all rows are dense."""
 
 BEYOND_CHANCE = 6
-"""Standard deviations of a share from which it is none of chance."""
+"""Standard deviations from which a share is significant."""
 
 HANDFUL = 8
 """Rows, or columns, that are few however many there are."""
@@ -50,7 +50,7 @@ BAND = 61
 all places of blocks."""
 
 BLOCKS_BEFORE_GIVING_UP = 32
-"""Where rows have many entries, fewer blocks of columns than this reach every row in any case."""
+"""Fewer blocks of columns than this are not informative if rows have many entries."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +94,11 @@ class Pattern:
         return self.starts[:-1] if bool((sizes == 1).all()) else np.repeat(np.arange(self.m), sizes)
 
     def dense_rows(self) -> Mask:
-        """The few rows with far more entries than all others, as a loss has, alone or beside outputs: shape (m,)."""
+        """The few rows with far more entries than all others, for example of a loss: shape (m,)."""
         return _few_large(np.diff(self.starts))
 
     def dense_columns(self) -> Mask:
-        """The few columns with far more entries than all others, as a shared parameter has: shape (n,)."""
+        """The few columns with far more entries than all others, for example of a shared parameter: shape (n,)."""
         return _few_large(np.bincount(self.columns, minlength=self.n))
 
     def touched(self, columns: Mask) -> Mask:
@@ -108,7 +108,7 @@ class Pattern:
         return before[self.starts[1:]] > before[self.starts[:-1]]
 
     def without(self, rows: Mask | None, columns: Mask | None) -> Pattern:
-        """With some rows and columns empty: shapes (m,) and (n,); None: none of them."""
+        """The pattern with some rows and columns emptied: shapes (m,) and (n,); None: none."""
         kept = np.ones(self.nnz, dtype=np.bool_)
         if rows is not None:
             kept &= ~np.repeat(rows, np.diff(self.starts))
@@ -117,12 +117,12 @@ class Pattern:
         return replace(self, starts=_starts(kept)[self.starts], columns=self.columns[kept])
 
     def transposed(self) -> Pattern:
-        """That of the transpose."""
+        """The transposed pattern."""
         starts, rows = coloring.transpose(self.starts, self.columns, self.n)
         return replace(self, starts=starts, columns=rows, n=self.m)
 
     def with_entries(self, rows: Indices, columns: Indices) -> Pattern:
-        """These and more entries: rows and columns of one shape."""
+        """The pattern with additional entries: rows and columns of equal shape."""
         rows, columns = np.concatenate([self.rows(), rows]), np.concatenate([self.columns, columns])
         return replace(_from_entries(rows, columns, self.m, self.n, self.origin), is_numerical=self.is_numerical)
 
@@ -145,7 +145,7 @@ def _from_entries(rows: Indices, columns: Indices, m: int, n: int, origin: str) 
 
 
 def few(size: int) -> int:
-    """How many rows, or columns, out of so many, may be taken for dense ones."""
+    """The largest number of rows (or columns) that may be treated as dense, by their total number."""
     return max(HANDFUL, int(MOST_HUBS * size))
 
 
@@ -189,7 +189,7 @@ def guess(inputs: Sequence[Block], outputs: Sequence[Block]) -> Pattern | None:
 
 
 def guess_dense(inputs: Sequence[Block], outputs: Sequence[Block]) -> Pattern | None:
-    """Every entry, where there is but a handful of rows or columns."""
+    """The dense pattern, if there are only a few rows or columns."""
     n, m = (sum(block.size for block in blocks) for blocks in (inputs, outputs))
     if min(n, m) > HANDFUL:
         return None
@@ -197,7 +197,7 @@ def guess_dense(inputs: Sequence[Block], outputs: Sequence[Block]) -> Pattern | 
 
 
 def guess_in_order(inputs: Sequence[Block], outputs: Sequence[Block]) -> Pattern | None:
-    """The pattern of what only reshapes, splits or joins: element by element in C order, the tensors end to end."""
+    """The pattern of a function that only reshapes, splits or joins: element by element in C order."""
     n, m = (sum(block.size for block in blocks) for blocks in (inputs, outputs))
     if n != m:
         return None
@@ -206,7 +206,7 @@ def guess_in_order(inputs: Sequence[Block], outputs: Sequence[Block]) -> Pattern
 
 
 def guess_moved(values: NDArray[np.float64], results: NDArray[np.float64], reacted: Mask) -> Pattern | None:
-    """The pattern of what only moves elements: each result that is the value of an input, bit for bit, depends on it.
+    """The pattern of a function that only moves elements: each result depends on the input element of equal value.
 
     values: of the inputs at x, shape (n,), no two of them equal; results: of the outputs, shape (m,); reacted: which of
     these did to the look.
@@ -244,7 +244,7 @@ def guess_band(respond: Callable[[Mask], Mask], m: int, n: int, is_symmetric: bo
 def decode(
     respond: Callable[[Mask], Mask], blocks: Sequence[Block], targets: int, most_probes: int
 ) -> tuple[Indices, Indices, int] | None:
-    """The source of each target, where it has one in each tensor at most: found from the bits of the source's index.
+    """The source of each target, if it has at most one per tensor, by the bits of the source's index.
 
     All sources with a one in some bit of their index are probed at once, and the targets that react have it in the
     index of theirs. Before that, two random halves must share no target: what has more sources is most often found by
@@ -302,7 +302,7 @@ def decoded(
     share: float,
     most_probes: int,
 ) -> Pattern | None:
-    """The pattern of what has one entry per row and input, or one per column and output; None: neither is so.
+    """The pattern with one entry per row and input, or one per column and output; None otherwise.
 
     share: of the outputs that react where a random half of all inputs moves. With one source in each of t tensors that
     would be 1 - 2^-t of them at most, but for chance.
@@ -325,7 +325,7 @@ def decoded(
 
 
 def _concatenated(arrays: Sequence[Indices], axis: int) -> Indices:
-    """One array is what it is, without a copy."""
+    """Concatenates arrays; a single array is not copied."""
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis)
 
 
@@ -335,7 +335,7 @@ def explains_look(pattern: Pattern, moved: Mask, reacted: Mask) -> bool:
 
 
 def separating_columns(pattern: Pattern) -> Mask:
-    """Columns, shape (n,), that are to leave every second row as it is: a look at them, and a dense row, tell much."""
+    """Columns, shape (n,), whose perturbation leaves every second row unchanged."""
     chosen = np.zeros(pattern.m, dtype=np.bool_)
     chosen[::2] = True
     separating = np.ones(pattern.n, dtype=np.bool_)
@@ -344,7 +344,7 @@ def separating_columns(pattern: Pattern) -> Mask:
 
 
 def probes_to_arrange(blocks: Sequence[Block]) -> int:
-    """What a `Refinement` takes before its first level."""
+    """The probes that a `Refinement` needs before its first level."""
     wide = (sum(size > 1 for size in block.tensor.shape) for block in blocks if block.size)
     return sum(1 + dims for dims in wide if dims > 1)
 
@@ -398,7 +398,7 @@ class Refinement:
         return np.flatnonzero(self._respond(selection))
 
     def _arrange(self, block: Block) -> Indices:
-        """Puts the separating dimensions of a tensor first, and says which targets the whole of it reaches."""
+        """Moves the separating dimensions of a tensor to the front, and returns the targets of the whole tensor."""
         shape, width = list(block.tensor.shape), block.width
         wide = [dim for dim, size in enumerate(shape) if size > 1]
         reached = np.arange(self._targets)
@@ -443,7 +443,7 @@ class Refinement:
         self._colors = coloring.color(*self._lists, self._targets)
 
     def _split_hubs(self) -> None:
-        """Takes hubs, which would keep all blocks apart, out of the lists of targets."""
+        """Removes hubs (targets of most blocks) from the lists of targets, because they prevent grouping."""
         starts, members = self._lists
         hubs = np.bincount(members, minlength=self._targets) > HUB_SHARE * self._active.size
         if hubs.sum() > MOST_HUBS * self._targets:
@@ -514,7 +514,7 @@ class Refinement:
         return selection
 
     def _replace(self, middle: Indices, children: Indices, found: Indices) -> None:
-        """Puts halves, and the targets that they reach, in the place of the active blocks."""
+        """Replaces the active blocks by their halves and the targets of these."""
         active = self._active
         pairs, starts = coloring.bucket(children, 2 * active.size)
         before, after = np.diff(self._starts)[active], np.diff(starts).reshape(-1, 2)
@@ -562,7 +562,7 @@ def refined(
     most_probes: int,
     most_if_likely: int = 0,
 ) -> Pattern | None:
-    """The pattern from the side that settles first; None where that takes more probes, or entries, than given.
+    """The pattern from the side that finishes first; None if it exceeds the numbers of probes or entries.
 
     The two sides take turns, each until it has taken twice as many probes as the other: a Jacobian may
     be hopeless from one side and trivial from the other, and VJPs after evaluations need a new graph. A
@@ -599,7 +599,7 @@ def refined(
 
 
 def _with_whole_elements(pattern: Pattern, inputs: Sequence[Block], outputs: Sequence[Block]) -> Pattern:
-    """With all coordinates of an entry of which there are some."""
+    """The pattern extended to all coordinates of each element of an entry."""
     if not any(block.is_complex for block in (*inputs, *outputs)):
         return pattern
     first_row, row_widths = _elements(outputs)
@@ -617,7 +617,7 @@ def _with_whole_elements(pattern: Pattern, inputs: Sequence[Block], outputs: Seq
 
 
 def _elements(blocks: Sequence[Block]) -> tuple[Indices, Indices]:
-    """Of each coordinate: the first one of the element that it belongs to, and how many that has."""
+    """Per coordinate, the first coordinate of its element, and the number of coordinates of the element."""
     widths = np.repeat([block.width for block in blocks], [block.size for block in blocks])
     coordinates = np.arange(widths.size)
     firsts = np.repeat([block.first for block in blocks], [block.size for block in blocks])

@@ -131,7 +131,7 @@ class Groups(NamedTuple):
         return self._replace(starts=self.starts[own], entry_starts=self.entry_starts[own])
 
     def of(self, g: int) -> tuple[slice, Tensor]:
-        """Where the coordinates of a group lie, and its entries."""
+        """The positions of a group's coordinates, and its entries."""
         (begin, end), (first, last) = self.starts[g : g + 2].tolist(), self.entry_starts[g : g + 2].tolist()
         return slice(begin, end), self.entries[first:last]
 
@@ -155,7 +155,7 @@ class Derivatives:
 def visit_outputs(
     result: Any, outputs: Sequence[OutputSpec], visit: Callable[[int, Tensor, slice], None]
 ) -> tuple[int, Any] | None:
-    """Hands each expected output to visit; the number of the first that does not look as expected, and what it is."""
+    """Calls visit with each expected output; returns the number and value of the first unexpected one."""
     found, offset = result if isinstance(result, tuple | list) else (result,), 0
     for o, (position, like) in enumerate(outputs):
         value = found[position] if position < len(found) else None
@@ -172,7 +172,7 @@ def visit_outputs(
 
 
 def with_domain_of(tensor: Tensor, value: Tensor) -> Tensor:
-    """A gradient or tangent as complex or real as the tensor that it belongs to."""
+    """Converts a gradient or tangent to the domain (real or complex) of its tensor."""
     if value.is_complex() == tensor.is_complex():
         return value
     return value.real if value.is_complex() else value.to(value.dtype.to_complex())
@@ -191,7 +191,7 @@ def _two_points(
 
 
 def _into(row: Tensor) -> Callable[[int, Tensor, slice], None]:
-    """A visit that lays outputs end to end into a row."""
+    """A visitor that concatenates outputs into a row."""
     return lambda _, output, at: ops.flatten_(row[at], output)
 
 

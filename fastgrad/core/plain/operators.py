@@ -53,13 +53,13 @@ def moved(x: Tensor, step: Tensor | float) -> Tensor:
 
 
 def realized_width(x: Tensor, step: Tensor | float) -> Tensor:
-    """(x + step) - (x - step) as rounding leaves it; 2 step at an infinite x."""
+    """(x + step) - (x - step) after rounding; 2 step if x is infinite."""
     width = moved(x, step).to(torch.float64) - moved(x, -step).to(torch.float64)
     return torch.where(width.isfinite(), width, 2 * step)
 
 
 def coordinate_step(x: Tensor, eps: float, relative_step: float) -> Tensor:
-    """Eps where that moves x at all, else relative_step |x|."""
+    """The step: eps if it changes x, otherwise relative_step |x|."""
     steps = x.to(torch.float64).abs() * relative_step
     return torch.where(realized_width(x, eps) == 0, steps, eps)
 

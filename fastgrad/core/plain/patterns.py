@@ -50,7 +50,7 @@ def color(starts: Tensor, members: Tensor, targets: int) -> Tensor:
 
 
 def _star_fit(rows: list[list[int]], order: list[int], most: int) -> list[int] | None:
-    """First fit, each vertex knowing how many neighbors of each color it has, and the last; None: more than `most`."""
+    """First fit, with counts of neighbors per color; None if it needs more than `most` colors."""
     colors = [-1] * len(rows)
     leaves: list[dict[int, tuple[int, int]]] = [{} for _ in rows]
 

@@ -48,7 +48,7 @@ class GradientsMatch:
     unspecified: dict[int, UnspecifiedEntry] = field(default_factory=dict)
 
     def look_at(self, k: int, gradient: Tensor, elements: Tensor, row: int) -> None:
-        """Keeps the largest entry at an element that a sparse input does not specify."""
+        """Updates the largest entry at unspecified elements of a sparse input."""
         others = gradient.clone().index_fill_(0, elements, 0)
         if others.numel() == 0:
             return
@@ -112,7 +112,7 @@ class Graph:
 
 
 class UnrecordedBackward:
-    """The gradients of func, of its inputs and grad_outputs; csrc/unrecorded_backward.h has the contract."""
+    """The gradients of func as a function of inputs and grad_outputs; csrc/unrecorded_backward.h has the contract."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ def _flatten_gradients(
     match: GradientsMatch,
     scale: float = 1.0,
 ) -> None:
-    """Lays gradients, divided by a power of two, end to end into row k of the target."""
+    """Writes the concatenated gradients, divided by a power of two, into row k of the target."""
     check_in_place(inputs)  # a backward can reach them, too
     end = 0
     for i, (gradient, block) in enumerate(zip(gradients, inputs, strict=True)):
@@ -270,7 +270,7 @@ def first_other_vjp(
 
 
 def _is_repeated(gradient: Tensor, again: Tensor, rerun: Callable[[float], None], scale: float) -> bool:
-    """Whether a multiple gave the same; where only it overflowed, and does so again, a smaller one."""
+    """Whether a multiple of grad_output gave the same gradient; if it overflowed, a smaller multiple is used."""
     if torch.equal(gradient, again):
         return True
     if again.isfinite().all() or not gradient.isfinite().all():
@@ -373,7 +373,7 @@ def _backward_nodes(outputs: Sequence[Tensor], ends: Sequence[Any] = ()) -> Iter
 
 
 def runs_no_custom_code(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
-    """As the compiled one, but that no hooks inside of the graph are seen from Python."""
+    """As the compiled function, but hooks inside the graph are not visible from Python."""
     tensors = (*outputs, *inputs)
     if modes_are_active() or any(is_dispatched_to_python(x) or x._backward_hooks for x in tensors):
         return False
@@ -386,7 +386,7 @@ def count_nodes(outputs: Sequence[Tensor], most: int) -> tuple[int, int]:
 
 
 def backward_streams(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[int]:
-    """Python does not see a node's stream: -1, which is none, wherever a device takes part."""
+    """A node's stream is not visible from Python: returns -1 (unknown) if a device takes part."""
     return [-1] if any(tensor.device.type != "cpu" for tensor in (*outputs, *inputs)) else []
 
 
