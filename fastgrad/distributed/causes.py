@@ -24,13 +24,13 @@ PER_RANK = 8
 """Coordinates per rank at which gradients are compared with differences: two evaluations each."""
 
 UNEXPLAINED = 1e-3
-"""Of the size of gradients, that much may be left over by what explains them: the rtol of gradcheck."""
+"""Largest relative residual of an explanation of the gradients: the rtol of gradcheck."""
 
 CONFIDENCE = 0.97
 
 
 def explained(report: Report, session: Session, arguments: tuple[Any, ...], checked: Sequence[int]) -> Report:
-    """The report with what ranks have to do with it."""
+    """The report with causes and notes about the ranks."""
     notes = [
         f"ranks hold different values of {what} {number}, which is Replicate(): at {apart.index} rank {apart.rank} has "
         f"{apart.found:.6g}, rank 0 {apart.on_first:.6g}"
@@ -70,7 +70,7 @@ def _place(report: Report, failure: Failure, session: Session) -> list[str]:
 
 @dataclass
 class _Sampled:
-    """At some elements of an input that a rank holds: its gradient, and what differences say.
+    """The gradient of a rank at some elements of its part of an input, and the differences there.
 
     Attributes
     ----------
@@ -88,7 +88,7 @@ class _Sampled:
 
 
 def _causes(sampled: Sequence[_Sampled], space: Space) -> list[Cause]:
-    """What explains the gradients of all ranks."""
+    """The causes that explain the gradients of all ranks."""
     count = len(sampled)
     found, numerical, own = (
         torch.cat([getattr(one, name) for one in sampled]) for name in ("found", "numerical", "own")
@@ -119,7 +119,7 @@ def _causes(sampled: Sequence[_Sampled], space: Space) -> list[Cause]:
 
 
 def _of_some_ranks(sampled: Sequence[_Sampled], space: Space) -> list[Cause]:
-    """Where some ranks are right, or have what belongs to others."""
+    """Causes in which some ranks are right, or have the gradients of other ranks."""
     wrong = [rank for rank, one in enumerate(sampled) if not _same(one.found, one.numerical)]
     if isinstance(space.gradient, Shard):
         others = [
@@ -149,7 +149,7 @@ def _same(left: Any, right: Tensor) -> bool:
 
 
 def _sampled(session: Session, inputs: Sequence[Tensor], which: int, eps: float) -> list[_Sampled]:
-    """Gradients of an input that the ranks have, beside differences."""
+    """The gradients of an input on all ranks, with differences."""
     graph = session.call(inputs, True).graph
     outputs = list(zip(graph.outputs, graph.output_like, strict=True))
     cotangents = [_random_like(whole_of(like, space.placement), number) for number, (space, like) in enumerate(outputs)]

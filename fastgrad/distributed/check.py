@@ -164,7 +164,7 @@ def _refuse(func: object, keywords: Mapping[str, Any]) -> None:
 
 
 def _checked(arguments: Sequence[Any]) -> list[int]:
-    """The places of the tensors that require grad."""
+    """The positions of the tensors that require grad."""
     found = [i for i, value in enumerate(arguments) if isinstance(value, Tensor) and value.requires_grad]
     if len({id(arguments[i]) for i in found}) < len(found):
         raise ValueError("a tensor is passed twice: pass it once, and let func use it twice.")
@@ -174,7 +174,7 @@ def _checked(arguments: Sequence[Any]) -> list[int]:
 def _lead(
     session: Session, func: Callable[..., Any], arguments: tuple[Any, ...], checked: Sequence[int], keywords: Any
 ) -> Report:
-    """Rank 0's part, the end of which it tells the others."""
+    """Runs the check on rank 0, and informs the others of its end."""
     whole = list(arguments)
     for i, parts, space in zip(checked, session.base, session.inputs, strict=True):
         whole[i] = whole_of(parts, space.placement).to(arguments[i].device).requires_grad_()
@@ -196,7 +196,7 @@ def _lead(
 
 
 def _each(name: str, given: Any, count: int) -> list[Any]:
-    """What is given for each input: one for all that there are, or a sequence."""
+    """The value for each input, from one value or a sequence."""
     if given is None:
         return [None] * count
     found = list(given) if isinstance(given, (tuple, list)) else [given]
@@ -225,7 +225,7 @@ def _placement(name: str, placement: Any) -> Placement:
 
 
 def _result_spaces(outputs: Any, gradients: Any) -> tuple[Space, ...] | None:
-    """How results are placed; None: as they say themselves."""
+    """The placements of the results; None: those of their DTensors."""
     if outputs is None:
         return None
     found = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
@@ -237,7 +237,7 @@ def _result_spaces(outputs: Any, gradients: Any) -> tuple[Space, ...] | None:
 
 
 def _refuse_what_does_not_fit(ranks: Sequence[_About], checked: Sequence[int]) -> None:
-    """Calls of the ranks that do not belong together, or parts that make up no tensor."""
+    """Raises if the calls of the ranks differ, or their parts do not form a tensor."""
     first = ranks[0]
     for rank, other in enumerate(ranks):
         for what in ("function", "versions", "spaces", "results", "keywords"):

@@ -16,25 +16,25 @@ Placement = Shard | Replicate | Partial
 
 
 def dual(placement: Any) -> Any:
-    """Where the gradient of a tensor is placed by default: as DTensor has it."""
+    """The default placement of the gradient of a tensor, as in DTensor."""
     return Replicate() if isinstance(placement, Partial) else placement
 
 
 @dataclass(frozen=True)
 class Space:
-    """How a tensor is placed, and how its gradient is."""
+    """The placements of a tensor and of its gradient."""
 
     placement: Placement
     gradient: Placement
 
     @property
     def of_gradients(self) -> Space:
-        """The space of its gradients: the gradient with respect to a gradient is placed as the tensor itself."""
+        """The placements of the gradient; the gradient with respect to it is placed like the tensor."""
         return Space(self.gradient, self.placement)
 
 
 def whole_of(parts: Sequence[Tensor], placement: Placement) -> Tensor:
-    """The tensor whose parts the ranks hold."""
+    """The whole tensor, from the parts of the ranks."""
     if isinstance(placement, Shard):
         return torch.cat(list(parts), placement.dim)
     if isinstance(placement, Partial):
@@ -43,7 +43,7 @@ def whole_of(parts: Sequence[Tensor], placement: Placement) -> Tensor:
 
 
 def parts_of(whole: Tensor, placement: Placement, like: Sequence[Tensor]) -> list[Tensor]:
-    """What each rank holds of a tensor.
+    """The parts of a tensor, one per rank.
 
     Of a sum, what the tensor differs from that of `like` is shared out unequally: no rank could be left out unnoticed.
 
@@ -61,7 +61,7 @@ def parts_of(whole: Tensor, placement: Placement, like: Sequence[Tensor]) -> lis
 
 
 def held_by(placement: Placement, parts: Sequence[torch.Size], index: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """The ranks that hold an element, and its index there."""
+    """The ranks that hold an element, and its index in their parts."""
     if not isinstance(placement, Shard):
         return [(rank, list(index)) for rank in range(len(parts))]
     first = 0
@@ -76,7 +76,7 @@ def held_by(placement: Placement, parts: Sequence[torch.Size], index: Sequence[i
 
 
 def mismatch(placement: Placement, shapes: Sequence[torch.Size]) -> str:
-    """Why parts of these shapes do not make up a tensor; empty where they do."""
+    """The reason why parts of these shapes do not form a tensor; empty if they do."""
     if isinstance(placement, Shard):
         if not 0 <= placement.dim < min(len(shape) for shape in shapes):
             return f"is {placement}, and has {len(shapes[0])} dimensions on rank 0"
@@ -100,7 +100,7 @@ class Difference:
 
 
 def difference(parts: Sequence[Tensor], placement: Placement) -> Difference | None:
-    """Where a rank does not hold what rank 0 holds, but for rounding, of a replicated tensor."""
+    """An element of a replicated tensor that differs between a rank and rank 0 by more than rounding."""
     if not isinstance(placement, Replicate):
         return None
     for rank, part in enumerate(parts):

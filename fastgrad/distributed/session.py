@@ -18,12 +18,12 @@ from fastgrad.distributed.placements import Difference, Space, difference, dual,
 from fastgrad.problem.arguments import as_tuple
 
 Parts = list[Tensor | None]
-"""What the ranks hold of a tensor; None where one has no gradient."""
+"""The parts of a tensor, one per rank; None for a rank without a gradient."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """What a rank is to do.
+    """A request of rank 0 to a rank.
 
     Attributes
     ----------
@@ -49,7 +49,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Answer:
-    """A rank's parts of the results, which of them require grad, and how those that are DTensors are placed.
+    """A rank's parts of the results, with requires_grad, and the placements of DTensors.
 
     is_single: whether func returned a tensor, and not several.
     """
@@ -68,7 +68,7 @@ class _LocalGraph:
 
 
 class Member:
-    """What one rank does: calls func with its own arguments, whose checked tensors it sets, and runs backward."""
+    """One rank: calls func with its own arguments and given values of the checked tensors, and runs backward."""
 
     def __init__(self, func: Callable[..., Any], arguments: Sequence[Any], checked: Sequence[int]) -> None:
         self._func, self._arguments = func, arguments
@@ -78,15 +78,15 @@ class Member:
         self._graphs: dict[int, _LocalGraph] = {}
 
     def parts(self) -> tuple[Tensor, ...]:
-        """Its parts of the inputs, as they are now."""
+        """The current values of its parts of the inputs."""
         return tuple(memory.detach().cpu().clone() for memory in self._memory)
 
     def restore(self) -> None:
-        """Gives inputs the values that they had."""
+        """Restores the values of the inputs."""
         self._set(self._kept)
 
     def obey(self, order: Order) -> Answer:
-        """Does it."""
+        """Executes a request."""
         for number in order.forget:
             self._graphs.pop(number, None)
         return self._call(order) if order.parent is None else self._backward(order, self._graphs[order.parent])
@@ -133,18 +133,18 @@ class Member:
 
 
 def _memory_of(tensor: Tensor) -> Tensor:
-    """A tensor's own elements, to be written without autograd's knowledge: those of this rank, of a DTensor."""
+    """A tensor's local elements, for writes that autograd does not see."""
     own: Any = tensor.detach()
     return own.to_local().data if isinstance(tensor, DTensor) else tensor.data
 
 
 def _nothing(like: Tensor | None) -> Tensor:
-    """A leaf that no gradient reaches."""
+    """A leaf without a gradient."""
     return torch.zeros_like(like).requires_grad_() if like is not None else torch.zeros((), requires_grad=True)
 
 
 def _local(result: Tensor) -> Tensor:
-    """The rank's own part of a result; backward gets grad_outputs as of Replicate() for what is Partial()."""
+    """The rank's part of a result; for a Partial() result, backward gets grad_outputs as for Replicate()."""
     if not isinstance(result, DTensor):
         return result
     return result.to_local(grad_placements=[dual(placement) for placement in result.placements])
@@ -176,7 +176,7 @@ def _answer(outputs: Sequence[Tensor | None]) -> Answer:
 
 @dataclass
 class Graph:
-    """What rank 0 knows of a graph that all ranks hold.
+    """Rank 0's description of a graph whose parts all ranks hold.
 
     Attributes
     ----------
@@ -206,7 +206,7 @@ class Results:
 
 
 class Session:
-    """Rank 0's side.
+    """The session on rank 0.
 
     Attributes
     ----------
@@ -222,7 +222,7 @@ class Session:
     """
 
     def __init__(self, ranks: Ranks, member: Member, inputs: list[Space], outputs: Sequence[Space] | None) -> None:
-        """outputs: None where results say themselves how they are placed."""
+        """outputs: the placements of the results; None if they are DTensors."""
         self._ranks, self._member = ranks, member
         self.inputs, self._outputs = inputs, outputs
         self._numbers = itertools.count()
@@ -264,7 +264,7 @@ class Session:
         return self._results(made, found, differentiable, record)
 
     def _placed(self, own: Sequence[Space | None]) -> list[Space]:
-        """How results are placed; own: of those that are DTensors."""
+        """The placements of the results; own: of DTensors."""
         named = [None] * len(own) if self._outputs is None else list(self._outputs)
         if len(named) != len(own) or any(one is None and other is None for one, other in zip(named, own, strict=True)):
             raise ValueError(
@@ -279,7 +279,7 @@ class Session:
         return Results(graph, found, differentiable)
 
     def end(self, report: Any) -> None:
-        """Tells the other ranks what came of it."""
+        """Sends the result to the other ranks."""
         with suppress(RankError):  # if the ranks can be told
             self._ranks.end(report)
 
@@ -313,7 +313,7 @@ class Session:
 
 
 def follow(ranks: Ranks, member: Member) -> Any:
-    """What the other ranks do until rank 0 has the report, which is returned."""
+    """The loop of the other ranks until rank 0 sends the report; returns it."""
     while True:
         order = ranks.next_order()
         if not isinstance(order, Order):
@@ -334,7 +334,7 @@ def _forgetting(order: Order, forget: tuple[int, ...]) -> Order:
 
 
 def cotangent_parts(cotangent: Tensor, space: Space, like: Sequence[Tensor]) -> Parts:
-    """What each rank gets of a grad_output."""
+    """The part of a grad_output for each rank."""
     return [*parts_of(cotangent.detach().cpu(), space.gradient, [torch.zeros_like(part) for part in like])]
 
 
@@ -348,7 +348,7 @@ def _by_result(answers: Sequence[Answer]) -> tuple[list[Parts], list[bool]]:
 
 
 def _in_words(troubles: Sequence[Trouble], count: int) -> str:
-    """What happened, the cause first: who waited in vain, waited for somebody."""
+    """Describes errors of ranks, the cause first; a rank that timed out waited for another rank."""
     raised = [one for one in troubles if not one.collective]
     waited = [one for one in troubles if one.collective]
     parts = [f"rank {one.rank} raised {one.text}" for one in raised]
@@ -392,7 +392,7 @@ class _Remote(torch.autograd.Function):
 
 
 def _joined(results: Results, number: int, device: torch.device) -> Tensor | None:
-    """The whole of an output; a rank that has no gradient has zeros, and None stands for none on any."""
+    """The whole output gradient; a missing gradient counts as zeros, and is None if all ranks have none."""
     parts = results.parts[number]
     if all(part is None for part in parts):
         return None
@@ -404,7 +404,7 @@ def _joined(results: Results, number: int, device: torch.device) -> Tensor | Non
 
 
 def whole_function(session: Session, checked: Sequence[int]) -> Callable[..., Any]:
-    """The function over all ranks, of whole tensors in the places of those that are checked."""
+    """The function over all ranks, of whole tensors in place of the checked ones."""
 
     def whole(*arguments: Any) -> Any:
         tensors = [arguments[i] for i in checked]

@@ -45,7 +45,7 @@ CERTIFICATES = 2
 """Random seeds, the second of them with a random half zero."""
 
 SCALES = (3.0, 5.0, 7.0)
-"""Multiples of a seed that tell rounding: powers of two would not."""
+"""Multiples of a seed that measure rounding; powers of two would not."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Entries:
 
 @dataclass(frozen=True)
 class _Scheme:
-    """Which rows (or columns, or both at once) share a product, and where each entry is found.
+    """Groups of rows or columns (or both) that share a product, and the position of each entry in the products.
 
     Attributes
     ----------
@@ -112,7 +112,7 @@ class _Scheme:
 def entries_by_structure(
     rows: LinearMap, columns: Callable[[], LinearMap | None] = lambda: None, symmetric: bool = False
 ) -> Entries | None:
-    """The matrix of a linear map, where its structure makes that cheaper than a product a row; otherwise None.
+    """The matrix of a linear map, if its sparsity needs fewer products than rows; otherwise None.
 
     Parameters
     ----------
@@ -140,7 +140,7 @@ def entries_by_structure(
 
 
 class _Maps:
-    """A map, with its transpose once that is asked for."""
+    """A map, with its transpose on demand."""
 
     def __init__(self, rows: LinearMap, columns: Callable[[], LinearMap | None], symmetric: bool) -> None:
         self.rows = rows
@@ -156,7 +156,7 @@ class _Maps:
         return self._columns
 
     def schemes(self, pattern: Pattern) -> list[_Scheme]:
-        """What may be tried with a pattern, as far as it saves products, the fewest first."""
+        """The groupings of a pattern that save products, the one with the fewest first."""
         colors = coloring.color(pattern.starts, pattern.columns, pattern.n)
         found = [_Scheme(self.rows, colors, np.repeat(colors, np.diff(pattern.starts)), pattern.columns)]
         if self.symmetric:
@@ -224,7 +224,7 @@ class _Patterns(Detection):
 
 
 def _is_certified(rows: LinearMap, pattern: Pattern, values: Tensor) -> bool:
-    """Whether products with random seeds are what the entries add up to, to within rounding."""
+    """Whether products with random seeds equal the sums of the entries, up to rounding."""
     i, j = (torch.from_numpy(side).to(rows.device) for side in (pattern.rows(), pattern.columns))
     precise = values.to(torch.promote_types(values.dtype, torch.float64))
     for halved in range(CERTIFICATES):
@@ -247,7 +247,7 @@ def _is_certified(rows: LinearMap, pattern: Pattern, values: Tensor) -> bool:
 
 
 def _rounding_noise(rows: LinearMap, seed: Tensor, product: Tensor) -> Tensor:
-    """How far products with multiples of a seed are from multiples of its product: shape (n,)."""
+    """Deviation of products with multiples of a seed from multiples of its product: shape (n,)."""
     noise = torch.zeros(rows.n, dtype=torch.float64, device=rows.device)
     for factor in SCALES:
         multiple = rows.product(rows.rounded(factor * seed))

@@ -87,7 +87,7 @@ def form(tensors: Sequence[Tensor], is_tuple: bool) -> Any:
 
 
 def nested(parts: Parts, outputs_are_tuple: bool, inputs_are_tuple: bool) -> Any:
-    """Parts as a tuple of tuples, without the levels that are no tuples."""
+    """The parts of a Jacobian as nested tuples, without levels for single tensors."""
     rows = [tuple(row) if inputs_are_tuple else row[0] for row in parts]
     return tuple(rows) if outputs_are_tuple else rows[0]
 

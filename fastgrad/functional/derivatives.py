@@ -46,12 +46,12 @@ Func = Callable[..., Any]
 Strategy = Literal["reverse-mode", "forward-mode"]
 
 BATCH_BYTES = 1 << 26
-"""Of seeds and products that vectorize=True holds at a time."""
+"""Bytes of seeds and products that vectorize=True holds at a time."""
 
 
 @dataclass(frozen=True)
 class _Options:
-    """Keywords that say how a matrix is computed and returned."""
+    """Keywords for the computation and the form of a matrix."""
 
     create_graph: bool
     strict: bool

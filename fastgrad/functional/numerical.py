@@ -113,7 +113,7 @@ def numerical_hessian_product(
 
 
 class _Seen:
-    """func with a tuple for its result; what it returned first, and in which form, is kept."""
+    """func with a tuple as its result; keeps the first result and its form."""
 
     def __init__(self, func: Func, name: str) -> None:
         self.outputs: Tensors = ()

@@ -17,10 +17,10 @@ DRAWS = 6
 about a third, which the factors below make up for."""
 
 SECOND_DRAWS = 12
-"""Runs for what is beyond its allowance at first; inputs are perturbed relative to the largest of their tensor."""
+"""Additional runs for entries beyond their allowance; inputs are perturbed relative to the largest of their tensor."""
 
 FACTOR = {torch.float32: 16.0, torch.float16: 4.0, torch.bfloat16: 4.0}
-"""Scales of rounding that an entry of a VJP may be off.
+"""Allowed error of an entry of a VJP, in scales of rounding.
 
 A kernel adds up in another order, or with other intermediate results, than the reference in perturbed arithmetic. The
 smallest powers of two for which right operators of torch's database are within their allowance, on one sample of each.
@@ -38,13 +38,13 @@ ONCE = 1.02
 to what was rounded before, in a finer dtype."""
 
 SHARE_ONCE = 0.9
-"""Of the entries that many must be rounded once for a kernel to be held to it."""
+"""Share of entries that must be rounded once for the smaller allowance to apply."""
 
 FEWEST_ONCE = 20
-"""Nonzero entries below which that says nothing."""
+"""Least number of nonzero entries for this decision."""
 
 ALLOWED_ONCE = 1.1
-"""Units of an entry that are then allowed, beside one scale."""
+"""The smaller allowance: units of the entry, plus one scale."""
 
 _SECOND_SEED = 2000
 _SEED = 1000
@@ -52,7 +52,7 @@ _SEED = 1000
 
 @dataclass
 class Spread:
-    """What rounding does to some VJPs and to the outputs: moduli of differences from the reference.
+    """The effect of rounding on some VJPs and on the outputs: moduli of differences from the reference.
 
     Attributes
     ----------
@@ -70,7 +70,7 @@ class Spread:
     rounded_values: Tensor
 
     def both(self) -> Tensor:
-        """The larger of both for each entry; where nothing finite is known, what is."""
+        """The larger of both scales per entry; the known one if the other is not finite."""
         return torch.maximum(self.products, self.rounded.nan_to_num(nan=0.0, posinf=0.0))
 
     def both_values(self) -> Tensor:
@@ -79,7 +79,7 @@ class Spread:
 
 
 def spread_of(products: Products, cotangents: Tensor, exact: Tensor, dtype: torch.dtype, blocks: Blocks) -> Spread:
-    """Measures it by 2 `DRAWS` + 1 runs of the reference."""
+    """Measures the effect of rounding by 2 `DRAWS` + 1 runs of the reference."""
     plain = _mean_square(products, cotangents, exact, dtype, blocks, "nothing", DRAWS, _SEED)
     moved = _mean_square(products, cotangents, exact, dtype, blocks, "each", DRAWS, _SEED)
     values, gradients = products.draw(Arithmetic(dtype, None), cotangents, "nothing")
@@ -94,7 +94,7 @@ def spread_of(products: Products, cotangents: Tensor, exact: Tensor, dtype: torc
 def second_spread(
     products: Products, cotangents: Tensor, exact: Tensor, dtype: torch.dtype, blocks: Blocks
 ) -> tuple[Tensor, Tensor]:
-    """Of outputs and VJPs, in a second look: shapes (m,) and (count, n)."""
+    """Scales of outputs and VJPs in a second look: shapes (m,) and (count, n)."""
     return _mean_square(
         *(products, cotangents, exact, dtype, blocks, "relative to the largest", SECOND_DRAWS, _SECOND_SEED),
         decomposes=True,
@@ -189,7 +189,7 @@ def _moduli(coordinates: Tensor, blocks: Sequence[Block]) -> Tensor:
 
 
 def is_rounded_once(error: Tensor, size: Tensor, units: Tensor, subnormals: Tensor) -> bool:
-    """Whether most entries are those of the reference, rounded: the kernel computes in a finer dtype.
+    """Whether most entries are those of the reference, rounded once: the kernel computes in a wider dtype.
 
     error, size: moduli of differences and of the reference, shape (count, n).
     """
@@ -201,7 +201,7 @@ def is_rounded_once(error: Tensor, size: Tensor, units: Tensor, subnormals: Tens
 
 
 def allowed(scale: Tensor, size: Tensor, blocks: Blocks, factor: float, once: bool) -> Tensor:
-    """How far each entry may be off, by its scale and its size."""
+    """The allowed error of each entry, from its scale and its size."""
     if not once:
         return factor * scale
     return torch.minimum(factor * scale, ALLOWED_ONCE * blocks.input_units * size + scale)

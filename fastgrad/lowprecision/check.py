@@ -32,19 +32,20 @@ from fastgrad.report.report import Report
 from fastgrad.verdict.grad_outputs import check_batched_gradients, check_undefined_grads, check_zero_grad_output
 
 SAME_DRAW = 16.0
-"""Units, of the largest value, that two runs of func with the same random state may be apart: atomic additions."""
+"""Allowed difference of two runs of func with the same random state, in units of the largest value (atomic
+additions)."""
 
 _AT_X_ONLY = ("kink", "not converged", "not finite")
-"""What may be wrong with x, and not with a reference."""
+"""Failures that may come from x and not from the reference."""
 
 _OF_ZEROS = ("not multiplied by grad_output", "undefined grad not zero")
 
 NEARBY = 2.0**-10
-"""How far from x a reference is checked, relative to x, where x is at a kink."""
+"""Relative distance from x at which a reference is checked if x is at a kink."""
 
 
 def obstacle(inputs: Any, settings: Settings) -> str:
-    """Why inputs cannot be checked by measured rounding; empty where they can."""
+    """The reason why inputs cannot be checked with measured rounding; empty if they can."""
     checked = [value for value in as_tuple(inputs) if isinstance(value, Tensor) and value.requires_grad]
     if any(value.layout is not torch.strided for value in checked):
         return "sparse and MKLDNN inputs are checked by tolerances only"
@@ -64,7 +65,7 @@ def check(
     reference: Callable[[], Reference],
     names: tuple[str, ...] = (),
 ) -> Report:
-    """Checks the gradients of a function of a lower dtype by rounding that is measured.
+    """Checks the gradients of a function in a lower dtype with measured rounding.
 
     Parameters
     ----------
@@ -89,7 +90,7 @@ def check(
 
 
 class LowerCheck:
-    """One check, on its way to the report.
+    """The state of one check.
 
     Attributes
     ----------
@@ -149,7 +150,7 @@ class LowerCheck:
         return exact_libraries(self._settings.nondet_tol == 0, False)
 
     def _is_random(self, problem: Problem) -> bool:
-        """Whether func draws from a generator of its own. Afterwards the graph is of the random state at first."""
+        """Whether func draws from its own generator. Afterwards the graph is that of the original random state."""
         first = problem.base()
         self._states.restore()
         again = problem.evaluate(True)
@@ -163,7 +164,7 @@ class LowerCheck:
         return bool(((first - again)[both].abs() > room).any())
 
     def _with_reference(self, problem: Problem, make: Callable[[], Reference]) -> Report | None:
-        """Compares with the reference; a report where that is wrong itself."""
+        """Compares with the reference; returns a report if the reference itself is wrong."""
         reference = make()
         products = Products(reference, problem, self._states)
         self._refuse_coarse(reference, problem, products)
@@ -188,7 +189,7 @@ class LowerCheck:
         return None
 
     def _refuse_coarse(self, reference: Reference, problem: Problem, products: Products) -> None:
-        """A reference whose outputs are of the function's own dtype is none."""
+        """Raises if the reference returns outputs in the function's dtype."""
         for block, dtype in zip(problem.outputs, products.dtypes, strict=True):
             if not 2 * unit_roundoff(dtype) < unit_roundoff(block.tensor.dtype) and dtype in LOWER:
                 raise IncomparableError(
@@ -196,7 +197,7 @@ class LowerCheck:
                 )
 
     def _check_reference(self, reference: Reference, problem: Problem) -> Report | None:
-        """The reference by itself, in double precision; its report where it fails."""
+        """Checks the reference in double precision; returns its report if it fails."""
         func = self._seeded(reference.func) if self._draws else reference.func
         try:
             report, nearby = self._first_that_passes(func, reference.arguments)
@@ -226,7 +227,7 @@ class LowerCheck:
         return replace(report, settings=self._settings, precision=self._outcome.precision, notes=(*report.notes, note))
 
     def _first_that_passes(self, func: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Report, str]:
-        """The report of a reference at x, or next to it where only x is in trouble; and that trouble."""
+        """The report of a reference at x, or next to x if only x has a problem; and that problem."""
         report = order.check(func, arguments, self._settings, self._names, explain=False)
         if report.failure is None:
             return report, ""
@@ -238,7 +239,7 @@ class LowerCheck:
         return order.check(func, arguments, self._settings, self._names), ""
 
     def _seeded(self, func: Callable[..., Any]) -> Callable[..., Any]:
-        """Func with the random state at first in every call."""
+        """Wraps func: every call starts from the original random state."""
 
         @wraps(func)
         def seeded(*arguments: Any) -> Any:
@@ -258,7 +259,7 @@ class LowerCheck:
             judge_by_differences(problem, self._settings.seed, self._outcome)
 
     def _attributes(self, problem: Problem) -> Failure | None:
-        """What must hold beside the values, as in double precision."""
+        """The checks apart from values, as in double precision."""
         settings = self._settings
         failure = self._two_runs(problem)
         if failure is None and settings.check_batched_grad:
@@ -276,7 +277,7 @@ class LowerCheck:
         return failure
 
     def _two_runs(self, problem: Problem) -> Failure | None:
-        """Whether a backward gives the same twice, of the sizes and dtypes of the inputs."""
+        """Whether backward is deterministic, and gradients have the sizes and dtypes of the inputs."""
         if not problem.n or not problem.m:
             return None
         v = probes_of(problem, True, False, self._settings.seed).cotangents[1]
@@ -289,7 +290,7 @@ class LowerCheck:
         return Failure("nondeterministic") if float(difference.max()) > self._settings.nondet_tol else None
 
     def _finished(self, problem: Problem) -> Report:
-        """The report of what was found."""
+        """Builds the report."""
         outcome = self._outcome
         if outcome.is_open:
             outcome.failure = self._attributes(problem)

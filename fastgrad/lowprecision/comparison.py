@@ -27,10 +27,10 @@ from fastgrad.problem.problem import Problem
 from fastgrad.report.data import RoundedEntry
 
 AT_A_TIME = 64
-"""VJPs of a second look: 12 more runs of each."""
+"""Number of VJPs with a second look, each of which takes 12 more runs."""
 
 SIGNIFICANT = 0.01
-"""Of the largest entry of a VJP: what smaller entries would show is not counted."""
+"""Entries smaller than this share of the largest entry of their VJP are not counted."""
 
 SCALE_UNITS = 1.0
 SCALE_ERRORS = 3.0
@@ -131,16 +131,16 @@ class Comparison:
 
     @property
     def out_of_range(self) -> int:
-        """Entries at which the reference leaves the range of the dtype, or is not finite."""
+        """Entries for which the reference leaves the range of the dtype, or is not finite."""
         return int((~self._is_in_range()).sum())
 
     def ratio(self) -> Tensor:
-        """Errors over what is allowed; zero where there is nothing to compare."""
+        """Ratios of error to allowed error; zero if there is nothing to compare."""
         comparable = self.low.isfinite() & self._is_in_range() & self.limit.isfinite()
         return torch.where(comparable, self.error / self.limit, 0.0)
 
     def look_again(self) -> None:
-        """Raises what is allowed in VJPs with entries beyond it, as far as more draws show that rounding does that."""
+        """Increases the allowance of VJPs with entries beyond it, if more draws show larger rounding."""
         ratio = self.ratio()
         beyond = int((ratio > 1).sum())
         worst = ratio.amax(1) if ratio.shape[1] else ratio.new_zeros(ratio.shape[0])

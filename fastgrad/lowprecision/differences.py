@@ -26,7 +26,7 @@ WINDOW = 8.0
 """The largest step of a fit over its smallest."""
 
 SURE = 6.0
-"""Standard errors that count as uncertainty."""
+"""Uncertainty in standard errors."""
 
 ROUNDING = 2.0
 """Units of a derivative along a direction that rounding of the gradient itself explains, for its sum and its norm."""
@@ -35,14 +35,14 @@ LARGE = 0.2
 """Relative errors from which on a fit over smaller steps must show one, too: large steps may cross a pole or a kink."""
 
 STILL = 8.0
-"""Units of an output that a step must move for its rounding to count as random."""
+"""Least change of an output, in units, for its rounding to count as random."""
 
 DENSE = 2
 ROWS = 6
-"""Combinations of all outputs, and rows of the Jacobian, that are looked at."""
+"""Numbers of combinations of all outputs, and of rows of the Jacobian, that are tested."""
 
 MOST_ENTRIES = 16
-"""Entries of a wrong row that are looked at by themselves, those that matter most first."""
+"""Number of entries of a wrong row that are tested by themselves, those with the largest contribution first."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class Finding:
-    """What one combination of outputs and one direction of the inputs gave.
+    """The result for one combination of outputs and one direction of the inputs.
 
     error: of the gradient, times the direction. allowed: what of it is not certain. size: the sum of the moduli of the
     terms of the gradient along the direction. is_open: an error beyond it was seen, but not by smaller steps. step: the
@@ -86,7 +86,7 @@ class Combination:
 
 
 def combinations(problem: Problem, seed: int) -> list[Combination]:
-    """Some of all outputs, and some rows; of outputs that are finite."""
+    """Some combinations of all finite outputs, and some rows."""
     finite = problem.base().isfinite()
     found = []
     for number in range(DENSE):
@@ -110,7 +110,7 @@ class NotFinite:
 
 
 def not_finite(problem: Problem, among: Sequence[Combination]) -> NotFinite | None:
-    """The first entry that is not finite, and what differences say of it."""
+    """The first entry that is not finite, with its value by differences."""
     wrong = [one for one in among if not bool(one.gradient.isfinite().all())]
     if not wrong:
         return None
@@ -153,7 +153,7 @@ def _moved(problem: Problem, whole: Tensor) -> Tensor:
 
 
 def findings(problem: Problem, among: Sequence[Combination], seed: int) -> Iterator[Finding]:
-    """One for each combination that differences can resolve."""
+    """One result per combination that differences can resolve."""
     scale = _scales(problem)
     for row, w, gradient in ((one.row, one.w, one.gradient) for one in among):
         magnitudes = scale * direction(problem.n, seed, PRECISION_STREAM + 16 * (60 + row)).to(scale.device).abs().div(

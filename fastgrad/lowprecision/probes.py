@@ -13,10 +13,10 @@ from fastgrad.core.random import PRECISION_STREAM, direction
 from fastgrad.problem.problem import Problem
 
 MOST_ROWS = 2048
-"""Rows that are run one by one where VJPs of the reference run in batches; 13 runs of each are needed."""
+"""Largest number of single rows if VJPs of the reference run in batches; each needs 13 runs."""
 
 MOST_SINGLE_ROWS = 256
-"""The same where they do not."""
+"""The same if they do not."""
 
 MOST_ENTRIES = 1 << 21
 """Components of VJPs that are compared: some arrays of them, of 16 MiB each, are held."""
@@ -25,7 +25,7 @@ DENSE = 5
 """Dense grad_outputs, as `_dense` describes them."""
 
 LAYOUTS = Layout.GAPPED, Layout.CONTIGUOUS, Layout.CONTIGUOUS, Layout.OFFSET, Layout.EXPANDED
-"""How they lie in memory."""
+"""Their memory layouts."""
 
 SCALED = 2
 """The dense grad_output that is `FACTOR` times the one before."""
@@ -122,7 +122,7 @@ def _dense(problem: Problem, seed: int) -> Tensor:
 
 
 def rounded(problem: Problem, v: Tensor) -> Tensor:
-    """Numbers that all outputs' dtypes have."""
+    """Numbers that are exact in the dtypes of all outputs."""
     for block in problem.outputs:
         part = v[block.slice]
         v[block.slice] = part.to(block.tensor.dtype.to_real()).to(torch.float64)

@@ -21,12 +21,12 @@ PIECE = 1 << 20
 """Numbers of a batch of VJPs at a time: 8 MiB of each intermediate result."""
 
 Perturbed = Literal["nothing", "each", "relative to the largest"]
-"""How inputs are perturbed: not at all, each by its own unit, or all by that of the largest of their tensor."""
+"""Perturbation of inputs: none, by each element's own unit, or by the unit of the largest of the tensor."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What a function is compared with.
+    """The function with which another one is compared.
 
     Attributes
     ----------
@@ -44,7 +44,7 @@ class Reference:
 
 
 class IncomparableError(Exception):
-    """A reference does not run, or returns something else than the function; its text says what."""
+    """The reference does not run, or its results do not match those of the function."""
 
 
 @contextmanager
@@ -73,7 +73,7 @@ class Products:
     """
 
     def __init__(self, reference: Reference, problem: Problem, states: RandomState) -> None:
-        """Runs the reference once; raises IncomparableError where that gives nothing to compare with."""
+        """Runs the reference once; raises IncomparableError if its results cannot be compared."""
         self._reference = reference
         self._states = states
         self._inputs, self._outputs = problem.inputs, problem.outputs
@@ -95,7 +95,7 @@ class Products:
         self.vectorizes = native.runs_no_custom_code(graph, self._leaves) and self._tries_batch()
 
     def _run(self, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The outputs that the problem has, at other values of the inputs."""
+        """The outputs that correspond to those of the problem, for given values of the inputs."""
         put = {id(old): new for old, new in zip(self._leaves, leaves, strict=True)}
         arguments = [put.get(id(value), value) for value in self._reference.arguments]
         self._states.restore()

@@ -61,7 +61,7 @@ def coarsest(dtypes: Sequence[torch.dtype]) -> torch.dtype:
 
 
 class Arithmetic(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
-    """Within it, every ATen operator of a finer dtype computes about as accurately as in a lower dtype.
+    """A mode in which ATen operators on wider dtypes are about as accurate as in a lower dtype.
 
     Forward and backward of a float64 function are perturbed alike, so what autograd saves is, too. The operators on
     tensors that are in the lower dtype already, and those that only move values, are left alone.

@@ -28,7 +28,7 @@ MOST_LOCATED = 4
 """Components that are traced to a row, the worst first."""
 
 MOST_HIDDEN = 0.9
-"""Of the significant entries, that many may be hidden by rounding; more, and zeros would hardly be told from them."""
+"""Largest share of the significant entries that rounding may hide; with more, the check is undecided."""
 
 _LAYOUT_NAMES = {
     Layout.GAPPED: "has gaps between its elements",
@@ -37,12 +37,12 @@ _LAYOUT_NAMES = {
 }
 
 SAME_FACTOR = 0.05
-"""Of what wrong entries are, times a constant, this may be left over."""
+"""Largest relative residual with which a common factor of wrong entries is named."""
 
 
 @dataclass
 class Outcome:
-    """What is known so far; failure and precision as in a report."""
+    """The results so far; failure and precision as in a report."""
 
     precision: LowPrecision
     failure: Failure | None = None
@@ -50,17 +50,17 @@ class Outcome:
     notes: list[str] = field(default_factory=list)
 
     def note(self, **numbers: object) -> None:
-        """Takes in some fields of `LowPrecision`."""
+        """Sets some fields of `LowPrecision`."""
         self.precision = replace(self.precision, **numbers)  # type: ignore[arg-type]
 
     @property
     def is_open(self) -> bool:
-        """Whether nothing was decided yet."""
+        """Whether the verdict is still open."""
         return self.failure is None and not self.precision.undecided
 
 
 def judge(problem: Problem, products: Products, probes: Probes, outcome: Outcome) -> Comparison:
-    """Compares the VJPs of all probes, and writes what that comes to into the outcome."""
+    """Compares the VJPs of all probes, and records the result in the outcome."""
     comparison = Comparison(problem, products, probes)
     ratio, coordinate = comparison.forward()
     outcome.note(

@@ -23,23 +23,23 @@ MOST_PARAMETERS = 64
 """Parameters that are looked at one by one."""
 
 MOST_CUTS = 32
-"""Places where gradients stop that are tried one by one."""
+"""Number of detached paths that are tried one by one."""
 
 MOST_SAVED = 32
-"""Changed tensors that are tried one by one."""
+"""Number of changed tensors that are tried one by one."""
 
 MOST_SITES = 8
-"""Places that a finding lists."""
+"""Number of places that a finding lists."""
 
 Gradients = list[Tensor | None]
 
 
 class _DivergedError(Exception):
-    """The model took another way than when it was recorded."""
+    """The model ran different operations than in the recorded step."""
 
 
 class _Held(torch_private.EagerDispatchMode):  # type: ignore[no-untyped-call]
-    """Has the events of some numbers return what they returned in the first run."""
+    """A mode in which some events return their recorded results."""
 
     def __init__(self, names: dict[int, str], values: dict[int, Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -47,7 +47,7 @@ class _Held(torch_private.EagerDispatchMode):  # type: ignore[no-untyped-call]
 
     @torch_private.hidden_from_dynamo
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operator, or returns what it returned."""
+        """Runs an operator, or returns its recorded result."""
         result = func(*args, **(kwargs or {}))
         event, self._event = self._event, self._event + 1
         if event not in self._names:
@@ -87,7 +87,7 @@ def _copy(value: Any) -> Any:
 
 @dataclass
 class Between:
-    """Experiments on one step, in the precision that it is in.
+    """Experiments on one step, in its current precision.
 
     Attributes
     ----------
@@ -108,7 +108,7 @@ class Between:
 
     @contextmanager
     def holding_what_is_meant(self) -> Iterator[None]:
-        """Inside, what modules of torch's own take for constants is held: spectral norm's vectors, say."""
+        """A context in which constants of torch's modules (spectral norm's vectors) are held fixed."""
         self.meant = [cut for cut in self._record()[0].cuts if cut.is_meant]
         held = self._holding([])
         if held is None or not self.meant:
@@ -141,7 +141,7 @@ class Between:
         self.findings.append(Finding("detached", text, _sites(ends), "", names, 1.0))
 
     def _stills(self, cuts: Sequence[Cut], which: Sequence[int]) -> bool:
-        """Whether the loss moves no more with some parameters once the values of these cuts are held."""
+        """Whether the loss no longer depends on some parameters if the values of these cuts are held fixed."""
         held = self._holding(cuts)
         if held is None:
             return False
@@ -152,7 +152,7 @@ class Between:
             return False
 
     def _holding(self, cuts: Sequence[Cut]) -> Callable[[], AbstractContextManager[None]] | None:
-        """Makes contexts in which the values of cuts are those at the parameters as they are."""
+        """Makes contexts in which cuts keep their values at the current parameters."""
         around = partial(_holding, {cut.event: cut.name for cut in [*cuts, *self.meant]}, {})
         try:
             with self.step.inside(around):
@@ -162,7 +162,7 @@ class Between:
         return around
 
     def explain(self, along: Along) -> None:
-        """Finds what makes the derivative along a direction wrong."""
+        """Finds the reason for a wrong derivative along a direction."""
         wrong = self._wrong_parameters()
         names = tuple(self.step.names[i] for i in wrong)
         recorder, _ = self._record()
@@ -266,7 +266,7 @@ def record(step: Step, recorder: Recorder) -> Gradients:
 
 @contextmanager
 def watched(step: Step, recorder: Recorder) -> Iterator[None]:
-    """Inside, the recorder watches the hooks of the step's model."""
+    """A context in which the recorder watches the hooks of the model."""
     step.reset()
     with recorder.hooks.watching(), step.keeps_hooks():
         yield
@@ -277,14 +277,14 @@ def _unmeant(recorder: Recorder) -> list[Cut]:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Names, the first few of many."""
+    """A list of names, shortened."""
     if len(names) <= 4:
         return ", ".join(names)
     return f"{', '.join(names[:3])} and {len(names) - 3} more"
 
 
 def at(site: Site) -> str:
-    """Where, for a sentence."""
+    """The place as text for a sentence."""
     where = f" at {site.source}" if site.source else ""
     return where + (f" in {site.module}" if site.module else "")
 

@@ -155,7 +155,7 @@ def _whole(
     remarks: list[str],
     explains: bool = False,
 ) -> tuple[EndToEnd, Between]:
-    """The derivative of the loss, and parameters without a gradient; explains: and why the former is wrong."""
+    """The derivative of the loss, and parameters without a gradient; with explains, also the reason for an error."""
     whole = Whole(step, settings.seed)
     between = Between(step, whole, limit)
     with ExitStack() as stack:
@@ -175,7 +175,7 @@ def _whole(
 
 
 def _order(operation: Operation) -> tuple[int, float]:
-    """Those that are wrong first, then by error."""
+    """Sort key: wrong ones first, then by error."""
     verdicts = ["wrong", "undecided", "not checked", "right"]
     return verdicts.index(operation.verdict), -(operation.error or 0.0)
 
@@ -185,7 +185,7 @@ def _finding(operation: Operation) -> Finding:
 
 
 def _with_suspect(finding: Finding, operations: list[Operation]) -> Finding:
-    """What is not explained, with the operation whose error is largest: its entries are within the tolerances."""
+    """An unexplained finding, with the operation whose error within the tolerances is largest."""
     worst = max((one for one in operations if one.error is not None), key=lambda one: one.error or 0.0, default=None)
     if finding.kind != "end to end" or worst is None or not (worst.error or 0.0) > SCREEN_ERROR:
         return finding
@@ -204,7 +204,7 @@ def _remarks(recorder: Recorder, step: Step) -> list[str]:
 
 
 def _harmless(recorder: Recorder, step: Step) -> list[str]:
-    """What was seen to change, and differences do not show."""
+    """Remarks about changes that do not affect the gradient of the loss."""
     buffers = {id(buffer) for buffer in step.model.buffers()}
     changed = [one for one in recorder.saved.changed() if id(one.tensor) not in buffers]
     remarks = [

@@ -26,19 +26,19 @@ ALLOWED = {torch.float64: 1e-4, torch.float32: 2e-2, torch.bfloat16: 0.2, torch.
 that a step crosses make up 1e-5 of it in double precision."""
 
 MOST_AMPLIFIED = 100.0
-"""Parameters with small gradients move further, so that they count: at most by this factor."""
+"""Parameters with small gradients are moved further, at most by this factor."""
 
 NEGLIGIBLE = 1e-6
 """The share of the derivative below which a gradient is rounding, that of a bias before a norm say."""
 
 SMALLEST_MOVE = 1e-2
-"""Of a parameter whose values are zero, a bias say, relative to 1."""
+"""Step of a parameter whose values are zero (for example a bias), relative to 1."""
 
 LARGE_MOVE = 0.5
-"""Of parameters, relative to their size: what is rounded to integers in between may move only then."""
+"""Large step of parameters, relative to their size, which also changes values that are rounded to integers."""
 
 DEPENDS = 256.0
-"""Units of rounding from which on a difference of two losses says that the loss depends on what was moved."""
+"""Least difference of two losses, in units of rounding, that shows a dependence."""
 
 
 @dataclass
@@ -55,12 +55,12 @@ class Along:
 
     @property
     def agrees(self) -> bool:
-        """Whether both derivatives are the same."""
+        """Whether both derivatives agree."""
         return abs(self.analytical - self.numerical) <= self.allowed
 
 
 class Whole:
-    """Derivatives of a step's loss; inside of `precise`, in double precision where the model runs in it.
+    """Derivatives of a step's loss; within `precise`, in double precision if the model supports it.
 
     Attributes
     ----------
@@ -115,7 +115,7 @@ class Whole:
         return self.compared(min(found, key=lambda one: one.noise), self.gradients)
 
     def quickly_along(self, vectors: list[Tensor | None]) -> Along:
-        """As `along`, from two evaluations where these agree with autograd: an error makes nothing look right."""
+        """As `along`, but from two evaluations if they agree with autograd."""
         for step in self._steps():
             numerical, change = self._difference(vectors, step)
             made = Along(vectors, numerical, self._rounding(change, step), 0.0, 0.0, 0.0)
@@ -132,7 +132,7 @@ class Whole:
         return torch.finfo(self.dtype).eps * change / step
 
     def compared(self, along: Along, gradients: Sequence[Tensor | None]) -> Along:
-        """The same difference beside other gradients."""
+        """The same difference, compared with other gradients."""
         pairs = zip(gradients, along.vectors, strict=True)
         terms = [_real_product(g, u) for g, u in pairs if g is not None and u is not None]
         analytical = math.fsum(float(one.sum()) for one in terms)
@@ -150,7 +150,7 @@ class Whole:
         return (losses[0] - losses[1]) / (2 * by), abs(losses[0]) + abs(losses[1])
 
     def moves(self, which: Sequence[int]) -> bool:
-        """Whether the loss moves with some parameters, by a small step or by a large one."""
+        """Whether the loss depends on some parameters, for a small or a large step."""
         vectors = self.only(which)
         for step in (math.sqrt(STEPS.get(self.dtype, STEPS[torch.float32])), LARGE_MOVE):
             slope, size = self._difference(vectors, step)
@@ -159,11 +159,11 @@ class Whole:
         return False
 
     def missing(self) -> list[int]:
-        """The parameters without a gradient, or with zeros alone."""
+        """The parameters without a gradient, or with a zero gradient."""
         return [i for i, g in enumerate(self.gradients) if g is None or not bool(g.any())]
 
     def result(self, found: Sequence[Along]) -> EndToEnd:
-        """For the report."""
+        """The result for the report."""
         return EndToEnd(
             tuple(one.analytical for one in found),
             tuple(one.numerical for one in found),
@@ -175,9 +175,9 @@ class Whole:
 
 
 def enter_precise(step: Step, whole: Whole, stack: ExitStack) -> str:
-    """Takes the gradients in double precision, for as long as the stack is open, or as the model is.
+    """Measures the gradients in double precision, for as long as the stack is open, or else in the model's dtype.
 
-    Returns why it is the latter; empty in double precision.
+    Returns the reason why double precision is impossible; empty otherwise.
     """
     why = ""
     if any(parameter.dtype is not torch.float64 for parameter in step.parameters):

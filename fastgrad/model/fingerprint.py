@@ -11,7 +11,7 @@ from fastgrad.core.torch_private import hidden_from_dynamo
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROW = 1 << 16
-"""Factors that are drawn once."""
+"""Number of random factors that are drawn once."""
 
 
 @functools.cache
@@ -24,7 +24,7 @@ def _factors(device: torch.device) -> tuple[Tensor, Tensor]:
 
 @hidden_from_dynamo
 def fingerprint(tensor: Tensor) -> int:
-    """A weighted sum of a tensor's bits modulo 2^64: another one where any one element differs.
+    """A weighted sum of a tensor's bits modulo 2^64, which changes if any one element changes.
 
     Where several differ, it is the same with a probability of about 2^-64.
     """

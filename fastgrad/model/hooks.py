@@ -49,7 +49,7 @@ class HookWatch:
         self._model, self._places, self._mutes = model, places, mutes
 
     def changed(self) -> list[Hook]:
-        """The hooks that returned, or wrote, other gradients."""
+        """The hooks that changed gradients."""
         return [hook for hook in self.hooks if hook.changed]
 
     @contextmanager
@@ -83,7 +83,7 @@ class HookWatch:
                 table.update(original)
 
     def _watch(self, hook: Callable[..., Any], owner: str, site: Site) -> Callable[..., Any]:
-        """A hook that does the same, or nothing to gradients, and notes whether the original changes them."""
+        """A hook that calls the original (or ignores its result) and records whether it changes gradients."""
         code = getattr(hook, "__code__", None)
         place = f" ({short(code.co_filename)}:{code.co_firstlineno})" if code is not None else ""
         seen = Hook(f"{getattr(hook, '__name__', type(hook).__name__)}{place}", owner, site)

@@ -34,7 +34,7 @@ SCREEN_STEPS = (1.0, 2.0**-7)
 
 
 NEXT_TO = 1e-2
-"""How far inputs on kinks are moved, relative to their root mean square."""
+"""Distance by which inputs at kinks are moved, relative to their root mean square."""
 
 
 LARGE = 1 << 20
@@ -44,7 +44,7 @@ FEWER = 8
 """The share of the rows that are then checked in full: one in so many."""
 
 ON_FEWER_ROWS = "v^T J u agrees for all rows; only the first rows were checked in full"
-"""What the table says of such an operation."""
+"""The text for such an operation in the table."""
 
 
 @dataclass
@@ -59,7 +59,7 @@ class _Screen:
 
 
 def check_operation(call: Call, settings: Settings) -> Operation:
-    """The verdict on one operation.
+    """Checks one operation.
 
     An operator of torch is screened by one number, v^T J u for random u and v; a custom Function, and an operator
     that the screen does not clear, is checked in fast mode.
@@ -154,7 +154,7 @@ def _said(verdict: OperationVerdict, report: Report) -> str:
 def _fewer_rows(
     call: Call, func: Callable[..., Any], leaves: list[Tensor]
 ) -> tuple[list[Tensor], Callable[..., Any]] | None:
-    """A large operation on the first rows of its inputs; None where it is small, or is not the same function there."""
+    """A large operation on the first rows of its inputs; None if it is small, or gives other results for them."""
     if sum(leaf.numel() for leaf in leaves) < LARGE:
         return None
     outputs = [one.detach() for one in as_tuple(func(*leaves)) if isinstance(one, Tensor)]
@@ -187,7 +187,7 @@ def _checked(func: Callable[..., Any], leaves: list[Tensor], settings: Settings,
 
 
 def _moved(leaves: list[Tensor], settings: Settings) -> list[Tensor]:
-    """Points next to leaves: those of a model often lie on kinks, zeros that a relu has left say."""
+    """Points next to the inputs, because inputs in a model are often at kinks, for example zeros after a relu."""
     moved = []
     for i, leaf in enumerate(leaves):
         value = leaf.detach()
@@ -199,7 +199,7 @@ def _moved(leaves: list[Tensor], settings: Settings) -> list[Tensor]:
 
 
 def _screened(func: Callable[..., Any], leaves: list[Tensor], settings: Settings) -> _Screen | None:
-    """v^T J u by autograd and by differences, for random u and v; None where nothing is differentiable."""
+    """v^T J u by autograd and by differences, for random u and v; None if nothing is differentiable."""
     with Problem(func, tuple(leaves), warn_of_precision=False) as problem:
         if not problem.has_graph:
             return None
@@ -287,7 +287,7 @@ def _replay(call: Call, double: bool) -> tuple[list[Tensor], Callable[..., Any]]
 
 
 def _finite(result: Any, number: int, unbounded: dict[int, Tensor | None]) -> Any:
-    """A result without what was infinite at first, a mask's -inf say: that has no derivative."""
+    """A result without the elements that were infinite (for example -inf of a mask), which have no derivative."""
     if not isinstance(result, Tensor) or not (result.is_floating_point() or result.is_complex()):
         return result
     if number not in unbounded:

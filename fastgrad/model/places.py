@@ -14,10 +14,10 @@ from fastgrad.core.torch_private import hidden_from_dynamo
 from fastgrad.report.model_data import Site
 
 _STEP = f"{PACKAGE}model/step.py"
-"""Calls the model."""
+"""The name of the function that calls the model."""
 
 _TORCH = torch.__file__.removesuffix("__init__.py")
-"""Where frames of torch's own code are."""
+"""The directory of torch's code."""
 
 
 class Places:
@@ -33,21 +33,21 @@ class Places:
         self._path.append((self._names.get(id(module), f"<{type(module).__name__}>"), is_torchs))
 
     def leave(self, module: Module, args: Any, output: Any) -> None:
-        """After it."""
+        """After a module runs."""
         if self._path:
             self._path.pop()
 
     def site(self) -> Site:
-        """Where the model is now."""
+        """The current place in the model."""
         return Site(self._path[-1][0] if self._path else "", caller())
 
     def text(self) -> str:
-        """The same in a few words."""
+        """The current place as text."""
         site = self.site()
         return site.source or site.module or "an unknown place"
 
     def in_module_of_torch(self) -> bool:
-        """Whether a module of torch's own runs that gradients were recorded around: what it cuts it means to."""
+        """Whether a module of torch runs, whose detached values are intentional."""
         return bool(self._path) and self._path[-1][1]
 
 

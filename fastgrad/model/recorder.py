@@ -22,7 +22,7 @@ from fastgrad.problem.arguments import Rebuild, flatten
 from fastgrad.report.model_data import Site
 
 MOST_SITES = 8
-"""Places of one operation that are kept."""
+"""Number of places that are kept per operation."""
 
 _OF_CUSTOM_OPERATOR = "torch._library.autograd"
 """The module of the Functions that torch makes for operators of `torch.library`."""
@@ -79,7 +79,7 @@ class Call:
 
 @dataclass(eq=False)
 class Cut:
-    """An event whose result depends on parameters, and that autograd does not record."""
+    """An unrecorded event whose result depends on parameters."""
 
     event: int
     name: str
@@ -89,11 +89,11 @@ class Cut:
     alias: weakref.ref[Tensor] | None
     """Its only result."""
     is_meant: bool
-    """Whether a module of torch's own does this, spectral norm say."""
+    """Whether a module of torch does this intentionally, for example spectral norm."""
 
 
 class Recorder(torch_private.EagerDispatchMode):  # type: ignore[no-untyped-call]
-    """Records what runs while it is active, in the thread that it was made in.
+    """A mode that records operations in the thread in which it was made.
 
     Attributes
     ----------
@@ -183,7 +183,7 @@ class Recorder(torch_private.EagerDispatchMode):  # type: ignore[no-untyped-call
 
     @torch_private.hidden_from_dynamo
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operator, and notes what it does."""
+        """Runs an operator and records it."""
         kwargs = kwargs or {}
         tensors = torch_private.tensors_in((args, kwargs))
         recording = torch.is_grad_enabled() and not self._inside
@@ -221,7 +221,7 @@ class Recorder(torch_private.EagerDispatchMode):  # type: ignore[no-untyped-call
         return result
 
     def _stops(self, func: Any, outputs: Sequence[Tensor], recording: bool, needs_grad: bool, lost: bool) -> bool:
-        """Whether what depends on parameters is no longer recorded from this event on."""
+        """Whether the recording of values that depend on parameters ends at this event."""
         if _name_of(func) in _ONLY_SHAPES:
             return False
         if not needs_grad:
@@ -229,7 +229,7 @@ class Recorder(torch_private.EagerDispatchMode):  # type: ignore[no-untyped-call
         return not recording or _is_detach(func) or not _has_derivative(func, outputs)
 
     def _look_up(self, tensors: Sequence[Tensor]) -> tuple[int, bool]:
-        """The parameters behind some tensors; and whether one is an alias that autograd does not know."""
+        """The parameters on which some tensors depend; and whether one tensor is an alias unknown to autograd."""
         mask, lost = 0, False
         for tensor in tensors:
             self._use(tensor)
@@ -335,7 +335,7 @@ class Recorder(torch_private.EagerDispatchMode):  # type: ignore[no-untyped-call
 
 
 class _Placeholder:
-    """Stands for a tensor in what tells operations apart."""
+    """The part of a tensor in the key of an operation."""
 
     def __repr__(self) -> str:
         return "tensor"

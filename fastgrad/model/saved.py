@@ -74,11 +74,11 @@ class SavedWatch:
         self._writes: list[tuple[int, int, str]] = []
 
     def changed(self) -> list[Saved]:
-        """Those that were not what they had been when backward took them."""
+        """The tensors that had changed when backward read them."""
         return [saved for saved in self.all if saved.changed]
 
     def note_writes(self, tensors: Sequence[Tensor], writer: str) -> None:
-        """Notes that an operator writes to tensors."""
+        """Records that an operator writes to tensors."""
         self._writes += [(self.events, address(tensor), writer) for tensor in tensors]
 
     def pack(self, tensor: Tensor) -> Saved:
@@ -91,7 +91,7 @@ class SavedWatch:
         return saved
 
     def unpack(self, saved: Saved) -> Tensor:
-        """When its backward takes it."""
+        """Called when backward reads the tensor."""
         with unrecorded():
             if fingerprint(saved.tensor) != saved.bits:
                 saved.changed = True
@@ -103,7 +103,7 @@ class SavedWatch:
         return next((by for event, at, by in self._writes if event >= saved.event and at == where), "")
 
     def look(self, writer: Callable[[], str]) -> None:
-        """Looks at what is watched: who has changed it since the last look."""
+        """Finds the writer of watched tensors since the last call."""
         for number in self._watched:
             if number < len(self.all) and not self.all[number].writer:
                 saved = self.all[number]
@@ -111,19 +111,19 @@ class SavedWatch:
                     saved.writer = writer() if fingerprint(saved.tensor) != saved.bits else ""
 
     def by_nobody(self) -> str:
-        """Who has changed what differs between two events."""
+        """The possible writer of a change between two events."""
         return f"code that is not an operator of torch, before {self._places.text()},"
 
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """What runs inside is seen by no mode."""
+    """A context without modes."""
     with torch_private.no_modes(), torch.no_grad():
         yield
 
 
 def address(tensor: Tensor) -> int:
-    """Of a tensor's storage; zero where it has none."""
+    """The address of a tensor's storage; zero if it has none."""
     if tensor.layout is not torch.strided or tensor.is_meta:
         return 0
     try:

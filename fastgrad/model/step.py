@@ -84,7 +84,7 @@ class Step:
         self._buffers.restore(thoroughly=True)
 
     def reset(self) -> None:
-        """What a call of the model may change, beside parameters."""
+        """State that a call of the model may change, except parameters."""
         self._random.restore()
         for module, training in self._modules:
             if module.training != training:
@@ -107,12 +107,12 @@ class Step:
 
     @contextmanager
     def inside(self, around: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-        """Has calls of the model run in a context each."""
+        """Runs each call of the model in a context."""
         with _swapped(self, "around", around):
             yield
 
     def keeps_hooks(self) -> AbstractContextManager[None]:
-        """Inside, the hooks are those that are there now: for what watches them."""
+        """A context in which the current hooks stay registered, for code that watches them."""
         return _swapped(self, "_hooks", [])
 
     def loss(self) -> Tensor:
@@ -129,7 +129,7 @@ class Step:
         return loss
 
     def gradients(self, loss: Tensor) -> list[Tensor | None]:
-        """Of the loss with respect to the parameters, as its backward leaves them."""
+        """The gradients of the loss with respect to the parameters."""
         for parameter in self.parameters:
             parameter.grad = None
         tables = [torch_private.hook_tables(one)["_post_accumulate_grad_hooks"] for one in self.parameters]
@@ -149,7 +149,7 @@ class Step:
 
     @contextmanager
     def in_double(self) -> Iterator[None]:
-        """Inside, parameters, buffers, inputs and what the model makes have double precision."""
+        """A context in which parameters, buffers, inputs and new tensors have double precision."""
         default = torch.get_default_dtype()
         inputs, kwargs, values = self._inputs, self._kwargs, self._values
         doubled = Doubled(None)
@@ -174,7 +174,7 @@ class Step:
 
     @contextmanager
     def moved(self, along: Sequence[Tensor | None], by: float) -> Iterator[None]:
-        """Inside, parameters are moved by so much along a direction of each."""
+        """A context in which parameters are moved along a direction."""
         kept = [(one, one.detach().clone()) for one, u in zip(self.parameters, along, strict=True) if u is not None]
         try:
             for parameter, u in zip(self.parameters, along, strict=True):
@@ -187,7 +187,7 @@ class Step:
 
 
 class _RandomStates(RandomState):
-    """Of torch's generators, and of Python's and numpy's."""
+    """The state of the random generators of torch, Python and numpy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class _RandomStates(RandomState):
         self._python, self._numpy = random.getstate(), np.random.get_state()
 
     def restore(self) -> None:
-        """Sets them."""
+        """Restores the state."""
         import numpy as np
 
         super().restore()
@@ -205,7 +205,7 @@ class _RandomStates(RandomState):
 
 
 class _InDouble(TorchFunctionMode):
-    """Gives every function of torch its floating arguments in double precision: constants, targets, casts."""
+    """A mode that converts floating arguments of torch's functions (constants, targets, casts) to double precision."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs a function of torch."""

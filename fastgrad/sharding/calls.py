@@ -21,7 +21,7 @@ from fastgrad.problem.signature import function_name, kind_of
 from fastgrad.report.data import Settings
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
-"""Types whose repr is the same in each process, and tells the value."""
+"""Types whose repr is the same in each process and identifies the value."""
 
 _DIGITS = 12
 """Hexadecimal digits of a digest: of a million values, two share one with a probability of some 1e-3."""
@@ -62,19 +62,19 @@ def _text(value: Any) -> str:
 
 
 def _plain(value: Any) -> str:
-    """A value of _PLAIN as text; ranks have devices with numbers of their own."""
+    """A value of _PLAIN as text; device numbers are omitted, because they differ between ranks."""
     return value.type if isinstance(value, torch.device) else repr(value)
 
 
 def digest(value: Any) -> str:
-    """Hexadecimal digits that tell a value from others."""
+    """A hexadecimal digest of a value."""
     found = hashlib.blake2b()
     _add(found.update, value, {})
     return found.hexdigest()[:_DIGITS]
 
 
 def _add(update: Callable[[Any], None], value: Any, seen: dict[int, Any]) -> None:
-    """Adds what tells a value; of an object that no rule is for, the class alone."""
+    """Adds a value to a digest; for unknown objects only the class."""
     kind = type(value)
     update(f"{kind.__module__}.{kind.__qualname__}(".encode())
     if isinstance(value, _PLAIN):
@@ -94,7 +94,7 @@ def _add(update: Callable[[Any], None], value: Any, seen: dict[int, Any]) -> Non
 
 
 def _held_by(value: Any) -> Sequence[Any]:
-    """What an object consists of."""
+    """The parts of an object that identify it."""
     if isinstance(value, Mapping):
         return [held for item in value.items() for held in item]
     if isinstance(value, (tuple, list)):
@@ -122,7 +122,7 @@ def _held_by(value: Any) -> Sequence[Any]:
 
 
 def _globals_of(function: FunctionType) -> list[Any]:
-    """Numbers, tensors and functions of its own module that a function names."""
+    """Numbers, tensors and functions of its module to which a function refers."""
     named = [function.__globals__.get(name) for name in function.__code__.co_names]
     return [
         value

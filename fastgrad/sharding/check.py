@@ -27,7 +27,7 @@ def in_parts(
     group: torch.distributed.ProcessGroup | None,
     checkpoint: str | os.PathLike[str] | None,
 ) -> Report:
-    """The report of a check that some ranks run, or that a file keeps.
+    """The report of a check on several ranks, with a checkpoint, or both.
 
     Parameters
     ----------

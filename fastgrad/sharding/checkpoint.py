@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 COMMIT_SECONDS = 1.0
-"""Seconds between two commits: a process that is killed loses the parts of so many."""
+"""Seconds between two commits; a killed process loses at most the work of this time."""
 
 _ANY_VALUE = ("progress", "memory_limit")
-"""Settings that do not change what a column or a row is."""
+"""Settings that do not affect columns and rows."""
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS call (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -40,14 +40,14 @@ class Part:
 
 
 class Checkpoint:
-    """The file of one check, an SQLite database; a context manager, which removes the file where no exception ends it.
+    """The SQLite file of one check; a context manager that removes the file unless an exception ends it.
 
     What this process has stored is not found again: a second request for the same columns or rows, which may ask
     whether they are the same, is computed.
     """
 
     def __init__(self, path: Path, call: Mapping[str, str]) -> None:
-        """Opens the file, or makes it; call: what the check is called with, as text.
+        """Opens or creates the file; call: the description of the call.
 
         Raises
         ------
@@ -121,17 +121,17 @@ class Checkpoint:
         return found
 
     def values(self, part: Part) -> Tensor:
-        """What was stored of a part, float64."""
+        """The stored values of a part, float64."""
         (data,) = self._database.execute("SELECT data FROM part WHERE id = ?", (part.id,)).fetchone()
         return torch.from_numpy(np.load(io.BytesIO(data), allow_pickle=False))
 
     def discard(self, parts: Sequence[Part]) -> None:
-        """Removes parts that are not what is computed now."""
+        """Removes parts that differ from newly computed ones."""
         ids = [(part.id,) for part in parts]
         self._attempt(lambda: self._database.executemany("DELETE FROM part WHERE id = ?", ids))
 
     def store(self, work: str, first: int, last: int, values: Tensor) -> None:
-        """Stores items first, ..., last - 1 of some work; warns where that is not possible."""
+        """Stores items first, ..., last - 1 of some work; warns if it fails."""
         file = io.BytesIO()
         np.save(file, values.cpu().numpy(), allow_pickle=False)
         row = work, first, last, file.getbuffer()

@@ -20,16 +20,16 @@ from fastgrad.sharding.checkpoint import Checkpoint
 from fastgrad.sharding.workers import Work, Workers, in_parts
 
 Store = Callable[[slice, Tensor], None]
-"""Puts items, and what was found of them, where they belong."""
+"""Writes the results of items to their positions."""
 
 Keep = Callable[[int, int, Tensor], None]
 """Stores the items from the first number to the one before the second in a checkpoint."""
 
 WORTH_SHARING = 0.02
-"""Seconds that work takes on one rank from which on it is shared, beside those of its bytes: some ten messages."""
+"""Work that takes longer than this on one rank (plus the time to send it) is shared; about ten messages."""
 
 WORTH_KEEPING = 1.0
-"""Seconds that work takes from which on it goes into a checkpoint: as much as a process that is killed loses anyway."""
+"""Work that takes longer than this is saved in a checkpoint; a killed process loses as much anyway."""
 
 _BYTES_A_SECOND = 50e6
 """Bytes that go through the store in a second, to it and from it: a quarter of what one machine was measured to do, so
@@ -37,12 +37,12 @@ that a network, or a busy machine, does so, too."""
 
 _CALLS = {"columns": (2, 0, 0), "tangents": (1, 0, 1), "column groups": (2, 0, 0), "rows": (0, 1, 0)}
 _CALLS["row groups"] = _CALLS["rows"]
-"""Evaluations, VJPs and JVPs that an item of some work takes."""
+"""Numbers of evaluations, VJPs and JVPs per item of some work."""
 
 
 @dataclass(frozen=True)
 class _Groups:
-    """What `native.Groups` is made of, to be sent."""
+    """The fields of `native.Groups`, in a form that can be sent."""
 
     coordinates: Tensor
     starts: Tensor
@@ -51,7 +51,7 @@ class _Groups:
     positions: Tensor
 
     def on(self, device: torch.device) -> _Groups:
-        """The same with entries on a device: messages come on the CPU."""
+        """The same groups with entries on a device; messages arrive on the CPU."""
         return replace(self, entries=self.entries.to(device), positions=self.positions.to(device))
 
     def entries_of(self, begin: int, end: int) -> Tensor:
@@ -59,7 +59,7 @@ class _Groups:
         return self.entries[int(self.entry_starts[begin]) : int(self.entry_starts[end])]
 
     def part(self, begin: int, end: int) -> native.Groups:
-        """These groups alone, of a vector of their entries alone."""
+        """A subset of the groups, for a vector of only their entries."""
         first, last = int(self.starts[begin]), int(self.starts[end])
         entries = self.entries_of(begin, end)
         return native.Groups(
@@ -77,14 +77,14 @@ def _sent(groups: native.Groups, positions: Tensor) -> _Groups:
 
 @dataclass(frozen=True)
 class Partition:
-    """Who computes the parts of a check, and which file keeps them: None is this process, and none."""
+    """The ranks that compute parts of a check, and its checkpoint; None: only this process, no checkpoint."""
 
     workers: Workers | None = None
     checkpoint: Checkpoint | None = None
 
     @property
     def leads(self) -> bool:
-        """Whether this process runs the check; others do parts of it."""
+        """Whether this process runs the check; other ranks only compute parts."""
         return self.workers is None or self.workers.leads
 
     def report(self, run: Callable[[], Report]) -> Report:
@@ -97,7 +97,7 @@ class Partition:
 
 
 class PartitionedProblem(Problem):
-    """A problem whose columns and rows are computed in parts: by the ranks of a group, from a checkpoint on, or both.
+    """A problem whose columns and rows are computed in parts: by the ranks of a group, with a checkpoint, or both.
 
     That of rank 0 shares its work, and that of another rank does parts. Calls are counted as one rank would make them.
     """
@@ -244,7 +244,7 @@ class PartitionedProblem(Problem):
         return items > 1 and self._leads
 
     def _do(self, work: Work, items: tuple[int, int], store: Store, *sent: Tensor) -> bool:
-        """Does work: the first item here, to see what one costs, and those that no checkpoint has in parts.
+        """Does some work: the first item here, to measure its cost, then missing items in parts.
 
         Returns
         -------
@@ -272,7 +272,7 @@ class PartitionedProblem(Problem):
     def _rest(
         self, work: Work, missing: list[tuple[int, int]], seconds: float, store: Store, keep: Keep, sent_bytes: int
     ) -> bool:
-        """Does items that are missing, on all ranks if they cost enough; seconds: what one takes."""
+        """Computes missing items, on all ranks if they cost enough; seconds: time per item."""
         usual = True
 
         def run(begin: int, end: int) -> None:
@@ -299,7 +299,7 @@ class PartitionedProblem(Problem):
     def _restored(
         self, name: str, items: tuple[int, int], head: Tensor, store: Store, work: Work
     ) -> list[tuple[int, int]]:
-        """Takes what the checkpoint has of some work, if the first item is what it is now; what is missing.
+        """Loads saved items if the first item is unchanged; returns the missing ranges.
 
         That the others are, too, is asked as of columns and rows from elsewhere: by sums of all of them.
         """
@@ -320,7 +320,7 @@ class PartitionedProblem(Problem):
         return [*missing, (end, last)] if end < last else missing
 
     def _count_as_done(self, work: Work, items: int) -> None:
-        """Counts what was done elsewhere."""
+        """Counts calls that were made on other ranks or loaded."""
         evaluations, vjps, jvps = (items * each for each in _CALLS[work.name])
         self._evaluations_elsewhere += evaluations
         self.vjps += vjps
@@ -338,7 +338,7 @@ def _into(values: Tensor, first: int) -> Store:
 
 
 def _keep_nothing(begin: int, end: int, found: Tensor) -> None:
-    """In place of what keeps a part in a checkpoint."""
+    """Does nothing; used without a checkpoint."""
 
 
 def _begins_with(values: Tensor, head: Tensor) -> bool:

@@ -24,10 +24,10 @@ from fastgrad.core.ranks import RankError, Ranks, Trouble, trouble, without_the_
 from fastgrad.report.report import Report
 
 _START_SECONDS = 15.0
-"""Half of what the ranks may be apart when they call the check."""
+"""Half of the allowed time difference between the calls of the ranks."""
 
 _BEAT_SECONDS = 1.0
-"""Seconds between signs of life of a rank, and between two looks for those of others."""
+"""Seconds between heartbeats of a rank, and between two checks of those of others."""
 
 _LOST_SECONDS = 8.0
 """Seconds without a sign of life after which a rank is taken for lost; or so many calls of func:"""
@@ -50,10 +50,10 @@ _COMPILERS = ("_dynamo/convert_frame.py", "_inductor/compile_fx.py")
 """Files of torch that compile func or its backward while it is called."""
 
 _PART_SECONDS = 0.01, 1.0
-"""What a part of the work is to take at least, for messages to be cheap, and at most, for troubles to be seen."""
+"""Least duration of a part (so that messages are cheap) and largest (so that errors are detected)."""
 
 _PARTS_PER_RANK = 64
-"""Parts that a rank does: at the end it waits for less than one."""
+"""Number of parts per rank; at the end a rank waits for less than one part."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Worker(Protocol):
 
 
 def workers_of(group: object) -> Workers:
-    """The ranks of a process group; refuses anything else, and a group that this process is not in."""
+    """The ranks of a process group; raises unless this process belongs to it."""
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
             "group must be a process group that contains this process, for example torch.distributed.group.WORLD, "
@@ -134,7 +134,7 @@ class Workers(Ranks):
         return self.rank == 0
 
     def report(self, run: Callable[[], Report]) -> Report:
-        """The report of a check, which rank 0 runs, while the others do what it shares."""
+        """The report of a check, which rank 0 runs while the others compute parts."""
         if not self.leads:
             return self._follow()
         report = _that_pickles(run())
@@ -153,7 +153,7 @@ class Workers(Ranks):
         run: Callable[[int, int], None],
         take: Callable[[int, int, Any], None],
     ) -> bool:
-        """Has all ranks do some work, each the next part that nobody has begun.
+        """Makes all ranks do some work; each rank takes the next free part.
 
         Parameters
         ----------
@@ -212,7 +212,7 @@ class Workers(Ranks):
         return usual
 
     def _forget(self, number: int) -> None:
-        """Frees what the store holds of some work that is done, which may be much."""
+        """Frees the store's memory of finished work."""
         key = f"work {number}"
         first = self._store.get(key)
         self._put(key, None)
@@ -274,14 +274,14 @@ class Workers(Ranks):
         return bytes(self._store.get(key))
 
     def _announce(self, error: BaseException) -> None:
-        """Tells the other ranks why this one ends."""
+        """Informs the other ranks why this one exits."""
         if not self._store.check(["trouble"]):
             is_known = isinstance(error, RankError)
             text = str(error) if is_known else f"rank {self.rank} raised {trouble(self.rank, error).text}"
             self._store.set("trouble", text)
 
     def _look_for_trouble(self) -> None:
-        """Raises where a rank has raised, or has shown no sign of life for long."""
+        """Raises if a rank has raised, or has sent no heartbeat for too long."""
         if self._store.check(["trouble"]):
             raise RankError(self._store.get("trouble").decode())
         usual = 0.0 if self.problem is None else self.problem.seconds
@@ -294,7 +294,7 @@ class Workers(Ranks):
                 raise RankError(f"rank {rank} has exited or hangs: no response for {patience:.0f} s")
 
     def _show_life(self) -> None:
-        """Shows that this rank is alive, until a call of func has taken far too long."""
+        """Sends heartbeats, unless a call of func has taken far too long."""
         moved, last, number = time.monotonic(), None, 0
         while not self._ended.wait(_BEAT_SECONDS):
             now, call = time.monotonic(), _call_of_the_callers(self._main)
@@ -345,7 +345,7 @@ def in_parts(items: Sequence[tuple[int, int]], seconds: float, ranks: int) -> It
 
 
 def _that_pickles(report: Report) -> Report:
-    """The report, the exception behind its failure as text where it cannot be sent."""
+    """The report; an exception that cannot be sent is replaced by text."""
     try:
         pickle.loads(pickle.dumps(report))
     except Exception:

@@ -29,11 +29,11 @@ class Check:
     name
         "gradcheck" or "gradgradcheck".
     ours
-        How fastgrad's check ended.
+        The outcome of fastgrad's check.
     report
-        What it found; None where an exception kept it from a verdict.
+        Its report; None if an exception prevented a verdict.
     torch
-        How torch's checker ended, where both were asked.
+        The outcome of torch's checker, if both ran.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Check:
 
     @property
     def differs(self) -> bool:
-        """Whether the two checkers ended differently. Two exceptions are no difference, of whatever types."""
+        """Whether the verdicts differ. Two exceptions of any types are not a difference."""
         return self.torch is not None and self.torch.verdict != self.ours.verdict
 
 
@@ -73,7 +73,7 @@ def _described(outcome: Outcome) -> str:
 
 @dataclass
 class _Session:
-    """A `patch` in force."""
+    """An active `patch`."""
 
     compare: bool
     estimates: bool = False
@@ -83,7 +83,7 @@ class _Session:
 
 @contextmanager
 def patch(*, compare: bool = False) -> Iterator[list[Check]]:
-    """Has `torch.autograd.gradcheck` and `gradgradcheck` run fastgrad's, as long as the context lasts.
+    """A context in which `torch.autograd.gradcheck` and `gradgradcheck` run fastgrad's checkers.
 
     The functions themselves forward the call, so it does not matter how they are reached: as attributes of
     torch.autograd, by names imported before or within the context, from a `functools.partial`, a class or a
@@ -189,7 +189,7 @@ def _estimated(name: str, positional: tuple[Any, ...], keywords: dict[str, Any])
 
 
 def ask(name: str, positional: tuple[Any, ...], keywords: dict[str, Any]) -> Check:
-    """Runs fastgrad's checker; one that fails says why, whatever raise_exception says."""
+    """Runs fastgrad's checker; records the error of a failure for any value of raise_exception."""
     reports: list[Report] = []
 
     def run() -> None:
@@ -205,7 +205,7 @@ def ask(name: str, positional: tuple[Any, ...], keywords: dict[str, Any]) -> Che
 
 
 def ask_both(name: str, positional: tuple[Any, ...], keywords: dict[str, Any]) -> Check:
-    """Runs fastgrad's checker, which leaves the inputs as they are, then torch's as if that had not been."""
+    """Runs fastgrad's checker, which restores all state, then torch's."""
     before = RandomState()
     check = ask(name, positional, keywords)
     after = RandomState()
@@ -237,7 +237,7 @@ def _gradgradcheck(
 
 
 class _Diversion:
-    """One of torch's checkers, a copy that stays what it was, and the body that it gets meanwhile."""
+    """One of torch's checkers, a copy of the original, and the replacement of its body."""
 
     def __init__(self, function: FunctionType, body: Any) -> None:
         self.function = function
@@ -251,13 +251,13 @@ class _Diversion:
         self.function.__code__ = body.__code__
 
     def undo(self) -> None:
-        """Gives the function its own body back."""
+        """Restores the function's body."""
         self.function.__code__ = self.original.__code__
         del vars(self.function)["__signature__"]
 
 
 def _torchs_own(name: str) -> FunctionType:
-    """The function that torch has made, whatever its name stands for by now: wrappers call it in the end."""
+    """The original function of torch, even if its name was replaced by a wrapper."""
     # Not torch.autograd.gradcheck: that attribute is the function, which hides the module of its name.
     module = import_module("torch.autograd.gradcheck")
 
@@ -276,7 +276,7 @@ def _torchs_own(name: str) -> FunctionType:
 
 _BODIES = {"gradcheck": _gradcheck, "gradgradcheck": _gradgradcheck}
 _TORCH: dict[str, _Diversion] = {}
-"""Of the last `patch`: a thread may be on its way through one that is over."""
+"""The session of the last `patch`, for threads that are still in a call when it ends."""
 _lock = threading.Lock()
 _sessions: list[_Session] = []
 

@@ -22,7 +22,7 @@ from fastgrad.report.messages import seconds_text
 from fastgrad.testing.patch import Check, DisagreementError, ask_both, estimate, patch
 
 SLOWEST = 10
-"""How many of the slowest checks the summary lists."""
+"""Number of slowest checks that the summary lists."""
 
 _OUTSIDE = "outside of tests"
 
@@ -71,7 +71,7 @@ class Summary:
         self._keep_slowest([[check.ours.seconds, torch_seconds, check.name, engine or "-", test]])
 
     def merge(self, other: dict[str, Any]) -> None:
-        """Adds what `as_dict` made of another summary."""
+        """Adds another summary, given by `as_dict`."""
         for name in ("checkers", "verdicts", "engines", "errors"):
             getattr(self, name).update(other[name])
         for name in ("seconds", "torch_seconds", "compared", "lost"):
@@ -86,7 +86,7 @@ class Summary:
         return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
 
     def lines(self) -> list[str]:
-        """The summary for people."""
+        """The lines of the summary."""
         if not self.verdicts and not self.lost:
             return ["no checks: no test called torch's gradcheck or gradgradcheck, or the fixtures with these names"]
         lines = [f"{sum(self.checkers.values())} checks ({_counts(self.checkers)}): {_counts(self.verdicts)}"]
@@ -112,7 +112,7 @@ class Summary:
         return lines
 
     def _ratio(self) -> str:
-        """How the times compare, the larger one over the smaller one."""
+        """The ratio of the times, the larger over the smaller."""
         if not self.seconds or not self.torch_seconds:
             return ""
         ratio = self.torch_seconds / self.seconds
@@ -123,7 +123,7 @@ class Summary:
 
 
 class Session:
-    """The plugin proper, registered where --fastgrad is given: torch's checkers are patched until config ends."""
+    """The plugin with --fastgrad: torch's checkers are patched until pytest ends."""
 
     def __init__(self, config: pytest.Config, compare: bool, directory: Path | None) -> None:
         self._config = config
@@ -167,7 +167,7 @@ class Session:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self) -> None:
-        """Counts what is left; a worker hands its summary over."""
+        """Counts the remaining checks; a worker sends its summary."""
         for check in self._taken():
             self._count(check, _OUTSIDE)
         output = getattr(self._config, "workeroutput", None)
@@ -176,7 +176,7 @@ class Session:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """Takes a worker's summary (pytest-xdist)."""
+        """Receives a worker's summary (pytest-xdist)."""
         summary = getattr(node, "workeroutput", {}).get("fastgrad")
         if summary is None:
             self._summary.lost += 1
@@ -234,7 +234,7 @@ class Session:
 
 
 class Estimates:
-    """The plugin with --fastgrad=estimate: says what tests would take, and skips those that have checks."""
+    """The plugin with --fastgrad=estimate: estimates durations, and skips tests with checks."""
 
     def __init__(self, config: pytest.Config, directory: Path) -> None:
         self._directory = directory
@@ -249,7 +249,7 @@ class Estimates:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Adds the estimates to a test's duration, and takes its verdict away: it has checked nothing."""
+        """Adds the estimates to a test's duration, and marks it as skipped."""
         report = yield
         seconds, self._seconds[:] = sum(self._seconds), []
         if seconds:
@@ -260,11 +260,11 @@ class Estimates:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Adds up what a test would take, on all workers."""
+        """Adds up the duration of a test, on all workers."""
         self._durations[report.nodeid] = self._durations.get(report.nodeid, 0.0) + report.duration
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Writes the file and says so."""
+        """Writes the file and prints its path."""
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / "durations.json"
         path.write_text(_durations_text(self._durations))
@@ -274,12 +274,12 @@ class Estimates:
 
 
 def _durations_text(durations: dict[str, float]) -> str:
-    """A file of pytest-split."""
+    """The durations file of pytest-split."""
     return json.dumps(durations, indent=1, sort_keys=True) + "\n"
 
 
 def _property(check: Check) -> str:
-    """What junit's XML says of a check."""
+    """The JUnit XML property of a check."""
     torchs = "" if check.torch is None else f", torch {check.torch.verdict} in {seconds_text(check.torch.seconds)}"
     return f"{check.ours.verdict} in {seconds_text(check.ours.seconds)}{torchs}"
 

@@ -25,7 +25,7 @@ _OWN_KEYWORDS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a check ended.
+    """The outcome of a check.
 
     Attributes
     ----------
@@ -56,19 +56,19 @@ def outcome_of(check: Callable[[], object]) -> Outcome:
 
 
 def is_asked() -> bool:
-    """Whether the call comes from here, so that torch's checker is wanted whatever has been put in its place."""
+    """Whether the call comes from here and must run torch's checker even if it is patched."""
     return _asking.get()
 
 
 def torch_gradcheck(func: Callable[..., Any], inputs: Any, **keywords: Any) -> Outcome:
-    """What torch's gradcheck says of the same call; keywords that only fastgrad has are left out."""
+    """The outcome of torch's gradcheck for the same call, without keywords that only fastgrad has."""
     keywords = _spelled_for_torch(keywords)
     with _asked():
         return outcome_of(lambda: torch.autograd.gradcheck(func, inputs, **keywords))
 
 
 def torch_gradgradcheck(func: Callable[..., Any], inputs: Any, grad_outputs: Any = None, **keywords: Any) -> Outcome:
-    """What torch's gradgradcheck says of the same call; keywords that only fastgrad has are left out."""
+    """The outcome of torch's gradgradcheck for the same call, without keywords that only fastgrad has."""
     keywords = _spelled_for_torch(keywords)
 
     def check() -> None:

@@ -39,12 +39,12 @@ class Row:
 
     @property
     def as_expected(self) -> bool:
-        """Whether both sides passed it: every operator here is right."""
+        """Whether both checkers passed; every operator here is right."""
         return self.verdict == self.torch_verdict == "passed"
 
 
 def rows(seconds: float, device: str) -> Iterator[Row]:
-    """Measures one operator after the other, in turn on both sides, within about so many seconds altogether."""
+    """Measures the operators with both checkers in turn, within about a number of seconds."""
     cases = _operators(device)
     for number, (name, func, inputs) in enumerate(cases):
         for fast_mode in (False, True):

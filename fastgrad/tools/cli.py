@@ -186,7 +186,7 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _checked_by_ranks(options: argparse.Namespace) -> int:
-    """As `_checked`, in each process of torchrun; rank 0 says what came of it."""
+    """As `_checked`, in each process of torchrun; rank 0 prints the result."""
     import torch.distributed as dist
 
     if not dist.is_torchelastic_launched():
@@ -256,7 +256,7 @@ def _print(text: str) -> None:
 
 
 def _path(path: Path, options: argparse.Namespace, name: str) -> Path:
-    """The file of a checker, if a path stands for several."""
+    """The file of a checker, if there are several."""
     return path.with_stem(f"{path.stem}-{name}") if options.order == "both" else path
 
 
@@ -282,7 +282,7 @@ def _variants(options: argparse.Namespace, target: specs.Target, arguments: list
 
 
 def _keywords(options: argparse.Namespace, order: int) -> dict[str, Any]:
-    """The keywords of a check that the options stand for."""
+    """The keywords of a check, from the options."""
     reverse, forward = ("check_backward_ad", "check_forward_ad")
     if order == 2:
         reverse, forward = ("check_rev_over_rev", "check_fwd_over_rev")
@@ -301,7 +301,7 @@ def _keywords(options: argparse.Namespace, order: int) -> dict[str, Any]:
 
 
 def _common_keywords(options: argparse.Namespace) -> dict[str, Any]:
-    """Those that mean the same in a check of any order and mode."""
+    """The keywords that apply to all orders and modes."""
     names = ("masked", "engine", "seed", "progress")
     numbers = {name: getattr(options, name) for name in ("eps", "atol", "rtol")}
     return {

@@ -26,7 +26,7 @@ OPTIONAL = {
 
 
 def diagnosis() -> dict[str, Any]:
-    """What `doctor` finds, as plain data: versions, devices, self-tests and what is missing."""
+    """The diagnosis as plain data: versions, devices, self-tests and missing components."""
     devices = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     return {
         "fastgrad": __version__,
@@ -46,7 +46,7 @@ def diagnosis() -> dict[str, Any]:
 
 
 def main() -> int:
-    """Prints the diagnosis; 0 where the self-test went as it must."""
+    """Prints the diagnosis; returns 0 if the self-test passed."""
     found = diagnosis()
     for name, value in found.items():
         if isinstance(value, str):
@@ -62,12 +62,12 @@ def main() -> int:
 
 
 def is_well(found: dict[str, Any]) -> bool:
-    """Whether every self-test ended as it must."""
+    """Whether every self-test had the expected verdict."""
     return all(row["right"] for row in found["self-test"])
 
 
 def _self_test(device: str) -> list[dict[str, Any]]:
-    """A right operator and one that forgot a factor, with each engine."""
+    """Checks a right operator and one with a missing factor, with each engine."""
     generator = torch.Generator().manual_seed(0)
     x: Tensor = torch.randn(20, 10, dtype=torch.float64, generator=generator, device="cpu").to(device).requires_grad_()
     rows = []

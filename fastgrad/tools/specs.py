@@ -26,7 +26,7 @@ from torch import Tensor
 
 
 class SpecError(ValueError):
-    """A specification that cannot be followed, in one sentence."""
+    """An invalid specification, described in one sentence."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def target(
 
 
 def find(text: str) -> Any:
-    """What MODULE:NAME or FILE.py:NAME names.
+    """The object that MODULE:NAME or FILE.py:NAME specifies.
 
     Raises
     ------
@@ -148,7 +148,7 @@ def _module(where: str) -> Any:
 
 
 def parse_input(text: str, generator: torch.Generator, device: torch.device | str) -> tuple[Any, ...]:
-    """The arguments that an INPUT stands for: one, or those in a file.
+    """The arguments of an INPUT: one, or those in a file.
 
     Floating and complex tensors require grad unless there is ,nograd; their components are normal or, in a range,
     uniform in [LOW, HIGH). Integers are uniform in LOW..HIGH, both included. Half of the elements of a sparse tensor

@@ -22,12 +22,12 @@ SPREADS = 0.05, -0.05
 
 
 class NotApplicableError(Exception):
-    """Why a variant says nothing about a function."""
+    """The reason why a variant does not apply to a function."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is checked.
+    """The function and inputs to check.
 
     Attributes
     ----------
@@ -51,7 +51,7 @@ class Subject:
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        """All tensors."""
+        """All tensors among the inputs."""
         return self.given + self.parameters
 
     @property
@@ -77,7 +77,7 @@ class Subject:
 
     @property
     def checked(self) -> list[int]:
-        """The places of the inputs that require grad."""
+        """The positions of the inputs that require grad."""
         return [i for i, value in enumerate(self.inputs) if value.requires_grad]
 
     def with_checked(self, change: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
@@ -89,7 +89,7 @@ class Subject:
         return [self.inputs[i].detach() for i in self.checked]
 
     def of_checked(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
-        """Func of the checked inputs alone; the others are those of arguments."""
+        """A function of the checked inputs only; the others come from arguments."""
 
         def func(*checked: Any) -> Any:
             given = list(arguments)
@@ -100,7 +100,7 @@ class Subject:
         return func
 
     def neighbor(self) -> Callable[[tuple[Any, ...]], list[Any]]:
-        """Makes other arguments of given ones: differentiable, a few percent away, where func is finite as well.
+        """Makes differentiable arguments a few percent away from the given ones, at which func is finite.
 
         Raises
         ------
@@ -134,7 +134,7 @@ def _is_finite(func: Callable[..., Any], inputs: list[Any]) -> bool:
 
 @dataclass(frozen=True)
 class Case:
-    """What `fastgrad.check` is given for a variant.
+    """The arguments of `fastgrad.check` for a variant.
 
     may_raise: a phrase of the exception that backward may end in, as it should. smooth: a function and inputs that have
     a derivative where this has one; None: func and inputs.
@@ -149,7 +149,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a variant came to."""
+    """The outcome of a variant."""
 
     verdict: VariantVerdict
     detail: str = ""
@@ -158,7 +158,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Variant:
-    """A situation.
+    """A variant: a situation in which a function is checked.
 
     make: what is to be checked, or what was found without a check; raises NotApplicableError. is_elsewhere: whether it
     is checked at another point than the caller's, where a function need not have a derivative.

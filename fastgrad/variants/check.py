@@ -162,7 +162,7 @@ def _outcome(variant: Variant, subject: Subject, keywords: dict[str, Any]) -> Ou
 
 
 def _named(func: Callable[..., Any], subject: Subject) -> Callable[..., Any]:
-    """A function that messages call what the caller's is called, and its parameters, where they are the inputs."""
+    """A function with the name and, if they are the inputs, the parameters of the caller's function."""
 
     def named(*arguments: Any) -> Any:
         return func(*arguments)
@@ -191,7 +191,7 @@ def _of_exception(variant: Variant, case: Case, error: Exception) -> Outcome:
 
 
 def _at_a_made_up_point(case: Case, verdict: VariantVerdict, line: str) -> tuple[VariantVerdict, str]:
-    """A verdict counts only if an entry that has a derivative is wrong."""
+    """Judges a failure at a generated point: it counts only if an entry that has a derivative is wrong."""
     func, inputs = case.smooth or (case.func, case.inputs)
     try:
         found = examined(func, inputs)

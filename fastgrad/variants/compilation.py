@@ -26,7 +26,7 @@ def _compiled(backend: str, dynamic: bool) -> Callable[[Subject], Case]:
 
 
 def _on_fake_tensors(subject: Subject) -> Outcome:
-    """Whether shapes and dtypes of results and gradients are those that the function has on fake tensors."""
+    """Compares shapes and dtypes of results and gradients with those on fake tensors."""
     mode = torch_private.fake_mode()
     fakes = tuple(mode.from_tensor(x.detach()).requires_grad_(x.requires_grad) for x in subject.inputs)
     real_results = _tensors(subject.func(*subject.inputs))
@@ -67,7 +67,7 @@ def _described(tensor: Tensor | None) -> str:
 
 
 def _opcheck(subject: Subject) -> Outcome:
-    """What `torch.library.opcheck` says of a registered operator; gradients are the other variants' part."""
+    """Runs `torch.library.opcheck` on a registered operator; other variants check its gradients."""
     if not torch_private.is_registered(subject.called):
         raise NotApplicableError("func is not an operator of torch.library")
     operator: Any = subject.called

@@ -14,10 +14,10 @@ from fastgrad.core.random import TANGENT_STREAM, direction
 from fastgrad.problem.problem import Problem
 
 MOST_ENTRIES = 1 << 16
-"""Entries of the Jacobian that are examined."""
+"""Largest number of entries of the Jacobian that are examined."""
 
 DIRECTIONS = 3
-"""Random ones along which derivatives must add up."""
+"""Number of random directions along which derivatives must add up."""
 
 STEP, FINER = 1e-5, 2.0**-4
 """A step, relative to max(|x|, 1), and the second one relative to it."""
@@ -29,7 +29,7 @@ gradient may be off: one-sided differences are no better."""
 
 @dataclass(frozen=True)
 class Examined:
-    """How many entries have no derivative, and how many have one that the gradient is not."""
+    """Numbers of entries without a derivative, and of entries whose gradient is not the derivative."""
 
     without: int
     wrong: int

@@ -26,7 +26,7 @@ def _layout(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _through(view: Callable[[Tensor], Tensor], base: Callable[[Tensor], Tensor]) -> Callable[[Subject], Case]:
-    """Inputs that are made inside of func, as no leaf can lie so: view is differentiable and undoes base."""
+    """Inputs made inside func, because no leaf can have this layout: view is differentiable, inverse to base."""
 
     def make(subject: Subject) -> Case:
         bases = subject.with_checked(base)

@@ -15,7 +15,7 @@ from fastgrad.variants.case import Case, NotApplicableError, Subject, Variant
 
 
 def _two_forwards(subject: Subject) -> Case:
-    """A backward that reads what the first or the last forward left, on its class say, is that of the other one."""
+    """Two forwards before backward: finds a backward that reads state of the other forward."""
     neighbor = subject.neighbor()
 
     def func(*arguments: Any) -> Any:
@@ -26,7 +26,7 @@ def _two_forwards(subject: Subject) -> Case:
 
 
 def _inputs_changed(subject: Subject) -> Case:
-    """What forward saved must be known to have changed, or must not have."""
+    """Inputs change after forward: backward must raise, or use saved values that did not change."""
 
     def func(*arguments: Any) -> Any:
         given = [value.clone() if i in subject.checked else value for i, value in enumerate(arguments)]
@@ -88,7 +88,7 @@ def _another_thread(subject: Subject) -> Case:
 
 
 def _under_autocast(subject: Subject) -> Case:
-    """Forward in autocast, backward outside; double precision is not cast."""
+    """Forward under autocast, backward outside; double precision is not cast."""
     kind = subject.inputs[subject.checked[0]].device.type
 
     def func(*arguments: Any) -> Any:
