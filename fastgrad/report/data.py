@@ -53,7 +53,7 @@ FailureKind = Literal[
     "not finite",
     "ranks differ",
 ]
-"""The kind of a failure."""
+"""What failed, in one or two words."""
 
 Precision = Literal["auto", "strict"]
 """Whether functions of a lower dtype are checked by measured rounding, or by tolerances as in double precision."""

@@ -11,7 +11,7 @@ from fastgrad.report.data import Environment, EqualByContent, plain
 from fastgrad.report.report import Report
 
 FindingKind = Literal["operation", "saved tensor", "detached", "hook", "end to end"]
-"""The kind of a finding: an operation, something between operations, or an unexplained wrong gradient."""
+"""Where the cause of a finding lies; "end to end" stands for a wrong gradient that no operation explains."""
 
 OperationVerdict = Literal["right", "wrong", "undecided", "not checked"]
 """The verdict on one operation."""
