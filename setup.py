@@ -61,6 +61,7 @@ def extension() -> Extension:
             "differences_along",
             "graph_runner",
             "loops",
+            "small_problem",
             "unrecorded_backward",
             "vjp",
             "whole_backward",

@@ -6,10 +6,13 @@
 #include "ops/direction.h"
 #include "ops/flatten.h"
 #include "ops/project_rows.h"
+#include "small_problem.h"
 #include "unrecorded_backward.h"
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
+
+#include <limits>
 
 namespace py = pybind11;
 
@@ -17,6 +20,10 @@ namespace {
 
 std::vector<at::Tensor> vjp_of_all(fastgrad::Graph& graph, const std::vector<at::Tensor>& cotangents) {
   return graph.all().vjp(cotangents);
+}
+
+std::vector<at::Tensor> vjp_of_one(fastgrad::Graph& graph, int64_t output, const at::Tensor& cotangent) {
+  return graph.of(output).vjp({cotangent});
 }
 
 std::vector<at::Tensor> vjp_of_zeros(fastgrad::Graph& graph) { return graph.all().vjp_of_zeros(); }
@@ -35,6 +42,7 @@ PYBIND11_MODULE(_C, module) {
   using fastgrad::InputBlock;
   using fastgrad::OutputSpec;
   using fastgrad::RandomDirections;
+  using fastgrad::SmallProblem;
   using fastgrad::UnrecordedBackward;
 
   py::class_<InputBlock>(module, "InputBlock")
@@ -64,7 +72,7 @@ PYBIND11_MODULE(_C, module) {
       .def_readonly("derivatives", &Derivatives::derivatives)
       .def_readonly("noise", &Derivatives::noise)
       .def_readonly("sizes", &Derivatives::sizes);
-  py::class_<Evaluator>(module, "Evaluator")
+  py::class_<Evaluator, std::shared_ptr<Evaluator>>(module, "Evaluator")
       .def(py::init<py::object, py::tuple, std::vector<InputBlock>>())
       .def("coordinates", torch::wrap_pybind_function(&Evaluator::coordinates))
       .def("coordinate_widths", torch::wrap_pybind_function(&Evaluator::coordinate_widths))
@@ -73,6 +81,7 @@ PYBIND11_MODULE(_C, module) {
       .def("realize", torch::wrap_pybind_function(&Evaluator::realize))
       .def("values_along", torch::wrap_pybind_function(&Evaluator::values_along))
       .def("differences_along", torch::wrap_pybind_function(&Evaluator::differences_along))
+      .def("screening_derivatives", torch::wrap_pybind_function(&Evaluator::screening_derivatives))
       .def("difference_columns", torch::wrap_pybind_function(&Evaluator::difference_columns))
       .def("difference_groups", torch::wrap_pybind_function(&Evaluator::difference_groups))
       .def("evaluate_at", torch::wrap_pybind_function(&Evaluator::evaluate_at))
@@ -87,6 +96,8 @@ PYBIND11_MODULE(_C, module) {
           py::init<std::vector<at::Tensor>, std::vector<at::Tensor>, bool>(), py::arg("outputs"), py::arg("inputs"),
           py::arg("is_tried") = false)
       .def("vjp", torch::wrap_pybind_function(&vjp_of_all))
+      .def_property_readonly("outputs", &Graph::outputs)
+      .def("vjp_of_one", torch::wrap_pybind_function(&vjp_of_one))
       .def_property_readonly("bypasses_engine", [](fastgrad::Graph& graph) { return graph.all().bypasses_engine(); })
       .def("vjp_of_zeros", torch::wrap_pybind_function(&vjp_of_zeros))
       .def("vjp_of_undefined", torch::wrap_pybind_function(&vjp_of_undefined));
@@ -97,6 +108,33 @@ PYBIND11_MODULE(_C, module) {
           py::arg("record"))
       .def("call", torch::wrap_pybind_function(&UnrecordedBackward::call))
       .def("forget", torch::wrap_pybind_function(&UnrecordedBackward::forget));
+  py::class_<SmallProblem, std::shared_ptr<SmallProblem>>(module, "SmallProblem")
+      .def_static("trace", torch::wrap_pybind_function(&SmallProblem::trace))
+      .def_property_readonly("is_plain", &SmallProblem::is_plain)
+      .def_property_readonly("evaluator", &SmallProblem::evaluator)
+      .def_property_readonly("blocks", &SmallProblem::blocks)
+      .def_property_readonly("result", &SmallProblem::result)
+      .def_property_readonly("seconds", &SmallProblem::seconds)
+      .def_property_readonly("n", &SmallProblem::n)
+      .def_property_readonly("m", &SmallProblem::m)
+      .def_property_readonly("nodes", &SmallProblem::nodes)
+      .def_property_readonly("records_differences", &SmallProblem::records_differences)
+      .def_property_readonly_static("custom_nodes", [](const py::object&) { return 0; })
+      .def_property_readonly_static("vectorizes", [](const py::object&) { return true; })
+      .def_property_readonly_static("device", [](const py::object&) { return at::Device(at::kCPU); })
+      .def_property_readonly_static(
+          "unit_roundoff", [](const py::object&) { return std::numeric_limits<double>::epsilon() / 2; })
+      .def_property_readonly("inputs", &SmallProblem::inputs)
+      .def_property_readonly("outputs", &SmallProblem::outputs)
+      .def_property_readonly("graph", &SmallProblem::graph, py::return_value_policy::reference_internal)
+      .def("release", &SmallProblem::release)
+      .def("whole_backward", torch::wrap_pybind_function(&SmallProblem::whole_backward))
+      .def("difference_columns", torch::wrap_pybind_function(&SmallProblem::difference_columns))
+      .def("errors", torch::wrap_pybind_function(&SmallProblem::errors))
+      .def("vjps", torch::wrap_pybind_function(&SmallProblem::vjps))
+      .def("are_zeros_zero", torch::wrap_pybind_function(&SmallProblem::are_zeros_zero))
+      .def("screening_derivatives", torch::wrap_pybind_function(&SmallProblem::screening_derivatives))
+      .def("is_same_unrecorded", torch::wrap_pybind_function(&SmallProblem::is_same_unrecorded));
   py::class_<fastgrad::UnspecifiedEntry>(module, "UnspecifiedEntry")
       .def_readonly("row", &fastgrad::UnspecifiedEntry::row)
       .def_readonly("element", &fastgrad::UnspecifiedEntry::element)
@@ -143,6 +181,8 @@ PYBIND11_MODULE(_C, module) {
   module.def("project_rows_", torch::wrap_pybind_function_no_gil(&fastgrad::project_rows_));
   module.def("count_nodes", torch::wrap_pybind_function(&fastgrad::count_nodes));
   module.def("runs_no_custom_code", torch::wrap_pybind_function(&fastgrad::runs_no_custom_code));
+  module.def("are_close", torch::wrap_pybind_function(&fastgrad::are_close));
+  module.def("vectorized_vjp", torch::wrap_pybind_function(&fastgrad::vectorized_vjp));
   module.def("vjp", torch::wrap_pybind_function(&fastgrad::vjp));
   module.def(
       "vjp_coordinates", torch::wrap_pybind_function(&fastgrad::vjp_coordinates), py::arg("graph"), py::arg("inputs"),

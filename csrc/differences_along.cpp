@@ -1,6 +1,7 @@
 // Derivatives of func along random directions, from two or four evaluations each, and what they say of VJPs.
 #include "loops.h"
 
+#include "kernels/difference.h"
 #include "kernels/richardson.h"
 #include "ops/common.h"
 #include "ops/richardson.h"
@@ -16,6 +17,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
 
 namespace py = pybind11;
@@ -73,9 +75,74 @@ void two_points(const TwoPoints& at) {
   at.noise.copy_(at::maximum(at.noise, bend));
 }
 
-// The 2-norm of one vector, and the largest magnitude of others (a NaN is the largest), where they are small.
+// What the first direction of a screening tells about one-sided derivatives of step h' along the others: their errors
+// by curvature grow with h', and those by rounding with 1 / h'. 2-norms at h' = the step of the first direction,
+// squared.
+struct OneSidedError {
+  double curvature = 0.0, rounding = 0.0;
+
+  // The power of two, at most 1 / 2, that h' is best of the step; nothing where the error is more than the budget.
+  std::optional<double> share(double budget) const {
+    constexpr int smallest = -12;
+    if (!(curvature < std::numeric_limits<double>::infinity()) ||
+        !(rounding < std::numeric_limits<double>::infinity())) {
+      return std::nullopt;
+    }
+    int exponent = smallest;
+    const auto error = [&](int e) {
+      return std::sqrt(curvature) * std::ldexp(1, e) + std::sqrt(rounding) / std::ldexp(1, e);
+    };
+    while (exponent < -1 && error(exponent + 1) < error(exponent)) {
+      ++exponent;
+    }
+    return error(exponent) <= budget ? std::optional(std::ldexp(1, exponent)) : std::nullopt;
+  }
+};
+
+// The smallest multiple of a step, up to a limit, at which rounding of the outputs leaves half of the budget.
+double step_above_rounding(double step, const at::Tensor& base, double ulp, double budget) {
+  constexpr double limit = 64;
+  const double* const y = base.const_data_ptr<double>();
+  const double squares = std::inner_product(y, y + base.numel(), y, 0.0);
+  double multiple = 1;
+  while (budget > 0 && multiple < limit && std::sqrt(squares) * ulp / (step * multiple) > budget / 2) {
+    multiple *= 2;
+  }
+  return step * multiple;
+}
+
+// As two_points, on the CPU; noise also becomes how far `half`, at x + step u / 2, is off the parabola through the
+// other three, as a derivative: by curvature of higher order, a kink, a jump, or rounding. half becomes what a
+// one-sided derivative of this step is off by curvature, and rounding_inside what it is off by rounding, as far as that
+// shows.
+void three_points(
+    const TwoPoints& at, const at::Tensor& half, const at::Tensor& rounding_inside, OneSidedError& error) {
+  const int64_t count = at.derivative.numel();
+  const double* const y = at.base.const_data_ptr<double>();
+  const double* const p = at.plus.const_data_ptr<double>();
+  const double* const m = at.minus.const_data_ptr<double>();
+  double* const h = half.mutable_data_ptr<double>();
+  double* const inside = rounding_inside.mutable_data_ptr<double>();
+  double* const noise = at.noise.mutable_data_ptr<double>();
+  // A cubic c t^3 is 3 c step^3 / 8 off the parabola, and its central difference c step^2.
+  const double of_cubic = 8.0 / (3.0 * at.step);
+  for (int64_t i = 0; i < count; ++i) {
+    const double second = p[i] + m[i] - 2 * y[i];
+    const double rounding = std::fabs(y[i]) * at.ulp / at.step;
+    const double off = std::fabs(h[i] - y[i] - (p[i] - m[i]) / 4 - second / 8) * of_cubic;
+    // A few units of rounding of four values are no more than the rounding of a difference.
+    noise[i] = louder(off <= 4 * rounding ? rounding : off, noise[i]);
+    h[i] = std::fabs(second) / (2 * at.step);
+    error.curvature += h[i] * h[i];
+    inside[i] = louder(off / 2, rounding);
+    error.rounding += inside[i] * inside[i];
+  }
+  two_points(at);  // last: it may write over what it is given
+}
+
+// The 2-norm of one vector, and the largest magnitude of others (a NaN is the largest), where they are plain memory.
 std::optional<std::pair<double, double>> sizes_of(const at::Tensor& noise, const at::Tensor& derivatives) {
-  if (!is_small_and_plain(noise) || !is_small_and_plain(derivatives)) {
+  if (!is_plain(noise) || !is_plain(derivatives)) {
     return std::nullopt;
   }
   double squares = 0;
@@ -109,10 +176,7 @@ std::variant<Derivatives, Changed> Evaluator::differences_along(
   TORCH_CHECK(
       ulps.size() == outputs.size(), "differences_along: ulps must be one for each of ", outputs.size(),
       " outputs, got ", ulps.size());
-  int64_t m = 0;
-  for (const OutputSpec& output : outputs) {
-    m += coordinate_count(output.like);
-  }
+  const int64_t m = total(outputs);
   const auto check_base = [&] {
     check_contiguous_float64("differences_along", "base", base);
     TORCH_CHECK(base.numel() == m, "differences_along: base must have ", m, " elements, got ", base.numel());
@@ -172,6 +236,93 @@ std::variant<Derivatives, Changed> Evaluator::differences_along(
             {own(derivative), own(into.noise), own(base), own(values[0]), own(values[1]), along.step, ulps[o], curve});
       }
       offset += size;
+    }
+  }
+  into.sizes = sizes_of(into.noise, into.derivatives);
+  return into;
+}
+
+void Evaluator::realize_one_sided(const at::Tensor& moved, const at::Tensor& displacement) const {
+  double* const to = moved.mutable_data_ptr<double>();
+  const double* const by = displacement.const_data_ptr<double>();
+  for (const InputBlock& block : blocks_) {
+    const at::Tensor origin = real_coordinates(block.origin);
+    const double* const x = origin.const_data_ptr<double>();
+    for (int64_t j = 0; j < origin.numel(); ++j) {
+      to[block.first + j] = displaced(x[j], by[block.first + j], 1.0) - x[j];
+    }
+  }
+}
+
+std::variant<Derivatives, Changed> Evaluator::screening_derivatives(
+    const RandomDirections& along, const at::Tensor& base, double curve, double budget,
+    const std::vector<OutputSpec>& outputs, const std::vector<double>& ulps) {
+  const auto count = static_cast<int64_t>(along.streams.size());
+  const int64_t m = total(outputs);
+  check_contiguous_float64("screening_derivatives", "base", base);
+  TORCH_CHECK(
+      base.numel() == m && base.is_cpu() && !ulps.empty() && ulps.size() == outputs.size(),
+      "screening_derivatives: base must have ", m, " elements on the CPU, and ulps one for each of ", outputs.size(),
+      " outputs, got ", base.numel(), " on ", base.device(), ", and ", ulps.size());
+  const auto is_double = [](const at::Tensor& tensor) {
+    return tensor.is_cpu() && c10::toRealValueType(tensor.scalar_type()) == at::kDouble;
+  };
+  bool all_double = true;
+  for (const InputBlock& block : blocks_) {
+    all_double = all_double && is_double(block.origin);
+  }
+  for (const OutputSpec& output : outputs) {
+    all_double = all_double && is_double(output.like);
+  }
+  const auto vector = [&](int64_t size) { return at::empty({size}, base.options()); };
+  const at::Tensor displacement = vector(size_);
+  const std::vector<at::Tensor> memory{vector(m), vector(m), vector(m)};
+  const at::Tensor rounding = vector(m);
+  Derivatives into{
+      at::empty({count, size_}, base.options()),
+      at::empty({count, m}, base.options()),
+      at::zeros({m}, base.options()),
+      {}};
+  const auto by_output = [&](const auto& visit) {
+    int64_t offset = 0;
+    for (size_t o = 0; o < outputs.size(); ++o) {
+      const int64_t size = coordinate_count(outputs[o].like);
+      visit([=](const at::Tensor& whole) { return size == m ? whole : whole.narrow(0, offset, size); }, ulps[o]);
+      offset += size;
+    }
+  };
+  const double widest = step_above_rounding(along.step, base, *std::max_element(ulps.begin(), ulps.end()), budget);
+  OneSidedError error;
+  std::optional<double> share;  // of the widest step, for one-sided derivatives
+  for (int64_t k = 0; k < count; ++k) {
+    const double relative_to = share.value_or(1.0);
+    const double step = widest * relative_to;
+    const at::Tensor direction = into.directions.select(0, k);
+    realize(displacement, direction, along.seed, along.streams[k], step, along.relative * relative_to);
+    if (share) {
+      realize_one_sided(direction, displacement);
+      direction.mul_(1 / step);
+    }
+    const std::vector<double> scales =
+        share ? std::vector{1.0} : (k == 0 ? std::vector{1.0, -1.0, 0.5} : std::vector{1.0, -1.0});
+    const std::vector<at::Tensor> values(memory.begin(), memory.begin() + static_cast<std::ptrdiff_t>(scales.size()));
+    if (auto changed = values_along(displacement, scales, values, outputs, /*record_graph=*/true)) {
+      return *std::move(changed);
+    }
+    check_storage("screening_derivatives", "base", base);  // func has run
+    const BelowAutograd guard;
+    const at::Tensor derivative = into.derivatives.select(0, k);
+    if (share) {
+      derivative.copy_(values[0]).sub_(base).mul_(1 / step);
+      continue;
+    }
+    by_output([&](const auto& own, double ulp) {
+      const TwoPoints points{
+          own(derivative), own(into.noise), own(base), own(values[0]), own(values[1]), step, ulp, curve};
+      k == 0 ? three_points(points, own(values[2]), own(rounding), error) : two_points(points);
+    });
+    if (k == 0 && all_double && (share = error.share(budget))) {
+      into.noise.add_(values[2], *share).add_(rounding, 1 / *share);
     }
   }
   into.sizes = sizes_of(into.noise, into.derivatives);

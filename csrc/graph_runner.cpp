@@ -30,20 +30,21 @@ using torch::autograd::Node;
 // In larger graphs the engine's own share is small.
 constexpr size_t most_nodes = 64;
 
-bool is_plain_cpu(const at::Tensor& tensor) {
+// As is_plain_cpu, but it may be conjugated or negated lazily.
+bool is_cpu_or_lazy(const at::Tensor& tensor) {
+  constexpr auto no_matter = c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset;
   constexpr auto lazy = c10::DispatchKeySet({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
-  constexpr auto no_matter = c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset | lazy;
-  return tensor.defined() && tensor.key_set() - no_matter == c10::DispatchKeySet(c10::DispatchKey::CPU);
+  return tensor.defined() && tensor.key_set() - no_matter - lazy == c10::DispatchKeySet(c10::DispatchKey::CPU);
 }
 
-bool are_plain_cpu(const std::vector<at::Tensor>& tensors) {
-  return std::all_of(tensors.begin(), tensors.end(), is_plain_cpu);
+bool are_cpu_or_lazy(const std::vector<at::Tensor>& tensors) {
+  return std::all_of(tensors.begin(), tensors.end(), is_cpu_or_lazy);
 }
 
 bool are_equal(const std::vector<at::Tensor>& left, const std::vector<at::Tensor>& right) {
   return std::equal(left.begin(), left.end(), right.begin(), right.end(), [](const auto& a, const auto& b) {
     return a.defined() == b.defined() &&
-           (!a.defined() || (is_plain_cpu(a) && is_plain_cpu(b) && a.scalar_type() == b.scalar_type() &&
+           (!a.defined() || (is_cpu_or_lazy(a) && is_cpu_or_lazy(b) && a.scalar_type() == b.scalar_type() &&
                              a.sizes() == b.sizes() && at::equal(a, b)));
   });
 }
@@ -60,7 +61,7 @@ GraphRunner::GraphRunner(std::vector<at::Tensor> outputs, std::vector<at::Tensor
 
 bool GraphRunner::find_steps() {
   const auto requires_grad = [](const at::Tensor& tensor) { return tensor.requires_grad(); };
-  if (!are_plain_cpu(outputs_) || !are_plain_cpu(inputs_) || torch::autograd::AnomalyMode::is_enabled() ||
+  if (!are_cpu_or_lazy(outputs_) || !are_cpu_or_lazy(inputs_) || torch::autograd::AnomalyMode::is_enabled() ||
       !std::all_of(outputs_.begin(), outputs_.end(), requires_grad) ||
       !std::all_of(inputs_.begin(), inputs_.end(), requires_grad) || !runs_no_custom_code(outputs_, inputs_)) {
     return false;
@@ -133,14 +134,14 @@ std::vector<at::Tensor> GraphRunner::run(const std::vector<at::Tensor>& cotangen
   }
   const auto hand_on = [&](const std::pair<int64_t, uint32_t>& to, const at::Tensor& gradient) {
     if (to.first >= 0 && gradient.defined()) {
-      TORCH_CHECK(is_plain_cpu(gradient));
+      TORCH_CHECK(is_cpu_or_lazy(gradient));
       at::Tensor& sum = buffers[to.first].at(to.second);
       sum = sum.defined() ? at::add(sum, gradient) : gradient;
     }
   };
   torch::autograd::variable_list first = cotangents;
   for (size_t k = 0; k < first.size(); ++k) {
-    TORCH_CHECK(!first[k].defined() || (is_plain_cpu(first[k]) && first[k].sizes() == outputs_[k].sizes()));
+    TORCH_CHECK(!first[k].defined() || (is_cpu_or_lazy(first[k]) && first[k].sizes() == outputs_[k].sizes()));
   }
   torch::autograd::validate_outputs(roots_, first, as_it_is);
   for (size_t k = 0; k < first.size(); ++k) {

@@ -56,35 +56,6 @@ class OnExit {
   Action action_;
 };
 
-// The object that func returned as its output number `position`, or null if there is none.
-PyObject* output_at(PyObject* result, int64_t position) {
-  if (PyTuple_Check(result)) {
-    return position < PyTuple_GET_SIZE(result) ? PyTuple_GET_ITEM(result, position) : nullptr;
-  }
-  if (PyList_Check(result)) {
-    return position < PyList_GET_SIZE(result) ? PyList_GET_ITEM(result, position) : nullptr;
-  }
-  return position == 0 ? result : nullptr;
-}
-
-bool looks_like(PyObject* object, const at::Tensor& like) {
-  if (object == nullptr || !THPVariable_Check(object)) {
-    return false;
-  }
-  const at::Tensor& tensor = THPVariable_Unpack(object);
-  return tensor.scalar_type() == like.scalar_type() && tensor.sizes() == like.sizes() &&
-         tensor.device() == like.device();
-}
-
-// The coordinates of all outputs, end to end.
-int64_t total(const std::vector<OutputSpec>& outputs) {
-  int64_t sum = 0;
-  for (const OutputSpec& output : outputs) {
-    sum += coordinate_count(output.like);
-  }
-  return sum;
-}
-
 void check_columns(const char* what, const at::Tensor& columns, const std::vector<OutputSpec>& outputs) {
   check_float64(what, "columns", columns, 2);
   TORCH_CHECK(
@@ -207,6 +178,25 @@ const at::Tensor& checked_values(const at::Tensor& argument, const std::optional
 
 }  // namespace
 
+PyObject* output_at(PyObject* result, int64_t position) {
+  if (PyTuple_Check(result)) {
+    return position < PyTuple_GET_SIZE(result) ? PyTuple_GET_ITEM(result, position) : nullptr;
+  }
+  if (PyList_Check(result)) {
+    return position < PyList_GET_SIZE(result) ? PyList_GET_ITEM(result, position) : nullptr;
+  }
+  return position == 0 ? result : nullptr;
+}
+
+bool looks_like(PyObject* object, const at::Tensor& like) {
+  if (object == nullptr || !THPVariable_Check(object)) {
+    return false;
+  }
+  const at::Tensor& tensor = THPVariable_Unpack(object);
+  return tensor.scalar_type() == like.scalar_type() && tensor.sizes() == like.sizes() &&
+         tensor.device() == like.device();
+}
+
 InputBlock::InputBlock(
     const at::Tensor& argument, int64_t first, double relative_step, const std::optional<at::Tensor>& stand_in,
     const std::optional<at::Tensor>& values, const std::optional<at::Tensor>& elements)
@@ -249,6 +239,14 @@ void check_memory(const std::vector<at::Tensor>& inputs) {
   for (const at::Tensor& input : inputs) {
     check_storage("func", "an input", input);
   }
+}
+
+int64_t total(const std::vector<OutputSpec>& outputs) {
+  int64_t sum = 0;
+  for (const OutputSpec& output : outputs) {
+    sum += coordinate_count(output.like);
+  }
+  return sum;
 }
 
 OutputSpec::OutputSpec(int64_t position, at::Tensor like) : position(position), like(std::move(like)) {

@@ -52,6 +52,14 @@ struct OutputSpec {
   at::Tensor like;   // same shape, dtype and device; the values are never read
 };
 
+// The coordinates of all outputs, end to end.
+int64_t total(const std::vector<OutputSpec>& outputs);
+
+// The object that func returned as its output number `position`, or null if there is none; and whether an object is a
+// tensor of this shape, dtype and device.
+PyObject* output_at(PyObject* result, int64_t position);
+bool looks_like(PyObject* object, const at::Tensor& like);
+
 // Columns of a sparse Jacobian that share no row, or rows that share no column, group by group: one
 // difference, or one VJP, serves a group. All int64, contiguous, on the CPU, but `entries` and
 // `positions`, which live with the values.
@@ -138,6 +146,15 @@ class Evaluator {
       const RandomDirections& along, const at::Tensor& base, double curve, const std::optional<at::Tensor>& fixed,
       const std::vector<OutputSpec>& outputs, const std::vector<double>& ulps);
 
+  // The same from the fewest evaluations, for a check that passes: three along the first direction, x + h u, x - h u
+  // and x + h u / 2, which measure noise and curvature; along each other one, x + h' u, where these say that a
+  // one-sided derivative with the best h' is precise enough, and x + h u and x - h u where it is not. budget: what the
+  // 2-norm of the noise of one-sided derivatives may be; h is a multiple of the step where rounding would exceed it. On
+  // the CPU. along.points is not looked at.
+  std::variant<Derivatives, Changed> screening_derivatives(
+      const RandomDirections& along, const at::Tensor& base, double curve, double budget,
+      const std::vector<OutputSpec>& outputs, const std::vector<double>& ulps);
+
   // Numerical columns first, first + 1, ...: row j of `columns` (float64, shape (count, m), m the
   // coordinates of all outputs end to end) becomes the central difference at coordinate first + j,
   // two evaluations each. Returns nothing, or (coordinate, output, what func returned for it
@@ -186,6 +203,9 @@ class Evaluator {
 
   // Refuses coordinates first, ..., first + count - 1 that the inputs do not have.
   void check_coordinates(const char* what, int64_t first, int64_t count) const;
+
+  // What x + displacement really moves by: float64, into `moved`, shape (coordinates of all inputs,).
+  void realize_one_sided(const at::Tensor& moved, const at::Tensor& displacement) const;
 
   // Moves all inputs to x + scale * displacement.
   void displace(const at::Tensor& displacement, double scale);
@@ -355,6 +375,16 @@ WholeBackward whole_backward(
     Graph& graph, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
     const std::vector<int64_t>& layouts, int64_t repeated, double repeat_scale, bool undefined,
     int64_t fewest_vectorized, double atol, double rtol);
+
+// The VJPs of several grad_outputs of one output, in the first dimension of `cotangents`, as one vectorized VJP: in
+// that of each gradient; undefined where there is none. As torch.autograd.grad with is_grads_batched.
+std::vector<at::Tensor> vectorized_vjp(Graph& graph, int64_t output, const at::Tensor& cotangents);
+
+// Whether the gradients of vectorized VJPs are strided and those of single ones but for rounding, by the rule of
+// torch.allclose. single: by VJP, its gradients.
+bool are_close(
+    const std::vector<std::optional<at::Tensor>>& batched,
+    const std::vector<std::vector<std::optional<at::Tensor>>>& single);
 
 // Of one input: its coordinates, whether two of them are an entry, atol and rtol.
 using InputTolerances = std::tuple<int64_t, bool, double, double>;

@@ -34,12 +34,22 @@ inline at::Tensor with_domain_of(const at::Tensor& tensor, const at::Tensor& val
   return value.is_complex() ? at::real(value) : value.to(c10::toComplexType(value.scalar_type()));
 }
 
-// Whether `tensor` is contiguous doubles in this process's memory, with nothing lazy about them.
-inline bool is_plain(const at::Tensor& tensor) {
+// Whether `tensor` is a dense one of the CPU, with nothing lazy about it and nothing that sees its operators.
+inline bool is_plain_cpu(const at::Tensor& tensor) {
   constexpr auto no_matter = c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset;
-  return tensor.scalar_type() == at::kDouble &&
-         tensor.key_set() - no_matter == c10::DispatchKeySet(c10::DispatchKey::CPU) && tensor.is_contiguous() &&
-         static_cast<size_t>(tensor.storage_offset() + tensor.numel()) * sizeof(double) <= tensor.storage().nbytes();
+  return tensor.defined() && tensor.key_set() - no_matter == c10::DispatchKeySet(c10::DispatchKey::CPU);
+}
+
+// Whether its elements are contiguous, too, and in memory.
+inline bool is_plain_memory(const at::Tensor& tensor) {
+  return is_plain_cpu(tensor) && tensor.is_contiguous() &&
+         static_cast<size_t>(tensor.storage_offset() + tensor.numel()) * tensor.element_size() <=
+             tensor.storage().nbytes();
+}
+
+// The same of doubles.
+inline bool is_plain(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kDouble && is_plain_memory(tensor);
 }
 
 // Whether they are few: no operator, and no view of the place to go to, is needed to copy them.

@@ -8,6 +8,7 @@
 #include "ops/unflatten.h"
 #include "rows.h"
 
+#include <ATen/ops/any.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -150,12 +151,21 @@ std::vector<at::Tensor> with_undefined_grads(const std::vector<at::Tensor>& outp
 }
 
 bool is_plain_zero(const at::Tensor& gradient, const at::Tensor& input) {
-  if (!is_small_and_plain(gradient) || gradient.scalar_type() != input.scalar_type() ||
-      gradient.device() != input.device() || gradient.sizes() != input.sizes()) {
+  // Looked at one by one, so many elements take less time than an operator, or not much more.
+  constexpr int64_t most = 1 << 14;
+  const bool is_complex = gradient.scalar_type() == at::kComplexDouble;
+  if (!(is_complex || gradient.scalar_type() == at::kDouble) || !is_plain_cpu(gradient) || gradient.numel() > most ||
+      gradient.scalar_type() != input.scalar_type() || gradient.device() != input.device() ||
+      gradient.sizes() != input.sizes()) {
     return false;
   }
-  const double* const first = gradient.const_data_ptr<double>();
-  return std::all_of(first, first + gradient.numel(), [](double value) { return value == 0; });
+  if (!is_plain_memory(gradient)) {
+    const BelowAutograd guard;
+    return gradient.layout() == at::kStrided &&
+           bytes_reached(gradient) <= static_cast<int64_t>(gradient.storage().nbytes()) && !gradient.any().item<bool>();
+  }
+  const auto* const first = static_cast<const double*>(gradient.const_data_ptr());
+  return std::all_of(first, first + coordinate_count(gradient), [](double value) { return value == 0; });
 }
 
 namespace {

@@ -9,6 +9,7 @@
 #include <ATen/ops/_add_batch_dim.h>
 #include <ATen/ops/_remove_batch_dim.h>
 #include <ATen/ops/abs.h>
+#include <ATen/ops/allclose.h>
 #include <ATen/ops/amax.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
@@ -101,6 +102,34 @@ class Silence : public c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };
 
+// The VJPs of the grad_outputs that `cotangents` has in its first dimension, in one vectorized run; gradients have it,
+// too.
+std::vector<at::Tensor> batched_vjp(
+    const at::Tensor& output, const std::vector<at::Tensor>& inputs, const at::Tensor& cotangents) {
+  Silence silence;
+  const c10::WarningUtils::WarningHandlerGuard guard(&silence);
+  const BatchLevel batch;
+  std::vector<at::Tensor> gradients =
+      vjp({output}, inputs, {at::_add_batch_dim(cotangents, 0, batch.level)}, /*create_graph=*/false);
+  for (at::Tensor& gradient : gradients) {
+    gradient = gradient.defined() ? at::_remove_batch_dim(gradient, batch.level, cotangents.size(0), 0) : gradient;
+  }
+  return gradients;
+}
+
+// Whether two gradients are equal but for rounding, by the rule of torch.allclose at its defaults.
+bool is_close(const at::Tensor& left, const at::Tensor& right) {
+  constexpr double rtol = 1e-5;
+  constexpr double atol = 1e-8;
+  if (!is_small_and_plain(left) || !is_small_and_plain(right) || left.sizes() != right.sizes()) {
+    return at::allclose(left, right, rtol, atol);
+  }
+  const auto* const values = left.const_data_ptr<double>();
+  return std::equal(values, values + left.numel(), right.const_data_ptr<double>(), [=](double a, double b) {
+    return a == b || std::abs(a - b) <= atol + rtol * std::abs(b);
+  });
+}
+
 // All rows of one output as vjp_rows gives them, up to rounding, from one vectorized VJP.
 GradientsMatch vectorized_rows(
     const at::Tensor& output, const std::vector<InputBlock>& inputs, bool imaginary, const at::Tensor& rows) {
@@ -115,17 +144,7 @@ GradientsMatch vectorized_rows(
     cotangents.diagonal().fill_(imaginary ? c10::Scalar(c10::complex<double>(0, 1)) : c10::Scalar(1));
     cotangents = cotangents.view(sizes);
   }
-  std::vector<at::Tensor> gradients;
-  {
-    Silence silence;
-    const c10::WarningUtils::WarningHandlerGuard guard(&silence);
-    const BatchLevel batch;
-    gradients =
-        vjp({output}, arguments_of(inputs), {at::_add_batch_dim(cotangents, 0, batch.level)}, /*create_graph=*/false);
-    for (at::Tensor& gradient : gradients) {
-      gradient = gradient.defined() ? at::_remove_batch_dim(gradient, batch.level, count, 0) : gradient;
-    }
-  }
+  const std::vector<at::Tensor> gradients = batched_vjp(output, arguments_of(inputs), cotangents);
   const BelowAutograd guard;
   int64_t offset = 0;
   for (size_t k = 0; k < inputs.size(); ++k) {
@@ -193,6 +212,48 @@ bool add_up(
 }
 
 }  // namespace
+
+std::vector<at::Tensor> vectorized_vjp(Graph& graph, int64_t output, const at::Tensor& cotangents) {
+  graph.of(output);  // refuses numbers of outputs that there are not
+  const at::Tensor& own = graph.outputs()[output];
+  TORCH_CHECK(
+      cotangents.dim() == own.dim() + 1 && cotangents.sizes().slice(1) == own.sizes() &&
+          cotangents.scalar_type() == own.scalar_type() && cotangents.device() == own.device(),
+      "vectorized_vjp: cotangents must look like output ", output, " behind their first dimension: ", own.scalar_type(),
+      own.sizes(), ", got ", cotangents.scalar_type(), cotangents.sizes());
+  check_vjp_memory(graph.outputs(), graph.inputs(), {cotangents});
+  return batched_vjp(own, graph.inputs(), cotangents);
+}
+
+bool are_close(
+    const std::vector<std::optional<at::Tensor>>& batched,
+    const std::vector<std::vector<std::optional<at::Tensor>>>& single) {
+  const BelowAutograd guard;
+  for (size_t row = 0; row < single.size(); ++row) {
+    TORCH_CHECK(
+        single[row].size() == batched.size(), "are_close: each VJP must have ", batched.size(), " gradients, got ",
+        single[row].size());
+    for (size_t k = 0; k < batched.size(); ++k) {
+      if (!batched[k] && !single[row][k]) {
+        continue;
+      }
+      if (!batched[k] || !single[row][k]) {
+        return false;
+      }
+      const at::Tensor& rows = *batched[k];
+      const at::Tensor& gradient = *single[row][k];
+      check_storage("are_close", "batched", rows);
+      check_storage("are_close", "single", gradient);
+      if (rows.layout() != at::kStrided || gradient.layout() != at::kStrided || rows.dim() != gradient.dim() + 1 ||
+          rows.size(0) != static_cast<int64_t>(single.size()) || rows.scalar_type() != gradient.scalar_type() ||
+          rows.device() != gradient.device() || rows.sizes().slice(1) != gradient.sizes() ||
+          !is_close(rows.select(0, static_cast<int64_t>(row)), gradient)) {
+        return false;
+      }
+    }
+  }
+  return true;
+}
 
 bool runs_no_custom_code(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) {
   using torch::autograd::Node;

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fastgrad.core.native import Rows, WholeBackward, largest_errors
+from fastgrad.core.native import Rows, SmallProblem, WholeBackward, largest_errors
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING
 from fastgrad.engines.blocks import LAYOUTS, REPEAT_SCALE, REPEATED_ROWS, row_parts
@@ -46,7 +46,7 @@ def _cotangents(m: int, seed: int, device: torch.device) -> Tensor:
     return proof_cotangents(m, seed, device, ALL_KINDS if m > 1 else ())
 
 
-def whole_backward(problem: Problem, settings: Settings, seconds: float) -> WholeBackward:
+def whole_backward(problem: Problem | SmallProblem, settings: Settings, seconds: float) -> WholeBackward:
     """All VJPs of a check of a problem that is small, vectorized where that can be; seconds: of one evaluation."""
     m, fewest = problem.m, _fewest_vectorized(problem)
     vectorized = fewest <= m <= most_vectorized_rows(problem, seconds)
@@ -62,7 +62,7 @@ def whole_backward(problem: Problem, settings: Settings, seconds: float) -> Whol
     )
 
 
-def _fewest_vectorized(problem: Problem) -> int:
+def _fewest_vectorized(problem: Problem | SmallProblem) -> int:
     return FEWEST_VECTORIZED if problem.device.type == "cpu" else FEWEST_VECTORIZED_ON_DEVICES
 
 

@@ -24,11 +24,12 @@ from fastgrad.checks.one_block import (
     take_calls,
     whole_backward,
 )
+from fastgrad.checks.small import SmallCheck, small_check
 from fastgrad.core.backends import exact_libraries
 from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.memory import OUT_OF_MEMORY
-from fastgrad.core.native import Rows, WholeBackward
-from fastgrad.core.phases import Stopwatch
+from fastgrad.core.native import Rows
+from fastgrad.core.phases import TIMED_COLUMNS, TIMED_SECONDS, Stopwatch
 from fastgrad.core.progress import Progress
 from fastgrad.engines import dense
 from fastgrad.engines.blocks import REPEATED_ROWS, JacobianBlock
@@ -39,6 +40,7 @@ from fastgrad.engines.plan import (
     make_plan,
     make_sketch_plan,
     sketches,
+    small_plan,
     tries_structure,
     with_less_memory,
 )
@@ -61,11 +63,14 @@ from fastgrad.verdict.grad_outputs import (
     check_zero_grad_output,
 )
 from fastgrad.verdict.linearity import (
+    ALL_KINDS,
     LinearityProof,
     TangentProof,
+    linear_backward,
     moved_once,
     moving_repeat,
     moving_row,
+    nondeterministic,
     nonlinear_repeat,
     rerun,
 )
@@ -74,11 +79,6 @@ from fastgrad.verdict.repeated_calls import RepeatedCalls
 
 if TYPE_CHECKING:
     from fastgrad.sharding.problem import Partition
-
-TIMED_COLUMNS = 32
-TIMED_SECONDS = 1e-3
-"""Input coordinates, and seconds of the first evaluation, from which phases are timed: of the quickest checks that
-would be two percent."""
 
 
 def check(
@@ -113,10 +113,16 @@ def check(
     """
     start = time.perf_counter()
     arguments = as_tuple(inputs)
+    small = small_check(func, arguments, settings, isinstance(func, Backward)) if partition is None else None
+    if small is not None and small.passes:
+        return _report_of_small(small, settings, names, start)
+    make_problem: Callable[..., Problem] = Problem if partition is None else partition.problem
+    if small is not None:
+        make_problem = partial(Problem, traced=small.problem)
     with (
         _exact_libraries(arguments, settings) as notes,
         Progress(settings.progress if partition is None or partition.leads else False) as progress,
-        (Problem if partition is None else partition.problem)(
+        make_problem(
             func,
             arguments,
             settings.masked,
@@ -127,7 +133,7 @@ def check(
             records_differences=not isinstance(func, Backward),
         ) as problem,
     ):
-        findings = Findings()
+        findings = Findings() if small is None else _go_on_from(small, problem, settings)
 
         def run() -> Report:
             report = _report(problem, settings, names, findings, notes, start, isinstance(func, Backward))
@@ -136,6 +142,45 @@ def check(
             return _diagnosed(problem, replace(report, subject=subject(func, problem)), findings.sample)
 
         return run() if partition is None else partition.report(run)
+
+
+def _go_on_from(small: SmallCheck, problem: Problem, settings: Settings) -> Findings:
+    """What a small check ran, for the complete check to judge."""
+    columns = small.columns
+    if isinstance(columns, tuple):
+        problem.raise_changed(*columns, settings.eps)
+        columns = None
+    problem.vjps = small.vjps
+    return Findings(
+        backward=small.backward, early=small.raised, columns=columns, batched=small.batched, moved=small.moved
+    )
+
+
+def _report_of_small(small: SmallCheck, settings: Settings, names: tuple[str, ...], start: float) -> Report:
+    """The report of a small check that passes."""
+    problem = small.problem
+    if small.errors is None:
+        from fastgrad.checks.sketch import certificates_of  # only here: importing fastgrad is to cost little
+
+        plan, certificates = make_sketch_plan(settings), certificates_of(settings)
+    else:
+        plan = small_plan(problem.n, problem.m, settings.engine)
+        certificates = (linear_backward(ALL_KINDS, settings.atol),) if problem.m > 1 else ()
+    return Report(
+        failure=None,
+        settings=settings,
+        plan=plan,
+        n=problem.n,
+        m=problem.m,
+        evaluations=problem.evaluator.evaluations,
+        vjps=small.vjps,
+        seconds=time.perf_counter() - start,
+        phases={"first evaluation": problem.seconds, **small.seconds},
+        input_names=names,
+        pairs=tuple(small.pairs()),
+        certificates=certificates,
+        environment=environment(problem.device),
+    )
 
 
 def _report(
@@ -228,7 +273,7 @@ def _first_failure(
 ) -> tuple[Plan, Failure | None]:
     if is_backward and problem.has_graph:
         problem.base()  # now, while the first evaluation gives it
-    if sketches(problem, settings):
+    if sketches(problem, settings) and findings.backward is None:
         runs_backward = problem.has_graph and settings.check_backward_ad
         calls = RepeatedCalls(problem, settings) if runs_backward else None
         if calls is not None:
@@ -240,7 +285,7 @@ def _first_failure(
     else:
         plan, failure = _exact(problem, settings, findings)
     if failure is None and problem.has_graph:
-        failure = _attribute_failure(problem, settings, findings.backward)
+        failure = _attribute_failure(problem, settings, findings)
     if (
         (failure is None or failure.kind == "mismatch")
         and problem.has_graph
@@ -248,14 +293,16 @@ def _first_failure(
         and torch.is_grad_enabled()
     ):
         failure = check_recorded_gradients(problem, settings) or failure
+    if failure is None and findings.moved:
+        failure = nondeterministic(problem.outputs[0])
     if failure is None and findings.early is not None:
         raise findings.early  # of a backward that did not raise again, in its turn
     return plan, failure
 
 
-def _attribute_failure(problem: Problem, settings: Settings, backward: WholeBackward | None) -> Failure | None:
+def _attribute_failure(problem: Problem, settings: Settings, findings: Findings) -> Failure | None:
     """What must hold beside the Jacobians."""
-    failure = None
+    failure, backward = None, findings.backward
     if settings.check_forward_ad and settings.check_undefined_grad:
         failure = check_undefined_tangents(problem, settings)
     if failure is None and settings.check_batched_forward_grad:
@@ -263,7 +310,7 @@ def _attribute_failure(problem: Problem, settings: Settings, backward: WholeBack
     if failure is not None or not settings.check_backward_ad:
         return failure
     if settings.check_batched_grad:
-        failure = check_batched_gradients(problem, settings)
+        failure = check_batched_gradients(problem, settings, findings.batched)
     if backward is not None and backward.are_zero:
         return failure
     if failure is None:
@@ -309,7 +356,7 @@ def _all_entries(
     count = 2 * problem.n + problem.m
     problem.progress.start(count, look.measured * count if look else 0.0, f"{count} calls")
     while True:
-        own = Findings()
+        own = Findings(backward=findings.backward, early=findings.early, columns=findings.columns)
         try:
             plan, failure = _dense(problem, plan, settings, look, own, calls)
         except OUT_OF_MEMORY as error:
@@ -355,7 +402,7 @@ def _dense(
             reason = "what looks wrong is looked at one by one"
         reason = f"{plan.reason}; {reason}"
         plan = replace(plan, batch=None, replayed=False, rows_replayed=False, reason=reason)
-    elif is_small(problem, settings):
+    elif is_small(problem, settings) and findings.backward is None and findings.early is None:
         try:
             findings.backward = whole_backward(problem, settings, look.measured if look else problem.seconds)
         except Exception as error:
@@ -453,7 +500,9 @@ def _jacobian_failure(
     columns_at_hand = dense.numerical_columns(problem, plan, settings)
     backward = findings.backward
     if backward is not None:
-        columns = dense.columns_one_by_one(problem, settings, 0, problem.n, plan.record_graph)
+        columns = findings.columns
+        if columns is None:
+            columns = dense.columns_one_by_one(problem, settings, 0, problem.n, plan.record_graph)
         if agrees(problem, settings, backward, columns, findings):
             if calls is not None and calls.rows:
                 calls.see_all(jacobian(problem, backward))

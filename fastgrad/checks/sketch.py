@@ -17,7 +17,7 @@ from fastgrad.core.precision import ROUNDING, excess
 from fastgrad.core.random import SKETCH_DIRECTIONS, TANGENT_STREAM, direction
 from fastgrad.core.tensors import differ, largest
 from fastgrad.engines.blocks import MOST_AT_ONCE, REPEAT_SCALE
-from fastgrad.engines.plan import detection_limit, sketch_size
+from fastgrad.engines.plan import EXACT_CALLS, detection_limit, sketch_size
 from fastgrad.engines.sketch import (
     NOISE_SHARE,
     Cotangent,
@@ -40,10 +40,6 @@ from fastgrad.verdict.locate import locate
 MOST_STEPS = 5
 SMALLER, LARGER = 2.0**-5, 2.0**6
 """From one step to the next: smaller where joint steps cross kinks, larger where rounding dominates."""
-
-EXACT_CALLS = 256
-"""Evaluations and VJPs of the dense engine up to which it decides what the first step size leaves open: the others, and
-entries measured by themselves, take as many."""
 
 SMALL_BOUND, SMALL_BOUND_STEPS = 16, 3
 """Times atol that the bound of selected rows is to be, and steps to try for it."""
@@ -279,6 +275,11 @@ def _verified(settings: Settings, count: int, bound: float, unresolved: float) -
     cancelling = detection_limit(settings) * (bound / settings.atol if settings.atol else 0.0)
     certificates = _sketch_certificates(count, bound, cancelling, settings.atol, settings.confidence)
     return Screening(certificates=certificates, bound=bound)
+
+
+def certificates_of(settings: Settings) -> tuple[Certificate, ...]:
+    """What a sketch without a flag and without weights vouches for."""
+    return _verified(settings, sketch_size(settings.confidence), settings.atol, 0.0).certificates
 
 
 @lru_cache(16)

@@ -18,6 +18,7 @@ _CALLS_FUNC = tuple(
         *(
             "engines/vmapped.py",
             "engines/cuda_graph.py",
+            "checks/small.py",
             "verdict/grad_outputs.py",
             "tools/",
             "testing/",

@@ -18,6 +18,12 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
+TIMED_COLUMNS = 32
+TIMED_SECONDS = 1e-3
+"""Input coordinates, and seconds of the first evaluation, from which phases are timed: of the quickest checks that
+would be two percent."""
+
+
 def clock(device: torch.device) -> float:
     """The time in seconds after the device is synchronized; otherwise only the launches would be timed."""
     if device.type == "cuda":

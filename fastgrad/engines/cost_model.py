@@ -22,6 +22,8 @@ class CostModel:
         Rows of one vectorized VJP, and seconds of an evaluation times rows, at most: beyond, memory may not suffice.
     sketch_seconds, sketch_calls
         A sketch: seconds that it takes beside its calls, and the evaluations that take as long as these.
+    small_sketch_seconds, small_sketch_calls
+        The same where functions are plain and small: six evaluations and ten VJPs, run by native code.
     guess_seconds
         Seconds for guessing a pattern and computing by it, beside the calls, and something to spare.
     probe_seconds
@@ -56,6 +58,8 @@ class CostModel:
     vectorized_seconds: float = 10e-3
     sketch_seconds: float = 0.25e-3
     sketch_calls: int = 24
+    small_sketch_seconds: float = 0.05e-3
+    small_sketch_calls: int = 21
     guess_seconds: float = 2e-3
     probe_seconds: float = 30e-3
     certificate_evaluations: int = 14

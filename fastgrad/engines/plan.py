@@ -12,10 +12,11 @@ from torch import Tensor
 
 from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.memory import free_bytes
+from fastgrad.core.native import SmallProblem
 from fastgrad.engines import cost_model, executor
 from fastgrad.problem.first_look import FirstLook, usual_seconds
 from fastgrad.problem.problem import Problem
-from fastgrad.report.data import Plan, Settings
+from fastgrad.report.data import Engine, Plan, Settings
 from fastgrad.structure.detection import Budget
 from fastgrad.structure.sparsity import few
 
@@ -36,6 +37,10 @@ SMALL_BYTES = 64 << 20
 
 TINY = 24
 """Evaluations and VJPs of the dense engine up to which it costs no more than a sketch."""
+
+EXACT_CALLS = 256
+"""Evaluations and VJPs of the dense engine up to which it decides what the first step size leaves open: the others, and
+entries measured by themselves, take as many."""
 
 AFFORDABLE_ENTRIES = 4_000_000
 AFFORDABLE_CALLS = 20_000
@@ -89,14 +94,16 @@ def detection_limit(settings: Settings) -> float:
     return float(settings.atol / 4 * (2 / (1 - settings.confidence)) ** (1 / count))
 
 
-def sketches(problem: Problem, settings: Settings) -> bool:
+def sketches(problem: Problem | SmallProblem, settings: Settings) -> bool:
     """Whether fast mode is worth it: exact checks of tiny problems cost less."""
     if not settings.fast_mode or settings.engine != "auto":
         return settings.engine == "sketch"
     if 2 * problem.n + problem.m <= TINY:
         return False
-    seconds = usual_seconds(problem, problem.seconds)
-    return _dense_seconds(problem, seconds) > cost_model.COSTS.sketch_seconds + cost_model.COSTS.sketch_calls * seconds
+    seconds, costs = usual_seconds(problem, problem.seconds), cost_model.COSTS
+    if isinstance(problem, SmallProblem):
+        return _dense_seconds(problem, seconds) > costs.small_sketch_seconds + costs.small_sketch_calls * seconds
+    return _dense_seconds(problem, seconds) > costs.sketch_seconds + costs.sketch_calls * seconds
 
 
 def is_affordable(problem: Problem) -> bool:
@@ -104,7 +111,7 @@ def is_affordable(problem: Problem) -> bool:
     return problem.n * problem.m <= AFFORDABLE_ENTRIES and 2 * problem.n + problem.m <= AFFORDABLE_CALLS
 
 
-def looks_first(problem: Problem, settings: Settings) -> bool:
+def looks_first(problem: Problem | SmallProblem, settings: Settings) -> bool:
     """Whether the problem is large enough for `first_look` to repay."""
     seconds = _dense_seconds(problem, usual_seconds(problem, problem.seconds))
     if not problem.m or (problem.n < COLUMNS_WORTH_A_LOOK and seconds <= cost_model.COSTS.single_calls_seconds):
@@ -130,7 +137,7 @@ def dense_seconds(problem: Problem, look: FirstLook) -> float:
     return _dense_seconds(problem, look.seconds)
 
 
-def _dense_seconds(problem: Problem, seconds: float) -> float:
+def _dense_seconds(problem: Problem | SmallProblem, seconds: float) -> float:
     rows = cost_model.COSTS.vjp_evaluations * seconds + cost_model.COSTS.vjp_seconds
     if problem.m <= most_vectorized_rows(problem, seconds):
         rows = cost_model.COSTS.vjp_evaluations * max(
@@ -245,13 +252,13 @@ def pays_to_compress(problem: Problem, settings: Settings, columns: int, rows: i
     )
 
 
-def is_one_block(problem: Problem, settings: Settings) -> bool:
+def is_one_block(problem: Problem | SmallProblem, settings: Settings) -> bool:
     """Whether the dense engine has one block of rows, and one pass over the columns."""
     size = 8 * max(1, problem.n) * max(1, problem.m)
     return size <= BLOCK_BYTES and size <= _memory_limit(settings, size)
 
 
-def most_vectorized_rows(problem: Problem, seconds: float) -> int:
+def most_vectorized_rows(problem: Problem | SmallProblem, seconds: float) -> int:
     """Rows of the analytical Jacobian that one vectorized VJP may be, by what one evaluation takes.
 
     What func holds inside is not known, but it takes time to write: so this bounds memory, too.
@@ -299,7 +306,7 @@ def make_plan(problem: Problem, settings: Settings, look: FirstLook | None) -> P
     is_large = rows_replayed or problem.ranks > 1
     block_bytes = max(BLOCK_BYTES, min(DEVICE_BLOCK_BYTES, limit // 8)) if is_large else BLOCK_BYTES
     rows = max(1, block_bytes // (8 * max(1, problem.n)))
-    reason = "engine='dense' was asked for" if settings.engine == "dense" else "no structure makes another cheaper"
+    reason = _reason(settings.engine)
     if look is not None and look.obstacles:
         reason = "; ".join(look.obstacles)
     if columns < problem.n:
@@ -315,6 +322,19 @@ def make_plan(problem: Problem, settings: Settings, look: FirstLook | None) -> P
         replayed=replayed,
         rows_replayed=rows_replayed,
     )
+
+
+def _reason(engine: Engine) -> str:
+    """Why the dense engine runs, where nothing was tried."""
+    return "engine='dense' was asked for" if engine == "dense" else "no structure makes another cheaper"
+
+
+@lru_cache(64)
+def small_plan(n: int, m: int, engine: Engine) -> Plan:
+    """The plan that `make_plan` makes for one block of rows and one pass over the columns."""
+    columns, rows = max(FEWEST_COLUMNS, n), max(1, BLOCK_BYTES // (8 * max(1, n)))
+    memory = 8 * (columns * max(1, m) + min(rows, m) * n)
+    return Plan("dense", columns, rows, True, _reason(engine), memory=memory)
 
 
 def _way(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int | None, bool, str]:

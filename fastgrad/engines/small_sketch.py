@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -214,3 +215,57 @@ def _one_hot_coordinates(layout: _Layout, seed: int) -> list[tuple[int, int, boo
             for number, element in enumerate(one_hot_elements(elements, seed)):
                 found.append((first + element * width + imaginary, output, number == 0))
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class ScreeningGradOutputs:
+    """The grad_outputs for a function whose backward is torch's own and keeps no state, so that few calls tell all.
+
+    The random cotangents of the sketch are contiguous or not, have a random half of their elements zero, are mostly
+    zero, or are expanded. Beside them there is a multiple of one of them, which must give the same multiple bit for
+    bit; a one-hot grad_output of the last element of each output; and, of several outputs, one for each of them alone.
+
+    Attributes
+    ----------
+    vectors
+        Float64, shape (rows, m).
+    layouts, only
+        Per row, its layout, and the output that gets one; -1: all.
+    shares
+        Per row, what its sums may be off, relative to those of a dense cotangent; infinite: they are not compared.
+    again
+        The row that is REPEAT_SCALE times row REPEATED.
+    separate
+        Rows that are row REPEATED for each output alone.
+    expanded
+        The row that is expanded.
+    """
+
+    vectors: Tensor
+    layouts: list[Layout]
+    only: list[int]
+    shares: list[float]
+    again: int
+    separate: list[int]
+    expanded: int
+
+
+@lru_cache(64)
+def screening_grad_outputs(layout: _Layout, seed: int, count: int) -> ScreeningGradOutputs:
+    """The grad_outputs for outputs of this layout, `count` dense random ones among them."""
+    weight = torch.ones(sum(width * elements for _, width, elements in layout), dtype=torch.float64)
+    random = list(cotangents(seed, weight, count, 0))
+    rows = [(one.vector(), one.layout, -1, abs(one.scale)) for one in random]
+    expanded = len(rows) - 1
+    again = len(rows)
+    repeated = rows[REPEATED][0]
+    rows.append((repeated * REPEAT_SCALE, Layout.CONTIGUOUS, -1, math.inf))
+    for output, (first, width, elements) in enumerate(layout):
+        for part in range(width if elements else 0):
+            one_hot = torch.zeros_like(weight)
+            one_hot[first + (elements - 1) * width + part] = 1.0
+            rows.append((one_hot, Layout.CONTIGUOUS, output, 1.0))
+    separate = list(range(len(rows), len(rows) + len(layout))) if len(layout) > 1 else []
+    rows += [(repeated, Layout.CONTIGUOUS, output, math.inf) for output in range(len(separate))]
+    vectors, layouts, only, shares = (list(column) for column in zip(*rows, strict=True))
+    return ScreeningGradOutputs(torch.stack(vectors), layouts, only, shares, again, separate, expanded)

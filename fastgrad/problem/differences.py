@@ -42,7 +42,7 @@ class Differences(Evaluation):
                 some, own_eps = some[: block.end - first - begin], eps * block.step
             changed = self._evaluator.difference_columns(first + begin, some, self._specs, own_eps, record_graph)
             if changed is not None:
-                self._raise_changed(*changed, own_eps)
+                self.raise_changed(*changed, own_eps)
             self.progress.step(2 * some.shape[0])
             begin += some.shape[0]
         return columns
@@ -76,7 +76,7 @@ class Differences(Evaluation):
                 own_eps *= block_with(self.inputs, int(groups.coordinates[int(groups.starts[begin])])).step
             changed = self._evaluator.difference_groups(part, values, self.m, self._specs, own_eps, record_graph)
             if changed is not None:
-                self._raise_changed(*changed, own_eps)
+                self.raise_changed(*changed, own_eps)
             self.progress.step(2 * min(step, count - begin))
         widths = self.coordinate_widths(eps)
         for some in pieces(0, values.numel(), values.device):

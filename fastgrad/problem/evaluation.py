@@ -76,11 +76,12 @@ class Evaluation:
         scales: Sequence[tuple[float, float]] = (),
         warn_of_precision: bool = True,
         records_differences: bool = True,
+        traced: native.SmallProblem | None = None,
     ) -> None:
         """names: of the arguments in messages, if any; the step and weight of each checked argument.
 
         records_differences: whether func next to x records gradients, as torch's checker lets it, unless it is known to
-        give the same values without.
+        give the same values without. traced: func at these arguments, where it was called already.
         """
         refuse_function_class(func)
         positions = differentiable_inputs(arguments, names, warn_of_precision)
@@ -110,17 +111,20 @@ class Evaluation:
         self._base: Tensor | None = None
         self._coordinates: Tensor | None = None
         self._input_tensors = [block.tensor for block in self.inputs]
-        self._natives = []
-        for block in self.inputs:
-            where = block.tensor, block.first, relative_step(block.tensor.dtype)
-            memory = memories[block.position]
-            self._natives.append(
-                native.InputBlock(*where)
-                if memory is None
-                else native.InputBlock(*where, memory.stand_in, memory.values, memory.elements)
-            )
+        self._traced = traced
+        if traced is not None:
+            self._natives, self._evaluator = traced.blocks, traced.evaluator
+            return
+        self._natives = [self._native(block) for block in self.inputs]
         self._evaluator = native.Evaluator(func, arguments, self._natives)
         self._evaluator.records_differences = records_differences
+
+    def _native(self, block: Block) -> native.InputBlock:
+        where = block.tensor, block.first, relative_step(block.tensor.dtype)
+        memory = self._memories[block.position]
+        if memory is None:
+            return native.InputBlock(*where)
+        return native.InputBlock(*where, memory.stand_in, memory.values, memory.elements)
 
     def __enter__(self: Self) -> Self:
         """Evaluates func once, to learn its outputs."""
@@ -156,9 +160,13 @@ class Evaluation:
 
     @phase("first evaluation")
     def _trace(self) -> None:
-        start = clock(self.device)
-        results = as_tuple(self._evaluator.evaluate(True))
-        self.seconds = clock(next((v.device for v in results if isinstance(v, Tensor)), self.device)) - start
+        if self._traced is not None:
+            results, self.seconds = as_tuple(self._traced.result), self._traced.seconds
+            self._traced.release()
+        else:
+            start = clock(self.device)
+            results = as_tuple(self._evaluator.evaluate(True))
+            self.seconds = clock(next((v.device for v in results if isinstance(v, Tensor)), self.device)) - start
         if self._evaluator.inputs_changed():
             self._evaluator.mutates_inputs = True  # or they hold a NaN, and it does no harm
         check_outputs(results)
@@ -174,7 +182,7 @@ class Evaluation:
             self.device = self.outputs[0].tensor.device
         if self.has_graph:
             graph = tuple(results[position] for position in positions)
-            self._recorded = _Recorded(graph)
+            self._recorded = _Recorded(graph) if self.evaluations == 1 else None
             self.nodes, self.custom_nodes = native.count_nodes(graph, MOST_NODES)
             self.is_custom = not native.runs_no_custom_code(graph, self._input_tensors)
             self.vectorizes = not self.is_custom
@@ -368,7 +376,7 @@ class Evaluation:
             selected.append(found)
         return tuple(selected)
 
-    def _raise_changed(self, coordinate: int, output: int, found: Any, eps: float) -> None:
+    def raise_changed(self, coordinate: int, output: int, found: Any, eps: float) -> None:
         block = block_with(self.inputs, coordinate)
         index = block.index_at(coordinate)
         when = f"perturbed on index {index} of {self.name_of(block)} by {eps}"

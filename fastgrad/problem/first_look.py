@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastgrad.core.errors import raise_unless_of_func
+from fastgrad.core.native import SmallProblem
 from fastgrad.core.phases import clock
 from fastgrad.core.random import GRAPH_STREAM, direction
 from fastgrad.problem.problem import Problem
@@ -98,7 +99,7 @@ def first_look(problem: Problem, settings: Settings) -> FirstLook:
     return look(True, reacted, seconds)
 
 
-def usual_seconds(problem: Problem, measured: float) -> float:
+def usual_seconds(problem: Problem | SmallProblem, measured: float) -> float:
     """The estimated time of one evaluation: from the numbers of coordinates and nodes, or measured if it is slow."""
     usual = CALL_SECONDS + COORDINATE_SECONDS * (problem.n + problem.m)
     usual += NODE_SECONDS * problem.nodes + CUSTOM_SECONDS * problem.custom_nodes

@@ -38,7 +38,7 @@ class ForwardMode(Evaluation):
         changed, domains_match = native.at_dual_level(evaluate)
         self.jvps += count
         if changed is not None:
-            self._raise_changed(*changed, 0.0)
+            self.raise_changed(*changed, 0.0)
         return columns, domains_match
 
     @raises_memory_error

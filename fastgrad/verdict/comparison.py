@@ -29,6 +29,7 @@ from fastgrad.report.data import (
 )
 from fastgrad.report.messages import undecided_text
 from fastgrad.structure import coloring
+from fastgrad.verdict.grad_outputs import BatchedDifference
 from fastgrad.verdict.remeasure import Suspects
 
 SMALL = 256
@@ -54,6 +55,12 @@ class Findings:
         All VJPs of a small problem, where they were run at once.
     early
         What was raised instead: to be raised in its turn.
+    columns
+        The numerical Jacobian, where it is known: float64, shape (n, m).
+    batched
+        Where batched gradients are known to differ.
+    moved
+        Whether a VJP is known to have given two gradients.
     """
 
     notes: list[str] = field(default_factory=list)
@@ -63,6 +70,9 @@ class Findings:
     sample: Sample | None = None
     backward: WholeBackward | None = None
     early: Exception | None = None
+    columns: Tensor | None = None
+    batched: BatchedDifference | None = None
+    moved: bool = False
 
     def add(self, other: Findings) -> None:
         """Takes in those of a part of the check."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from torch import Tensor
 from fastgrad.core import native, torch_private
 from fastgrad.core.phases import phase
 from fastgrad.core.random import BATCH_STREAM, TANGENT_STREAM, uniform_like
+from fastgrad.engines.blocks import MOST_CACHED
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Failure, FailureKind, Mode, Settings
@@ -131,29 +134,89 @@ def _allclose(left: Tensor | None, right: Tensor | None) -> bool:
     return torch.allclose(left, right)
 
 
+@dataclass(frozen=True, slots=True)
+class BatchedDifference:
+    """Where a vectorized VJP fails or differs from single ones.
+
+    Attributes
+    ----------
+    output
+        The number of the output whose VJPs they are.
+    input
+        The number of the input whose gradient differs; None: the vectorized VJP raises.
+    cause
+        What it raises.
+    detail
+        What a message says.
+    """
+
+    output: int
+    input: int | None
+    cause: Exception | None
+    detail: str
+
+
 @phase("batched gradients")
-def check_batched_gradients(problem: Problem, settings: Settings) -> Failure | None:
-    """The backward of each output under vmap must give what two runs of it give."""
-    outputs = problem.graph()
-    inputs = [block.tensor for block in problem.inputs]
-    for block, output in zip(problem.outputs, outputs, strict=True):
-
-        def vjp(cotangent: Tensor, output: Tensor = output) -> tuple[Tensor, ...]:
-            problem.vjps += 1
-            found = torch.autograd.grad(output, inputs, cotangent, retain_graph=True, allow_unused=True)
-            return tuple(
-                like.detach().new_zeros(()).expand(like.shape) if gradient is None else gradient
-                for gradient, like in zip(found, inputs, strict=True)
-            )
-
-        failure = _batch_failure(vjp, output, block.size, settings, "reverse")
-        if failure is not None:
-            which, cause, detail = failure
-            if which is None:
-                return Failure("batched raises", block.index, None, block.position, detail=detail, cause=cause)
-            other = problem.inputs[which]
-            return Failure("batched differs", block.index, other.index, block.position, other.position, detail=detail)
+def batched_difference(graph: native.Graph, outputs: Sequence[Tensor], settings: Settings) -> BatchedDifference | None:
+    """The first output whose backward under vmap does not give what single runs give; BATCH + 1 VJPs per output."""
+    for number, output in enumerate(outputs):
+        vectors = _batch_vectors(output, settings.seed)
+        single = [graph.vjp_of_one(number, vector) for vector in vectors.unbind()]
+        try:
+            batched = native.vectorized_vjp(graph, number, vectors)
+        except RuntimeError as error:
+            return BatchedDifference(number, None, error, str(error))
+        if not native.are_close(batched, single):
+            for k, gradients in enumerate(zip(batched, *single, strict=True)):
+                detail = _difference(*gradients)
+                if detail is not None:
+                    return BatchedDifference(number, k, None, detail)
     return None
+
+
+def _difference(batched: Tensor | None, *single: Tensor | None) -> str | None:
+    """What a message says where gradients of a vectorized VJP differ from those of single ones."""
+    like = next((gradient for gradient in single if gradient is not None), None)
+    if like is None:
+        return None if batched is None or not bool(batched.any()) else f"Got:\n{batched}\n\nExpected:\nNone"
+    expected = torch.stack([torch.zeros_like(like) if gradient is None else gradient for gradient in single])
+    batched = torch.zeros_like(expected) if batched is None else batched
+    return None if torch.allclose(batched, expected) else f"Got:\n{batched}\n\nExpected:\n{expected}"
+
+
+def _batch_vectors(output: Tensor, seed: int) -> Tensor:
+    """Random grad_outputs of an output: shape (BATCH, *output.shape)."""
+    make = _known_batch_vectors if output.numel() <= MOST_CACHED else _known_batch_vectors.__wrapped__
+    vectors = make(output.shape, output.dtype, output.device, seed)
+    return vectors.clone() if make is _known_batch_vectors else vectors  # a backward may write into them
+
+
+@lru_cache(64)
+def _known_batch_vectors(shape: torch.Size, dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
+    size = shape.numel() * (2 if dtype.is_complex else 1)
+    like = torch.empty((), dtype=dtype, device=device).expand(shape)
+    return torch.stack([uniform_like(like, seed, BATCH_STREAM, k * size) for k in range(BATCH)])
+
+
+def check_batched_gradients(
+    problem: Problem, settings: Settings, found: BatchedDifference | None = None
+) -> Failure | None:
+    """The backward of each output under vmap must give what two runs of it give.
+
+    found: where it does not, if that is known.
+    """
+    if found is None:
+        graph = problem.vjp_graph()
+        found = batched_difference(graph, problem.graph(), settings)
+        problem.vjps += (BATCH + 1) * len(problem.outputs)
+    if found is None:
+        return None
+    output = problem.outputs[found.output]
+    if found.input is None:
+        detail, cause = found.detail, found.cause
+        return Failure("batched raises", output.index, None, output.position, detail=detail, cause=cause)
+    other = problem.inputs[found.input]
+    return Failure("batched differs", output.index, other.index, output.position, other.position, detail=found.detail)
 
 
 @phase("batched tangents")

@@ -319,7 +319,7 @@ def test_every_call_starts_from_the_same_buffers(keywords: dict[str, Any]) -> No
     report = fastgrad.check(module, x, **keywords)
     assert report.passed, failure_message(report)
     assert set(module.seen) == {(0.0, 3.0, 1.0)}
-    assert len(module.seen) >= 10
+    assert len(module.seen) >= 6
     assert module.count is count
     assert module.mean is mean
     assert module.silent is silent

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 import fastgrad
-from fastgrad.checks import one_block
+from fastgrad.checks import one_block, small
 from fastgrad.checks.order import check
 from fastgrad.core.native import largest_errors
 from fastgrad.core.torch_private import DispatchMode
@@ -114,16 +114,16 @@ def test_a_wrong_row_is_named_however_it_was_found(row: int) -> None:
 
 
 def test_the_fault_of_vectorizing_is_none_of_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, original = leaf(10), Problem.whole_backward
+    x, original = leaf(10), small._backward
     set_costs(monkeypatch, vectorized_seconds=10.0)  # however long the first evaluation takes
 
-    def spoiled(self: Problem, *arguments: Any) -> Any:
-        whole = original(self, *arguments)
+    def spoiled(*arguments: Any) -> Any:
+        whole = original(*arguments)
         assert whole.vectorized
         whole.parts[0].rows[5] = 7.0
         return whole
 
-    monkeypatch.setattr(Problem, "whole_backward", spoiled)
+    monkeypatch.setattr(small, "_backward", spoiled)
     report = check(torch.exp, (x,), SETTINGS)
     assert report.passed
     # All rows again, two of them twice; not the zeros and the products.
@@ -207,7 +207,7 @@ def test_an_error_that_does_not_come_again_is_raised(monkeypatch: pytest.MonkeyP
     def raises(*_: Any) -> Any:
         raise KeyError("once")
 
-    monkeypatch.setattr(Problem, "whole_backward", raises)
+    monkeypatch.setattr(small, "_backward", raises)
     with pytest.raises(KeyError, match="once"):
         fastgrad.gradcheck(torch.exp, (leaf(3),))
 

@@ -141,7 +141,8 @@ def test_the_compressed_engine_gives_way_to_the_dense_one(error: Exception) -> N
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_the_dense_engine_takes_fewer_columns(error: Exception) -> None:
     x = leaf(40)
-    report = fastgrad.check(Hungry(error, 50, 50), x, engine="dense")
+    # A small problem has all of its columns at once at first; the second error is the dense engine's.
+    report = fastgrad.check(Hungry(error, 50, 51), x, engine="dense")
     assert report.passed
     assert report.plan is not None
     assert report.plan.columns_per_pass == 10

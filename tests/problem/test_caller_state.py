@@ -73,7 +73,7 @@ def test_memory_taken_away_is_an_error_and_is_given_back(
         nonlocal calls
         calls += 1
         y = x.sin() * 2
-        if not late or calls > 6:
+        if not late or calls > 4:
             act(x)
         return y
 

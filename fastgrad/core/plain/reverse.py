@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -99,6 +100,9 @@ class Graph:
     def vjp(self, cotangents: Sequence[Tensor | None]) -> Gradients:
         return vjp(self.outputs, self.inputs, cotangents, False)
 
+    def vjp_of_one(self, output: int, cotangent: Tensor) -> Gradients:
+        return vjp([self.outputs[output]], self.inputs, [cotangent], False)
+
     def vjp_of_zeros(self) -> Gradients:
         return self._of_zeros(self.outputs)
 
@@ -109,6 +113,14 @@ class Graph:
     def _of_zeros(self, outputs: Sequence[Tensor]) -> Gradients:
         zeros = [unseen(torch.zeros_like)(output, memory_format=torch.contiguous_format) for output in outputs]
         return vjp(outputs, self.inputs, zeros, False)
+
+
+class SmallProblem:
+    """None is set up in one call here: Problem does it."""
+
+    @staticmethod
+    def trace(*_: object) -> None:
+        return None
 
 
 class UnrecordedBackward:
@@ -448,3 +460,33 @@ def whole_backward(
         tolerance = (sums.abs().max() * rtol).clamp_max(atol)
         whole.add_up = bool((whole.products - sums).abs().max() <= tolerance)
     return whole
+
+
+def vectorized_vjp(graph: Graph, output: int, cotangents: Tensor) -> Gradients:
+    with warnings.catch_warnings():
+        # Of vmap, about operators that it runs in a loop: slow is not wrong.
+        warnings.filterwarnings("ignore", message="There is a performance drop")
+        found = torch.autograd.grad(
+            graph.outputs[output],
+            graph.inputs,
+            cotangents,
+            retain_graph=True,
+            allow_unused=True,
+            is_grads_batched=True,
+        )
+    return list(found)
+
+
+def are_close(batched: Sequence[Tensor | None], single: Sequence[Sequence[Tensor | None]]) -> bool:
+    def close(left: Tensor | None, right: Tensor | None) -> bool:
+        if left is None or right is None:
+            return left is right
+        return (
+            left.layout is right.layout is torch.strided and left.dtype is right.dtype and torch.allclose(left, right)
+        )
+
+    return all(
+        close(None if rows is None else rows[k], gradient)
+        for k, gradients in enumerate(single)
+        for rows, gradient in zip(batched, gradients, strict=True)
+    )

@@ -1,0 +1,280 @@
+#include "small_problem.h"
+
+#include "ops/common.h"
+#include "rows.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/equal.h>
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/core/InferenceMode.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+#include <chrono>
+#include <limits>
+#include <utility>
+
+namespace py = pybind11;
+
+namespace fastgrad {
+namespace {
+
+// In larger graphs what a check takes beside func and backward does not matter.
+constexpr int64_t largest_small_graph = 64;
+
+bool is_double_on_cpu(const at::Tensor& tensor) {
+  return is_plain_cpu(tensor) && tensor.layout() == at::kStrided &&
+         (tensor.scalar_type() == at::kDouble || tensor.scalar_type() == at::kComplexDouble) &&
+         bytes_reached(tensor) <= static_cast<int64_t>(tensor.storage().nbytes());
+}
+
+// Whether the strides alone tell that no two elements share memory.
+bool is_free_of_overlap(const at::Tensor& tensor) {
+  std::vector<std::pair<int64_t, int64_t>> dimensions;  // stride and size
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    if (tensor.size(d) > 1) {
+      dimensions.emplace_back(tensor.stride(d), tensor.size(d));
+    }
+  }
+  std::sort(dimensions.begin(), dimensions.end());
+  int64_t reach = 0;
+  for (const auto& [stride, size] : dimensions) {
+    if (stride <= reach) {
+      return false;
+    }
+    reach += (size - 1) * stride;
+  }
+  return true;
+}
+
+// The positions of the differentiable arguments, each in memory of its own; none where one of all arguments needs care.
+std::vector<int64_t> checked_positions(const py::tuple& arguments) {
+  std::vector<int64_t> positions;
+  std::vector<at::Tensor> checked;
+  for (size_t position = 0; position < arguments.size(); ++position) {
+    PyObject* const object = PyTuple_GET_ITEM(arguments.ptr(), position);
+    if (PyList_Check(object) || PyTuple_Check(object) || PyDict_Check(object)) {
+      return {};
+    }
+    if (!THPVariable_Check(object)) {
+      continue;
+    }
+    const at::Tensor& tensor = THPVariable_Unpack(object);
+    if (!THPVariable_CheckExact(object)) {
+      return {};
+    }
+    if (!tensor.requires_grad()) {
+      continue;
+    }
+    const auto shares = [&](const at::Tensor& other) { return other.storage().is_alias_of(tensor.storage()); };
+    if (!is_double_on_cpu(tensor) || !is_free_of_overlap(tensor) || tensor.numel() == 0 || tensor.is_inference() ||
+        std::any_of(checked.begin(), checked.end(), shares)) {
+      return {};
+    }
+    checked.push_back(tensor);
+    positions.push_back(static_cast<int64_t>(position));
+  }
+  return positions;
+}
+
+bool needs_care_by_mode() {
+  return !c10::GradMode::is_enabled() || c10::InferenceMode::is_enabled() ||
+         c10::impl::TorchDispatchModeTLS::any_modes_set() || at::impl::torch_function_mode_enabled() ||
+         torch::autograd::AnomalyMode::is_enabled();
+}
+
+}  // namespace
+
+std::shared_ptr<SmallProblem> SmallProblem::trace(
+    py::object func, const py::tuple& arguments, double relative_step, bool records_differences) {
+  if (needs_care_by_mode()) {
+    return nullptr;
+  }
+  const std::vector<int64_t> positions = checked_positions(arguments);
+  if (positions.empty()) {
+    return nullptr;
+  }
+  auto problem = std::make_shared<SmallProblem>();
+  for (const int64_t position : positions) {
+    const at::Tensor& tensor = THPVariable_Unpack(PyTuple_GET_ITEM(arguments.ptr(), position));
+    problem->blocks_.emplace_back(tensor, problem->n_, relative_step, std::nullopt, std::nullopt, std::nullopt);
+    problem->inputs_.emplace_back(position, tensor.numel(), coordinates_per_element(tensor));
+    problem->n_ += coordinate_count(tensor);
+  }
+  problem->evaluator_ = std::make_shared<Evaluator>(std::move(func), arguments, problem->blocks_);
+  problem->evaluator_->set_records_differences(records_differences);
+  using Clock = std::chrono::steady_clock;
+  const auto start = Clock::now();
+  try {
+    problem->result_ = problem->evaluator_->evaluate(/*record_graph=*/true);
+  } catch (...) {
+    problem->evaluator_->restore();
+    throw;
+  }
+  problem->seconds_ = std::chrono::duration<double>(Clock::now() - start).count();
+  try {
+    if (!problem->evaluator_->inputs_changed() && !problem->evaluator_->mutates_inputs() && problem->take_outputs() &&
+        !records_differences) {
+      problem->base_ = flattened(problem->graph_->outputs());
+    }
+  } catch (...) {
+    problem->evaluator_->restore();
+    throw;
+  }
+  return problem;
+}
+
+bool SmallProblem::take_outputs() {
+  std::vector<at::Tensor> outputs;
+  const auto take = [&](py::handle value, int64_t position) {
+    if (value.is_none()) {
+      return true;
+    }
+    if (!THPVariable_CheckExact(value.ptr())) {
+      return false;
+    }
+    const at::Tensor& tensor = THPVariable_Unpack(value.ptr());
+    if (!tensor.requires_grad()) {
+      return true;
+    }
+    if (!is_double_on_cpu(tensor)) {
+      return false;
+    }
+    specs_.emplace_back(position, tensor.detach());
+    outputs_.emplace_back(position, tensor.numel(), coordinates_per_element(tensor));
+    outputs.push_back(tensor);
+    m_ += coordinate_count(tensor);
+    return true;
+  };
+  bool all_plain = true;
+  if (PyTuple_Check(result_.ptr()) || PyList_Check(result_.ptr())) {
+    int64_t position = 0;
+    for (const py::handle value : result_) {
+      all_plain = all_plain && take(value, position++);
+    }
+  } else {
+    all_plain = take(result_, 0);
+  }
+  std::vector<at::Tensor> inputs = arguments_of(blocks_);
+  if (!all_plain || m_ == 0 || !runs_no_custom_code(outputs, inputs)) {
+    return false;
+  }
+  nodes_ = std::get<0>(count_nodes(outputs, largest_small_graph + 1));
+  if (nodes_ > largest_small_graph) {
+    return false;
+  }
+  graph_ = std::make_unique<Graph>(std::move(outputs), std::move(inputs), /*is_tried=*/false);
+  return true;
+}
+
+Graph& SmallProblem::graph() const {
+  TORCH_CHECK(graph_ != nullptr, "SmallProblem: a problem that is not plain has no graph here");
+  return *graph_;
+}
+
+void SmallProblem::release() {
+  result_ = py::none();
+  graph_.reset();
+  specs_.clear();
+  base_ = at::Tensor();
+}
+
+WholeBackward SmallProblem::whole_backward(
+    const at::Tensor& cotangents, const std::vector<int64_t>& layouts, int64_t repeated, double repeat_scale,
+    bool undefined, int64_t fewest_vectorized, double atol, double rtol) const {
+  return fastgrad::whole_backward(
+      graph(), blocks_, cotangents, layouts, repeated, repeat_scale, undefined, fewest_vectorized, atol, rtol);
+}
+
+std::variant<at::Tensor, Changed> SmallProblem::difference_columns(double eps) const {
+  const at::Tensor columns = at::empty({n_, m_}, blocks_.at(0).origin.options().dtype(at::kDouble));
+  if (auto changed = evaluator_->difference_columns(0, columns, specs_, eps, /*record_graph=*/true)) {
+    return *std::move(changed);
+  }
+  return columns;
+}
+
+std::optional<std::vector<std::vector<std::pair<double, double>>>> SmallProblem::errors(
+    const WholeBackward& backward, const at::Tensor& columns, double atol, double rtol, bool check_dtypes) const {
+  if (backward.movement != 0 || !backward.add_up || !backward.are_zero) {
+    return std::nullopt;
+  }
+  std::vector<InputTolerances> inputs;
+  inputs.reserve(blocks_.size());
+  for (const InputBlock& block : blocks_) {
+    inputs.emplace_back(coordinate_count(block.origin), block.origin.is_complex(), atol, rtol);
+  }
+  std::vector<std::vector<std::pair<double, double>>> found;
+  size_t part = 0;
+  for (const bool real_parts : {false, true}) {
+    int64_t first = 0;
+    for (const OutputSpec& output : specs_) {
+      const int64_t width = coordinates_per_element(output.like);
+      if (!real_parts || width == 2) {
+        const WholeBackward::Rows& rows = backward.parts.at(part++);
+        if (!rows.match.repeats || !rows.match.sizes || (check_dtypes && !rows.match.dtypes)) {
+          return std::nullopt;
+        }
+        const int64_t own = first + (width == 2 && !real_parts ? 1 : 0);
+        auto errors = largest_errors(rows.rows, columns, own, width, inputs);
+        if (!errors) {
+          return std::nullopt;
+        }
+        found.push_back(*std::move(errors));
+      }
+      first += coordinate_count(output.like);
+    }
+  }
+  return found;
+}
+
+std::tuple<at::Tensor, GradientsMatch> SmallProblem::vjps(
+    const at::Tensor& cotangents, const std::vector<int64_t>& layouts, const std::vector<int64_t>& only) const {
+  return vjp_coordinates(graph(), blocks_, cotangents, layouts, only);
+}
+
+bool SmallProblem::are_zeros_zero(bool undefined) const {
+  const std::vector<at::Tensor>& inputs = graph().inputs();
+  const auto are_zero = [&](const std::vector<at::Tensor>& gradients) {
+    check_in_place(blocks_);
+    return std::equal(gradients.begin(), gradients.end(), inputs.begin(), [](const auto& gradient, const auto& input) {
+      return !gradient.defined() || is_plain_zero(gradient, input);
+    });
+  };
+  GraphRunner& runner = graph().all();
+  bool all_zero = are_zero(runner.vjp_of_zeros());
+  if (undefined) {
+    all_zero = are_zero(runner.vjp_of_undefined(std::nullopt)) && all_zero;
+    const auto count = static_cast<int64_t>(specs_.size());
+    for (int64_t one = 0; count > 1 && one < count; ++one) {
+      all_zero = are_zero(runner.vjp_of_undefined(one)) && all_zero;
+    }
+  }
+  return all_zero;
+}
+
+std::variant<Derivatives, Changed> SmallProblem::screening_derivatives(
+    const RandomDirections& along, double curve, double budget) const {
+  const at::Tensor base = base_.defined() ? base_ : flattened(graph().outputs());
+  const std::vector<double> ulps(specs_.size(), std::numeric_limits<double>::epsilon());
+  return evaluator_->screening_derivatives(along, base, curve, budget, specs_, ulps);
+}
+
+bool SmallProblem::is_same_unrecorded() const {
+  TORCH_CHECK(base_.defined(), "is_same_unrecorded: the values of the first evaluation were not kept");
+  const py::object result = evaluator_->evaluate(/*record_graph=*/false);
+  std::vector<at::Tensor> tensors;
+  for (const OutputSpec& output : specs_) {
+    PyObject* const value = output_at(result.ptr(), output.position);
+    if (!looks_like(value, output.like) || !is_double_on_cpu(THPVariable_Unpack(value))) {
+      return false;
+    }
+    tensors.push_back(THPVariable_Unpack(value));
+  }
+  return at::equal(flattened(tensors), base_);
+}
+
+}  // namespace fastgrad

@@ -1,0 +1,93 @@
+// A small problem on the CPU, set up in one call: for checks whose own share would otherwise exceed that of func.
+#pragma once
+
+#include "graph_runner.h"
+#include "loops.h"
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <tuple>
+#include <variant>
+#include <vector>
+
+namespace fastgrad {
+
+// func at its arguments, and the graph of its first evaluation. Only for what needs no special care: arguments and
+// outputs that are plain, double precision and strided, in memory of their own on the CPU; no mode or subclass that
+// sees operators; no custom code in the backward. Everything else is left to the caller.
+class SmallProblem {
+ public:
+  // Calls func once, and restores the inputs if it raises. Returns null, without calling func, where an argument or a
+  // mode needs care. relative_step: of double precision; records_differences: as of Evaluator.
+  static std::shared_ptr<SmallProblem> trace(
+      pybind11::object func, const pybind11::tuple& arguments, double relative_step, bool records_differences);
+
+  // Whether the outputs and the graph need no care either. Where they do, only evaluator, blocks, result and seconds
+  // are of use.
+  bool is_plain() const { return graph_ != nullptr; }
+
+  const std::shared_ptr<Evaluator>& evaluator() const { return evaluator_; }
+  const std::vector<InputBlock>& blocks() const { return blocks_; }
+  const pybind11::object& result() const { return result_; }
+  double seconds() const { return seconds_; }
+
+  int64_t n() const { return n_; }
+  int64_t m() const { return m_; }
+  int64_t nodes() const { return nodes_; }
+  bool records_differences() const { return evaluator_->records_differences(); }
+  Graph& graph() const;
+
+  // By input and by output: its position among arguments or results, its elements, and the coordinates of each.
+  using Place = std::tuple<int64_t, int64_t, int64_t>;
+  const std::vector<Place>& inputs() const { return inputs_; }
+  const std::vector<Place>& outputs() const { return outputs_; }
+
+  // Lets go of the result, the graph and what was kept of them. The problem is plain no longer.
+  void release();
+
+  // All VJPs, as of the function of this name.
+  WholeBackward whole_backward(
+      const at::Tensor& cotangents, const std::vector<int64_t>& layouts, int64_t repeated, double repeat_scale,
+      bool undefined, int64_t fewest_vectorized, double atol, double rtol) const;
+
+  // The numerical Jacobian, float64, shape (n, m); or what is returned where func's outputs change their looks.
+  std::variant<at::Tensor, Changed> difference_columns(double eps) const;
+
+  // By output and part as WholeBackward has them, and by input: the largest absolute and relative error. Nothing
+  // where anything is to be judged: an entry that is wrong, VJPs that move or do not add up, gradients of other sizes,
+  // of other dtypes if check_dtypes says so, or not zero where they must be.
+  std::optional<std::vector<std::vector<std::pair<double, double>>>> errors(
+      const WholeBackward& backward, const at::Tensor& columns, double atol, double rtol, bool check_dtypes) const;
+
+  // VJPs of rows of cotangents, as vjp_coordinates gives them.
+  std::tuple<at::Tensor, GradientsMatch> vjps(
+      const at::Tensor& cotangents, const std::vector<int64_t>& layouts, const std::vector<int64_t>& only) const;
+
+  // Whether zero grad_outputs and, where `undefined` says so, undefined ones of all outputs and of each give zeros like
+  // the inputs. One VJP each.
+  bool are_zeros_zero(bool undefined) const;
+
+  // As of Evaluator, at the values of the first evaluation.
+  std::variant<Derivatives, Changed> screening_derivatives(
+      const RandomDirections& along, double curve, double budget) const;
+
+  // Whether func at x returns the same bits where it records no gradients. One evaluation. The values of the first one
+  // are kept where records_differences is false, and only then can this be asked.
+  bool is_same_unrecorded() const;
+
+ private:
+  bool take_outputs();
+
+  std::shared_ptr<Evaluator> evaluator_;
+  std::vector<InputBlock> blocks_;
+  pybind11::object result_;
+  double seconds_ = 0.0;
+  int64_t n_ = 0, m_ = 0, nodes_ = 0;
+  std::vector<Place> inputs_, outputs_;
+  std::vector<OutputSpec> specs_;
+  std::unique_ptr<Graph> graph_;
+  at::Tensor base_;
+};
+
+}  // namespace fastgrad

@@ -1,0 +1,288 @@
+"""Small checks of plain functions: set up, run and compared in a few native calls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgrad.checks.one_block import whole_backward
+from fastgrad.core.errors import as_raised, raise_unless_of_func
+from fastgrad.core.memory import OUT_OF_MEMORY
+from fastgrad.core.native import (
+    Derivatives,
+    GradientsMatch,
+    RandomDirections,
+    SmallProblem,
+    WholeBackward,
+    largest_residuals,
+)
+from fastgrad.core.phases import TIMED_COLUMNS, TIMED_SECONDS, Stopwatch, phase
+from fastgrad.core.precision import ROUNDING, relative_step
+from fastgrad.core.random import SKETCH_DIRECTIONS
+from fastgrad.core.tensors import largest
+from fastgrad.engines.blocks import EXPANDED_VALUE, MOST_AT_ONCE, REPEAT_SCALE
+from fastgrad.engines.plan import EXACT_CALLS, is_one_block, looks_first, sketch_size, sketches
+from fastgrad.engines.sketch import KINK, NOISE_SHARE
+from fastgrad.engines.small_sketch import REPEATED, ScreeningGradOutputs, screening_grad_outputs
+from fastgrad.problem.arguments import refuse_function_class
+from fastgrad.report.data import Pair, Part, Settings
+from fastgrad.verdict.grad_outputs import BATCH, BatchedDifference, batched_difference
+
+RELATIVE_STEP = relative_step(torch.float64)
+
+SMALLER_STEP = 1 / 8
+"""Of the second look at sums, relative to eps: errors by curvature, which go with its square, are 64 times smaller, and
+rounding of values up to 100 or so still is within the threshold."""
+
+
+@dataclass(slots=True)
+class SmallCheck:
+    """What was run of a check at once, for the report if it passes, and else for the complete check to go on from.
+
+    Attributes
+    ----------
+    problem
+        func, its first evaluation and its graph.
+    backward
+        All VJPs; None where there are none yet.
+    raised
+        What backward raised.
+    columns
+        The numerical Jacobian: float64, shape (n, m); or where and what func returned in place of its outputs.
+    zeros_are_zero
+        Whether zero and undefined grad_outputs give zeros.
+    moved
+        Whether a VJP that was run again, REPEAT_SCALE times as large, gave another gradient.
+    batched
+        Where batched gradients differ.
+    errors
+        By output and part, and by input, the largest absolute and relative error; None where something is to be judged.
+    vjps
+        Calls of backward.
+    seconds
+        By phase, beside the first evaluation; of the quickest checks they are not measured.
+    passes
+        Whether nothing is left to be judged.
+    """
+
+    problem: SmallProblem
+    backward: WholeBackward | None = None
+    raised: Exception | None = None
+    columns: Tensor | tuple[int, int, Any] | None = None
+    zeros_are_zero: bool = False
+    moved: bool = False
+    batched: BatchedDifference | None = None
+    errors: list[list[tuple[float, float]]] | None = None
+    vjps: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    passes: bool = False
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether something was seen that is an error of func or of its backward, whatever else agrees."""
+        return self.raised is not None or self.moved or isinstance(self.columns, tuple)
+
+    def pairs(self) -> list[Pair]:
+        """What was compared, where all entries agree; nothing where sums were."""
+        if self.errors is None:
+            return []
+        outputs = list(enumerate(self.problem.outputs))
+        parts: list[tuple[int, int, int, Part]] = [
+            (number, position, elements, "imaginary" if width == 2 else "all")
+            for number, (position, elements, width) in outputs
+        ]
+        parts += [(number, position, elements, "real") for number, (position, elements, width) in outputs if width == 2]
+        return [
+            Pair(number, k, position, of_input, part, "reverse", elements * size, 0, True, *largest, False)
+            for (number, position, elements, part), errors in zip(parts, self.errors, strict=True)
+            for k, ((of_input, size, _), largest) in enumerate(zip(self.problem.inputs, errors, strict=True))
+        ]
+
+
+def small_check(
+    func: Callable[..., Any], arguments: tuple[Any, ...], settings: Settings, is_backward: bool
+) -> SmallCheck | None:
+    """Runs a check at once where func and the settings are plain; None, without calling func, where they are not.
+
+    is_backward: whether func is the backward of a function, and its gradients with and without a graph are compared.
+    """
+    if (
+        not settings.check_backward_ad
+        or settings.check_forward_ad
+        or settings.inputs
+        or settings.progress
+        or settings.engine == "compressed"
+        or torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    ):
+        return None
+    refuse_function_class(func)
+    problem = SmallProblem.trace(func, arguments, RELATIVE_STEP, not is_backward)
+    if problem is None:
+        return None
+    check = SmallCheck(problem)
+    if not problem.is_plain:
+        return check
+    worth_it = problem.n >= TIMED_COLUMNS or problem.seconds >= TIMED_SECONDS
+    try:
+        with Stopwatch(check.seconds) if worth_it else nullcontext():
+            if _values_pass(check, settings):
+                check.passes = _attributes_pass(check, settings, is_backward)
+    except OUT_OF_MEMORY:
+        return SmallCheck(problem)  # the complete check asks for less
+    except BaseException as error:
+        problem.evaluator.restore()
+        raised = as_raised(error)
+        if raised is not error:
+            raise raised from raised.__cause__
+        raise
+    return check
+
+
+def _values_pass(check: SmallCheck, settings: Settings) -> bool:
+    """Whether gradients and differences agree, by sums or entry by entry; with nothing left to be judged."""
+    problem = check.problem
+    if sketches(problem, settings):
+        if problem.n + problem.m > MOST_AT_ONCE:
+            return False
+        if _sketch(check, settings):
+            return True
+        # Entry by entry, few calls decide what sums leave open.
+        few = settings.engine == "auto" and 2 * problem.n + problem.m <= EXACT_CALLS
+        return few and not check.is_judged and _exact(check, settings)
+    return is_one_block(problem, settings) and not looks_first(problem, settings) and _exact(check, settings)
+
+
+def _attributes_pass(check: SmallCheck, settings: Settings, is_backward: bool) -> bool:
+    """Whether batched gradients agree and, of a backward, those that are not recorded are the recorded ones."""
+    problem = check.problem
+    if settings.check_batched_grad:
+        check.batched = batched_difference(problem.graph, problem.graph.outputs, settings)
+        check.vjps += (BATCH + 1) * len(problem.outputs)
+    return check.batched is None and not (is_backward and not problem.is_same_unrecorded())
+
+
+def _exact(check: SmallCheck, settings: Settings) -> bool:
+    """Compares all entries; whether nothing is left to be judged."""
+    problem = check.problem
+    try:
+        check.backward = _backward(problem, settings)
+    except Exception as error:
+        raise_unless_of_func(error)
+        check.raised = error
+        return False
+    check.vjps += check.backward.vjps
+    check.columns = _columns(problem, settings)
+    if not isinstance(check.columns, tuple):
+        check.errors = _errors(problem, settings, check.backward, check.columns)
+    return check.errors is not None
+
+
+@phase("backward")
+def _backward(problem: SmallProblem, settings: Settings) -> WholeBackward:
+    return whole_backward(problem, settings, problem.seconds)
+
+
+@phase("numerical columns")
+def _columns(problem: SmallProblem, settings: Settings) -> Tensor | tuple[int, int, Any]:
+    return problem.difference_columns(settings.eps)
+
+
+@phase("comparison")
+def _errors(
+    problem: SmallProblem, settings: Settings, backward: WholeBackward, columns: Tensor
+) -> list[list[tuple[float, float]]] | None:
+    return problem.errors(backward, columns, settings.atol, settings.rtol, settings.check_grad_dtypes)
+
+
+def _sketch(check: SmallCheck, settings: Settings) -> bool:
+    """Compares sums of entries along random directions; whether nothing is left to be judged.
+
+    VJPs come first, on the graph of the first evaluation, and cotangents have no weights: where differences are too
+    noisy for that, the complete check goes on with others.
+    """
+    problem = check.problem
+    count = sketch_size(settings.confidence)
+    starts = accumulate((elements * width for _, elements, width in problem.outputs), initial=0)
+    layout = tuple(
+        (first, width, elements) for first, (_, elements, width) in zip(starts, problem.outputs, strict=False)
+    )
+    made = screening_grad_outputs(layout, settings.seed, count)
+    try:
+        gradients, match = _vjps(check, settings, made)
+    except Exception as error:
+        raise_unless_of_func(error)
+        check.raised = error
+        return False
+    if not _repeats(check, settings, made, gradients):
+        return False
+    if not (check.zeros_are_zero and match.sizes and (match.dtypes or not settings.check_grad_dtypes)):
+        return False
+    # One-sided differences may be off where curvature differs from direction to direction, and central ones beside
+    # curvature of higher order: a second look takes a smaller step, and none that are one-sided.
+    return _sums_agree(check, settings, made, gradients, 1.0, settings.atol / (2 * NOISE_SHARE)) or (
+        not check.is_judged and _sums_agree(check, settings, made, gradients, SMALLER_STEP, 0.0)
+    )
+
+
+@phase("backward")
+def _vjps(check: SmallCheck, settings: Settings, made: ScreeningGradOutputs) -> tuple[Tensor, GradientsMatch]:
+    problem = check.problem
+    found = problem.vjps(made.vectors, made.layouts, made.only)
+    check.zeros_are_zero = problem.are_zeros_zero(settings.check_undefined_grad)
+    outputs = len(problem.outputs)
+    undefined = (1 + (outputs if outputs > 1 else 0)) if settings.check_undefined_grad else 0
+    check.vjps += len(made.only) + 1 + undefined
+    return found
+
+
+def _repeats(check: SmallCheck, settings: Settings, made: ScreeningGradOutputs, gradients: Tensor) -> bool:
+    """Whether a multiple of a grad_output gives that multiple, and one of all outputs what those of each add up to."""
+    gradient = gradients[REPEATED]
+    if not torch.equal(gradients[made.again], gradient * REPEAT_SCALE):
+        off = largest(gradients[made.again] / REPEAT_SCALE - gradient)
+        # A NaN is left to the complete check, which says which entry it is.
+        check.moved = off > settings.nondet_tol * float(made.vectors[REPEATED].abs().sum())
+        return False
+    if not made.separate:
+        return True
+    parts = gradients[made.separate]
+    allowed = settings.atol + settings.rtol * parts.abs().sum(0)
+    return bool(((gradient - parts.sum(0)).abs() <= allowed).all())
+
+
+def _sums_agree(
+    check: SmallCheck, settings: Settings, made: ScreeningGradOutputs, gradients: Tensor, step: float, budget: float
+) -> bool:
+    """Whether sums of analytical entries are what differences give; step: relative to eps."""
+    try:
+        differences = _differences(check.problem, settings, step, budget)
+    except Exception as error:
+        raise_unless_of_func(error)  # the complete check decides what that means
+        return False
+    if isinstance(differences, tuple):
+        check.columns = differences
+        return False
+    norm, largest = differences.sizes or (math.inf, math.inf)
+    rounding = ROUNDING * check.problem.unit_roundoff * largest * check.problem.m**0.5
+    if not (norm <= settings.atol / NOISE_SHARE and rounding <= settings.atol / (4 * NOISE_SHARE)):
+        return False
+    residuals = largest_residuals(made.vectors, differences.derivatives, gradients, differences.directions)
+    allowed = [share * settings.atol / 4 for share in made.shares]
+    allowed[made.expanded] += 8 * EXPANDED_VALUE * norm
+    return all(residual <= most for residual, most in zip(residuals, allowed, strict=True))
+
+
+@phase("directional differences")
+def _differences(
+    problem: SmallProblem, settings: Settings, step: float, budget: float
+) -> Derivatives | tuple[int, int, Any]:
+    streams = [SKETCH_DIRECTIONS + 16 * k for k in range(sketch_size(settings.confidence))]
+    along = RandomDirections(settings.seed, streams, [], settings.eps * step, min(1.0, step))
+    return problem.screening_derivatives(along, KINK, budget)
