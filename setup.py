@@ -54,20 +54,10 @@ def extension() -> Extension:
     if cuda:
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
     listed = (ROOT / "csrc/sources.txt").read_text().split()
-    calling_python = [
-        f"csrc/{name}.cpp"
-        for name in (
-            "bindings",
-            "differences_along",
-            "graph_runner",
-            "loops",
-            "small_problem",
-            "unrecorded_backward",
-            "vjp",
-            "whole_backward",
-        )
-    ]
-    operators = [source for source in listed if "/cuda/" not in source and source not in calling_python]
+    of_host = [source for source in listed if "/cuda/" not in source]
+    without_python = ("csrc/ops/", "csrc/coloring", "csrc/library")
+    operators = [source for source in of_host if source.startswith(without_python)]
+    calling_python = [source for source in of_host if source not in operators]
     sources = [translation_unit("calling_python", calling_python), translation_unit("operators", operators)]
     sources += [source for source in listed if cuda and "/cuda/" in source]
     # Python's own CFLAGS add -g, and at::parallel_for is serial without -fopenmp.
