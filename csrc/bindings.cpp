@@ -96,6 +96,7 @@ PYBIND11_MODULE(_C, module) {
           py::init<std::vector<at::Tensor>, std::vector<at::Tensor>, bool>(), py::arg("outputs"), py::arg("inputs"),
           py::arg("is_tried") = false)
       .def("vjp", torch::wrap_pybind_function(&vjp_of_all))
+      .def_property_readonly("inputs", &Graph::inputs)
       .def_property_readonly("outputs", &Graph::outputs)
       .def("vjp_of_one", torch::wrap_pybind_function(&vjp_of_one))
       .def_property_readonly("bypasses_engine", [](fastgrad::Graph& graph) { return graph.all().bypasses_engine(); })
@@ -119,8 +120,9 @@ PYBIND11_MODULE(_C, module) {
       .def_property_readonly("m", &SmallProblem::m)
       .def_property_readonly("nodes", &SmallProblem::nodes)
       .def_property_readonly("records_differences", &SmallProblem::records_differences)
-      .def_property_readonly_static("custom_nodes", [](const py::object&) { return 0; })
-      .def_property_readonly_static("vectorizes", [](const py::object&) { return true; })
+      .def_property_readonly("custom_nodes", &SmallProblem::custom_nodes)
+      .def_property_readonly("is_custom", &SmallProblem::is_custom)
+      .def_property_readonly("vectorizes", [](const SmallProblem& problem) { return !problem.is_custom(); })
       .def_property_readonly_static("device", [](const py::object&) { return at::Device(at::kCPU); })
       .def_property_readonly_static(
           "unit_roundoff", [](const py::object&) { return std::numeric_limits<double>::epsilon() / 2; })
@@ -128,6 +130,7 @@ PYBIND11_MODULE(_C, module) {
       .def_property_readonly("outputs", &SmallProblem::outputs)
       .def_property_readonly("graph", &SmallProblem::graph, py::return_value_policy::reference_internal)
       .def("release", &SmallProblem::release)
+      .def("record_again", torch::wrap_pybind_function(&SmallProblem::record_again))
       .def("whole_backward", torch::wrap_pybind_function(&SmallProblem::whole_backward))
       .def("difference_columns", torch::wrap_pybind_function(&SmallProblem::difference_columns))
       .def("errors", torch::wrap_pybind_function(&SmallProblem::errors))

@@ -159,13 +159,14 @@ bool SmallProblem::take_outputs() {
     all_plain = take(result_, 0);
   }
   std::vector<at::Tensor> inputs = arguments_of(blocks_);
-  if (!all_plain || m_ == 0 || !runs_no_custom_code(outputs, inputs)) {
+  if (!all_plain || m_ == 0) {
     return false;
   }
-  nodes_ = std::get<0>(count_nodes(outputs, largest_small_graph + 1));
+  std::tie(nodes_, custom_nodes_) = count_nodes(outputs, largest_small_graph + 1);
   if (nodes_ > largest_small_graph) {
     return false;
   }
+  is_custom_ = !runs_no_custom_code(outputs, inputs);
   graph_ = std::make_unique<Graph>(std::move(outputs), std::move(inputs), /*is_tried=*/false);
   return true;
 }
@@ -180,6 +181,21 @@ void SmallProblem::release() {
   graph_.reset();
   specs_.clear();
   base_ = at::Tensor();
+}
+
+bool SmallProblem::record_again() {
+  graph_.reset();
+  const py::object result = evaluator_->evaluate(/*record_graph=*/true);
+  std::vector<at::Tensor> outputs;
+  for (const OutputSpec& output : specs_) {
+    PyObject* const value = output_at(result.ptr(), output.position);
+    if (!looks_like(value, output.like) || !THPVariable_Unpack(value).requires_grad()) {
+      return false;
+    }
+    outputs.push_back(THPVariable_Unpack(value));
+  }
+  graph_ = std::make_unique<Graph>(std::move(outputs), arguments_of(blocks_), /*is_tried=*/true);
+  return true;
 }
 
 WholeBackward SmallProblem::whole_backward(

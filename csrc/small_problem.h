@@ -15,7 +15,7 @@ namespace fastgrad {
 
 // func at its arguments, and the graph of its first evaluation. Only for what needs no special care: arguments and
 // outputs that are plain, double precision and strided, in memory of their own on the CPU; no mode or subclass that
-// sees operators; no custom code in the backward. Everything else is left to the caller.
+// sees operators. Everything else is left to the caller.
 class SmallProblem {
  public:
   // Calls func once, and restores the inputs if it raises. Returns null, without calling func, where an argument or a
@@ -35,6 +35,9 @@ class SmallProblem {
   int64_t n() const { return n_; }
   int64_t m() const { return m_; }
   int64_t nodes() const { return nodes_; }
+  int64_t custom_nodes() const { return custom_nodes_; }
+  // Whether custom code, hooks included, runs in the backward: it may keep a state.
+  bool is_custom() const { return is_custom_; }
   bool records_differences() const { return evaluator_->records_differences(); }
   Graph& graph() const;
 
@@ -45,6 +48,10 @@ class SmallProblem {
 
   // Lets go of the result, the graph and what was kept of them. The problem is plain no longer.
   void release();
+
+  // Evaluates func once more, for VJPs of a graph of its own. False, and no graph any more, where its outputs look
+  // different.
+  bool record_again();
 
   // All VJPs, as of the function of this name.
   WholeBackward whole_backward(
@@ -83,7 +90,8 @@ class SmallProblem {
   std::vector<InputBlock> blocks_;
   pybind11::object result_;
   double seconds_ = 0.0;
-  int64_t n_ = 0, m_ = 0, nodes_ = 0;
+  int64_t n_ = 0, m_ = 0, nodes_ = 0, custom_nodes_ = 0;
+  bool is_custom_ = false;
   std::vector<Place> inputs_, outputs_;
   std::vector<OutputSpec> specs_;
   std::unique_ptr<Graph> graph_;

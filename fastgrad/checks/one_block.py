@@ -14,6 +14,7 @@ from fastgrad.core.precision import ROUNDING
 from fastgrad.engines.blocks import LAYOUTS, REPEAT_SCALE, REPEATED_ROWS, row_parts
 from fastgrad.engines.plan import is_one_block, most_vectorized_rows
 from fastgrad.problem.problem import Problem
+from fastgrad.problem.small_backward import SmallBackward
 from fastgrad.report.data import Pair, Settings
 from fastgrad.verdict.comparison import Findings
 from fastgrad.verdict.linearity import ALL_KINDS, linear_backward, proof_cotangents
@@ -66,7 +67,7 @@ def _fewest_vectorized(problem: Problem | SmallProblem) -> int:
     return FEWEST_VECTORIZED if problem.device.type == "cpu" else FEWEST_VECTORIZED_ON_DEVICES
 
 
-def runs_single_rows(problem: Problem) -> bool:
+def runs_single_rows(problem: Problem | SmallProblem) -> bool:
     """Whether `whole_backward` runs each row by itself."""
     return problem.m < _fewest_vectorized(problem)
 
@@ -88,7 +89,7 @@ def single_rows(backward: WholeBackward) -> Sequence[Rows]:
     return backward.parts if usual else ()
 
 
-def jacobian(problem: Problem, backward: WholeBackward) -> Tensor:
+def jacobian(problem: Problem | SmallBackward, backward: WholeBackward) -> Tensor:
     """All rows of a backward: float64, shape (m, n)."""
     rows = torch.empty(problem.m, problem.n, dtype=torch.float64, device=problem.device)
     for (output, part), found in zip(row_parts(problem.outputs), backward.parts, strict=True):

@@ -152,7 +152,12 @@ def _go_on_from(small: SmallCheck, problem: Problem, settings: Settings) -> Find
         columns = None
     problem.vjps = small.vjps
     return Findings(
-        backward=small.backward, early=small.raised, columns=columns, batched=small.batched, moved=small.moved
+        backward=small.backward,
+        early=small.raised,
+        columns=columns,
+        batched=small.batched,
+        moved=small.moved,
+        products=small.products,
     )
 
 
@@ -178,7 +183,7 @@ def _report_of_small(small: SmallCheck, settings: Settings, names: tuple[str, ..
         phases={"first evaluation": problem.seconds, **small.seconds},
         input_names=names,
         pairs=tuple(small.pairs()),
-        certificates=certificates,
+        certificates=(*certificates, *small.certificates),
         environment=environment(problem.device),
     )
 
@@ -278,6 +283,8 @@ def _first_failure(
         calls = RepeatedCalls(problem, settings) if runs_backward else None
         if calls is not None:
             calls.run_first()
+            if findings.products is not None:
+                calls.add(*findings.products)
         plan, failure = _screened(problem, settings, findings)
         if failure is None and calls is not None:
             failure = calls.failure()
@@ -326,7 +333,9 @@ def _exact(problem: Problem, settings: Settings, findings: Findings) -> tuple[Pl
     calls = RepeatedCalls(problem, settings) if runs_backward else None
     # On the first graph of all; where nothing else comes before whole_backward, its VJPs are the first.
     at_once = is_small(problem, settings) and runs_single_rows(problem) and not looks_first(problem, settings)
-    if calls is not None and not at_once:
+    if calls is not None and findings.backward is not None:
+        take_calls(problem, findings.backward, calls)
+    elif calls is not None and not at_once:
         calls.run_first()
     plan, failure = _all_entries(problem, settings, calls, findings)
     if calls is not None and findings.early is None and (failure is None or failure.kind == "mismatch"):

@@ -1,4 +1,4 @@
-"""Small checks of plain functions: set up, run and compared in a few native calls."""
+"""Small checks: set up, run and compared in a few native calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgrad.checks.one_block import whole_backward
+from fastgrad.checks.one_block import jacobian, runs_single_rows, whole_backward
 from fastgrad.core.errors import as_raised, raise_unless_of_func
 from fastgrad.core.memory import OUT_OF_MEMORY
 from fastgrad.core.native import (
@@ -32,8 +32,10 @@ from fastgrad.engines.plan import EXACT_CALLS, is_one_block, looks_first, sketch
 from fastgrad.engines.sketch import KINK, NOISE_SHARE
 from fastgrad.engines.small_sketch import REPEATED, ScreeningGradOutputs, screening_grad_outputs
 from fastgrad.problem.arguments import refuse_function_class
-from fastgrad.report.data import Pair, Part, Settings
+from fastgrad.problem.small_backward import SmallBackward
+from fastgrad.report.data import Certificate, Pair, Part, Settings
 from fastgrad.verdict.grad_outputs import BATCH, BatchedDifference, batched_difference
+from fastgrad.verdict.repeated_calls import RepeatedCalls, first_moving, repeated_calls_certificate
 
 RELATIVE_STEP = relative_step(torch.float64)
 
@@ -56,14 +58,16 @@ class SmallCheck:
         What backward raised.
     columns
         The numerical Jacobian: float64, shape (n, m); or where and what func returned in place of its outputs.
-    zeros_are_zero
-        Whether zero and undefined grad_outputs give zeros.
     moved
         Whether a VJP that was run again, REPEAT_SCALE times as large, gave another gradient.
     batched
         Where batched gradients differ.
     errors
         By output and part, and by input, the largest absolute and relative error; None where something is to be judged.
+    products
+        Random grad_outputs and their VJPs, float64, shapes (rows, m) and (rows, n), where sums were compared.
+    certificates
+        What repeated calls of a custom backward vouch for.
     vjps
         Calls of backward.
     seconds
@@ -76,10 +80,11 @@ class SmallCheck:
     backward: WholeBackward | None = None
     raised: Exception | None = None
     columns: Tensor | tuple[int, int, Any] | None = None
-    zeros_are_zero: bool = False
     moved: bool = False
     batched: BatchedDifference | None = None
     errors: list[list[tuple[float, float]]] | None = None
+    products: tuple[Tensor, Tensor] | None = None
+    certificates: list[Certificate] = field(default_factory=list)
     vjps: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     passes: bool = False
@@ -155,8 +160,12 @@ def _values_pass(check: SmallCheck, settings: Settings) -> bool:
             return True
         # Entry by entry, few calls decide what sums leave open.
         few = settings.engine == "auto" and 2 * problem.n + problem.m <= EXACT_CALLS
-        return few and not check.is_judged and _exact(check, settings)
-    return is_one_block(problem, settings) and not looks_first(problem, settings) and _exact(check, settings)
+        return few and not problem.is_custom and not check.is_judged and _exact(check, settings)
+    if not is_one_block(problem, settings) or looks_first(problem, settings):
+        return False
+    if problem.is_custom:
+        return runs_single_rows(problem) and _exact(check, settings) and _rows_repeat(check, settings)
+    return _exact(check, settings)
 
 
 def _attributes_pass(check: SmallCheck, settings: Settings, is_backward: bool) -> bool:
@@ -182,6 +191,52 @@ def _exact(check: SmallCheck, settings: Settings) -> bool:
     if not isinstance(check.columns, tuple):
         check.errors = _errors(problem, settings, check.backward, check.columns)
     return check.errors is not None
+
+
+@phase("repeated calls")
+def _rows_repeat(check: SmallCheck, settings: Settings) -> bool:
+    """Whether rows and products of a custom backward are the same on another graph."""
+    backward = check.backward
+    assert backward is not None
+    try:
+        if not check.problem.record_again():
+            return False
+        again = SmallBackward(check.problem, check.vjps)
+        calls = RepeatedCalls(again, settings)
+        calls.take(jacobian(again, backward), backward.products)
+        check.moved = calls.failure() is not None
+    except Exception as error:
+        raise_unless_of_func(error)
+        check.raised = error
+        return False
+    check.vjps = again.vjps
+    check.certificates += calls.certificates()
+    return not check.moved
+
+
+@phase("repeated calls")
+def _products_repeat(check: SmallCheck, settings: Settings, made: ScreeningGradOutputs, gradients: Tensor) -> bool:
+    """Whether a custom backward gives a product again on the first graph, and one-hot rows and it on the second."""
+
+    def moves(order: list[int]) -> bool:
+        again = SmallBackward(check.problem, check.vjps)
+        moving = first_moving(
+            again,
+            settings,
+            made.vectors,
+            made.only,
+            gradients,
+            order,
+            lambda row: settings.nondet_tol * float(made.vectors[row].abs().sum()),
+        )
+        check.vjps, check.moved = again.vjps, moving is not None
+        return check.moved
+
+    if moves([REPEATED]) or not check.problem.record_again() or moves([*made.one_hot, REPEATED]):
+        return False
+    what = "a dense and a one-hot grad_output of each output"
+    check.certificates.append(repeated_calls_certificate(what, check.vjps, settings.nondet_tol))
+    return True
 
 
 @phase("backward")
@@ -216,13 +271,20 @@ def _sketch(check: SmallCheck, settings: Settings) -> bool:
     made = screening_grad_outputs(layout, settings.seed, count)
     try:
         gradients, match = _vjps(check, settings, made)
+        if problem.is_custom:
+            of_all = slice(made.again + 1)
+            check.products = made.vectors[of_all], gradients[of_all]
+        if not match.sizes or (settings.check_grad_dtypes and not match.dtypes):
+            return False
+        if not _repeats(check, settings, made, gradients):
+            return False
+        if problem.is_custom and not _products_repeat(check, settings, made, gradients):
+            return False
+        if not _zeros(check, settings):
+            return False
     except Exception as error:
         raise_unless_of_func(error)
         check.raised = error
-        return False
-    if not _repeats(check, settings, made, gradients):
-        return False
-    if not (check.zeros_are_zero and match.sizes and (match.dtypes or not settings.check_grad_dtypes)):
         return False
     # One-sided differences may be off where curvature differs from direction to direction, and central ones beside
     # curvature of higher order: a second look takes a smaller step, and none that are one-sided.
@@ -235,26 +297,33 @@ def _sketch(check: SmallCheck, settings: Settings) -> bool:
 def _vjps(check: SmallCheck, settings: Settings, made: ScreeningGradOutputs) -> tuple[Tensor, GradientsMatch]:
     problem = check.problem
     found = problem.vjps(made.vectors, made.layouts, made.only)
-    check.zeros_are_zero = problem.are_zeros_zero(settings.check_undefined_grad)
-    outputs = len(problem.outputs)
-    undefined = (1 + (outputs if outputs > 1 else 0)) if settings.check_undefined_grad else 0
-    check.vjps += len(made.only) + 1 + undefined
+    check.vjps += len(made.only)
     return found
+
+
+@phase("backward")
+def _zeros(check: SmallCheck, settings: Settings) -> bool:
+    """Whether zero and undefined grad_outputs give zeros: run last, as a wrong factor does not show in them."""
+    outputs = len(check.problem.outputs)
+    undefined = (1 + (outputs if outputs > 1 else 0)) if settings.check_undefined_grad else 0
+    check.vjps += 1 + undefined
+    return check.problem.are_zeros_zero(settings.check_undefined_grad)
 
 
 def _repeats(check: SmallCheck, settings: Settings, made: ScreeningGradOutputs, gradients: Tensor) -> bool:
     """Whether a multiple of a grad_output gives that multiple, and one of all outputs what those of each add up to."""
     gradient = gradients[REPEATED]
     if not torch.equal(gradients[made.again], gradient * REPEAT_SCALE):
+        # What is not finite, and what custom code rounds in its own way, is left to the complete check.
         off = largest(gradients[made.again] / REPEAT_SCALE - gradient)
-        # A NaN is left to the complete check, which says which entry it is.
-        check.moved = off > settings.nondet_tol * float(made.vectors[REPEATED].abs().sum())
+        allowed = settings.nondet_tol * float(made.vectors[REPEATED].abs().sum())
+        check.moved = not check.problem.is_custom and allowed < off < math.inf
         return False
     if not made.separate:
         return True
     parts = gradients[made.separate]
-    allowed = settings.atol + settings.rtol * parts.abs().sum(0)
-    return bool(((gradient - parts.sum(0)).abs() <= allowed).all())
+    close = settings.atol + settings.rtol * parts.abs().sum(0)
+    return bool(((gradient - parts.sum(0)).abs() <= close).all())
 
 
 def _sums_agree(

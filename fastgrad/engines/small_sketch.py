@@ -219,7 +219,7 @@ def _one_hot_coordinates(layout: _Layout, seed: int) -> list[tuple[int, int, boo
 
 @dataclass(frozen=True, slots=True)
 class ScreeningGradOutputs:
-    """The grad_outputs for a function whose backward is torch's own and keeps no state, so that few calls tell all.
+    """The grad_outputs of a first look, each of which answers several questions.
 
     The random cotangents of the sketch are contiguous or not, have a random half of their elements zero, are mostly
     zero, or are expanded. Beside them there is a multiple of one of them, which must give the same multiple bit for
@@ -235,6 +235,8 @@ class ScreeningGradOutputs:
         Per row, what its sums may be off, relative to those of a dense cotangent; infinite: they are not compared.
     again
         The row that is REPEAT_SCALE times row REPEATED.
+    one_hot
+        The rows that are one-hot.
     separate
         Rows that are row REPEATED for each output alone.
     expanded
@@ -246,6 +248,7 @@ class ScreeningGradOutputs:
     only: list[int]
     shares: list[float]
     again: int
+    one_hot: list[int]
     separate: list[int]
     expanded: int
 
@@ -257,15 +260,16 @@ def screening_grad_outputs(layout: _Layout, seed: int, count: int) -> ScreeningG
     random = list(cotangents(seed, weight, count, 0))
     rows = [(one.vector(), one.layout, -1, abs(one.scale)) for one in random]
     expanded = len(rows) - 1
-    again = len(rows)
-    repeated = rows[REPEATED][0]
-    rows.append((repeated * REPEAT_SCALE, Layout.CONTIGUOUS, -1, math.inf))
+    repeated, one_hot_rows = rows[REPEATED][0], []
     for output, (first, width, elements) in enumerate(layout):
         for part in range(width if elements else 0):
             one_hot = torch.zeros_like(weight)
             one_hot[first + (elements - 1) * width + part] = 1.0
+            one_hot_rows.append(len(rows))
             rows.append((one_hot, Layout.CONTIGUOUS, output, 1.0))
+    again = len(rows)
+    rows.append((repeated * REPEAT_SCALE, Layout.CONTIGUOUS, -1, math.inf))
     separate = list(range(len(rows), len(rows) + len(layout))) if len(layout) > 1 else []
     rows += [(repeated, Layout.CONTIGUOUS, output, math.inf) for output in range(len(separate))]
     vectors, layouts, only, shares = (list(column) for column in zip(*rows, strict=True))
-    return ScreeningGradOutputs(torch.stack(vectors), layouts, only, shares, again, separate, expanded)
+    return ScreeningGradOutputs(torch.stack(vectors), layouts, only, shares, again, one_hot_rows, separate, expanded)

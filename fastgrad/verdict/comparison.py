@@ -14,6 +14,7 @@ from fastgrad.core.native import WholeBackward, ops
 from fastgrad.core.phases import phase
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
+from fastgrad.problem.small_backward import SmallBackward
 from fastgrad.report.data import (
     Certificate,
     Comparison,
@@ -61,6 +62,9 @@ class Findings:
         Where batched gradients are known to differ.
     moved
         Whether a VJP is known to have given two gradients.
+    products
+        VJPs that were run of a custom backward and may not be compared with rows: cotangents and gradients, float64,
+        shapes (count, m) and (count, n).
     """
 
     notes: list[str] = field(default_factory=list)
@@ -73,6 +77,7 @@ class Findings:
     columns: Tensor | None = None
     batched: BatchedDifference | None = None
     moved: bool = False
+    products: tuple[Tensor, Tensor] | None = None
 
     def add(self, other: Findings) -> None:
         """Takes in those of a part of the check."""
@@ -105,7 +110,7 @@ class Findings:
 
 
 def tolerances(
-    problem: Problem, settings: Settings, columns: Tensor | slice = slice(None)
+    problem: Problem | SmallBackward, settings: Settings, columns: Tensor | slice = slice(None)
 ) -> tuple[float | Tensor, float | Tensor]:
     """The atol and rtol of coordinates of the inputs: float64, shape (columns,), or numbers where all are the same."""
     if not settings.inputs:

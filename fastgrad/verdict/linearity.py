@@ -169,7 +169,7 @@ def groups_failure(
         products = problem.vjp(rows * REPEAT_SCALE, layouts, only=output) / REPEAT_SCALE
         if any(
             ops.compare(left, right, own.atol, own.rtol, False, False)[0].item()
-            for own, left, right in by_inputs(problem, settings, products, expected)
+            for own, left, right in by_inputs(problem.inputs, settings, products, expected)
         ):
             kind = " and expanded with stride 0" if expanded else ""
             detail = (
@@ -186,10 +186,10 @@ def nondeterministic(output: Block) -> Failure:
 
 
 def by_inputs(
-    problem: Problem, settings: Settings, left: Tensor, right: Tensor
+    inputs: Sequence[Block], settings: Settings, left: Tensor, right: Tensor
 ) -> Iterator[tuple[Tolerances, Tensor, Tensor]]:
     """Two lots of gradients, shape (count, n), input by input."""
-    for block in problem.inputs:
+    for block in inputs:
         within = 1, block.first, block.size
         yield settings.of(block.index), left.narrow(*within), right.narrow(*within)
 
@@ -588,7 +588,7 @@ def one_hot_rows(problem: Problem, settings: Settings) -> tuple[Failure | None, 
                 return Failure("size", *places), found
             if not match.repeats and _rows_move(problem, output, part, element, 1, settings.nondet_tol):
                 return Failure("nondeterministic", *places), found
-            pairs = by_inputs(problem, settings, rows, again)
+            pairs = by_inputs(problem.inputs, settings, rows, again)
             if not match.repeats and any(differ(left, right, own.atol, False) for own, left, right in pairs):
                 detail = (
                     f"grad_outputs of 1 and of {REPEAT_SCALE:g} at element {list(output.element_index(element))} of "

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from fastgrad.core.tensors import differ, largest
 from fastgrad.engines.blocks import GAPPED, MOST_AT_ONCE, MOST_CACHED, SPARSE, JacobianBlock
 from fastgrad.problem.coordinates import Block, block_with
 from fastgrad.problem.problem import Problem
+from fastgrad.problem.small_backward import SmallBackward
 from fastgrad.report.data import Certificate, Failure, Settings
 from fastgrad.verdict.comparison import tolerances
 from fastgrad.verdict.linearity import ALL_KINDS, by_inputs, nondeterministic, proof_cotangents
@@ -65,7 +66,7 @@ class RepeatedCalls:
         Rows of the Jacobian that were run by themselves, before all others: float64, shape (n,), by their numbers.
     """
 
-    def __init__(self, problem: Problem, settings: Settings) -> None:
+    def __init__(self, problem: Problem | SmallBackward, settings: Settings) -> None:
         self._problem = problem
         self._settings = settings
         self._most = 0 if settings.fast_mode else min(2 * problem.m, MOST_CALLS)
@@ -203,6 +204,7 @@ class RepeatedCalls:
         if self._known is None:
             return None
         moved = self._first_moved(self._known, self._order(one_round))
+        self._last = self._problem.vjps
         return None if moved is None else nondeterministic(moved)
 
     def _order(self, one_round: bool) -> list[int]:
@@ -219,22 +221,29 @@ class RepeatedCalls:
 
     def _first_moved(self, known: Tensor, order: list[int]) -> Block | None:
         """The output of the first call in this order that gives another gradient."""
-        batched = self._at_once == len(self._calls)
-        everything = self._cotangents(self._calls) if batched else None
-        done = 0
-        while done < len(order):
-            call = order[done]
-            if everything is not None:
-                arguments = everything, self._outputs, order[done:], known
-            else:
-                within = range(call, call + 1)
-                arguments = self._cotangents(within), self._outputs[call : call + 1], [0], known[call : call + 1]
-            run, other = self._problem.first_other_vjp(*arguments)
-            done += run
-            call = order[done - 1]
-            if other is not None and self._moves(other, known[call : call + 1], self._tolerance(known, call)):
-                return self._problem.outputs[max(0, self._outputs[call])]
-            self._last = self._problem.vjps
+        if self._at_once == len(self._calls):
+            return first_moving(
+                self._problem,
+                self._settings,
+                self._cotangents(self._calls),
+                self._outputs,
+                known,
+                order,
+                partial(self._tolerance, known),
+            )
+        for call in order:
+            within, tolerance = slice(call, call + 1), self._tolerance(known, call)
+            moving = first_moving(
+                self._problem,
+                self._settings,
+                self._cotangents(range(call, call + 1)),
+                self._outputs[within],
+                known[within],
+                [0],
+                {0: tolerance}.__getitem__,
+            )
+            if moving is not None:
+                return moving
         return None
 
     def _tolerance(self, known: Tensor, call: int) -> float:
@@ -249,10 +258,8 @@ class RepeatedCalls:
         """What the repeated calls vouch for, if any were needed."""
         if not self._last:
             return []
-        claim = f"repeated calls of a custom backward give the same gradients, up to its call {self._last}"
         what = "the only row" if self._problem.m == 1 else f"{len(self._rows)} rows and two products"
-        method = f"{what}, run early and again after all others"
-        return [Certificate(claim, method, max(self._settings.nondet_tol, self._product_tolerance))]
+        return [repeated_calls_certificate(what, self._last, max(self._settings.nondet_tol, self._product_tolerance))]
 
     def _sum_moves(self, summed: _SummedProducts) -> bool:
         """Whether one of the VJPs that were not compared with rows was wrong by the allclose rule."""
@@ -265,10 +272,44 @@ class RepeatedCalls:
         return not bool((close | (again == gradient) | (again.isnan() & gradient.isnan())).all())
 
     def _moves(self, again: Tensor, gradient: Tensor, tolerance: float) -> bool:
-        return any(
-            differ(left, right, tolerance, False)
-            for _, left, right in by_inputs(self._problem, self._settings, again, gradient)
-        )
+        return _moves(self._problem, self._settings, again, gradient, tolerance)
+
+
+def repeated_calls_certificate(what: str, last: int, tolerance: float) -> Certificate:
+    """What repeated calls vouch for; what: the calls; last: the number of the last one of all."""
+    claim = f"repeated calls of a custom backward give the same gradients, up to its call {last}"
+    return Certificate(claim, f"{what}, run early and again after all others", tolerance)
+
+
+def first_moving(
+    problem: Problem | SmallBackward,
+    settings: Settings,
+    cotangents: Tensor,
+    only: Sequence[int],
+    known: Tensor,
+    order: Sequence[int],
+    tolerance: Callable[[int], float],
+) -> Block | None:
+    """Runs VJPs of rows of cotangents in order; the output of the first one that gives another gradient than before.
+
+    cotangents, only, order, known: as of `Problem.first_other_vjp`. tolerance: by row, what a gradient may differ by.
+    """
+    done = 0
+    while done < len(order):
+        run, other = problem.first_other_vjp(cotangents, only, order[done:], known)
+        done += run
+        row = order[done - 1]
+        if other is not None and _moves(problem, settings, other, known[row : row + 1], tolerance(row)):
+            return problem.outputs[max(0, only[row])]
+    return None
+
+
+def _moves(
+    problem: Problem | SmallBackward, settings: Settings, again: Tensor, gradient: Tensor, tolerance: float
+) -> bool:
+    return any(
+        differ(left, right, tolerance, False) for _, left, right in by_inputs(problem.inputs, settings, again, gradient)
+    )
 
 
 def _cotangents_of(m: int, seed: int, device: torch.device, rows: Sequence[int], calls: range) -> Tensor:

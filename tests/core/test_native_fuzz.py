@@ -211,6 +211,9 @@ class Scene:
         self.graph = [self.x.sin(), self.z * self.z]
         self.specs = [native.OutputSpec(k, value.detach()) for k, value in enumerate(self.graph)]
         self.groups = native.Groups(*groups_arguments())
+        small = native.SmallProblem.trace(lambda x, z: (x.sin(), z * z), self.arguments, 1e-8, make.random() < 0.5)
+        assert small is not None
+        self.small = small
         self.vjps: tuple[list[int], native.Graph] | None = None
 
     def func(self, *_: Any) -> Any:
@@ -237,8 +240,18 @@ class Scene:
         e, blocks, specs, groups, graph = self.evaluator, self.blocks, self.specs, self.groups, self.graph
         vjps = self.graph_of(list(self.arguments))
         v = f64(5)
+        small, whole = self.small, (f64(3, 5), [1, 2, 3], 1, 2.0, True, 0, 1e-5, 1e-3)
         return {
             "Evaluator": (native.Evaluator, (self.func, self.arguments, blocks)),
+            "SmallProblem": (self.small_used, (self.arguments, 1e-8, True)),
+            "SmallProblem.whole_backward": (small.whole_backward, whole),
+            "SmallProblem.difference_columns": (small.difference_columns, (1e-6,)),
+            "SmallProblem.errors": (small.errors, (small.whole_backward(*whole), f64(5, 5), 1e-5, 1e-3, True)),
+            "SmallProblem.vjps": (small.vjps, (f64(2, 5), [1, 2], [-1, 1])),
+            "SmallProblem.are_zeros_zero": (small.are_zeros_zero, (True,)),
+            "SmallProblem.screening_derivatives": (self.small_screening, self.along_arguments(2)[:1]),
+            "SmallProblem.is_same_unrecorded": (small.is_same_unrecorded, ()),
+            "SmallProblem.release": (self.small_released, whole),
             "Groups": (self.groups_used, groups_arguments()),
             "InputBlock": (self.block_used, block_arguments()),
             "OutputSpec": (self.spec_used, (0, graph[0].detach())),
@@ -252,6 +265,7 @@ class Scene:
             "restore": (e.restore, ()),
             "values_along": (e.values_along, (v, [1.0, -1.0], [f64(5), f64(5)], specs, False)),
             "differences_along": (self.differences_along, self.along_arguments(2)),
+            "screening_derivatives": (self.screening, (self.along_arguments(2)[0], v, 1.0, 0.1, specs, [1e-16, 1e-16])),
             "differences_along, four points": (self.differences_along, self.along_arguments(4)),
             "difference_columns": (e.difference_columns, (0, f64(5, 5), specs, 1e-6, False)),
             "difference_groups": (e.difference_groups, (groups, v, 5, specs, 1e-6, False)),
@@ -267,6 +281,9 @@ class Scene:
                 self.unrecorded_backward,
                 (2, [0, 1], [0, 1], (*self.arguments, f64(3), graph[1].detach())),
             ),
+            "vjp_of_one": (vjps.vjp_of_one, (0, f64(3))),
+            "vectorized_vjp": (native.vectorized_vjp, (vjps, 0, f64(2, 3))),
+            "are_close": (native.are_close, ([f64(2, 3), None], [[f64(3), None], [f64(3), None]])),
             "vjp_of_zeros": (vjps.vjp_of_zeros, ()),
             "vjp_of_undefined": (vjps.vjp_of_undefined, (1,)),
             "vjp_coordinates": (native.vjp_coordinates, (vjps, blocks, f64(2, 5), [1, 2], [-1, 1])),
@@ -278,7 +295,7 @@ class Scene:
             "vjp_groups": (native.vjp_groups, (vjps, 0, blocks, groups, v, 5, 1, 2.0, True)),
             "whole_backward": (
                 native.whole_backward,
-                (vjps, blocks, f64(3, 5), [1, 2, 3], 1, 2.0, True, 0, 1e-5, 1e-3),
+                (vjps, blocks, *whole),
             ),
             "whole_backward, vectorized": (
                 native.whole_backward,
@@ -324,6 +341,23 @@ class Scene:
 
     def differences_along(self, along: Any, *given: Any) -> None:
         self.evaluator.differences_along(native.RandomDirections(*along), *given)
+
+    def screening(self, along: Any, *given: Any) -> None:
+        self.evaluator.screening_derivatives(native.RandomDirections(*along), *given)
+
+    def small_screening(self, along: Any) -> None:
+        self.small.screening_derivatives(native.RandomDirections(*along), 1.0, 0.1)
+
+    def small_released(self, *given: Any) -> None:
+        self.small.release()
+        self.small.whole_backward(*given)
+
+    def small_used(self, *given: Any) -> None:
+        small = native.SmallProblem.trace(self.func, *given)
+        if small is not None and small.is_plain:
+            small.are_zeros_zero(True)
+            small.difference_columns(1e-6)
+            small.is_same_unrecorded()
 
     def groups_used(self, *given: Any) -> None:
         self.groups_used_in(native.Groups(*given))

@@ -1,0 +1,57 @@
+"""The backward of a small problem, for those who run VJPs again: blocks, and calls that are counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from torch import Tensor
+
+from fastgrad.core import native
+from fastgrad.problem.coordinates import Block
+
+
+class SmallBackward:
+    """What `Problem` offers of its backward, on the graph that a small problem has at hand.
+
+    Attributes
+    ----------
+    vjps
+        Calls of backward so far.
+    """
+
+    def __init__(self, problem: native.SmallProblem, vjps: int) -> None:
+        self._problem = problem
+        self.is_custom, self.device, self.unit_roundoff = problem.is_custom, problem.device, problem.unit_roundoff
+        self.n, self.m, self.vjps = problem.n, problem.m, vjps
+        self.inputs = _blocks(problem.inputs, problem.graph.inputs)
+        self.outputs = _blocks(problem.outputs, problem.graph.outputs)
+
+    def vjps_of(
+        self, cotangents: Tensor, only: Sequence[int], layouts: Sequence[int] = ()
+    ) -> tuple[Tensor, native.GradientsMatch]:
+        """As of `Problem`."""
+        self.vjps += len(only)
+        return self._problem.vjps(cotangents, layouts, only)
+
+    def vjp(self, cotangents: Tensor) -> Tensor:
+        """As of `Problem`, for contiguous grad_outputs of all outputs."""
+        return self.vjps_of(cotangents, [-1] * cotangents.shape[0])[0]
+
+    def first_other_vjp(
+        self, cotangents: Tensor, only: Sequence[int], order: Sequence[int], known: Tensor
+    ) -> tuple[int, Tensor | None]:
+        """As of `Problem`."""
+        graph, blocks = self._problem.graph, self._problem.blocks
+        run, other, _ = native.first_other_vjp(graph, blocks, cotangents, only, order, known)
+        self.vjps += run
+        return run, other
+
+
+def _blocks(places: Sequence[tuple[int, int, int]], tensors: Sequence[Tensor]) -> tuple[Block, ...]:
+    sizes = [elements * width for _, elements, width in places]
+    found = zip(places, tensors, accumulate(sizes, initial=0), sizes, strict=False)
+    return tuple(
+        Block(index, position, tensor, first, size)
+        for index, ((position, _, _), tensor, first, size) in enumerate(found)
+    )
