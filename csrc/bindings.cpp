@@ -131,6 +131,7 @@ PYBIND11_MODULE(_C, module) {
       .def_property_readonly("graph", &SmallProblem::graph, py::return_value_policy::reference_internal)
       .def("release", &SmallProblem::release)
       .def("record_again", torch::wrap_pybind_function(&SmallProblem::record_again))
+      .def("repeats", torch::wrap_pybind_function(&SmallProblem::repeats))
       .def("whole_backward", torch::wrap_pybind_function(&SmallProblem::whole_backward))
       .def("difference_columns", torch::wrap_pybind_function(&SmallProblem::difference_columns))
       .def("errors", torch::wrap_pybind_function(&SmallProblem::errors))

@@ -198,6 +198,14 @@ bool SmallProblem::record_again() {
   return true;
 }
 
+bool SmallProblem::repeats(const at::Tensor& cotangents, const at::Tensor& known, int64_t row) {
+  if (!record_again()) {
+    return false;
+  }
+  const std::vector<int64_t> only(cotangents.dim() == 2 ? cotangents.size(0) : 0, -1);
+  return !std::get<1>(first_other_vjp(graph(), blocks_, cotangents, only, {row}, known));
+}
+
 WholeBackward SmallProblem::whole_backward(
     const at::Tensor& cotangents, const std::vector<int64_t>& layouts, int64_t repeated, double repeat_scale,
     bool undefined, int64_t fewest_vectorized, double atol, double rtol) const {

@@ -53,6 +53,10 @@ class SmallProblem {
   // different.
   bool record_again();
 
+  // The same, and whether a row of cotangents then gives the VJP that `known` has for it, bit for bit. One evaluation
+  // and one VJP.
+  bool repeats(const at::Tensor& cotangents, const at::Tensor& known, int64_t row);
+
   // All VJPs, as of the function of this name.
   WholeBackward whole_backward(
       const at::Tensor& cotangents, const std::vector<int64_t>& layouts, int64_t repeated, double repeat_scale,

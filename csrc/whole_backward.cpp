@@ -21,13 +21,21 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
+#include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/Exceptions.h>
 
 #include <algorithm>
 #include <cmath>
+#include <string>
+#include <type_traits>
+#include <unordered_map>
 #include <unordered_set>
 #include <utility>
+#include <vector>
+
+namespace py = pybind11;
 
 namespace fastgrad {
 namespace {
@@ -61,28 +69,62 @@ bool are_close_elsewhere(const at::Tensor& left, const at::Tensor& right, double
   return at::le(at::abs(left - right).amax(), tolerance).item<bool>();
 }
 
+// A node as the graph holds it; the kind of pointer differs between versions of torch.
+using NodePointer = std::decay_t<decltype(std::declval<torch::autograd::Edge>().function)>;
+
 // Hands each node of a backward to visit(node), which says whether to go on to what follows it.
 template <typename Visit>
 void visit_backward(const std::vector<at::Tensor>& outputs, const Visit& visit) {
-  std::vector<torch::autograd::Node*> open;
+  std::vector<NodePointer> open;
   std::unordered_set<torch::autograd::Node*> seen;
-  const auto add = [&](torch::autograd::Node* node) {
-    if (node != nullptr && seen.insert(node).second) {
+  const auto add = [&](const NodePointer& node) {
+    if (node && seen.insert(node.get()).second) {
       open.push_back(node);
     }
   };
   for (const at::Tensor& output : outputs) {
-    add(output.grad_fn().get());
+    add(output.grad_fn());
   }
   while (!open.empty()) {
-    torch::autograd::Node* const node = open.back();
+    const NodePointer node = std::move(open.back());
     open.pop_back();
-    if (visit(*node)) {
+    if (visit(node)) {
       for (const torch::autograd::Edge& edge : node->next_edges()) {
-        add(edge.function.get());
+        add(edge.function);
       }
     }
   }
+}
+
+// The names under which Python sees what a kind of node saved.
+const std::vector<std::string>& saved_names(const py::handle& node) {
+  static std::unordered_map<PyTypeObject*, std::vector<std::string>> known;  // the types live as long as torch
+  const auto [found, is_new] = known.try_emplace(Py_TYPE(node.ptr()));
+  if (is_new) {
+    for (const py::handle& name : py::module_::import("builtins").attr("dir")(py::type::of(node))) {
+      auto text = name.cast<std::string>();
+      if (text.rfind("_raw_saved_", 0) == 0) {
+        found->second.push_back(std::move(text));
+      }
+    }
+  }
+  return found->second;
+}
+
+// Whether a tensor that the node saved is unpacked by a hook: it runs in each backward, and may be anybody's code.
+bool unpacks_by_hooks(const NodePointer& node) {
+  const auto is_hooked = [](const py::handle& saved) {
+    py::detail::make_caster<torch::autograd::SavedVariable> caster;
+    return caster.load(saved, false) && static_cast<torch::autograd::SavedVariable&>(caster).has_hooks();
+  };
+  const auto object = py::reinterpret_steal<py::object>(torch::autograd::functionToPyObject(node));
+  for (const std::string& name : saved_names(object)) {
+    const py::object saved = object.attr(name.c_str());
+    if (py::isinstance<py::tuple>(saved) ? std::any_of(saved.begin(), saved.end(), is_hooked) : is_hooked(saved)) {
+      return true;
+    }
+  }
+  return false;
 }
 
 // torch's own level of vectorization, as torch.autograd.grad takes it for is_grads_batched.
@@ -268,10 +310,10 @@ bool runs_no_custom_code(const std::vector<at::Tensor>& outputs, const std::vect
   }
   bool found_none = true;
   size_t nodes = 0;
-  visit_backward(outputs, [&](Node& node) {
-    const bool hooks = !node.pre_hooks().empty() || !node.post_hooks().empty() || !node.tensor_pre_hooks().empty() ||
-                       !node.retains_grad_hooks().empty();
-    found_none = found_none && !hooks && !is_custom(node) && ++nodes <= most_nodes;
+  visit_backward(outputs, [&](const NodePointer& node) {
+    const bool hooks = !node->pre_hooks().empty() || !node->post_hooks().empty() ||
+                       !node->tensor_pre_hooks().empty() || !node->retains_grad_hooks().empty();
+    found_none = found_none && !hooks && !is_custom(*node) && ++nodes <= most_nodes && !unpacks_by_hooks(node);
     return found_none;
   });
   return found_none;
@@ -280,8 +322,8 @@ bool runs_no_custom_code(const std::vector<at::Tensor>& outputs, const std::vect
 std::tuple<int64_t, int64_t> count_nodes(const std::vector<at::Tensor>& outputs, int64_t most) {
   int64_t nodes = 0;
   int64_t custom = 0;
-  visit_backward(outputs, [&](torch::autograd::Node& node) {
-    custom += is_custom(node) ? 1 : 0;
+  visit_backward(outputs, [&](const NodePointer& node) {
+    custom += is_custom(*node) ? 1 : 0;
     return ++nodes < most;
   });
   return {nodes, custom};
@@ -297,11 +339,11 @@ std::vector<int64_t> backward_streams(const std::vector<at::Tensor>& outputs, co
     return std::any_of(ends.begin(), ends.end(), [&](const auto& end) { return end.function.get() == &node; });
   };
   std::unordered_set<int64_t> streams;
-  visit_backward(outputs, [&](Node& node) {
-    if (const auto stream = node.stream()) {
+  visit_backward(outputs, [&](const NodePointer& node) {
+    if (const auto stream = node->stream()) {
       streams.insert(stream->id());
     }
-    return !is_end(node);
+    return !is_end(*node);
   });
   return {streams.begin(), streams.end()};
 }

@@ -11,7 +11,8 @@ from torch import Tensor
 from fastgrad.core.native import Rows, SmallProblem, WholeBackward, largest_errors
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING
-from fastgrad.engines.blocks import LAYOUTS, REPEAT_SCALE, REPEATED_ROWS, row_parts
+from fastgrad.core.tensors import differ, largest
+from fastgrad.engines.blocks import HALVED, LAYOUTS, REPEAT_SCALE, REPEATED_ROWS, row_parts
 from fastgrad.engines.plan import is_one_block, most_vectorized_rows
 from fastgrad.problem.problem import Problem
 from fastgrad.problem.small_backward import SmallBackward
@@ -80,6 +81,34 @@ def take_calls(problem: Problem, backward: WholeBackward, calls: RepeatedCalls) 
         calls.run_first()
 
 
+def product_at_hand(
+    problem: Problem | SmallProblem, settings: Settings, backward: WholeBackward
+) -> tuple[Tensor, Tensor, int]:
+    """Cotangents, their VJPs, and the row of one that is contiguous."""
+    cotangents = _cotangents(problem.m, settings.seed, problem.device)
+    if problem.m > 1:
+        return cotangents, backward.products, ALL_KINDS.index(HALVED)
+    return torch.ones(1, 1, dtype=torch.float64, device=problem.device), backward.parts[0].rows, 0
+
+
+def same_afterwards(
+    problem: Problem | SmallBackward, settings: Settings, cotangents: Tensor, gradients: Tensor, row: int
+) -> bool:
+    """Whether a graph that is recorded after other evaluations gives a gradient that the first one gave.
+
+    torch's checker records its graph there: what func keeps from call to call shows.
+
+    cotangents, gradients, row: a VJP among others, as of `product_at_hand`.
+    """
+    cotangent, known = cotangents[row], gradients[row]
+    _, other = problem.first_other_vjp(cotangent[None], [-1], [0], known[None])
+    if other is None:
+        return True
+    size = largest(known.nan_to_num(0.0, 0.0, 0.0))
+    allowed = settings.atol + settings.rtol * size + settings.nondet_tol * float(cotangent.abs().sum())
+    return not differ(other, known[None], allowed, False)
+
+
 def single_rows(backward: WholeBackward) -> Sequence[Rows]:
     """The rows, if they are as the dense engine would run them.
 
@@ -118,10 +147,10 @@ def agrees(problem: Problem, settings: Settings, backward: WholeBackward, column
         errors = largest_errors(found.rows, columns, first, output.width, inputs)
         if errors is None:
             return False
-        for block, largest in zip(problem.inputs, errors, strict=True):
+        for block, own_errors in zip(problem.inputs, errors, strict=True):
             entries = output.tensor.numel() * block.tensor.numel()
             places = output.index, block.index, output.position, block.position
-            pairs.append(Pair(*places, part, "reverse", entries, 0, True, *largest, False))
+            pairs.append(Pair(*places, part, "reverse", entries, 0, True, *own_errors, False))
     findings.pairs += pairs
     if problem.m > 1:
         findings.certificates.append(linear_backward(ALL_KINDS, settings.atol))

@@ -38,6 +38,9 @@ SMALL_BYTES = 64 << 20
 TINY = 24
 """Evaluations and VJPs of the dense engine up to which it costs no more than a sketch."""
 
+TINY_OF_CUSTOM = 5
+"""The same for a small check of a custom backward, most of whose rows and products the dense engine runs twice."""
+
 EXACT_CALLS = 256
 """Evaluations and VJPs of the dense engine up to which it decides what the first step size leaves open: the others, and
 entries measured by themselves, take as many."""
@@ -98,9 +101,12 @@ def sketches(problem: Problem | SmallProblem, settings: Settings) -> bool:
     """Whether fast mode is worth it: exact checks of tiny problems cost less."""
     if not settings.fast_mode or settings.engine != "auto":
         return settings.engine == "sketch"
-    if 2 * problem.n + problem.m <= TINY:
+    is_small_custom = isinstance(problem, SmallProblem) and problem.is_custom
+    if 2 * problem.n + problem.m <= (TINY_OF_CUSTOM if is_small_custom else TINY):
         return False
     seconds, costs = usual_seconds(problem, problem.seconds), cost_model.COSTS
+    if is_small_custom:
+        return True
     if isinstance(problem, SmallProblem):
         return _dense_seconds(problem, seconds) > costs.small_sketch_seconds + costs.small_sketch_calls * seconds
     return _dense_seconds(problem, seconds) > costs.sketch_seconds + costs.sketch_calls * seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from functools import lru_cache
@@ -223,7 +224,7 @@ class ScreeningGradOutputs:
 
     The random cotangents of the sketch are contiguous or not, have a random half of their elements zero, are mostly
     zero, or are expanded. Beside them there is a multiple of one of them, which must give the same multiple bit for
-    bit; a one-hot grad_output of the last element of each output; and, of several outputs, one for each of them alone.
+    bit; one-hot grad_outputs of the last element of each output; and, of several outputs, one for each of them alone.
 
     Attributes
     ----------
@@ -254,17 +255,21 @@ class ScreeningGradOutputs:
 
 
 @lru_cache(64)
-def screening_grad_outputs(layout: _Layout, seed: int, count: int) -> ScreeningGradOutputs:
-    """The grad_outputs for outputs of this layout, `count` dense random ones among them."""
+def screening_grad_outputs(layout: _Layout, seed: int, count: int, all_one_hot: bool) -> ScreeningGradOutputs:
+    """The grad_outputs for outputs of this layout, `count` dense random ones among them.
+
+    all_one_hot: whether an element drawn from the seed gets a one-hot grad_output, beside the last one.
+    """
     weight = torch.ones(sum(width * elements for _, width, elements in layout), dtype=torch.float64)
     random = list(cotangents(seed, weight, count, 0))
     rows = [(one.vector(), one.layout, -1, abs(one.scale)) for one in random]
     expanded = len(rows) - 1
     repeated, one_hot_rows = rows[REPEATED][0], []
     for output, (first, width, elements) in enumerate(layout):
-        for part in range(width if elements else 0):
+        chosen = one_hot_elements(elements, seed) if elements and all_one_hot else [elements - 1] if elements else []
+        for element, part in itertools.product(chosen, range(width)):
             one_hot = torch.zeros_like(weight)
-            one_hot[first + (elements - 1) * width + part] = 1.0
+            one_hot[first + element * width + part] = 1.0
             one_hot_rows.append(len(rows))
             rows.append((one_hot, Layout.CONTIGUOUS, output, 1.0))
     again = len(rows)

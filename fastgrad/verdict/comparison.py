@@ -54,6 +54,8 @@ class Findings:
     ----------
     backward
         All VJPs of a small problem, where they were run at once.
+    on_first_graph
+        Whether they are of the graph of the first evaluation.
     early
         What was raised instead: to be raised in its turn.
     columns
@@ -73,6 +75,7 @@ class Findings:
     undecided: float | None = None
     sample: Sample | None = None
     backward: WholeBackward | None = None
+    on_first_graph: bool = True
     early: Exception | None = None
     columns: Tensor | None = None
     batched: BatchedDifference | None = None
@@ -86,6 +89,7 @@ class Findings:
         self.certificates += other.certificates
         self.sample = other.sample or self.sample
         self.backward, self.early = other.backward or self.backward, other.early or self.early
+        self.moved = self.moved or other.moved
         if other.undecided is not None:
             self.undecided = max(other.undecided, self.undecided or 0.0)
 

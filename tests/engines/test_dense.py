@@ -22,21 +22,21 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("func", "inputs", "evaluations", "vjps"),
     [
-        # 2 n differences, one to learn the outputs, whose graph serves; m rows, two of them twice, 4 for linearity,
-        # one of zeros, one of nothing.
-        (torch.sin, (leaf(4),), 2 * 4 + 1, 4 + 2 + 5 + 2),
-        # Five more to learn that no graph is needed.
+        # 2 n differences, one to learn the outputs, whose graph serves, one for a graph after them; m rows, two of them
+        # twice, 4 for linearity, one of zeros, one of nothing, one afterwards.
+        (torch.sin, (leaf(4),), 2 * 4 + 2, 4 + 2 + 5 + 2 + 1),
+        # Five more to learn that no graph is needed, before the graph.
         (torch.sin, (leaf(40),), 2 * 40 + 6, 40 + 2 + 5 + 2),
         # One output coordinate: its repetition proves linearity.
-        (torch.sum, (leaf(5),), 2 * 5 + 1, 2 * 1 + 2),
+        (torch.sum, (leaf(5),), 2 * 5 + 2, 2 * 1 + 2 + 1),
         # Nothing to perturb: the first evaluation is the graph.
         (torch.sin, (leaf(0),), 1, 2),
         # A complex element is two coordinates, on both sides.
-        (torch.exp, (leaf(3, dtype=torch.complex128),), 2 * 6 + 1, 6 + 2 * 2 + 5 + 2),
+        (torch.exp, (leaf(3, dtype=torch.complex128),), 2 * 6 + 2, 6 + 2 * 2 + 5 + 2 + 1),
         # Two outputs: each undefined in turn.
-        (lambda v: (v.sin(), v.cos()), (leaf(3),), 2 * 3 + 2, 6 + 2 * 2 + 5 + 1 + 3),
+        (lambda v: (v.sin(), v.cos()), (leaf(3),), 2 * 3 + 2, 6 + 2 * 2 + 5 + 1 + 3 + 1),
         # The same tensor twice is perturbed once.
-        (torch.mul, (w := leaf(4), w), 2 * 4 + 1, 4 + 2 + 5 + 2),
+        (torch.mul, (w := leaf(4), w), 2 * 4 + 2, 4 + 2 + 5 + 2 + 1),
     ],
 )
 def test_cost(func: object, inputs: tuple[torch.Tensor, ...], evaluations: int, vjps: int) -> None:
