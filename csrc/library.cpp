@@ -3,11 +3,11 @@
 
 TORCH_LIBRARY(fastgrad, library) {
   library.def(
-      "perturb_coordinate_(Tensor(a!) x, Tensor origin, int coordinate, int sign, float eps, float relative_step) -> "
-      "()");
+      "perturb_coordinate_(Tensor(a!) x, Tensor origin, int coordinate, int sign, float eps, float relative_step, "
+      "int? restored=None) -> ()");
   library.def(
       "perturb_coordinates_(Tensor(a!) values, Tensor origin, Tensor coordinates, int sign, float eps, "
-      "float relative_step) -> ()");
+      "float relative_step, Tensor? restored=None) -> ()");
   library.def("displace_(Tensor(a!) x, Tensor origin, Tensor displacement, float scale) -> ()");
   library.def("direction_(Tensor(a!) out, int seed, int stream, int first, bool halved) -> ()");
   library.def("flatten_(Tensor(a!) out, Tensor tensor) -> ()");

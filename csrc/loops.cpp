@@ -74,17 +74,54 @@ void check_widths(const char* what, const at::Tensor& widths, int64_t size) {
   check_contiguous_float64(what, "widths", widths);
 }
 
-// Moves one coordinate of an input by its step, sign -1 or 1, or puts it back, sign 0.
-void move_coordinate(const InputBlock& block, int64_t coordinate, int64_t sign, double eps) {
+// Moves one coordinate of an input by its step, sign -1 or 1, or puts it back, sign 0; and puts back another one.
+void move_coordinate(
+    const InputBlock& block, int64_t coordinate, int64_t sign, double eps,
+    std::optional<int64_t> restored = std::nullopt) {
   if (is_small_and_plain(block.values)) {
-    const double x = block.origin.const_data_ptr<double>()[coordinate];
-    block.values.mutable_data_ptr<double>()[coordinate] =
-        moved_coordinate(x, static_cast<int>(sign), eps, block.relative_step);
+    const double* const at_x = block.origin.const_data_ptr<double>();
+    double* const values = block.values.mutable_data_ptr<double>();
+    if (restored) {
+      values[*restored] = at_x[*restored];
+    }
+    values[coordinate] = moved_coordinate(at_x[coordinate], static_cast<int>(sign), eps, block.relative_step);
     return;
   }
   const BelowAutograd guard;
-  perturb_coordinate_(block.values, block.origin, coordinate, sign, eps, block.relative_step);
+  perturb_coordinate_(block.values, block.origin, coordinate, sign, eps, block.relative_step, restored);
 }
+
+// The coordinate that is moved. It is put back when the next one of the same input is moved, in one call.
+class MovedCoordinate {
+ public:
+  explicit MovedCoordinate(double eps) : eps_(eps) {}
+
+  void move(const InputBlock& block, int64_t coordinate, int64_t sign) {
+    if (block_ != &block) {
+      put_back();
+    }
+    const bool others = block_ != nullptr && coordinate_ != coordinate;
+    const std::optional<int64_t> restored = others ? std::optional(coordinate_) : std::nullopt;
+    block_ = &block;
+    coordinate_ = coordinate;
+    move_coordinate(block, coordinate, sign, eps_, restored);
+  }
+
+  void put_back() {
+    if (block_ != nullptr) {
+      move_coordinate(*block_, coordinate_, 0, eps_);
+    }
+    block_ = nullptr;
+  }
+
+  // All inputs were restored.
+  void forget() { block_ = nullptr; }
+
+ private:
+  const InputBlock* block_ = nullptr;
+  int64_t coordinate_ = 0;
+  double eps_;
+};
 
 // columns[j, offset : offset + size], which holds an output at x + h, becomes its central difference, from that
 // output at x - h, h the step of one coordinate of an input.
@@ -101,8 +138,7 @@ void difference_from(
     });
     return;
   }
-  central_difference_(
-      columns.select(0, j).narrow(0, offset, size), minus, block.origin, coordinate, eps, block.relative_step);
+  central_difference_(row_segment(columns, j, offset, size), minus, block.origin, coordinate, eps, block.relative_step);
 }
 
 // Hands each expected output that func returned to visit(number, tensor, offset, size), offset and
@@ -564,19 +600,20 @@ std::optional<std::tuple<int64_t, int64_t, py::object>> Evaluator::difference_co
   if (mutates_inputs_) {
     restore();
   }
+  MovedCoordinate moved(eps);
+  const OnExit restoring([&] { mutates_inputs_ ? restore() : moved.put_back(); });
   auto block = blocks_.begin();
   for (int64_t j = 0; j < columns.size(0); ++j) {
     while (first + j >= block->first + coordinate_count(block->origin)) {
       ++block;
     }
     const int64_t coordinate = first + j - block->first;
-    const auto perturb = [&](int64_t sign) { move_coordinate(*block, coordinate, sign, eps); };
-    const OnExit restoring([&] { mutates_inputs_ ? restore() : perturb(0); });
     for (const int64_t sign : {1, -1}) {
       if (mutates_inputs_) {
         restore();
+        moved.forget();
       }
-      perturb(sign);
+      moved.move(*block, coordinate, sign);
       const py::object result = call(record_graph && records_differences_, perturbed_arguments());
       const auto changed =
           visit_outputs(result, outputs, [&](size_t, const at::Tensor& output, int64_t offset, int64_t size) {

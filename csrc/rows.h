@@ -6,6 +6,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/as_strided.h>
 #include <ATen/ops/real.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -55,6 +56,13 @@ inline bool is_plain(const at::Tensor& tensor) {
 // Whether they are few: no operator, and no view of the place to go to, is needed to copy them.
 inline bool is_small_and_plain(const at::Tensor& tensor) { return tensor.numel() <= small_size && is_plain(tensor); }
 
+// matrix[row, offset : offset + size], which must be within it, as one view: on a device each costs about as much as a
+// launch. matrix: two dimensions.
+inline at::Tensor row_segment(const at::Tensor& matrix, int64_t row, int64_t offset, int64_t size) {
+  return at::as_strided(
+      matrix, {size}, {matrix.stride(1)}, matrix.storage_offset() + row * matrix.stride(0) + offset * matrix.stride(1));
+}
+
 // matrix[row, offset : offset + size], which must be within it, = the `size` coordinates of `tensor`, divided by a
 // power of two. matrix: float64, two dimensions.
 inline void flatten_into(
@@ -66,7 +74,7 @@ inline void flatten_into(
     std::transform(values, values + size, target, [&](double value) { return value / divisor; });
     return;
   }
-  const at::Tensor segment = matrix.select(0, row).narrow(0, offset, size);
+  const at::Tensor segment = row_segment(matrix, row, offset, size);
   flatten_(segment, tensor);
   if (divisor != 1.0) {
     segment.div_(divisor);

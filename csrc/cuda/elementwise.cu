@@ -91,12 +91,16 @@ struct Realize {
 
 template <typename T>
 struct PerturbCoordinate {
-  T* __restrict__ target;
-  const T* __restrict__ value;
+  T* __restrict__ x;
+  const T* __restrict__ origin;
+  Place moved, restored;
   int sign;
   double eps, relative_step;
 
-  __device__ void operator()(int64_t) const { *target = moved_coordinate(*value, sign, eps, relative_step); }
+  __device__ void operator()(int64_t) const {
+    x[restored.target] = origin[restored.coordinate];
+    x[moved.target] = moved_coordinate(origin[moved.coordinate], sign, eps, relative_step);
+  }
 };
 
 template <typename T>
@@ -105,13 +109,16 @@ struct PerturbCoordinates {
   const T* __restrict__ origin;
   int64_t size;
   const int64_t* __restrict__ coordinates;
+  int64_t count;
+  const int64_t* __restrict__ restored;
   int sign;
   double eps, relative_step;
 
   __device__ void operator()(int64_t k) const {
-    const int64_t c = coordinates[k];
+    const bool moves = k < count;
+    const int64_t c = moves ? coordinates[k] : restored[k - count];
     if (is_within(c, size)) {
-      values[c] = moved_coordinate(origin[c], sign, eps, relative_step);
+      values[c] = moved_coordinate(origin[c], moves ? sign : 0, eps, relative_step);
     }
   }
 };
@@ -223,24 +230,32 @@ cudaError_t launch_direction(
 }
 
 cudaError_t launch_perturb_coordinate(
-    void* x, int64_t target, const void* origin, int64_t coordinate, RealType type, int sign, double eps,
-    double relative_step, cudaStream_t cuda_stream) {
+    void* x, const void* origin, Place moved, Place restored, RealType type, int sign, double eps, double relative_step,
+    cudaStream_t cuda_stream) {
   return with_real_type(type, [&](auto zero) {
     using T = decltype(zero);
-    T* const moved = static_cast<T*>(x) + target;
-    const T* const value = static_cast<const T*>(origin) + coordinate;
-    return for_each(1, cuda_stream, PerturbCoordinate<T>{moved, value, sign, eps, relative_step});
+    const PerturbCoordinate<T> perturb{static_cast<T*>(x), static_cast<const T*>(origin), moved, restored, sign, eps,
+                                       relative_step};
+    return for_each(1, cuda_stream, perturb);
   });
 }
 
 cudaError_t launch_perturb_coordinates(
-    void* values, const void* origin, RealType type, int64_t size, const int64_t* coordinates, int64_t count, int sign,
-    double eps, double relative_step, cudaStream_t cuda_stream) {
+    void* values, const void* origin, RealType type, int64_t size, const int64_t* coordinates, int64_t count,
+    const int64_t* restored, int64_t restored_count, int sign, double eps, double relative_step,
+    cudaStream_t cuda_stream) {
   return with_real_type(type, [&](auto zero) {
     using T = decltype(zero);
-    const PerturbCoordinates<T> perturb{
-        static_cast<T*>(values), static_cast<const T*>(origin), size, coordinates, sign, eps, relative_step};
-    return for_each(count, cuda_stream, perturb);
+    const PerturbCoordinates<T> perturb{static_cast<T*>(values),
+                                        static_cast<const T*>(origin),
+                                        size,
+                                        coordinates,
+                                        count,
+                                        restored,
+                                        sign,
+                                        eps,
+                                        relative_step};
+    return for_each(count + restored_count, cuda_stream, perturb);
   });
 }
 

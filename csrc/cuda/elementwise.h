@@ -21,15 +21,23 @@ cudaError_t launch_direction(
     double* out, int64_t stride, int64_t size, int64_t seed, int64_t stream, int64_t first, bool halved,
     cudaStream_t cuda_stream);
 
-// x[target] = origin[coordinate], perturbed; one thread, so that no value travels to the host and back.
-cudaError_t launch_perturb_coordinate(
-    void* x, int64_t target, const void* origin, int64_t coordinate, RealType type, int sign, double eps,
-    double relative_step, cudaStream_t cuda_stream);
+// Where a coordinate lies in memory, and in the contiguous origin.
+struct Place {
+  int64_t target, coordinate;
+};
 
-// values[c] = origin[c], perturbed, for each c of `coordinates` that is within `size`.
+// x[moved.target] = origin[moved.coordinate], perturbed, and x[restored.target] = origin[restored.coordinate], as it
+// is: the same place where nothing is restored. One thread, so that no value travels to the host and back.
+cudaError_t launch_perturb_coordinate(
+    void* x, const void* origin, Place moved, Place restored, RealType type, int sign, double eps, double relative_step,
+    cudaStream_t cuda_stream);
+
+// values[c] = origin[c], perturbed, for each c of `coordinates` that is within `size`; and as it is for each c of
+// `restored`.
 cudaError_t launch_perturb_coordinates(
-    void* values, const void* origin, RealType type, int64_t size, const int64_t* coordinates, int64_t count, int sign,
-    double eps, double relative_step, cudaStream_t cuda_stream);
+    void* values, const void* origin, RealType type, int64_t size, const int64_t* coordinates, int64_t count,
+    const int64_t* restored, int64_t restored_count, int sign, double eps, double relative_step,
+    cudaStream_t cuda_stream);
 
 // x[c] = origin[c] + scale * displacement[c * stride].
 cudaError_t launch_displace(

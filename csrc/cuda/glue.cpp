@@ -73,29 +73,31 @@ void change_contiguous(const at::Tensor& x, const Change& change) {
 }
 
 void perturb_coordinate_cuda(
-    const at::Tensor& x, const at::Tensor& origin, int64_t coordinate, int64_t sign, double eps, double relative_step) {
-  check_perturb_coordinate(x, origin, coordinate, sign);
+    const at::Tensor& x, const at::Tensor& origin, int64_t coordinate, int64_t sign, double eps, double relative_step,
+    std::optional<int64_t> restored) {
+  check_perturb_coordinate(x, origin, coordinate, sign, restored);
   check_one_device("perturb_coordinate_", x, {origin});
   const c10::cuda::CUDAGuard guard(x.device());
-  const int64_t width = coordinates_per_element(x);
-  const int64_t target = element_offset(x, coordinate / width) * width + coordinate % width;
+  const auto place = [&](int64_t c) { return cuda::Place{coordinate_offset(x, c), c}; };
   C10_CUDA_CHECK(
       cuda::launch_perturb_coordinate(
-          x.mutable_data_ptr(), target, origin.const_data_ptr(), coordinate, real_type("perturb_coordinate_", x),
-          static_cast<int>(sign), eps, relative_step, c10::cuda::getCurrentCUDAStream()));
+          x.mutable_data_ptr(), origin.const_data_ptr(), place(coordinate), place(restored.value_or(coordinate)),
+          real_type("perturb_coordinate_", x), static_cast<int>(sign), eps, relative_step,
+          c10::cuda::getCurrentCUDAStream()));
 }
 
 void perturb_coordinates_cuda(
     const at::Tensor& values, const at::Tensor& origin, const at::Tensor& coordinates, int64_t sign, double eps,
-    double relative_step) {
-  check_perturb_coordinates(values, origin, coordinates, sign);
-  check_one_device("perturb_coordinates_", values, {origin, coordinates});
+    double relative_step, const std::optional<at::Tensor>& restored) {
+  check_perturb_coordinates(values, origin, coordinates, sign, restored);
+  check_one_device("perturb_coordinates_", values, {origin, coordinates, restored.value_or(coordinates)});
   const c10::cuda::CUDAGuard guard(values.device());
   change_contiguous(values, [&](const at::Tensor& target) {
     C10_CUDA_CHECK(
         cuda::launch_perturb_coordinates(
             target.mutable_data_ptr(), origin.const_data_ptr(), real_type("perturb_coordinates_", values),
             coordinate_count(values), coordinates.const_data_ptr<int64_t>(), coordinates.numel(),
+            restored ? restored->const_data_ptr<int64_t>() : nullptr, restored ? restored->numel() : 0,
             static_cast<int>(sign), eps, relative_step, c10::cuda::getCurrentCUDAStream()));
   });
 }

@@ -87,6 +87,12 @@ inline int64_t element_offset(const at::Tensor& tensor, int64_t index) {
   return offset;
 }
 
+// Offset in memory, in real numbers, of a real coordinate of a strided tensor.
+inline int64_t coordinate_offset(const at::Tensor& tensor, int64_t coordinate) {
+  const int64_t width = coordinates_per_element(tensor);
+  return element_offset(tensor, coordinate / width) * width + coordinate % width;
+}
+
 }  // namespace fastgrad
 
 // Registers the plain ATen kernel of an operator that writes into its arguments, for every device that has no kernel of

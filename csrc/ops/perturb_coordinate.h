@@ -3,6 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
+
 namespace fastgrad {
 
 // x[coordinate] = origin[coordinate] + sign * step, in x's dtype; sign 0 restores the origin's bits.
@@ -10,10 +12,13 @@ namespace fastgrad {
 // x: strided, floating or complex, mutated in place, all other coordinates untouched.
 // origin: contiguous snapshot of x, same dtype and shape.
 // coordinate: a real coordinate of x. sign: -1, 0 or 1. eps, relative_step: >= 0.
+// restored: another real coordinate of x, which gets the origin's bits in the same launch.
 void perturb_coordinate_(
-    const at::Tensor& x, const at::Tensor& origin, int64_t coordinate, int64_t sign, double eps, double relative_step);
+    const at::Tensor& x, const at::Tensor& origin, int64_t coordinate, int64_t sign, double eps, double relative_step,
+    std::optional<int64_t> restored = std::nullopt);
 
 // What every kernel of it demands.
-void check_perturb_coordinate(const at::Tensor& x, const at::Tensor& origin, int64_t coordinate, int64_t sign);
+void check_perturb_coordinate(
+    const at::Tensor& x, const at::Tensor& origin, int64_t coordinate, int64_t sign, std::optional<int64_t> restored);
 
 }  // namespace fastgrad

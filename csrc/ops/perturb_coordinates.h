@@ -3,6 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
+
 namespace fastgrad {
 
 // perturb_coordinate_ for each of the coordinates, to the same bits; sign 0 restores the origin's.
@@ -10,12 +12,15 @@ namespace fastgrad {
 // origin: contiguous snapshot of values, same dtype and shape.
 // coordinates: int64, shape (count,), contiguous, strictly increasing real coordinates of values;
 // on another device than the CPU the caller answers for that. sign: -1, 0 or 1. eps, relative_step: >= 0.
+// restored: int64, shape (others,), contiguous, other real coordinates, which get the origin's bits in the same launch;
+// those outside of values are passed over: what counts its steps on the device has none to restore before the first.
 void perturb_coordinates_(
     const at::Tensor& values, const at::Tensor& origin, const at::Tensor& coordinates, int64_t sign, double eps,
-    double relative_step);
+    double relative_step, const std::optional<at::Tensor>& restored = std::nullopt);
 
 // What every kernel of it demands.
 void check_perturb_coordinates(
-    const at::Tensor& values, const at::Tensor& origin, const at::Tensor& coordinates, int64_t sign);
+    const at::Tensor& values, const at::Tensor& origin, const at::Tensor& coordinates, int64_t sign,
+    const std::optional<at::Tensor>& restored);
 
 }  // namespace fastgrad

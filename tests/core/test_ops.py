@@ -115,6 +115,27 @@ def test_perturb_coordinates_is_perturb_coordinate_for_each(kernel: str, layout:
                 assert np.array_equal(bits(many)[untouched], bits(start)[untouched])
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_another_coordinate_is_restored_in_the_same_call(kernel: str, layout: str, dtype: torch.dtype) -> None:
+    origin = tensor(dtype, 3, 4)
+    origin[0, 0], origin[0, 1], origin[0, 2], origin[0, 3] = 1e4, -0.0, math.inf, math.nan
+    count = coordinates(origin).size
+    for restored in (0, 1, 3, count - 1):
+        for coordinate in {1, 2, count - 1} - {restored}:
+            start = LAYOUTS[layout](origin.clone().fill_(7.0))
+            together, one_by_one, listed = (LAYOUTS[layout](start.clone()) for _ in range(3))
+            call(kernel, ops.perturb_coordinate_, one_by_one, origin, restored, 0, 0.25, STEP)
+            call(kernel, ops.perturb_coordinate_, one_by_one, origin, coordinate, -1, 0.25, STEP)
+            call(kernel, ops.perturb_coordinate_, together, origin, coordinate, -1, 0.25, STEP, restored)
+            assert np.array_equal(bits(together), bits(one_by_one))
+            others = torch.tensor([-1, restored, count, 2**62])  # those outside are passed over
+            arguments = (torch.tensor([coordinate]), -1, 0.25, STEP, others)
+            call(kernel, ops.perturb_coordinates_, listed, origin, *arguments)
+            assert np.array_equal(bits(listed), bits(one_by_one))
+
+
 def test_perturb_coordinates_of_conjugate_and_negative_views() -> None:
     z = tensor(torch.complex128, 5)
     for view in (lambda t: t.conj(), lambda t: t.conj().imag):
@@ -451,9 +472,11 @@ def samples() -> list[Any]:
     real = tensor(torch.float64, 6)
     block = tensor(torch.float64, 2, 6)
     return [
-        pytest.param(ops.perturb_coordinate_, (x.clone(), x, 1, 1, 1e-6, STEP), id="perturb_coordinate_"),
+        pytest.param(ops.perturb_coordinate_, (x.clone(), x, 1, 1, 1e-6, STEP, 4), id="perturb_coordinate_"),
         pytest.param(
-            ops.perturb_coordinates_, (x.clone(), x, torch.tensor([1, 4]), 1, 1e-6, STEP), id="perturb_coordinates_"
+            ops.perturb_coordinates_,
+            (x.clone(), x, torch.tensor([1, 4]), 1, 1e-6, STEP, torch.tensor([2])),
+            id="perturb_coordinates_",
         ),
         pytest.param(
             ops.decompress_,
@@ -545,6 +568,20 @@ def test_every_operator_has_all_its_kernels() -> None:
         (
             lambda: ops.perturb_coordinates_(torch.zeros(2), torch.zeros(2), torch.arange(2), 2, 1.0, 0.0),
             "sign must be -1, 0 or 1, got 2",
+        ),
+        (
+            lambda: ops.perturb_coordinate_(torch.zeros(2), torch.zeros(2), 0, 1, 1.0, 0.0, 2),
+            r"restored must be another coordinate in \[0, 2\), got 2",
+        ),
+        (
+            lambda: ops.perturb_coordinate_(torch.zeros(2), torch.zeros(2), 1, 1, 1.0, 0.0, 1),
+            r"restored must be another coordinate in \[0, 2\), got 1",
+        ),
+        (
+            lambda: ops.perturb_coordinates_(
+                torch.zeros(2), torch.zeros(2), torch.arange(1), 1, 1.0, 0.0, torch.zeros(1)
+            ),
+            "restored must be a contiguous int64 tensor with one dimension, got Float with 1",
         ),
         (
             lambda: ops.decompress_(torch.zeros(2), *[torch.zeros(2).double()] * 2, torch.arange(2), torch.arange(2)),

@@ -50,6 +50,13 @@ def test_steps_are_the_same_bit_for_bit(dtype: torch.dtype) -> None:
     native.ops.perturb_coordinates_(theirs, origin, chosen, 1, 1e-6, 2.0**-6)
     assert torch.equal(ours, theirs)
     assert not torch.equal(ours, origin)
+    others = torch.tensor([-1, 0, 6, ours.numel() * 2])
+    operators.perturb_coordinates_(ours, origin, chosen[-2:], -1, 1e-6, 2.0**-6, others)
+    native.ops.perturb_coordinates_(theirs, origin, chosen[-2:], -1, 1e-6, 2.0**-6, others)
+    assert torch.equal(ours, theirs)
+    operators.perturb_coordinate_(ours, origin, 5, -1, 1e-6, 2.0**-6, 3)
+    torch.ops.fastgrad.perturb_coordinate_(theirs, origin, 5, -1, 1e-6, 2.0**-6, 3)
+    assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -104,12 +104,16 @@ TYPED_TEST(Emulated, PerturbCoordinate) {
     for (int64_t c = 0; c < 9; ++c) {
       std::vector<TypeParam> x(18, static_cast<TypeParam>(7.0));
       std::vector<TypeParam> expected = x;
-      expected[2 * c] = moved_coordinate(origin[c], sign, 1e-3, 0x1p-7);
-      ASSERT_EQ(
-          launch_perturb_coordinate(
-              x.data(), 2 * c, origin.data(), c, type_of<TypeParam>(), sign, 1e-3, 0x1p-7, nullptr),
-          cudaSuccess);
-      EXPECT_TRUE(same_bits(x, expected));
+      for (const int64_t restored : {c, (c + 1) % 9}) {
+        expected[2 * restored] = origin[restored];
+        expected[2 * c] = moved_coordinate(origin[c], sign, 1e-3, 0x1p-7);
+        ASSERT_EQ(
+            launch_perturb_coordinate(
+                x.data(), origin.data(), {2 * c, c}, {2 * restored, restored}, type_of<TypeParam>(), sign, 1e-3, 0x1p-7,
+                nullptr),
+            cudaSuccess);
+        EXPECT_TRUE(same_bits(x, expected));
+      }
     }
   }
 }
@@ -118,6 +122,11 @@ TYPED_TEST(Emulated, PerturbCoordinates) {
   for (const int64_t size : this->sizes) {
     const std::vector<TypeParam> origin = origins<TypeParam>(2 * size + 4);
     std::vector<int64_t> chosen(size);
+    // Others to be restored, and two that are outside, as before the first step and after the last.
+    std::vector<int64_t> restored = {-1, static_cast<int64_t>(origin.size())};
+    for (int64_t k = 0; k < size; k += 3) {
+      restored.push_back(2 * k + ((k + 1) % 2));
+    }
     for (int64_t k = 0; k < size; ++k) {
       chosen[k] = 2 * k + (k % 2);
     }
@@ -126,11 +135,14 @@ TYPED_TEST(Emulated, PerturbCoordinates) {
       std::vector<TypeParam> expected = x;
       const auto perturb = [&] {
         return launch_perturb_coordinates(
-            x.data(), origin.data(), type_of<TypeParam>(), origin.size(), chosen.data(), size, sign, 1e-3, 0x1p-7,
-            nullptr);
+            x.data(), origin.data(), type_of<TypeParam>(), origin.size(), chosen.data(), size, restored.data(),
+            restored.size(), sign, 1e-3, 0x1p-7, nullptr);
       };
       for (const int64_t c : chosen) {
         expected[c] = moved_coordinate(origin[c], sign, 1e-3, 0x1p-7);
+      }
+      for (size_t k = 2; k < restored.size(); ++k) {
+        expected[restored[k]] = origin[restored[k]];
       }
       ASSERT_EQ(perturb(), cudaSuccess);
       ASSERT_TRUE(same_bits(x, expected));
@@ -600,11 +612,12 @@ TEST(Emulation, LaunchErrorsAreHandedOn) {
        [&] {
          return launch_realize(out.data(), partial.data(), values.data(), type, size, 0, 0, 0, 1e-3, 0x1p-24, nullptr);
        }},
-      {1, [&] { return launch_perturb_coordinate(out.data(), 0, values.data(), 0, type, 1, 1e-3, 0, nullptr); }},
+      {1,
+       [&] { return launch_perturb_coordinate(out.data(), values.data(), {0, 0}, {0, 0}, type, 1, 1e-3, 0, nullptr); }},
       {1,
        [&] {
          return launch_perturb_coordinates(
-             out.data(), values.data(), type, size, order.data(), size, 1, 1e-3, 0, nullptr);
+             out.data(), values.data(), type, size, order.data(), size, nullptr, 0, 1, 1e-3, 0, nullptr);
        }},
       {1,
        [&] {

@@ -112,7 +112,12 @@ def test_perturb(size: int, dtype: torch.dtype, layout: str, device: torch.devic
             step = sign, eps, STEP
             for coordinate in {0, n // 2, n - 1} if n else ():
                 assert_same_bits(ops.perturb_coordinate_, (x, origin, coordinate, *step), device)
+                if n > 1:
+                    other = (coordinate + 1) % n
+                    assert_same_bits(ops.perturb_coordinate_, (x + 7, origin, coordinate, *step, other), device)
             assert_same_bits(ops.perturb_coordinates_, (x, origin, chosen, *step), device)
+            restored = torch.tensor([-1, *range(1, n, 3), n])
+            assert_same_bits(ops.perturb_coordinates_, (x + 7, origin, chosen, *step, restored), device)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

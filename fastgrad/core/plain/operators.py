@@ -73,8 +73,16 @@ def _coordinate_view(tensor: Tensor, coordinate: int) -> Tensor:
 
 @unseen
 def perturb_coordinate_(
-    x: Tensor, origin: Tensor, coordinate: int, sign: int, eps: float, relative_step: float
+    x: Tensor,
+    origin: Tensor,
+    coordinate: int,
+    sign: int,
+    eps: float,
+    relative_step: float,
+    restored: int | None = None,
 ) -> None:
+    if restored is not None:
+        _coordinate_view(x, restored).copy_(_coordinate_view(origin, restored))
     value = _coordinate_view(origin, coordinate)
     step = sign * coordinate_step(value, eps, relative_step) if sign else None
     _coordinate_view(x, coordinate).copy_(value if step is None else moved(value, step))
@@ -82,13 +90,25 @@ def perturb_coordinate_(
 
 @unseen
 def perturb_coordinates_(
-    values: Tensor, origin: Tensor, coordinates: Tensor, sign: int, eps: float, relative_step: float
+    values: Tensor,
+    origin: Tensor,
+    coordinates: Tensor,
+    sign: int,
+    eps: float,
+    relative_step: float,
+    restored: Tensor | None = None,
 ) -> None:
     chosen = coordinates.to(values.device)
-    found = real_coordinates(origin).index_select(0, chosen)
+    at_x, now = real_coordinates(origin), real_coordinates(values)
+    if restored is not None:
+        own, size = restored.to(now.device), now.numel()
+        marked = torch.zeros(size + 1, dtype=torch.bool, device=now.device)
+        marked.index_fill_(0, torch.where((own >= 0) & (own < size), own, size), True)
+        now = torch.where(marked[:size], at_x, now)
+    found = at_x.index_select(0, chosen)
     if sign:
         found = moved(found, sign * coordinate_step(found, eps, relative_step))
-    values.copy_(with_coordinates(real_coordinates(values).index_copy(0, chosen, found), values))
+    values.copy_(with_coordinates(now.index_copy(0, chosen, found), values))
 
 
 @unseen
