@@ -1,8 +1,9 @@
 """Columns, groups of them, or rows, by replays of a CUDA graph: a captured step reads its number from the device.
 
-For a column, the step moves a coordinate, or those of one color, to either side, evaluates func at both, puts them back
-and writes the difference into a row; for a row, it runs the VJP of a one-hot cotangent. Then it adds one to the number
-of the column, color or row. That lives on the device, so that a replay needs nothing of the host, and nothing waits.
+For a column, the step puts the coordinate before back, moves its own to either side and writes the difference of func
+into a row; for a group, it moves those of one color; for a row, it runs the VJP of a one-hot cotangent. A graph holds
+several steps if there are many. The numbers of columns, colors and rows live on the device and are increased there, so
+that a replay needs nothing of the host, and nothing waits.
 
 A graph repeats what func launched on the stream while it was captured. Where func reads values, takes another path,
 draws random numbers, touches memory of the host or works on a stream of its own, a replay is not an evaluation. What
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -40,6 +41,12 @@ EAGER_STEPS = 3
 FEWEST = 16
 """Steps from which capturing repays."""
 
+MOST_TOGETHER = 32
+"""Steps in one graph, at most: launching it is then a small part of its time."""
+
+FEWEST_REPLAYS = 32
+"""Replays, at least, of a graph with several steps: the host captures a step as slowly as it takes one."""
+
 _ERROR_MODES = {"func": "thread_local", "backward": "global"}
 """Whose unsafe calls end a capture. Never nobody's: memory that is freed behind torch's back would be written to by
 every replay."""
@@ -55,6 +62,9 @@ _UNFIT = {
 
 _QUIET = frozenset({"IPython", "_pydevd_bundle", "debugpy", "ipykernel", "tqdm"})
 """Packages whose threads draw progress bars, or serve notebooks and debuggers: of themselves they do not call CUDA."""
+
+Step = Callable[[Tensor, Tensor, Tensor], None]
+"""Takes the number of the step before it and its own, int64 of shape (1,), and fills a row of shape (coordinates,)."""
 
 _abandoned: list[Any] = []
 """The graph whose capture was invalid: torch's pool of pinned memory may still ask it what it captures. No other is
@@ -118,71 +128,77 @@ def difference_groups(
     """
     steps = problem.displacement(torch.ones(problem.n, dtype=torch.float64, device=problem.device), eps)
     differences = torch.empty(count, problem.m, dtype=torch.float64, device=problem.device)
-    color, rest = torch.zeros(1, dtype=torch.int64, device=problem.device), torch.zeros_like(steps)
+    rest = torch.zeros_like(steps)
 
-    def step() -> None:
+    def step(_: Tensor, color: Tensor, row: Tensor) -> None:
         moved = torch.where(colors == color, steps, rest)
-        difference = problem.evaluate(record_graph, moved) - problem.evaluate(record_graph, moved, -1.0)
-        differences.index_copy_(0, color, difference.unsqueeze(0))
-        color.add_(1)
+        torch.sub(problem.evaluate(record_graph, moved), problem.evaluate(record_graph, moved, -1.0), out=row)
 
-    _run(problem, lambda: step, count)
+    with _Replays(problem, lambda: step, 0, count, differences) as replays:
+        replays.take(count)
     return differences[colors[columns], rows].div_(problem.realized_width(steps, 1.0)[columns])
 
 
-@phase("analytical rows")
 def analytical_rows(
-    problem: Problem, output: Block, imaginary: bool, first: int, count: int, inputs: Sequence[Block]
-) -> Tensor:
-    """Rows as `Problem.analytical_rows` gives them, none of them repeated; few are run plainly.
+    problem: Problem, output: Block, imaginary: bool, first: int, counts: Sequence[int], inputs: Sequence[Block]
+) -> Iterator[Tensor]:
+    """Blocks of rows as `Problem.analytical_rows` gives them, none of them repeated; if few, they are run plainly.
 
-    Returns
-    -------
+    Backward is captured once, for all blocks.
+
+    Parameters
+    ----------
+    counts
+        The number of rows of each block.
+
+    Yields
+    ------
     Tensor
-        float64, shape (count, coordinates of `inputs` end to end).
+        float64, shape (count, coordinates of `inputs` end to end); overwritten by the next block.
 
     Raises
     ------
     RefusedError
         Backward cannot be captured, or makes gradients of other shapes, dtypes or layouts than the inputs'.
     """
-    if count < FEWEST:
-        return problem.analytical_rows(output, imaginary, first, count, inputs, 0, 1.0)[0]
+    if counts[0] < FEWEST:
+        for count in counts:
+            yield problem.analytical_rows(output, imaginary, first, count, inputs, 0, 1.0)[0]
+            first += count
+        return
     if any(map(_may_use_cuda, threading.enumerate())):
         raise RefusedError("other threads run, and a capture of backward is not to disturb them")
     device = problem.device
     tensors = [block.tensor for block in inputs]
     like = [(tensor.shape, tensor.dtype, tensor.layout) for tensor in tensors]
-    gradient = torch.empty(sum(block.size for block in inputs), dtype=torch.float64, device=device)
-    segments = torch.split(gradient, [block.size for block in inputs])
-    rows = torch.empty(count, gradient.numel(), dtype=torch.float64, device=device)
+    sizes = [block.size for block in inputs]
+    rows = torch.empty(max(counts), sum(sizes), dtype=torch.float64, device=device)
     cotangent = torch.empty(output.tensor.numel(), dtype=output.tensor.dtype, device=device)
-    element, row = (torch.full((1,), start, dtype=torch.int64, device=device) for start in (first, 0))
 
-    def begin() -> Callable[[], None]:
+    def begin() -> Step:
         results = problem.graph_of_its_own()[output.index : output.index + 1]
         if not {cuda.current_stream(device).stream_id}.issuperset(native.backward_streams(results, tensors)):
             raise RefusedError("backward runs on streams of its own")
 
-        def step() -> None:
+        def step(_: Tensor, element: Tensor, row: Tensor) -> None:
             cotangent.zero_().index_fill_(0, element, 1j if imaginary else 1.0)
             found = native.vjp(results, tensors, [cotangent.view(output.tensor.shape)], False)
-            for segment, expected, own in zip(segments, like, found, strict=True):
+            for segment, expected, own in zip(torch.split(row, sizes), like, found, strict=True):
                 if own is None:
                     segment.zero_()
                 elif (own.shape, own.dtype, own.layout) == expected:
                     native.flatten_(segment, own)
                 else:
                     raise RefusedError("gradients are not like their inputs")
-            rows.index_copy_(0, row, gradient.unsqueeze(0))
-            element.add_(1)
-            row.add_(1)
 
         return step
 
-    _run(problem, begin, count, "backward")
-    problem.vjps += count
-    return rows
+    with _Replays(problem, begin, first, sum(counts), rows, "backward") as replays:
+        take = phase("analytical rows")(replays.take)
+        for count in counts:
+            take(count)
+            problem.vjps += count
+            yield rows[:count]
 
 
 def _may_use_cuda(thread: threading.Thread) -> bool:
@@ -201,71 +217,131 @@ def _side_stream(device: torch.device) -> Any:
 
 
 def _replay(problem: Problem, block: Block, first: int, rows: Tensor, eps: float, record_graph: bool) -> None:
-    device = problem.device
     values = block.tensor.data  # a version counter of its own, as for perturbations elsewhere
     origin = values.clone(memory_format=torch.contiguous_format)
-    coordinate = torch.full((1,), first - block.first, dtype=torch.int64, device=device)
-    row = torch.zeros(1, dtype=torch.int64, device=device)
+    steps = eps * block.step, relative_step(values.dtype)
 
-    def move(sign: int) -> None:
-        ops.perturb_coordinates_(values, origin, coordinate, sign, eps * block.step, relative_step(values.dtype))
-
-    def step() -> None:
-        move(1)
+    def step(previous: Tensor, coordinate: Tensor, row: Tensor) -> None:
+        ops.perturb_coordinates_(values, origin, coordinate, 1, *steps, previous)
         plus = problem.evaluate(record_graph)
-        move(-1)
-        minus = problem.evaluate(record_graph)
-        move(0)
-        rows.index_copy_(0, row, (plus - minus).unsqueeze(0))
-        coordinate.add_(1)
-        row.add_(1)
+        ops.perturb_coordinates_(values, origin, coordinate, -1, *steps)
+        torch.sub(plus, problem.evaluate(record_graph), out=row)
 
-    _run(problem, lambda: step, rows.shape[0])
+    with _Replays(problem, lambda: step, first - block.first, rows.shape[0], rows) as replays:
+        replays.take(rows.shape[0])
     rows.div_(problem.coordinate_widths(eps)[first : first + rows.shape[0]].unsqueeze(1))
 
 
-def _run(
-    problem: Problem, begin: Callable[[], Callable[[], None]], count: int, who: Literal["func", "backward"] = "func"
-) -> None:
-    """Takes a step of func or backward, which `begin` makes, so many times, the first eagerly, others by replays."""
-    device = problem.device
-    with cuda.device(device):
-        current, side = cuda.current_stream(device), _side_stream(device)
-        side.wait_stream(current)
-        try:
-            with cuda.stream(side):
-                step = begin()
-                _run_eagerly(problem, step, who)
-                watch = _Watch(device, who)
-                with watch:
-                    graph = _capture(step, device, _ERROR_MODES[who])
-        except RefusedError:
-            raise
-        except Exception as error:
-            raise RefusedError(f"{who} cannot be captured ({type(error).__name__})") from error
-        finally:
-            current.wait_stream(side)
-            problem.restore()
-        side.wait_stream(current)
-        try:
-            with cuda.stream(side):  # whose memory the captured step uses
-                for _ in range(EAGER_STEPS, count):
-                    graph.replay()
-                    problem.progress.step(_CALLS[who])
-        finally:
-            current.wait_stream(side)
-            graph.reset()
-            del watch  # with what replays used
+class _Replays:
+    """Steps of func or backward: the first EAGER_STEPS are taken eagerly, others by replays of one graph."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        begin: Callable[[], Step],
+        first: int,
+        count: int,
+        rows: Tensor,
+        who: Literal["func", "backward"] = "func",
+    ) -> None:
+        """The arguments.
+
+        Parameters
+        ----------
+        begin
+            Makes the step, on the capturing stream.
+        first, count
+            The number of the first step, and how many are to be taken.
+        rows
+            What the steps fill: float64, shape (rows, coordinates).
+        """
+        self._problem, self._who = problem, who
+        self._begin, self._first, self._rows = begin, first, rows
+        self._together = max(1, min(MOST_TOGETHER, count // FEWEST_REPLAYS))
+        self._graph: Any = None
+
+    def take(self, count: int) -> None:
+        """Fills so many rows from the first on; those of the first call are EAGER_STEPS or more."""
+        problem, who, device = self._problem, self._who, self._problem.device
+        with cuda.device(device):
+            current, side = cuda.current_stream(device), _side_stream(device)
+            if self._graph is None:
+                side.wait_stream(current)
+                try:
+                    with cuda.stream(side):
+                        self._capture()
+                except RefusedError:
+                    raise
+                except Exception as error:
+                    raise RefusedError(f"{who} cannot be captured ({type(error).__name__})") from error
+                finally:
+                    current.wait_stream(side)
+                    problem.restore()
+                count -= EAGER_STEPS
+            side.wait_stream(current)
+            try:
+                with cuda.stream(side):  # whose memory the captured steps use
+                    for _ in range(count // self._together):
+                        self._graph.replay()
+                        problem.progress.step(_CALLS[who] * self._together)
+                    self._steps(count % self._together)
+                    self._steps.fill_from_the_first()
+            except Exception as error:
+                raise RefusedError(f"{who} cannot be repeated ({type(error).__name__})") from error
+            finally:
+                current.wait_stream(side)
+
+    def _capture(self) -> None:
+        device, who = self._problem.device, self._who
+        self._steps = _Steps(self._begin(), self._first, self._together, self._rows)
+        _run_eagerly(self._problem, self._steps, who)
+        self._watch = _Watch(device, who)
+        with self._watch:
+            self._graph = _capture(lambda: self._steps(self._together), device, _ERROR_MODES[who])
+
+    def __enter__(self) -> _Replays:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._graph is None:
+            return
+        self._graph.reset()
+        del self._watch  # with what replays used
+        if self._who == "func":
+            self._problem.restore()  # no step puts back what the last one moved
 
 
-def _run_eagerly(problem: Problem, step: Callable[[], None], who: str) -> None:
+class _Steps:
+    """Steps that read their numbers from the device; what they give is written into rows together."""
+
+    def __init__(self, step: Step, first: int, most: int, rows: Tensor) -> None:
+        """Most: steps taken together, at most."""
+        self._step, self._rows = step, rows
+        self._from_zero = torch.arange(-1, most, device=rows.device)
+        self._numbers = torch.stack([self._from_zero + first, self._from_zero])
+        self._given = rows.new_empty(most, rows.shape[1])
+
+    def __call__(self, count: int) -> None:
+        """Takes so many."""
+        own, places = self._numbers
+        for k in range(count):
+            self._step(own[k : k + 1], own[k + 1 : k + 2], self._given[k])
+        self._rows.index_copy_(0, places[1 : count + 1], self._given[:count])
+        self._numbers.add_(count)
+
+    def fill_from_the_first(self) -> None:
+        """Has the next step fill the first row."""
+        self._numbers[1].copy_(self._from_zero)
+
+
+def _run_eagerly(problem: Problem, steps: _Steps, who: str) -> None:
     """The first steps, watched."""
     generator = cuda.default_generators[problem.device.index]
     drawn = generator.get_state()
     with _Watch(problem.device, who):
-        step()
+        steps(1)
     for _ in range(EAGER_STEPS - 1):
-        step()
+        steps(1)
     if not torch.equal(generator.get_state(), drawn):
         raise RefusedError(f"{who} draws random numbers")
     if problem.mutates_inputs:

@@ -58,18 +58,25 @@ def tangent_blocks(problem: Problem, first: int, columns: Tensor, tangents: Tens
 
 
 def _rows(
-    problem: Problem, plan: Plan, output: Block, part: Part, row: int, count: int, inputs: list[Block]
-) -> tuple[Tensor, Tensor, GradientsMatch]:
-    twice = max(0, min(count, REPEATED_ROWS - row))
-    imaginary = part == "imaginary"
+    problem: Problem, plan: Plan, output: Block, part: Part, inputs: list[Block]
+) -> Iterator[tuple[Tensor, Tensor, GradientsMatch]]:
+    """Block by block; each is computed when it is asked for."""
+    imaginary, elements = part == "imaginary", output.tensor.numel()
+    starts = range(0, elements, plan.rows_per_block)
+    counts = [min(plan.rows_per_block, elements - row) for row in starts]
+    repeats = [max(0, min(count, REPEATED_ROWS - row)) for row, count in zip(starts, counts, strict=True)]
     if not plan.rows_replayed:
-        return problem.analytical_rows(output, imaginary, row, count, inputs, twice, REPEAT_SCALE)
+        for row, count, twice in zip(starts, counts, repeats, strict=True):
+            yield problem.analytical_rows(output, imaginary, row, count, inputs, twice, REPEAT_SCALE)
+        return
     from fastgrad.engines import cuda_graph  # only here: importing fastgrad is to cost little
 
     # Those that are run twice are run plainly; of replays, the sums of all rows are certified.
-    rows, repeated, match = problem.analytical_rows(output, imaginary, row, twice, inputs, twice, REPEAT_SCALE)
-    others = cuda_graph.analytical_rows(problem, output, imaginary, row + twice, count - twice, inputs)
-    return torch.cat([rows, others]), repeated, match
+    once = [count - twice for count, twice in zip(counts, repeats, strict=True)]
+    replays = cuda_graph.analytical_rows(problem, output, imaginary, sum(repeats), once, inputs)
+    for row, twice in zip(starts, repeats, strict=True):
+        rows, repeated, match = problem.analytical_rows(output, imaginary, row, twice, inputs, twice, REPEAT_SCALE)
+        yield torch.cat([rows, next(replays)]), repeated, match
 
 
 def _inputs_within(problem: Problem, first: int, columns: Tensor) -> list[Block]:
@@ -150,12 +157,13 @@ def _row_blocks(
     if output.size < columns.shape[1] or width == 2:
         numerical = numerical[offset : output.end : width]
     elements = output.tensor.numel()
+    computed = _rows(problem, plan, output, part, inputs)
     for row in range(0, elements, plan.rows_per_block):
         count = min(plan.rows_per_block, elements - row)
         if known is not None:
             rows, repeated, match = known.rows, known.repeated, known.match
         else:
-            rows, repeated, match = _rows(problem, plan, output, part, row, count, inputs)
+            rows, repeated, match = next(computed)
         unspecified = match.unspecified
         held = numerical if count == elements else numerical.narrow(0, row, count)
         start = 0

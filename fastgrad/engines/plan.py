@@ -308,7 +308,7 @@ def make_plan(problem: Problem, settings: Settings, look: FirstLook | None) -> P
     room = limit - held if settings.memory_limit is not None else limit
     columns = max(FEWEST_COLUMNS, min(problem.n, room // column_bytes))
     rows_replayed, also_said = _rows_way(problem, settings, look) if look is not None else (False, "")
-    # Each block of replays is captured anew, and a device has no cache worth a small one; ranks wait for each other.
+    # A device has no cache worth a small block, and ranks wait for each other.
     is_large = rows_replayed or problem.ranks > 1
     block_bytes = max(BLOCK_BYTES, min(DEVICE_BLOCK_BYTES, limit // 8)) if is_large else BLOCK_BYTES
     rows = max(1, block_bytes // (8 * max(1, problem.n)))
@@ -405,7 +405,8 @@ def _rows_way(problem: Problem, settings: Settings, look: FirstLook) -> tuple[bo
         return problem.analytical_rows(output, False, first, count, problem.inputs, 0, 1.0)[0]
 
     def replay(first: int, count: int) -> Tensor:
-        return cuda_graph.analytical_rows(problem, output, False, first, count, problem.inputs)
+        (rows,) = cuda_graph.analytical_rows(problem, output, False, first, [count], problem.inputs)
+        return rows
 
     try:
         gain = executor.speedup(problem, settings.atol, 0, count, single, replay)

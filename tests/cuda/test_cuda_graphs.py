@@ -91,6 +91,16 @@ def test_replayed_columns_are_those_of_the_loop(device: torch.device, record_gra
 
 
 @pytest.mark.usefixtures("as_before")
+@pytest.mark.parametrize("size", [1024, 1050])
+def test_many_columns_at_a_time(device: torch.device, size: int) -> None:
+    x = leaf(size).detach().to(device).requires_grad_()
+    with Problem(lambda x: x.cumsum(0).sin(), (x,)) as problem:
+        single = problem.difference_columns(0, size, EPS, False)
+        columns = cuda_graph.difference_columns(problem, 0, size, EPS, False)
+        torch.testing.assert_close(columns, single, rtol=0, atol=1e-8)
+
+
+@pytest.mark.usefixtures("as_before")
 def test_replayed_rows_are_those_of_the_loop(device: torch.device) -> None:
     for func, arguments in (
         (chain, inputs(device)),
@@ -102,7 +112,9 @@ def test_replayed_rows_are_those_of_the_loop(device: torch.device) -> None:
                 for imaginary in (False, True) if output.is_complex else (False,):
                     count = output.tensor.numel()
                     single, _, _ = problem.analytical_rows(output, imaginary, 0, count, problem.inputs, 0, 1.0)
-                    rows = cuda_graph.analytical_rows(problem, output, imaginary, 0, count, problem.inputs)
+                    counts = [count - count // 2, count // 2]
+                    blocks = cuda_graph.analytical_rows(problem, output, imaginary, 0, counts, problem.inputs)
+                    rows = torch.cat([block.clone() for block in blocks])
                     torch.testing.assert_close(rows, single, rtol=1e-10, atol=1e-12)
 
 
@@ -136,7 +148,7 @@ def test_refused_rows(
     with Problem(doubled(lambda grad, _: change(grad)), (x,)) as problem:
         (output,) = problem.outputs
         with pytest.raises(executor.RefusedError, match=reason):
-            cuda_graph.analytical_rows(problem, output, False, 0, 40, problem.inputs)
+            next(cuda_graph.analytical_rows(problem, output, False, 0, [40], problem.inputs))
         rows, _, _ = problem.analytical_rows(output, False, 0, 40, problem.inputs, 0, 1.0)
     generator.set_state(state)
     torch.testing.assert_close(rows, 2 * torch.eye(40, dtype=torch.float64, device=device))
@@ -148,7 +160,7 @@ def test_a_graph_of_the_users_keeps_rows_from_being_captured(device: torch.devic
     with Problem(lambda x: x.cumsum(0), (x,)) as problem:
         refused = pytest.raises(executor.RefusedError, match="backward runs on streams of its own")
         with refused:
-            cuda_graph.analytical_rows(problem, problem.outputs[0], False, 0, 40, problem.inputs)
+            next(cuda_graph.analytical_rows(problem, problem.outputs[0], False, 0, [40], problem.inputs))
     assert kept.requires_grad
 
 

@@ -236,6 +236,42 @@ def test_order_of_streams_and_life_of_the_graph(cuda: Cuda) -> None:
     assert cuda.modes == [((0, 7), "thread_local")]
 
 
+@pytest.mark.parametrize("rest", [0, 5])
+def test_many_columns_are_captured_several_at_a_time(cuda: Cuda, rest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graph, "FEWEST_REPLAYS", 10)
+    size = cuda_graph.EAGER_STEPS + 9 * 8 + rest
+    calls = Counted(10**6, torch.exp)
+    with Problem(calls, (leaf(size),)) as problem:
+        single = problem.difference_columns(0, size, EPS, False)
+        calls.calls = 0
+        assert torch.equal(cuda_graph.difference_columns(problem, 0, size, EPS, False), single)
+    together = size // 10
+    replays, eager = divmod(size - cuda_graph.EAGER_STEPS, together)
+    assert 1 < together < cuda_graph.MOST_TOGETHER
+    assert cuda.log.count("replay") == replays
+    assert calls.calls == 2 * (cuda_graph.EAGER_STEPS + together + eager)
+
+
+def test_a_graph_holds_a_bounded_number_of_steps(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graph, "FEWEST_REPLAYS", 1)
+    size = cuda_graph.EAGER_STEPS + 2 * cuda_graph.MOST_TOGETHER
+    with Problem(lambda x: x.cumsum(0), (leaf(size),)) as problem:
+        single = problem.difference_columns(0, size, EPS, False)
+        assert torch.equal(cuda_graph.difference_columns(problem, 0, size, EPS, False), single)
+    assert cuda.log.count("replay") == 2
+
+
+def test_a_func_that_raises_after_the_replays(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graph, "FEWEST_REPLAYS", 10)
+    x = leaf(40)  # four columns at a time, one of the 37 is left
+    bits = x.detach().clone()
+    func = Counted(1 + 2 * (cuda_graph.EAGER_STEPS + 4) + 1, raising(ValueError))
+    with Problem(func, (x,)) as problem, pytest.raises(executor.RefusedError, match="cannot be repeated"):
+        cuda_graph.difference_columns(problem, 0, 40, EPS, False)
+    assert cuda.log[-1] == "reset"
+    assert torch.equal(x.detach(), bits)
+
+
 def test_few_columns_are_evaluated_plainly(cuda: Cuda) -> None:
     with Problem(lambda x: x.cumsum(0), (leaf(cuda_graph.FEWEST - 1),)) as problem:
         columns = cuda_graph.difference_columns(problem, 0, problem.n, EPS, False)
@@ -464,7 +500,7 @@ def test_refused_replays_are_told(replaying: Cuda) -> None:
 def rows_of(problem: Problem, first: int, count: int, replayed: bool) -> list[Tensor]:
     """By output, real and imaginary parts."""
     return [
-        cuda_graph.analytical_rows(problem, output, imaginary, first, count, problem.inputs)
+        next(cuda_graph.analytical_rows(problem, output, imaginary, first, [count], problem.inputs))
         if replayed
         else problem.analytical_rows(output, imaginary, first, count, problem.inputs, 0, 1.0)[0]
         for output in problem.outputs
@@ -484,10 +520,38 @@ def test_rows_are_those_of_the_loop(cuda: Cuda, func: Callable[..., Any], inputs
             torch.testing.assert_close(rows, expected, rtol=1e-14, atol=0)
         assert problem.vjps - vjps == (fewest - 1) * len(single)
         assert problem.evaluations - evaluations == len(single)
-    assert cuda.log.count("replay") == (fewest - 1 - cuda_graph.EAGER_STEPS) * len(single)
+    together = max(1, (fewest - 1) // cuda_graph.FEWEST_REPLAYS)
+    assert cuda.log.count("replay") == (fewest - 1 - cuda_graph.EAGER_STEPS) // together * len(single)
     assert {mode for _, mode in cuda.modes} == {"global"}
     assert cuda.streams == ["current"]
     assert all(torch.equal(v.detach(), old) and v._version == 0 for v, old in zip(tensors, bits, strict=True))
+
+
+def test_all_blocks_of_rows_are_of_one_capture(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graph, "FEWEST_REPLAYS", 10)
+    counts = [20, 23, 1]  # four rows at a time
+    x = leaf(50)
+    with Problem(lambda x: (x.exp().cumsum(0), x.sum()), (x,)) as problem:
+        output, vjps = problem.outputs[0], problem.vjps
+        blocks = cuda_graph.analytical_rows(problem, output, False, 3, counts, problem.inputs)
+        assert cuda.log == []
+        found = [rows.clone() for rows in blocks]
+        assert problem.vjps - vjps == sum(counts)
+        single = problem.analytical_rows(output, False, 3, sum(counts), problem.inputs, 0, 1.0)[0]
+    assert [len(rows) for rows in found] == counts
+    torch.testing.assert_close(torch.cat(found), single, rtol=1e-14, atol=0)
+    assert cuda.log.count("begin") == cuda.log.count("reset") == 1
+    assert cuda.log.count("replay") == (20 - cuda_graph.EAGER_STEPS) // 4 + 23 // 4
+    assert cuda.streams == ["current"]
+
+
+def test_a_graph_ends_with_the_last_block_that_is_asked_for(cuda: Cuda) -> None:
+    with Problem(lambda x: x.cumsum(0), (leaf(50),)) as problem:
+        blocks = cuda_graph.analytical_rows(problem, problem.outputs[0], False, 0, [25, 25], problem.inputs)
+        next(blocks)
+        assert "reset" not in cuda.log
+        del blocks
+        assert cuda.log[-1] == "reset"
 
 
 def test_few_rows_are_run_plainly(cuda: Cuda) -> None:
@@ -576,6 +640,19 @@ def test_a_right_gradient_passes_by_replayed_rows(replaying_rows: Cuda) -> None:
     assert report.plan is not None
     assert report.plan.rows_replayed
     assert replaying_rows.log.count("replay") == 40 - REPEATED_ROWS - cuda_graph.EAGER_STEPS
+
+
+def test_blocks_of_rows_of_a_check_are_of_one_capture(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_blocks(problem: Problem, settings: Settings, look: Any) -> Plan:
+        return replace(planned_rows(problem, settings, look), rows_per_block=20)
+
+    monkeypatch.setitem(check.__globals__, "make_plan", in_blocks)
+    z = leaf(25, dtype=torch.complex128)
+    report = check(lambda x, z: (x.cumsum(0).sin(), z.cumsum(0) * x[0]), (leaf(50), z), DENSE)
+    assert report.passed
+    assert report.plan is not None
+    assert report.plan.rows_replayed
+    assert cuda.log.count("begin") == cuda.log.count("reset") == 3  # the second output has two parts
 
 
 def test_a_wrong_row_fails_one_by_one(replaying_rows: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
