@@ -10,15 +10,36 @@ namespace {
 // that the lines of a column-major one are used whole while the cache holds them.
 constexpr int64_t tile_rows = 32;
 constexpr int64_t rows_at_once = threads_per_block / stripe_columns;
+// Entries of a thread in a tile. All are loaded before any is compared: the loads are in flight together.
+constexpr int entries_per_thread = tile_rows / rows_at_once;
 
-__device__ Entry entry_at(const Matrix<const double>& block, int64_t row, int64_t entry, bool is_complex) {
-  return is_complex ? Entry{block.at(row, 2 * entry), block.at(row, 2 * entry + 1)} : Entry{block.at(row, entry), 0.0};
+template <bool complex_entries>
+__device__ Entry entry_at(const Matrix<const double>& block, int64_t row, int64_t entry) {
+  return complex_entries ? Entry{block.at(row, 2 * entry), block.at(row, 2 * entry + 1)}
+                         : Entry{block.at(row, entry), 0.0};
 }
 
+// A call, as few entries need it: its registers are then not the loop's.
+template <bool complex_entries>
+FASTGRAD_NOINLINE __device__ void take(
+    ComparisonStatistics& statistics, Entry analytical, Entry numerical, int64_t row, int64_t column, double atol,
+    double rtol, bool equal_nan) {
+  if (!complex_entries) {
+    analytical.im = numerical.im = 0.0;  // as the compiler cannot know here
+  }
+  reduce(statistics, analytical, numerical, row, column, atol, rtol, equal_nan);
+}
+
+template <bool complex_entries>
 __global__ void compare_kernel(
     ComparisonStatistics* __restrict__ partial, Matrix<const double> analytical, Matrix<const double> numerical,
-    int64_t rows, int64_t entries, double atol, double rtol, bool complex_entries, bool equal_nan) {
-  ComparisonStatistics statistics;
+    int64_t rows, int64_t entries, double atol, double rtol, bool equal_nan) {
+  // In shared memory: few entries change them.
+  FASTGRAD_SHARED(double, memory, threads_per_block* comparison_fields);
+  auto* const statistics = reinterpret_cast<ComparisonStatistics*>(static_cast<double*>(memory));
+  ComparisonStatistics& own = statistics[threadIdx.x];
+  own = {};
+  ComparisonMaxima maxima = maxima_of(own);
   const int64_t tiles_high = (rows + tile_rows - 1) / tile_rows;
   const int64_t stripes = (entries + stripe_columns - 1) / stripe_columns;
   // Down the stripes, one by one: every thread visits its entries in the order of kernels/comparison.h. A step of the
@@ -35,17 +56,25 @@ __global__ void compare_kernel(
       }
     }
     const int64_t k = stripe * stripe_columns + threadIdx.x % stripe_columns;
-    const int64_t first = tile * tile_rows;
-    const int64_t last = first + tile_rows < rows ? first + tile_rows : rows;
-    for (int64_t i = first + threadIdx.x / stripe_columns; i < last && k < entries; i += rows_at_once) {
-      reduce(
-          statistics, entry_at(analytical, i, k, complex_entries), entry_at(numerical, i, k, complex_entries), i, k,
-          atol, rtol, equal_nan);
+    const int64_t first = tile * tile_rows + threadIdx.x / stripe_columns;
+    Entry a[entries_per_thread];
+    Entry n[entries_per_thread];
+    for (int e = 0; e < entries_per_thread; ++e) {
+      const int64_t i = first + e * rows_at_once;
+      const bool exists = i < rows && k < entries;
+      a[e] = exists ? entry_at<complex_entries>(analytical, i, k) : Entry{0.0, 0.0};  // equal entries change nothing
+      n[e] = exists ? entry_at<complex_entries>(numerical, i, k) : Entry{0.0, 0.0};
+    }
+    for (int e = 0; e < entries_per_thread; ++e) {
+      if (may_change<complex_entries>(maxima, a[e], n[e], atol, rtol)) {
+        take<complex_entries>(own, a[e], n[e], first + e * rows_at_once, k, atol, rtol, equal_nan);
+        maxima = maxima_of(own);
+      }
     }
   }
-  statistics = block_reduce(statistics, combine);
+  block_reduce_in_place(statistics, combine);
   if (threadIdx.x == 0) {
-    partial[blockIdx.x] = statistics;
+    partial[blockIdx.x] = own;
   }
 }
 
@@ -70,9 +99,10 @@ cudaError_t launch_compare(
   const int64_t tiles = (rows + tile_rows - 1) / tile_rows * ((entries + stripe_columns - 1) / stripe_columns);
   const int64_t blocks = tiles < comparison_blocks ? tiles : comparison_blocks;
   if (blocks > 0) {
+    const auto kernel = complex_entries ? compare_kernel<true> : compare_kernel<false>;
     FASTGRAD_LAUNCH(
-        compare_kernel, static_cast<unsigned>(blocks), threads_per_block, cuda_stream, partial, analytical, numerical,
-        rows, entries, atol, rtol, complex_entries, equal_nan);
+        kernel, static_cast<unsigned>(blocks), threads_per_block, cuda_stream, partial, analytical, numerical, rows,
+        entries, atol, rtol, equal_nan);
     const cudaError_t error = cudaGetLastError();
     if (error != cudaSuccess) {
       return error;

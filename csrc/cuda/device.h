@@ -4,7 +4,10 @@
 
 #include "launch.h"
 
-#ifndef FASTGRAD_EMULATE_CUDA
+#ifdef FASTGRAD_EMULATE_CUDA
+#define FASTGRAD_NOINLINE
+#else
+#define FASTGRAD_NOINLINE __noinline__
 #define FASTGRAD_SHARED(type, name, count) __shared__ type name[count]
 #define FASTGRAD_LAUNCH(kernel, grid, block, stream, ...) kernel<<<(grid), (block), 0, (stream)>>>(__VA_ARGS__)
 #endif
@@ -15,6 +18,19 @@ namespace fastgrad::cuda {
 __device__ inline int64_t first_element() { return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; }
 __device__ inline int64_t element_step() { return static_cast<int64_t>(gridDim.x) * blockDim.x; }
 
+// Joins values[0], ..., values[threads_per_block - 1], in shared memory and one of each thread, into the first, always
+// in the same order. Every thread of the block must call it.
+template <typename T, typename Join>
+__device__ void block_reduce_in_place(T* values, Join join) {
+  const int own = static_cast<int>(threadIdx.x);
+  for (int half = threads_per_block / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (own < half) {
+      values[own] = join(values[own], values[own + half]);
+    }
+  }
+}
+
 // Joins one value a thread of a block of threads_per_block into that of thread 0, always in the same
 // order. Every thread of the block must call it; T is made of doubles. Only thread 0's result counts.
 template <typename T, typename Join>
@@ -24,12 +40,7 @@ __device__ T block_reduce(T value, Join join) {
   T* const values = reinterpret_cast<T*>(static_cast<double*>(memory));
   const int own = static_cast<int>(threadIdx.x);
   values[own] = value;
-  for (int half = threads_per_block / 2; half > 0; half /= 2) {
-    __syncthreads();
-    if (own < half) {
-      values[own] = join(values[own], values[own + half]);
-    }
-  }
+  block_reduce_in_place(values, join);
   value = values[own];
   __syncthreads();  // the memory serves the next call, too
   return value;

@@ -1,4 +1,4 @@
-// CUDA kernel of fastgrad::project_rows_: a block takes a few columns, its threads share their rows.
+// CUDA kernels of fastgrad::project_rows_: a block takes a few columns, its threads share their rows.
 #include "project_rows.h"
 
 #include "../kernels/products.h"
@@ -8,8 +8,12 @@ namespace fastgrad::cuda {
 namespace {
 
 constexpr int most_columns = 32;  // of a block: a warp reads neighbors
+constexpr int most_together =
+    8;  // cotangents of one pass over the rows: two registers of sums for each would spill soon
 
-// `columns`, a power of two, of the columns belong to a block at a time; its other threads take other rows.
+// `columns`, a power of two, of the columns belong to a block at a time; its other threads take other rows. An entry is
+// read once for `together` cotangents.
+template <int together>
 __global__ void project_rows_kernel(
     Matrix<double> sums, Matrix<double> squares, Matrix<const double> cotangents, Matrix<const double> rows,
     int64_t count, int64_t row_count, int64_t column_count, int64_t first_row, int64_t row_step, int64_t first_column,
@@ -20,30 +24,37 @@ __global__ void project_rows_kernel(
   const int lanes = threads_per_block / columns;
   const int lane = own / columns;
   const int64_t tiles = (column_count - 1) / columns + 1;
-  for (int64_t piece = blockIdx.x; piece < count * tiles; piece += gridDim.x) {
-    const int64_t k = piece / tiles;
+  const int64_t passes = (count - 1) / together + 1;
+  for (int64_t piece = blockIdx.x; piece < passes * tiles; piece += gridDim.x) {
+    const int64_t first = piece / tiles * together;
     const int64_t j = piece % tiles * columns + own % columns;
-    double sum = 0;
-    double square = 0;
+    double sum[together] = {};
+    double square[together] = {};
     if (j < column_count) {
       for (int64_t i = lane; i < row_count; i += lanes) {
-        add_term(sum, square, cotangents.at(k, first_row + i * row_step), rows.at(i, j));
+        const double entry = rows.at(i, j);
+        for (int c = 0; c < together; ++c) {
+          const double weight = first + c < count ? cotangents.at(first + c, first_row + i * row_step) : 0.0;
+          add_term(sum[c], square[c], weight, entry);
+        }
       }
     }
-    shared_sums[own] = sum;
-    shared_squares[own] = square;
-    for (int half = lanes / 2; half > 0; half /= 2) {
-      __syncthreads();
-      if (lane < half) {
-        shared_sums[own] += shared_sums[own + half * columns];
-        shared_squares[own] += shared_squares[own + half * columns];
+    for (int c = 0; c < together && first + c < count; ++c) {
+      shared_sums[own] = sum[c];
+      shared_squares[own] = square[c];
+      for (int half = lanes / 2; half > 0; half /= 2) {
+        __syncthreads();
+        if (lane < half) {
+          shared_sums[own] += shared_sums[own + half * columns];
+          shared_squares[own] += shared_squares[own + half * columns];
+        }
       }
+      if (lane == 0 && j < column_count) {
+        sums.at(first + c, first_column + j) += shared_sums[own];
+        squares.at(first + c, first_column + j) += shared_squares[own];
+      }
+      __syncthreads();  // the memory serves the next cotangent, too
     }
-    if (lane == 0 && j < column_count) {
-      sums.at(k, first_column + j) += shared_sums[own];
-      squares.at(k, first_column + j) += shared_squares[own];
-    }
-    __syncthreads();  // the memory serves the next piece, too
   }
 }
 
@@ -61,9 +72,14 @@ cudaError_t launch_project_rows(
     columns *= 2;
   }
   const int64_t tiles = (column_count - 1) / columns + 1;
+  const auto kernel = count == 1   ? project_rows_kernel<1>
+                      : count == 2 ? project_rows_kernel<2>
+                      : count <= 4 ? project_rows_kernel<4>
+                                   : project_rows_kernel<most_together>;
+  const int64_t passes = (count - 1) / most_together + 1;
   FASTGRAD_LAUNCH(
-      project_rows_kernel, blocks_for(count * tiles, 1), threads_per_block, cuda_stream, sums, squares, cotangents,
-      rows, count, row_count, column_count, first_row, row_step, first_column, columns);
+      kernel, blocks_for(passes * tiles, 1), threads_per_block, cuda_stream, sums, squares, cotangents, rows, count,
+      row_count, column_count, first_row, row_step, first_column, columns);
   return cudaGetLastError();
 }
 

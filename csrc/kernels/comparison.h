@@ -43,6 +43,31 @@ FASTGRAD_HOST_DEVICE bool may_exceed(double error, double largest, double size) 
   return !(error < largest * size * below);
 }
 
+// The maxima of the statistics: what most entries are below.
+struct ComparisonMaxima {
+  double largest_absolute, largest_relative, worst_excess;
+};
+
+FASTGRAD_HOST_DEVICE ComparisonMaxima maxima_of(const ComparisonStatistics& statistics) {
+  return {statistics.largest_absolute, statistics.largest_relative, statistics.worst_excess};
+}
+
+// Whether `reduce` may change statistics with these maxima: a few products for the entries that agree, so that a kernel
+// need not hold the statistics in registers. Entries that are not complex have no imaginary part.
+template <bool complex_entries>
+FASTGRAD_HOST_DEVICE bool may_change(
+    const ComparisonMaxima& maxima, Entry analytical, Entry numerical, double atol, double rtol) {
+  const Entry difference{analytical.re - numerical.re, complex_entries ? analytical.im - numerical.im : 0.0};
+  const double error = modulus(difference);
+  if (error == 0.0) {
+    return false;
+  }
+  const double size = modulus(numerical);
+  const double allowed = atol + rtol * size;
+  return !(error <= allowed && error <= maxima.largest_absolute) || may_exceed(error, maxima.worst_excess, allowed) ||
+         (size > 0.0 && may_exceed(error, maxima.largest_relative, size));
+}
+
 // Takes one entry into the statistics, by torch.isclose(analytical, numerical): equal values
 // (infinities too) are close, anything else needs a finite difference within atol + rtol |n|.
 FASTGRAD_HOST_DEVICE void reduce(

@@ -284,7 +284,8 @@ class _Replays:
                     for _ in range(count // self._together):
                         self._graph.replay()
                         problem.progress.step(_CALLS[who] * self._together)
-                    self._steps(count % self._together)
+                    if count % self._together:
+                        self._steps(count % self._together)
                     self._steps.fill_from_the_first()
             except Exception as error:
                 raise RefusedError(f"{who} cannot be repeated ({type(error).__name__})") from error
