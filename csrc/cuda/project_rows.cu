@@ -27,19 +27,24 @@ __global__ void project_rows_kernel(
   const int64_t passes = (count - 1) / together + 1;
   for (int64_t piece = blockIdx.x; piece < passes * tiles; piece += gridDim.x) {
     const int64_t first = piece / tiles * together;
+    const int used = count - first < together ? static_cast<int>(count - first) : together;
     const int64_t j = piece % tiles * columns + own % columns;
     double sum[together] = {};
     double square[together] = {};
     if (j < column_count) {
+      const double* const entries = rows.values + j * rows.column_stride;
+      const double* const weights =
+          cotangents.values + first * cotangents.row_stride + first_row * cotangents.column_stride;
       for (int64_t i = lane; i < row_count; i += lanes) {
-        const double entry = rows.at(i, j);
+        const double entry = entries[i * rows.row_stride];
+        const double* weight = weights + i * row_step * cotangents.column_stride;
         for (int c = 0; c < together; ++c) {
-          const double weight = first + c < count ? cotangents.at(first + c, first_row + i * row_step) : 0.0;
-          add_term(sum[c], square[c], weight, entry);
+          add_term(sum[c], square[c], *weight, entry);
+          weight += c + 1 < used ? cotangents.row_stride : 0;  // what is beyond the last one is not used
         }
       }
     }
-    for (int c = 0; c < together && first + c < count; ++c) {
+    for (int c = 0; c < together && c < used; ++c) {
       shared_sums[own] = sum[c];
       shared_squares[own] = square[c];
       for (int half = lanes / 2; half > 0; half /= 2) {
