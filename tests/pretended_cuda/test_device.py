@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastgrad
 from fastgrad.checks import one_block
@@ -17,6 +19,18 @@ from fastgrad.report.data import Settings
 from tests.pretended_cuda.plugin import ops
 
 DEVICES = [torch.device("cuda", 0), torch.device("cuda", 1)]
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[op.overloadpacket.__name__] += 1
+        return op(*args, **(kwargs or {}))
 
 
 def leaf(*shape: int, device: torch.device = DEVICES[0]) -> Tensor:
@@ -178,3 +192,18 @@ def test_rows_of_a_small_problem_are_one_vectorized_backward_and_few_reads() -> 
     assert report.passed
     assert report.vjps <= 20 + 10
     assert ops.reads() - before <= 12
+
+
+def test_calls_for_a_column() -> None:
+    inputs = leaf(40), leaf(30)
+    before = [x.detach().clone() for x in inputs]
+    of_cpu_inputs = tuple(x.cpu().requires_grad_() for x in before)
+    with Problem(lambda x, y: torch.cat([x.sin(), y]), inputs) as problem:
+        with Calls() as calls:
+            columns = problem.difference_columns(0, 70, 1e-6, False)
+        with Problem(lambda x, y: torch.cat([x.sin(), y]), of_cpu_inputs) as of_cpu:
+            assert torch.equal(columns.cpu(), of_cpu.difference_columns(0, 70, 1e-6, False))
+    # A coordinate is restored with the first step of the next one, and the last one of each input by itself.
+    own = {"perturb_coordinate_": 2 * 70 + 2, "flatten_": 70, "central_difference_": 70, "as_strided": 2 * 70}
+    assert {name: calls.counts[name] for name in own} == own
+    assert all(torch.equal(x.detach(), old) for x, old in zip(inputs, before, strict=True))
