@@ -35,7 +35,7 @@ __global__ void compare_kernel(
     ComparisonStatistics* __restrict__ partial, Matrix<const double> analytical, Matrix<const double> numerical,
     int64_t rows, int64_t entries, double atol, double rtol, bool equal_nan) {
   // In shared memory: few entries change them.
-  FASTGRAD_SHARED(double, memory, threads_per_block* comparison_fields);
+  FASTGRAD_SHARED(double, memory, (threads_per_block * comparison_fields));
   auto* const statistics = reinterpret_cast<ComparisonStatistics*>(static_cast<double*>(memory));
   ComparisonStatistics& own = statistics[threadIdx.x];
   own = {};
