@@ -1,9 +1,9 @@
 """Columns, groups of them, or rows, by replays of a CUDA graph: a captured step reads its number from the device.
 
 For a column, the step puts back the coordinate before its own, moves its own to either side and writes the difference
-of func into a row; for a group, it moves those of one color; for a row, it runs the VJP of a one-hot cotangent. A graph holds
-several steps if there are many. The numbers of columns, colors and rows live on the device and are increased there, so
-that a replay needs nothing of the host, and nothing waits.
+of func into a row; for a group, it moves those of one color; for a row, it runs the VJP of a one-hot cotangent. A graph
+holds several steps if there are many. The numbers of columns, colors and rows live on the device and are increased
+there, so that a replay needs nothing of the host, and nothing waits.
 
 A graph repeats what func launched on the stream while it was captured. Where func reads values, takes another path,
 draws random numbers, touches memory of the host or works on a stream of its own, a replay is not an evaluation. What
