@@ -311,8 +311,8 @@ bool runs_no_custom_code(const std::vector<at::Tensor>& outputs, const std::vect
   bool found_none = true;
   size_t nodes = 0;
   visit_backward(outputs, [&](const NodePointer& node) {
-    const bool hooks = !node->pre_hooks().empty() || !node->post_hooks().empty() ||
-                       !node->tensor_pre_hooks().empty() || !node->retains_grad_hooks().empty();
+    const bool hooks = !node->pre_hooks().empty() || !node->post_hooks().empty() || !node->tensor_pre_hooks().empty() ||
+                       !node->retains_grad_hooks().empty();
     found_none = found_none && !hooks && !is_custom(*node) && ++nodes <= most_nodes && !unpacks_by_hooks(node);
     return found_none;
   });
