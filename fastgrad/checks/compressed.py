@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fastgrad.checks.sketch import SMALL_BOUND, Screening, screen
-from fastgrad.core.errors import raise_unless_of_func
+from fastgrad.core.errors import raise_if_transient, raise_unless_of_func
 from fastgrad.core.native import ops
 from fastgrad.core.phases import phase
 from fastgrad.core.tensors import largest
@@ -113,10 +113,11 @@ def _attempt(
     planned = 2 * column_groups + (column_groups if by_columns else row_groups)
     problem.progress.start(planned, look.seconds * planned, f"{column_groups} column groups")
     plan = _plan(problem, settings, look, compression)
+    make_verdict = partial(_Verdict, problem, settings, plan, compression, look, calls)
     try:
-        verdict = _Verdict(problem, settings, plan, compression, look, calls)
+        verdict = make_verdict()
     except Exception as error:  # of func, which may take single steps only
-        raise_unless_of_func(error)
+        raise_if_transient(error, make_verdict)
         return Next.DENSE_ENGINE
     if verdict.numerical_suspects and dense_is_small(problem, settings):
         return Next.DENSE_ENGINE

@@ -28,7 +28,7 @@ from fastgrad.checks.one_block import (
 )
 from fastgrad.checks.small import SmallCheck, small_check
 from fastgrad.core.backends import exact_libraries
-from fastgrad.core.errors import raise_unless_of_func
+from fastgrad.core.errors import raise_if_transient, raise_unless_of_func
 from fastgrad.core.memory import OUT_OF_MEMORY
 from fastgrad.core.native import Rows
 from fastgrad.core.phases import TIMED_COLUMNS, TIMED_SECONDS, Stopwatch
@@ -449,9 +449,10 @@ def _screened(problem: Problem, settings: Settings, findings: Findings) -> tuple
             found = run(problem, settings)
         except Exception as error:
             raise_unless_of_func(error)
-            # Of func, next to x: where it takes single steps only, the exact engine may still decide.
             if not is_affordable(problem):
                 raise
+            # Of func, next to x: where it takes single steps only, the exact engine may still decide.
+            raise_if_transient(error, partial(run, problem, settings))
             return exactly("a check whose func raised next to the inputs")
         if found.raised is not None:
             # To be raised in its turn, or, if it is not raised again, after all.

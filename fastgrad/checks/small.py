@@ -19,7 +19,7 @@ from fastgrad.checks.one_block import (
     same_afterwards,
     whole_backward,
 )
-from fastgrad.core.errors import as_raised, raise_unless_of_func
+from fastgrad.core.errors import as_raised, raise_if_transient, raise_unless_of_func
 from fastgrad.core.memory import OUT_OF_MEMORY
 from fastgrad.core.native import (
     Derivatives,
@@ -349,8 +349,8 @@ def _sums_agree(
     try:
         differences = _differences(check.problem, settings, step, budget)
     except Exception as error:
-        raise_unless_of_func(error)  # the complete check decides what that means
-        return False
+        raise_if_transient(error, lambda: _differences(check.problem, settings, step, budget))
+        return False  # the complete check decides what that means
     if isinstance(differences, tuple):
         check.columns = differences
         return False

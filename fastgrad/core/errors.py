@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Callable
 
 from fastgrad.core.memory import OUT_OF_MEMORY
 
@@ -47,6 +48,17 @@ def raise_unless_of_func(error: Exception) -> None:
     file = _innermost_file(error)
     if file.startswith(PACKAGE) and not file.startswith(_CALLS_FUNC):
         raise error
+
+
+def raise_if_transient(error: Exception, run: Callable[[], object]) -> None:
+    """Raises an exception again unless it is one of func, and the same calls raise again: func does not take them."""
+    raise_unless_of_func(error)
+    try:
+        run()
+    except Exception as again:
+        raise_unless_of_func(again)
+        return
+    raise error
 
 
 def as_raised(error: BaseException) -> BaseException:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fastgrad.core.errors import raise_unless_of_func
+from fastgrad.core.errors import raise_if_transient, raise_unless_of_func
 from fastgrad.core.precision import spacing
 from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.problem import Problem
@@ -196,10 +197,11 @@ def _pairs(
         own = scales[first : first + at_once]
         values = torch.empty(2 * len(own), problem.m, dtype=torch.float64, device=problem.device)
         signed = [sign * scale for scale in own for sign in (1.0, -1.0)]
+        evaluate = partial(problem.values_along, displacement, signed, values.unbind(), record_graph)
         try:
-            problem.values_along(displacement, signed, values.unbind(), record_graph)
+            evaluate()
         except Exception as error:
-            raise_unless_of_func(error)
+            raise_if_transient(error, evaluate)
             if len(own) == 1:
                 yield None
             else:

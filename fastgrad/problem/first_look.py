@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastgrad.core.errors import raise_unless_of_func
+from fastgrad.core.errors import raise_if_transient
 from fastgrad.core.native import SmallProblem
 from fastgrad.core.phases import clock
 from fastgrad.core.random import GRAPH_STREAM, direction
@@ -85,14 +86,14 @@ def first_look(problem: Problem, settings: Settings) -> FirstLook:
     try:
         seconds = evaluate(next_to_x, True)
     except Exception as error:  # it takes single steps only
-        raise_unless_of_func(error)
+        raise_if_transient(error, partial(evaluate, next_to_x, True))
         return look(True, None, problem.seconds)
     reacted = (next_to_x.view(torch.int64) != base.view(torch.int64)).cpu().numpy()
     if torch.is_grad_enabled():
         try:
             without = evaluate(plain, False)
         except Exception as error:  # it differentiates inside, say
-            raise_unless_of_func(error)
+            raise_if_transient(error, partial(evaluate, plain, False))
             return look(True, reacted, seconds)
         if torch.equal(next_to_x, plain):
             return look(False, reacted, seconds, without)

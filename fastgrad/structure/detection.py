@@ -9,12 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
-from fastgrad.core.errors import raise_unless_of_func
+from fastgrad.core.errors import raise_if_transient
 from fastgrad.core.phases import phase
 from fastgrad.core.random import PROBE_COTANGENT, PROBE_DIRECTION, direction
 from fastgrad.problem.coordinates import Block
@@ -58,6 +58,7 @@ class Detection(ABC):
         self._n, self._m = (sum(block.size for block in blocks) for blocks in self._blocks)
         self._budget = budget
         self._spent = 0
+        self._last_probe: Callable[[], object] = lambda: None
 
     @abstractmethod
     def _guesses(self) -> Iterator[Pattern | None]:
@@ -122,15 +123,17 @@ class Detection(ABC):
                 rows = sparsity.Refinement(self._probe_rows, outputs, self._n, splits_hubs)
             return sparsity.refined(columns, rows, inputs, outputs, self._has_room, budget, if_likely)
         except Exception as error:
-            raise_unless_of_func(error)
+            raise_if_transient(error, self._last_probe)
             return None  # one-hot cotangents, or single steps, may not raise
 
     def _probe_columns(self, moved: Mask) -> Mask:
         self._spent += 1
+        self._last_probe = partial(self._reacting_outputs, moved)
         return self._reacting_outputs(moved)
 
     def _probe_rows(self, chosen: Mask) -> Mask:
         self._spent += 1
+        self._last_probe = partial(self._reacting_inputs, chosen)
         return self._reacting_inputs(chosen)
 
     def _is_plausible(self, pattern: Pattern) -> bool:
@@ -181,7 +184,7 @@ class Patterns(Detection):
             share = float(self._reacted.mean())
             pattern = sparsity.decoded(self._probe_columns, self._probe_rows, *self._blocks, share, self._budget.probes)
         except Exception as error:
-            raise_unless_of_func(error)
+            raise_if_transient(error, self._last_probe)
             return None  # as in `probe`
         return pattern if pattern is not None and self._is_plausible(pattern) else None
 
@@ -200,7 +203,7 @@ class Patterns(Detection):
         try:
             return sparsity.explains_look(pattern, separating, self._probe_columns(separating))
         except Exception as error:
-            raise_unless_of_func(error)
+            raise_if_transient(error, partial(self._probe_columns, separating))
             return False  # it takes single steps only
 
     def _has_room(self, entries: int) -> bool:

@@ -1,0 +1,232 @@
+"""Small checks in a few native calls: what they cost, what they find, and what they hand on to the complete check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fastgrad
+from fastgrad.checks import small
+from fastgrad.core import native
+from fastgrad.core.native import SmallProblem
+from tests.planted.row import function
+
+Func = Callable[..., Any]
+
+CUBE = function(lambda x: x**3, lambda g, x: 3 * x * x * g)
+
+pytestmark = pytest.mark.skipif(not native.IS_NATIVE, reason="plain Python has no small checks")
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.rand(shape, dtype=dtype, generator=generator) + 0.5).requires_grad_()
+
+
+@pytest.mark.parametrize("fast_mode", [False, True])
+@pytest.mark.parametrize(
+    ("func", "inputs"),
+    [
+        (torch.sin, (leaf(1),)),
+        (torch.sin, (leaf(),)),
+        (torch.mm, (leaf(4, 5), leaf(5, 3, seed=1))),
+        (lambda x: x.softmax(-1), (leaf(6, 5),)),
+        (lambda x: (x.sin(), None, x.sum(), torch.arange(3)), (leaf(9),)),
+        (lambda z: z * z.conj() + z**3, (leaf(7, dtype=torch.complex128),)),
+        (torch.exp, (leaf(6, 5).detach().t().requires_grad_(),)),
+        (lambda x, scale: x * scale, (leaf(8), 3.0)),
+        (lambda x: [x.exp(), x[::2]], (leaf(30),)),
+        (CUBE, (leaf(8),)),
+    ],
+)
+def test_right_gradients_pass_at_once(
+    func: Func, inputs: tuple[Any, ...], fast_mode: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastgrad.checks.order.Problem", None)
+    monkeypatch.setattr("fastgrad.engines.plan.usual_seconds", lambda *_: 1e-6)  # however slow the machine is
+    assert fastgrad.check(func, inputs, fast_mode=fast_mode).passed
+
+
+@pytest.mark.parametrize(
+    ("func", "n", "evaluations", "vjps"),
+    [
+        # First, three along the first direction and one along the others, and one for a graph of its own.
+        # Three dense grad_outputs, one with half of it zero, one mostly zero, one constant, a one-hot one, and one
+        # that is a multiple; zeros, undefined; a dense one on the last graph.
+        (torch.sin, 30, 7, 11),
+        # Another graph; a second one-hot grad_output; a dense one again, and on the other graph it and both one-hot
+        # ones.
+        (function(torch.sin, lambda g, x: g * x.cos()), 30, 8, 16),
+    ],
+)
+def test_cost_in_fast_mode(func: Func, n: int, evaluations: int, vjps: int) -> None:
+    report = fastgrad.check(func, leaf(n), fast_mode=True)
+    assert (report.evaluations, report.vjps) == (evaluations, vjps)
+
+
+@pytest.mark.parametrize("fast_mode", [False, True])
+@pytest.mark.parametrize("error", [1e-3, 0.1])
+@pytest.mark.parametrize("n", [1, 5, 30])
+def test_wrong_gradients_fail(n: int, error: float, fast_mode: bool) -> None:
+    for wrong in (
+        lambda x: x.sin() + torch.cat([x[:-1], x[-1:].detach()]) * error * 10,
+        function(lambda x: x**3, lambda g, x: 3 * x * x * g * (1 + 10 * error)),
+    ):
+        assert not fastgrad.check(wrong, leaf(n), fast_mode=fast_mode, rtol=0.0).passed
+        assert not torch.autograd.gradcheck(wrong, leaf(n), rtol=0.0, raise_exception=False)
+
+
+def unpacks(unpack: Callable[[Tensor], Tensor], pack: Callable[[Tensor], Tensor] = lambda saved: saved) -> Func:
+    def func(x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return x.sin()
+
+    return func
+
+
+@pytest.mark.parametrize("n", [1, 3, 14])
+@pytest.mark.parametrize("fast_mode", [False, True])
+@pytest.mark.parametrize("is_wrong", [lambda call: call % 2 == 0, lambda call: call % 3 == 0, lambda call: call >= 5])
+def test_hooks_of_saved_tensors_that_keep_a_state(is_wrong: Callable[[int], bool], fast_mode: bool, n: int) -> None:
+    calls = 0
+
+    def unpack(saved: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return saved * 1.5 if is_wrong(calls) else saved
+
+    assert not native.runs_no_custom_code([unpacks(unpack)(leaf(3))], [leaf(3)])
+    assert not fastgrad.check(unpacks(unpack), leaf(n), fast_mode=fast_mode).passed
+    assert fastgrad.check(unpacks(lambda saved: saved), leaf(n), fast_mode=fast_mode).passed
+
+
+@pytest.mark.parametrize("fast_mode", [False, True])
+@pytest.mark.parametrize("call", range(1, 8))
+def test_what_a_hook_of_a_saved_tensor_raises_once_is_raised(call: int, fast_mode: bool) -> None:
+    calls = 0
+
+    def unpack(saved: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise ValueError("once")
+        return saved
+
+    with pytest.raises(ValueError, match="once"):
+        fastgrad.gradcheck(unpacks(unpack), leaf(3), fast_mode=fast_mode)
+
+
+@pytest.mark.parametrize("fast_mode", [False, True])
+@pytest.mark.parametrize("n", [1, 3, 14, 100])
+def test_saved_memory_that_later_calls_overwrite(n: int, fast_mode: bool) -> None:
+    workspace = torch.zeros(n, dtype=torch.float64)
+
+    def with_factor(write: Callable[[Tensor], object]) -> Func:
+        def func(x: Tensor) -> Tensor:
+            write(x.detach().cos())
+            return x.sin().detach() + workspace * (x - x.detach())
+
+        return func
+
+    def verdict(write: Callable[[Tensor], object], check: Callable[..., bool]) -> bool:
+        workspace.zero_()
+        return check(with_factor(write), leaf(n), fast_mode=fast_mode, raise_exception=False)
+
+    for write, passes in ((workspace.data.add_, False), (workspace.data.copy_, True)):
+        assert verdict(write, torch.autograd.gradcheck) == passes
+        assert verdict(write, fastgrad.gradcheck) == passes
+
+
+@pytest.mark.parametrize("fast_mode", [False, True])
+@pytest.mark.parametrize("n", [5, 14])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@pytest.mark.parametrize("call", [1, 2, 3, 5, 7])
+def test_what_func_raises_once_is_raised(call: int, dtype: torch.dtype, n: int, fast_mode: bool) -> None:
+    calls = 0
+
+    def func(z: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise ValueError("once")
+        return z.sin() * z
+
+    with pytest.raises(ValueError, match="once"):
+        fastgrad.gradcheck(func, leaf(n, dtype=dtype), fast_mode=fast_mode)
+
+
+def test_where_func_takes_single_steps_only_entries_are_compared() -> None:
+    x = leaf(30)
+    start = x.detach().clone()
+
+    def func(x: Tensor) -> Tensor:
+        if int((x.detach() != start).sum()) > 1:
+            raise ValueError("one at a time")
+        return x.sin()
+
+    report = fastgrad.check(func, x, fast_mode=True)
+    assert report.passed
+    assert report.plan.engine == "dense"
+
+
+@pytest.mark.parametrize("fast_mode", [False, True])
+def test_a_gradient_that_moved_is_no_pass(fast_mode: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the complete check sees nothing of it."""
+    original = small.SmallProblem.repeats
+    monkeypatch.setattr(small.SmallProblem, "repeats", lambda *_: False)
+    assert fastgrad.check(torch.sin, leaf(30), fast_mode=fast_mode).passed  # by the tolerances it is the same
+    monkeypatch.setattr(small, "same_afterwards", lambda *_: False)
+    report = fastgrad.check(torch.sin, leaf(30), fast_mode=fast_mode)
+    assert report.failure is not None
+    assert report.failure.kind == "nondeterministic"
+    monkeypatch.setattr(small.SmallProblem, "repeats", original)
+    assert fastgrad.check(torch.sin, leaf(30), fast_mode=fast_mode).passed
+
+
+def test_vjps_that_are_not_compared_with_rows_are_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first VJP that is wrong, and differences that are too noisy for the small check to say so."""
+    monkeypatch.setattr(small, "_sums_agree", lambda *_: False)
+    calls = 0
+
+    def backward(grad: Tensor, x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return 3 * x * x * grad * (1.5 if calls == 1 else 1.0)
+
+    assert fastgrad.check(CUBE, leaf(30), fast_mode=True).passed
+    assert not fastgrad.check(function(lambda x: x**3, backward), leaf(30), fast_mode=True).passed
+
+
+class Nothing(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_needs_care_is_not_called() -> None:
+    def refused(func: Func, *arguments: Any) -> bool:
+        return SmallProblem.trace(func, arguments, 1e-8, True) is None
+
+    def never(*_: Any) -> Tensor:
+        raise AssertionError("called")
+
+    x = leaf(4)
+    assert refused(never, leaf(4, dtype=torch.float32))
+    assert refused(never, leaf(1).expand(4))
+    assert refused(never, x, x)
+    assert refused(never, x, x.view(2, 2))
+    assert refused(never, leaf(0))
+    assert refused(never, x.detach())
+    assert refused(never, x, [1])
+    assert refused(never, leaf(4).to_sparse())
+    with torch.no_grad():
+        assert refused(never, x)
+    with Nothing():
+        assert refused(never, x)
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        assert refused(never, x)
+    assert not refused(torch.sin, x)
