@@ -153,6 +153,14 @@ std::vector<at::Tensor> with_undefined_grads(const std::vector<at::Tensor>& outp
 bool is_plain_zero(const at::Tensor& gradient, const at::Tensor& input) {
   // Looked at one by one, so many elements take less time than an operator, or not much more.
   constexpr int64_t most = 1 << 14;
+  if (gradient.is_conj() || gradient.is_neg()) {
+    if (gradient.layout() != at::kStrided || !gradient.is_cpu() ||
+        bytes_reached(gradient) > static_cast<int64_t>(gradient.storage().nbytes())) {
+      return false;
+    }
+    const BelowAutograd guard;
+    return is_plain_zero(gradient.resolve_conj().resolve_neg(), input);
+  }
   const bool is_complex = gradient.scalar_type() == at::kComplexDouble;
   if (!(is_complex || gradient.scalar_type() == at::kDouble) || !is_plain_cpu(gradient) || gradient.numel() > most ||
       gradient.scalar_type() != input.scalar_type() || gradient.device() != input.device() ||

@@ -65,7 +65,8 @@ class SmallCheck:
     columns
         The numerical Jacobian: float64, shape (n, m); or where and what func returned in place of its outputs.
     moved
-        Whether a VJP that was run again, REPEAT_SCALE times as large, gave another gradient.
+        Whether a VJP was seen that does not fit the others, or has another size or dtype: the complete check names the
+        fault, or it was one of some calls only.
     batched
         Where batched gradients differ.
     errors
@@ -291,12 +292,14 @@ def _sketch(check: SmallCheck, settings: Settings) -> bool:
         of_all = slice(made.again + 1)
         check.products = made.vectors[of_all], gradients[of_all], REPEATED
         if not match.sizes or (settings.check_grad_dtypes and not match.dtypes):
+            check.moved = True
             return False
         if not _repeats(check, settings, made, gradients):
             return False
         if problem.is_custom and not _products_repeat(check, settings, made, gradients):
             return False
         if not _zeros(check, settings):
+            check.moved = True
             return False
     except Exception as error:
         raise_unless_of_func(error)
@@ -338,8 +341,9 @@ def _repeats(check: SmallCheck, settings: Settings, made: ScreeningGradOutputs, 
     if not made.separate:
         return True
     parts = gradients[made.separate]
-    close = settings.atol + settings.rtol * parts.abs().sum(0)
-    return bool(((gradient - parts.sum(0)).abs() <= close).all())
+    beyond = (gradient - parts.sum(0)).abs() - settings.atol - settings.rtol * parts.abs().sum(0)
+    check.moved = bool((beyond > 0).any()) and bool(beyond.isfinite().all())
+    return bool((beyond <= 0).all())
 
 
 def _sums_agree(
