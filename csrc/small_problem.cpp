@@ -23,7 +23,7 @@ namespace fastgrad {
 namespace {
 
 // In larger graphs what a check takes beside func and backward does not matter.
-constexpr int64_t largest_small_graph = 64;
+constexpr int64_t largest_small_graph = 1000;
 
 bool is_double_on_cpu(const at::Tensor& tensor) {
   return is_plain_cpu(tensor) && tensor.layout() == at::kStrided &&
@@ -282,9 +282,17 @@ bool SmallProblem::are_zeros_zero(bool undefined) const {
 
 std::variant<Derivatives, Changed> SmallProblem::screening_derivatives(
     const RandomDirections& along, double curve, double budget) const {
-  const at::Tensor base = base_.defined() ? base_ : flattened(graph().outputs());
-  const std::vector<double> ulps(specs_.size(), std::numeric_limits<double>::epsilon());
-  return evaluator_->screening_derivatives(along, base, curve, budget, specs_, ulps);
+  return evaluator_->screening_derivatives(along, base(), curve, budget, specs_, ulps());
+}
+
+std::variant<Derivatives, Changed> SmallProblem::differences_along(const RandomDirections& along, double curve) const {
+  return evaluator_->differences_along(along, base(), curve, std::nullopt, specs_, ulps());
+}
+
+at::Tensor SmallProblem::base() const { return base_.defined() ? base_ : flattened(graph().outputs()); }
+
+std::vector<double> SmallProblem::ulps() const {
+  return std::vector<double>(specs_.size(), std::numeric_limits<double>::epsilon());
 }
 
 bool SmallProblem::is_same_unrecorded() const {

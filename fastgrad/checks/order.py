@@ -159,7 +159,7 @@ def _go_on_from(small: SmallCheck, problem: Problem, settings: Settings) -> Find
         columns=columns,
         batched=small.batched,
         moved=small.moved,
-        products=small.products[:2] if small.products is not None else None,
+        products=small.products,
     )
 
 

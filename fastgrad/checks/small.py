@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -32,10 +33,9 @@ from fastgrad.core.native import (
 from fastgrad.core.phases import TIMED_COLUMNS, TIMED_SECONDS, Stopwatch, phase
 from fastgrad.core.precision import ROUNDING, relative_step
 from fastgrad.core.random import SKETCH_DIRECTIONS
-from fastgrad.core.tensors import largest
 from fastgrad.engines.blocks import EXPANDED_VALUE, MOST_AT_ONCE, REPEAT_SCALE
 from fastgrad.engines.plan import EXACT_CALLS, is_one_block, looks_first, sketch_size, sketches
-from fastgrad.engines.sketch import KINK, NOISE_SHARE
+from fastgrad.engines.sketch import EXTRAPOLATED, KINK, NOISE_SHARE
 from fastgrad.engines.small_sketch import REPEATED, ScreeningGradOutputs, screening_grad_outputs
 from fastgrad.problem.arguments import refuse_function_class
 from fastgrad.problem.small_backward import SmallBackward
@@ -48,6 +48,11 @@ RELATIVE_STEP = relative_step(torch.float64)
 SMALLER_STEP = 1 / 8
 """Of the second look at sums, relative to eps: errors by curvature, which go with its square, are 64 times smaller, and
 rounding of values up to 100 or so still is within the threshold."""
+
+
+LARGER_STEP = 256
+"""Of the third look: rounding is as much smaller, and extrapolation keeps the error by curvature, which goes with the
+fourth power of the step, below 1e-12 where the derivatives of func are of the size of its values."""
 
 
 @dataclass(slots=True)
@@ -72,8 +77,9 @@ class SmallCheck:
     errors
         By output and part, and by input, the largest absolute and relative error; None where something is to be judged.
     products
-        Where sums were compared, grad_outputs and their VJPs, float64, shapes (rows, m) and (rows, n), and the row of
-        one that is dense and contiguous.
+        Where sums were compared, grad_outputs and their VJPs: float64, shapes (rows, m) and (rows, n).
+    multiple
+        A multiple of one of them, and of its VJP: float64, shapes (1, m) and (1, n).
     certificates
         What repeated calls of a custom backward vouch for.
     vjps
@@ -91,7 +97,8 @@ class SmallCheck:
     moved: bool = False
     batched: BatchedDifference | None = None
     errors: list[list[tuple[float, float]]] | None = None
-    products: tuple[Tensor, Tensor, int] | None = None
+    products: tuple[Tensor, Tensor] | None = None
+    multiple: tuple[Tensor, Tensor] | None = None
     certificates: list[Certificate] = field(default_factory=list)
     vjps: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -208,8 +215,11 @@ def _same_afterwards(check: SmallCheck, settings: Settings) -> bool:
     try:
         if backward is not None and problem.is_custom:
             return problem.record_again() and _rows_repeat(check, settings, backward)
-        at_hand = product_at_hand(problem, settings, backward) if backward is not None else check.products
-        assert at_hand is not None
+        if backward is not None:
+            at_hand = product_at_hand(problem, settings, backward)
+        else:
+            assert check.multiple is not None
+            at_hand = (*check.multiple, 0)
         check.vjps += 1
         if problem.repeats(*at_hand):
             return True
@@ -289,8 +299,8 @@ def _sketch(check: SmallCheck, settings: Settings) -> bool:
     made = screening_grad_outputs(layout, settings.seed, count, problem.is_custom)
     try:
         gradients, match = _vjps(check, settings, made)
-        of_all = slice(made.again + 1)
-        check.products = made.vectors[of_all], gradients[of_all], REPEATED
+        check.products = made.vectors[: made.of_all], gradients[: made.of_all]
+        check.multiple = made.multiple, gradients[REPEATED : REPEATED + 1] * REPEAT_SCALE
         if not match.sizes or (settings.check_grad_dtypes and not match.dtypes):
             check.moved = True
             return False
@@ -307,8 +317,9 @@ def _sketch(check: SmallCheck, settings: Settings) -> bool:
         return False
     # One-sided differences may be off where curvature differs from direction to direction, and central ones beside
     # curvature of higher order: a second look takes a smaller step, and none that are one-sided.
-    return _sums_agree(check, settings, made, gradients, 1.0, settings.atol / (2 * NOISE_SHARE)) or (
-        not check.is_judged and _sums_agree(check, settings, made, gradients, SMALLER_STEP, 0.0)
+    return any(
+        not check.is_judged and _sums_agree(check, settings, made, gradients, look)
+        for look in (_first_look, _smaller_step, _larger_step)
     )
 
 
@@ -330,13 +341,10 @@ def _zeros(check: SmallCheck, settings: Settings) -> bool:
 
 
 def _repeats(check: SmallCheck, settings: Settings, made: ScreeningGradOutputs, gradients: Tensor) -> bool:
-    """Whether a multiple of a grad_output gives that multiple, and one of all outputs what those of each add up to."""
+    """Whether multiples of a grad_output give multiples, and one of all outputs what those of each add up to."""
     gradient = gradients[REPEATED]
-    if not torch.equal(gradients[made.again], gradient * REPEAT_SCALE):
-        # What is not finite, and what custom code rounds in its own way, is left to the complete check.
-        off = largest(gradients[made.again] / REPEAT_SCALE - gradient)
-        allowed = settings.nondet_tol * float(made.vectors[REPEATED].abs().sum())
-        check.moved = not check.problem.is_custom and allowed < off < math.inf
+    # What custom code rounds in its own way is left to the complete check.
+    if any(not torch.equal(gradients[row], gradient * REPEAT_SCALE) for row in made.again):
         return False
     if not made.separate:
         return True
@@ -347,13 +355,17 @@ def _repeats(check: SmallCheck, settings: Settings, made: ScreeningGradOutputs, 
 
 
 def _sums_agree(
-    check: SmallCheck, settings: Settings, made: ScreeningGradOutputs, gradients: Tensor, step: float, budget: float
+    check: SmallCheck,
+    settings: Settings,
+    made: ScreeningGradOutputs,
+    gradients: Tensor,
+    look: Callable[[SmallProblem, Settings], Derivatives | tuple[int, int, Any]],
 ) -> bool:
-    """Whether sums of analytical entries are what differences give; step: relative to eps."""
+    """Whether sums of analytical entries are what differences give."""
     try:
-        differences = _differences(check.problem, settings, step, budget)
+        differences = look(check.problem, settings)
     except Exception as error:
-        raise_if_transient(error, lambda: _differences(check.problem, settings, step, budget))
+        raise_if_transient(error, partial(look, check.problem, settings))
         return False  # the complete check decides what that means
     if isinstance(differences, tuple):
         check.columns = differences
@@ -369,9 +381,25 @@ def _sums_agree(
 
 
 @phase("directional differences")
-def _differences(
-    problem: SmallProblem, settings: Settings, step: float, budget: float
-) -> Derivatives | tuple[int, int, Any]:
+def _first_look(problem: SmallProblem, settings: Settings) -> Derivatives | tuple[int, int, Any]:
+    """Derivatives from the fewest evaluations."""
+    return problem.screening_derivatives(_along(settings, 1.0, []), KINK, settings.atol / (2 * NOISE_SHARE))
+
+
+@phase("directional differences")
+def _smaller_step(problem: SmallProblem, settings: Settings) -> Derivatives | tuple[int, int, Any]:
+    """Central differences with a smaller step: they are less off beside kinks and where there is much curvature."""
+    return problem.screening_derivatives(_along(settings, SMALLER_STEP, []), KINK, 0.0)
+
+
+@phase("directional differences")
+def _larger_step(problem: SmallProblem, settings: Settings) -> Derivatives | tuple[int, int, Any]:
+    """Extrapolated differences with a larger step: they are less off where rounding is large beside the tolerance."""
+    count = sketch_size(settings.confidence)
+    return problem.differences_along(_along(settings, LARGER_STEP, [EXTRAPOLATED] * count), KINK)
+
+
+def _along(settings: Settings, step: float, points: list[int]) -> RandomDirections:
+    """The random directions; step: relative to eps."""
     streams = [SKETCH_DIRECTIONS + 16 * k for k in range(sketch_size(settings.confidence))]
-    along = RandomDirections(settings.seed, streams, [], settings.eps * step, min(1.0, step))
-    return problem.screening_derivatives(along, KINK, budget)
+    return RandomDirections(settings.seed, streams, points, settings.eps * step, min(1.0, step))

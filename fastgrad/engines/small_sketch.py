@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
 from functools import lru_cache
@@ -223,8 +222,9 @@ class ScreeningGradOutputs:
     """The grad_outputs of a first look, each of which answers several questions.
 
     The random cotangents of the sketch are contiguous or not, have a random half of their elements zero, are mostly
-    zero, or are expanded. Beside them there is a multiple of one of them, which must give the same multiple bit for
-    bit; one-hot grad_outputs of the last element of each output; and, of several outputs, one for each of them alone.
+    zero, or are expanded. Of several outputs, there is one for each of them alone. For custom code, which may do
+    anything, there are one-hot ones and a multiple of another one beside; otherwise the mostly zero one has the last
+    element of each output, where kernels may take another path.
 
     Attributes
     ----------
@@ -234,47 +234,59 @@ class ScreeningGradOutputs:
         Per row, its layout, and the output that gets one; -1: all.
     shares
         Per row, what its sums may be off, relative to those of a dense cotangent; infinite: they are not compared.
-    again
-        The row that is REPEAT_SCALE times row REPEATED.
+    multiple
+        REPEAT_SCALE times row REPEATED: shape (1, m).
     one_hot
         The rows that are one-hot.
+    again
+        The rows that are `multiple`.
     separate
         Rows that are row REPEATED for each output alone.
     expanded
         The row that is expanded.
+    of_all
+        Rows before those of `separate`.
     """
 
     vectors: Tensor
     layouts: list[Layout]
     only: list[int]
     shares: list[float]
-    again: int
+    multiple: Tensor
     one_hot: list[int]
+    again: list[int]
     separate: list[int]
     expanded: int
+    of_all: int
 
 
 @lru_cache(64)
-def screening_grad_outputs(layout: _Layout, seed: int, count: int, all_one_hot: bool) -> ScreeningGradOutputs:
-    """The grad_outputs for outputs of this layout, `count` dense random ones among them.
-
-    all_one_hot: whether an element drawn from the seed gets a one-hot grad_output, beside the last one.
-    """
+def screening_grad_outputs(layout: _Layout, seed: int, count: int, is_custom: bool) -> ScreeningGradOutputs:
+    """The grad_outputs for outputs of this layout, `count` dense random ones among them."""
     weight = torch.ones(sum(width * elements for _, width, elements in layout), dtype=torch.float64)
     random = list(cotangents(seed, weight, count, 0))
     rows = [(one.vector(), one.layout, -1, abs(one.scale)) for one in random]
-    expanded = len(rows) - 1
-    repeated, one_hot_rows = rows[REPEATED][0], []
-    for output, (first, width, elements) in enumerate(layout):
-        chosen = one_hot_elements(elements, seed) if elements and all_one_hot else [elements - 1] if elements else []
-        for element, part in itertools.product(chosen, range(width)):
-            one_hot = torch.zeros_like(weight)
-            one_hot[first + element * width + part] = 1.0
-            one_hot_rows.append(len(rows))
-            rows.append((one_hot, Layout.CONTIGUOUS, output, 1.0))
-    again = len(rows)
-    rows.append((repeated * REPEAT_SCALE, Layout.CONTIGUOUS, -1, math.inf))
-    separate = list(range(len(rows), len(rows) + len(layout))) if len(layout) > 1 else []
+    expanded, repeated = len(rows) - 1, rows[REPEATED][0]
+    one_hot: list[int] = []
+    again: list[int] = []
+    if is_custom:
+        for coordinate, output, _ in _one_hot_coordinates(layout, seed):
+            one = torch.zeros_like(weight)
+            one[coordinate] = 1.0
+            one_hot.append(len(rows))
+            rows.append((one, Layout.CONTIGUOUS, output, 1.0))
+        again.append(len(rows))
+        rows.append((repeated * REPEAT_SCALE, Layout.CONTIGUOUS, -1, math.inf))
+    else:
+        mostly_zero = rows[expanded - 1][0]
+        for first, width, elements in layout:
+            last = mostly_zero[first : first + width * elements][-width:]
+            last.masked_fill_(last == 0, 1.0)
+    of_all = len(rows)
+    separate = list(range(of_all, of_all + len(layout))) if len(layout) > 1 else []
     rows += [(repeated, Layout.CONTIGUOUS, output, math.inf) for output in range(len(separate))]
     vectors, layouts, only, shares = (list(column) for column in zip(*rows, strict=True))
-    return ScreeningGradOutputs(torch.stack(vectors), layouts, only, shares, again, one_hot_rows, separate, expanded)
+    multiple = (repeated * REPEAT_SCALE)[None]
+    return ScreeningGradOutputs(
+        torch.stack(vectors), layouts, only, shares, multiple, one_hot, again, separate, expanded, of_all
+    )

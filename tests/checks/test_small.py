@@ -56,11 +56,11 @@ def test_right_gradients_pass_at_once(
     ("func", "n", "evaluations", "vjps"),
     [
         # First, three along the first direction and one along the others, and one for a graph of its own.
-        # Three dense grad_outputs, one with half of it zero, one mostly zero, one constant, a one-hot one, and one
-        # that is a multiple; zeros, undefined; a dense one on the last graph.
-        (torch.sin, 30, 7, 11),
-        # Another graph; a second one-hot grad_output; a dense one again, and on the other graph it and both one-hot
-        # ones.
+        # Three dense grad_outputs, one with half of it zero, one mostly zero and one constant; zeros, undefined; a
+        # multiple of a dense one on the last graph.
+        (torch.sin, 30, 7, 9),
+        # Another graph; two one-hot grad_outputs and a multiple; a dense one again, and on the other graph it and both
+        # one-hot ones.
         (function(torch.sin, lambda g, x: g * x.cos()), 30, 8, 16),
     ],
 )
