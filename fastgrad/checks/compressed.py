@@ -1,9 +1,8 @@
-"""Exact verdicts by structure: guess or probe, color, compare compressed Jacobians, certify, follow up.
+"""Exact checks by sparsity: guess or probe a pattern, color it, compare compressed Jacobians, certify, follow up.
 
-Every entry of the pattern is compared as in the dense engine. That no entry lies outside of it, and
-that the backward is the linear map that its compressed rows say, is certified by random directions
-and cotangents. A certificate that fails is a suspicion, not a verdict: it ends at a single entry that is
-wrong by itself, or in a larger pattern.
+Every entry of the pattern is compared as in the dense engine. Random directions and cotangents certify that no
+entry lies outside of the pattern, and that the backward is the linear map with these rows. A certificate that
+fails is not yet a verdict: it leads to a single entry that is wrong when measured by itself, or to a larger pattern.
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ from fastgrad.verdict.numerical_certificate import MOST_SUSPECTS, Incomplete, Nu
 from fastgrad.verdict.repeated_calls import RepeatedCalls
 
 ATTEMPTS = 6
-"""Patterns to try: guesses, what probing finds, from both sides or from one, with and without what is dense, and what
-certificates add to it."""
+"""Number of patterns to try: guesses; patterns from probing by columns and rows, or one of them, with and without dense
+rows and columns; and these with the entries that certificates add."""
 
 BRIEF_PROBES = 512
-"""After so many without an end, dense rows and columns may be in the way."""
+"""If probing has not ended after this many probes, dense rows and columns may be the reason."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,7 @@ class _Candidates:
         self._patterns = patterns
         finders: list[Callable[[], Pattern | None]] = [patterns.guess, patterns.decode, patterns.probe]
         if takes_long(2 * problem.n + problem.m, look):
-            # Dense rows and dense columns may hide a structure from both sides, and be all there is.
+            # Dense rows and columns may hide the sparsity of the rest from all probes, or there are no other entries.
             brief = partial(patterns.probe, most=BRIEF_PROBES)
             finders[2:] = [brief, partial(brief, splits_hubs=True), patterns.probe, patterns.dense]
         self._finders = iter(finders)
@@ -199,7 +198,8 @@ class _Candidates:
     def compress(self) -> Compression | None:
         """The groups of the present pattern, or of the next one; None: there is none left.
 
-        Without the dense rows, where they may be certified and keep columns in different groups for long.
+        Dense rows keep columns in different groups. If that would take long, they are left out to be certified, as far
+        as this is possible.
         """
         while self._pattern is None:
             find = next(self._finders, None)
@@ -266,7 +266,7 @@ def analytical_entries(problem: Problem, settings: Settings, look: FirstLook) ->
 
 
 def _compressions(problem: Problem, settings: Settings, look: FirstLook) -> Iterator[tuple[Compression, _Verdict]]:
-    """What a guess and what probing lead to, as far as there is something and it repays."""
+    """The results by guesses and by probing, as far as they find a pattern and it pays off."""
     if look.reacted is None or not bool(look.base.isfinite().all()):
         return
     patterns = Patterns(problem, settings, look, detection_budget(problem, settings, look))
@@ -319,7 +319,7 @@ class _Verdict:
         return self._of_func.values
 
     def _measure_one_by_one(self, why: str) -> None:
-        """Instead of replays."""
+        """Measures by evaluations one by one, instead of by replays."""
         self.plan = replace(self.plan, replayed=False, reason=f"{self.plan.reason}; no replays: {why}")
         self._measure()
 
@@ -337,7 +337,7 @@ class _Verdict:
         return self._certificate_of(values).explains_products()
 
     def by_columns(self) -> tuple[bool, Failure | Incomplete | None]:
-        """Whether the backward, differentiated, gives proven columns; then as `by_rows`."""
+        """Whether differentiating the backward gives columns that are verified; and the result, as of `by_rows`."""
         problem = self._problem
         problem.graph()  # what func raises is not about its backward
         try:
@@ -398,9 +398,9 @@ class _Verdict:
         return self._judged(repeat)
 
     def moved(self) -> Failure | None:
-        """Whether the row groups of a pattern that is given up are others when they run again.
+        """The failure if row groups of a rejected pattern give other values when they run again.
 
-        A group that was wrong once looks like one of a wrong pattern, and the next pattern has other groups.
+        A group that is wrong only once makes a right pattern look wrong, and the next pattern has other groups.
         """
         before = self._values_of_groups
         if before is None:
@@ -425,7 +425,7 @@ class _Verdict:
             return failure
         found = self._certified()
         if found is None:
-            # Entries that are others by themselves, though no entry outside of the pattern was mixed with them.
+            # Entries that change when measured alone, though no entry outside of the pattern was added to them.
             now = self._of_backward.values, self.numerical
             change = max(self._of_backward.changed_by, _largest_change(measured, now) if measured else 0.0)
             if not change <= self._settings.atol / 4:
@@ -458,7 +458,7 @@ class _Verdict:
         return found if found.rows.size and pattern.with_entries(found.rows, found.columns).nnz > pattern.nnz else None
 
     def _certify_func(self) -> Failure | Incomplete:
-        """That outputs move as the entries say, once products have explained the analytical ones."""
+        """Compares derivatives of outputs with the analytical entries, which products have confirmed before."""
         rows = self._of_func.certify(self._of_backward.values)
         if rows is None:
             return incomplete([], refuted=True)
@@ -467,7 +467,7 @@ class _Verdict:
         return self._of_func.follow(rows, self._of_backward.row_alone)
 
     def screen_excluded(self) -> Screening:
-        """The verdict on dense rows and columns that no group has, as fast mode's on all; certified where it passes."""
+        """Fast mode's verdict on the dense rows and columns that are in no group; a pass is certified."""
         settings, compression = self._settings, self._compression
         if compression.excluded_rows is not None:
             screening = _screen(self._problem, settings, rows=compression.excluded_rows)
@@ -527,17 +527,18 @@ class _Verdict:
         settings = self._settings
         entries = self._of_backward.values.unsqueeze(0), self.numerical.unsqueeze(0)
         domains = {block.is_complex for block in self._problem.inputs}
-        # Where some entries are complex and some real, coordinate by coordinate: both within 2^-1/2 suffices.
+        # If some entries are complex and some real, coordinates are compared: a complex entry is close if both of its
+        # coordinates are within 2^-1/2 of the tolerance.
         share = 1.0 if len(domains) == 1 else 2**-0.5
         tolerances = settings.atol * share, settings.rtol * share
         self._statistics = ops.compare(*entries, *tolerances, domains == {True}, False).tolist()
         return bool(self._statistics[0])
 
     def _only_mixed(self) -> bool:
-        """Whether the worst entries that differ do so because others, outside of the pattern, add to them.
+        """Whether the worst entries differ only because entries outside of the pattern were added to them.
 
-        An analytical one adds to an entry in its column, a numerical one to an entry in its row. The worst
-        rows are computed by themselves, and where that does not do, columns.
+        An analytical entry is added to another one in its column, a numerical entry to another one in its row.
+        The worst rows are computed by themselves and, if entries still differ, so are their columns.
         """
         rows, columns = self._compression.rows, self._compression.columns
         excess = self._excesses(slice(None))

@@ -131,7 +131,8 @@ def check(
             progress,
             names,
             _scales(settings) if settings.inputs else (),
-            # Those of a backward are those that training uses; check_recorded_gradients compares the others with them.
+            # Differences of a backward use gradients without a graph, as in training; check_recorded_gradients compares
+            # gradients with a graph with them.
             records_differences=not isinstance(func, Backward),
         ) as problem,
     ):
@@ -259,7 +260,7 @@ def _diagnosed(problem: Problem, report: Report, at_hand: Sample | None) -> Repo
 
 
 def _exact_libraries(arguments: tuple[Any, ...], settings: Settings) -> AbstractContextManager[list[str]]:
-    """What CUDA's libraries are to do while they may be in use, and what is to be said of it."""
+    """A context without TF32 and the like, if CUDA's libraries may be in use; it yields notes for the report."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return nullcontext([])
     checked = [value for value in arguments if isinstance(value, Tensor) and value.requires_grad]
@@ -268,7 +269,7 @@ def _exact_libraries(arguments: tuple[Any, ...], settings: Settings) -> Abstract
 
 
 def _scales(settings: Settings) -> list[tuple[float, float]]:
-    """The step of each input, relative to eps, and what its errors count in sums: as much as its atol is tighter."""
+    """For each input: its step, relative to eps, and the weight of its errors in sums: less if its atol is larger."""
     return [
         (own.eps / settings.eps, settings.atol / own.atol if 0 < settings.atol < own.atol else 1.0)
         for own in settings.inputs
@@ -305,12 +306,12 @@ def _first_failure(
     if failure is None and findings.moved:
         failure = nondeterministic(problem.outputs[0])
     if failure is None and findings.early is not None:
-        raise findings.early  # of a backward that did not raise again, in its turn
+        raise findings.early  # backward raised early, and not again in the order of the checks
     return plan, failure
 
 
 def _attribute_failure(problem: Problem, settings: Settings, findings: Findings) -> Failure | None:
-    """What must hold beside the Jacobians."""
+    """The checks besides the Jacobians: undefined, zero and batched grad_outputs and tangents."""
     failure, backward = None, findings.backward
     if settings.check_forward_ad and settings.check_undefined_grad:
         failure = check_undefined_tangents(problem, settings)
@@ -330,10 +331,10 @@ def _attribute_failure(problem: Problem, settings: Settings, findings: Findings)
 
 
 def _exact(problem: Problem, settings: Settings, findings: Findings) -> tuple[Plan, Failure | None]:
-    """Every entry of every Jacobian, and whether the same VJPs are the same before and after."""
+    """Compares every entry of every Jacobian, and a few VJPs from before with the same VJPs afterwards."""
     runs_backward = problem.has_graph and settings.check_backward_ad
     calls = RepeatedCalls(problem, settings) if runs_backward else None
-    # On the first graph of all; where nothing else comes before whole_backward, its VJPs are the first.
+    # This must be on the first graph. If nothing else runs before whole_backward, its VJPs are the first ones.
     at_once = is_small(problem, settings) and runs_single_rows(problem) and not looks_first(problem, settings)
     if calls is not None and findings.backward is not None:
         take_calls(problem, findings.backward, calls)
@@ -341,7 +342,7 @@ def _exact(problem: Problem, settings: Settings, findings: Findings) -> tuple[Pl
         calls.run_first()
     plan, failure = _all_entries(problem, settings, calls, findings)
     if calls is not None and findings.early is None and (failure is None or failure.kind == "mismatch"):
-        # Of an entry that is wrong in some calls only, the cause is named.
+        # If an entry is wrong in some calls only, report that calls differ: this is the cause.
         failure = calls.failure(one_round=failure is not None) or failure
         findings.certificates += calls.certificates()
     return plan, failure
@@ -350,7 +351,7 @@ def _exact(problem: Problem, settings: Settings, findings: Findings) -> tuple[Pl
 def _all_entries(
     problem: Problem, settings: Settings, calls: RepeatedCalls | None, findings: Findings
 ) -> tuple[Plan, Failure | None]:
-    """Every entry of every Jacobian: on a pattern, if there is one that repays, or all of them."""
+    """Compares every entry of every Jacobian: those of a sparsity pattern if that costs less, otherwise all."""
     look, obstacle = None, ""
     try:
         look = first_look(problem, settings) if looks_first(problem, settings) else None
@@ -451,11 +452,11 @@ def _screened(problem: Problem, settings: Settings, findings: Findings) -> tuple
             raise_unless_of_func(error)
             if not is_affordable(problem):
                 raise
-            # Of func, next to x: where it takes single steps only, the exact engine may still decide.
+            # func raised next to x. If it accepts steps of single coordinates, the exact engine may still decide.
             raise_if_transient(error, partial(run, problem, settings))
             return exactly("a check whose func raised next to the inputs")
         if found.raised is not None:
-            # To be raised in its turn, or, if it is not raised again, after all.
+            # The exact engine raises it in the order of the checks; if it does not raise again, it is raised here.
             if is_affordable(problem):
                 plan, failure = exactly("a backward that raised")
                 if failure is not None:
@@ -516,7 +517,8 @@ def _jacobian_failure(
         columns = findings.columns
         if columns is None:
             columns = dense.columns_one_by_one(problem, settings, 0, problem.n, plan.record_graph)
-        # Of a custom backward, repeated calls ask the same; other graphs were recorded after other evaluations.
+        # Not for a custom backward, because repeated calls test the same; and not for a later graph, because it was
+        # recorded after other evaluations anyway.
         is_asked = findings.on_first_graph and not problem.is_custom
         if is_asked and not same_afterwards(problem, settings, *product_at_hand(problem, settings, backward)):
             backward, findings.moved = None, True
@@ -551,7 +553,7 @@ def _jacobian_failure(
 
 
 def _proof_failure(problem: Problem, proof: LinearityProof, settings: Settings) -> Failure | None:
-    """The proof's failure, or that of gradients of a wrong layout, which may raise where they are made strided."""
+    """The proof's failure, or that of a gradient with a wrong layout: converting it to strided may raise."""
     try:
         return proof.failure()
     except RuntimeError:

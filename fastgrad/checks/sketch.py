@@ -61,16 +61,16 @@ class Screening:
     Attributes
     ----------
     failure
-        Confirmed, if any.
+        The confirmed failure, if any.
     undecided
-        The largest error that may be hidden, where something stays open; None: nothing does.
+        The largest error that may be hidden, if the verdict is undecided; otherwise None.
     raised
-        By backward, for a one-hot grad_output.
+        What backward raised for a one-hot grad_output.
     certificates
-        What the screen vouches for, where it found nothing and leaves nothing open.
+        The certificates, if nothing was found and nothing is undecided.
     bound
-        An error of one entry shows from there on, whatever the entry: beside larger ones, a small one may be off by
-        more than its own tolerance.
+        Errors of single entries are found from this size on. It may exceed the tolerance of a small entry that is next
+        to larger ones.
     """
 
     failure: Failure | None = None
@@ -89,8 +89,8 @@ def screen(
     An output counts as verified when the noise of its differences is within its tolerance; outputs
     that are not are tried again at other steps, then one by one.
 
-    rows, columns: on those of the Jacobian that are selected, shapes (m,) and (n,); None: on all. For selected rows
-    the step with the smallest bound is looked for.
+    rows, columns: masks of the rows and columns to check, shapes (m,) and (n,); None: all. For selected rows, the step
+    with the smallest bound is looked for.
     """
     return _Screen(problem, settings, rows, columns).run()
 
@@ -224,12 +224,12 @@ class _Screen:
         return _row_by_row(self._problem, self._settings, differences, rows, self._attempt == 0, tentative, earlier)
 
     def _unconfirmed(self, differences: Differences, search: _Search, value: float) -> Screening | None:
-        """Where a sum looks wrong, and no entry is: nothing is confirmed, nothing verified."""
+        """If a sum looks wrong, but no wrong entry was found: neither a failure nor a pass at this step size."""
         if math.isfinite(self._smallest_bound):
             return self._verified(self._smallest_bound)  # all was well at another step
         self._suspected = max(self._suspected, 4 * abs(value))
         if not search.doubtful:
-            return Screening(undecided=self._suspected)  # off by a little all over: no step changes that
+            return Screening(undecided=self._suspected)  # small errors in many entries: another step does not help
         return self._at_next_step(differences)
 
     def _verify(
@@ -250,7 +250,7 @@ class _Screen:
         self._smallest_bound = min(self._smallest_bound, self._bound)
         if not self._selected or self._bound <= SMALL_BOUND * settings.atol or self._attempt + 1 >= SMALL_BOUND_STEPS:
             return self._verified(self._smallest_bound)
-        # All rows anew, at a step beside which rounding is small, and curvature may not be.
+        # Check all rows again at a larger step, where rounding matters less (and curvature possibly more).
         self._bound, self._extrapolated = settings.atol, self._count
         self._eps, self._attempt = self._eps * LARGER, self._attempt + 1
         return None
@@ -269,7 +269,7 @@ class _Screen:
 
 
 def _verified(settings: Settings, count: int, bound: float, unresolved: float) -> Screening:
-    """What sketches without a flag say of the entries; unresolved: what one may be off that no step settles."""
+    """The result if no sum is flagged; unresolved: the possible error of an entry that no step could settle."""
     if unresolved:
         return Screening(undecided=max(bound, unresolved))
     cancelling = detection_limit(settings) * (bound / settings.atol if settings.atol else 0.0)
@@ -381,9 +381,9 @@ def _row_by_row(
     tentative: bool,
     earlier: Mapping[int, Tensor],
 ) -> tuple[Sketch, Failure | None]:
-    """The sketch, and how the backward may have failed meanwhile: it moves, it depends on layouts, it raises.
+    """The sketch, and a failure if the backward is not deterministic, depends on layouts, or raises.
 
-    One VJP after the other. A tentative sketch ends with the first cotangent for which something looks wrong.
+    This runs one VJP after the other. A tentative sketch ends with the first cotangent for which something looks wrong.
 
     repeat: whether one of them is run several times. earlier: VJPs of the same cotangents, by their numbers.
     """
@@ -439,7 +439,7 @@ def _repeat_failure(
 
 
 def _moves(settings: Settings, gradient: Tensor, earlier: Tensor) -> bool:
-    """Whether a VJP is not that of the same cotangent in an earlier sketch; where some movement is allowed, unknown."""
+    """Whether a VJP differs from an earlier one of the same cotangent; not tested if nondet_tol allows differences."""
     return not settings.nondet_tol and differ(gradient[None], earlier[None], 0.0, False)
 
 
@@ -487,7 +487,7 @@ class _Search:
     def _nonlinear(self, cotangent: Cotangent, dense: Cotangent) -> Failure | None:
         vector = cotangent.vector()
         gradient = self._problem.vjp(vector.unsqueeze(0))[0]
-        # What has zeros is told from what has none: two halves of it would be wrong alike.
+        # A cotangent with zeros is split into a dense part and the rest: two halves of it would be wrong alike.
         part = dense.vector() if cotangent.scale != 1.0 else None
         return linearity_failure(self._problem, self._settings, vector, gradient, cotangent.kind, part)
 

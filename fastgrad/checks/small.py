@@ -46,8 +46,8 @@ from fastgrad.verdict.repeated_calls import RepeatedCalls, first_moving, repeate
 RELATIVE_STEP = relative_step(torch.float64)
 
 SMALLER_STEP = 1 / 8
-"""Of the second look at sums, relative to eps: errors by curvature, which go with its square, are 64 times smaller, and
-rounding of values up to 100 or so still is within the threshold."""
+"""Step of the second comparison of sums, relative to eps. Errors by curvature are proportional to its square, so they
+are 64 times smaller. Rounding of values up to about 100 is still within the threshold."""
 
 
 LARGER_STEP = 256
@@ -57,7 +57,7 @@ fourth power of the step, below 1e-12 where the derivatives of func are of the s
 
 @dataclass(slots=True)
 class SmallCheck:
-    """What was run of a check at once, for the report if it passes, and else for the complete check to go on from.
+    """The results of a small check: for its report if it passes, otherwise for the complete check to start from.
 
     Attributes
     ----------
@@ -129,9 +129,9 @@ class SmallCheck:
 def small_check(
     func: Callable[..., Any], arguments: tuple[Any, ...], settings: Settings, is_backward: bool
 ) -> SmallCheck | None:
-    """Runs a check at once where func and the settings are plain; None, without calling func, where they are not.
+    """Runs a small check if func and the settings allow it; otherwise returns None without calling func.
 
-    is_backward: whether func is the backward of a function, and its gradients with and without a graph are compared.
+    is_backward: whether func is the backward of a function; if so, its gradients with and without a graph are compared.
     """
     if (
         not settings.check_backward_ad
@@ -166,7 +166,7 @@ def small_check(
 
 
 def _values_pass(check: SmallCheck, settings: Settings) -> bool:
-    """Whether gradients and differences agree, by sums or entry by entry; with nothing left to be judged."""
+    """Whether gradients and differences agree, in sums or entry by entry, and nothing is left to judge."""
     problem = check.problem
     if sketches(problem, settings):
         if problem.n + problem.m > MOST_AT_ONCE:
@@ -184,7 +184,7 @@ def _values_pass(check: SmallCheck, settings: Settings) -> bool:
 
 
 def _attributes_pass(check: SmallCheck, settings: Settings, is_backward: bool) -> bool:
-    """Whether batched gradients agree and, of a backward, those that are not recorded are the recorded ones."""
+    """Whether batched gradients agree and, if func is a backward, its gradients are the same without a graph."""
     problem = check.problem
     if settings.check_batched_grad:
         check.batched = batched_difference(problem.graph, problem.graph.outputs, settings)
@@ -223,7 +223,7 @@ def _same_afterwards(check: SmallCheck, settings: Settings) -> bool:
         check.vjps += 1
         if problem.repeats(*at_hand):
             return True
-        # Not bit for bit: within the tolerances, on another graph, the complete check goes on with what there is.
+        # Some bits differ. If the gradients agree within the tolerances on another graph, the complete check uses them.
         if problem.record_again() and not same_afterwards(SmallBackward(problem, check.vjps), settings, *at_hand):
             check.moved, check.backward = True, None
     except Exception as error:
@@ -244,7 +244,7 @@ def _rows_repeat(check: SmallCheck, settings: Settings, backward: WholeBackward)
 
 @phase("repeated calls")
 def _products_repeat(check: SmallCheck, settings: Settings, made: ScreeningGradOutputs, gradients: Tensor) -> bool:
-    """Whether a custom backward gives a product again on the first graph, and one-hot rows and it on the second."""
+    """Whether a custom backward repeats a product on the first graph, and that and one-hot rows on the second."""
 
     def moves(order: list[int]) -> bool:
         again = SmallBackward(check.problem, check.vjps)
@@ -285,10 +285,10 @@ def _errors(
 
 
 def _sketch(check: SmallCheck, settings: Settings) -> bool:
-    """Compares sums of entries along random directions; whether nothing is left to be judged.
+    """Compares sums of entries along random directions; returns whether nothing is left to judge.
 
-    VJPs come first, on the graph of the first evaluation, and cotangents have no weights: where differences are too
-    noisy for that, the complete check goes on with others.
+    VJPs run first, on the graph of the first evaluation, so the noise of the differences is not known yet, and the
+    cotangents have no weights. If the differences are too noisy for that, the complete check uses other cotangents.
     """
     problem = check.problem
     count = sketch_size(settings.confidence)
@@ -315,8 +315,8 @@ def _sketch(check: SmallCheck, settings: Settings) -> bool:
         raise_unless_of_func(error)
         check.raised = error
         return False
-    # One-sided differences may be off where curvature differs from direction to direction, and central ones beside
-    # curvature of higher order: a second look takes a smaller step, and none that are one-sided.
+    # One-sided differences may be wrong if curvature depends on the direction, and central ones if derivatives of
+    # higher order are large. So the second comparison takes a smaller step, and only central differences.
     return any(
         not check.is_judged and _sums_agree(check, settings, made, gradients, look)
         for look in (_first_look, _smaller_step, _larger_step)

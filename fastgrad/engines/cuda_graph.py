@@ -261,7 +261,7 @@ class _Replays:
         self._graph: Any = None
 
     def take(self, count: int) -> None:
-        """Fills so many rows from the first on; those of the first call are EAGER_STEPS or more."""
+        """Fills `count` rows, from the first row on; the first call must fill EAGER_STEPS rows or more."""
         problem, who, device = self._problem, self._who, self._problem.device
         with cuda.device(device):
             current, side = cuda.current_stream(device), _side_stream(device)
@@ -313,7 +313,7 @@ class _Replays:
 
 
 class _Steps:
-    """Steps that read their numbers from the device; what they give is written into rows together."""
+    """Steps that read their step numbers from the device; their results are written into rows together."""
 
     def __init__(self, step: Step, first: int, most: int, rows: Tensor) -> None:
         """Most: steps taken together, at most."""

@@ -24,7 +24,7 @@ BLOCK_BYTES = 1 << 20
 """Analytical rows held at a time: a few blocks of this size stay in the cache."""
 
 FEWEST_COLUMNS = 2
-"""Of the numerical Jacobian at a time: the coordinates of a complex element, which are judged together."""
+"""Least number of numerical columns at a time: the two coordinates of a complex element are judged together."""
 
 DEVICE_BLOCK_BYTES = 64 << 20
 """Those that replays of a CUDA graph, or several ranks, give at a time."""
@@ -52,17 +52,19 @@ PAIR_RATIO = 4000.0
 """Errors that cancel in a row or a column are found from this many times the threshold on."""
 
 SMALL_CALLS = 1000
-"""Evaluations and VJPs of the dense engine up to which it follows up suspects: an entry re-measured takes fifty."""
+"""Evaluations and VJPs up to which the dense engine runs instead of re-measuring entries, which takes fifty each."""
 
 MOST_DENSE_CALLS = 400_000
 """Evaluations and VJPs of the dense engine up to which it decides what no pattern explains; above, the check is
 undecided. Of a function that takes a millisecond, they take some minutes."""
 
 COLUMNS_WORTH_PROBING = 32
-"""Columns from which probing may find groups that repay it, and a guess of which nothing was seen one more look."""
+"""Columns from which probing may pay off, and from which a guess that the first look did not test is worth one more
+evaluation."""
 
 COLUMNS_WORTH_A_LOOK = 12
-"""Columns from which two cheaper evaluations each repay the two that tell whether a graph is needed."""
+"""Columns from which it pays off to test, by two evaluations, whether differences need a graph: without one, the two
+evaluations of each column are cheaper."""
 
 FEWEST_PROBES = 14
 """With fewer, at three halvings, probing ends before it finds anything."""
@@ -83,10 +85,10 @@ def _memory_limit(settings: Settings, needed: int, device: torch.device | None =
 
 @lru_cache(16)
 def sketch_size(confidence: float) -> int:
-    """How many directions, and cotangents, miss two cancelling errors with probability 1 - confidence at most.
+    """Number of directions, and of cotangents, that miss two cancelling errors with probability 1 - confidence at most.
 
-    The two differ in one random component each, which must agree to within threshold / error in every
-    direction: at most 2 (threshold / error)^count.
+    Each error is multiplied by its own random component. Both are missed if the two components agree to within
+    threshold / error in every direction: the probability of this is at most 2 (threshold / error)^count.
     """
     return max(2, math.ceil(math.log(2 / (1 - confidence)) / math.log(PAIR_RATIO)))
 
@@ -185,10 +187,10 @@ def _probes(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int,
 
 
 def _paying_entries(problem: Problem, settings: Settings, look: FirstLook) -> int:
-    """Entries up to which a pattern may repay: so many a row and a column take as many groups, at least.
+    """Entries up to which a pattern may pay off: k entries in a row or a column need at least k groups.
 
-    One that takes more memory than two whole Jacobians must save many calls. Where single calls would take long, few
-    dense rows and columns may be left out of the groups.
+    A pattern that takes more memory than two whole Jacobians must save many calls. If single calls would take long, a
+    few dense rows and columns may be left out of the groups.
     """
     n, m = problem.n, problem.m
     if settings.engine == "compressed":
@@ -201,7 +203,7 @@ def _paying_entries(problem: Problem, settings: Settings, look: FirstLook) -> in
 
 
 def _entries_worth(n: int, m: int, cost: float) -> int:
-    """The entries whose groups, were all rows and columns alike, would cost so much, by rows or by columns."""
+    """Number of entries whose groups would cost this much, by rows or by columns, if all were equally full."""
     by_rows = (cost - cost_model.COSTS.certificate_evaluations) / (2 / m + cost_model.COSTS.vjp_evaluations / n)
     by_columns = (
         (cost - cost_model.COSTS.certificate_evaluations - cost_model.COSTS.linear_start_evaluations)
@@ -240,7 +242,7 @@ def prefers_columns(columns: int, rows: int) -> bool:
 
 
 def takes_long(evaluations: float, look: FirstLook) -> bool:
-    """Whether so many are worth certifying what they are for, instead."""
+    """Whether so many evaluations take so long that certifying by random vectors is better."""
     return evaluations * look.seconds > cost_model.COSTS.single_calls_seconds
 
 
@@ -265,9 +267,9 @@ def is_one_block(problem: Problem | SmallProblem, settings: Settings) -> bool:
 
 
 def most_vectorized_rows(problem: Problem | SmallProblem, seconds: float) -> int:
-    """Rows of the analytical Jacobian that one vectorized VJP may be, by what one evaluation takes.
+    """Largest number of analytical rows of one vectorized VJP, by the time of one evaluation.
 
-    What func holds inside is not known, but it takes time to write: so this bounds memory, too.
+    How much memory func uses inside is not known, but writing it takes time. So this bounds memory, too.
     """
     return (
         int(min(cost_model.COSTS.vectorized_rows, cost_model.COSTS.vectorized_seconds / max(seconds, 1e-6)))
@@ -344,9 +346,9 @@ def small_plan(n: int, m: int, engine: Engine) -> Plan:
 
 
 def _way(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int | None, bool, str]:
-    """Whether columns come from vmapped batches, of how many, or from replays, if either is faster than one by one.
+    """The size of vmapped batches, or whether columns come from replays, if either is faster than one by one.
 
-    Also what is to be said of it.
+    Also returns a text on this for the reason of the plan.
     """
     if problem.n < cost_model.COSTS.trial_columns or 2 * problem.n * look.measured < cost_model.COSTS.trial_seconds:
         return None, False, ""
@@ -386,7 +388,7 @@ def _way(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int | N
 
 
 def _rows_way(problem: Problem, settings: Settings, look: FirstLook) -> tuple[bool, str]:
-    """Whether rows come from replays of a VJP, if that is faster than one by one; and what is to be said of it."""
+    """Whether replays of a VJP give rows faster than single VJPs; also a text on this for the reason of the plan."""
     are_run = problem.has_graph and settings.check_backward_ad
     if (
         problem.device.type != "cuda"

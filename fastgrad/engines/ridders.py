@@ -32,8 +32,8 @@ SMALLEST_STEP = 1e-13
 RATIO = 4.0
 ORDER = 4
 STRAIGHT = 0.2
-"""Slopes at eps are of one straight line where they differ by at most this share of them, and of their distance to
-the refined one."""
+"""func counts as straight around eps if its slopes differ by at most this share of their size, and of their distance to
+the refined slope."""
 
 WIDER = 64.0
 """Up to so many times eps func must go straight, for its slope at eps to count."""
@@ -64,8 +64,8 @@ class Refinement:
     left, right
         One-sided derivatives with the step eps: float64, shape (entries,).
     doubtful
-        Whether func goes straight through x with another slope where steps are eps and larger, so that
-        the values come from its rounding: bool, shape (entries,).
+        Whether func is straight at steps of eps and larger, with another slope than `values`, so that `values`
+        come from rounding inside func: bool, shape (entries,).
     curved
         Whether the one-sided derivatives come closer to each other at smaller steps: bool, shape (entries,).
     steps, changes, widths
@@ -99,7 +99,7 @@ class Refinement:
 
 @dataclass(frozen=True)
 class Measured:
-    """What func did when coordinates, of inputs that take one step, were moved together, by steps from large to small.
+    """Measurements of func while coordinates, of inputs with the same step size, were moved together.
 
     Attributes
     ----------
@@ -110,8 +110,8 @@ class Measured:
     eps
         That step.
     steps, widths, changes, bends
-        How far the coordinate was moved to either side; what is between the two points, zero where it takes no
-        step as small as this; f(x + h) - f(x - h); f(x + h) - 2 f(x) + f(x - h): shape (steps, entries).
+        From large to small steps h: h itself; the distance of the two points, zero if the coordinate takes no step as
+        small as this; f(x + h) - f(x - h); f(x + h) - 2 f(x) + f(x - h). Shape (steps, entries) each.
     """
 
     rounding: Tensor
@@ -135,8 +135,8 @@ def refine(
     Parameters
     ----------
     inputs, outputs
-        Coordinates in [0, n), of inputs that take one step, and in [0, m): int64, shape (entries,). They are moved
-        together: no output here may depend on two of them.
+        Coordinates of inputs with the same step size, in [0, n), and of outputs, in [0, m): int64, shape (entries,).
+        The former are moved together, so no output here may depend on two of them.
     """
     return settled([measured(problem, inputs, outputs, record_graph, eps)], atol, rtol)
 
@@ -173,9 +173,9 @@ def measured(problem: Problem, inputs: Tensor, outputs: Tensor, record_graph: bo
 
 
 def _runs(largest: Tensor, smallest: Tensor) -> list[tuple[Tensor, range]]:
-    """Which coordinates take the steps largest * RATIO**-power, at least `smallest`, and for which powers.
+    """Masks of the coordinates that take the step largest * RATIO**-power, and the range of powers of each mask.
 
-    largest, smallest: shape (coordinates,). Each mask, of the same shape, is another one.
+    A coordinate takes steps down to `smallest`. All have shape (coordinates,). Consecutive masks differ.
     """
     found: list[tuple[Tensor, range]] = []
     power = 0
@@ -212,7 +212,7 @@ def _pairs(
 
 
 def settled(found: Sequence[Measured], atol: float, rtol: float) -> Refinement:
-    """The derivatives that measurements, of inputs that take one step, tell; end to end."""
+    """The derivatives from measurements of inputs with the same step size, concatenated."""
     most = max(len(one.steps) for one in found)
     rounding, left, right = (torch.cat([getattr(one, name) for one in found]) for name in ("rounding", "left", "right"))
     steps, widths, changes, bends = (
@@ -226,7 +226,7 @@ def settled(found: Sequence[Measured], atol: float, rtol: float) -> Refinement:
     doubtful = _is_rounded(slopes, steps, left, right, values, eps, atol, rtol)
     some = doubtful.nonzero().reshape(-1)
     if some.numel():
-        # func's rounding is what smaller steps find beside its slope at eps, where that is little.
+        # Rounding of func: how far smaller steps deviate from its slope at eps, if that is little.
         slope = (left + right)[some] / 2
         finer = torch.where(steps[:, some] <= eps, widths[:, some], 0.0)
         noise = ((slopes[:, some] - slope) * finer).abs().amax(0)
@@ -264,7 +264,7 @@ def _is_rounded(
 
 
 def _is_curved(bends: Tensor, steps: Tensor, taken: Tensor, at_eps: Tensor, eps: float) -> Tensor:
-    """Whether one-sided derivatives come together as steps shrink; f(x + h) - 2 f(x) + f(x - h) over h tells.
+    """Whether one-sided derivatives approach each other as steps shrink, by (f(x + h) - 2 f(x) + f(x - h)) / h.
 
     bends, steps, taken: shape (steps, rows), large steps first; at_eps: shape (rows,).
     """
@@ -277,10 +277,10 @@ def _is_curved(bends: Tensor, steps: Tensor, taken: Tensor, at_eps: Tensor, eps:
 
 
 def _rounding(problem: Problem, rows: Tensor, base: Tensor, x: Tensor, changes: Tensor) -> Tensor:
-    """One ulp of each output or, where that is larger, of |x|, its coordinate's, or of 1; not more than func shows.
+    """Rounding of each output: one ulp of it or, if larger, of its coordinate |x| or of 1; at most what func shows.
 
-    An output near zero may be what two numbers of order 1 leave: at x = 0, exp(x) - 1 does not move for
-    steps below 1e-16, and no derivative of zero follows. But then it changes by multiples of 1e-16 only.
+    An output near zero may be the difference of two numbers of order 1. For example, at x = 0, exp(x) - 1 does not
+    change for steps below 1e-16, but its derivative is not zero. Such an output changes by multiples of 1e-16 only.
 
     Parameters
     ----------

@@ -27,7 +27,7 @@ NOISE_SHARE = 16
 """The noise of a cotangent's sum stays within atol over this; the threshold is atol / 4."""
 
 EXTRAPOLATED, CENTRAL = 4, 2
-"""Evaluations of a directional derivative with Richardson extrapolation, and without."""
+"""Number of evaluations per directional derivative, with Richardson extrapolation and without."""
 
 KINK = 1e-2
 """Where one-sided derivatives are off the central one by this share: nothing smooth bends so within a step."""

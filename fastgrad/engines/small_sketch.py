@@ -17,10 +17,11 @@ from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Settings
 
 REPEATED, RUNS = 1, 3
-"""The cotangent whose VJP is run several times, and how many: what moves every second or third time shows, too."""
+"""The cotangent whose VJP is run several times, and how often: this also shows gradients that change every second or
+third time."""
 
 _Layout = tuple[tuple[int, int, int], ...]
-"""Of each output: its first coordinate, the coordinates of an element, its elements."""
+"""For each output: its first coordinate, the number of coordinates per element, and the number of elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,8 @@ class SmallSketch:
     Attributes
     ----------
     sketch
-        Gradients by the number of their cotangent; the rest is empty where no sum looks wrong even without rounding.
+        Gradients by the number of their cotangent. The other fields are empty if all sums are within their tolerances,
+        even without an allowance for rounding.
     one_hot_agree
         Whether those of one-hot grad_outputs have the sizes and dtypes of the inputs, are homogeneous and agree with
         the differences.
@@ -136,9 +138,10 @@ def _compare(
     gradients: Tensor,
     sketch: Sketch,
 ) -> bool:
-    """Sums of analytical entries against differences; fills in the sketch where one looks wrong without rounding.
+    """Compares sums of analytical entries with differences.
 
-    Returns whether the one-hot rows agree.
+    If a sum is not within its tolerance without an allowance for rounding, this fills in the sketch. Returns whether
+    the one-hot rows agree.
     """
     of_one_hot = settings.atol / 4
     allowed = dict.fromkeys(made.one_hot.values(), of_one_hot)

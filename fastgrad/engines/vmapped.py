@@ -67,7 +67,7 @@ def difference_columns(problem: Problem, first: int, count: int, size: int, eps:
 
 
 def _evaluated(problem: Problem, block: Block, first: int, count: int, eps: float) -> tuple[Tensor, Tensor]:
-    """The outputs where coordinates first, ... of an input are moved to either side: float64, shape (count, m) each."""
+    """The outputs with coordinate first, first + 1, ... of an input moved up and down: float64, (count, m) each."""
     x = block.tensor.detach()
     points = x.new_empty((2 * count, *x.shape))
     points.copy_(x)

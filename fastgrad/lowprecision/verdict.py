@@ -258,7 +258,7 @@ def _place(ratio: Tensor) -> tuple[int, int]:
 def _special_grad_output(
     problem: Problem, probes: Probes, comparison: Comparison, wrong: Tensor, outcome: Outcome
 ) -> bool:
-    """Whether gradients are wrong only for grad_outputs of one kind: gapped, at an offset, expanded or scaled."""
+    """Whether gradients are wrong only for one kind of grad_output: non-contiguous, offset, expanded or scaled."""
     some = set(wrong.any(1).nonzero().reshape(-1).tolist())
     probe = next(iter(some))
     if len(some) == 1 and probe < probes.dense and LAYOUTS[probe] in _LAYOUT_NAMES:

@@ -205,7 +205,7 @@ class Evaluation:
 
     @raises_memory_error
     def graph(self) -> tuple[Tensor, ...]:
-        """The recorded outputs of an evaluation at x; evaluated again after any other evaluation."""
+        """The outputs at x with their graph; func is evaluated again if any other evaluation came in between."""
         return self._record().outputs
 
     def vjp_graph(self) -> native.Graph:

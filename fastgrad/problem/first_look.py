@@ -22,7 +22,7 @@ CALL_SECONDS, NODE_SECONDS, CUSTOM_SECONDS, COORDINATE_SECONDS = 4e-6, 3e-6, 8e-
 coordinate. `python -m benchmarks.bench_costs` measures them."""
 
 BACKWARD_SECONDS = 10e-6
-"""Additional time of the evaluation of a backward: a forward and a pass of autograd's engine."""
+"""Additional time of an evaluation if func is itself a backward: one forward and one run of autograd's engine."""
 
 SLOW_SECONDS, SLOW_FACTOR = 3e-3, 10
 """Func is slow where an evaluation takes longer than this, and than so many times what is usual: its seconds count

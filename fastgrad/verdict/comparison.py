@@ -57,7 +57,7 @@ class Findings:
     on_first_graph
         Whether they are of the graph of the first evaluation.
     early
-        What was raised instead: to be raised in its turn.
+        The exception that was raised instead: it is raised later, in the order of the checks.
     columns
         The numerical Jacobian, where it is known: float64, shape (n, m).
     batched
@@ -133,8 +133,8 @@ def tolerances(
 class PairComparison:
     """Accumulates the comparison of one output with one input over their blocks.
 
-    In reverse mode a block has a row an element of the output and a column a coordinate of the input;
-    in forward mode a row an element of the input and a column a coordinate of the output.
+    In reverse mode a block has one row per element of the output and one column per coordinate of the input; in forward
+    mode it has one row per element of the input and one column per coordinate of the output.
     """
 
     output: Block
@@ -316,9 +316,9 @@ class PairComparison:
         )
 
     def groups(self, elements: Tensor) -> Tensor:
-        """Numbers of groups of elements of the input that may be moved together: int64, shape (elements,).
+        """For each element of the input, the number of a group that may be moved together: int64, shape (elements,).
 
-        No output at which the entry of one differs depends, at eps, on another one of its group.
+        An output whose entry for one element differs depends, at eps, on no other element of the same group.
         """
         if self.is_crowded:
             return elements

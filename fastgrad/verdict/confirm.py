@@ -294,7 +294,7 @@ def entries_failure(
 
 
 def _groups_without_a_common_row(rows: Tensor, columns: Tensor) -> Tensor:
-    """A group of each entry, the same for all of a column: int64, shape (entries,)."""
+    """Each entry's group; a column has one group, columns of a group share no row: int64, shape (entries,)."""
     rows_of: dict[int, set[int]] = {}
     for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
         rows_of.setdefault(column, set()).add(row)

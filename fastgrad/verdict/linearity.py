@@ -1,9 +1,9 @@
 """Proofs that a backward, or a jvp, is the linear map whose rows, or columns, were compared.
 
 Rows come from one-hot, contiguous cotangents. A backward that clamps, squares or takes the sign of
-grad_output, that is right only for a contiguous or only for a dense one, gives those rows and still
-is wrong. So the first rows are repeated at another scale, and v^T J, summed from the rows, must equal
-the VJP of v.
+grad_output, or that is right only for a contiguous or only for a dense grad_output, gives these rows
+and is still wrong. So the first rows are repeated at another scale, and v^T J, summed from the rows,
+must equal the VJP of v.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from fastgrad.verdict.comparison import tolerances
 ALL_KINDS = GAPPED, HALVED, SPARSE, EXPANDED
 
 RERUNS = 3
-"""Further runs of a VJP that was not what it should have been to the last bit: what moves every third time shows."""
+"""Further runs of a VJP that was not exactly as expected: they show gradients that change every third time."""
 
 TERM_ROUNDING, SUM_ROUNDING = 8.0, 2.0
-"""Units of rounding that a sum of c terms, relative to the root of the sum of their squares, may be off: the first for
-the few operations behind each term, the second times sqrt(c), since the errors of additions have random signs."""
+"""Allowed error of a sum of c terms, in units of rounding of the root of the sum of their squares. The first number is
+for the few operations behind each term. The second is multiplied by sqrt(c): errors of additions have random signs."""
 
 NEGLIGIBLE = 1e-9
 """Share of atol below which a component of a product is not looked at."""
@@ -105,7 +105,7 @@ def rerun(problem: Problem, block: JacobianBlock) -> tuple[Tensor, Tensor]:
 
 
 def moved_once(block: JacobianBlock, again: tuple[Tensor, Tensor], settings: Settings) -> Failure | None:
-    """Whether rows of a block are other ones than in `rerun` by more than nondet_tol: it need not come again."""
+    """The failure if rows of a block differ from those of `rerun` by more than nondet_tol, even if only once."""
     start = block.input.first + block.first_column
     known = block.analytical[: block.repeated.shape[0]], block.repeated
     for before, after in zip(known, again, strict=True):
@@ -245,11 +245,11 @@ def _disagreement(
     rtol: float | Tensor,
     movement: Callable[[], Tensor] | None = None,
 ) -> tuple[int, int, Tensor] | None:
-    """Where products of a map with `vectors` are not what its entries add up to: vector, component, allowed.
+    """Where products of a map with `vectors` differ from the sums of its entries: vector, component, allowed.
 
-    A component passes within atol max|v| + rtol times the root of the sum of squares of its terms: the
-    check's own tolerance for the entries, were their errors independent. atol, rtol: one for all components,
-    or one for each. movement: by how much the products were seen to move from run to run, where they may.
+    A component passes within atol max|v| + rtol times the root of the sum of squares of its terms. This is the
+    check's own tolerance for the entries, if their errors are independent. atol, rtol: one for all components, or
+    one for each. movement: by how much the products differ from run to run, if nondet_tol allows that.
     """
     if not differ(products, sums, settings.atol, False):
         return None  # closer than any tolerance below
@@ -273,7 +273,7 @@ def proof_cotangents(
         if kind == EXPANDED:
             cotangent.fill_(EXPANDED_VALUE)
             continue
-        # Each from a stream of its own: what one does not tell apart, another may. Dense ones differ by layout alone.
+        # Each kind has its own random stream: one may show what another misses. Dense ones differ only in layout.
         stream = GAPPED if kind == DENSE else kind
         ops.direction_(cotangent, seed, COTANGENT_STREAM + 16 * (stream + len(ALL_KINDS) * number), 0, kind == HALVED)
         if kind == HALVED:
@@ -284,12 +284,12 @@ def proof_cotangents(
 
 
 class LinearityProof:
-    """v^T J against the VJP of v, for three v in R^m over all outputs at once.
+    """Compares v^T J with the VJP of v, by default for four v in R^m, over all outputs at once.
 
-    Components of v are +-[0.5, 1.5). The first v is dense and handed over non-contiguous; the second is
-    REPEAT_SCALE times as large, with a random half zeroed; of the third, only one in SPARSE_STRIDE is not
-    zero; the last is constant and handed over expanded from one value, as sum() does. A single row, m = 1,
-    needs no proof: it was repeated at another scale.
+    Components of v are +-[0.5, 1.5). The first v is dense and passed as a non-contiguous tensor. The second is
+    REPEAT_SCALE times as large, with a random half set to zero. In the third, only one component in SPARSE_STRIDE
+    is not zero. The last is constant and passed as one expanded value, as by the backward of sum(). A single row,
+    m = 1, needs no proof: it was repeated at another scale.
     """
 
     def __init__(
@@ -303,10 +303,11 @@ class LinearityProof:
         excluded_columns: Tensor | None = None,
         number: int = 0,
     ) -> None:
-        """With whether all rows were run twice, who runs all of them twice where one may move, and which v.
+        """The arguments.
 
-        excluded_rows, excluded_columns: what J leaves out, shapes (m,) and (n,). No v is expanded where there are rows.
-        number: as of `proof_cotangents`.
+        rows_repeated: whether all rows were run twice. moving: runs all rows twice, if one may differ from run to run.
+        kinds: of v. excluded_rows, excluded_columns: those that J leaves out, shapes (m,) and (n,); if rows are left
+        out, no v is expanded. number: as in `proof_cotangents`.
         """
         self._problem = problem
         self._settings = settings
@@ -361,7 +362,7 @@ class LinearityProof:
         return self._nonlinear(gradients) or self._movement(gradients)
 
     def gradients(self) -> Tensor:
-        """The VJPs of the cotangents: float64, shape (3, n)."""
+        """The VJPs of the cotangents: float64, shape (kinds, n)."""
         if self._gradients is None:
             self._gradients = self._vjps()
             if self._excluded_columns is not None:
@@ -372,10 +373,10 @@ class LinearityProof:
         return self._gradients
 
     def suspects(self) -> list[tuple[int, int]]:
-        """Where a VJP is not what the entries add up to, to rounding: (number of v, coordinate), the worst first.
+        """Where a VJP differs from the sum of entries by more than rounding: (number of v, coordinate), worst first.
 
         Rounding that is larger than that of a few operations is measured. An entry that is missing from a sparse
-        Jacobian shows here, whatever the other entries of its column.
+        Jacobian is found here, however large the other entries of its column are.
         """
         gradients = self.gradients()
         negligible = self.resolution = NEGLIGIBLE * self._settings.atol
@@ -402,7 +403,7 @@ class LinearityProof:
         self._sums.addr_(self._cotangents[:, row], change)
 
     def _measured_rounding(self, gradients: Tensor) -> Tensor:
-        """How a backward rounds, and how far it moves where it may: float64, shape (kinds, n)."""
+        """Rounding of a backward, and its differences from run to run if allowed: float64, shape (kinds, n)."""
         rounding = torch.zeros_like(gradients)
         for factor in RESCALED:
             scaled = self._vjps(factor).div_(factor)
@@ -448,7 +449,7 @@ class LinearityProof:
         return self._problem.vjp(self._cotangents.narrow(0, which, 1), [LAYOUTS[self._kinds[which]]])
 
     def _raised(self, error: Exception) -> Failure:
-        """Which cotangent a backward raises for; an error that does not come again, or for zeros, too, goes through."""
+        """The failure for a cotangent at which backward raises. Raises if zeros raise too, or nothing raises again."""
         for which, kind in enumerate(self._kinds):
             try:
                 self._vjp(which)
@@ -469,10 +470,10 @@ class LinearityProof:
         return ROUNDING * self._problem.unit_roundoff * self._problem.m * largest(self._term_sizes)
 
     def _movement(self, gradients: Tensor) -> Failure | None:
-        """Determinism of the rows that were run once only: more runs of the same cotangents, bit by bit.
+        """Tests whether rows that were run only once are deterministic: runs the same cotangents again, bit for bit.
 
-        Where they are equal, what makes rows move is not there. Where they are not, sums may have
-        been added up in another order and no single row move: only all rows run twice can tell.
+        If the VJPs are equal, the rows are taken to be deterministic. If not, sums may have been added up in another
+        order although no single row differs: only running all rows twice can tell.
         """
         if not self._agree(gradients):
             self._moves_by = max(self._moves_by, *(movement_between(self._vjps(), gradients) for _ in range(RERUNS)))
@@ -509,8 +510,8 @@ class TangentProof:
     """J u, summed from one-hot columns, against the JVP of u, for two u in R^n over all inputs at once.
 
     The first u is dense, with components +-[0.5, 1.5); the second is REPEAT_SCALE times the first with
-    a random half of the negative components zeroed. So every component is negative in one of them:
-    columns, which are not repeated, have seen it positive.
+    a random half of the negative components zeroed. So every component is negative in one of them;
+    the columns, which are not repeated, were computed with positive ones.
     """
 
     def __init__(self, problem: Problem, settings: Settings) -> None:
@@ -604,7 +605,7 @@ def one_hot_rows(problem: Problem, settings: Settings) -> tuple[Failure | None, 
 def linearity_failure(
     problem: Problem, settings: Settings, cotangent: Tensor, gradient: Tensor, kind: str, part: Tensor | None = None
 ) -> Failure | None:
-    """Whether a VJP is not what the VJPs of two parts of its cotangent, each contiguous, add up to.
+    """The failure if a VJP is not the sum of the VJPs of two parts of its cotangent, both contiguous tensors.
 
     Parameters
     ----------
@@ -631,9 +632,9 @@ def linearity_failure(
 def separate_failure(
     problem: Problem, settings: Settings, cotangent: Tensor, gradient: Tensor, parts: Tensor | None = None
 ) -> Failure | None:
-    """Whether a VJP is not what those of each output alone, the other grad_outputs undefined, add up to.
+    """The failure if a VJP is not the sum of the VJPs of each output alone, with undefined other grad_outputs.
 
-    parts: these, if they are at hand, shape (outputs, n).
+    parts: the VJPs of each output alone, if they are known: shape (outputs, n).
     """
     if len(problem.outputs) == 1:
         return None

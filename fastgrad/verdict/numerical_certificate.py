@@ -41,7 +41,7 @@ NEGLIGIBLE = 2.0**-10
 much, with the default confidence."""
 
 STARTS = (1.0, 2.0**2, 2.0**4, 2.0**6, 2.0**9, 2.0**12)
-"""Steps to begin with, in units of eps: the smallest at which rounding is negligible."""
+"""Candidates for the first step, in units of eps: the smallest one at which rounding is negligible is taken."""
 
 LARGEST_TWO_POINT = 2.0**4
 """Step, in units of eps, up to which two evaluations give a derivative along a direction."""

@@ -1,4 +1,4 @@
-"""A few VJPs of a custom backward, run early and again after all others: whether it keeps a state."""
+"""Finds a custom backward that keeps state: a few VJPs are run early, and again after all others."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from fastgrad.verdict.comparison import tolerances
 from fastgrad.verdict.linearity import ALL_KINDS, by_inputs, nondeterministic, proof_cotangents
 
 FIRST_PRODUCT, LAST_PRODUCT = GAPPED, SPARSE
-"""Kinds of cotangents, all contiguous here, that are run before and after the rows: all of them, and few.
+"""Kinds of cotangents, all contiguous here, that are run before and after the rows: a product of all rows, and of few.
 
-What is wrong in the first calls of every graph is wrong in the product and the last row at first, and in other rows
-when they are repeated: then the gradients differ.
+If the first calls on every graph are wrong, these are the product and the last row at first, and other rows when calls
+are repeated. Then the gradients differ.
 """
 
 FIRST_PRODUCTS = 4
-"""Times that an exact check repeats the product of all rows at once. With the one that is the first call of all, it is
-each of the first five calls of a graph once: what is wrong in one of them shows, whichever entry it is."""
+"""How often an exact check repeats the product of all rows. Together with the first call of all, the product takes each
+of the first five positions on a graph once: an error in one of these calls shows, whichever entry is wrong."""
 
 MOST_CALLS = 128
-"""VJPs that a custom backward is run for, at least, where torch's checker runs as many: the number of a call from which
-on it may be wrong."""
+"""Least number of VJPs of a custom backward, if torch's checker runs as many: a backward that is wrong from one of
+these calls on is found."""
 
 
 @dataclass
@@ -55,10 +55,10 @@ class _SummedProducts:
 
 
 class RepeatedCalls:
-    """A few VJPs run before all others, or known from them, and again after them: a backward that keeps state shows.
+    """Repeats a few VJPs, which ran before all others, at the end of a check, to find state in a custom backward.
 
-    Only a custom backward can. One that is wrong from some call on is found as by torch's checker, which runs each row
-    twice, if that call is among the first MOST_CALLS; in fast mode, among those that the check takes.
+    Only a custom backward can keep state. A backward that is wrong from some call on is found, as by torch's checker
+    (which runs each row twice), if the call is among the first MOST_CALLS; in fast mode, if the check makes that call.
 
     Attributes
     ----------
@@ -137,13 +137,13 @@ class RepeatedCalls:
         return _cotangents_of(m, seed, device, self._rows, calls)
 
     def vjp(self, cotangent: Tensor) -> Tensor:
-        """A VJP, shape (1, n), that is not compared with rows: it is, together with others of these, in the end."""
+        """A VJP, shape (1, n), that is not compared with rows: at the end, the sum of all such VJPs is compared."""
         gradient = self._problem.vjp(cotangent)
         self.add(cotangent, gradient)
         return gradient
 
     def add(self, cotangents: Tensor, gradients: Tensor) -> None:
-        """Takes VJPs, shapes (count, m) and (count, n), that may not be compared with rows: they are in the end."""
+        """Adds cotangents and VJPs, shapes (count, m) and (count, n), to the sum that is compared at the end."""
         if not self._problem.is_custom:
             return
         if self._summed is None:
@@ -191,9 +191,9 @@ class RepeatedCalls:
 
     @phase("repeated calls")
     def failure(self, one_round: bool = False) -> Failure | None:
-        """Whether any is another one, once all others have run; raises what was raised before.
+        """Repeats the VJPs, after all others, and returns a failure if one differs; raises what was raised before.
 
-        one_round: each is run again once, however few calls that makes.
+        one_round: each is repeated only once, however few calls that makes.
         """
         if self._raised is not None:
             raise self._raised
@@ -208,13 +208,13 @@ class RepeatedCalls:
         return None if moved is None else nondeterministic(moved)
 
     def _order(self, one_round: bool) -> list[int]:
-        """The numbers of the calls that are repeated: each once, then until as many were run as `most` says."""
+        """The numbers of the calls to repeat: each once, and then again until `_most` VJPs have been run."""
         if self._problem.m == 1:
             return [0, 0]  # the same twice, as torch's checker runs it
         first, last_row, row, *others, last = self._calls
-        # No call of a graph has the number that it had at first: what is wrong in the first, say, of every graph shows.
+        # Each call has another position than on the first graph, so an error in, say, every graph's first call shows.
         once = [row, *[first] * (FIRST_PRODUCTS if self._most else 1), last, last_row, *others]
-        # Seven or eleven, so that what is wrong in every second, third, ... call shows in each.
+        # Seven or eleven calls, so that an error in every second, third, ... call reaches each of them.
         cycle = [*once, first, row, first] if others else once
         count = len(once) if one_round else max(len(once), self._most - self._problem.vjps)
         return [cycle[call % len(cycle)] for call in range(count)]
