@@ -138,7 +138,6 @@ PYBIND11_MODULE(_C, module) {
       .def("vjps", torch::wrap_pybind_function(&SmallProblem::vjps))
       .def("are_zeros_zero", torch::wrap_pybind_function(&SmallProblem::are_zeros_zero))
       .def("screening_derivatives", torch::wrap_pybind_function(&SmallProblem::screening_derivatives))
-      .def("differences_along", torch::wrap_pybind_function(&SmallProblem::differences_along))
       .def("is_same_unrecorded", torch::wrap_pybind_function(&SmallProblem::is_same_unrecorded));
   py::class_<fastgrad::UnspecifiedEntry>(module, "UnspecifiedEntry")
       .def_readonly("row", &fastgrad::UnspecifiedEntry::row)

@@ -285,10 +285,6 @@ std::variant<Derivatives, Changed> SmallProblem::screening_derivatives(
   return evaluator_->screening_derivatives(along, base(), curve, budget, specs_, ulps());
 }
 
-std::variant<Derivatives, Changed> SmallProblem::differences_along(const RandomDirections& along, double curve) const {
-  return evaluator_->differences_along(along, base(), curve, std::nullopt, specs_, ulps());
-}
-
 at::Tensor SmallProblem::base() const { return base_.defined() ? base_ : flattened(graph().outputs()); }
 
 std::vector<double> SmallProblem::ulps() const {

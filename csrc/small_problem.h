@@ -83,8 +83,6 @@ class SmallProblem {
   std::variant<Derivatives, Changed> screening_derivatives(
       const RandomDirections& along, double curve, double budget) const;
 
-  std::variant<Derivatives, Changed> differences_along(const RandomDirections& along, double curve) const;
-
   // Whether func at x returns the same bits where it records no gradients. One evaluation. The values of the first one
   // are kept where records_differences is false, and only then can this be asked.
   bool is_same_unrecorded() const;

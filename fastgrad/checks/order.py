@@ -26,7 +26,8 @@ from fastgrad.checks.one_block import (
     take_calls,
     whole_backward,
 )
-from fastgrad.checks.small import SmallCheck, small_check
+from fastgrad.checks.small import small_check
+from fastgrad.checks.small_result import SmallCheck
 from fastgrad.core.backends import exact_libraries
 from fastgrad.core.errors import raise_if_transient, raise_unless_of_func
 from fastgrad.core.memory import OUT_OF_MEMORY
@@ -170,7 +171,7 @@ def _report_of_small(small: SmallCheck, settings: Settings, names: tuple[str, ..
     if small.errors is None:
         from fastgrad.checks.sketch import certificates_of  # only here: importing fastgrad is to cost little
 
-        plan, certificates = make_sketch_plan(settings), certificates_of(settings)
+        plan, certificates = make_sketch_plan(settings), certificates_of(settings, small.bound)
     else:
         plan = small_plan(problem.n, problem.m, settings.engine)
         certificates = (linear_backward(ALL_KINDS, settings.atol),) if problem.m > 1 else ()

@@ -277,9 +277,9 @@ def _verified(settings: Settings, count: int, bound: float, unresolved: float) -
     return Screening(certificates=certificates, bound=bound)
 
 
-def certificates_of(settings: Settings) -> tuple[Certificate, ...]:
-    """What a sketch without a flag and without weights vouches for."""
-    return _verified(settings, sketch_size(settings.confidence), settings.atol, 0.0).certificates
+def certificates_of(settings: Settings, bound: float) -> tuple[Certificate, ...]:
+    """The certificates of a sketch without a flag, whose sums show an error of this size."""
+    return _verified(settings, sketch_size(settings.confidence), bound, 0.0).certificates
 
 
 @lru_cache(16)

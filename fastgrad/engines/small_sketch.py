@@ -222,12 +222,12 @@ def _one_hot_coordinates(layout: _Layout, seed: int) -> list[tuple[int, int, boo
 
 @dataclass(frozen=True, slots=True)
 class ScreeningGradOutputs:
-    """The grad_outputs of a first look, each of which answers several questions.
+    """The grad_outputs of a small check in fast mode, each of which answers several questions.
 
     The random cotangents of the sketch are contiguous or not, have a random half of their elements zero, are mostly
     zero, or are expanded. Of several outputs, there is one for each of them alone. For custom code, which may do
-    anything, there are one-hot ones and a multiple of another one beside; otherwise the mostly zero one has the last
-    element of each output, where kernels may take another path.
+    anything, there are one-hot ones beside; otherwise the mostly zero one has the last element of each output, where
+    kernels may take another path.
 
     Attributes
     ----------
@@ -237,12 +237,10 @@ class ScreeningGradOutputs:
         Per row, its layout, and the output that gets one; -1: all.
     shares
         Per row, what its sums may be off, relative to those of a dense cotangent; infinite: they are not compared.
-    multiple
-        REPEAT_SCALE times row REPEATED: shape (1, m).
+    early, early_only
+        For the first graph: REPEAT_SCALE times row REPEATED, and the one-hot ones.
     one_hot
         The rows that are one-hot.
-    again
-        The rows that are `multiple`.
     separate
         Rows that are row REPEATED for each output alone.
     expanded
@@ -255,9 +253,9 @@ class ScreeningGradOutputs:
     layouts: list[Layout]
     only: list[int]
     shares: list[float]
-    multiple: Tensor
+    early: Tensor
+    early_only: list[int]
     one_hot: list[int]
-    again: list[int]
     separate: list[int]
     expanded: int
     of_all: int
@@ -266,30 +264,35 @@ class ScreeningGradOutputs:
 @lru_cache(64)
 def screening_grad_outputs(layout: _Layout, seed: int, count: int, is_custom: bool) -> ScreeningGradOutputs:
     """The grad_outputs for outputs of this layout, `count` dense random ones among them."""
-    weight = torch.ones(sum(width * elements for _, width, elements in layout), dtype=torch.float64)
+    m = sum(width * elements for _, width, elements in layout)
+    return weighted_grad_outputs(layout, seed, count, is_custom, torch.ones(m, dtype=torch.float64))
+
+
+def weighted_grad_outputs(
+    layout: _Layout, seed: int, count: int, is_custom: bool, weight: Tensor
+) -> ScreeningGradOutputs:
+    """The same with a weight of each output, shape (m,); one-hot ones and the expanded one have none."""
     random = list(cotangents(seed, weight, count, 0))
     rows = [(one.vector(), one.layout, -1, abs(one.scale)) for one in random]
     expanded, repeated = len(rows) - 1, rows[REPEATED][0]
     one_hot: list[int] = []
-    again: list[int] = []
     if is_custom:
         for coordinate, output, _ in _one_hot_coordinates(layout, seed):
             one = torch.zeros_like(weight)
             one[coordinate] = 1.0
             one_hot.append(len(rows))
             rows.append((one, Layout.CONTIGUOUS, output, 1.0))
-        again.append(len(rows))
-        rows.append((repeated * REPEAT_SCALE, Layout.CONTIGUOUS, -1, math.inf))
     else:
         mostly_zero = rows[expanded - 1][0]
         for first, width, elements in layout:
-            last = mostly_zero[first : first + width * elements][-width:]
-            last.masked_fill_(last == 0, 1.0)
+            last = slice(first + width * max(0, elements - 1), first + width * elements)
+            mostly_zero[last] = torch.where(mostly_zero[last] == 0, weight[last], mostly_zero[last])
     of_all = len(rows)
     separate = list(range(of_all, of_all + len(layout))) if len(layout) > 1 else []
     rows += [(repeated, Layout.CONTIGUOUS, output, math.inf) for output in range(len(separate))]
     vectors, layouts, only, shares = (list(column) for column in zip(*rows, strict=True))
-    multiple = (repeated * REPEAT_SCALE)[None]
+    early = torch.stack([repeated * REPEAT_SCALE, *[vectors[row] for row in one_hot]])
+    early_only = [-1, *[only[row] for row in one_hot]]
     return ScreeningGradOutputs(
-        torch.stack(vectors), layouts, only, shares, multiple, one_hot, again, separate, expanded, of_all
+        torch.stack(vectors), layouts, only, shares, early, early_only, one_hot, separate, expanded, of_all
     )

@@ -31,7 +31,7 @@ def bug_in(file: str) -> Any:
 @pytest.mark.parametrize(
     ("name", "file", "keywords"),
     [
-        ("fastgrad.checks.small.screening_grad_outputs", "engines/small_sketch.py", {"fast_mode": True}),
+        ("fastgrad.checks.small_sums.screening_grad_outputs", "engines/small_sketch.py", {"fast_mode": True}),
         ("fastgrad.checks.sketch.small_sketch", "engines/small_sketch.py", {"fast_mode": True, "engine": "sketch"}),
         ("fastgrad.engines.small_sketch._compare", "engines/sketch.py", {"fast_mode": True, "engine": "sketch"}),
         ("fastgrad.checks.sketch.directional_differences", "engines/sketch.py", {"fast_mode": True}),
@@ -44,7 +44,7 @@ def bug_in(file: str) -> Any:
 def test_a_bug_of_fastgrad_is_raised(
     name: str, file: str, keywords: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if ".small." not in name:
+    if ".small_sums." not in name:
         monkeypatch.setattr("fastgrad.checks.order.small_check", lambda *_: None)
     assert fastgrad.check(CUBE, leaf(40), **keywords).passed
     monkeypatch.setattr(name, bug_in(file))

@@ -1,0 +1,211 @@
+"""Fast mode of a small check: random sums of entries, from as few calls as answer all questions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from fastgrad.checks.small_result import SmallCheck
+from fastgrad.core.errors import raise_if_transient, raise_unless_of_func
+from fastgrad.core.native import Derivatives, Layout, RandomDirections, largest_residuals
+from fastgrad.core.phases import phase
+from fastgrad.core.precision import ROUNDING
+from fastgrad.core.random import SKETCH_DIRECTIONS
+from fastgrad.core.tensors import differ, largest
+from fastgrad.engines.blocks import EXPANDED_VALUE, REPEAT_SCALE
+from fastgrad.engines.plan import sketch_size
+from fastgrad.engines.sketch import KINK, NOISE_SHARE, weights
+from fastgrad.engines.small_sketch import (
+    REPEATED,
+    ScreeningGradOutputs,
+    screening_grad_outputs,
+    weighted_grad_outputs,
+)
+from fastgrad.problem.small_backward import SmallBackward
+from fastgrad.report.data import Settings
+from fastgrad.verdict.repeated_calls import first_moving, repeated_calls_certificate
+
+SMALLER_STEP = 1 / 8
+"""Step of the second comparison of sums, relative to eps. Errors by curvature are proportional to its square, so they
+are 64 times smaller. Rounding of values up to about 100 is still within the threshold."""
+
+
+def sums_agree(check: SmallCheck, settings: Settings) -> bool:
+    """Compares sums of entries along random directions; returns whether nothing is left to judge.
+
+    A few VJPs run on the graph of the first evaluation; then the differences; then all VJPs, on a graph that is
+    recorded after them, as torch's checker records its graph. Outputs whose differences are noisy weigh less, as far as
+    their tolerances allow.
+    """
+    problem = check.problem
+    count = sketch_size(settings.confidence)
+    starts = accumulate((elements * width for _, elements, width in problem.outputs), initial=0)
+    layout = tuple(
+        (first, width, elements) for first, (_, elements, width) in zip(starts, problem.outputs, strict=False)
+    )
+    plain = screening_grad_outputs(layout, settings.seed, count, problem.is_custom)
+    early = _raised_noted(check, partial(_early_vjps, check, plain))
+    if early is None:
+        return False
+    done: tuple[ScreeningGradOutputs, Tensor] | None = None
+    for step, budget in ((1.0, settings.atol / (2 * NOISE_SHARE)), (SMALLER_STEP, 0.0)):
+        differences = _differences(check, settings, step, budget)
+        if differences is None:
+            return False
+        weight = _weight(check, settings, differences)
+        if weight is None:
+            continue
+        if done is None or done[0] is not plain or weight.numel():
+            made = (
+                weighted_grad_outputs(layout, settings.seed, count, problem.is_custom, weight)
+                if weight.numel()
+                else plain
+            )
+            gradients = _raised_noted(check, partial(_all_vjps, check, settings, made, plain, early))
+            if gradients is None:
+                return False
+            done = made, gradients
+        if _agree(settings, differences, *done):
+            third = partial(_same_on_third, check, settings, *done)
+            return not problem.is_custom or _raised_noted(check, third) is not None
+    return False
+
+
+def _raised_noted(check: SmallCheck, run: Callable[[], Tensor | None]) -> Tensor | None:
+    try:
+        return run()
+    except Exception as error:
+        raise_unless_of_func(error)
+        check.raised = error
+        return None
+
+
+@phase("backward")
+def _early_vjps(check: SmallCheck, plain: ScreeningGradOutputs) -> Tensor:
+    """VJPs on the first graph: a multiple of a dense grad_output and, of custom code, one-hot ones."""
+    check.vjps += len(plain.early_only)
+    return check.problem.vjps(plain.early, [Layout.CONTIGUOUS] * len(plain.early_only), plain.early_only)[0]
+
+
+@phase("directional differences")
+def _differences(check: SmallCheck, settings: Settings, step: float, budget: float) -> Derivatives | None:
+    """Derivatives from the fewest evaluations; step: relative to eps; budget: 0 for central differences alone."""
+    streams = [SKETCH_DIRECTIONS + 16 * k for k in range(sketch_size(settings.confidence))]
+    along = RandomDirections(settings.seed, streams, [], settings.eps * step, min(1.0, step))
+    evaluate = partial(check.problem.screening_derivatives, along, KINK, budget)
+    try:
+        found = evaluate()
+    except Exception as error:
+        raise_if_transient(error, evaluate)
+        return None  # the complete check decides what that means
+    if isinstance(found, tuple):
+        check.columns = found
+        return None
+    return found
+
+
+def _weight(check: SmallCheck, settings: Settings, differences: Derivatives) -> Tensor | None:
+    """The weight of each output, shape (m,); empty if all are 1; None if noise may hide errors beyond the tolerance."""
+    norm, size = differences.sizes or (math.inf, math.inf)
+    rounding = ROUNDING * check.problem.unit_roundoff * size * check.problem.m**0.5
+    if not rounding <= settings.atol / (4 * NOISE_SHARE):
+        return None
+    check.bound = settings.atol
+    if norm <= settings.atol / NOISE_SHARE:
+        return torch.empty(0)
+    weight = weights(differences.noise, norm, settings.atol, torch.ones_like(differences.noise, dtype=torch.bool))
+    hidden = settings.atol / weight
+    if not bool((hidden <= settings.atol + settings.rtol * differences.derivatives.abs().amax(0)).all()):
+        return None
+    check.bound = float(hidden.amax())
+    return weight
+
+
+@phase("backward")
+def _all_vjps(
+    check: SmallCheck, settings: Settings, made: ScreeningGradOutputs, plain: ScreeningGradOutputs, early: Tensor
+) -> Tensor | None:
+    """The VJPs of all rows, on a graph of its own; None if they do not fit together."""
+    problem = check.problem
+    if not problem.record_again():
+        return None
+    gradients, match = problem.vjps(made.vectors, made.layouts, made.only)
+    check.vjps += len(made.only)
+    check.products = made.vectors[: made.of_all], gradients[: made.of_all]
+    if not match.sizes or (settings.check_grad_dtypes and not match.dtypes):
+        check.moved = True
+        return None
+    again = gradients[REPEATED : REPEATED + 1]
+    if made is not plain:
+        again = problem.vjps(plain.vectors[REPEATED : REPEATED + 1], [Layout.CONTIGUOUS], [-1])[0]
+        check.vjps += 1
+    again = again * REPEAT_SCALE
+    if made.one_hot:
+        again = torch.cat([again, gradients[made.one_hot]])
+    if not _same_as_early(check, settings, plain, again, early):
+        return None
+    if made.separate:
+        parts = gradients[made.separate]
+        beyond = (gradients[REPEATED] - parts.sum(0)).abs() - settings.atol - settings.rtol * parts.abs().sum(0)
+        if not bool((beyond <= 0).all()):
+            check.moved = bool((beyond > 0).any()) and bool(beyond.isfinite().all())
+            return None
+    # Run last, as a wrong factor does not show in them.
+    outputs = len(problem.outputs)
+    check.vjps += 1 + ((1 + (outputs if outputs > 1 else 0)) if settings.check_undefined_grad else 0)
+    if not problem.are_zeros_zero(settings.check_undefined_grad):
+        check.moved = True
+        return None
+    return gradients
+
+
+def _same_as_early(
+    check: SmallCheck, settings: Settings, plain: ScreeningGradOutputs, again: Tensor, early: Tensor
+) -> bool:
+    """Whether VJPs are those that the first graph gave."""
+    if torch.equal(again, early):
+        return True
+    # Some bits differ. The complete check decides about small differences, by rounding say.
+    size = largest(early.nan_to_num(0.0, 0.0, 0.0))
+    sums = plain.early.abs().sum(1).amax().item()
+    allowed = settings.atol + settings.rtol * size + settings.nondet_tol * sums
+    check.moved = differ(again, early, allowed, False)
+    return False
+
+
+def _agree(settings: Settings, differences: Derivatives, made: ScreeningGradOutputs, gradients: Tensor) -> bool:
+    norm = differences.sizes[0] if differences.sizes else math.inf
+    residuals = largest_residuals(made.vectors, differences.derivatives, gradients, differences.directions)
+    allowed = [share * settings.atol / 4 for share in made.shares]
+    allowed[made.expanded] += 8 * EXPANDED_VALUE * norm  # no weights here
+    return all(residual <= most for residual, most in zip(residuals, allowed, strict=True))
+
+
+@phase("repeated calls")
+def _same_on_third(
+    check: SmallCheck, settings: Settings, made: ScreeningGradOutputs, gradients: Tensor
+) -> Tensor | None:
+    """Whether a custom backward gives one-hot rows and a product again on a third graph: then these gradients."""
+    if not check.problem.record_again():
+        return None
+    again = SmallBackward(check.problem, check.vjps)
+    moving = first_moving(
+        again,
+        settings,
+        made.vectors,
+        made.only,
+        gradients,
+        [*made.one_hot, REPEATED],
+        lambda row: settings.nondet_tol * float(made.vectors[row].abs().sum()),
+    )
+    check.vjps, check.moved = again.vjps, moving is not None
+    if check.moved:
+        return None
+    what = "a dense and a one-hot grad_output of each output"
+    check.certificates.append(repeated_calls_certificate(what, check.vjps, settings.nondet_tol))
+    return gradients
