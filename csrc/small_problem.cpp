@@ -260,24 +260,29 @@ std::tuple<at::Tensor, GradientsMatch> SmallProblem::vjps(
   return vjp_coordinates(graph(), blocks_, cotangents, layouts, only);
 }
 
-bool SmallProblem::are_zeros_zero(bool undefined) const {
+std::optional<bool> SmallProblem::are_zeros_zero(bool undefined) const {
   const std::vector<at::Tensor>& inputs = graph().inputs();
-  const auto are_zero = [&](const std::vector<at::Tensor>& gradients) {
+  bool all_zero = true;
+  bool all_known = true;
+  const auto look_at = [&](const std::vector<at::Tensor>& gradients) {
     check_in_place(blocks_);
-    return std::equal(gradients.begin(), gradients.end(), inputs.begin(), [](const auto& gradient, const auto& input) {
-      return !gradient.defined() || is_plain_zero(gradient, input);
-    });
+    for (size_t k = 0; k < gradients.size(); ++k) {
+      if (gradients[k].defined() && !is_plain_zero(gradients[k], inputs[k])) {
+        all_zero = false;
+        all_known = all_known && is_double_on_cpu(gradients[k]);
+      }
+    }
   };
   GraphRunner& runner = graph().all();
-  bool all_zero = are_zero(runner.vjp_of_zeros());
+  look_at(runner.vjp_of_zeros());
   if (undefined) {
-    all_zero = are_zero(runner.vjp_of_undefined(std::nullopt)) && all_zero;
+    look_at(runner.vjp_of_undefined(std::nullopt));
     const auto count = static_cast<int64_t>(specs_.size());
     for (int64_t one = 0; count > 1 && one < count; ++one) {
-      all_zero = are_zero(runner.vjp_of_undefined(one)) && all_zero;
+      look_at(runner.vjp_of_undefined(one));
     }
   }
-  return all_zero;
+  return all_known ? std::optional(all_zero) : std::nullopt;
 }
 
 std::variant<Derivatives, Changed> SmallProblem::screening_derivatives(

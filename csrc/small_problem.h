@@ -76,8 +76,8 @@ class SmallProblem {
       const at::Tensor& cotangents, const std::vector<int64_t>& layouts, const std::vector<int64_t>& only) const;
 
   // Whether zero grad_outputs and, where `undefined` says so, undefined ones of all outputs and of each give zeros like
-  // the inputs. One VJP each.
-  bool are_zeros_zero(bool undefined) const;
+  // the inputs. One VJP each. Nothing where only gradients that are not plain may not be zero.
+  std::optional<bool> are_zeros_zero(bool undefined) const;
 
   // As of Evaluator, at the values of the first evaluation.
   std::variant<Derivatives, Changed> screening_derivatives(

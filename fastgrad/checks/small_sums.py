@@ -158,8 +158,9 @@ def _all_vjps(
     # Run last, as a wrong factor does not show in them.
     outputs = len(problem.outputs)
     check.vjps += 1 + ((1 + (outputs if outputs > 1 else 0)) if settings.check_undefined_grad else 0)
-    if not problem.are_zeros_zero(settings.check_undefined_grad):
-        check.moved = True
+    are_zero = problem.are_zeros_zero(settings.check_undefined_grad)
+    if not are_zero:
+        check.moved = are_zero is False
         return None
     return gradients
 
