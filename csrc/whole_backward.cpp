@@ -299,7 +299,7 @@ bool are_close(
 
 bool runs_no_custom_code(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) {
   using torch::autograd::Node;
-  constexpr size_t most_nodes = 1000;                       // a longer way is no small backward
+  constexpr size_t most_nodes = 10000;                      // to look at them takes a microsecond each
   const auto is_of_python = [](const at::Tensor& tensor) {  // a subclass that sees every operator
     return tensor.key_set().has(c10::DispatchKey::Python);
   };

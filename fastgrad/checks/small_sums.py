@@ -35,6 +35,10 @@ SMALLER_STEP = 1 / 8
 are 64 times smaller. Rounding of values up to about 100 is still within the threshold."""
 
 
+NOISE_MARGIN = 4.0
+"""Noise is measured along the first direction alone: along others it may be as many times as large."""
+
+
 def sums_agree(check: SmallCheck, settings: Settings) -> bool:
     """Compares sums of entries along random directions; returns whether nothing is left to judge.
 
@@ -118,7 +122,8 @@ def _weight(check: SmallCheck, settings: Settings, differences: Derivatives) -> 
     check.bound = settings.atol
     if norm <= settings.atol / NOISE_SHARE:
         return torch.empty(0)
-    weight = weights(differences.noise, norm, settings.atol, torch.ones_like(differences.noise, dtype=torch.bool))
+    noise = differences.noise * NOISE_MARGIN
+    weight = weights(noise, norm * NOISE_MARGIN, settings.atol, torch.ones_like(noise, dtype=torch.bool))
     hidden = settings.atol / weight
     if not bool((hidden <= settings.atol + settings.rtol * differences.derivatives.abs().amax(0)).all()):
         return None
@@ -146,7 +151,7 @@ def _all_vjps(
         check.vjps += 1
     again = again * REPEAT_SCALE
     if made.one_hot:
-        again = torch.cat([again, gradients[made.one_hot]])
+        again = torch.cat([again, gradients[list(made.one_hot)]])
     if not _same_as_early(check, settings, plain, again, early):
         return None
     if made.separate:
@@ -184,6 +189,8 @@ def _agree(settings: Settings, differences: Derivatives, made: ScreeningGradOutp
     residuals = largest_residuals(made.vectors, differences.derivatives, gradients, differences.directions)
     allowed = [share * settings.atol / 4 for share in made.shares]
     allowed[made.expanded] += 8 * EXPANDED_VALUE * norm  # no weights here
+    for row, coordinate in made.one_hot.items():
+        allowed[row] += 4 * float(differences.noise[coordinate])
     return all(residual <= most for residual, most in zip(residuals, allowed, strict=True))
 
 

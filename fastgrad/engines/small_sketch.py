@@ -240,7 +240,7 @@ class ScreeningGradOutputs:
     early, early_only
         For the first graph: REPEAT_SCALE times row REPEATED, and the one-hot ones.
     one_hot
-        The rows that are one-hot.
+        The rows that are one-hot, and the coordinate of each.
     separate
         Rows that are row REPEATED for each output alone.
     expanded
@@ -255,7 +255,7 @@ class ScreeningGradOutputs:
     shares: list[float]
     early: Tensor
     early_only: list[int]
-    one_hot: list[int]
+    one_hot: dict[int, int]
     separate: list[int]
     expanded: int
     of_all: int
@@ -275,12 +275,12 @@ def weighted_grad_outputs(
     random = list(cotangents(seed, weight, count, 0))
     rows = [(one.vector(), one.layout, -1, abs(one.scale)) for one in random]
     expanded, repeated = len(rows) - 1, rows[REPEATED][0]
-    one_hot: list[int] = []
+    one_hot: dict[int, int] = {}
     if is_custom:
         for coordinate, output, _ in _one_hot_coordinates(layout, seed):
             one = torch.zeros_like(weight)
             one[coordinate] = 1.0
-            one_hot.append(len(rows))
+            one_hot[len(rows)] = coordinate
             rows.append((one, Layout.CONTIGUOUS, output, 1.0))
     else:
         mostly_zero = rows[expanded - 1][0]
