@@ -28,6 +28,7 @@
 #include <numeric>
 #include <string_view>
 #include <typeinfo>
+#include <unordered_map>
 
 namespace py = pybind11;
 
@@ -364,7 +365,7 @@ class Cotangents {
         const int64_t size = coordinate_count(outputs[i]);
         if (one == -1 || one == i) {
           grad_outputs.push_back(
-              grad_output(outputs[i], size == row.numel() ? row : row.narrow(0, offset, size), layout));
+              grad_output(i, outputs[i], size == row.numel() ? row : row.narrow(0, offset, size), layout));
         }
         offset += size;
       }
@@ -373,13 +374,21 @@ class Cotangents {
   }
 
  private:
-  static at::Tensor grad_output(const at::Tensor& output, const at::Tensor& coordinates, Layout layout) {
+  at::Tensor grad_output(int64_t i, const at::Tensor& output, const at::Tensor& coordinates, Layout layout) const {
     if (layout == Layout::expanded && coordinates.numel() > 0) {
       const at::Tensor value = at::empty({}, output.options());
       unflatten_(value, coordinates.narrow(0, 0, coordinates_per_element(output)));
       return value.expand(output.sizes());
     }
-    const at::Tensor made = memory_for(output, layout);
+    // Contiguous ones are in the same memory, as in torch's checker: a backward may keep gradients by address.
+    at::Tensor& shared = shared_[i];
+    const bool is_reusable = layout == Layout::contiguous && shared.defined() && shared.sizes() == output.sizes() &&
+                             shared.is_contiguous() && is_plain_cpu(shared) &&
+                             bytes_reached(shared) <= static_cast<int64_t>(shared.storage().nbytes());
+    const at::Tensor made = is_reusable ? shared.detach() : memory_for(output, layout);
+    if (layout == Layout::contiguous && !is_reusable) {
+      shared = made.detach();
+    }
     unflatten_into(made, coordinates);
     return made;
   }
@@ -404,6 +413,7 @@ class Cotangents {
   const at::Tensor& rows_;
   const std::vector<int64_t>& layouts_;
   const std::vector<int64_t>& only_;
+  mutable std::unordered_map<int64_t, at::Tensor> shared_;  // by output
 };
 
 }  // namespace

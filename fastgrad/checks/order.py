@@ -341,6 +341,8 @@ def _exact(problem: Problem, settings: Settings, findings: Findings) -> tuple[Pl
         take_calls(problem, findings.backward, calls)
     elif calls is not None and not at_once:
         calls.run_first()
+    if calls is not None and findings.products is not None:
+        calls.add(*findings.products)
     plan, failure = _all_entries(problem, settings, calls, findings)
     if calls is not None and findings.early is None and (failure is None or failure.kind == "mismatch"):
         # If an entry is wrong in some calls only, report that calls differ: this is the cause.

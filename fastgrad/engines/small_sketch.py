@@ -238,7 +238,9 @@ class ScreeningGradOutputs:
     shares
         Per row, what its sums may be off, relative to those of a dense cotangent; infinite: they are not compared.
     early, early_only
-        For the first graph: REPEAT_SCALE times row REPEATED, and the one-hot ones.
+        For the first graph: REPEAT_SCALE times row REPEATED and, of custom code, row `again`.
+    again
+        A row that is one-hot, at the last element; -1: there is none.
     one_hot
         The rows that are one-hot, and the coordinate of each.
     separate
@@ -255,6 +257,7 @@ class ScreeningGradOutputs:
     shares: list[float]
     early: Tensor
     early_only: list[int]
+    again: int
     one_hot: dict[int, int]
     separate: list[int]
     expanded: int
@@ -277,7 +280,10 @@ def weighted_grad_outputs(
     expanded, repeated = len(rows) - 1, rows[REPEATED][0]
     one_hot: dict[int, int] = {}
     if is_custom:
-        for coordinate, output, _ in _one_hot_coordinates(layout, seed):
+        found = {coordinate: output for coordinate, output, _ in _one_hot_coordinates(layout, seed)}
+        # One inside of the outputs, which may have nothing but zeros at the ends.
+        found.setdefault((seed + weight.numel() // 2) % weight.numel(), -1)
+        for coordinate, output in found.items():
             one = torch.zeros_like(weight)
             one[coordinate] = 1.0
             one_hot[len(rows)] = coordinate
@@ -291,8 +297,9 @@ def weighted_grad_outputs(
     separate = list(range(of_all, of_all + len(layout))) if len(layout) > 1 else []
     rows += [(repeated, Layout.CONTIGUOUS, output, math.inf) for output in range(len(separate))]
     vectors, layouts, only, shares = (list(column) for column in zip(*rows, strict=True))
-    early = torch.stack([repeated * REPEAT_SCALE, *[vectors[row] for row in one_hot]])
-    early_only = [-1, *[only[row] for row in one_hot]]
+    again = max(one_hot, key=one_hot.__getitem__, default=-1)
+    early = torch.stack([repeated * REPEAT_SCALE] + ([vectors[again]] if is_custom else []))
+    early_only = [-1] + ([only[again]] if is_custom else [])
     return ScreeningGradOutputs(
-        torch.stack(vectors), layouts, only, shares, early, early_only, one_hot, separate, expanded, of_all
+        torch.stack(vectors), layouts, only, shares, early, early_only, again, one_hot, separate, expanded, of_all
     )
