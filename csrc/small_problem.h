@@ -53,8 +53,7 @@ class SmallProblem {
   // different.
   bool record_again();
 
-  // The same, and whether a row of cotangents then gives the VJP that `known` has for it, bit for bit. One evaluation
-  // and one VJP.
+  // Whether a row of cotangents gives the VJP that `known` has for it, bit for bit, on the graph at hand.
   bool repeats(const at::Tensor& cotangents, const at::Tensor& known, int64_t row);
 
   // All VJPs, as of the function of this name.

@@ -118,14 +118,17 @@ def _same_afterwards(check: SmallCheck, settings: Settings) -> bool:
     problem, backward = check.problem, check.backward
     assert backward is not None
     try:
+        if not problem.record_again():
+            check.moved = True
+            return False
         if problem.is_custom:
-            return problem.record_again() and _rows_repeat(check, settings, backward)
+            return _rows_repeat(check, settings, backward)
         at_hand = product_at_hand(problem, settings, backward)
         check.vjps += 1
         if problem.repeats(*at_hand):
             return True
-        # Some bits differ. If the gradients agree within the tolerances on another graph, the complete check uses them.
-        if problem.record_again() and not same_afterwards(SmallBackward(problem, check.vjps), settings, *at_hand):
+        # Some bits differ. If the gradients agree within the tolerances, the complete check uses them.
+        if not same_afterwards(SmallBackward(problem, check.vjps), settings, *at_hand):
             check.moved, check.backward = True, None
     except Exception as error:
         raise_unless_of_func(error)

@@ -27,8 +27,8 @@ class SmallCheck:
     columns
         The numerical Jacobian: float64, shape (n, m); or where and what func returned in place of its outputs.
     moved
-        Whether a VJP was seen that does not fit the others, or has another size or dtype: the complete check names the
-        fault, or it was one of some calls only.
+        Whether a VJP was seen that does not fit the others, or has another size or dtype, or func returned outputs of
+        another kind: the complete check names the fault, or it was one of some calls only.
     batched
         Where batched gradients differ.
     errors

@@ -138,6 +138,7 @@ def _all_vjps(
     """The VJPs of all rows, on a graph of its own; None if they do not fit together."""
     problem = check.problem
     if not problem.record_again():
+        check.moved = True
         return None
     gradients, match = problem.vjps(made.vectors, made.layouts, made.only)
     check.vjps += len(made.only)
@@ -209,7 +210,10 @@ def _same_on_third(
     check: SmallCheck, settings: Settings, made: ScreeningGradOutputs, gradients: Tensor
 ) -> Tensor | None:
     """Whether a custom backward gives a one-hot row and a product again on a third graph: then these gradients."""
-    if not check.problem.record_again() or not _repeat(check, settings, made, gradients, [made.again, REPEATED]):
+    if not check.problem.record_again():
+        check.moved = True
+        return None
+    if not _repeat(check, settings, made, gradients, [made.again, REPEATED]):
         return None
     what = "a dense and a one-hot grad_output"
     check.certificates.append(repeated_calls_certificate(what, check.vjps, settings.nondet_tol))

@@ -160,6 +160,23 @@ def test_what_func_raises_once_is_raised(call: int, dtype: torch.dtype, n: int, 
         fastgrad.gradcheck(func, leaf(n, dtype=dtype), fast_mode=fast_mode)
 
 
+@pytest.mark.parametrize("fast_mode", [False, True])
+@pytest.mark.parametrize("fault", [lambda y: y.detach(), lambda y: y[:-1], lambda y: y * 1.5])
+def test_a_later_graph_that_is_another_one_is_no_pass(fault: Func, fast_mode: bool) -> None:
+    """In the call that records the graph after the differences, and in no other."""
+    x, calls, wrong = leaf(6), 0, -1
+
+    def func(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return fault(x.sin()) if calls == wrong else x.sin()
+
+    engine = {"fast_mode": True, "engine": "sketch"} if fast_mode else {}
+    assert fastgrad.check(func, x, **engine).passed  # type: ignore[arg-type]
+    calls, wrong = 0, calls
+    assert not fastgrad.check(func, x, **engine).passed  # type: ignore[arg-type]
+
+
 def test_where_func_takes_single_steps_only_entries_are_compared() -> None:
     x = leaf(30)
     start = x.detach().clone()
