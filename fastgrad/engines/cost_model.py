@@ -40,7 +40,7 @@ class CostModel:
         time, and some room.
     exploring_share, likely_share
         One in so many calls of the dense engine may be spent on looking for a structure; on one that is likely, because
-        outputs were seen to depend on few inputs.
+        most entries are ruled out.
     paying_share, large_paying_share
         What the compressed engine may cost, relative to the dense one; and where its pattern takes more memory than two
         whole Jacobians.
@@ -72,7 +72,7 @@ class CostModel:
     paying_share: float = 0.8
     large_paying_share: float = 1 / 8
     trial_columns: int = 64
-    trial_seconds: float = 20e-3
+    trial_seconds: float = 10e-3
     trial_share: int = 16
     trial_gain: float = 1.25
 

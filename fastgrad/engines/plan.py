@@ -366,7 +366,7 @@ def _way(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int | N
     ways: list[tuple[int | None, bool, str, Callable[[int, int], Tensor], int, int]] = []
     said = ""
     if not record_graph and size >= vmapped.FEWEST:
-        ways.append((size, False, f"vmapped batches of {size}", batch, vmapped.FEWEST, size))
+        ways.append((size, False, f"vmapped batches of {size}", batch, vmapped.TRIED, size))
     if problem.device.type == "cuda":
         reason = cuda_graph.obstacle(problem)
         said = f"; no CUDA graph: {reason}" if reason is not None else ""

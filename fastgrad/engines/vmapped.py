@@ -6,6 +6,7 @@ A batching rule may be missing, and what func captured does not move with its ba
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -16,9 +17,13 @@ from fastgrad.core.precision import relative_step
 from fastgrad.engines.executor import RefusedError
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
+from fastgrad.problem.second_order import Backward
 
 FEWEST = 4
 """Columns of a batch, at least."""
+
+TRIED = 16
+"""Columns of a trial, at least: with fewer, the time of the call itself hides the time of each column."""
 
 MOST = 512
 """Columns of a batch, at most."""
@@ -75,7 +80,9 @@ def _evaluated(problem: Problem, block: Block, first: int, count: int, eps: floa
         # Point k has coordinate first + k moved; coordinates count through all points of a side.
         moved = torch.arange(count, device=x.device) * (block.size + 1) + first
         ops.perturb_coordinates_(side, side, moved, sign, eps * block.step, relative_step(x.dtype))
-    with torch.no_grad(), warnings.catch_warnings():
+    func = problem.func
+    transformed = func.by_transforms() if isinstance(func, Backward) else nullcontext()
+    with torch.no_grad(), transformed, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch's own: that it is slow, say; func's were heard before
         found = torch.func.vmap(lambda point: problem.evaluate_with(block, point))(points)
     values = torch.empty(2 * count, problem.m, dtype=torch.float64, device=problem.device)

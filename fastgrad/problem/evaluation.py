@@ -106,6 +106,7 @@ class Evaluation:
         self.progress = progress or Progress(False)
         self.vjps = 0
         self.jvps = 0
+        self.func = func
         self._arguments = arguments
         self._recorded: _Recorded | None = None
         self._base: Tensor | None = None

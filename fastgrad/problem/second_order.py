@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +20,13 @@ from fastgrad.report.data import GradOutputs
 
 def differentiable_outputs(result: Any) -> tuple[Tensor, ...]:
     """Those of func's results that require grad."""
-    return tuple(value for value in as_tuple(result) if isinstance(value, Tensor) and value.requires_grad)
+    results = as_tuple(result)
+    return tuple([results[position] for position in _differentiable(results)])
+
+
+def _differentiable(results: tuple[Any, ...]) -> list[int]:
+    """The positions of the results that require grad."""
+    return [i for i, value in enumerate(results) if isinstance(value, Tensor) and value.requires_grad]
 
 
 def random_grad_outputs(outputs: tuple[Tensor, ...], seed: int, noncontiguous: bool) -> tuple[Tensor, ...]:
@@ -74,6 +81,11 @@ class Backward:
     a gradient in the last call.
     """
 
+    _positions: Sequence[int] = ()
+    """The positions of the outputs that required grad when gradients were last recorded."""
+
+    _by_transforms = False
+
     def __init__(
         self,
         func: Callable[..., Any],
@@ -94,6 +106,8 @@ class Backward:
 
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
         """The gradients with respect to the inputs that require grad, those left out that do not matter."""
+        if self._by_transforms:
+            return self._transformed(*arguments)
         gradients = self._recorded(*arguments) if torch.is_grad_enabled() else self._unrecorded.call(arguments)
         self.exist = [gradient is not None for gradient in gradients]
         return tuple([gradient for gradient in gradients if gradient is not None])
@@ -106,12 +120,39 @@ class Backward:
             if not value.requires_grad:
                 value.requires_grad_()
         with torch.set_grad_enabled(self._record_forward):
-            outputs = differentiable_outputs(self._func(*inputs))
+            results = as_tuple(self._func(*inputs))
+            self._positions = _differentiable(results)
+            outputs = tuple([results[position] for position in self._positions])
             native.check_memory(checked)
             if not outputs or len(outputs) != len(grad_outputs):
                 _refuse_outputs(len(outputs), len(grad_outputs))
             gradients = native.vjp(outputs, checked, grad_outputs, True)
             return _all_differentiable(gradients, [*checked, *grad_outputs])
+
+    @contextmanager
+    def by_transforms(self) -> Iterator[None]:
+        """Calls inside run backward by `torch.func.vjp`, which `torch.func.vmap` vectorizes.
+
+        func must do the same under torch.func as without it: the caller compares some results.
+        """
+        self._by_transforms = True
+        try:
+            yield
+        finally:
+            self._by_transforms = False
+
+    def _transformed(self, *arguments: Any) -> tuple[Tensor, ...]:
+        given = list(arguments[: self.count])
+
+        def outputs(*checked: Tensor) -> tuple[Tensor, ...]:
+            for i, value in zip(self._inputs, checked, strict=True):
+                given[i] = value
+            results = as_tuple(self._func(*given))
+            return tuple([results[position] for position in self._positions])
+
+        _, pull_back = torch.func.vjp(outputs, *[given[i] for i in self._inputs])
+        gradients = pull_back(arguments[self.count :])
+        return tuple([gradient for gradient, exists in zip(gradients, self.exist, strict=True) if exists])
 
 
 def _refuse_outputs(outputs: int, grad_outputs: int) -> None:

@@ -107,7 +107,7 @@ class Detection(ABC):
     ) -> Pattern | None:
         """What outputs, gradients, or both show when blocks of columns, or of rows, are selected.
 
-        most: how many products it may take; None: as many as may repay.
+        most: how many products it may take to find the pattern; None: as many as pay off, and a pattern with more entries will do.
         """
         budget, if_likely = self._budget.probes - self._spent, self._budget.probes_if_likely - self._spent
         if most is not None:
@@ -121,7 +121,7 @@ class Detection(ABC):
                 columns = sparsity.Refinement(self._probe_columns, inputs, self._m, splits_hubs)
             if watch_gradients:
                 rows = sparsity.Refinement(self._probe_rows, outputs, self._n, splits_hubs)
-            return sparsity.refined(columns, rows, inputs, outputs, self._has_room, budget, if_likely)
+            return sparsity.refined(columns, rows, inputs, outputs, self._has_room, budget, if_likely, most is None)
         except Exception as error:
             raise_if_transient(error, self._last_probe)
             return None  # one-hot cotangents, or single steps, may not raise

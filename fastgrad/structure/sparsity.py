@@ -24,6 +24,10 @@ Mask = NDArray[np.bool_]
 SEPARATES = 0.95
 """A halving is informative if both halves reach at most this share of the targets of the whole."""
 
+LIKELY_SHARE = 1 / 4
+"""Share of entries not ruled out up to which a structure is likely: compressing by it saves more than the larger budget
+of probes costs."""
+
 PATIENCE = 2
 """Uninformative halvings in succession after which a block is treated as dense."""
 
@@ -361,8 +365,8 @@ class Refinement:
     ----------
     probes
         Calls of respond so far.
-    separates
-        Whether some half of a block was seen to reach fewer targets than the block.
+    last_share
+        The share of possible entries that the last level did not rule out.
     """
 
     def __init__(
@@ -378,7 +382,7 @@ class Refinement:
         self._targets = targets
         self._sources = sum(block.size for block in blocks)
         self.probes = 0
-        self.separates = False
+        self.last_share = 0.5
         self._order = np.arange(self._sources)
         self._is_in_order = True
         blocks = [block for block in blocks if block.size]
@@ -414,7 +418,6 @@ class Refinement:
                 np.moveaxis(own, dim, 0)[: shape[dim] // 2] = True
                 if self._probe(selection).size <= SEPARATES * reached.size:
                     separating.append(dim)
-            self.separates |= bool(separating)
             order = separating + [dim for dim in order if dim not in separating]
             coordinates = np.arange(block.first, block.end).reshape(*shape, width)
             permuted = coordinates.transpose(*order, len(shape))
@@ -480,6 +483,7 @@ class Refinement:
 
     def refine(self) -> None:
         """One level: halves all active blocks and probes both halves."""
+        entries = self.entries
         active, middle = self._active, self._middles()
         first, last = self._first[active], self._last[active]
         starts, members = self._lists
@@ -501,6 +505,7 @@ class Refinement:
                 children.append(2 * owner[reacted] + side)
         self._replace(middle, np.concatenate(children), np.concatenate(found))
         self._prepare()
+        self.last_share = self.entries / max(1, entries)
 
     def _selection(self, first: Indices, last: Indices) -> Mask:
         marks = np.zeros(self._sources + 1, dtype=np.int8)
@@ -519,7 +524,6 @@ class Refinement:
         pairs, starts = coloring.bucket(children, 2 * active.size)
         before, after = np.diff(self._starts)[active], np.diff(starts).reshape(-1, 2)
         separated = (after <= SEPARATES * before[:, None]).any(1)
-        self.separates |= bool(separated.any())
         idle = np.where(separated, 0, self._idle[active] + 1)
         rest = np.delete(np.arange(self._first.size), active)
         rest_starts, rest_members = _select(self._starts, self._members, rest)
@@ -561,13 +565,16 @@ def refined(
     has_room: Callable[[int], bool],
     most_probes: int,
     most_if_likely: int = 0,
+    may_be_unfinished: bool = True,
 ) -> Pattern | None:
     """The pattern from the side that finishes first; None if it exceeds the numbers of probes or entries.
 
     The two sides take turns, each until it has taken twice as many probes as the other: a Jacobian may
     be hopeless from one side and trivial from the other, and VJPs after evaluations need a new graph. A
-    side that gives up, with most entries possible, ends nothing. A side alone takes all turns. Once any
-    block is seen to reach less than the whole, most_if_likely probes are allowed, if that is more.
+    side that gives up, with most entries possible, ends nothing. A side alone takes all turns. Once at most
+    LIKELY_SHARE of all entries are possible, most_if_likely probes are allowed, if that is more; a level beyond
+    most_probes must save more calls than it costs. If probing ends early then, the pattern has all entries that are
+    not ruled out, unless it must be finished.
     """
 
     def spent(side: Refinement) -> int:
@@ -584,9 +591,16 @@ def refined(
         other = sides[sides.index(side) - 1]
         if side.is_done or (not other.is_done and spent(side) > 2 * spent(other)):
             side = other
-        most = max(most_probes, most_if_likely) if any(each.separates for each in sides) else most_probes
-        if sum(each.probes for each in sides) + side.next_cost > most:
-            return None
+        is_likely = any(each.entries <= LIKELY_SHARE * n * m for each in sides)
+        most = max(most_probes, most_if_likely) if is_likely else most_probes
+        needed = sum(each.probes for each in sides) + side.next_cost
+        # If entries are spread evenly, so many calls compress them: two evaluations a column group, a VJP a row group.
+        calls = side.entries * (2 / max(1, m) + 1 / max(1, n))
+        if needed > most or (needed > most_probes and side.next_cost > (1 - side.last_share) * calls):
+            if not (is_likely and may_be_unfinished):
+                return None
+            best = min(sides, key=lambda side: side.entries)
+            break
         side.refine()
     if not has_room(best.entries):
         return None

@@ -469,3 +469,13 @@ def test_what_looks_moved_at_x_only_is_not_taken_for_it() -> None:
     assert report.failure.comparison is not None
     assert report.failure.comparison.worst is not None
     assert report.failure.comparison.worst.numerical == pytest.approx(2.0, rel=1e-6)
+
+
+def test_second_order_of_a_convolution_is_probed_no_longer_than_it_pays_off() -> None:
+    x, w = torch.randn(2, 3, 8, 8, dtype=torch.float64), torch.randn(4, 3, 3, 3, dtype=torch.float64)
+    inputs = x.requires_grad_(), w.requires_grad_()
+    report = fastgrad.check(torch.nn.functional.conv2d, inputs, order=2)
+    assert report.passed
+    assert report.plan is not None
+    assert report.plan.engine == "compressed"
+    assert report.evaluations + report.vjps < 0.4 * (2 * report.n + report.m)

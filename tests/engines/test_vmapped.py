@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+import fastgrad
 from fastgrad.checks.order import check
 from fastgrad.engines import executor, vmapped
 from fastgrad.problem.problem import Problem
+from fastgrad.problem.second_order import Backward, grad_outputs_for
 from fastgrad.report.data import Settings, Tolerances
 from tests.costs import set_costs
 
@@ -241,7 +243,7 @@ def test_every_input_has_its_own_step_and_tolerance() -> None:
 def test_the_clock_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     set_costs(monkeypatch, guess_seconds=0.0)
     set_costs(monkeypatch, trial_seconds=0.0)
-    for seconds, faster in (((0.0, 1.0, 1.1), True), ((0.0, 1.0, 126.0), False)):
+    for seconds, faster in (((0.0, 1.0, 1.1), True), ((0.0, 1.0, 401.0), False)):
         clock = iter(seconds)
         monkeypatch.setattr(executor, "clock", lambda _, clock=clock: next(clock))
         report = check(lambda x: x.cumsum(0), (leaf(80),), DENSE)
@@ -290,3 +292,59 @@ def test_a_batch_keeps_to_an_eighth_of_the_limit() -> None:
             size = vmapped.largest(problem, limit)
             assert size * vmapped.column_bytes(problem) <= limit // 8
         assert vmapped.largest(problem, 10**5) < vmapped.FEWEST <= vmapped.largest(problem, None)
+
+
+SECOND_ORDER: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
+    (lambda q, k, v: torch.softmax(q @ k.t(), -1) @ v, (leaf(3, 4), leaf(5, 4, seed=2), leaf(5, 2, seed=3))),
+    (lambda x, w: torch.nn.functional.conv1d(x, w), (leaf(1, 2, 9), leaf(3, 2, 3, seed=2))),
+    (lambda x: (x.sin(), 3, x.detach(), x.cumsum(0) * x), (leaf(8),)),
+    (lambda x, y: x * x.abs().sum() + 0 * y.detach().sum(), (leaf(6, dtype=torch.complex128), leaf(2))),
+]
+
+
+@pytest.mark.parametrize(("func", "inputs"), SECOND_ORDER)
+def test_columns_of_a_backward(func: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
+    grads = grad_outputs_for(func, inputs, "random", 0)
+    backward = Backward(func, inputs, grads)
+    with Problem(backward, inputs + grads, records_differences=False) as problem:
+        single = problem.difference_columns(0, problem.n, EPS, False)
+        columns = vmapped.difference_columns(problem, 0, problem.n, 100, EPS)
+        torch.testing.assert_close(columns, single, rtol=0, atol=1e-8)
+        # Outside, backward runs as before.
+        assert torch.equal(problem.difference_columns(0, problem.n, EPS, False), single)
+
+
+@pytest.mark.usefixtures("always")
+def test_second_order_in_batches() -> None:
+    report = fastgrad.check(lambda x: x.cumsum(0).exp() * x.sum(), (leaf(64),), order=2, engine="dense")
+    assert report.passed
+    assert report.plan is not None
+    assert report.plan.batch is not None
+    assert report.evaluations < 64
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_func_that_differs_under_transforms(wrong: bool) -> None:
+    """Its columns are refused; a wrong second derivative fails by plain calls."""
+
+    class Exp(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x.exp()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            return g * (x.detach() if wrong else x).exp()
+
+    def func(x: Tensor) -> Tensor:
+        in_transform = torch._C._functorch.maybe_get_level(x) != -1
+        return x.cumsum(0).sin() * 2 if in_transform else Exp.apply(x.cumsum(0)) * x.sum()
+
+    report = fastgrad.check(func, (leaf(64),), order=2, engine="dense")
+    assert report.passed is not wrong
+    assert report.plan is not None
+    assert report.plan.batch is None
+    assert "other values than one by one" in report.plan.reason

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -178,9 +177,23 @@ def test_no_structure_is_given_up_early() -> None:
     assert pattern.nnz == 2048**2
 
 
-@pytest.mark.parametrize("budget", [0, 10])
-def test_a_budget_is_kept(budget: int) -> None:
-    assert probe(np.eye(1024, dtype=bool), blocks((1024,)), blocks((1024,)), budget) is None
+def test_no_probes_give_no_pattern() -> None:
+    assert probe(np.eye(1024, dtype=bool), blocks((1024,)), blocks((1024,)), budget=0) is None
+
+
+def test_few_probes_give_what_they_do_not_rule_out() -> None:
+    matrix = np.eye(1024, dtype=bool)
+    pattern = probe(matrix, blocks((1024,)), blocks((1024,)), budget=10)
+    assert pattern is not None
+    assert (dense(pattern) >= matrix).all()
+    assert matrix.sum() < pattern.nnz <= 1024**2 / 4
+
+
+def test_a_pattern_that_must_be_finished() -> None:
+    matrix = np.eye(1024, dtype=bool)
+    reacting, reached = oracle(matrix)
+    sides = Refinement(reacting, blocks((1024,)), 1024), Refinement(reached, blocks((1024,)), 1024)
+    assert refined(*sides, blocks((1024,)), blocks((1024,)), lambda entries: True, 10, 10, False) is None
 
 
 @settings(deadline=None, max_examples=60)
