@@ -72,7 +72,7 @@ class CostModel:
     paying_share: float = 0.8
     large_paying_share: float = 1 / 8
     trial_columns: int = 64
-    trial_seconds: float = 10e-3
+    trial_seconds: float = 5e-3
     trial_share: int = 16
     trial_gain: float = 1.25
 

@@ -107,7 +107,8 @@ class Detection(ABC):
     ) -> Pattern | None:
         """What outputs, gradients, or both show when blocks of columns, or of rows, are selected.
 
-        most: how many products it may take to find the pattern; None: as many as pay off, and a pattern with more entries will do.
+        most: how many products it may take to find the pattern; None: as many as pay off, and the pattern may have more
+        entries than necessary.
         """
         budget, if_likely = self._budget.probes - self._spent, self._budget.probes_if_likely - self._spent
         if most is not None:
