@@ -47,6 +47,7 @@ from fastgrad.engines.plan import (
     tries_structure,
     with_less_memory,
 )
+from fastgrad.engines.probes import PROBES
 from fastgrad.problem.arguments import as_tuple
 from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.first_look import FirstLook, first_look
@@ -66,7 +67,6 @@ from fastgrad.verdict.grad_outputs import (
     check_zero_grad_output,
 )
 from fastgrad.verdict.linearity import (
-    ALL_KINDS,
     LinearityProof,
     TangentProof,
     linear_backward,
@@ -174,7 +174,7 @@ def _report_of_small(small: SmallCheck, settings: Settings, names: tuple[str, ..
         plan, certificates = make_sketch_plan(settings), certificates_of(settings, small.bound)
     else:
         plan = small_plan(problem.n, problem.m, settings.engine)
-        certificates = (linear_backward(ALL_KINDS, settings.atol),) if problem.m > 1 else ()
+        certificates = (linear_backward(PROBES, settings.atol),) if problem.m > 1 else ()
     return Report(
         failure=None,
         settings=settings,

@@ -17,8 +17,9 @@ from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING
 from fastgrad.core.random import SKETCH_DIRECTIONS
 from fastgrad.core.tensors import differ, largest
-from fastgrad.engines.blocks import EXPANDED_VALUE, REPEAT_SCALE
+from fastgrad.engines.blocks import REPEAT_SCALE
 from fastgrad.engines.plan import sketch_size
+from fastgrad.engines.probes import CONSTANT
 from fastgrad.engines.sketch import KINK, NOISE_SHARE, weights
 from fastgrad.engines.small_sketch import (
     REPEATED,
@@ -190,7 +191,7 @@ def _agree(settings: Settings, differences: Derivatives, made: ScreeningGradOutp
     norm = differences.sizes[0] if differences.sizes else math.inf
     residuals = largest_residuals(made.vectors, differences.derivatives, gradients, differences.directions)
     allowed = [share * settings.atol / 4 for share in made.shares]
-    allowed[made.expanded] += 8 * EXPANDED_VALUE * norm  # no weights here
+    allowed[made.expanded] += 8 * CONSTANT * norm  # no weights here
     for row, coordinate in made.one_hot.items():
         allowed[row] += 4 * float(differences.noise[coordinate])
     return all(residual <= most for residual, most in zip(residuals, allowed, strict=True))

@@ -13,7 +13,7 @@ from fastgrad.core.native import Layout
 from fastgrad.core.random import EVIDENCE_STREAM, direction
 from fastgrad.diagnosis.autograd_graph import copied_gradients, written_gradients
 from fastgrad.diagnosis.experiments import Experiments
-from fastgrad.engines.blocks import EXPANDED_VALUE
+from fastgrad.engines.probes import CONSTANT
 from fastgrad.engines.sketch import directional_differences
 from fastgrad.report.data import Sample
 
@@ -105,7 +105,7 @@ class BackwardExperiments(Experiments):
             self._note(gapped=deviation, gapped_error=error)
             deviation, error = _deviation_or_error(lambda: self._vjp(v, [Layout.OFFSET]), contiguous)
             self._note(offset=deviation, offset_error=error)
-        ones = torch.full_like(v, EXPANDED_VALUE)
+        ones = torch.full_like(v, CONSTANT)
         contiguous = self._try(2, lambda: self._vjp(ones))
         if contiguous is not None:
             deviation, error = _deviation_or_error(lambda: self._vjp(ones, [Layout.EXPANDED]), contiguous)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fastgrad.core.native import GradientsMatch, Layout, UnspecifiedEntry
+from fastgrad.core.native import GradientsMatch, UnspecifiedEntry
 from fastgrad.problem.coordinates import Block
 from fastgrad.report.data import Part
 
@@ -24,26 +24,6 @@ MOST_AT_ONCE = 1 << 14
 MOST_CACHED = 1 << 10
 """Coordinates of the outputs up to which grad_outputs are kept, 40 kB: a suite checks many functions of the same
 shapes."""
-
-EXPANDED_VALUE = 1.25
-"""Of an expanded cotangent: not 1, so that a constant 1 in its place shows."""
-
-SPARSE_STRIDE = 17
-"""One element in so many is not zero in a sparse cotangent: more than three quarters are zero, where kernels may take
-another path, and a prime shares no period with the sizes of tensors."""
-
-GAPPED, HALVED, SPARSE, EXPANDED, DENSE = range(5)
-COTANGENT_KINDS = (
-    "a random grad_output, dense and non-contiguous",
-    "a random grad_output, with half of its elements zero",
-    "a random grad_output at a storage offset, with most of its elements zero",
-    "a constant grad_output, expanded with stride 0",
-    "a random grad_output, dense and contiguous",
-)
-"""What beside one-hot, contiguous grad_outputs a backward must take; for messages."""
-
-LAYOUTS = Layout.GAPPED, Layout.CONTIGUOUS, Layout.OFFSET, Layout.EXPANDED, Layout.CONTIGUOUS
-"""How each kind lies in memory."""
 
 
 @dataclass(slots=True)
@@ -107,13 +87,6 @@ def row_parts(outputs: tuple[Block, ...]) -> list[tuple[Block, Part]]:
     """Outputs in the order of judging: imaginary parts come, with the real outputs, before real parts."""
     groups: list[tuple[Block, Part]] = [(output, "imaginary" if output.is_complex else "all") for output in outputs]
     return groups + [(output, "real") for output in outputs if output.is_complex]
-
-
-def thin_out(vector: Tensor, seed: int) -> None:
-    """Leaves one in SPARSE_STRIDE components of a vector, shape (size,), and at least one, where there are any."""
-    first = seed % max(1, min(vector.numel(), SPARSE_STRIDE))
-    kept = vector[first::SPARSE_STRIDE].clone()
-    vector.zero_()[first::SPARSE_STRIDE] = kept
 
 
 def one_hot_elements(elements: int, seed: int) -> list[int]:

@@ -19,7 +19,7 @@ from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING, excess
 from fastgrad.core.random import SKETCH_COTANGENTS, SKETCH_DIRECTIONS
 from fastgrad.core.tensors import largest
-from fastgrad.engines.blocks import COTANGENT_KINDS, EXPANDED_VALUE, REPEAT_SCALE, thin_out
+from fastgrad.engines.probes import CONSTANT, EXPANDED, GAPPED, HALVED, SPARSE, thin_out
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Settings
 
@@ -175,7 +175,6 @@ class Cotangent:
 
 def cotangents(seed: int, weight: Tensor, count: int, attempt: int) -> Iterator[Cotangent]:
     """Random ones, weighed, the first non-contiguous; in the first attempt, some with zeros and an expanded one too."""
-    gapped, halved, sparse, expanded, _ = COTANGENT_KINDS
     plain = all_count_fully(weight)
 
     def weighed(number: int, halve: bool = False, scale: float = 1.0) -> Tensor:
@@ -187,19 +186,19 @@ def cotangents(seed: int, weight: Tensor, count: int, attempt: int) -> Iterator[
 
     for number in range(count):
         vector = partial(weighed, attempt * (count + 1) + number)
-        layout = Layout.CONTIGUOUS if number else Layout.GAPPED
-        yield Cotangent(vector, "a random grad_output" if number else gapped, layout=layout)
+        layout = Layout.CONTIGUOUS if number else GAPPED.layout
+        yield Cotangent(vector, "a random grad_output" if number else GAPPED.text, layout=layout)
     if attempt:
         return
-    yield Cotangent(partial(weighed, count, True, REPEAT_SCALE), halved, scale=-REPEAT_SCALE)
+    yield Cotangent(partial(weighed, count, True, HALVED.scale), HALVED.text, abs(HALVED.scale), HALVED.layout)
 
     def mostly_zero() -> Tensor:
         vector = weighed(count)
         thin_out(vector, seed)
         return vector
 
-    yield Cotangent(mostly_zero, sparse, layout=Layout.OFFSET)
-    yield Cotangent(partial(torch.full_like, weight, EXPANDED_VALUE), expanded, layout=Layout.EXPANDED)
+    yield Cotangent(mostly_zero, SPARSE.text, layout=SPARSE.layout)
+    yield Cotangent(partial(torch.full_like, weight, CONSTANT), EXPANDED.text, layout=EXPANDED.layout)
 
 
 @dataclass(slots=True)
@@ -262,5 +261,5 @@ def allowed_in_row(settings: Settings, differences: Differences, cotangent: Cota
     if cotangent.expanded:
         # No weights here.
         noise = differences.noise_norm
-        slack += 8 * EXPANDED_VALUE * (math.inf if math.isnan(noise) else noise)
+        slack += 8 * CONSTANT * (math.inf if math.isnan(noise) else noise)
     return slack

@@ -150,7 +150,7 @@ class Backward:
             results = as_tuple(self._func(*given))
             return tuple([results[position] for position in self._positions])
 
-        _, pull_back = torch.func.vjp(outputs, *[given[i] for i in self._inputs])
+        pull_back = torch.func.vjp(outputs, *[given[i] for i in self._inputs])[1]
         gradients = pull_back(arguments[self.count :])
         return tuple([gradient for gradient, exists in zip(gradients, self.exist, strict=True) if exists])
 

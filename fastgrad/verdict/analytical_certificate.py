@@ -16,15 +16,14 @@ from torch import Tensor
 from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.tensors import PIECE, largest
 from fastgrad.engines import compressed
-from fastgrad.engines.blocks import DENSE, EXPANDED, GAPPED
 from fastgrad.engines.compressed import Compression
 from fastgrad.engines.plan import dense_is_small
+from fastgrad.engines.probes import DENSE, GAPPED, NOT_EXPANDED, PROBES, Probe
 from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Certificate, Failure, Settings
 from fastgrad.structure.coloring import Indices
 from fastgrad.verdict.linearity import (
-    ALL_KINDS,
     LinearityProof,
     groups_failure,
     linearity_certificate,
@@ -76,7 +75,7 @@ class AnalyticalCertificate:
         self._calls = calls
         self._replaced: dict[int, Tensor] = {}
         self._proofs: Sequence[LinearityProof] = ()
-        self._proven_kinds: tuple[int, ...] = ()
+        self._proven_probes: tuple[Probe, ...] = ()
         self.values = values
         self.bound = 0.0
         self.changed_by = 0.0
@@ -88,7 +87,7 @@ class AnalyticalCertificate:
     def certificate(self) -> Certificate:
         """What it vouches for where nothing is missing."""
         claim = "no analytical entry outside of it, and backward is linear in grad_output"
-        return linearity_certificate(claim, self._proven_kinds, self.bound)
+        return linearity_certificate(claim, self._proven_probes, self.bound)
 
     def compare_rows(self) -> Failure | Incomplete:
         """Rows that were run by themselves before against those that were computed together with others."""
@@ -119,8 +118,8 @@ class AnalyticalCertificate:
         """That products of the backward are what the entries add up to."""
         learnt = []
         resolution = 0.0
-        self._proven_kinds = self._all_kinds if self._proofs else self._kinds
-        proofs, self._proofs = self._proofs or self._proofs_of(self._proven_kinds), ()
+        self._proven_probes = self._all_probes if self._proofs else self._probes
+        proofs, self._proofs = self._proofs or self._proofs_of(self._proven_probes), ()
         for proof in itertools.chain(proofs, self._contiguous_proofs()):
             found = self._proven(proof)
             if isinstance(found, Failure) or found.ends:
@@ -134,7 +133,7 @@ class AnalyticalCertificate:
         """Of a custom backward, one of a dense and contiguous cotangent: it may be wrong for such ones alone."""
         if not self._problem.is_custom:
             return
-        self._proven_kinds = (*self._proven_kinds, DENSE)
+        self._proven_probes = (*self._proven_probes, DENSE)
         for proof in self._proofs_of((DENSE,)):
             known = self._calls.product if self._calls is not None and not self._compression.leaves_out else None
             if known is not None:
@@ -248,20 +247,20 @@ class AnalyticalCertificate:
         self.values[mine] = gradient[self._compression.columns[mine]]
 
     @property
-    def _all_kinds(self) -> tuple[int, ...]:
-        """Which cotangents there can be: what is expanded is zero at no row."""
-        return ALL_KINDS if self._compression.excluded_rows is None else ALL_KINDS[:EXPANDED]
+    def _all_probes(self) -> tuple[Probe, ...]:
+        """The probes that are possible: an expanded one is zero at no row."""
+        return PROBES if self._compression.excluded_rows is None else NOT_EXPANDED
 
     @property
-    def _kinds(self) -> tuple[int, ...]:
-        """Which cotangents to try: not the expanded one where the second run of the only row group was one."""
+    def _probes(self) -> tuple[Probe, ...]:
+        """The probes to run: not the expanded one if the second run of the only row group was one."""
         outputs = self._problem.outputs
         whole = len(outputs) == 1 and not outputs[0].is_complex and self._compression.row_groups[0].count == 1
-        return ALL_KINDS[:EXPANDED] if whole else self._all_kinds
+        return NOT_EXPANDED if whole else self._all_probes
 
     def explains_products(self) -> bool:
         """Whether products are what the entries add up to, to rounding; keeps the products."""
-        self._proofs = list(self._proofs_of(self._all_kinds))
+        self._proofs = list(self._proofs_of(self._all_probes))
         if self._calls is not None:
             for proof in self._proofs:
                 self._calls.add(proof.cotangents, proof.gradients())
@@ -272,10 +271,10 @@ class AnalyticalCertificate:
         proof = self._proofs[0]
         return proof.cotangent(0), proof.gradients()[0]
 
-    def _proofs_of(self, kinds: tuple[int, ...], number: int = 0) -> Iterator[LinearityProof]:
-        """One of all kinds of cotangents or, where vectors take much memory, one at a time."""
+    def _proofs_of(self, probes: tuple[Probe, ...], number: int = 0) -> Iterator[LinearityProof]:
+        """One of all probes or, if vectors take much memory, one per probe."""
         is_small = self._problem.n + self._problem.m <= PIECE
-        for some in [kinds] if is_small else [(kind,) for kind in kinds]:
+        for some in [probes] if is_small else [(probe,) for probe in probes]:
             excluded = self._compression.excluded_rows, self._compression.excluded_columns
             proof = LinearityProof(
                 self._problem, self._settings, self._repeats_all, self._moving_group, some, *excluded, number

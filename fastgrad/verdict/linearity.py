@@ -23,28 +23,12 @@ from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING
 from fastgrad.core.random import COTANGENT_STREAM, TANGENT_STREAM
 from fastgrad.core.tensors import differ, largest
-from fastgrad.engines.blocks import (
-    COTANGENT_KINDS,
-    DENSE,
-    EXPANDED,
-    EXPANDED_VALUE,
-    GAPPED,
-    HALVED,
-    LAYOUTS,
-    REPEAT_SCALE,
-    REPEATED_ROWS,
-    SPARSE,
-    JacobianBlock,
-    TangentBlock,
-    one_hot_elements,
-    thin_out,
-)
+from fastgrad.engines.blocks import REPEAT_SCALE, REPEATED_ROWS, JacobianBlock, TangentBlock, one_hot_elements
+from fastgrad.engines.probes import GAPPED, PROBES, Probe
 from fastgrad.problem.coordinates import Block, block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Certificate, Failure, Part, Settings, Tolerances
 from fastgrad.verdict.comparison import tolerances
-
-ALL_KINDS = GAPPED, HALVED, SPARSE, EXPANDED
 
 RERUNS = 3
 """Further runs of a VJP that was not exactly as expected: they show gradients that change every third time."""
@@ -66,25 +50,17 @@ LARGEST_MEASURED = 0.5
 """Exponent: rounding that is measured counts up to the unit roundoff to this power, relative to the product. What
 moves more than half of the digits is no rounding, but a backward that is not linear."""
 
-_KINDS_IN_SHORT = (
-    "dense and non-contiguous",
-    "half of it zero",
-    "most of it zero and at a storage offset",
-    "constant and expanded",
-    "dense and contiguous",
-)
-
 
 @lru_cache(8)
-def linearity_certificate(claim: str, kinds: tuple[int, ...], bound: float) -> Certificate:
-    """What cotangents of some kinds vouch for, once v^T J was found to be their VJP."""
-    names = ", ".join(_KINDS_IN_SHORT[kind] for kind in kinds)
-    return Certificate(claim, f"v^T J against the VJP of v, {len(kinds)} cotangents: {names}", bound)
+def linearity_certificate(claim: str, probes: tuple[Probe, ...], bound: float) -> Certificate:
+    """What some probes certify, once v^T J was found to be their VJP."""
+    names = ", ".join(probe.short for probe in probes)
+    return Certificate(claim, f"v^T J against the VJP of v, {len(probes)} cotangents: {names}", bound)
 
 
-def linear_backward(kinds: tuple[int, ...], bound: float) -> Certificate:
+def linear_backward(probes: tuple[Probe, ...], bound: float) -> Certificate:
     """That a backward is linear."""
-    return linearity_certificate("backward is linear in grad_output", kinds, bound)
+    return linearity_certificate("backward is linear in grad_output", probes, bound)
 
 
 def moving_repeat(problem: Problem, block: JacobianBlock, settings: Settings) -> Failure | None:
@@ -265,31 +241,19 @@ def _disagreement(
 
 
 def proof_cotangents(
-    m: int, seed: int, device: torch.device, kinds: tuple[int, ...] = ALL_KINDS, number: int = 0
+    m: int, seed: int, device: torch.device, probes: tuple[Probe, ...] = PROBES, number: int = 0
 ) -> Tensor:
-    """The cotangents of a `LinearityProof`, the `number`th of their kinds: float64, shape (kinds, m)."""
-    cotangents = torch.empty(len(kinds), m, dtype=torch.float64, device=device)
-    for kind, cotangent in zip(kinds, cotangents.unbind(), strict=True):
-        if kind == EXPANDED:
-            cotangent.fill_(EXPANDED_VALUE)
-            continue
-        # Each kind has its own random stream: one may show what another misses. Dense ones differ only in layout.
-        stream = GAPPED if kind == DENSE else kind
-        ops.direction_(cotangent, seed, COTANGENT_STREAM + 16 * (stream + len(ALL_KINDS) * number), 0, kind == HALVED)
-        if kind == HALVED:
-            cotangent.mul_(REPEAT_SCALE)
-        elif kind == SPARSE:
-            thin_out(cotangent, seed)
+    """The cotangents of a `LinearityProof`, the `number`th of their probes: float64, shape (probes, m)."""
+    cotangents = torch.empty(len(probes), m, dtype=torch.float64, device=device)
+    for probe, cotangent in zip(probes, cotangents.unbind(), strict=True):
+        probe.fill_(cotangent, seed, COTANGENT_STREAM + 16 * (probe.stream + len(PROBES) * number))
     return cotangents
 
 
 class LinearityProof:
-    """Compares v^T J with the VJP of v, by default for four v in R^m, over all outputs at once.
+    """Compares v^T J with the VJP of v, by default for the PROBES v in R^m, over all outputs at once.
 
-    Components of v are +-[0.5, 1.5). The first v is dense and passed as a non-contiguous tensor. The second is
-    REPEAT_SCALE times as large, with a random half set to zero. In the third, only one component in SPARSE_STRIDE
-    is not zero. The last is constant and passed as one expanded value, as by the backward of sum(). A single row,
-    m = 1, needs no proof: it was repeated at another scale.
+    A single row, m = 1, needs no proof: it was repeated at another scale.
     """
 
     def __init__(
@@ -298,7 +262,7 @@ class LinearityProof:
         settings: Settings,
         rows_repeated: bool,
         moving: Callable[[], Failure | None],
-        kinds: tuple[int, ...] = ALL_KINDS,
+        probes: tuple[Probe, ...] = PROBES,
         excluded_rows: Tensor | None = None,
         excluded_columns: Tensor | None = None,
         number: int = 0,
@@ -306,19 +270,19 @@ class LinearityProof:
         """The arguments.
 
         rows_repeated: whether all rows were run twice. moving: runs all rows twice, if one may differ from run to run.
-        kinds: of v. excluded_rows, excluded_columns: those that J leaves out, shapes (m,) and (n,); if rows are left
+        probes: the v. excluded_rows, excluded_columns: those that J leaves out, shapes (m,) and (n,); if rows are left
         out, no v is expanded. number: as in `proof_cotangents`.
         """
         self._problem = problem
         self._settings = settings
         self._rows_repeated = rows_repeated
         self._moving = moving
-        self._kinds = kinds
-        self._cotangents = proof_cotangents(problem.m, settings.seed, problem.device, kinds, number)
+        self._probes = probes
+        self._cotangents = proof_cotangents(problem.m, settings.seed, problem.device, probes, number)
         if excluded_rows is not None:
             self._cotangents.masked_fill_(excluded_rows, 0.0)
         self._excluded_columns = excluded_columns
-        self._sums = torch.zeros(len(kinds), problem.n, dtype=torch.float64, device=problem.device)
+        self._sums = torch.zeros(len(probes), problem.n, dtype=torch.float64, device=problem.device)
         self._squares = torch.zeros_like(self._sums)
         self._gradients: Tensor | None = None
         self._moves_by = 0.0
@@ -332,7 +296,7 @@ class LinearityProof:
     def certificate(self) -> Certificate:
         """What it vouches for where it found no failure."""
         error = (self.gradients() - self._sums).nan_to_num(0.0, 0.0, 0.0)  # infinite ones were compared
-        return linear_backward(self._kinds, max(self._settings.atol, largest(error)))
+        return linear_backward(self._probes, max(self._settings.atol, largest(error)))
 
     def add(self, block: JacobianBlock) -> None:
         """Takes a block of analytical rows into v^T J."""
@@ -362,12 +326,12 @@ class LinearityProof:
         return self._nonlinear(gradients) or self._movement(gradients)
 
     def gradients(self) -> Tensor:
-        """The VJPs of the cotangents: float64, shape (kinds, n)."""
+        """The VJPs of the cotangents: float64, shape (probes, n)."""
         if self._gradients is None:
             self._gradients = self._vjps()
             if self._excluded_columns is not None:
                 self._sums = torch.where(self._excluded_columns, self._gradients, self._sums)
-            if self._kinds[0] == GAPPED and not self._rows_repeated:
+            if self._probes[0] is GAPPED and not self._rows_repeated:
                 # At once, from the same graph.
                 self._moves_by = movement_between(self._vjp(0), self._gradients[:1])
         return self._gradients
@@ -403,7 +367,7 @@ class LinearityProof:
         self._sums.addr_(self._cotangents[:, row], change)
 
     def _measured_rounding(self, gradients: Tensor) -> Tensor:
-        """Rounding of a backward, and its differences from run to run if allowed: float64, shape (kinds, n)."""
+        """Rounding of a backward, and its differences from run to run if allowed: float64, shape (probes, n)."""
         rounding = torch.zeros_like(gradients)
         for factor in RESCALED:
             scaled = self._vjps(factor).div_(factor)
@@ -418,7 +382,7 @@ class LinearityProof:
         return _term_sizes(self._squares, self._sums)
 
     def _movement_allowed(self, gradients: Tensor) -> Tensor:
-        """What VJPs may be off where they may move from run to run: float64, shape (kinds, n)."""
+        """What VJPs may be off where they may move from run to run: float64, shape (probes, n)."""
         moved = torch.zeros_like(gradients)
         for _ in range(RERUNS):
             moved = torch.maximum(moved, (self._vjps() - gradients).abs_())
@@ -427,7 +391,7 @@ class LinearityProof:
 
     @property
     def cotangents(self) -> Tensor:
-        """All of them: float64, shape (kinds, m)."""
+        """All of them: float64, shape (probes, m)."""
         return self._cotangents
 
     def cotangent(self, which: int) -> Tensor:
@@ -442,20 +406,20 @@ class LinearityProof:
 
     def _vjps(self, scale: float = 1.0) -> Tensor:
         cotangents = self._cotangents if scale == 1.0 else self._cotangents * scale
-        return self._problem.vjp(cotangents, [LAYOUTS[kind] for kind in self._kinds])
+        return self._problem.vjp(cotangents, [probe.layout for probe in self._probes])
 
     def _vjp(self, which: int) -> Tensor:
         """One of the VJPs again, shape (1, n)."""
-        return self._problem.vjp(self._cotangents.narrow(0, which, 1), [LAYOUTS[self._kinds[which]]])
+        return self._problem.vjp(self._cotangents.narrow(0, which, 1), [self._probes[which].layout])
 
     def _raised(self, error: Exception) -> Failure:
         """The failure for a cotangent at which backward raises. Raises if zeros raise too, or nothing raises again."""
-        for which, kind in enumerate(self._kinds):
+        for which, probe in enumerate(self._probes):
             try:
                 self._vjp(which)
             except Exception as again:
                 self._problem.vjp(torch.zeros_like(self._cotangents[:1]))  # raises where any grad_output would
-                detail = f"it raised {type(again).__name__} for {COTANGENT_KINDS[kind]}"
+                detail = f"it raised {type(again).__name__} for {probe.text}"
                 return Failure("nonlinear", detail=detail, cause=again)
         raise error
 
@@ -492,8 +456,8 @@ class LinearityProof:
         block = block_with(self._problem.inputs, coordinate)
         if differ(self._vjp(which), gradients[which : which + 1], self._settings.nondet_tol, False):
             return Failure("nondeterministic", input=block.index, input_position=block.position)
-        kind = COTANGENT_KINDS[self._kinds[which]]
-        if self._kinds[which] != HALVED:
+        kind = self._probes[which].text
+        if self._probes[which].layout != Layout.CONTIGUOUS:
             contiguous = self._problem.vjp(self._cotangents[which : which + 1])
             if bool(((contiguous[0] - self._sums[which]).abs() <= allowed[which]).all()):
                 kind += ", though not for a contiguous copy"

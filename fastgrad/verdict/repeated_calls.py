@@ -13,13 +13,14 @@ from fastgrad.core.memory import OUT_OF_MEMORY
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING
 from fastgrad.core.tensors import differ, largest
-from fastgrad.engines.blocks import GAPPED, MOST_AT_ONCE, MOST_CACHED, SPARSE, JacobianBlock
+from fastgrad.engines.blocks import MOST_AT_ONCE, MOST_CACHED, JacobianBlock
+from fastgrad.engines.probes import GAPPED, PROBES, SPARSE
 from fastgrad.problem.coordinates import Block, block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.problem.small_backward import SmallBackward
 from fastgrad.report.data import Certificate, Failure, Settings
 from fastgrad.verdict.comparison import tolerances
-from fastgrad.verdict.linearity import ALL_KINDS, by_inputs, nondeterministic, proof_cotangents
+from fastgrad.verdict.linearity import by_inputs, nondeterministic, proof_cotangents
 
 FIRST_PRODUCT, LAST_PRODUCT = GAPPED, SPARSE
 """Kinds of cotangents, all contiguous here, that are run before and after the rows: a product of all rows, and of few.
@@ -110,14 +111,14 @@ class RepeatedCalls:
     def take(self, jacobian: Tensor, products: Tensor) -> None:
         """Takes them from VJPs that were the first of all: the Jacobian's rows, and products of `proof_cotangents`.
 
-        jacobian: float64, shape (m, n). products: those of ALL_KINDS, which need not be of the same layout.
+        jacobian: float64, shape (m, n). products: those of PROBES, which need not be of the same layout.
         """
         if not self._is_needed:
             return
         if self._problem.m == 1:
             self._known = jacobian
             return
-        first, last = (products[ALL_KINDS.index(kind)] for kind in (FIRST_PRODUCT, LAST_PRODUCT))
+        first, last = (products[PROBES.index(kind)] for kind in (FIRST_PRODUCT, LAST_PRODUCT))
         self._known = torch.stack([first, *jacobian[self._rows], last])
         self._product_tolerance = min(own.atol for own in self._settings.inputs or (self._settings,))
 

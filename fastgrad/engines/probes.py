@@ -1,0 +1,107 @@
+"""The grad_outputs, in addition to one-hot ones, with which every engine tests a backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from fastgrad.core.native import Layout, ops
+from fastgrad.engines.blocks import REPEAT_SCALE
+
+CONSTANT = 1.25
+"""The elements of a constant grad_output: not 1, so that a constant 1 in its place shows."""
+
+SPARSE_STRIDE = 17
+"""One element in so many is not zero in a sparse grad_output: more than three quarters are zero, where kernels may take
+another path, and a prime shares no period with the sizes of tensors."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Probe:
+    """A kind of grad_output. Its VJP must be the sum of the rows of the Jacobian with its elements as weights.
+
+    Attributes
+    ----------
+    values
+        Random, +-[0.5, 1.5); a random half of them zero; all but one in SPARSE_STRIDE zero; or all CONSTANT.
+    layout
+        How the tensor lies in memory.
+    text
+        For messages.
+    short
+        For certificates.
+    stream
+        Its random numbers: one kind may show what the numbers of another one miss.
+    scale
+        The factor of its values.
+    """
+
+    values: Literal["random", "half zero", "mostly zero", "constant"]
+    layout: Layout
+    text: str
+    short: str
+    stream: int
+    scale: float = 1.0
+
+    def fill_(self, vector: Tensor, seed: int, stream: int) -> None:
+        """Writes its values into a vector, float64, shape (m,); stream: of the random numbers."""
+        if self.values == "constant":
+            vector.fill_(CONSTANT)
+            return
+        ops.direction_(vector, seed, stream, 0, self.values == "half zero")
+        if self.scale != 1.0:
+            vector.mul_(self.scale)
+        if self.values == "mostly zero":
+            thin_out(vector, seed)
+
+
+GAPPED = Probe(
+    "random",
+    Layout.GAPPED,
+    "a random grad_output, dense and non-contiguous",
+    "dense and non-contiguous",
+    stream=0,
+)
+HALVED = Probe(
+    "half zero",
+    Layout.CONTIGUOUS,
+    "a random grad_output, with half of its elements zero",
+    "half of it zero",
+    stream=1,
+    scale=REPEAT_SCALE,
+)
+SPARSE = Probe(
+    "mostly zero",
+    Layout.OFFSET,
+    "a random grad_output at a storage offset, with most of its elements zero",
+    "most of it zero and at a storage offset",
+    stream=2,
+)
+EXPANDED = Probe(
+    "constant",
+    Layout.EXPANDED,
+    "a constant grad_output, expanded with stride 0",
+    "constant and expanded",
+    stream=3,
+)
+DENSE = Probe(
+    "random",
+    Layout.CONTIGUOUS,
+    "a random grad_output, dense and contiguous",
+    "dense and contiguous",
+    stream=0,  # it differs from GAPPED only in layout
+)
+
+PROBES = GAPPED, HALVED, SPARSE, EXPANDED
+"""Those that every backward is run with."""
+
+NOT_EXPANDED = GAPPED, HALVED, SPARSE
+
+
+def thin_out(vector: Tensor, seed: int) -> None:
+    """Leaves one in SPARSE_STRIDE components of a vector, shape (size,), and at least one, if there are any."""
+    first = seed % max(1, min(vector.numel(), SPARSE_STRIDE))
+    kept = vector[first::SPARSE_STRIDE].clone()
+    vector.zero_()[first::SPARSE_STRIDE] = kept
