@@ -346,7 +346,7 @@ class Hypotheses:
 
 
 def _all_of(parts: tuple[ConstantPart, ...]) -> str:
-    return " and ".join(map(str, parts[:MOST_NAMED]))
+    return " and ".join(dict.fromkeys(map(str, parts[:MOST_NAMED])))  # two calls in one line have one name
 
 
 def _relative_difference(terms: Tensor, others: Tensor) -> float:

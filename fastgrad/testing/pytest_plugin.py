@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Generator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -137,8 +138,10 @@ class Session:
         config.add_cleanup(stack.close)
         self._checks = stack.enter_context(patch(compare=compare))
         if compare:
-            # Torch's first check imports for most of a second, which no test is to be charged with.
-            ask_both("gradgradcheck", (torch.sin, torch.zeros(1, dtype=torch.float64, requires_grad=True)), {})
+            # The first checks of both import modules for up to a second, which must not count as time of a test.
+            sine = torch.sin, torch.zeros(40, dtype=torch.float64, requires_grad=True)
+            for name, fast_mode in product(("gradcheck", "gradgradcheck"), (False, True)):
+                ask_both(name, sine, {"fast_mode": fast_mode})
 
     def pytest_report_header(self) -> str:
         """Says what is not as usual."""

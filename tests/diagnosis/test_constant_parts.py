@@ -141,6 +141,15 @@ def test_of_both_statistics_both_are_named() -> None:
     assert "the result of mean" in cause.text
 
 
+def test_two_calls_in_one_line_are_named_once() -> None:
+    def normalized(x: Tensor) -> Tensor:
+        return (x - x.mean().detach()) / x.std().detach()
+
+    cause = fastgrad.check(normalized, leaf(3, 7)).causes[0]
+    assert cause.name == "constant part"
+    assert cause.text.count("the result of detach") == 1
+
+
 def test_other_mistakes_are_no_constants() -> None:
     class Tanh(Function):
         @staticmethod
