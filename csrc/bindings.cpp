@@ -1,6 +1,7 @@
 // The compiled module fastgrad._C: what takes a Python callable or runs the autograd engine, and what
 // works on sparsity patterns, which are no tensors of the function under test.
 #include "coloring.h"
+#include "kept_tensor.h"
 #include "loops.h"
 #include "ops/compare.h"
 #include "ops/direction.h"
@@ -40,6 +41,7 @@ PYBIND11_MODULE(_C, module) {
   using fastgrad::Graph;
   using fastgrad::Groups;
   using fastgrad::InputBlock;
+  using fastgrad::KeptTensor;
   using fastgrad::OutputSpec;
   using fastgrad::RandomDirections;
   using fastgrad::SmallProblem;
@@ -109,6 +111,9 @@ PYBIND11_MODULE(_C, module) {
           py::arg("record"))
       .def("call", torch::wrap_pybind_function(&UnrecordedBackward::call))
       .def("forget", torch::wrap_pybind_function(&UnrecordedBackward::forget));
+  py::class_<KeptTensor, std::shared_ptr<KeptTensor>>(module, "KeptTensor")
+      .def_static("keep", torch::wrap_pybind_function(&KeptTensor::keep))
+      .def("restore", torch::wrap_pybind_function(&KeptTensor::restore));
   py::class_<SmallProblem, std::shared_ptr<SmallProblem>>(module, "SmallProblem")
       .def_static("trace", torch::wrap_pybind_function(&SmallProblem::trace))
       .def_property_readonly("is_plain", &SmallProblem::is_plain)

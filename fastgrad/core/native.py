@@ -65,6 +65,7 @@ if TYPE_CHECKING or IS_NATIVE:
         Graph,
         Groups,
         InputBlock,
+        KeptTensor,
         OutputSpec,
         RandomDirections,
         Rows,
@@ -122,6 +123,7 @@ else:
     from fastgrad.core.plain.reverse import (
         GradientsMatch,
         Graph,
+        KeptTensor,
         Rows,
         SmallProblem,
         UnrecordedBackward,
@@ -192,6 +194,7 @@ __all__ = [
     "Graph",
     "Groups",
     "InputBlock",
+    "KeptTensor",
     "Layout",
     "OutputSpec",
     "RandomDirections",

@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 from torch.nn import Module
 from torch.nn.parameter import Parameter, is_lazy
 
-from fastgrad.core import torch_private
+from fastgrad.core import native, torch_private
 from fastgrad.problem.arguments import flatten
 from fastgrad.problem.coordinates import own_values
 
@@ -35,7 +35,7 @@ class Kept:
 
     def __init__(self, *values: Any) -> None:
         self._is_recording = torch.is_grad_enabled()
-        self._tensors = [_KeptTensor(tensor) for tensor in _tensors_in(values, {})]
+        self._tensors = [native.KeptTensor.keep(tensor) or _KeptTensor(tensor) for tensor in _tensors_in(values, {})]
 
     def __enter__(self) -> Kept:
         return self
@@ -92,7 +92,7 @@ def _tensors_in(values: Iterable[Any], found: dict[int, Tensor]) -> Iterable[Ten
 
 
 class _KeptTensor:
-    """A tensor with its saved bits, gradient and requires_grad."""
+    """A tensor with its saved bits, gradient and requires_grad; plain ones are kept by `native.KeptTensor`."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
