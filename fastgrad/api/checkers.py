@@ -414,7 +414,7 @@ def _in_parts(
     call: tuple[Any, ...], group: torch.distributed.ProcessGroup | None, checkpoint: str | os.PathLike[str] | None
 ) -> Report:
     """As `_report_of_call(*call)`, on the ranks of a group or with a checkpoint."""
-    from fastgrad.sharding.check import in_parts  # only here: importing fastgrad is to cost little
+    from fastgrad.sharding.check import in_parts  # imported here to keep `import fastgrad` fast
 
     func, inputs, kwargs, wrt, grad_outputs, settings, own, reference = call
     values = {"wrt": wrt, "grad_outputs": grad_outputs, "reference": reference}
@@ -457,12 +457,12 @@ def _run(
 ) -> Report:
     """Checks with tolerances or, in lower dtypes, with measured rounding; make: makes the reference."""
     if estimates.get():
-        from fastgrad.checks.estimate import estimated_seconds  # only here: importing fastgrad is to cost little
+        from fastgrad.checks.estimate import estimated_seconds  # imported here to keep `import fastgrad` fast
 
         raise Estimate(estimated_seconds(func, arguments, settings))
     if not measures_rounding(arguments, settings):
         return run(func, arguments, settings, names, explain, partition)
-    from fastgrad.lowprecision import check_lower  # only here: importing fastgrad is to cost little
+    from fastgrad.lowprecision import check_lower  # imported here to keep `import fastgrad` fast
 
     return check_lower(func, arguments, settings, make, names)
 

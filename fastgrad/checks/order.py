@@ -169,7 +169,7 @@ def _report_of_small(small: SmallCheck, settings: Settings, names: tuple[str, ..
     """The report of a small check that passes."""
     problem = small.problem
     if small.errors is None:
-        from fastgrad.checks.sketch import certificates_of  # only here: importing fastgrad is to cost little
+        from fastgrad.checks.sketch import certificates_of  # imported here to keep `import fastgrad` fast
 
         plan, certificates = make_sketch_plan(settings), certificates_of(settings, small.bound)
     else:
@@ -359,7 +359,7 @@ def _all_entries(
     try:
         look = first_look(problem, settings) if looks_first(problem, settings) else None
         if look is not None and calls is not None and tries_structure(problem, settings, look):
-            from fastgrad.checks.compressed import check_by_structure  # only here: importing fastgrad is to cost little
+            from fastgrad.checks.compressed import check_by_structure  # imported here to keep `import fastgrad` fast
 
             outcome = check_by_structure(problem, settings, look, calls, findings)
             if outcome is not None:
@@ -432,7 +432,7 @@ def _dense(
 
 def _screened(problem: Problem, settings: Settings, findings: Findings) -> tuple[Plan, Failure | None]:
     """Fast mode; what it leaves open is decided by the exact engine, where that is affordable."""
-    from fastgrad.checks.sketch import (  # only here: importing fastgrad is to cost little
+    from fastgrad.checks.sketch import (  # imported here to keep `import fastgrad` fast
         screen,
         screen_constant,
         screen_forward,

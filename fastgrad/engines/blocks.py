@@ -1,4 +1,4 @@
-"""What every engine yields: blocks of both Jacobians, for somebody else to judge."""
+"""Blocks of both Jacobians, which every engine yields and the caller compares."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from fastgrad.problem.coordinates import Block
 from fastgrad.report.data import Part
 
 REPEATED_ROWS = 2
-"""Rows of each part of an output that are run twice: a backward that is not deterministic in these
-shows it as in torch's checker, which runs all twice; for the others see `certify`."""
+"""Rows of each part of an output that are run twice, to find a backward that is not deterministic in these rows.
+Torch's checker runs all rows twice; for the others see `certify`."""
 
 REPEAT_SCALE = -4.0
 """The second cotangent against the first: another sign and size, so that a clamp up to some 5, a sign or
@@ -26,11 +26,11 @@ MOST_CACHED = 1 << 10
 shapes."""
 
 EXPANDED_VALUE = 1.25
-"""Of an expanded cotangent: not 1, so that a constant 1 in its place shows."""
+"""The value of an expanded cotangent: not 1, so that a constant 1 in its place is detected."""
 
 SPARSE_STRIDE = 17
-"""One element in so many is not zero in a sparse cotangent: more than three quarters are zero, where kernels may take
-another path, and a prime shares no period with the sizes of tensors."""
+"""A sparse cotangent has one nonzero element per this many. More than three quarters are zero, for which kernels may
+take another path, and a prime shares no period with the sizes of tensors."""
 
 GAPPED, HALVED, SPARSE, EXPANDED, DENSE = range(5)
 COTANGENT_KINDS = (
@@ -40,7 +40,7 @@ COTANGENT_KINDS = (
     "a constant grad_output, expanded with stride 0",
     "a random grad_output, dense and contiguous",
 )
-"""What beside one-hot, contiguous grad_outputs a backward must take; for messages."""
+"""Kinds of grad_outputs that a backward must accept besides one-hot, contiguous ones; for messages."""
 
 LAYOUTS = Layout.GAPPED, Layout.CONTIGUOUS, Layout.OFFSET, Layout.EXPANDED, Layout.CONTIGUOUS
 """How each kind lies in memory."""
@@ -119,8 +119,8 @@ def thin_out(vector: Tensor, seed: int) -> None:
 def one_hot_elements(elements: int, seed: int) -> list[int]:
     """The elements of an output that get a one-hot grad_output: one anywhere and the last.
 
-    What treats the end of a tensor by itself, a tail of a kernel say, may do so for sparse grad_outputs only; and a
-    backward may return what it kept of the first one.
+    Code that treats the end of a tensor separately, such as a kernel's tail, may do so for sparse grad_outputs only; and
+    a backward may return what it kept of the first one.
     """
     anywhere = seed % elements
     last = elements - 1 if anywhere != elements - 1 else 0

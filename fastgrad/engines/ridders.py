@@ -36,10 +36,10 @@ STRAIGHT = 0.2
 the refined slope."""
 
 WIDER = 64.0
-"""Up to so many times eps func must go straight, for its slope at eps to count."""
+"""Up to this many times eps func must be straight, for its slope at eps to count."""
 
 ROUNDED = 2.0**-6
-"""What func may round inside, over its movement at eps: more than this, and what it rounds to is func itself."""
+"""The largest rounding inside func, relative to its change at eps; beyond it, the rounded function is func itself."""
 
 FINEST = 4
 """Steps whose scatter measures the noise of func."""

@@ -1,7 +1,7 @@
 """The sketch engine: V^T (J_num - J_ana) U for a few random directions U and cotangents V.
 
 Differences come first and cotangents second, because the cotangents carry weights from the measured
-noise: what a difference could not resolve must not drown the rest.
+noise: outputs that differences do not resolve must not hide the rest.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Differences:
     derivatives
         J u, Richardson-extrapolated where there are four evaluations: float64, shape (count, m).
     noise
-        What they may be off: float64, shape (m,), the largest over the directions, as far as these tell.
+        Bound of their error: float64, shape (m,), the largest over the directions, as far as these show.
     rounding
         How far two units of rounding of an output take a derivative, relative to the output.
     sizes
@@ -91,8 +91,8 @@ def directional_differences(
     """Differences along random directions; `attempt` numbers the sets of directions of one check, first one of a set.
 
     The first `extrapolated` directions take four evaluations each and measure their noise. The others take two,
-    and are off by about as much as these unless there is a kink. That is enough to find that all is well: what is
-    wrong does not look right by an error of the difference. It is not enough to find that something is wrong.
+    and are off by about as much as these unless there is a kink. That is enough to find that nothing is wrong: the
+    error of a difference does not make a wrong entry look right. It is not enough to find that something is wrong.
 
     Inputs that take different steps move one after the other, and what they give adds up; so do inputs of
     different weights, each of which counts in the unit of its own tolerance. Coordinates that are `fixed`, shape
@@ -159,7 +159,7 @@ def all_count_fully(weight: Tensor) -> bool:
 class Cotangent:
     """A row of V: what makes its vector in R^m, how autograd gets it, and how much of the threshold it scales.
 
-    The vector is made whenever it is asked for, the same every time: that costs less than the memory.
+    The vector is made on demand, the same every time: that costs less than the memory.
     """
 
     vector: Callable[[], Tensor]
@@ -206,8 +206,8 @@ def cotangents(seed: int, weight: Tensor, count: int, attempt: int) -> Iterator[
 class Sketch:
     """S = V^T (J_num - J_ana) U and what is allowed for it: lists of rows, one a cotangent, one column a direction.
 
-    gradients: VJPs at hand, by the number of their cotangent. allowance: what is allowed for rounding beside the
-    threshold, relative to the cotangent's scale.
+    gradients: VJPs at hand, by the number of their cotangent. allowance: what is allowed for rounding in addition to
+    the threshold, relative to the cotangent's scale.
     """
 
     cotangents: list[Cotangent] = field(default_factory=list)
@@ -257,7 +257,7 @@ def _rounding(problem: Problem, norms: Sequence[float]) -> float:
 
 
 def allowed_in_row(settings: Settings, differences: Differences, cotangent: Cotangent) -> float:
-    """What a row may be off, beside rounding."""
+    """Allowed error of a row, apart from rounding."""
     slack = cotangent.scale * settings.atol / 4
     if cotangent.expanded:
         # No weights here.

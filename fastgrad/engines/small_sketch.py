@@ -225,9 +225,9 @@ class ScreeningGradOutputs:
     """The grad_outputs of a small check in fast mode, each of which answers several questions.
 
     The random cotangents of the sketch are contiguous or not, have a random half of their elements zero, are mostly
-    zero, or are expanded. Of several outputs, there is one for each of them alone. For custom code, which may do
-    anything, there are one-hot ones beside; otherwise the mostly zero one has the last element of each output, where
-    kernels may take another path.
+    zero, or are expanded. For several outputs, there is one for each of them alone. For custom code, which may do
+    anything, there are one-hot ones in addition; otherwise the mostly zero one has the last element of each output,
+    where kernels may take another path.
 
     Attributes
     ----------

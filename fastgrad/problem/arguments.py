@@ -83,7 +83,7 @@ class Call:
     A context manager: on leaving it, a module's buffers are as they were on entering.
 
     Every call gets containers of its own, so that func may change them, around the caller's own tensors or
-    what the checker puts in their place. The parameters of a module are perturbed where they are; only
+    what the checker puts in their place. The parameters of a module are perturbed in place; only
     where the checker puts something else in their place, dual tensors say, the module is called with that.
 
     Attributes

@@ -101,8 +101,8 @@ class ReverseMode(Evaluation):
         undefined
             Whether to run undefined grad_outputs, too.
         fewest_vectorized
-            From so many rows of an output on, they are one vectorized VJP, where the backward can be vectorized;
-            0: never. Without `repeated` only.
+            From this many rows of an output on, they are one vectorized VJP, if the backward can be vectorized;
+            0: never. Only without `repeated`.
         atol, rtol
             Up to which the products of the cotangents are what the rows add up to; rtol of the largest sum.
         """

@@ -63,7 +63,7 @@ def grad_outputs_for(
 class Backward:
     """Callable (*inputs, *grad_outputs) -> the gradients of func that exist.
 
-    It records its own gradients where it is called with gradient recording on. The forward pass is
+    It records its own gradients if it is called with gradient recording on. The forward pass is
     recorded in any case: a backward cannot run without. Arguments that required grad when this was made
     do so again: forward-mode AD hands over detached ones.
 

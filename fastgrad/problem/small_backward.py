@@ -1,4 +1,4 @@
-"""The backward of a small problem, for those who run VJPs again: blocks, and calls that are counted."""
+"""The backward of a small problem, for repeated VJPs: its blocks, and its counted calls."""
 
 from __future__ import annotations
 
