@@ -103,7 +103,7 @@ def check(
     settings
         Step, tolerances and what to check.
     names
-        What messages call the inputs, if they do not count them.
+        What messages call the inputs; by default they count them.
     explain
         Gather evidence after a failure and look for probable causes.
     partition
@@ -345,7 +345,7 @@ def _exact(problem: Problem, settings: Settings, findings: Findings) -> tuple[Pl
         calls.add(*findings.products)
     plan, failure = _all_entries(problem, settings, calls, findings)
     if calls is not None and findings.early is None and (failure is None or failure.kind == "mismatch"):
-        # If an entry is wrong in some calls only, report that calls differ: this is the cause.
+        # If an entry is wrong in some calls only, report that calls differ, which is the cause.
         failure = calls.failure(one_round=failure is not None) or failure
         findings.certificates += calls.certificates()
     return plan, failure
@@ -385,11 +385,11 @@ def _all_entries(
 
 
 def _want_of_memory(problem: Problem, plan: Plan, settings: Settings, error: BaseException) -> str:
-    limit = "by default a share of what is free" if settings.memory_limit is None else f"now {settings.memory_limit}"
+    limit = "by default a share of the free memory" if settings.memory_limit is None else f"now {settings.memory_limit}"
     return (
         f"The check ran out of memory, with {plan.memory} bytes for {plan.columns_per_pass} of {problem.n} columns of "
-        f"the Jacobian at a time: {str(error) or type(error).__name__} What func and its graph take comes on top: "
-        f"make the inputs smaller, or leave func more by a lower memory_limit= (in bytes; {limit})."
+        f"the Jacobian at a time: {str(error) or type(error).__name__} func and its graph need memory in addition: "
+        f"make the inputs smaller, or leave more for func by a lower memory_limit= (in bytes; {limit})."
     )
 
 
@@ -414,7 +414,7 @@ def _dense(
             if failure is None:
                 findings.add(own)
                 return plan, None
-            reason = "what looks wrong is looked at one by one"
+            reason = "a mismatch is followed up one by one"
         reason = f"{plan.reason}; {reason}"
         plan = replace(plan, batch=None, replayed=False, rows_replayed=False, reason=reason)
     elif is_small(problem, settings) and findings.backward is None and findings.early is None:
@@ -431,7 +431,7 @@ def _dense(
 
 
 def _screened(problem: Problem, settings: Settings, findings: Findings) -> tuple[Plan, Failure | None]:
-    """Fast mode; what it leaves open is decided by the exact engine, where that is affordable."""
+    """Fast mode; the exact engine decides what it leaves open, if that is affordable."""
     from fastgrad.checks.sketch import (  # imported here to keep `import fastgrad` fast
         screen,
         screen_constant,
@@ -466,7 +466,7 @@ def _screened(problem: Problem, settings: Settings, findings: Findings) -> tuple
                     return plan, failure
             raise found.raised
         if found.failure is not None and found.failure.kind == "nonlinear" and is_affordable(problem):
-            # Every entry may say which output and input it is about.
+            # The exact engine names the output and the input of the entry.
             exact_plan, failure = exactly("which entry a backward that is not linear gets wrong")
             return (plan, found.failure) if failure is None else (exact_plan, failure)
         if found.failure is not None:

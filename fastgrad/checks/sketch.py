@@ -42,7 +42,7 @@ SMALLER, LARGER = 2.0**-5, 2.0**6
 """From one step to the next: smaller where joint steps cross kinks, larger where rounding dominates."""
 
 SMALL_BOUND, SMALL_BOUND_STEPS = 16, 3
-"""Times atol that the bound of selected rows is to be, and steps to try for it."""
+"""Bound to reach for selected rows, in units of atol, and steps to try for it."""
 
 MOST_ENTRIES = 8
 """Wrong entries to look for."""
@@ -199,7 +199,7 @@ class _Screen:
     def _of_small(
         self, small: SmallSketch, differences: Differences, weight: Tensor, tentative: bool
     ) -> tuple[Sketch, Failure | None]:
-        """What a small sketch says; it is made row by row where something is, and can be told to be, wrong."""
+        """The verdict of a small sketch; if something is wrong and can be located, it is repeated row by row."""
         problem, settings, sketch = self._problem, self._settings, small.sketch
         gradient = sketch.gradients[REPEATED]
         failure = _repeat_failure(problem, settings, small.vector, gradient, small.repeats, small.separate)
@@ -288,7 +288,7 @@ def _sketch_certificates(
 ) -> tuple[Certificate, ...]:
     method = f"{count} random directions, {count + 1} cotangents: sums of analytical entries against differences"
     pairs = f"the same sums, with probability {confidence:.10g}"
-    # Beside larger entries of its row, a small one may be off by more than its own tolerance.
+    # Next to larger entries of its row, a small one may be off by more than its own tolerance.
     size = "its tolerance" if bound <= atol else "the bound"
     return (
         Certificate(f"no single entry is wrong by more than {size}", method, bound),
@@ -308,7 +308,7 @@ def _noise(problem: Problem, settings: Settings, differences: Differences) -> tu
 def _one_hot(
     problem: Problem, settings: Settings, search: _Search, differences: Differences, small: SmallSketch | None
 ) -> Failure | None:
-    """How the backward fails for a one-hot grad_output of each output, by itself or beside differences.
+    """How the backward fails for a one-hot grad_output of each output, by itself or against differences.
 
     small: what the same grad_outputs gave before.
     """
@@ -469,7 +469,7 @@ class _Search:
                 found.append(entry)
                 sketch.subtract(entry.row, self._explained(entry))
                 if abs(sketch.values[which][k]) > before / 2:
-                    break  # wrong all over: more entries would tell nothing more
+                    break  # wrong all over: more entries would add no information
                 continue
             if found:
                 break
@@ -519,7 +519,7 @@ class _Search:
         return self._differences.derivatives[:, row] - self._differences.directions @ gradient, gradient
 
     def look_into(self, row: int, k: int = 0, found: list[Found] | None = None) -> Found | None:
-        """The entry behind a row's residual, measured by itself; None where there is no residual or no entry."""
+        """The entry behind a row's residual, measured separately; None if there is no residual or no entry."""
         found = [entry for entry in found or [] if entry.row == row]
         error, gradient = self._row_error(row)
         u = self._differences.directions[k]

@@ -34,7 +34,7 @@ DispatchMode = TorchDispatchMode
 class EagerDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """As DispatchMode, but its first call does not import the compiler, which takes two seconds.
 
-    That import is to keep the compiler from `__torch_dispatch__`: subclasses decorate theirs with `hidden_from_dynamo`.
+    That import hides `__torch_dispatch__` from the compiler: subclasses decorate theirs with `hidden_from_dynamo`.
     """
 
     @classmethod
@@ -87,7 +87,7 @@ def hidden_from_dynamo(func: Callable[Parameters, Result]) -> Callable[Parameter
     """Disables torch.compile for func and everything that it calls.
 
     What torch.compiler.disable does, without importing the compiler (more than a second) and without a
-    frame of its own between func and its caller, whom warnings are about.
+    frame of its own between func and its caller, at which warnings point.
     """
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP

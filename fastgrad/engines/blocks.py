@@ -119,8 +119,8 @@ def thin_out(vector: Tensor, seed: int) -> None:
 def one_hot_elements(elements: int, seed: int) -> list[int]:
     """The elements of an output that get a one-hot grad_output: one anywhere and the last.
 
-    Code that treats the end of a tensor separately, such as a kernel's tail, may do so for sparse grad_outputs only; and
-    a backward may return what it kept of the first one.
+    Code that treats the end of a tensor separately, such as a kernel's tail, may do so for sparse grad_outputs only. A
+    backward may return what it kept of the first one.
     """
     anywhere = seed % elements
     last = elements - 1 if anywhere != elements - 1 else 0
