@@ -1,8 +1,8 @@
 """Matrices of linear maps by few products: guess or probe the pattern, color, decompress, certify.
 
 A pattern is never trusted: products of the map itself with random seeds must be what its entries add up
-to. Where they are not, or where too few rows can share a product, there is no result, and somebody
-computes row by row.
+to. If they are not, or if too few rows can share a product, there is no result, and the caller computes
+row by row.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from fastgrad.structure.detection import Budget, Detection
 from fastgrad.structure.sparsity import Mask, Pattern
 
 WORTH_A_GUESS = 32
-"""Rows from which the four products that try a guess, and their overhead, repay."""
+"""Rows from which the four products that try a guess, and their overhead, pay off."""
 
 GROUPS_WORTH_THE_TRANSPOSE = 8
-"""Groups of rows from which a graph of the backward, whose products are those of columns, may repay."""
+"""Groups of rows from which a graph of the backward, whose products are those of columns, may pay off."""
 
 WORTH_PROBING = 256
-"""Rows from which probing does, which takes milliseconds beside its products."""
+"""Rows from which probing pays off, which takes milliseconds in addition to its products."""
 
 PROBING_SHARE = 4
 """Probing takes at most the rows over this, in products."""
 
 SAVES = 2
-"""Times fewer products than rows, at least, are worth it."""
+"""The least ratio of rows to products that is worth it."""
 
 CERTIFICATES = 2
 """Random seeds, the second of them with a random half zero."""
@@ -94,7 +94,7 @@ class _Scheme:
         return int(self.colors.max()) + 1 if self.colors.size else 0
 
     def values(self) -> Tensor:
-        """The entries, one product a group: shape (nnz,)."""
+        """The entries, one product per group: shape (nnz,)."""
         order, starts = coloring.groups(self.colors)
         entries, entry_starts = coloring.bucket(self.group_of, self.count)
         found = torch.zeros(self.positions.size, dtype=self.map.dtype, device=self.map.device)
@@ -121,7 +121,7 @@ def entries_by_structure(
     columns
         Makes its transpose, if there is one; called where columns may be better.
     symmetric
-        Whether the matrix should be symmetric: a certificate tells.
+        Whether the matrix should be symmetric: a certificate tests it.
     """
     if rows.m < WORTH_A_GUESS or not rows.n:
         return None

@@ -1,4 +1,4 @@
-"""Jacobians, Hessians and their products: the signatures of torch.autograd.functional, at the price of the structure.
+"""Jacobians, Hessians and their products: the signatures of torch.autograd.functional, at the cost of the structure.
 
 func is called once, as it is recorded. A Jacobian or Hessian whose rows, or columns, can share products
 takes one product per group instead of one per row, for every layout; otherwise rows come from a
@@ -81,7 +81,7 @@ def jacobian(
     inputs
         A Tensor or a tuple of Tensors, floating or complex.
     create_graph
-        Make the result differentiable. It is computed row by row then: an entry that is zero here may
+        Make the result differentiable. Then it is computed row by row: an entry that is zero here may
         have a derivative.
     strict
         Raise where an output does not depend on an input, instead of returning zeros.
@@ -89,7 +89,7 @@ def jacobian(
         Where no structure helps, compute many rows at once by vmap. Needed for complex outputs, whose
         rows are the gradients of their real parts, and for forward mode.
     strategy
-        "reverse-mode", or "forward-mode": by forward-mode AD, one evaluation of func a group of columns.
+        "reverse-mode", or "forward-mode": by forward-mode AD, one evaluation of func per group of columns.
     sparse
         False: strided tensors. True: sparse COO tensors. "auto": sparse COO tensors where a structure
         was found and at most a quarter of the entries can differ from zero, otherwise strided ones. An
@@ -98,7 +98,7 @@ def jacobian(
         Differentiate by refined central differences of func instead, about 40 evaluations per group of
         columns; func needs no gradient.
     return_error
-        With numerical=True: also return an estimate of how far each entry may be off.
+        With numerical=True: also return an estimate of the error of each entry.
 
     Returns
     -------
@@ -159,8 +159,8 @@ def hessian(
 ) -> Any:
     """The Hessian of func at inputs, as torch.autograd.functional.hessian gives it.
 
-    Rows that share a star coloring's color share a VJP of the gradient, and the symmetry sorts them out;
-    where the second derivatives turn out not to be symmetric, symmetry is not used.
+    Rows of the same color of a star coloring share a VJP of the gradient, and the symmetry separates them.
+    If the second derivatives turn out not to be symmetric, symmetry is not used.
 
     Parameters
     ----------

@@ -184,7 +184,7 @@ def _second_derivatives(
 def _of_elements(found: Differences, inputs: Tensors, outputs: Tensors, forward: bool) -> tuple[Entries, Entries]:
     """A Jacobian over real coordinates as one over elements, and its errors.
 
-    An entry is what the seed 1 gives: of a complex output the row of the real part, of a complex input
+    An entry is what the seed 1 gives: for a complex output the row of the real part, for a complex input
     real and imaginary part from two columns; in forward mode the other way round.
     """
     row_of, row_part, m = _elements(found.outputs, outputs)

@@ -58,12 +58,12 @@ def star_color(starts: Indices, members: Indices, most: int) -> Indices | None:
         As in `color`; the targets are the vertices, and the pattern is symmetric, which is not checked.
         Entries on the diagonal do not matter.
     most
-        How many colors are of use.
+        The largest useful number of colors.
 
     Returns
     -------
     Indices or None
-        Shape (vertices,), as in `color`; None where it takes more.
+        Shape (vertices,), as in `color`; None if it takes more.
     """
     found: Indices = native.star_color(torch.from_numpy(starts), torch.from_numpy(members), most).numpy()
     return found if found.size == starts.size - 1 else None

@@ -43,7 +43,7 @@ BEYOND_CHANCE = 6
 """Standard deviations from which a share is significant."""
 
 HANDFUL = 8
-"""Rows, or columns, that are few however many there are."""
+"""This many rows, or columns, always count as few."""
 
 BAND = 61
 """Rows between those whose product shows a band, which must be at most half as wide; prime, so that they fall on
@@ -90,7 +90,7 @@ class Pattern:
     def rows(self) -> Indices:
         """The row of each entry, shape (nnz,)."""
         sizes = np.diff(self.starts)
-        # With one entry per row, the starts are the numbers of the rows: no need of more memory.
+        # With one entry per row, the starts are the numbers of the rows: no more memory is needed.
         return self.starts[:-1] if bool((sizes == 1).all()) else np.repeat(np.arange(self.m), sizes)
 
     def dense_rows(self) -> Mask:
@@ -247,8 +247,8 @@ def decode(
     """The source of each target, if it has at most one per tensor, by the bits of the source's index.
 
     All sources with a one in some bit of their index are probed at once, and the targets that react have it in the
-    index of theirs. Before that, two random halves must share no target: what has more sources is most often found by
-    that; certificates tell the rest. The probes are two halves, and one per bit, of each tensor.
+    index of theirs. Before that, two random halves must share no target: this finds most targets with more sources;
+    certificates find the rest. The probes are two halves, and one per bit, of each tensor.
 
     Parameters
     ----------
@@ -368,10 +368,10 @@ class Refinement:
     def __init__(
         self, respond: Callable[[Mask], Mask], blocks: Sequence[Block], targets: int, splits_hubs: bool = False
     ) -> None:
-        """With respond, which maps a selection of sources (shape (sources,)) to that of the targets that react.
+        """respond: maps a selection of sources (shape (sources,)) to that of the targets that react.
 
-        splits_hubs: whether the few targets that most blocks reach are left out where blocks are kept apart,
-        and taken for dense rows: what is to tell a structure from the dense rows beside it, on both sides.
+        splits_hubs: whether the few targets that most blocks reach are ignored when blocks are kept apart, and
+        taken for dense rows. This separates a structure from the dense rows next to it, on both sides.
         """
         self._splits_hubs = splits_hubs
         self._respond = respond
@@ -495,7 +495,7 @@ class Refinement:
             owner[part] = np.repeat(chosen, np.diff(part_starts))
             for side, (low, high) in enumerate(((first, middle), (middle, last))):
                 reacted = self._probe(self._selection(low[chosen], high[chosen]))
-                # A target that no block reached on the level before belongs to none: certificates will tell.
+                # A target that no block reached on the previous level belongs to none: certificates will find out.
                 reacted = reacted[owner[reacted] >= 0]
                 found.append(reacted)
                 children.append(2 * owner[reacted] + side)
@@ -604,7 +604,7 @@ def _with_whole_elements(pattern: Pattern, inputs: Sequence[Block], outputs: Seq
         return pattern
     first_row, row_widths = _elements(outputs)
     first_column, column_widths = _elements(inputs)
-    # Each element's entry once, before it becomes up to four: patterns may be what memory just admits.
+    # Each element's entry once, before it becomes up to four: patterns may just fit in memory.
     keys = np.unique(first_row[pattern.rows()] * pattern.n + first_column[pattern.columns])
     i, j = np.divmod(keys, pattern.n)
     entries = []

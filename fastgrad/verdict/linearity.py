@@ -54,17 +54,17 @@ TERM_ROUNDING, SUM_ROUNDING = 8.0, 2.0
 for the few operations behind each term. The second is multiplied by sqrt(c): errors of additions have random signs."""
 
 NEGLIGIBLE = 1e-9
-"""Share of atol below which a component of a product is not looked at."""
+"""Share of atol below which a component of a product is ignored."""
 
 RESCALED = 1.3, -0.7
 """Factors of a cotangent, not powers of two, whose VJPs, divided by them, show how a backward rounds."""
 
 MEASURED = 8.0
-"""What a sum may be off, in units of the rounding that `RESCALED` cotangents show: two samples may both be small."""
+"""Allowed error of a sum, in units of the rounding that `RESCALED` cotangents show: two samples may both be small."""
 
 LARGEST_MEASURED = 0.5
-"""Exponent: rounding that is measured counts up to the unit roundoff to this power, relative to the product. What
-moves more than half of the digits is no rounding, but a backward that is not linear."""
+"""Exponent: measured rounding counts up to the unit roundoff to this power, relative to the product. A change of more
+than half of the digits is not rounding: the backward is not linear."""
 
 _KINDS_IN_SHORT = (
     "dense and non-contiguous",
@@ -77,7 +77,7 @@ _KINDS_IN_SHORT = (
 
 @lru_cache(8)
 def linearity_certificate(claim: str, kinds: tuple[int, ...], bound: float) -> Certificate:
-    """What cotangents of some kinds vouch for, once v^T J was found to be their VJP."""
+    """What cotangents of some kinds certify, once v^T J was found to be their VJP."""
     names = ", ".join(_KINDS_IN_SHORT[kind] for kind in kinds)
     return Certificate(claim, f"v^T J against the VJP of v, {len(kinds)} cotangents: {names}", bound)
 
@@ -145,7 +145,7 @@ def nonlinear_repeat(block: JacobianBlock, settings: Settings) -> Failure | None
 def groups_failure(
     problem: Problem, settings: Settings, output: Block, groups: Sequence[NDArray[np.int64]]
 ) -> Failure | None:
-    """Why a second run of some row groups gave other gradients: as `moving_repeat` and `nonlinear_repeat`.
+    """Why a second run of some row groups gave other gradients, as `moving_repeat` and `nonlinear_repeat` find.
 
     groups: coordinates of the output, counted from its first.
     """
@@ -188,7 +188,7 @@ def nondeterministic(output: Block) -> Failure:
 def by_inputs(
     inputs: Sequence[Block], settings: Settings, left: Tensor, right: Tensor
 ) -> Iterator[tuple[Tolerances, Tensor, Tensor]]:
-    """Two lots of gradients, shape (count, n), input by input."""
+    """Two sets of gradients, shape (count, n), input by input."""
     for block in inputs:
         within = 1, block.first, block.size
         yield settings.of(block.index), left.narrow(*within), right.narrow(*within)
@@ -222,7 +222,7 @@ def _rows_move(problem: Problem, output: Block, part: Part, first: int, count: i
 
 
 def _term_sizes(squares: Tensor, sums: Tensor) -> Tensor:
-    """The root of a sum of squares of terms or, where these overflow, the size of the sum: rounding beside either."""
+    """Scale of rounding: the root of a sum of squares of terms or, if these overflow, the size of the sum."""
     sizes = squares.sqrt()
     return sizes if math.isfinite(largest(sizes)) else torch.where(sizes.isinf(), sums.abs(), sizes)
 
@@ -326,11 +326,11 @@ class LinearityProof:
         self.resolution = 0.0
 
     def take(self, gradients: Tensor, movement: float) -> None:
-        """Takes over the VJPs of the cotangents, and by how much the first one, run again, was another."""
+        """Takes over the VJPs of the cotangents, and how far a second run of the first one deviated."""
         self._gradients, self._moves_by = gradients, movement
 
     def certificate(self) -> Certificate:
-        """What it vouches for where it found no failure."""
+        """What it certifies if it found no failure."""
         error = (self.gradients() - self._sums).nan_to_num(0.0, 0.0, 0.0)  # infinite ones were compared
         return linear_backward(self._kinds, max(self._settings.atol, largest(error)))
 
@@ -533,7 +533,7 @@ class TangentProof:
         )
 
     def certificate(self) -> Certificate:
-        """What it vouches for where it found no failure."""
+        """What it certifies if it found no failure."""
         method = "J u against the JVP of u, 2 tangents: dense, half of it zero"
         return Certificate("jvp is linear in its tangent", method, self._settings.atol)
 

@@ -12,7 +12,7 @@ WINDOW = 256
 """A ramp's estimate is tried with a window of a 128th of the range around it."""
 
 SLACK = 0.01
-"""Small contributions beside the dominant one may push its position over an end by this much."""
+"""Small contributions in addition to the dominant one may push its position over an end by this much."""
 
 
 def locate(residual: Callable[[Tensor], float], vector: Tensor, value: float) -> int:

@@ -96,7 +96,7 @@ class RepeatedCalls:
         try:
             self._known = self._run()
         except OUT_OF_MEMORY:
-            self._known = self._run()  # it may have been wanted for a moment only
+            self._known = self._run()  # it may have been needed for a moment only
         except Exception as error:
             self._raised = error
             return
@@ -104,7 +104,7 @@ class RepeatedCalls:
 
     @property
     def _rows_within(self) -> slice:
-        """Where the rows are among the calls."""
+        """The positions of the rows among the calls."""
         return slice(1, -1) if self._problem.m > 1 else slice(None)
 
     def take(self, jacobian: Tensor, products: Tensor) -> None:
@@ -247,7 +247,7 @@ class RepeatedCalls:
         return None
 
     def _tolerance(self, known: Tensor, call: int) -> float:
-        """What a gradient may differ by from run to run."""
+        """The allowed difference of a gradient from run to run."""
         if self._problem.m == 1 or 0 < call <= len(self._rows):
             return self._settings.nondet_tol
         rounding = ROUNDING * self._problem.unit_roundoff * largest(known[call])
@@ -255,7 +255,7 @@ class RepeatedCalls:
         return max(rounding, movement, self._product_tolerance)
 
     def certificates(self) -> list[Certificate]:
-        """What the repeated calls vouch for, if any were needed."""
+        """What the repeated calls certify, if any were needed."""
         if not self._last:
             return []
         what = "the only row" if self._problem.m == 1 else f"{len(self._rows)} rows and two products"
@@ -276,7 +276,7 @@ class RepeatedCalls:
 
 
 def repeated_calls_certificate(what: str, last: int, tolerance: float) -> Certificate:
-    """What repeated calls vouch for; what: the calls; last: the number of the last one of all."""
+    """What repeated calls certify; what: the calls; last: the number of the last one of all."""
     claim = f"repeated calls of a custom backward give the same gradients, up to its call {last}"
     return Certificate(claim, f"{what}, run early and again after all others", tolerance)
 
