@@ -45,7 +45,7 @@ estimates: ContextVar[bool] = ContextVar("fastgrad_estimates", default=False)
 
 
 class Estimate(Exception):  # noqa: N818
-    """Carries the estimated duration of a check, in `seconds`; raised to end the check, not for an error."""
+    """Carries the estimated duration of a check, in `seconds`; raised to end the check, not as an error."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"the check would take {seconds:.3g} s")
@@ -519,7 +519,7 @@ def _higher_order_report(
         made: GradOutputs = "ones" if settings.grad_outputs == "ones" else "random"
         grads = grad_outputs_for(backward, arguments, made, settings.seed + order)
         with Kept(arguments):
-            found = backward(*arguments)  # what is constant gets no grad_output
+            found = backward(*arguments)  # constants get no grad_output
         named = zip(_names_of_gradients(known, backward), found, strict=True)
         results = [name for name, value in named if value.requires_grad]
         known = tuple(name for name, value in zip(names, arguments, strict=True) if value.requires_grad)

@@ -2,7 +2,7 @@
 
 Every entry of the pattern is compared as in the dense engine. Random directions and cotangents certify that no
 entry lies outside of the pattern, and that the backward is the linear map with these rows. A certificate that
-fails is not yet a verdict: it leads to a single entry that is wrong when measured by itself, or to a larger pattern.
+fails is not yet a verdict: it leads to a single entry that is wrong when measured separately, or to a larger pattern.
 """
 
 from __future__ import annotations
@@ -337,7 +337,7 @@ class _Verdict:
         return self._certificate_of(values).explains_products()
 
     def by_columns(self) -> tuple[bool, Failure | Incomplete | None]:
-        """Whether differentiating the backward gives columns that are verified; and the result, as of `by_rows`."""
+        """Whether differentiating the backward gives columns that are verified; and the result, as from `by_rows`."""
         problem = self._problem
         problem.graph()  # what func raises is not about its backward
         try:
@@ -538,7 +538,7 @@ class _Verdict:
         """Whether the worst entries differ only because entries outside of the pattern were added to them.
 
         An analytical entry is added to another one in its column, a numerical entry to another one in its row.
-        The worst rows are computed by themselves and, if entries still differ, so are their columns.
+        The worst rows are computed separately and, if entries still differ, so are their columns.
         """
         rows, columns = self._compression.rows, self._compression.columns
         excess = self._excesses(slice(None))

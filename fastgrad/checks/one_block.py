@@ -98,7 +98,7 @@ def same_afterwards(
 
     torch's checker records its graph there. This detects state that func keeps from call to call.
 
-    cotangents, gradients, row: a VJP among others, as of `product_at_hand`.
+    cotangents, gradients, row: a VJP among others, as from `product_at_hand`.
     """
     cotangent, known = cotangents[row], gradients[row]
     _, other = problem.first_other_vjp(cotangent[None], [-1], [0], known[None])

@@ -579,7 +579,7 @@ class ForwardComparison:
         self._domains_match = True
 
     def add(self, first: int, columns: Tensor) -> None:
-        """Takes in the numerical columns from `first` on, shape (count, m): one evaluation each."""
+        """Adds the numerical columns from `first` on, shape (count, m): one evaluation each."""
         tangents, domains_match = self._problem.tangent_columns(first, columns.shape[0])
         self._domains_match &= domains_match
         for block in dense.tangent_blocks(self._problem, first, columns, tangents):

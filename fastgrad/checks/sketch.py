@@ -308,7 +308,7 @@ def _noise(problem: Problem, settings: Settings, differences: Differences) -> tu
 def _one_hot(
     problem: Problem, settings: Settings, search: _Search, differences: Differences, small: SmallSketch | None
 ) -> Failure | None:
-    """How the backward fails for a one-hot grad_output of each output, by itself or against differences.
+    """How the backward fails for a one-hot grad_output of each output, in itself or against differences.
 
     small: what the same grad_outputs gave before.
     """
@@ -410,7 +410,7 @@ def _row_by_row(
             if failure is not None:
                 return sketch, failure
         if cotangent.expanded and not (looks_wrong and tentative):
-            continue  # it has no weights: only its layout was to be tried
+            continue  # it has no weights: it only tests its layout
         sketch.cotangents.append(cotangent)
         sketch.values.append(values)
         sketch.allowed.append(allowed)

@@ -291,7 +291,7 @@ class Hypotheses:
     ) -> Tensor:
         """The derivative of the outputs along u, at a displacement from x: float64, shape (m,).
 
-        around: makes what is entered for each evaluation.
+        around: makes the context for each evaluation.
         """
         step = 2.0**-17
         values = []

@@ -106,10 +106,10 @@ def place_causes(sample: Sample, names: tuple[str, str], settings: Tolerances) -
     most = max((places.share for places in sides if places is not None), default=0.0)
     found: list[Cause] = []
     for places, name in zip(sides, names, strict=True):
-        # Where a few of the entries about a place are wrong, and on the other side most, it is not this place.
+        # If few of the entries about a place are wrong, but most of those on the other side, it is not this place.
         if places is None or places.share < most / 2:
             continue
-        # What an output's place is to an input's, where each has one of the other.
+        # Prefer an input's place to an output's, if each has one of the other.
         less = 0.0 if places.side == "input" else 0.01
         element = _element(places, name)
         if element is not None:

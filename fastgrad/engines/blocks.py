@@ -92,7 +92,7 @@ class TangentBlock:
     first_element
         The element of the input that row 0 belongs to.
     analytical, numerical
-        float64, shape (elements, real coordinates of the output): one row a column of the Jacobian.
+        float64, shape (elements, real coordinates of the output): one row per column of the Jacobian.
     """
 
     output: Block

@@ -369,7 +369,7 @@ def _extrapolated(slopes: Array, widths: Array, rounding: Array, atol: float, rt
     errors = differences + (noise / widths)[:, None]
     score = errors / (atol + rtol * np.abs(estimates))
     score = np.where(taken[:, None] & np.isfinite(score), score, np.inf).reshape(-1, rounding.size)
-    # The best one that all smaller steps agree with: mostly the first that is looked at.
+    # The best one that all smaller steps agree with: mostly the first one.
     open_, place = np.arange(rounding.size), np.arange(len(widths))[:, None]
     while open_.size:
         best = score[:, open_].argmin(0)

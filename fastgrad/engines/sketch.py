@@ -204,7 +204,7 @@ def cotangents(seed: int, weight: Tensor, count: int, attempt: int) -> Iterator[
 
 @dataclass(slots=True)
 class Sketch:
-    """S = V^T (J_num - J_ana) U and what is allowed for it: lists of rows, one a cotangent, one column a direction.
+    """S = V^T (J_num - J_ana) U and its allowed error: lists of rows, one per cotangent, one column per direction.
 
     gradients: VJPs at hand, by the number of their cotangent. allowance: what is allowed for rounding in addition to
     the threshold, relative to the cotangent's scale.

@@ -237,8 +237,8 @@ def _is_certified(rows: LinearMap, pattern: Pattern, values: Tensor) -> bool:
         # Not "error > allowed": a NaN is no certificate.
         wrong = ~(error <= ulp * size)
         if bool(wrong.any()):
-            # Terms that cancel inside the map leave more than one ulp of what is left of them. Still
-            # linear, but for rounding: of the whole product, not of something that is far from linear.
+            # Terms that cancel inside the map leave an error of more than one ulp of the rest. The map is
+            # still linear, except for rounding: of the whole product, not of something far from linear.
             noise = _rounding_noise(rows, seed, product)
             excused = (error <= ROUNDING * noise) & (noise <= ulp * size.max())
             if not bool((~wrong | excused).all()):

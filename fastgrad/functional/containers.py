@@ -114,7 +114,7 @@ def is_sparse_enough(found: Entries, sparse: Sparse) -> bool:
 def of_entries(
     found: Entries, outputs: Tensors, inputs: Tensors, dtypes: list[list[torch.dtype]], sparse: bool
 ) -> Parts:
-    """The parts of a sparse matrix of elements, in the layout asked for."""
+    """The parts of a sparse matrix of elements, in the requested layout."""
     parts: Parts = []
     row_start = 0
     for o, output in enumerate(outputs):

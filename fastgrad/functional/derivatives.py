@@ -427,7 +427,7 @@ def _zeros_for_none(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) 
 
 
 def _check_options(name: str, options: _Options, strategy: str, numerical: bool, return_error: bool) -> bool:
-    """Whether forward mode is asked for; raises where keywords exclude each other."""
+    """Whether forward mode is requested; raises if keywords exclude each other."""
     if strategy not in ("forward-mode", "reverse-mode"):
         raise AssertionError(f'Expected strategy to be either "forward-mode" or "reverse-mode", got {strategy!r}.')
     if options.sparse not in (True, False, "auto"):

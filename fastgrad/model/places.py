@@ -58,7 +58,7 @@ def caller() -> str:
     while frame is not None:
         file = frame.f_code.co_filename
         if file == _STEP and frame.f_code.co_name == "loss":
-            return ""  # what called fastgrad is no line of the model
+            return ""  # the caller of fastgrad is not a line of the model
         if not file.startswith((PACKAGE, _TORCH, "<frozen")):
             return f"{short(file)}:{frame.f_lineno}"
         frame = frame.f_back

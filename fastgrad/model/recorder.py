@@ -35,7 +35,7 @@ class Call:
     Attributes
     ----------
     name
-        What reports call it.
+        Its name in reports.
     target
         An operator, or a custom Function.
     tensors
@@ -100,18 +100,18 @@ class Recorder(torch_private.EagerDispatchMode):  # type: ignore[no-untyped-call
     calls
         Distinct operations, in the order of their first calls.
     places
-        Where the model is.
+        The current position in the model.
     saved, hooks, cuts
-        What was seen between operations.
+        Observations between operations.
     foreign
-        Functions of torch's own that are no operators, activation checkpointing say.
+        Functions of torch's own that are not operators, for example activation checkpointing.
 
     Parameters
     ----------
     model
         Names its modules.
     parameters
-        Whose flow is followed.
+        The parameters whose flow is followed.
     memory_limit
         Bytes of copies.
     keeps_calls
@@ -119,9 +119,9 @@ class Recorder(torch_private.EagerDispatchMode):  # type: ignore[no-untyped-call
     kept_saved
         Numbers of saved tensors that are copied, and of which backward gets the copies.
     mutes_hooks
-        Whether hooks that return or write other gradients are kept from doing so.
+        Whether hooks are prevented from returning or writing other gradients.
     watched
-        Numbers of saved tensors that are looked at after every event.
+        Numbers of saved tensors that are compared after every event.
     """
 
     def __init__(

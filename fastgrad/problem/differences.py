@@ -23,7 +23,7 @@ class Differences(Evaluation):
         Returns
         -------
         Tensor
-            float64, shape (count, m): one row a column of the Jacobian. Two evaluations each.
+            float64, shape (count, m): one row per column of the Jacobian. Two evaluations each.
 
         Raises
         ------

@@ -24,7 +24,7 @@ class ForwardMode(Evaluation):
         Returns
         -------
         tuple
-            float64, shape (count, m): one row a column of the Jacobian; and whether tangents were complex
+            float64, shape (count, m): one row per column of the Jacobian; and whether tangents were complex
             for complex outputs and real for real ones.
         """
         self._recorded = None

@@ -95,9 +95,9 @@ class ReverseMode(Evaluation):
         Parameters
         ----------
         cotangents, layouts
-            As of `vjp`; or none.
+            As in `vjp`; or none.
         repeated, scale
-            As of `analytical_rows`.
+            As in `analytical_rows`.
         undefined
             Whether to run undefined grad_outputs, too.
         fewest_vectorized
@@ -164,7 +164,7 @@ class ReverseMode(Evaluation):
     ) -> tuple[int, Tensor | None]:
         """Runs the VJPs of rows of cotangents in order, until one differs from its row of `known`.
 
-        cotangents, only: as of `vjps_of`. known: float64, shape (count, n).
+        cotangents, only: as in `vjps_of`. known: float64, shape (count, n).
 
         Returns
         -------

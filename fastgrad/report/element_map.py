@@ -48,7 +48,7 @@ def svg(
     numbers, excess
         Of each error: the number of its element in C order, and how many times it is what is allowed.
     words
-        What is shown on hover of an error, by its place in numbers.
+        The hover text of an error, by its place in numbers.
     """
     *leading, height, width = (1, 1, *shape)
     leading = [size for size in leading if size > 1] or [1]

@@ -133,16 +133,16 @@ class Session:
         self._written: Counter[str] = Counter()
         self._durations: dict[str, float] = {}
         stack = ExitStack()
-        # Runs however the session ends, also where it never begins.
+        # Runs however the session ends, even if it never begins.
         config.add_cleanup(stack.close)
         self._checks = stack.enter_context(patch(compare=compare))
         if compare:
-            # Torch's first check imports for most of a second, which no test is to be charged with.
+            # Torch's first check imports for most of a second, which should not count for any test.
             ask_both("gradgradcheck", (torch.sin, torch.zeros(1, dtype=torch.float64, requires_grad=True)), {})
 
     def pytest_report_header(self) -> str:
-        """Says what is not as usual."""
-        beside = ", beside torch's" if self._compare else " instead of torch's"
+        """Describes what is unusual."""
+        beside = ", compared with torch's" if self._compare else " instead of torch's"
         return f"fastgrad {__version__}: gradcheck and gradgradcheck{beside}"
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -225,7 +225,7 @@ class Session:
             phase.sections.append(("fastgrad's report", str(path)))
 
     def _file_name(self, test: str) -> str:
-        """Of the HTML file of a test's next failing check: legible, legal everywhere, and of no other test."""
+        """The HTML file of a test's next failing check: its name is legible, valid everywhere, and unique."""
         stem = re.sub(r"[^\w.=,-]+", "-", test).strip("-")
         if len(stem) > 120:
             stem = f"{stem[:110]}-{hashlib.sha256(test.encode()).hexdigest()[:8]}"
@@ -244,7 +244,7 @@ class Estimates:
         self._seconds = stack.enter_context(estimate())
 
     def pytest_report_header(self) -> str:
-        """Says what is not as usual."""
+        """Describes what is unusual."""
         return f"fastgrad {__version__}: estimates the times of gradcheck and gradgradcheck, and does not run them"
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)

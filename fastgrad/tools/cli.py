@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"fastgrad {options.command}: interrupted", file=sys.stderr)
         return _INTERRUPTED
-    except BrokenPipeError:  # of `| head`: the interpreter is not to write what is left, at its end
+    except BrokenPipeError:  # of `| head`: the interpreter must not write the rest at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 2
 

@@ -64,7 +64,7 @@ def target(
     Raises
     ------
     SpecError
-        A specification that is malformed, or names what is not there.
+        A specification is malformed, or names something that does not exist.
     """
     generator = torch.Generator().manual_seed(seed)
     arguments = tuple(value for text in inputs for value in parse_input(text, generator, device))

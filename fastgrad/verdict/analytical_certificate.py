@@ -1,7 +1,7 @@
 """Whether products of a backward are what the entries of a sparse Jacobian add up to.
 
 Rows that share no column of a pattern are computed together, so an entry that the pattern lacks adds to another one.
-A product shows both, to rounding. The rows behind it are run by themselves, until the entries explain every product.
+A product shows both, to rounding. The rows behind it are run separately, until the entries explain every product.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class AnalyticalCertificate:
         return linearity_certificate(claim, self._proven_kinds, self.bound)
 
     def compare_rows(self) -> Failure | Incomplete:
-        """Rows that were run by themselves before against those that were computed together with others."""
+        """Rows that were run separately before against those that were computed together with others."""
         return self._compared(self._calls.rows if self._calls is not None else {})
 
     def compare_more_rows(self) -> Failure | Incomplete:

@@ -174,7 +174,7 @@ class PairComparison:
         whole = self.output.tensor.numel() * self.input.tensor.numel()
         if self.mismatches and whole <= SMALL and analytical.numel() == whole * width:
             matrices = _matrix(analytical, width), _matrix(numerical, width)
-            # In torch's layout: one row an input element, one column an output element.
+            # In torch's layout: one row per input element, one column per output element.
             self.matrices = matrices if self.mode == "forward" else (matrices[0].t(), matrices[1].t())
 
     @phase("comparison")

@@ -570,7 +570,7 @@ def one_hot_failure(problem: Problem, settings: Settings) -> Failure | None:
 
 
 def one_hot_rows(problem: Problem, settings: Settings) -> tuple[Failure | None, dict[int, Tensor]]:
-    """`one_hot_failure`, and the rows that it looked at: float64, shape (n,), by their numbers."""
+    """`one_hot_failure`, and the rows that it examined: float64, shape (n,), by their numbers."""
     found: dict[int, Tensor] = {}
     for imaginary in (True, False):
         for output in problem.outputs:

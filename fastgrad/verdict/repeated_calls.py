@@ -63,7 +63,7 @@ class RepeatedCalls:
     Attributes
     ----------
     rows
-        Rows of the Jacobian that were run by themselves, before all others: float64, shape (n,), by their numbers.
+        Rows of the Jacobian that were run separately, before all others: float64, shape (n,), by their numbers.
     """
 
     def __init__(self, problem: Problem | SmallBackward, settings: Settings) -> None:
@@ -154,7 +154,7 @@ class RepeatedCalls:
             self._summed.add(cotangent, gradient)
 
     def run_more_rows(self) -> dict[int, Tensor]:
-        """Further rows, run by themselves where that is quick: as many as `failure` would otherwise repeat calls."""
+        """Further rows, run separately if that is quick: as many as `failure` would otherwise repeat calls."""
         problem = self._problem
         left = self._most - problem.vjps - len(self._order(one_round=True)) if self._is_needed else 0
         if left <= 0 or not self.rows or self._at_once == 1:
@@ -212,7 +212,7 @@ class RepeatedCalls:
         if self._problem.m == 1:
             return [0, 0]  # the same twice, as torch's checker runs it
         first, last_row, row, *others, last = self._calls
-        # Each call has another position than on the first graph, so an error in, say, every graph's first call shows.
+        # Each call has another position than on the first graph, so an error in every graph's first call shows.
         once = [row, *[first] * (FIRST_PRODUCTS if self._most else 1), last, last_row, *others]
         # Seven or eleven calls, so that an error in every second, third, ... call reaches each of them.
         cycle = [*once, first, row, first] if others else once
@@ -292,7 +292,7 @@ def first_moving(
 ) -> Block | None:
     """Runs VJPs of rows of cotangents in order; the output of the first one that gives another gradient than before.
 
-    cotangents, only, order, known: as of `Problem.first_other_vjp`. tolerance: by row, what a gradient may differ by.
+    cotangents, only, order, known: as in `Problem.first_other_vjp`. tolerance: by row, what a gradient may differ by.
     """
     done = 0
     while done < len(order):
