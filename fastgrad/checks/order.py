@@ -490,7 +490,7 @@ def environment(device: torch.device) -> Environment:
 def _nonzero_numerical(
     problem: Problem, plan: Plan, settings: Settings, findings: Findings, _: RepeatedCalls | None
 ) -> Failure | None:
-    """Where no output requires grad, func must not depend on its inputs."""
+    """If no output requires grad, func must not depend on its inputs."""
     for first, columns in dense.numerical_columns(problem, plan, settings):
         if bool(columns.any()):
             column, row = (int(i) for i in columns.nonzero()[0])

@@ -51,7 +51,7 @@ MOST_SUSPECTS = 8
 """Outputs that look wrong in a sum and prove right, before another step is tried."""
 
 MOST_SINGLE = 4
-"""Outputs to look at one by one, where no step made them verifiable."""
+"""Outputs to examine one by one, if no step made them verifiable."""
 
 
 @dataclass
@@ -140,7 +140,7 @@ class _Screen:
         return _one_by_one(self._problem, self._settings, self._first, self._pending, hidden)
 
     def _judge(self, differences: Differences) -> Screening | None:
-        """The verdict at this step size; None where it takes more differences, or another step size."""
+        """The verdict at this step size; None if it takes more differences, or another step size."""
         problem, settings = self._problem, self._settings
         search = _Search(problem, settings, differences)
         noise, norm = _noise(problem, settings, differences)
@@ -184,7 +184,7 @@ class _Screen:
         return self._verify(differences, search, sketch, weight, all_count)
 
     def _small(self, differences: Differences, weight: Tensor, all_count: bool) -> SmallSketch | None:
-        """All grad_outputs in one call, where they are few and none raises."""
+        """All grad_outputs in one call, if they are few and none raises."""
         problem = self._problem
         self._raised = None
         if problem.n + problem.m > MOST_AT_ONCE or not problem.m:
@@ -235,7 +235,7 @@ class _Screen:
     def _verify(
         self, differences: Differences, search: _Search, sketch: Sketch, weight: Tensor, all_count: bool
     ) -> Screening | None:
-        """Where no sum looks wrong: the outputs whose noise is within their tolerance are verified."""
+        """If no sum looks wrong: the outputs whose noise is within their tolerance are verified."""
         settings = self._settings
         if not search.doubtful and all_count and not sketch.allowance:
             return self._verified(self._bound)
@@ -622,7 +622,7 @@ def _jvp_not_linear(problem: Problem, settings: Settings, u: Tensor, tangent: Te
 
 
 def screen_constant(problem: Problem, settings: Settings) -> Screening:
-    """Where no output requires grad: func must not move with its inputs."""
+    """If no output requires grad: func must not move with its inputs."""
     for attempt, eps in enumerate((settings.eps, settings.eps * SMALLER)):
         for k in range(sketch_size(settings.confidence)):
             u = direction(problem.n, settings.seed, SKETCH_DIRECTIONS + 16 * (16 * attempt + k)).to(problem.device)

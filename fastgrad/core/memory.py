@@ -107,7 +107,7 @@ def _first_number(path: Path) -> int | None:
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """A file of names and numbers, as `MemAvailable: 1024 kB` or `inactive_file 1024`; empty where there is none."""
+    """A file of names and numbers, as `MemAvailable: 1024 kB` or `inactive_file 1024`; empty if there is none."""
     try:
         lines = [line.split() for line in path.read_text().splitlines()]
     except OSError:

@@ -92,7 +92,7 @@ def _places(sample: Sample, side: str, settings: Tolerances) -> _Places | None:
 
 
 def _mixing(sample: Sample, nonzero: Tensor) -> frozenset[int] | None:
-    """Dimensions along which outputs depend on inputs at other places; None where the sides have other dimensions."""
+    """Dimensions along which outputs depend on inputs at other places; None if the sides have other dimensions."""
     if len(sample.input_shape) != len(sample.output_shape):
         return None
     ins = element_index(sample.inputs[nonzero], sample.input_shape)

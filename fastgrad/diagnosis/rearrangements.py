@@ -270,7 +270,7 @@ def _flattened(matrices: _Matrices, sample: Sample) -> _Flat | None:
 
 
 def _of_broadcasting(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
-    """A sum over the wrong dimensions of grad_output, where the input was expanded."""
+    """A sum over the wrong dimensions of grad_output, if the input was expanded."""
     flat = _flattened(matrices, sample)
     if flat is None or shared_by(sample) < 2 or not bool((flat.a != 0).any()):
         return

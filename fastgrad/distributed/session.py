@@ -34,7 +34,7 @@ class Order:
     inputs
         Its parts of the inputs, in the order of the graph's.
     cotangents
-        Its parts of grad_outputs, None where undefined.
+        Its parts of grad_outputs, None if undefined.
     forget
         Graphs that are no longer needed.
     """

@@ -110,7 +110,7 @@ def row_parts(outputs: tuple[Block, ...]) -> list[tuple[Block, Part]]:
 
 
 def thin_out(vector: Tensor, seed: int) -> None:
-    """Leaves one in SPARSE_STRIDE components of a vector, shape (size,), and at least one, where there are any."""
+    """Leaves one in SPARSE_STRIDE components of a vector, shape (size,), and at least one, if there are any."""
     first = seed % max(1, min(vector.numel(), SPARSE_STRIDE))
     kept = vector[first::SPARSE_STRIDE].clone()
     vector.zero_()[first::SPARSE_STRIDE] = kept

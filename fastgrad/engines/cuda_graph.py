@@ -5,7 +5,7 @@ of func into a row; for a group, it moves those of one color; for a row, it runs
 holds several steps if there are many. The numbers of columns, colors and rows live on the device and are increased
 there, so that a replay needs nothing of the host, and nothing waits.
 
-A graph repeats what func launched on the stream while it was captured. Where func reads values, takes another path,
+A graph repeats what func launched on the stream while it was captured. If func reads values, takes another path,
 draws random numbers, touches memory of the host or works on a stream of its own, a replay is not an evaluation. So
 operators are watched for this beforehand, an invalid capture is refused, `trial` compares the columns with plain
 evaluations, and a certificate compares the groups.

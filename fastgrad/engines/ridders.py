@@ -150,7 +150,7 @@ def measured(problem: Problem, inputs: Tensor, outputs: Tensor, record_graph: bo
     ulp = spacing(block.tensor.dtype)
     smallest = torch.maximum(SMALLEST_STEP * x, 4 * ulp * x.clamp(min=2.0**-40))
     displacement = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
-    # Like all other values of a copy with all elements specified, where an input is sparse.
+    # Like all other values of a copy with all elements specified, if an input is sparse.
     base = problem.evaluate(record_graph, displacement)[outputs]
     # An infinite x takes no step, nor does a NaN.
     largest = torch.where(x.isfinite(), LARGEST_STEP * x.clamp(min=1.0), 0.0)
@@ -191,7 +191,7 @@ def _runs(largest: Tensor, smallest: Tensor) -> list[tuple[Tensor, range]]:
 def _pairs(
     problem: Problem, record_graph: bool, displacement: Tensor, scales: Sequence[float], outputs: Tensor
 ) -> Iterator[tuple[Tensor, Tensor] | None]:
-    """Some outputs at x + scale * displacement and x - scale * displacement, per scale; None where func raises."""
+    """Some outputs at x + scale * displacement and x - scale * displacement, per scale; None if func raises."""
     at_once = max(1, AT_ONCE // (2 * max(1, problem.m)))
     for first in range(0, len(scales), at_once):
         own = scales[first : first + at_once]
@@ -354,7 +354,7 @@ def _extrapolated(slopes: Array, widths: Array, rounding: Array, atol: float, rt
     estimates = np.full((len(widths), ORDER + 1, rounding.size), np.nan)
     differences = np.full_like(estimates, np.nan)
     estimates[:, 0] = slopes
-    # Where no smaller step moves func, a kink lies between the larger step and this one.
+    # If no smaller step moves func, a kink lies between the larger step and this one.
     still = np.logical_and.accumulate((slopes == 0)[::-1], 0)[::-1]
     differences[1:, 0] = np.where(still[1:], 0.0, np.abs(np.diff(slopes, axis=0)))
     for k in range(1, min(len(widths) - 1, ORDER) + 1):

@@ -30,7 +30,7 @@ EXTRAPOLATED, CENTRAL = 4, 2
 """Number of evaluations per directional derivative, with Richardson extrapolation and without."""
 
 KINK = 1e-2
-"""Where one-sided derivatives are off the central one by this share: nothing smooth bends so within a step."""
+"""Share by which one-sided derivatives differ from the central one: no smooth function bends so much within a step."""
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class Differences:
     rounding
         How far two units of rounding of an output take a derivative, relative to the output.
     sizes
-        The norm of noise, and the largest derivative, where they are at hand.
+        The norm of noise, and the largest derivative, if they are at hand.
     """
 
     eps: float

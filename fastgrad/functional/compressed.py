@@ -171,7 +171,7 @@ class _Maps:
 
 
 def _star_scheme(rows: LinearMap, pattern: Pattern, groups: int) -> _Scheme | None:
-    """Each entry, or its mirror image, from the product of one color; None where that takes as many as `groups`."""
+    """Each entry, or its mirror image, from the product of one color; None if that takes as many as `groups`."""
     colors = coloring.star_color(pattern.starts, pattern.columns, groups - 1)
     if colors is None:
         return None

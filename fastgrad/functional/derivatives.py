@@ -86,7 +86,7 @@ def jacobian(
     strict
         Raise where an output does not depend on an input, instead of returning zeros.
     vectorize
-        Where no structure helps, compute many rows at once by vmap. Needed for complex outputs, whose
+        If no structure helps, compute many rows at once by vmap. Needed for complex outputs, whose
         rows are the gradients of their real parts, and for forward mode.
     strategy
         "reverse-mode", or "forward-mode": by forward-mode AD, one evaluation of func per group of columns.
@@ -103,8 +103,8 @@ def jacobian(
     Returns
     -------
     Tensor or nested tuple of Tensor
-        Shape ``(*output.shape, *input.shape)``, dtype of the input, in forward mode of the output. Where func
-        returns a tuple, or inputs is one, a tuple of these; where both are, result[i][j] for output i and
+        Shape ``(*output.shape, *input.shape)``, dtype of the input, in forward mode of the output. If func
+        returns a tuple, or inputs is one, a tuple of these; if both are, result[i][j] for output i and
         input j. With return_error, (result, error), of one form; errors are real, infinite where no two
         steps agree.
 

@@ -132,7 +132,7 @@ def forward_map(
 def tangents_along(
     func: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], tangents: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """The tangents of func's outputs at inputs with tangents, None where an output has none."""
+    """The tangents of func's outputs at inputs with tangents, None if an output has none."""
 
     def evaluate() -> list[Tensor | None]:
         duals = [torch_private.make_dual(value, tangent) for value, tangent in zip(inputs, tangents, strict=True)]

@@ -123,7 +123,7 @@ class Comparison:
         in_range = self._is_in_range()
         infinite = ~self.low.isfinite() & in_range
         explained = infinite & ~self._spread.rounded.isfinite()
-        # Where a derivative with respect to an input is out of range, zero times it is not finite, either.
+        # If a derivative with respect to an input is out of range, zero times it is not finite, either.
         return infinite & ~explained, explained & in_range.all(0)
 
     def _is_in_range(self) -> Tensor:

@@ -53,7 +53,7 @@ class Places:
 
 @hidden_from_dynamo
 def caller() -> str:
-    """File and line of the innermost frame that is neither torch's nor fastgrad's; empty where there is none."""
+    """File and line of the innermost frame that is neither torch's nor fastgrad's; empty if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename

@@ -53,7 +53,7 @@ class Call:
     used
         Which of its results were used.
     omitted
-        Why it cannot be checked; empty where it can.
+        Why it cannot be checked; empty if it can.
     others
         Further calls, with copies of their own: those of custom Functions.
     """
@@ -283,7 +283,7 @@ class Recorder(torch_private.EagerDispatchMode):  # type: ignore[no-untyped-call
         return result
 
     def _keep(self, name: str, target: Any, arguments: Any, tensors: Sequence[Tensor]) -> Call:
-        """The call of an operation: copies of its arguments, where it is the first of its kind."""
+        """The call of an operation: copies of its arguments, if it is the first of its kind."""
         found: list[tuple[str, Tensor]] = []
         rebuild = flatten(arguments, "", lambda tensor: True, found)
         plain = arguments if rebuild is None else rebuild(iter([_Placeholder()] * len(found)))

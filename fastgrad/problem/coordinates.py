@@ -25,7 +25,7 @@ class Block:
     index counts the differentiable tensors of its side (an input given twice has the index of its
     first place); position is its place among func's arguments or results; coordinates run from
     first to first + size. elements holds the flat (C order) number of each element that has
-    coordinates, where not all have: int64, shape (elements,). step is that of an input, relative to the
+    coordinates, if not all have: int64, shape (elements,). step is that of an input, relative to the
     check's eps; weight is what an error in it counts in sums over inputs whose tolerances differ.
     """
 
@@ -202,7 +202,7 @@ def blocks_of(
 ) -> tuple[Block, ...]:
     """The blocks of the tensors at the selected positions; with `once`, the same tensor again adds none.
 
-    memories: of those that are not strided, by position. scales: the step and weight of each, where not all are 1.
+    memories: of those that are not strided, by position. scales: the step and weight of each, if not all are 1.
     """
     blocks: list[Block] = []
     seen: set[int] = set()

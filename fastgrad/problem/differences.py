@@ -28,7 +28,7 @@ class Differences(Evaluation):
         Raises
         ------
         AssertionError
-            Where a perturbed func returns another number of outputs, other shapes or other dtypes.
+            If a perturbed func returns another number of outputs, other shapes or other dtypes.
         """
         self._recorded = None
         columns = torch.empty(count, self.m, dtype=torch.float64, device=self.device)

@@ -81,7 +81,7 @@ class Evaluation:
         """names: of the arguments in messages, if any; the step and weight of each checked argument.
 
         records_differences: whether func next to x records gradients, as torch's checker lets it, unless it is known to
-        give the same values without. traced: func at these arguments, where it was called already.
+        give the same values without. traced: func at these arguments, if it was called already.
         """
         refuse_function_class(func)
         positions = differentiable_inputs(arguments, names, warn_of_precision)

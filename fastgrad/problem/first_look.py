@@ -42,7 +42,7 @@ class FirstLook:
     moved
         The coordinates, a random half, that differ between the two points: shape (n,).
     reacted
-        The outputs that do: shape (m,). None where func raises there.
+        The outputs that do: shape (m,). None if func raises there.
     seconds
         What one evaluation takes: of its usual cost and, if it is slow, by the clock.
     measured

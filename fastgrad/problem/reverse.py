@@ -195,7 +195,7 @@ class ReverseMode(Evaluation):
     def zero_gradients(self) -> list[Tensor | None]:
         """Autograd's gradients for zero grad_outputs, one per input block, unconverted.
 
-        None where it made none.
+        None if it made none.
         """
         self.vjps += 1
         return self.vjp_graph().vjp_of_zeros()

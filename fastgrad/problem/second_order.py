@@ -25,7 +25,7 @@ def differentiable_outputs(result: Any) -> tuple[Tensor, ...]:
 def random_grad_outputs(outputs: tuple[Tensor, ...], seed: int, noncontiguous: bool) -> tuple[Tensor, ...]:
     """One leaf per output that requires grad, with its shape, dtype and device, uniform in [-1, 1).
 
-    noncontiguous: every second element of a buffer, where there is more than one element.
+    noncontiguous: every second element of a buffer, if there is more than one element.
     """
     grads = []
     first = 0

@@ -238,7 +238,7 @@ class Evidence(EqualByContent):
     offset_error, expanded_error
         The same for one at an offset, and for an expanded v.
     modified
-        Where a backward writes into its grad_output: deviation of the gradient from that of backwards with copies.
+        If a backward writes into its grad_output: deviation of the gradient from that of backwards with copies.
     dense_error
         ``|v^T J u - v . (difference along u)|``, over the sum of the moduli of its terms, for one random u.
     output_dtype
@@ -320,7 +320,7 @@ class Settings(Tolerances):
     order
         Of the derivatives that are checked.
     inputs
-        The tolerances of each checked input, where not all have the same; eps, atol and rtol are then the
+        The tolerances of each checked input, if not all have the same; eps, atol and rtol are then the
         smallest of them.
     precision
         "strict" where the tolerances hold for every dtype.
@@ -624,7 +624,7 @@ class Subject:
     Attributes
     ----------
     function
-        The name of func; empty where it has none.
+        The name of func; empty if it has none.
     parameters
         What func calls its arguments, as far as that is known.
     inputs
@@ -632,7 +632,7 @@ class Subject:
     outputs
         The same of each differentiable output.
     source
-        File and line of the custom backward, or of func where it has none: ``ops.py:12``; empty where unknown.
+        File and line of the custom backward, or of func if it has none: ``ops.py:12``; empty if unknown.
     test
         The id of the test that runs, under pytest.
     """
@@ -674,7 +674,7 @@ class Failure(EqualByContent):
     trouble
         Special properties of the worst entry's derivative.
     convergence
-        The differences behind the worst entry, large steps first, where it was re-measured.
+        The differences behind the worst entry, large steps first, if it was re-measured.
     """
 
     kind: FailureKind
@@ -698,7 +698,7 @@ class RoundedEntry:
     Attributes
     ----------
     output, output_position
-        Of the only output element whose grad_output was not zero, as in `Failure`; None where all had one.
+        Of the only output element whose grad_output was not zero, as in `Failure`; None if all had one.
     output_index
         That element.
     input, input_position, input_index
@@ -785,9 +785,9 @@ class LowPrecision(EqualByContent):
     hidden
         The share of these entries that might be zero, as rounding explains errors of their size.
     smallest_scale
-        A common relative error of a whole gradient that would have been found; None where that was not tested.
+        A common relative error of a whole gradient that would have been found; None if that was not tested.
     undecided
-        Why there is no verdict; empty where there is one.
+        Why there is no verdict; empty if there is one.
     remedy
         How to get one.
     reference_report

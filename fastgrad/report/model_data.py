@@ -53,7 +53,7 @@ class Operation(EqualByContent):
         The reason, if the verdict is not "right"; and how it was checked, if not in the usual way.
     error
         The difference between v^T J u by autograd and by differences, for random u and v, relative to the root of the
-        sum of squares of its terms; None where it was not measured.
+        sum of squares of its terms; None if it was not measured.
     dtype
         The dtype that it was checked in.
     evaluations, vjps

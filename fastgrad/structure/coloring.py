@@ -21,7 +21,7 @@ Indices = NDArray[np.int64]
 def color(starts: Indices, members: Indices, targets: int) -> Indices:
     """Colors such that no two vertices of one color share a target: a distance-2 coloring of one side.
 
-    First fit, each vertex in turn the lowest color that fits, in natural order; where that misses the
+    First fit, each vertex in turn the lowest color that fits, in natural order; if that misses the
     lower bound, the largest number of vertices at one target, also with the vertices of most targets
     first, and the coloring with fewer colors counts (Curtis, Powell & Reid 1974; Gebremedhin, Manne &
     Pothen 2005, section 3). The GIL is released.

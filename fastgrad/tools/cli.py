@@ -162,7 +162,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def _number(text: str) -> tuple[str, float]:
-    """VALUE or INPUT=VALUE; the name is empty where there is none."""
+    """VALUE or INPUT=VALUE; the name is empty if there is none."""
     name, _, value = text.rpartition("=")
     try:
         return name, float(value)

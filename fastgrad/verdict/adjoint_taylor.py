@@ -257,7 +257,7 @@ def adjoint(problem: Problem, trials: int, rtol: float | None, seed: int) -> Adj
                 within = terms[block.slice]
                 reverse[trial, o, b] = within.sum()
                 size[trial, o, b] += within.abs().sum().cpu()
-    # Where both are zero, they agree; a NaN does not.
+    # If both are zero, they agree; a NaN does not.
     errors = torch.where(size == 0, 0.0, (forward - reverse).abs() / size)
     worst = int(errors.nan_to_num(torch.inf).argmax()) if errors.numel() else 0
     error = float(errors.reshape(-1)[worst]) if errors.numel() else 0.0

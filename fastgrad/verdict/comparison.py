@@ -53,13 +53,13 @@ class Findings:
     Attributes
     ----------
     backward
-        All VJPs of a small problem, where they were run at once.
+        All VJPs of a small problem, if they were run at once.
     on_first_graph
         Whether they are of the graph of the first evaluation.
     early
         The exception that was raised instead: it is raised later, in the order of the checks.
     columns
-        The numerical Jacobian, where it is known: float64, shape (n, m).
+        The numerical Jacobian, if it is known: float64, shape (n, m).
     batched
         Where batched gradients are known to differ.
     moved

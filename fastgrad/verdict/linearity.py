@@ -373,7 +373,7 @@ class LinearityProof:
         return self._gradients
 
     def suspects(self) -> list[tuple[int, int]]:
-        """Where a VJP differs from the sum of entries by more than rounding: (number of v, coordinate), worst first.
+        """Components of VJPs that differ from sums of entries beyond rounding: (number of v, coordinate), worst first.
 
         Rounding that is larger than that of a few operations is measured. An entry that is missing from a sparse
         Jacobian is found here, however large the other entries of its column are.
@@ -454,7 +454,7 @@ class LinearityProof:
             try:
                 self._vjp(which)
             except Exception as again:
-                self._problem.vjp(torch.zeros_like(self._cotangents[:1]))  # raises where any grad_output would
+                self._problem.vjp(torch.zeros_like(self._cotangents[:1]))  # raises if any grad_output would
                 detail = f"it raised {type(again).__name__} for {COTANGENT_KINDS[kind]}"
                 return Failure("nonlinear", detail=detail, cause=again)
         raise error

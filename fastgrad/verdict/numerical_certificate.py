@@ -200,7 +200,7 @@ class NumericalCertificate:
         """
         watched = self._compression.pattern.is_numerical
         count = DIRECTIONS_WATCHED if watched else DIRECTIONS
-        # An entry counts times a component of a direction or, where it was measured together with another one, times
+        # An entry counts times a component of a direction or, if it was measured together with another one, times
         # the difference of two, which is as small as a share s with probability s; in all directions with s^count.
         together = (1 - self._settings.confidence) ** (1 / count)
         self._margin = together if analytical is None else 0.5
