@@ -119,7 +119,7 @@ def gradcheck(
         Check reverse mode.
     fast_mode
         Compare random combinations of the entries instead of every entry: the cost does not grow with
-        the size of the Jacobian. A wrong entry is located and confirmed by itself. If the random
+        the size of the Jacobian. A wrong entry is located and confirmed separately. If the random
         combinations do not decide, the exact engine does, if it is affordable; otherwise the check is
         undecided.
     masked
