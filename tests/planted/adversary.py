@@ -528,7 +528,7 @@ GRAD_OUTPUTS: dict[str, Condition] = {
 }
 
 
-# Hosts with huge entries: what is small beside them.
+# Hosts with huge entries, and errors that are small next to them.
 
 
 def _diagonal(values: Tensor) -> Function:
