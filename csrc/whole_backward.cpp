@@ -96,7 +96,7 @@ void visit_backward(const std::vector<at::Tensor>& outputs, const Visit& visit) 
   }
 }
 
-// The names under which Python sees what a kind of node saved.
+// The Python names of the values that a kind of node saves.
 const std::vector<std::string>& saved_names(const py::handle& node) {
   static std::unordered_map<PyTypeObject*, std::vector<std::string>> known;  // the types live as long as torch
   const auto [found, is_new] = known.try_emplace(Py_TYPE(node.ptr()));
@@ -230,7 +230,7 @@ std::optional<GradientsMatch> try_vectorized_rows(
   }
 }
 
-// Whether the products are what the rows of all outputs add up to.
+// Whether the products equal the sums of the rows of all outputs.
 bool add_up(
     const WholeBackward& whole, const std::vector<at::Tensor>& outputs, const at::Tensor& cotangents, double atol,
     double rtol) {

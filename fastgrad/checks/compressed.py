@@ -151,7 +151,7 @@ def _answer(
     found: Failure | Incomplete | None,
     plan: Plan,
 ) -> Outcome | Next:
-    """What follows from a failure, from what a pattern lacks, or from nothing that is wrong."""
+    """The next step after a failure, after entries that a pattern lacks, or if nothing is wrong."""
     if isinstance(found, Incomplete):
         found = verdict.moved() or found
     if isinstance(found, Incomplete):
@@ -339,7 +339,7 @@ class _Verdict:
     def by_columns(self) -> tuple[bool, Failure | Incomplete | None]:
         """Whether differentiating the backward gives columns that are verified; and the result, as from `by_rows`."""
         problem = self._problem
-        problem.graph()  # what func raises is not about its backward
+        problem.graph()  # an exception of func does not concern its backward
         try:
             values = compressed.linear_entries(problem, self._compression)
         except Exception as error:  # it cannot be differentiated
@@ -360,7 +360,7 @@ class _Verdict:
     def by_rows(self) -> Failure | Incomplete | None:
         """A failure, or what the pattern lacks, or nothing."""
         problem, compression = self._problem, self._compression
-        problem.graph()  # what func raises is not about its backward
+        problem.graph()  # an exception of func does not concern its backward
         try:
             values, matches = compressed.analytical_entries(problem, compression)
         except Exception as error:
@@ -560,7 +560,7 @@ class _Verdict:
         return True
 
     def _excesses(self, entries: Tensor | slice) -> Tensor:
-        """|analytical - numerical| over what is allowed, coordinate by coordinate."""
+        """|analytical - numerical| over the allowed error, coordinate by coordinate."""
         numerical = self.numerical[entries]
         atol, rtol = tolerances(self._problem, self._settings, self._compression.columns[entries])
         return (self._of_backward.values[entries] - numerical).abs() / (atol + rtol * numerical.abs())

@@ -149,7 +149,7 @@ def check(
 
 
 def _go_on_from(small: SmallCheck, problem: Problem, settings: Settings) -> Findings:
-    """What a small check ran, for the complete check to judge."""
+    """The results of a small check, for the complete check."""
     columns = small.columns
     if isinstance(columns, tuple):
         problem.raise_changed(*columns, settings.eps)
@@ -232,7 +232,7 @@ def _report(
 
 
 def _notes(problem: Problem) -> list[str]:
-    """What is unusual about func and the caller's modes."""
+    """Unusual properties of func and of the caller's modes."""
     disabled = disabled_gradients()
     changes = "func changes its inputs, or they contain NaN; they were restored around every evaluation"
     return ([disabled] if disabled else []) + ([changes] if problem.mutates_inputs else [])

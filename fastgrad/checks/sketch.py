@@ -1,4 +1,4 @@
-"""Fast mode: screen by a sketch, locate what is wrong, confirm it by a single entry, or say what stays undecided."""
+"""Fast mode: screens by a sketch, locates errors, confirms them by a single entry, or reports what is undecided."""
 
 from __future__ import annotations
 
@@ -297,7 +297,7 @@ def _sketch_certificates(
 
 
 def _noise(problem: Problem, settings: Settings, differences: Differences) -> tuple[Tensor, float]:
-    """What differences of each output may be off, and the rounding of gradients as large: shape (m,), and its norm."""
+    """Noise of each output's differences plus rounding of gradients of that size: shape (m,), and its norm."""
     rounding = ROUNDING * problem.unit_roundoff
     if rounding * differences.largest * problem.m**0.5 <= settings.atol / (4 * NOISE_SHARE):
         return differences.noise, differences.noise_norm
@@ -310,7 +310,7 @@ def _one_hot(
 ) -> Failure | None:
     """How the backward fails for a one-hot grad_output of each output, in itself or against differences.
 
-    small: what the same grad_outputs gave before.
+    small: earlier results of the same grad_outputs.
     """
     failure, rows = one_hot_rows(problem, settings)
     if failure is None and small is not None:
@@ -333,7 +333,7 @@ def _one_hot(
 def _seen_before(
     problem: Problem, settings: Settings, small: SmallSketch, rows: Mapping[int, Tensor]
 ) -> Failure | None:
-    """What was wrong when all grad_outputs were run in one call, and is not when the one-hot ones are run again."""
+    """The failure if one call with all grad_outputs was wrong, but separate one-hot ones are right."""
     output = problem.outputs[0]
     if settings.check_grad_dtypes and not small.match.dtypes:
         return Failure("dtype", output.index, None, output.position)
@@ -454,7 +454,7 @@ class _Search:
         self.unresolved = 0.0
 
     def run(self, sketch: Sketch) -> Failure | None:
-        """The confirmed entries, up to MOST_ENTRIES; takes what it explains out of the sketch."""
+        """The confirmed entries, up to MOST_ENTRIES; subtracts their contributions from the sketch."""
         found: list[Found] = []
         suspects = 0
         while len(found) < MOST_ENTRIES and suspects < MOST_SUSPECTS:
@@ -492,7 +492,7 @@ class _Search:
         return linearity_failure(self._problem, self._settings, vector, gradient, cotangent.kind, part)
 
     def _explained(self, entry: Found) -> Tensor:
-        """What a found entry adds to its row of (J_num - J_ana) U."""
+        """The contribution of a found entry to its row of (J_num - J_ana) U."""
         columns = list(entry.columns)
         errors = torch.tensor(entry.errors, dtype=torch.float64, device=self._differences.directions.device)
         return self._differences.directions[:, columns] @ errors

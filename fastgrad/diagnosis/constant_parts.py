@@ -134,7 +134,7 @@ class ConstantParts(_Calls):
 
     def groups(self) -> Iterator[tuple[ConstantPart, ...]]:
         """Other sets of parts that may be treated as constants, the most likely first."""
-        # The last ones first: what is computed from a constant is one, too.
+        # The last ones first: a value computed from a constant is one, too.
         others = [part for part, known in reversed(self.known.items()) if not known.is_cut]
         reductions = tuple(part for part in others if self.known[part].is_reduction)
         singles = sorted(others, key=lambda part: part.operand is not None)

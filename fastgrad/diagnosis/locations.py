@@ -32,7 +32,7 @@ LEAST_BLOCK = 4
 class _Places:
     """The elements of the output or the input: which have wrong entries, their values at x, and more.
 
-    excess: the largest error there over what is allowed. mixing: as `_mixing`. share: of the entries about elements
+    excess: the largest error there over the allowed one. mixing: as `_mixing`. share: of the entries about elements
     that are wrong, how many are. entries: how many are wrong, and how many there are.
     """
 
@@ -76,7 +76,7 @@ def _places(sample: Sample, side: str, settings: Tolerances) -> _Places | None:
     if not shape or unique.numel() < 2 or not bool(bad.any()) or bool(bad.all()):
         return None
     if int(failing.sum()) * 2 <= int(bad[number].sum()) and int(bad.sum()) < 3:
-        return None  # single entries are wrong, not what is at these places
+        return None  # single entries are wrong, not the values at these places
     if values is not None:
         of_each = torch.empty(unique.numel(), dtype=values.dtype, device="cpu")
         of_each[number] = values[nonzero]

@@ -62,7 +62,7 @@ class JacobianBlock:
         The first rows once more: each VJP was run again at once with REPEAT_SCALE times its cotangent
         and divided by that, which is exact. Float64, shape (repeated rows, columns).
     match
-        What the gradients behind these rows, of all inputs, looked like, and whether the second run
+        Properties of the gradients behind these rows, of all inputs, and whether the second run
         gave equal values.
     unspecified
         The largest entry of the gradients behind these rows at an element that a sparse input does not

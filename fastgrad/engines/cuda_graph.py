@@ -252,7 +252,7 @@ class _Replays:
         first, count
             The number of the first step, and the number of steps.
         rows
-            What the steps fill: float64, shape (rows, coordinates).
+            The rows that the steps fill: float64, shape (rows, coordinates).
         """
         self._problem, self._who = problem, who
         self._begin, self._first, self._rows = begin, first, rows

@@ -58,7 +58,7 @@ class Refinement:
     Attributes
     ----------
     values, errors
-        The derivatives and how far they may be off: float64, shape (entries,).
+        The derivatives and their estimated errors: float64, shape (entries,).
     converged
         Whether the error is within the tolerance: bool, shape (entries,).
     left, right
@@ -69,7 +69,7 @@ class Refinement:
     curved
         Whether the one-sided derivatives come closer to each other at smaller steps: bool, shape (entries,).
     steps, changes, widths
-        What was measured, large steps first: how far the coordinate was moved to either side, by how much
+        The measurements, large steps first: how far the coordinate was moved to either side, by how much
         func changed in between, and what that is divided by; zero where no step was taken. Float64, shape
         (entries, steps).
     """
@@ -104,7 +104,7 @@ class Measured:
     Attributes
     ----------
     rounding
-        What it may do to the outputs: float64, shape (entries,).
+        Its effect on the outputs: float64, shape (entries,).
     left, right
         One-sided derivatives with the step eps: float64, shape (entries,).
     eps
@@ -277,7 +277,7 @@ def _is_curved(bends: Tensor, steps: Tensor, taken: Tensor, at_eps: Tensor, eps:
 
 
 def _rounding(problem: Problem, rows: Tensor, base: Tensor, x: Tensor, changes: Tensor) -> Tensor:
-    """Rounding of each output: one ulp of it or, if larger, of its coordinate |x| or of 1; at most what func shows.
+    """Rounding of each output: one ulp of it or, if larger, of its coordinate |x| or of 1; at most that seen in func.
 
     An output near zero may be the difference of two numbers of order 1. For example, at x = 0, exp(x) - 1 does not
     change for steps below 1e-16, but its derivative is not zero. Such an output changes by multiples of 1e-16 only.
@@ -321,7 +321,7 @@ def extrapolate(slopes: Tensor, widths: Tensor, rounding: Tensor, atol: float, r
     Parameters
     ----------
     slopes, widths
-        Plain differences and what they were divided by: shape (steps, entries), large steps first. A step
+        Plain differences and their divisors: shape (steps, entries), large steps first. A step
         that an entry did not take, one of the last, has width zero.
     """
     if not widths.numel():

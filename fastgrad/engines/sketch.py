@@ -94,7 +94,7 @@ def directional_differences(
     and are off by about as much as these unless there is a kink. That is enough to find that nothing is wrong: the
     error of a difference does not make a wrong entry look right. It is not enough to find that something is wrong.
 
-    Inputs that take different steps move one after the other, and what they give adds up; so do inputs of
+    Inputs that take different steps move one after the other, and their derivatives add up; so do inputs of
     different weights, each of which counts in the unit of its own tolerance. Coordinates that are `fixed`, shape
     (n,), do not move.
     """
@@ -136,7 +136,7 @@ def weights(noise: Tensor, norm: float, atol: float, pending: Tensor) -> Tensor:
         return pending.to(torch.float64)
     usable = pending & noise.isfinite()
     own = torch.where(usable, noise, 0.0)
-    # The noisiest outputs are scaled down to a common cap, which takes what the others leave of the budget.
+    # The noisiest outputs are scaled down to a common cap, which uses the rest of the budget.
     cap = budget / math.sqrt(max(1, int(usable.sum())))
     capped, count = torch.empty_like(own), -1
     for _ in range(4):
@@ -217,7 +217,7 @@ class Sketch:
     allowance: float = 0.0
 
     def worst(self) -> tuple[int, int] | None:
-        """The entry (cotangent, direction) furthest beyond what is allowed, if any is beyond: NaN is the furthest."""
+        """The entry (cotangent, direction) furthest beyond its allowed error, if any is beyond: NaN is the furthest."""
         found = {
             (row, column): excess(value, allowed)
             for row, pairs in enumerate(map(zip, self.values, self.allowed))
@@ -227,7 +227,7 @@ class Sketch:
         return worst if worst and found[worst] > 1 else None
 
     def subtract(self, output: int, error: Tensor) -> None:
-        """Takes out what one output adds: error is its (J_num - J_ana) U, shape (directions,)."""
+        """Subtracts one output's contribution: error is its (J_num - J_ana) U, shape (directions,)."""
         for cotangent, row in zip(self.cotangents, self.values, strict=True):
             share = cotangent.vector()[output].item()
             row[:] = (value - share * own for value, own in zip(row, error.tolist(), strict=True))
@@ -236,7 +236,7 @@ class Sketch:
 def residual_row(
     problem: Problem, settings: Settings, differences: Differences, cotangent: Cotangent, vector: Tensor
 ) -> tuple[list[float], list[float], Tensor]:
-    """One row of the sketch, of a cotangent and its vector; what is allowed for it; the VJP behind it (shape (n,))."""
+    """One row of the sketch, for a cotangent and its vector; its allowed error; the VJP behind it (shape (n,))."""
     gradient = problem.vjp(vector.unsqueeze(0), [cotangent.layout])[0]
     sums = ops.dots(differences.derivatives, vector), ops.dots(differences.directions, gradient)
     # A few numbers each: compared here in less time than by operators, and fetched from a device at once.
@@ -245,14 +245,14 @@ def residual_row(
     slack = allowed_in_row(settings, differences, cotangent)
     allowed = [slack] * len(values)
     for k, value in enumerate(values):
-        if abs(value) > slack:  # only then does it matter what rounding may do
+        if abs(value) > slack:  # only then does rounding matter
             terms = differences.derivatives[k] * vector, differences.directions[k] * gradient
             allowed[k] += _rounding(problem, [float(torch.linalg.vector_norm(some)) for some in terms])
     return values, allowed, gradient
 
 
 def _rounding(problem: Problem, norms: Sequence[float]) -> float:
-    """What rounding may do to sums of terms, whose errors have random signs; norms: of the terms."""
+    """Rounding of sums of terms, whose errors have random signs; norms: of the terms."""
     return ROUNDING * problem.unit_roundoff * math.hypot(*norms)
 
 

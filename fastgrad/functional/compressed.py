@@ -117,7 +117,7 @@ def entries_by_structure(
     Parameters
     ----------
     rows
-        The map; what is returned is certified by its products.
+        The map; its products certify the result.
     columns
         Makes its transpose, if there is one; called where columns may be better.
     symmetric

@@ -607,7 +607,7 @@ Piece = TypeVar("Piece")
 def _collected(
     blocks: Rows, outputs: Tensors, inputs: Tensors, piece: Callable[[int, Tensor], Piece]
 ) -> Iterator[list[tuple[Tensor, Tensor, list[Piece]]]]:
-    """For each output and input, what is made of the first element and the rows of each block."""
+    """For each output and input, the part made from the first element and the rows of each block."""
     pieces: list[list[list[Piece]]] = [[[] for _ in inputs] for _ in outputs]
     for o, first, rows in blocks:
         for own, row in zip(pieces[o], rows, strict=True):

@@ -133,7 +133,7 @@ class _Seen:
 def _product(
     output: Any, blocks: Sequence[Block], like: Tensors, is_tuple: bool, values: Tensor, errors: Tensor | None
 ) -> tuple[Any, ...]:
-    """What the function returns: func's output, then what real coordinates are of tensors like these."""
+    """The function's result: func's output, then the parts for tensors like these, from real coordinates."""
 
     def unflattened(coordinates: Tensor) -> Tensors:
         """Zeros where a tensor has no coordinates."""

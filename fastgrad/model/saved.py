@@ -30,7 +30,7 @@ class Saved:
     site
         Where.
     copy
-        What backward gets in its place, if anything.
+        The tensor that backward gets in its place, if any.
     changed
         Whether backward found other bits.
     writer

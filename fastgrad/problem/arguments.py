@@ -89,7 +89,7 @@ class Call:
     Attributes
     ----------
     tensors, names
-        What is checked: inputs, then keyword arguments, then parameters; and what messages call it.
+        The checked tensors: inputs, then keyword arguments, then parameters; and their names in messages.
     output_names
         Of the tensors that func returned the first time.
     differentiable

@@ -295,7 +295,7 @@ class Evaluation:
         base
             The outputs at x: float64, shape (m,).
         curve
-            What the one-sided derivatives of a smooth function may be off the central one, relative to it.
+            Largest relative distance of a smooth function's one-sided derivatives from the central one.
         fixed
             True for coordinates that do not move, shape (n,).
         """

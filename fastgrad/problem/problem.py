@@ -33,7 +33,7 @@ class Problem(Differences, ReverseMode, ForwardMode):
     device
         Where Jacobian blocks live: with the outputs.
     seconds
-        What the first evaluation took.
+        Of the first evaluation.
     ranks
         The processes that compute columns and rows.
     has_checkpoint, restores

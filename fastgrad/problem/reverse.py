@@ -64,7 +64,7 @@ class ReverseMode(Evaluation):
         -------
         tuple
             The rows (float64, shape (count, coordinates of `inputs` end to end)), those of the second
-            run divided by scale (the same, with `repeated` rows), and what the gradients looked like.
+            run divided by scale (the same, with `repeated` rows), and properties of the gradients.
         """
         natives, graph, size = self._natives, self.vjp_graph(), self.n
         if len(inputs) < len(natives):

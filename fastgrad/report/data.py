@@ -626,7 +626,7 @@ class Subject:
     function
         The name of func; empty if it has none.
     parameters
-        What func calls its arguments, as far as that is known.
+        Names of func's arguments, as far as known.
     inputs
         Dtype and shape of each checked input, for example ``float64[3, 4]``.
     outputs
@@ -756,7 +756,7 @@ class LowPrecision(EqualByContent):
     unit
         The largest unit roundoff of inputs and outputs.
     reference
-        What the function was compared with; empty: differences in its own dtype.
+        Name of the reference; empty: differences in its own dtype.
     products
         VJPs that were compared.
     rows
@@ -776,7 +776,7 @@ class LowPrecision(EqualByContent):
     wrong
         Entries beyond their allowance.
     forward
-        The worst output's error, over what is allowed.
+        The worst output's error, over the allowed one.
     smallest
         The error, relative to an entry, that would have been found in half of the entries: those of at least a
         hundredth of the largest of their VJP.

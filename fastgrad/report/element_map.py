@@ -46,7 +46,7 @@ def svg(
     shape
         Of the tensor.
     numbers, excess
-        Of each error: the number of its element in C order, and how many times it is what is allowed.
+        Of each error: the number of its element in C order, and its ratio to the allowed error.
     words
         The hover text of an error, by its place in numbers.
     """

@@ -85,7 +85,7 @@ class Finding:
     Attributes
     ----------
     kind
-        What it is.
+        The kind of error.
     text
         A sentence without its period.
     sites

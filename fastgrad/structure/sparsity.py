@@ -420,7 +420,7 @@ class Refinement:
             permuted = coordinates.transpose(*order, len(shape))
             self._order[block.slice] = permuted.reshape(-1)
             self._is_in_order &= order == sorted(order)
-        # What one index of each dimension holds, ascending, from one element to the whole.
+        # Number of elements per index of each dimension, ascending, from one element to the whole.
         units = {width}
         inside = width
         for dim in reversed(order):

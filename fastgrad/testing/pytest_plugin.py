@@ -162,7 +162,7 @@ class Session:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Adds up what a test took; the process that prints the summary sees the reports of all workers."""
+        """Adds up the duration of a test; the process that prints the summary gets the reports of all workers."""
         self._durations[report.nodeid] = self._durations.get(report.nodeid, 0.0) + report.duration
 
     @pytest.hookimpl(tryfirst=True)

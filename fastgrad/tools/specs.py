@@ -157,7 +157,7 @@ def parse_input(text: str, generator: torch.Generator, device: torch.device | st
     Raises
     ------
     SpecError
-        What is wrong with it.
+        The specification is malformed.
     """
     if text.startswith("@"):
         return _loaded(text[1:], device)

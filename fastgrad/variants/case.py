@@ -32,7 +32,7 @@ class Subject:
     Attributes
     ----------
     called, arguments, keywords
-        The caller's function and what it is called with.
+        The caller's function and its arguments.
     given, parameters
         The tensors in arguments and keywords, nested or not, and those of a module.
     rebuilds

@@ -1,4 +1,4 @@
-"""Whether products of a backward are what the entries of a sparse Jacobian add up to.
+"""Whether products of a backward equal the sums of the entries of a sparse Jacobian.
 
 Rows that share no column of a pattern are computed together, so an entry that the pattern lacks adds to another one.
 A product shows both, to rounding. The rows behind it are run separately, until the entries explain every product.
@@ -116,7 +116,7 @@ class AnalyticalCertificate:
         return incomplete(learnt)
 
     def certify(self, asked: float) -> Failure | Incomplete:
-        """That products of the backward are what the entries add up to."""
+        """That products of the backward equal the sums of the entries."""
         learnt = []
         resolution = 0.0
         self._proven_kinds = self._all_kinds if self._proofs else self._kinds
@@ -142,7 +142,7 @@ class AnalyticalCertificate:
             yield proof
 
     def _proven(self, proof: LinearityProof) -> Failure | Incomplete:
-        """What a proof leads to."""
+        """The result of a proof."""
         try:
             proof.gradients()
         except Exception as error:
@@ -249,7 +249,7 @@ class AnalyticalCertificate:
 
     @property
     def _all_kinds(self) -> tuple[int, ...]:
-        """Which cotangents there can be: what is expanded is zero at no row."""
+        """Possible kinds of cotangents: an expanded one is zero at no row."""
         return ALL_KINDS if self._compression.excluded_rows is None else ALL_KINDS[:EXPANDED]
 
     @property
@@ -260,7 +260,7 @@ class AnalyticalCertificate:
         return ALL_KINDS[:EXPANDED] if whole else self._all_kinds
 
     def explains_products(self) -> bool:
-        """Whether products are what the entries add up to, to rounding; keeps the products."""
+        """Whether products equal the sums of the entries, to rounding; keeps the products."""
         self._proofs = list(self._proofs_of(self._all_kinds))
         if self._calls is not None:
             for proof in self._proofs:

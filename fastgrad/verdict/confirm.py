@@ -28,7 +28,7 @@ MOST_GROUPS = 64
 
 @dataclass(slots=True)
 class Found:
-    """A located entry: coordinates, what it adds to J_num - J_ana, and how it looks if it is wrong.
+    """A located entry: coordinates, its contribution to J_num - J_ana, and its report if it is wrong.
 
     unresolved: the possible error, if the entry agrees within that of its derivative, but not to the tolerance.
     """
@@ -266,7 +266,7 @@ def _survivor(
 def entries_failure(
     problem: Problem, settings: Settings, rows: Tensor, columns: Tensor, analytical: Tensor, numerical: Tensor
 ) -> tuple[Failure | None, float]:
-    """The failure of some real entries that differ at eps, if any differs after re-measuring; and what is unresolved.
+    """The failure of some real entries that differ at eps, if any differs after re-measuring; and the unresolved error.
 
     Parameters
     ----------

@@ -145,9 +145,9 @@ class BatchedDifference:
     input
         The number of the input whose gradient differs; None: the vectorized VJP raises.
     cause
-        What it raises.
+        Its exception.
     detail
-        What a message says.
+        Text for a message.
     """
 
     output: int

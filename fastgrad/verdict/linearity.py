@@ -395,7 +395,7 @@ class LinearityProof:
         return list(zip(which[order].tolist(), column[order].tolist(), strict=True))
 
     def error_at(self, which: int, coordinate: int) -> float:
-        """How far a component of a VJP is from what the entries add up to."""
+        """The distance of a component of a VJP from the sum of the entries."""
         return abs(float(self.gradients()[which, coordinate] - self._sums[which, coordinate]))
 
     def replace_row(self, row: int, change: Tensor) -> None:
@@ -418,7 +418,7 @@ class LinearityProof:
         return _term_sizes(self._squares, self._sums)
 
     def _movement_allowed(self, gradients: Tensor) -> Tensor:
-        """What VJPs may be off where they may move from run to run: float64, shape (kinds, n)."""
+        """Allowed error of VJPs that may vary from run to run: float64, shape (kinds, n)."""
         moved = torch.zeros_like(gradients)
         for _ in range(RERUNS):
             moved = torch.maximum(moved, (self._vjps() - gradients).abs_())
@@ -460,7 +460,7 @@ class LinearityProof:
         raise error
 
     def _agree(self, gradients: Tensor) -> bool:
-        """Whether the VJPs are what the rows add up to, but for rounding."""
+        """Whether the VJPs equal the sums of the rows, except for rounding."""
         tolerance = ROUNDING * self._problem.unit_roundoff * self._problem.m**0.5 * largest(self._sums)
         return not differ(gradients, self._sums, tolerance, False)
 

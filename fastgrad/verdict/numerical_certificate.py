@@ -64,7 +64,7 @@ HOPELESS = 1 / 4
 
 @dataclass(frozen=True)
 class Incomplete:
-    """What a certificate found missing: entries that a pattern lacks, or something that none explains.
+    """A gap that a certificate found: entries that a pattern lacks, or a part that no entry explains.
 
     Attributes
     ----------
@@ -103,7 +103,7 @@ def incomplete(
 
 @dataclass(frozen=True)
 class _Discrepancies:
-    """Directional derivatives of each output against what the entries of a pattern add up to.
+    """Directional derivatives of each output against the sums of the entries of a pattern.
 
     Attributes
     ----------
@@ -112,7 +112,7 @@ class _Discrepancies:
     noise
         Allowed error of the derivatives: float64, shape (m,).
     base, rounding
-        The outputs, and what rounding may do to a derivative, relative to them.
+        The outputs, and the rounding of a derivative, relative to them.
     share
         Factor of rounding and noise: more than 1 if entries have them, too.
     """
@@ -126,7 +126,7 @@ class _Discrepancies:
 
     @cached_property
     def allowed(self) -> Tensor:
-        """What rounding and noise explain of an error: float64, shape (m,)."""
+        """The part of an error that rounding and noise explain: float64, shape (m,)."""
         allowed = self.base.abs().mul_(self.rounding * self.share).add_(self.noise, alpha=4.0 * self.share)
         return allowed.clamp_(min=NEGLIGIBLE * self.settings.atol)
 
@@ -380,7 +380,7 @@ class NumericalCertificate:
 
     @property
     def _entry_rounding(self) -> float:
-        """What rounding may do to a sum of numerical entries, relative to the output."""
+        """The rounding of a sum of numerical entries, relative to the output."""
         return ROUNDING * 2 * self._problem.unit_roundoff / self._settings.eps
 
     def _differences_along(

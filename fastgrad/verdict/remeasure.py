@@ -74,7 +74,7 @@ class Suspects:
 class Survivor:
     """An entry that is wrong also at other steps, or whose derivative no step settles, for the report.
 
-    convergence: what was measured of it, large steps first. others: more such entries, of those that were
+    convergence: its measurements, large steps first. others: more such entries, of those that were
     re-measured with it.
     """
 
@@ -181,7 +181,7 @@ def surviving(
 
 
 def _convergence(columns: list[Refinement], shape: torch.Size, entry: int) -> tuple[Difference, ...]:
-    """What was measured of an entry; the steps are those of its first coordinate."""
+    """The measurements of an entry; the steps are those of its first coordinate."""
     of_entry = slice(entry * shape[1], (entry + 1) * shape[1])
     own = [column.of(of_entry) for column in columns]
     is_real = len(own) == shape[1] == 1

@@ -81,7 +81,7 @@ class RepeatedCalls:
         if not self._is_needed:
             return
         m = problem.m
-        # The last one, too: kernels treat what is left over at the end separately.
+        # The last one, too: kernels treat the remainder at the end separately.
         self._rows = list(dict.fromkeys([m - 1, settings.seed % m, (settings.seed + m // 2) % m]))
         self._outputs = [block_with(problem.outputs, row).index for row in self._rows]
         if m > 1:
@@ -90,7 +90,7 @@ class RepeatedCalls:
         self._at_once = len(self._calls) if problem.n + m <= MOST_AT_ONCE else 1
 
     def run_first(self) -> None:
-        """Runs them, unless they are known; what is raised is kept for `failure`."""
+        """Runs them, unless they are known; keeps exceptions for `failure`."""
         if not self._is_needed or self._known is not None or self._raised is not None:
             return
         try:
@@ -191,7 +191,7 @@ class RepeatedCalls:
 
     @phase("repeated calls")
     def failure(self, one_round: bool = False) -> Failure | None:
-        """Repeats the VJPs, after all others, and returns a failure if one differs; raises what was raised before.
+        """Repeats the VJPs, after all others, and returns a failure if one differs; raises earlier exceptions.
 
         one_round: each is repeated only once, however few calls that makes.
         """
@@ -267,7 +267,7 @@ class RepeatedCalls:
         atol, rtol = tolerances(self._problem, self._settings)
         allowed = atol + rtol * summed.largest + self._settings.nondet_tol * float(summed.cotangent.abs().sum())
         gradient = summed.gradient
-        # What is not finite must be so again, whatever the largest size allows.
+        # Values that are not finite must be so again, whatever the largest size allows.
         close = ((again - gradient).abs() <= allowed) & again.isfinite() & gradient.isfinite()
         return not bool((close | (again == gradient) | (again.isnan() & gradient.isnan())).all())
 
@@ -292,7 +292,7 @@ def first_moving(
 ) -> Block | None:
     """Runs VJPs of rows of cotangents in order; the output of the first one that gives another gradient than before.
 
-    cotangents, only, order, known: as in `Problem.first_other_vjp`. tolerance: by row, what a gradient may differ by.
+    cotangents, only, order, known: as in `Problem.first_other_vjp`. tolerance: per row, of a gradient.
     """
     done = 0
     while done < len(order):
