@@ -329,7 +329,7 @@ class _Verdict:
         return self._of_func.hides
 
     def is_certified_numerically(self) -> bool:
-        """Whether outputs move along random directions as the numerical entries say."""
+        """Whether outputs move along random directions as the numerical entries predict."""
         return not self.numerical_suspects and self._of_func.certify(None) == []
 
     def is_certified(self, values: Tensor) -> bool:

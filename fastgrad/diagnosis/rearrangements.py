@@ -60,7 +60,7 @@ class _Matrices:
         """Number of wrong entries that a rearrangement explains; 0 if it contradicts any known entry."""
         some = rearranged[self._some_wrong] - self.analytical[self._some_wrong]
         if bool((some.abs() > self.settings.atol + self.settings.rtol * rearranged[self._some_wrong].abs()).any()):
-            return 0  # mostly; all entries take a hundred times as long
+            return 0  # the usual case; all entries take a hundred times as long
         # Zeros agree with zeros anywhere.
         places, analytical = self._nonzero
         some = rearranged[places]

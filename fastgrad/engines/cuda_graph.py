@@ -60,7 +60,7 @@ _UNFIT = {
 }
 
 _QUIET = frozenset({"IPython", "_pydevd_bundle", "debugpy", "ipykernel", "tqdm"})
-"""Packages whose threads draw progress bars, or serve notebooks and debuggers: of themselves they do not call CUDA."""
+"""Packages whose threads draw progress bars, or serve notebooks and debuggers: they make no CUDA calls of their own."""
 
 Step = Callable[[Tensor, Tensor, Tensor], None]
 """Takes the number of the step before it and its own, int64 of shape (1,), and fills a row of shape (coordinates,)."""

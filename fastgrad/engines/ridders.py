@@ -160,7 +160,7 @@ def measured(problem: Problem, inputs: Tensor, outputs: Tensor, record_graph: bo
         scales = [RATIO**-power for power in powers]
         for scale, pair in zip(scales, _pairs(problem, record_graph, displacement, scales, outputs), strict=True):
             if pair is None:
-                continue  # outside of func's domain, say: a smaller step may be inside
+                continue  # for example outside of func's domain: a smaller step may be inside
             plus, minus = pair
             steps.append((scale * largest)[owner])
             widths.append(problem.realized_width(displacement, scale)[where][owner])
@@ -369,7 +369,7 @@ def _extrapolated(slopes: Array, widths: Array, rounding: Array, atol: float, rt
     errors = differences + (noise / widths)[:, None]
     score = errors / (atol + rtol * np.abs(estimates))
     score = np.where(taken[:, None] & np.isfinite(score), score, np.inf).reshape(-1, rounding.size)
-    # The best one that all smaller steps agree with: mostly the first one.
+    # The best one that all smaller steps agree with, usually the first one.
     open_, place = np.arange(rounding.size), np.arange(len(widths))[:, None]
     while open_.size:
         best = score[:, open_].argmin(0)

@@ -39,7 +39,7 @@ class Call:
     target
         An operator, or a custom Function.
     tensors
-        The tensors among its arguments: copies, but for parameters.
+        The tensors among its arguments: copies, except for parameters.
     rebuild
         Makes the arguments anew from as many tensors; None: there are none.
     differentiable

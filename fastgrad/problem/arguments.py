@@ -49,7 +49,7 @@ def flatten(value: Any, path: str, wanted: Callable[[Tensor], bool], found: list
 
 
 def _children_of(value: Any) -> Children | None:
-    """The children of a container with their paths, and a function that rebuilds it; None if it is no container."""
+    """The children of a container with their paths, and a function that rebuilds it; None if it is not a container."""
     kind = type(value)
     if kind is tuple or kind is list:
         return [(f"[{i}]", child) for i, child in enumerate(value)], kind
@@ -84,7 +84,7 @@ class Call:
 
     Every call gets containers of its own, so that func may change them, around the caller's own tensors or
     what the checker puts in their place. The parameters of a module are perturbed in place; only
-    where the checker puts something else in their place, dual tensors say, the module is called with that.
+    if the checker puts something else in their place (dual tensors), the module is called with that.
 
     Attributes
     ----------

@@ -168,7 +168,7 @@ class Evaluation:
             results = as_tuple(self._evaluator.evaluate(True))
             self.seconds = clock(next((v.device for v in results if isinstance(v, Tensor)), self.device)) - start
         if self._evaluator.inputs_changed():
-            self._evaluator.mutates_inputs = True  # or they hold a NaN, and it does no harm
+            self._evaluator.mutates_inputs = True  # or they hold a NaN, which is harmless
         check_outputs(results)
         positions = [i for i, value in enumerate(results) if is_differentiable(value) and value.requires_grad]
         self.has_graph = bool(positions)

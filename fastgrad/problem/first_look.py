@@ -48,7 +48,7 @@ class FirstLook:
     measured
         Always by the clock: for estimates and trials; it chooses no engine.
     obstacles
-        What kept another engine than the dense one from being used, in words; added to as it turns up.
+        Why no other engine than the dense one could be used, as text; extended during the check.
     """
 
     record_graph: bool

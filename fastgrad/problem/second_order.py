@@ -65,7 +65,7 @@ class Backward:
 
     It records its own gradients if it is called with gradient recording on. The forward pass is
     recorded in any case: a backward cannot run without. Arguments that required grad when this was made
-    do so again: forward-mode AD hands over detached ones.
+    do so again: forward-mode AD passes detached ones.
 
     Where only grad_outputs have moved since the last forward pass, it is not run again: its graph serves
     as long as nothing is recorded. That this gives the same gradients is tried once, the first time.

@@ -760,7 +760,7 @@ class LowPrecision(EqualByContent):
     products
         VJPs that were compared.
     rows
-        What their grad_outputs were, in words.
+        A description of their grad_outputs.
     entries
         Components of them.
     draws

@@ -1,6 +1,6 @@
 """Coloring one side of a sparsity pattern: which columns, or rows, can share an evaluation.
 
-A pattern joins vertices (the columns, say) to targets (the rows in which a column has entries), in
+A pattern joins vertices (e.g. columns) to targets (the rows in which a column has entries), in
 CSR form: vertex k has the targets members[starts[k]:starts[k + 1]], distinct and in [0, targets).
 Index arrays are of NumPy: no default device or dispatch mode of torch touches them.
 """

@@ -1,7 +1,7 @@
 """Which entries of a Jacobian may differ from zero: guessed from shapes, or found by refinement.
 
 Pipeline: a guess, if it explains a first look; otherwise blocks of sources are moved, the targets that
-react are watched, blocks are halved, and so on. Whoever uses a pattern certifies it afterwards.
+react are watched, blocks are halved, and so on. The user of a pattern certifies it afterwards.
 
 Source: Griewank & Mitev, Detecting Jacobian sparsity patterns by Bayesian probing (2002).
 """
@@ -66,7 +66,7 @@ class Pattern:
     n
         Number of columns.
     origin
-        How it was found, in words.
+        A description of how it was found.
     is_numerical
         Whether outputs were watched, bit by bit, all inputs being moved: no entry of the function is missing.
     """
@@ -305,7 +305,7 @@ def decoded(
     """The pattern with one entry per row and input, or one per column and output; None otherwise.
 
     share: of the outputs that react where a random half of all inputs moves. With one source in each of t tensors that
-    would be 1 - 2^-t of them at most, but for chance.
+    would be 1 - 2^-t of them at most, except by chance.
     """
     n, m = (sum(block.size for block in blocks) for blocks in (inputs, outputs))
     expected = 1 - 0.5 ** len(inputs)

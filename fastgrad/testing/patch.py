@@ -89,7 +89,7 @@ def patch(*, compare: bool = False) -> Iterator[list[Check]]:
     torch.autograd, by names imported before or within the context, from a `functools.partial`, a class or a
     closure, or through the wrappers of `torch.testing` and of other people, whose defaults stay in force. It holds
     for all threads. Contexts may be nested: the innermost one decides and records. What lies below the two functions
-    (`get_numerical_jacobian`, say) remains torch's.
+    (such as `get_numerical_jacobian`) remains torch's.
 
     Parameters
     ----------

@@ -285,7 +285,7 @@ def taylor(problem: Problem, mode: Literal["reverse", "forward"], seed: int) -> 
         h = LARGEST_STEP * 2.0**-k
         try:
             change = problem.evaluate(True, unit, h) - base
-        except Exception as error:  # outside of func's domain, say: a smaller step may be inside
+        except Exception as error:  # for example outside of func's domain: a smaller step may be inside
             raise_unless_of_func(error)
             continue
         steps.append(h)

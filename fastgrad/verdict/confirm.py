@@ -235,7 +235,7 @@ def _survivor(
     measured = torch.zeros_like(groups, dtype=torch.bool)
     elements, block = suspects.input_elements, suspects.blocks(problem, 0)[1]
     unresolved = 0.0
-    # A wrong entry is mostly among the worst; the others may be many.
+    # A wrong entry is usually among the worst; the others may be many.
     for most in (WORST, len(groups)):
         left = (~measured[:most]).nonzero().reshape(-1)
         numbers, which = torch.unique(groups[left], return_inverse=True)

@@ -261,7 +261,7 @@ def check_batched_tangents(problem: Problem, settings: Settings) -> Failure | No
 def _batch_failure(
     product: Callable[[Tensor], tuple[Tensor, ...]], like: Tensor, size: int, settings: Settings, mode: Mode
 ) -> tuple[int | None, Exception | None, str] | None:
-    """Which result of a vectorized product differs from single ones, the exception of vmap, and what to say."""
+    """Which result of a vectorized product differs from single ones, the exception of vmap, and the message."""
     vectors = [uniform_like(like, settings.seed, BATCH_STREAM, k * size) for k in range(BATCH)]
     expected = [torch.stack(results) for results in zip(*(product(vector) for vector in vectors), strict=True)]
     with warnings.catch_warnings():

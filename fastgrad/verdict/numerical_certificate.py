@@ -1,4 +1,4 @@
-"""Whether outputs move along random directions as the entries of a sparse Jacobian say.
+"""Whether outputs move along random directions as the entries of a sparse Jacobian predict.
 
 A pattern is a guess until then: an entry that it lacks shows in the derivative of its output along any direction,
 alone or added to another entry of its row that was measured together with it.
@@ -179,7 +179,7 @@ class NumericalCertificate:
         return Certificate("no numerical entry outside of the pattern", method, self.bound)
 
     def screen(self, values: Tensor) -> list[int]:
-        """Outputs that one direction shows not to move as the entries say, worst first."""
+        """Outputs that do not move along one direction as the entries predict, worst first."""
         self.values = values
         # Of the typical output: for a few large ones, larger steps are tried afterwards.
         usual = float(torch.linalg.vector_norm(self._base, 1)) / max(1, self._base.numel())
@@ -192,7 +192,7 @@ class NumericalCertificate:
         return self._unexplained_rows(1, None)
 
     def certify(self, analytical: Tensor | None) -> Failure | list[int] | None:
-        """That outputs move along random directions as entries say: the analytical ones, or else the numerical ones.
+        """That outputs move along random directions as entries predict: analytical ones, or else numerical ones.
 
         Analytical entries, which products explain, are known better than numerical ones, and no entry that func has
         and the backward lacks adds to them. Returns a failure, or the outputs that do not move so; None if so many
@@ -260,7 +260,7 @@ class NumericalCertificate:
         return located_failure([found]) if found.survivor is not None else None
 
     def _unexplained_rows(self, count: int, analytical: Tensor | None, excluded: _Excluded | None = None) -> list[int]:
-        """Outputs that do not move as entries say, worst first; notes those that may hide entries.
+        """Outputs that do not move as entries predict, worst first; notes those that may hide entries.
 
         This takes several steps in the same directions. For each output the step with the best resolution decides. It
         clears what another step found only if it resolves as much. If outputs and columns are excluded, only these

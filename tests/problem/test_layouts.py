@@ -284,7 +284,7 @@ def test_a_lost_gradient_of_what_is_specified_nowhere() -> None:
 
 
 class KeepsGradients(torch.autograd.Function):
-    """3 s, dense; hands on a sparse gradient where grad_output is undefined."""
+    """3 s, dense; passes on a sparse gradient if grad_output is undefined."""
 
     @staticmethod
     def forward(ctx: Any, s: Tensor, invented: float) -> Tensor:

@@ -107,7 +107,7 @@ def excluded(report: Report) -> float:
 
 
 def try_problem(seed: int, engine: str, counts: Counter[str]) -> list[str]:
-    """Places errors in a problem; those that pass though the report excludes them, in words."""
+    """Places errors in a problem; describes those that pass though the report excludes them."""
     chance, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     problem = random_problem(chance, generator)
     settings = {**SETTINGS[engine], "seed": seed}

@@ -135,7 +135,7 @@ def _dim(x: Tensor, number: int) -> int:
 
 
 def _dims(x: Tensor, number: int) -> list[int]:
-    """The dimensions that the bits of a number say, all of them where none is said."""
+    """The dimensions that the bits of a number select; all of them if none is selected."""
     return [d for d in range(x.ndim) if number >> d & 1] or list(range(x.ndim))
 
 
