@@ -61,7 +61,7 @@ def extension() -> Extension:
     sources = [translation_unit("calling_python", calling_python), translation_unit("operators", operators)]
     sources += [source for source in listed if cuda and "/cuda/" in source]
     # Python's own CFLAGS add -g, and at::parallel_for is serial without -fopenmp.
-    # -fno-trapping-math: nobody here looks at floating-point exceptions, and without it no condition vectorizes.
+    # -fno-trapping-math: floating-point exceptions are not used, and conditions vectorize only with this flag.
     flags = ["-O3", "-g0", "-fopenmp", "-fno-trapping-math", "-fvisibility=hidden"]
     flags += ["-Wall", "-Wextra", "-Wno-unused-parameter"]
     if os.environ.get("FASTGRAD_WERROR") == "1":
@@ -101,11 +101,11 @@ class BuildOrSay(BuildExtension if torch else object):
         except Exception as error:
             raise SystemExit(
                 f"fastgrad's compiled module failed to build: {error}\n"
-                "FASTGRAD_NATIVE=0 installs fastgrad without it: plain Python, the same verdicts, slower."
+                "FASTGRAD_NATIVE=0 installs fastgrad in plain Python, with the same verdicts but slower."
             ) from error
 
 
-# An sdist has no part in this, nor has what only asks for metadata.
+# Not for an sdist, or for commands that only read metadata.
 BUILDS = {"bdist_wheel", "build_ext", "build", "install", "editable_wheel", "develop"}
 reason = None if BUILDS.isdisjoint(sys.argv) else obstacle()
 if reason:

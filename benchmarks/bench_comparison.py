@@ -104,7 +104,7 @@ CASES: dict[str, tuple[str, Function, Callable[[int], Any] | None]] = {
         _convolution_structure,
     ),
 }
-"""What the function is, the function, and the pattern of its Jacobian for n inputs; None where that is all entries."""
+"""Description, function, and pattern of its Jacobian for n inputs; None if that is all entries."""
 
 
 def make(case: str, n: int) -> Problem:
@@ -119,7 +119,7 @@ def installed(checkers: Iterable[Checker] = CHECKERS) -> list[Checker]:
 
 
 def same_function(problem: Problem) -> None:
-    """Raises where jax computes something else."""
+    """Raises if jax computes something else."""
     import jax.numpy
 
     assert problem.jax is not None
@@ -148,7 +148,7 @@ def rival(checker: Checker) -> Checker:
 def cell(case: str, n: int, checker: Checker, own: Checker | None, options: argparse.Namespace) -> dict[str, Any]:
     """One tool on one case, measured here. own: the check of fastgrad that is timed in turn with it."""
     for tool in filter(None, (checker, own)):
-        tool.check(make(case, SIZES[0]))  # what is imported, or made, at the first call
+        tool.check(make(case, SIZES[0]))  # imports and setup of the first call
     case_problem = make(case, n)
     if checker.module == "jax":
         same_function(case_problem)
@@ -165,7 +165,7 @@ def cell(case: str, n: int, checker: Checker, own: Checker | None, options: argp
         over = any(word in row["verdict"] for word in OVER_MEMORY)
         return {**row, "verdict": "over memory" if over else row["verdict"]}
     first, quick = row["first_seconds"], row["first_seconds"] < options.quick
-    if quick:  # without what is compiled for this size
+    if quick:  # without the compilation for this size
         row |= once(call, options.cap) | {"first_seconds": first}
         counting, counts = counted(case_problem)
         checker.check(counting)
@@ -183,7 +183,7 @@ def cell(case: str, n: int, checker: Checker, own: Checker | None, options: argp
 
 
 def apart(call: Callable[[], Any], seconds: float) -> Any:
-    """What a call returns in a process of its own, or a row without a verdict."""
+    """The result of a call in a process of its own, or a row without a verdict."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
 
@@ -250,7 +250,7 @@ def _prepared(call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def outcome(checker: Checker, problem: Problem) -> tuple[str, str]:
-    """What a tool says of a gradient, and its message: passes, fails, or raises something else."""
+    """A tool's verdict on a gradient, and its message: passes, fails, or raises something else."""
     try:
         checker.check(problem)
     except (GradcheckError, AssertionError) as error:
@@ -271,7 +271,7 @@ def judged(message: str, wrong: set[tuple[int, int]], width: int) -> str:
 
 
 def found(planted: WrongGradient, checkers: Sequence[Checker]) -> list[dict[str, Any]]:
-    """One row a tool for one wrong gradient, whose right twin fastgrad must pass."""
+    """One row per tool for one wrong gradient, whose right twin fastgrad must pass."""
     right = planted.right()
     EXACT.check(right)
     wrong = wrong_entries(planted.wrong(), right)
@@ -294,7 +294,7 @@ def found(planted: WrongGradient, checkers: Sequence[Checker]) -> list[dict[str,
 
 
 def alarms(name: str, checkers: Sequence[Checker]) -> list[dict[str, Any]]:
-    """One row a tool for one right gradient."""
+    """One row per tool for one right gradient."""
     func, point = RIGHT[name]
     case = with_structure(problem(func, point().detach()))
     rows = []
@@ -436,7 +436,7 @@ def _table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
 def cost_table(
     rows: list[dict[str, Any]], text: Callable[[dict[str, Any]], str], value: Callable[[dict[str, Any]], float | None]
 ) -> str:
-    """Of the rows of one case: tools by sizes, the least of a column in bold, of either kind of tools."""
+    """Table of one case: tools by sizes, the least value of a column in bold, for each kind of tools."""
     sizes = _unique(rows, "n")
     best: dict[tuple[int, bool], float] = {}
     for row in rows:
@@ -462,7 +462,7 @@ def quickest(costs: list[dict[str, Any]], every: bool) -> list[str]:
 
 
 def ratio_table(costs: list[dict[str, Any]]) -> str:
-    """How the tools stand to fastgrad and to each other, without the head."""
+    """The tools compared with fastgrad and with each other, without the head."""
     lines = []
     for tool in _unique(costs, "tool"):
         pairs = [row for row in _chosen(costs, tool=tool) if "ratio" in row]
@@ -592,7 +592,7 @@ def publish() -> None:
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What each tool found and passed, and its time over fastgrad's."""
+    """The errors that each tool found and passed, and its time over fastgrad's."""
     summary: dict[str, Any] = {}
     for tool in _unique(rows, "tool"):
         errors = [row for row in _chosen(rows, question="errors", tool=tool) if row["verdict"] != "not for this"]

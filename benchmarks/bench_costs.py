@@ -1,6 +1,6 @@
 """Measures the figures of the cost model on this machine: python -m benchmarks.bench_costs [--rounds 15].
 
-Each is printed beside the model's. Medians of one process and one thread; nothing is written.
+Each is printed next to the model's. Medians of one process and one thread; nothing is written.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fastgrad.problem.problem import Problem
 from fastgrad.problem.second_order import Backward
 
 SIZE = 1000
-"""Input coordinates: calls take microseconds, so that what surrounds them shows."""
+"""Input coordinates: calls take microseconds, so that their overhead shows."""
 
 
 def leaf(*shape: int) -> Tensor:
@@ -72,7 +72,7 @@ class Sine(torch.autograd.Function):
 
 
 def usual_costs(rounds: int) -> dict[str, tuple[float, float]]:
-    """What an evaluation for a difference takes, by its nodes: the figure that is assumed, and one measured."""
+    """Time of an evaluation for a difference, by its nodes: as assumed, and as measured."""
 
     def seconds(func: Callable[..., Any], *inputs: Tensor, records: bool = True) -> float:
         with Problem(func, inputs, records_differences=records) as problem:
@@ -104,7 +104,7 @@ def measured(rounds: int) -> dict[str, float]:
     """The costs by the names of the model's."""
     x = leaf(SIZE)
     evaluation, vjp = calls_seconds(torch.sin, (x,), rounds)
-    # Heavy enough that nothing beside func and backward counts, and of the commonest kinds.
+    # Heavy enough that nothing but func and backward counts, and of the most common kinds.
     ratios = [
         heavy_vjp / heavy
         for func, inputs in (

@@ -1,7 +1,7 @@
 """On a GPU: checks against torch's, and the operators' bandwidth against that of a copy.
 
-Verdicts come first; what is timed is synchronized. Writes results/<device>.json and, beside it, a table. With
---at-least, fails where exact checks are not, on geometric average, so many times faster than torch's.
+Verdicts come first; timed calls are synchronized. Writes results/<device>.json and a table next to it. With
+--at-least, fails if exact checks are not this many times faster than torch's, on geometric average.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def on(case: Case, device: torch.device) -> Case:
 
 
 def checks(device: torch.device, rounds: int, budget: float) -> Iterator[dict[str, Any]]:
-    """Slow mode against the exact engines, fast mode against the sketch: one row a case and mode."""
+    """Slow mode against the exact engines, fast mode against the sketch: one row per case and mode."""
     for case in (on(case, device) for case in CASES):
         for fast_mode in (False, True):
 
@@ -183,7 +183,7 @@ def main() -> int:
     if device.type == "cuda" and not torch.cuda.is_available():
         print("bench_cuda: no CUDA device here", file=sys.stderr)
         return 2
-    # Of both sides: torch's checker fails a convolution that adds up in another order the second time.
+    # For both sides: torch's checker fails a convolution that adds in another order the second time.
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     label = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     name = options.name or re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-")

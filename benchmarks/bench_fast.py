@@ -1,7 +1,7 @@
 """Fast mode against torch's fast mode: what each finds among wrong gradients, and what a passing check costs.
 
-Both sides in one process. torch computes the whole slow Jacobian for its message when it fails, so it
-is asked about wrong gradients only up to a size where that ends.
+Both sides run in one process. torch computes the whole slow Jacobian for its message when it fails, so it
+gets wrong gradients only up to a size where that is feasible.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Jacobians and Hessians against torch.autograd.functional: its loop, and its vectorize=True, in one process.
 
-Equality is checked before anything is timed. Memory decides how large a case torch is asked for.
+Equality is checked before anything is timed. Memory limits the size of torch's cases.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def stencil(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """name of the function, func of n elements, and whether torch is asked with vectorize=True, too."""
+    """name of the function, func of n elements, and whether torch also runs with vectorize=True."""
 
     name: str
     what: str

@@ -68,7 +68,7 @@ def outcome(check: Callable[..., bool], func: Callable[..., Any], inputs: tuple[
 
 
 def measured(row: Shipped) -> Iterable[dict[str, Any]]:
-    """One result a tool."""
+    """One result per tool."""
     for tool, checks in CHECKERS.items():
         verdicts = {
             f"{func} at {point}": outcome(checks[row.order - 1], getattr(row, func), getattr(row, point)(), row)

@@ -1,4 +1,4 @@
-"""Exact checks of operators of real size: fastgrad, its own dense engine, and torch's slow mode.
+"""Exact checks of operators of realistic size: fastgrad, its own dense engine, and torch's slow mode.
 
 Each side of each case runs in a process of its own, with a limit of time and of memory: at these sizes
 torch needs hours, or more memory than there is. `--sin` compares n = 1e6 with torch's fast mode instead.
@@ -38,10 +38,10 @@ from fastgrad.report.messages import failure_message
 ROOT = Path(__file__).parents[1]
 
 NOT_TINY = 50e-6
-"""Seconds of one evaluation from which the driver's own time is to be small."""
+"""Seconds of one evaluation from which the driver's own time should be small."""
 
 SECONDS_PER_ENTRY = 1e-7
-"""What the dense engine is predicted to take for each entry, beside evaluations and VJPs."""
+"""Predicted time of the dense engine per entry, in addition to evaluations and VJPs."""
 
 SIDES = ("fastgrad", "dense", "torch")
 HEADER = (
@@ -128,7 +128,7 @@ def unit_costs(case: Case) -> tuple[float, float, float]:
 def own_row(case: Case, options: argparse.Namespace, engine: str) -> dict[str, Any]:
     """The side of fastgrad: verdict and report first, then times."""
     settings = Settings(nondet_tol=case.nondet_tol, masked=case.masked, engine=engine)
-    check(torch.sin, leaves((200,)), Settings(engine="compressed"))  # what is imported late
+    check(torch.sin, leaves((200,)), Settings(engine="compressed"))  # late imports
     without, recording, vjp = unit_costs(case)
     reports = []
 
@@ -151,7 +151,7 @@ def own_row(case: Case, options: argparse.Namespace, engine: str) -> dict[str, A
 def torch_row(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     """The side of torch's slow mode."""
     keywords: dict[str, Any] = {"nondet_tol": case.nondet_tol, "masked": case.masked}
-    torch.autograd.gradcheck(torch.sin, leaves((2,)))  # what is imported late
+    torch.autograd.gradcheck(torch.sin, leaves((2,)))  # late imports
 
     def run() -> bool:
         if case.grad_outputs is None:
@@ -192,7 +192,7 @@ def apart(side: str, name: str, options: argparse.Namespace, limit: float) -> di
 
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One row: both sides, and fastgrad's dense engine where that would end."""
+    """One row: both sides, and fastgrad's dense engine if that is feasible."""
     own = apart("auto", name, options, options.own_limit)
     row: dict[str, Any] = {"name": name, "fastgrad": own, "dense": None, "ratio": None}
     if own["verdict"] is True and own["engine"] != "dense":
@@ -213,7 +213,7 @@ def ended(side: dict[str, Any] | None) -> bool:
 
 
 def right(row: dict[str, Any]) -> bool:
-    """Whether fastgrad passed, and nobody who came to a verdict says otherwise."""
+    """Whether fastgrad passed, and no other side reached a different verdict."""
     return row["fastgrad"]["verdict"] is True and all(
         row[side]["verdict"] is True for side in ("dense", "torch") if ended(row[side])
     )
@@ -279,7 +279,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """One point a case: how many times faster, against the entries of its Jacobian; none where torch's memory ended."""
+    """One point per case: how many times faster, against the entries of its Jacobian; none if torch lacked memory."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -315,7 +315,7 @@ def sin_rows(rounds: int, budget: float) -> list[dict[str, Any]]:
         return bool(torch.autograd.gradcheck(torch.sin, x, fast_mode=True))
 
     for title, fast, blind in (("exact", False, False), ("exact, blind", False, True), ("fast", True, False)):
-        # Blind: as if nothing could be told from shapes.
+        # Blind: as if shapes gave no information.
         with patch("fastgrad.structure.detection.Patterns.guess", return_value=None) if blind else nullcontext():
             own = partial(fastgrad.gradcheck, torch.sin, x, fast_mode=fast)
             report = check(torch.sin, x, Settings(fast_mode=fast))

@@ -1,16 +1,16 @@
-"""Checks in float32, bfloat16 and float16: which right functions are accused, and which planted errors are found.
+"""Checks in float32, bfloat16 and float16: which right functions are rejected, and which planted errors are found.
 
 Operators are those of torch's operator database, against themselves in double precision. Samples are numbered among
 those with 2 to 20,000 elements; torch's seed is a checksum of name and number. The factors of `fastgrad.lowprecision`
 were chosen on sample 0, and defects of the implementation were found on samples 0 and 1. What is reported is the
 held-out part: sample 2 (the default). Where the database has fewer, the last one is drawn again by another seed.
 
-Errors are planted into single entries of rows of the Jacobian, up to 16 rows a sample: into each entry of at least a
-hundredth of the largest of its row. An entry counts as found if the error is beyond what is allowed after the second
+Errors are planted into single entries of rows of the Jacobian, up to 16 rows per sample: into each entry of at least
+a hundredth of the largest of its row. An entry counts as found if the error exceeds the allowed error after the second
 look, which every such row gets here. A whole gradient scaled by 1.01 counts as found if the mean over its entries, of
-20 or more, shows it. Beside it, on the same VJPs: torch.testing.assert_close at its default tolerances for the dtype;
-and the rule of tests of fused attention kernels, by which the largest error may be twice that of the same operators in
-the low dtype (here: with every result rounded to it).
+20 or more, shows it. For comparison, on the same VJPs: torch.testing.assert_close at its default tolerances for the
+dtype; and the rule of tests of fused attention kernels, by which the largest error may be twice that of the same
+operators in the low dtype (here: with every result rounded to it).
 
 The kernels are those of tests/planted/kernels.py.
 """
@@ -96,7 +96,7 @@ def _case(op: Any, sample: Any) -> Any:
 
 
 def operator_row(name: str, dtype: str, func: Any, reference: Any, inputs: tuple[Tensor, ...]) -> dict[str, Any]:
-    """What a check of a right operator says, and what it, and the other rules, would find of planted errors."""
+    """The verdict on a right operator, and the planted errors that the check and the other rules would find."""
     made = Doubled(None)(inputs)
     start = time.perf_counter()
     run = LowerCheck(func, inputs, Settings(reference="float64"), (), RandomState())
@@ -164,7 +164,7 @@ def scaled_is_found(comparison: Comparison) -> float | None:
 
 
 def other_rules(comparison: Comparison, dtype: str) -> dict[str, bool]:
-    """Whether the other rules accuse a right operator."""
+    """Whether the other rules reject a right operator."""
     rtol, atol = CLOSE[dtype]
     finite = comparison.error.isfinite() & comparison.size.isfinite()
     error = torch.where(finite, comparison.error, 0.0)
@@ -174,7 +174,7 @@ def other_rules(comparison: Comparison, dtype: str) -> dict[str, bool]:
 
 
 def run_operators(dtype: str, numbers: range, every: int, first: int, limit: float, out: Any) -> None:
-    """Writes one line of JSON a sample."""
+    """Writes one line of JSON per sample."""
 
     def interrupt(*_: Any) -> None:
         raise OutOfTimeError
@@ -229,7 +229,7 @@ def operator_table(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def kernel_table(dtype: str, fast_mode: bool, seed: int) -> dict[str, Any]:
-    """Right kernels accused, planted mistakes found, and the time against the float64 check of the composed kernel."""
+    """Right kernels rejected, planted mistakes found, and the time against the float64 check of the composed kernel."""
     torch_dtype = DTYPES[dtype]
     table: dict[str, Any] = {"accused": [], "missed": [], "right": 0, "mistakes": 0, "ratios": []}
     for name, kernel in KERNELS.items():

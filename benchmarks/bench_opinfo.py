@@ -60,7 +60,7 @@ def measure(case: Case, fast_mode: bool, rounds: int, budget: float, longest: fl
 
 
 def draw(rows: list[dict[str, Any]], path: Path, mode: str) -> None:
-    """One point a sample: how many times faster, against the entries of its Jacobian."""
+    """One point per sample: how many times faster, against the entries of its Jacobian."""
     import matplotlib
 
     matplotlib.use("Agg")

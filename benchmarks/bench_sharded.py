@@ -1,4 +1,4 @@
-"""A check whose func is costly, on one rank and on two: seconds, and what does not become less with more ranks.
+"""A check whose func is costly, on one rank and on two: seconds, and the part that more ranks do not reduce.
 
     python -m benchmarks.bench_sharded                  3000 x 3000, 10 ms a call, two ranks; some ten minutes
     python -m benchmarks.bench_sharded --size 300       seconds
@@ -88,7 +88,7 @@ def run(ranks: int, size: int, steps: int, engine: str) -> dict[str, Any]:
 
 
 def steps_for(size: int, seconds: float) -> int:
-    """Steps that take so many seconds on this machine when nothing else runs: the least of some calls."""
+    """Steps that take this many seconds on this machine when nothing else runs: the least of some calls."""
     x, transform, best = torch.ones(size, dtype=torch.float64), np.ones(size // 2 + 1), float("inf")
     for _ in range(20):
         begin = time.perf_counter()

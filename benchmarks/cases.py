@@ -25,7 +25,7 @@ MOST_ENTRIES = 4_000_000
 class Case:
     """One function with its differentiable inputs: func(*inputs), checkable by torch and by fastgrad.
 
-    grad_outputs: where given, it is the backward that is to be checked, by gradgradcheck.
+    grad_outputs: if given, gradgradcheck checks the backward.
     """
 
     name: str
@@ -136,7 +136,7 @@ def _twice(factory: Factory) -> Factory:
 
 
 def _apart(func: Callable[..., Any], *shape: int) -> Factory:
-    """On elements no two of which are close: what takes a largest one has a kink where two are equal."""
+    """On elements no two of which are close: a maximum has a kink where two are equal."""
 
     def make() -> Case:
         values = torch.randperm(torch.Size(shape).numel(), generator=torch.Generator().manual_seed(0))

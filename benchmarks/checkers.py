@@ -1,4 +1,4 @@
-"""What people check gradients with: each tool as one would use it, on one function of one vector.
+"""Common gradient checkers: each tool in its usual way, on one function of one vector.
 
 Every tool has its own step, and all compare by |analytical - numerical| <= ATOL + RTOL |numerical|.
 """
@@ -32,11 +32,11 @@ Function = Callable[[Namespace, Any], Any]
 
 @dataclass(frozen=True)
 class Problem:
-    """A function of one vector, whose gradient is to be checked at x, and what a tool may be told about it.
+    """A function of one vector, whose gradient is checked at x, and the information that a tool may get about it.
 
     func: with the backward that is checked. forward: the same values by operators of torch alone, for transforms
-    that a custom Function has no rule for. jax: makes the function in jax, once; None where there is none.
-    structure: makes the pattern of the Jacobian as a scipy.sparse array; None where nobody knows one.
+    that a custom Function has no rule for. jax: makes the function in jax, once; None if there is none.
+    structure: makes the pattern of the Jacobian as a scipy.sparse array; None if none is known.
     """
 
     x: Tensor
@@ -200,10 +200,10 @@ def jaxs(problem: Problem) -> None:
 
 @dataclass(frozen=True)
 class Checker:
-    """A tool: check(problem) raises where it finds the gradient wrong.
+    """A tool: check(problem) raises if it finds the gradient wrong.
 
-    what: what is compared with what. module: what has to be installed. needs: the fields of the problem that it
-    cannot do without. every: whether it compares every entry, and not one number or a few for all of them.
+    what: what is compared with what. module: the package that it needs. needs: the fields of the problem that it
+    requires. every: whether it compares every entry, and not one number or a few for all of them.
     """
 
     name: str

@@ -28,7 +28,7 @@ RESULT = RESULTS / "cuda-registers.json"
 BEGIN, END = "<!-- registers: begin -->\n", "<!-- registers: end -->\n"
 
 THREADS, BLOCK = 2048, 256
-"""Threads that a multiprocessor of sm_90 holds, and those of a block of ours."""
+"""Threads that a multiprocessor of sm_90 holds, and those of one of our blocks."""
 
 REGISTERS = 65536
 """Of a multiprocessor, 32 bits each (CUDA programming guide, technical specifications for each compute capability)."""
@@ -55,15 +55,15 @@ ELEMENT_BYTES = {
     "Flatten<double>": (16, 16),
     **{f"project_rows_kernel<{k}>": (8 * (1 + k), 8) for k in (1, 2, 4, 8)},  # weights stay in the cache
 }
-"""Of the elements of a kernel in float64: the bytes that its code reads and writes for one, and those of them that
-memory moves."""
+"""Per element of a kernel in float64: the bytes that its code reads and writes, and the part of them that memory
+moves."""
 
 INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*)([^;]*);")
 WIDTHS = {"64": 8, "128": 16, "U8": 1, "S8": 1, "U16": 2, "S16": 2}
 
 
 def compiled(source: Path, folder: Path) -> tuple[str, str]:
-    """What ptxas says of a file's kernels, and their machine code; names as in the source."""
+    """Output of ptxas for a file's kernels, and their machine code; names as in the source."""
     include = Path(torch.__file__).parent / "include"
     stub = folder / "c10" / "cuda" / "impl"  # a CPU build of torch lacks this generated header
     stub.mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,7 @@ def resources(said: str) -> Iterable[tuple[str, dict[str, int]]]:
 
 
 def loops(code: str) -> Iterable[tuple[str, dict[str, int]]]:
-    """Kernels with the inner loop that moves most of each: what an iteration of a thread executes and moves at most."""
+    """Kernels with the inner loop that moves most bytes: the most that an iteration of a thread executes and moves."""
     for part in code.split("Function : ")[1:]:
         lines = [match for line in part.splitlines() if (match := INSTRUCTION.match(line))]
         addresses = [int(line[1], 16) for line in lines]
@@ -150,7 +150,7 @@ def _is_in(row: dict[str, Any]) -> bool:
 
 
 def bandwidth(body: dict[str, int], accessed: int, moved: int) -> dict[str, float]:
-    """Of an element: instructions, those of float64, bytes of memory; and the share of a copy's bandwidth."""
+    """Per element: instructions, those of float64, bytes of memory; and the share of a copy's bandwidth."""
     elements = body["bytes"] / accessed
     memory = 32 * elements * moved / BYTES_PER_CYCLE
     issue = max(body["instructions"] / ISSUED_PER_CYCLE, body["float64"] / DOUBLES_PER_CYCLE)
@@ -168,11 +168,11 @@ def table(result: dict[str, Any]) -> str:
     head = (
         f"Kernels for `float64`, as {result['compiler']} compiles them for sm_90 "
         "(`python -m benchmarks.cuda_registers`). "
-        f"All {len(result['rows'])} kernels, also those for lower dtypes, spill {spilled} bytes of registers. "
-        "Instructions are those of the inner loop for one element, on all its paths, of which `CentralDifference` "
-        "takes one in four; bytes are those that memory moves for the element. The last column is expected, not "
+        f"All {len(result['rows'])} kernels, including those for lower dtypes, spill {spilled} bytes of registers. "
+        "Instructions are those of the inner loop per element, on all its paths, of which `CentralDifference` "
+        "takes one in four. Bytes are those that memory moves per element. The last column is predicted, not "
         "measured: the fraction of an H200's memory bandwidth that the number of instructions allows, without "
-        "latencies. A copy is taken to reach all of it."
+        "latencies. A copy is assumed to reach all of it."
     )
     lines = [
         *textwrap.wrap(head, 120),

@@ -1,4 +1,4 @@
-"""jax.test_util.check_grads over torch functions: what jax's checker says of a backward of torch's.
+"""jax.test_util.check_grads over torch functions: the verdict of jax's checker on a backward of torch's.
 
 A torch function becomes a jax function by callbacks, its backward (or its jvp) the rule of differentiation.
 """
@@ -67,7 +67,7 @@ class _Plain:
         return [_array(value) for value in self(*_leaves(arrays))]
 
     def with_vjp(self, order: int) -> Func:
-        """A jax function; its vjp has one of its own where the order is above 1."""
+        """A jax function; its vjp has one of its own if the order is above 1."""
 
         @jax.custom_vjp
         def wrapped(*arrays: Any) -> Any:

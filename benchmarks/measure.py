@@ -1,4 +1,4 @@
-"""Paired timing in one process, and what a result must say about where it was measured."""
+"""Paired timing in one process, and the environment that a result must record."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def time_pair(baseline: Callable[[], Any], candidate: Callable[[], Any], rounds:
 
 
 def time_alone(call: Callable[[], Any], rounds: int, budget: float) -> list[float]:
-    """Seconds of each of up to `rounds` calls, as many as `budget` seconds admit, one at least."""
+    """Seconds of each of up to `rounds` calls, as many as `budget` seconds allow, at least one."""
     seconds: list[float] = []
     while not seconds or (len(seconds) < rounds and sum(seconds) + seconds[-1] < budget):
         start = time.perf_counter()
@@ -71,14 +71,14 @@ def time_alone(call: Callable[[], Any], rounds: int, budget: float) -> list[floa
 
 
 class PeakMemory:
-    """A context: the most that this process had resident within it, above what it had before (Linux, glibc)."""
+    """A context that measures the peak resident memory of this process above that at entry (Linux, glibc)."""
 
     mib = 0.0
 
     def __enter__(self) -> PeakMemory:
         """Forgets the peak so far."""
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # what is free within the heap would hide growth
+        ctypes.CDLL(None).malloc_trim(0)  # free memory within the heap would hide growth
         self._before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         Path("/proc/self/clear_refs").write_text("5")
         return self

@@ -1,6 +1,6 @@
-"""Does memory grow? Thousands of checks of every kind in one process, and what is resident after them.
+"""Tests whether memory grows: resident memory after thousands of checks of every kind in one process.
 
-Exits with 1 where it grew by more than --allowed MiB after the warm-up.
+Exits with 1 if it grew by more than --allowed MiB after the warm-up.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def without_gradients() -> None:
         assert not fastgrad.gradcheck(torch.sin, leaf(3), raise_exception=False)
 
 
-# New tensors and new functions in every check: what is kept of one adds up.
+# New tensors and new functions in every check, so that leaks add up.
 MIX: dict[str, Callable[[], Any]] = {
     "passes": lambda: fastgrad.gradcheck(lambda x: x.sin(), leaf(4, 5)),
     "complex": lambda: fastgrad.gradcheck(torch.mul, (leaf(3, dtype=torch.complex128), leaf(3))),
@@ -93,7 +93,7 @@ MIX: dict[str, Callable[[], Any]] = {
 def resident() -> float:
     """MiB of this process that are in use (Linux, glibc)."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what is free within the heap would hide growth
+    ctypes.CDLL(None).malloc_trim(0)  # free memory within the heap would hide growth
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 

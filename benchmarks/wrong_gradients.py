@@ -98,7 +98,7 @@ def _complex_normal(n: int) -> Tensor:
 
 @dataclass(frozen=True)
 class WrongGradient:
-    """A function with a wrong backward. strided: it is about strides, which jax has none of."""
+    """A function with a wrong backward. strided: the error depends on strides, which jax does not have."""
 
     name: str
     backward: Backward
@@ -151,7 +151,7 @@ def with_structure(problem: Problem) -> Problem:
 
 
 def wrong_entries(wrong: Problem, right: Problem) -> set[tuple[int, int]]:
-    """Which entries (output, input) one backward pass a row gives wrong, by more than the tolerance."""
+    """Entries (output, input) that one backward pass per row gets wrong by more than the tolerance."""
     width = 2 if right.x.is_complex() else 1
     found, expected = (jacobian(real(side).func, real(side).x.detach()) for side in (wrong, right))
     places = ((found - expected).abs() > ATOL + RTOL * expected.abs()).nonzero() // width

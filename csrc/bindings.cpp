@@ -1,5 +1,5 @@
-// The compiled module fastgrad._C: what takes a Python callable or runs the autograd engine, and what
-// works on sparsity patterns, which are no tensors of the function under test.
+// The compiled module fastgrad._C: functions that take a Python callable or run the autograd engine, and
+// functions of sparsity patterns, which are not tensors of the function under test.
 #include "coloring.h"
 #include "kept_tensor.h"
 #include "loops.h"

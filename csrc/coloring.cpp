@@ -61,7 +61,7 @@ at::Tensor starts_of(const int64_t* keys, int64_t length, int64_t size) {
   return starts;
 }
 
-// The vertices by falling number of targets; the order of equals stays.
+// The vertices by falling number of targets (stable).
 std::vector<int64_t> largest_first(const Pattern& pattern) {
   int64_t largest = 0;
   for (int64_t vertex = 0; vertex < pattern.vertices; ++vertex) {
@@ -84,7 +84,7 @@ std::vector<int64_t> largest_first(const Pattern& pattern) {
 
 // First fit in the given order; returns the number of colors. Instead of each vertex looking for its
 // color, 64 colors at a time look for their vertices: of each target it is enough to know which of
-// the 64 it has, and a vertex that fits none of them is mostly seen to at its first target.
+// the 64 it has, and a vertex that fits none of them is mostly found at its first target.
 int64_t first_fit(const Pattern& pattern, std::vector<int64_t> waiting, int64_t* colors) {
   constexpr uint64_t full = std::numeric_limits<uint64_t>::max();
   std::vector<uint64_t> taken(pattern.targets);
@@ -129,13 +129,13 @@ struct Leaves {
   int64_t last;  // one of them
 };
 
-// A star coloring that grows vertex by vertex. For each pair of colors, the edges between them make stars
+// A star coloring that grows vertex by vertex. For each pair of colors, the edges between them form stars
 // as long as no edge has, at both of its ends, a further neighbor of the color at its other end.
 class Stars {
  public:
   explicit Stars(const Pattern& pattern) : pattern_(pattern), leaves_(pattern.vertices) {}
 
-  // First fit in the given order; returns the number of colors, or none where it is more than `most`.
+  // First fit in the given order; returns the number of colors, or none if it is more than `most`.
   std::optional<int64_t> first_fit(const std::vector<int64_t>& order, int64_t most, int64_t* colors) {
     std::fill_n(colors, pattern_.vertices, -1);
     int64_t count = 0;

@@ -15,17 +15,17 @@ namespace fastgrad {
 
 // Colors of the vertices, int64 of shape (vertices,), such that no two vertices of one color share a
 // target; colors 0, 1, ..., count - 1 are all used, and a vertex without targets has color 0.
-// First fit: each vertex in turn gets the lowest color that fits, in natural order; where that needs
-// more colors than some target has vertices, which no coloring undercuts, also in order of falling
+// First fit: each vertex in turn gets the lowest color that fits, in natural order; if that needs
+// more colors than some target has vertices, which is a lower bound, also in order of falling
 // number of targets (stable), and the better one counts.
 // Time: about nonzeros * count / 64 at worst, near the nonzeros where blocks overlap little.
 at::Tensor color(const at::Tensor& starts, const at::Tensor& members, int64_t targets);
 
 // Colors of the vertices of a symmetric pattern, a graph whose targets are its vertices (a vertex may be its own
-// target: that counts for nothing), int64 of shape (vertices,), such that no two neighbors have one color and no
-// path over four vertices has only two: a star coloring. Of each edge, one end is then the only neighbor of its
-// color that the other end has. Colors 0, 1, ..., count - 1 are all used. Empty where first fit takes more than
-// `most` colors, in natural order and in that of falling number of targets; otherwise the better one counts.
+// target, which is ignored), int64 of shape (vertices,), such that no two neighbors have one color and no path over
+// four vertices has only two: a star coloring. Of each edge, one end is then the only neighbor of its color that
+// the other end has. Colors 0, 1, ..., count - 1 are all used. Empty if first fit takes more than `most` colors, in
+// natural order and in that of falling number of targets; otherwise the better one counts.
 // That the pattern is symmetric is the caller's contract: it is not checked.
 // Time: about nonzeros * count * count at worst, near nonzeros * count for most patterns.
 // Source: Gebremedhin, Tarafdar, Manne & Pothen, New acyclic and star coloring algorithms (2007), which remembers

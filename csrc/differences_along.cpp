@@ -1,4 +1,4 @@
-// Derivatives of func along random directions, from two or four evaluations each, and what they say of VJPs.
+// Derivatives of func along random directions, from two or four evaluations each, and their comparison with VJPs.
 #include "loops.h"
 
 #include "kernels/difference.h"
@@ -27,7 +27,7 @@ namespace {
 
 constexpr int64_t points_of_richardson = 4;
 
-// What an output's values at x + step u and x - step u tell, and what they are compared with.
+// An output's values at x + step u and x - step u, the derivative, and the values to compare with.
 struct TwoPoints {
   at::Tensor derivative, noise, base, plus, minus;  // float64, shape (coordinates of the output,)
   double step;
@@ -35,8 +35,8 @@ struct TwoPoints {
   double curve;  // relative to the derivative: one-sided derivatives of a smooth function are no further off
 };
 
-// derivative = (plus - minus) / (2 step); noise becomes how far the one-sided derivatives are off that, at least,
-// where this is more than curvature and rounding explain: at an extremum a smooth function bends though its derivative
+// derivative = (plus - minus) / (2 step); noise becomes at least the distance of the one-sided derivatives from it, if
+// this is more than curvature and rounding explain. At an extremum a smooth function is curved though its derivative
 // vanishes, so the output's own derivative counts together with the root mean square. A NaN stays one.
 void two_points(const TwoPoints& at) {
   const int64_t count = at.derivative.numel();
@@ -68,20 +68,20 @@ void two_points(const TwoPoints& at) {
   const double root = std::sqrt(static_cast<double>(std::max<int64_t>(1, count)));
   const at::Tensor usual = at::linalg_vector_norm(at.derivative).div_(root);
   if (at.derivative.is_cpu() && bend.max().item<double>() <= at.curve * usual.item<double>()) {
-    return;  // nothing bends that much anywhere; a device would have to be waited for
+    return;  // no output is curved that much; testing each would wait for a device
   }
   at.minus.copy_(at.derivative).abs_().add_(usual).mul_(at.curve).add_(at.base.abs(), 32 * at.ulp / at.step);
   bend.masked_fill_(bend <= at.minus, 0.0);
   at.noise.copy_(at::maximum(at.noise, bend));
 }
 
-// What the first direction of a screening tells about one-sided derivatives of step h' along the others: their errors
-// by curvature grow with h', and those by rounding with 1 / h'. 2-norms at h' = the step of the first direction,
+// Errors of one-sided derivatives of step h' along the other directions of a screening, estimated from the first one:
+// those by curvature grow with h', and those by rounding with 1 / h'. 2-norms at h' = the step of the first direction,
 // squared.
 struct OneSidedError {
   double curvature = 0.0, rounding = 0.0;
 
-  // The power of two, at most 1 / 2, that h' is best of the step; nothing where the error is more than the budget.
+  // The best ratio of h' to the step, a power of two, at most 1 / 2; nothing if the error is more than the budget.
   std::optional<double> share(double budget) const {
     constexpr int smallest = -12;
     if (!(curvature < std::numeric_limits<double>::infinity()) ||
@@ -111,10 +111,9 @@ double step_above_rounding(double step, const at::Tensor& base, double ulp, doub
   return step * multiple;
 }
 
-// As two_points, on the CPU; noise also becomes how far `half`, at x + step u / 2, is off the parabola through the
-// other three, as a derivative: by curvature of higher order, a kink, a jump, or rounding. half becomes what a
-// one-sided derivative of this step is off by curvature, and rounding_inside what it is off by rounding, as far as that
-// shows.
+// As two_points, on the CPU; noise also covers the distance of `half`, at x + step u / 2, from the parabola through the
+// other three, as a derivative: by curvature of higher order, a kink, a jump, or rounding. half becomes the error of a
+// one-sided derivative of this step by curvature, and rounding_inside its error by rounding, as far as that shows.
 void three_points(
     const TwoPoints& at, const at::Tensor& half, const at::Tensor& rounding_inside, OneSidedError& error) {
   const int64_t count = at.derivative.numel();
@@ -124,7 +123,7 @@ void three_points(
   double* const h = half.mutable_data_ptr<double>();
   double* const inside = rounding_inside.mutable_data_ptr<double>();
   double* const noise = at.noise.mutable_data_ptr<double>();
-  // A cubic c t^3 is 3 c step^3 / 8 off the parabola, and its central difference c step^2.
+  // A cubic c t^3 deviates by 3 c step^3 / 8 from the parabola, and its central difference by c step^2.
   const double of_cubic = 8.0 / (3.0 * at.step);
   for (int64_t i = 0; i < count; ++i) {
     const double second = p[i] + m[i] - 2 * y[i];
@@ -137,10 +136,10 @@ void three_points(
     inside[i] = louder(off / 2, rounding);
     error.rounding += inside[i] * inside[i];
   }
-  two_points(at);  // last: it may write over what it is given
+  two_points(at);  // last, because it may overwrite its arguments
 }
 
-// The 2-norm of one vector, and the largest magnitude of others (a NaN is the largest), where they are plain memory.
+// The 2-norm of one vector, and the largest magnitude of others (a NaN is the largest), if they are plain memory.
 std::optional<std::pair<double, double>> sizes_of(const at::Tensor& noise, const at::Tensor& derivatives) {
   if (!is_plain(noise) || !is_plain(derivatives)) {
     return std::nullopt;
@@ -193,8 +192,8 @@ std::variant<Derivatives, Changed> Evaluator::differences_along(
   const auto options = base.options();
   const auto vector = [&](int64_t size) { return at::empty({size}, options); };
   Derivatives into;
-  // Not one block: where vectors are large, blocks of several sizes leave holes in the heap. And before what stays:
-  // memory above that goes back to the system when it is free, and what comes next is made anew, page by page.
+  // Not one block: if vectors are large, blocks of several sizes leave holes in the heap. And before lasting blocks:
+  // freed memory above those returns to the system, and the next allocation maps new pages one by one.
   const at::Tensor displacement = vector(size_);
   std::vector<at::Tensor> memory;
   for (int64_t k = 0; k < most; ++k) {

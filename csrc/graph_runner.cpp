@@ -30,7 +30,7 @@ using torch::autograd::Node;
 // In larger graphs the engine's own share is small.
 constexpr size_t most_nodes = 64;
 
-// As is_plain_cpu, but it may be conjugated or negated lazily.
+// As is_plain_cpu, but lazily conjugated or negated tensors are allowed.
 bool is_cpu_or_lazy(const at::Tensor& tensor) {
   constexpr auto no_matter = c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset;
   constexpr auto lazy = c10::DispatchKeySet({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
@@ -49,7 +49,7 @@ bool are_equal(const std::vector<at::Tensor>& left, const std::vector<at::Tensor
   });
 }
 
-// What a node raises is raised again by the engine, which says it in its own words.
+// If a node raises, the engine raises again with its own message.
 std::string as_it_is(const std::string& message) { return message; }
 
 bool is_accumulation(const Node& node) { return dynamic_cast<const torch::autograd::AccumulateGrad*>(&node); }
@@ -85,7 +85,7 @@ bool GraphRunner::find_steps() {
       add(edge);
     }
   }
-  // As the engine has it, but for those that end a graph: they are not run.
+  // In the engine's order, except for the nodes that end a graph, which are not run.
   std::stable_sort(nodes.begin(), nodes.end(), [](const Node* left, const Node* right) {
     const bool last = is_accumulation(*right);
     return is_accumulation(*left) ? false : last || left->sequence_nr() > right->sequence_nr();
@@ -112,7 +112,7 @@ bool GraphRunner::find_steps() {
     for (const Edge& edge : nodes[k]->next_edges()) {
       step.successors.push_back(place(edge));
       if (edge.is_valid() && step.successors.back().first <= static_cast<int64_t>(k)) {
-        return false;  // made by another thread, or called again: an order of its own
+        return false;  // made by another thread, or called again: a different order
       }
     }
     steps_.push_back(std::move(step));

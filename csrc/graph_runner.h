@@ -12,9 +12,9 @@
 
 namespace fastgrad {
 
-// Computes vjp(outputs, inputs, cotangents, false) again and again. The first VJP is the engine's, and the nodes are
-// called for it, too. Where both agree bit for bit, and the nodes take no longer, later VJPs call the nodes alone, in
-// the engine's order. The engine runs all VJPs of a graph with custom Functions or hooks, of more than a few nodes, or
+// Computes vjp(outputs, inputs, cotangents, false) repeatedly. The engine computes the first VJP, and so do direct
+// calls of the nodes. If both agree bit for bit, and the nodes take no longer, later VJPs call only the nodes, in the
+// engine's order. The engine runs all VJPs of a graph with custom Functions or hooks, of more than a few nodes, or
 // with anything but plain CPU tensors, and those for which a node raises.
 class GraphRunner {
  public:
@@ -24,7 +24,7 @@ class GraphRunner {
   // Whether later VJPs call the nodes alone.
   bool bypasses_engine() const { return state_ == State::nodes; }
 
-  // Undefined where there is none. Called and returns with the GIL held.
+  // Undefined if there is none. Called and returns with the GIL held.
   std::vector<at::Tensor> vjp(const std::vector<at::Tensor>& cotangents);
 
   // The VJP of zeros, or of undefined grad_outputs of all outputs or of one, the others zero.
@@ -42,10 +42,10 @@ class GraphRunner {
 
   bool find_steps();
 
-  // What the nodes give; an undefined cotangent is handed on as such.
+  // The results of the nodes; an undefined cotangent is passed on as such.
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& cotangents) const;
 
-  // The same, nothing where the engine has to run them.
+  // The same; nothing if the engine has to run them.
   std::optional<std::vector<at::Tensor>> try_run(const std::vector<at::Tensor>& cotangents);
 
   State state_ = State::untried;
@@ -56,13 +56,13 @@ class GraphRunner {
   std::vector<std::pair<int64_t, uint32_t>> from_, to_;  // of each output and each input
 };
 
-// The graph behind some outputs, for VJPs of all of them and of each by itself with respect to some inputs.
+// The graph behind some outputs, for VJPs of all of them and of each alone with respect to some inputs.
 class Graph {
  public:
-  // is_tried: as of GraphRunner.
+  // is_tried: as in GraphRunner.
   Graph(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs, bool is_tried);
 
-  // Refuses numbers of outputs that there are not.
+  // Refuses numbers of outputs that do not exist.
   GraphRunner& all() { return get(-1); }
   GraphRunner& of(int64_t output);
 

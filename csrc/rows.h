@@ -1,4 +1,4 @@
-// What the loops over evaluations and over VJPs share: rows of coordinates from tensors, and Ctrl-C.
+// Shared by the loops over evaluations and over VJPs: rows of coordinates from tensors, and Ctrl-C.
 #pragma once
 
 #include "ops/common.h"
@@ -35,7 +35,7 @@ inline at::Tensor with_domain_of(const at::Tensor& tensor, const at::Tensor& val
   return value.is_complex() ? at::real(value) : value.to(c10::toComplexType(value.scalar_type()));
 }
 
-// Whether `tensor` is a dense one of the CPU, with nothing lazy about it and nothing that sees its operators.
+// Whether `tensor` is dense, on the CPU, not lazy, and not of a subclass that intercepts its operators.
 inline bool is_plain_cpu(const at::Tensor& tensor) {
   constexpr auto no_matter = c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset;
   return tensor.defined() && tensor.key_set() - no_matter == c10::DispatchKeySet(c10::DispatchKey::CPU);
@@ -53,7 +53,7 @@ inline bool is_plain(const at::Tensor& tensor) {
   return tensor.scalar_type() == at::kDouble && is_plain_memory(tensor);
 }
 
-// Whether they are few: no operator, and no view of the place to go to, is needed to copy them.
+// Whether they are few: copying them needs no operator and no view of the target.
 inline bool is_small_and_plain(const at::Tensor& tensor) { return tensor.numel() <= small_size && is_plain(tensor); }
 
 // matrix[row, offset : offset + size], which must be within it, as one view: on a device each costs about as much as a

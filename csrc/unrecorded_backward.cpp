@@ -24,7 +24,7 @@ at::Tensor tensor_at(const py::tuple& values, int64_t position) {
   return THPVariable_Unpack(value);
 }
 
-// As at::equal, which is never true of a NaN.
+// As at::equal, which is false for a NaN.
 bool is_same(const at::Tensor& left, const at::Tensor& right) {
   if (left.layout() != at::kStrided || right.layout() != at::kStrided) {
     return false;

@@ -1,4 +1,4 @@
-// The gradients of a function as a function of its inputs and grad_outputs, where they are not differentiated again.
+// The gradients of a function as a function of its inputs and grad_outputs, if they are not differentiated again.
 #pragma once
 
 #include "graph_runner.h"
@@ -12,18 +12,18 @@
 
 namespace fastgrad {
 
-// Runs func and its backward. Where only grad_outputs have moved since the last call, func is not called: its graph
-// serves. That this gives the same gradients is tried once, the first time; with another result, it is never done.
+// Runs func and its backward. If only grad_outputs have moved since the last call, func is not called: its graph is
+// reused. Whether this gives the same gradients is tested the first time; if not, it is never done.
 class UnrecordedBackward {
  public:
-  // inputs, grad_outputs: the positions, in what func takes and among the grad_outputs, of those that are checked.
-  // refuse(outputs, grad_outputs) raises where these do not fit. record: whether gradients are recorded in func.
+  // inputs, grad_outputs: the positions of the checked ones, among func's arguments and among the grad_outputs.
+  // refuse(outputs, grad_outputs) raises if these do not fit. record: whether gradients are recorded in func.
   UnrecordedBackward(
       pybind11::object func, pybind11::object refuse, int64_t count, std::vector<int64_t> inputs,
       std::vector<int64_t> grad_outputs, bool record);
 
-  // The gradients of func with respect to the inputs that are checked, undefined where there is none; arguments:
-  // func's, then grad_outputs. Those that are checked get to require grad: forward-mode AD hands over detached ones.
+  // The gradients of func with respect to the checked inputs, undefined if there is none; arguments: func's, then
+  // grad_outputs. The checked ones are made to require grad: forward-mode AD passes detached ones.
   std::vector<at::Tensor> call(const pybind11::tuple& arguments);
 
   // Forgets the last graph.

@@ -48,9 +48,9 @@ void set_one_hot(const at::Tensor& cotangent, int64_t coordinate, double value) 
   perturb_coordinate_(cotangent, /*origin=*/cotangent, coordinate, value < 0 ? -1 : 1, std::abs(value), 0.0);
 }
 
-// Whether a gradient and that of a multiple of its cotangent, divided by it, are equal. Where only the latter
-// overflowed, and does so again, a smaller multiple is run; NaNs stay of what was not finite once. rerun: takes the
-// exponent of the multiple, 1 or -1.
+// Whether a gradient and that of a multiple of its cotangent, divided by it, are equal. If only the latter overflowed,
+// and does so again, a smaller multiple is run; values that were not finite once become NaN. rerun: takes the exponent
+// of the multiple, 1 or -1.
 template <typename Rerun>
 bool is_repeated(const at::Tensor& gradient, const at::Tensor& again, const Rerun& rerun) {
   if (at::equal(gradient, again)) {
@@ -152,7 +152,7 @@ std::vector<at::Tensor> with_undefined_grads(const std::vector<at::Tensor>& outp
 }
 
 bool is_plain_zero(const at::Tensor& gradient, const at::Tensor& input) {
-  // Looked at one by one, so many elements take less time than an operator, or not much more.
+  // Up to this number, testing elements one by one takes less time than an operator, or not much more.
   constexpr int64_t most = 1 << 14;
   if (gradient.is_conj() || gradient.is_neg()) {
     if (gradient.layout() != at::kStrided || !gradient.is_cpu() ||
@@ -179,7 +179,7 @@ bool is_plain_zero(const at::Tensor& gradient, const at::Tensor& input) {
 
 namespace {
 
-// A tensor for values like those of `output` in the worst layout that autograd may hand over:
+// A tensor for values like those of `output` in the worst layout that autograd may pass:
 // dimensions in reverse order of memory, and gaps of NaN, which a backward that ignores strides reads.
 at::Tensor gapped_and_transposed(const at::Tensor& output) {
   std::vector<int64_t> sizes = output.sizes().vec();
@@ -191,8 +191,8 @@ at::Tensor gapped_and_transposed(const at::Tensor& output) {
   return storage.select(-1, 0).permute(order);
 }
 
-// The largest of what the gradients of one sparse input have at elements that it does not specify, row by
-// row; left where the gradients are until all are there, as reading them waits for the device.
+// The largest entries of the gradients of one sparse input at elements that it does not specify, row by
+// row; kept on the device of the gradients until all are there, as reading them waits for the device.
 class UnspecifiedEntries {
  public:
   void add(const at::Tensor& gradient, const at::Tensor& elements, int64_t row) {
@@ -274,8 +274,8 @@ void flatten_gradients(
   }
 }
 
-// Whether a gradient is an input's coordinates as they are, in memory that nobody else has: a backward may return
-// what it keeps, and writes over next time. Storages around memory of others cannot be resized.
+// Whether a gradient is an input's coordinates as they are, in unshared memory: a backward may return a tensor that it
+// keeps and overwrites next time. Storages around foreign memory cannot be resized.
 bool can_be_taken(const at::Tensor& gradient, const InputBlock& input) {
   return gradient.defined() && is_plain(gradient) && gradient.sizes() == input.argument.sizes() &&
          input.origin.scalar_type() == at::kDouble && input.argument.layout() == at::kStrided &&
@@ -308,7 +308,7 @@ int64_t total(const std::vector<InputBlock>& inputs) {
 
 namespace {
 
-// Refuses blocks that are not those of the inputs that the graph has.
+// Refuses blocks that are not those of the graph's inputs.
 void check_inputs(const char* what, const Graph& graph, const std::vector<InputBlock>& inputs) {
   const bool same = std::equal(
       inputs.begin(), inputs.end(), graph.inputs().begin(), graph.inputs().end(),
@@ -319,7 +319,7 @@ void check_inputs(const char* what, const Graph& graph, const std::vector<InputB
 // Rows of cotangents as grad_outputs, each in one layout, of all outputs or of one alone.
 class Cotangents {
  public:
-  // layouts, only: as of vjp_coordinates.
+  // layouts, only: as in vjp_coordinates.
   Cotangents(
       const char* what, Graph& graph, const std::vector<InputBlock>& inputs, const at::Tensor& rows,
       const std::vector<int64_t>& layouts, const std::vector<int64_t>& only)
@@ -394,7 +394,7 @@ class Cotangents {
   }
 
   static at::Tensor memory_for(const at::Tensor& output, Layout layout) {
-    // Torch takes an empty tensor for contiguous, whatever its strides: backwards then trip over them.
+    // Torch treats an empty tensor as contiguous, whatever its strides, over which backwards then fail.
     if (output.numel() > 0 && layout == Layout::gapped) {
       return gapped_and_transposed(output);
     }
@@ -507,7 +507,7 @@ GradientsMatch vjp_rows(
     cotangent = at::empty_like(output, {}, at::MemoryFormat::Contiguous);
   }
   const auto run = [&](int64_t i, double scale, const at::Tensor& into) {
-    // From zero every time: a backward may have written into the last one.
+    // From zero every time, because a backward may have written into the last one.
     set_one_hot(cotangent, (first + i) * width + (imaginary ? 1 : 0), scale);
     const std::vector<at::Tensor> gradients = runner.vjp({cotangent});
     const BelowAutograd guard;

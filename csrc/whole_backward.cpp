@@ -72,7 +72,7 @@ bool are_close_elsewhere(const at::Tensor& left, const at::Tensor& right, double
 // A node as the graph holds it; the kind of pointer differs between versions of torch.
 using NodePointer = std::decay_t<decltype(std::declval<torch::autograd::Edge>().function)>;
 
-// Hands each node of a backward to visit(node), which says whether to go on to what follows it.
+// Passes each node of a backward to visit(node), which returns whether to go on to its successors.
 template <typename Visit>
 void visit_backward(const std::vector<at::Tensor>& outputs, const Visit& visit) {
   std::vector<NodePointer> open;
@@ -96,7 +96,7 @@ void visit_backward(const std::vector<at::Tensor>& outputs, const Visit& visit) 
   }
 }
 
-// The names under which Python sees what a kind of node saved.
+// The Python names of the values that a kind of node saves.
 const std::vector<std::string>& saved_names(const py::handle& node) {
   static std::unordered_map<PyTypeObject*, std::vector<std::string>> known;  // the types live as long as torch
   const auto [found, is_new] = known.try_emplace(Py_TYPE(node.ptr()));
@@ -111,7 +111,7 @@ const std::vector<std::string>& saved_names(const py::handle& node) {
   return found->second;
 }
 
-// Whether a tensor that the node saved is unpacked by a hook: it runs in each backward, and may be anybody's code.
+// Whether a tensor that the node saved is unpacked by a hook, which runs in each backward and may be any code.
 bool unpacks_by_hooks(const NodePointer& node) {
   const auto is_hooked = [](const py::handle& saved) {
     py::detail::make_caster<torch::autograd::SavedVariable> caster;
@@ -138,7 +138,7 @@ class BatchLevel {
   const int64_t level;
 };
 
-// Drops warnings: that an operator has no batching rule, and takes one row at a time, is none of the user's business.
+// Drops warnings: that an operator has no batching rule, and takes one row at a time, does not concern the user.
 class Silence : public c10::WarningHandler {
  public:
   void process(const c10::Warning&) override {}
@@ -159,7 +159,7 @@ std::vector<at::Tensor> batched_vjp(
   return gradients;
 }
 
-// Whether two gradients are equal but for rounding, by the rule of torch.allclose at its defaults.
+// Whether two gradients are equal except for rounding, by the rule of torch.allclose at its defaults.
 bool is_close(const at::Tensor& left, const at::Tensor& right) {
   constexpr double rtol = 1e-5;
   constexpr double atol = 1e-8;
@@ -209,7 +209,7 @@ GradientsMatch vectorized_rows(
   return match;
 }
 
-// The same; nothing where the backward cannot be vectorized, which only trying tells.
+// The same; nothing if the backward cannot be vectorized, which only a trial shows.
 std::optional<GradientsMatch> try_vectorized_rows(
     const at::Tensor& output, const std::vector<InputBlock>& inputs, bool imaginary, const at::Tensor& rows) {
   if (output.layout() != at::kStrided) {
@@ -230,7 +230,7 @@ std::optional<GradientsMatch> try_vectorized_rows(
   }
 }
 
-// Whether the products are what the rows of all outputs add up to.
+// Whether the products equal the sums of the rows of all outputs.
 bool add_up(
     const WholeBackward& whole, const std::vector<at::Tensor>& outputs, const at::Tensor& cotangents, double atol,
     double rtol) {
@@ -256,7 +256,7 @@ bool add_up(
 }  // namespace
 
 std::vector<at::Tensor> vectorized_vjp(Graph& graph, int64_t output, const at::Tensor& cotangents) {
-  graph.of(output);  // refuses numbers of outputs that there are not
+  graph.of(output);  // refuses numbers of outputs that do not exist
   const at::Tensor& own = graph.outputs()[output];
   TORCH_CHECK(
       cotangents.dim() == own.dim() + 1 && cotangents.sizes().slice(1) == own.sizes() &&
@@ -299,8 +299,8 @@ bool are_close(
 
 bool runs_no_custom_code(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) {
   using torch::autograd::Node;
-  constexpr size_t most_nodes = 10000;                      // to look at them takes a microsecond each
-  const auto is_of_python = [](const at::Tensor& tensor) {  // a subclass that sees every operator
+  constexpr size_t most_nodes = 10000;                      // visiting them takes a microsecond each
+  const auto is_of_python = [](const at::Tensor& tensor) {  // a subclass that intercepts every operator
     return tensor.key_set().has(c10::DispatchKey::Python);
   };
   const auto is_hooked = [](const at::Tensor& input) { return !torch::autograd::impl::hooks(input).empty(); };
@@ -363,7 +363,7 @@ WholeBackward whole_backward(
     whole.are_zero = whole.are_zero && are_plain_zeros(found, arguments);
     for (size_t k = 0; k < found.size(); ++k) {
       if (found[k].defined() && !is_plain_zero(found[k], arguments[k])) {
-        found[k] = found[k].clone();  // to be judged later, when backward may have written over what it returned
+        found[k] = found[k].clone();  // compared later, when backward may have overwritten its results
       }
     }
     whole.zeros.push_back(std::move(found));
@@ -411,7 +411,7 @@ WholeBackward whole_backward(
       take_rows(o, /*imaginary=*/false);
     }
   }
-  take_all_zeros();  // after all of these: a backward that is wrong in its first calls shows in what is compared
+  take_all_zeros();  // after all of these: a backward that is wrong in its first calls then fails a comparison
   if (cotangents.size(0) == 0) {
     return whole;
   }
@@ -428,7 +428,7 @@ WholeBackward whole_backward(
 
 namespace {
 
-// The same by operators: of all inputs one copy, that waits for the device.
+// The same by operators: one copy for all inputs, which waits for the device.
 std::optional<std::vector<std::pair<double, double>>> largest_errors_elsewhere(
     const at::Tensor& rows, const at::Tensor& columns, int64_t first_row, int64_t row_step,
     const std::vector<InputTolerances>& inputs) {
@@ -466,7 +466,7 @@ std::optional<std::vector<std::pair<double, double>>> largest_errors(
       rows.is_contiguous() && columns.is_contiguous() && columns.device() == rows.device() && columns.size(0) == n,
       "largest_errors: rows and columns must be contiguous, on one device, and of one Jacobian, got ", rows.sizes(),
       " and ", columns.sizes());
-  // No sums and products of what was given: they may overflow.
+  // No sums and products of the arguments: they may overflow.
   TORCH_CHECK(
       first_row >= 0 && row_step > 0 && (count == 0 || (first_row < m && count - 1 <= (m - 1 - first_row) / row_step)),
       "largest_errors: ", count, " rows from ", first_row, " on (step ", row_step, ") must lie within ", m, " rows");

@@ -52,7 +52,7 @@ class MissingConjugate(torch.autograd.Function):
 
 
 class Transposed(torch.autograd.Function):
-    """A linear layer with a square weight: x^T g instead of g^T x, and no shape tells."""
+    """A linear layer with a square weight: x^T g instead of g^T x, which shapes do not show."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

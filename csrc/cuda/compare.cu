@@ -19,13 +19,13 @@ __device__ Entry entry_at(const Matrix<const double>& block, int64_t row, int64_
                          : Entry{block.at(row, entry), 0.0};
 }
 
-// A call, as few entries need it: its registers are then not the loop's.
+// A call, as few entries need it: then it takes no registers of the loop.
 template <bool complex_entries>
 FASTGRAD_NOINLINE __device__ void take(
     ComparisonStatistics& statistics, Entry analytical, Entry numerical, int64_t row, int64_t column, double atol,
     double rtol, bool equal_nan) {
   if (!complex_entries) {
-    analytical.im = numerical.im = 0.0;  // as the compiler cannot know here
+    analytical.im = numerical.im = 0.0;  // which the compiler cannot know here
   }
   reduce(statistics, analytical, numerical, row, column, atol, rtol, equal_nan);
 }
@@ -34,7 +34,7 @@ template <bool complex_entries>
 __global__ void compare_kernel(
     ComparisonStatistics* __restrict__ partial, Matrix<const double> analytical, Matrix<const double> numerical,
     int64_t rows, int64_t entries, double atol, double rtol, bool equal_nan) {
-  // In shared memory: few entries change them.
+  // In shared memory, because few entries change them.
   FASTGRAD_SHARED(double, memory, (threads_per_block * comparison_fields));
   auto* const statistics = reinterpret_cast<ComparisonStatistics*>(static_cast<double*>(memory));
   ComparisonStatistics& own = statistics[threadIdx.x];
@@ -43,7 +43,7 @@ __global__ void compare_kernel(
   const int64_t tiles_high = (rows + tile_rows - 1) / tile_rows;
   const int64_t stripes = (entries + stripe_columns - 1) / stripe_columns;
   // Down the stripes, one by one: every thread visits its entries in the order of kernels/comparison.h. A step of the
-  // grid is so many stripes and tiles; a division for each tile would take longer than its entries.
+  // grid is a number of stripes and tiles; a division per tile would take longer than its entries.
   const int64_t stripe_step = gridDim.x / tiles_high;
   const int64_t tile_step = gridDim.x % tiles_high;
   int64_t stripe = blockIdx.x / tiles_high;

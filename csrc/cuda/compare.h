@@ -6,10 +6,10 @@
 
 namespace fastgrad::cuda {
 
-// Blocks of threads, at most, each with statistics of its own; one for any number of entries, none included.
+// Largest number of blocks of threads, each with its own statistics; at least one, even without entries.
 constexpr int64_t comparison_blocks = FASTGRAD_MOST_BLOCKS < 1024 ? FASTGRAD_MOST_BLOCKS : 1024;
 
-// Compares rows x entries entries, each of two columns where complex_entries. fields: the result.
+// Compares rows x entries entries, each of two columns if complex_entries. fields: the result.
 // partial: memory for comparison_blocks statistics, written. Does not synchronize; returns the launch error.
 cudaError_t launch_compare(
     ComparisonStatistics* fields, ComparisonStatistics* partial, Matrix<const double> analytical,

@@ -1,5 +1,5 @@
-// What the kernels share. One way to launch one, and to declare shared memory, so that the CPU emulation of the tests
-// can stand in for a device.
+// Shared by the kernels: one way to launch a kernel, and to declare shared memory, so that the CPU emulation of the
+// tests can replace a device.
 #pragma once
 
 #include "launch.h"
@@ -31,7 +31,7 @@ __device__ void block_reduce_in_place(T* values, Join join) {
   }
 }
 
-// Joins one value a thread of a block of threads_per_block into that of thread 0, always in the same
+// Joins one value per thread of a block of threads_per_block into that of thread 0, always in the same
 // order. Every thread of the block must call it; T is made of doubles. Only thread 0's result counts.
 template <typename T, typename Join>
 __device__ T block_reduce(T value, Join join) {

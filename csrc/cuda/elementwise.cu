@@ -1,4 +1,4 @@
-// CUDA kernels of the element-wise operators: one kernel, and what it does with an element as a functor.
+// CUDA kernels of the element-wise operators: one kernel, whose operation on an element is a functor.
 #include "elementwise.h"
 
 #include "../kernels/difference.h"

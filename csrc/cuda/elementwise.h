@@ -1,7 +1,7 @@
 // CUDA launchers of the element-wise operators on raw pointers; ops/NAME.h holds the contract of each.
 //
 // Tensors are contiguous unless a stride is given, and `size` counts real coordinates. None of them synchronizes; all
-// return the launch error, and success without a launch where there is nothing to do.
+// return the launch error, and success without a launch if there is nothing to do.
 #pragma once
 
 #include "launch.h"
@@ -26,13 +26,13 @@ struct Place {
   int64_t target, coordinate;
 };
 
-// x[moved.target] = origin[moved.coordinate], perturbed, and x[restored.target] = origin[restored.coordinate], as it
-// is: the same place where nothing is restored. One thread, so that no value travels to the host and back.
+// x[moved.target] = origin[moved.coordinate], perturbed, and x[restored.target] = origin[restored.coordinate],
+// unchanged: the same place if nothing is restored. One thread, so that no value travels to the host and back.
 cudaError_t launch_perturb_coordinate(
     void* x, const void* origin, Place moved, Place restored, RealType type, int sign, double eps, double relative_step,
     cudaStream_t cuda_stream);
 
-// values[c] = origin[c], perturbed, for each c of `coordinates` that is within `size`; and as it is for each c of
+// values[c] = origin[c], perturbed, for each c of `coordinates` that is within `size`; and unchanged for each c of
 // `restored`.
 cudaError_t launch_perturb_coordinates(
     void* values, const void* origin, RealType type, int64_t size, const int64_t* coordinates, int64_t count,
@@ -44,7 +44,7 @@ cudaError_t launch_displace(
     void* x, const void* origin, RealType type, const double* displacement, int64_t stride, int64_t size, double scale,
     cudaStream_t cuda_stream);
 
-// The displacement along a random direction, and what of it the dtype of `origin` can represent.
+// The displacement along a random direction, and its part that the dtype of `origin` can represent.
 cudaError_t launch_realize(
     double* displacement, double* realized, const void* origin, RealType type, int64_t size, int64_t seed,
     int64_t stream, int64_t first, double eps, double relative_step, cudaStream_t cuda_stream);

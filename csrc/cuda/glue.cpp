@@ -1,6 +1,6 @@
 // Registers the CUDA launchers: checks, device guard, the caller's stream. Nothing here waits for the device.
 //
-// One file for all operators: the headers cost seconds to compile, and each operator only a few lines.
+// One file for all operators: the headers take seconds to compile, and each operator takes only a few lines.
 #include "../ops/central_difference.h"
 #include "../ops/common.h"
 #include "../ops/compare.h"
@@ -62,7 +62,7 @@ cuda::Matrix<T> matrix(T* values, const at::Tensor& tensor) {
   return {values, tensor.stride(0), tensor.stride(1)};
 }
 
-// Has `change` change x, or a contiguous copy of it that x is then copied from.
+// Applies `change` to x, or to a contiguous copy that is then copied to x.
 template <typename Change>
 void change_contiguous(const at::Tensor& x, const Change& change) {
   const at::Tensor contiguous = x.contiguous();
@@ -127,7 +127,7 @@ void direction_cuda(const at::Tensor& out, int64_t seed, int64_t stream, int64_t
 void flatten_cuda(const at::Tensor& out, const at::Tensor& tensor) {
   check_flatten(out, tensor);
   if (out.device() != tensor.device()) {
-    out.copy_(real_coordinates(tensor));  // an output, or a gradient, of another device than the first one's
+    out.copy_(real_coordinates(tensor));  // an output, or a gradient, on another device than the first
     return;
   }
   const c10::cuda::CUDAGuard guard(out.device());
@@ -266,7 +266,7 @@ void project_entries_cuda(
   check_project_entries(sums, squares, vector, sources, targets, entries);
   check_one_device("project_entries_", sums, {squares.value_or(sums), vector, sources, targets, entries});
   const c10::cuda::CUDAGuard guard(sums.device());
-  // Sorted, and in the order of the entries where targets are the same: what is added up, and how, depends on nothing
+  // Sorted, and in the order of the entries for equal targets, so that the sums and their order depend on nothing
   // else.
   const auto [ascending, order] = at::sort(targets, /*stable=*/true, /*dim=*/0, /*descending=*/false);
   const int64_t count = entries.numel();

@@ -1,4 +1,4 @@
-// What the launchers take: types, strides, streams; sizes of grids.
+// Arguments of the launchers: types, strides, streams; sizes of grids.
 #pragma once
 
 #include "../kernels/host_device.h"
@@ -17,7 +17,7 @@ namespace fastgrad::cuda {
 
 constexpr int threads_per_block = 256;
 
-// Blocks for `size` > 0 pieces of work, so many for each block.
+// Number of blocks for `size` > 0 pieces of work, by the number per block.
 inline unsigned blocks_for(int64_t size, int64_t per_block = threads_per_block) {
   const int64_t blocks = (size - 1) / per_block + 1;
   return static_cast<unsigned>(blocks < FASTGRAD_MOST_BLOCKS ? blocks : FASTGRAD_MOST_BLOCKS);
@@ -26,7 +26,7 @@ inline unsigned blocks_for(int64_t size, int64_t per_block = threads_per_block) 
 // The real type underneath a tensor's elements.
 enum class RealType { float64, float32, float16, bfloat16 };
 
-// Calls visit with a value of the type, which matters alone.
+// Calls visit with a value of the type; only the type matters.
 template <typename Visit>
 cudaError_t with_real_type(RealType type, const Visit& visit) {
   switch (type) {

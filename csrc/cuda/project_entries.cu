@@ -24,7 +24,7 @@ struct Products {
   }
 };
 
-// What a level handed on.
+// Results that a level passed on.
 struct Partials {
   const double* sums;
   const double* squares;
@@ -35,9 +35,9 @@ struct Partials {
   }
 };
 
-// The first thread of a run of one target within a window adds it up. A run that ends there goes to its target. One
-// that began before or goes on is handed to the next level, where each window has two places: its first run's and
-// its last one's, of zero where they need none.
+// The first thread of a run of one target within a window adds it up. A complete run goes to its target. A run that
+// began before or goes on is passed to the next level, where each window has two places, for its first and its last
+// run; unused places are zero.
 template <typename Terms>
 __global__ void project_entries_kernel(
     double* __restrict__ sums, double* __restrict__ squares, int64_t size, const int64_t* __restrict__ targets,

@@ -5,13 +5,13 @@
 
 namespace fastgrad::cuda {
 
-// Entries that one thread adds up, at most: what has more is added up in levels, in an order that depends on the
-// targets alone.
+// Most entries that one thread adds up: longer runs are added up in levels, in an order that depends only on the
+// targets.
 constexpr int64_t entries_window = 32;
 
 inline int64_t entries_windows(int64_t count) { return (count + entries_window - 1) / entries_window; }
 
-// Sums that the levels hand on: each window its first and its last.
+// Sums that the levels pass on: the first and the last of each window.
 inline int64_t project_entries_partials(int64_t count) {
   int64_t all = 0;
   while (count > entries_window) {
@@ -21,8 +21,8 @@ inline int64_t project_entries_partials(int64_t count) {
   return all;
 }
 
-// targets: ascending; order[e]: which of sources and entries belongs to targets[e]. squares: null where none are asked
-// for. sums and squares have `size` elements, vector `weights`: a target outside of the first adds nothing, a source
+// targets: ascending; order[e]: which of sources and entries belongs to targets[e]. squares: null if none are needed.
+// sums and squares have `size` elements, vector `weights`: a target outside of the first adds nothing, a source
 // outside of the second NaN. partial_targets, partial_sums, partial_squares: memory for project_entries_partials(count)
 // each, written. Does not synchronize; returns the launch error.
 cudaError_t launch_project_entries(

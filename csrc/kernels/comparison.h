@@ -17,11 +17,11 @@ struct Entry {
 
 FASTGRAD_HOST_DEVICE double modulus(Entry z) { return z.im == 0.0 ? std::fabs(z.re) : std::hypot(z.re, z.im); }
 
-// A NaN in either part, also beside an infinity, whose modulus is infinite.
+// A NaN in either part, even next to an infinity, whose modulus is infinite.
 FASTGRAD_HOST_DEVICE bool is_nan(Entry z) { return std::isnan(z.re) || std::isnan(z.im); }
 
-// What a comparison of analytical with numerical entries keeps. `sums` run over the mismatched
-// entries only: they are what a diagnosis of the mismatch needs.
+// The statistics of a comparison of analytical with numerical entries. `sums` run over the mismatched
+// entries only, for the diagnosis of a mismatch.
 struct ComparisonStatistics {
   double mismatches = 0;     // entries outside the tolerance
   double worst_excess = -1;  // max of |a - n| / (atol + rtol |n|); inf where that is not a number
@@ -39,11 +39,11 @@ static_assert(sizeof(ComparisonStatistics) == comparison_fields * sizeof(double)
 
 // Whether error / size may be larger than `largest`: the division, slow on every processor, is left for few entries.
 FASTGRAD_HOST_DEVICE bool may_exceed(double error, double largest, double size) {
-  constexpr double below = 1.0 - 0x1p-50;  // more than the product and the quotient are rounded by
+  constexpr double below = 1.0 - 0x1p-50;  // more than the rounding of the product and the quotient
   return !(error < largest * size * below);
 }
 
-// The maxima of the statistics: what most entries are below.
+// The maxima of the statistics; most entries are below them.
 struct ComparisonMaxima {
   double largest_absolute, largest_relative, worst_excess;
 };
@@ -112,7 +112,7 @@ FASTGRAD_HOST_DEVICE void reduce(
   }
 }
 
-// Entries are visited by stripes of so many columns, row by row within: enough to use whole cache lines of a
+// Entries are visited by stripes of this many columns, row by row within: enough to use whole cache lines of a
 // column-major operand.
 constexpr int64_t stripe_columns = 32;
 

@@ -1,4 +1,4 @@
-// Perturbing one coordinate and dividing by the step that was really taken.
+// Perturbing one coordinate and dividing by the step actually taken.
 #pragma once
 
 #include "host_device.h"
@@ -7,14 +7,14 @@
 
 namespace fastgrad {
 
-// x + step, rounded to T: what the function under test gets to see.
+// x + step, rounded to T: the value that the function under test gets.
 template <typename T>
 FASTGRAD_HOST_DEVICE T perturbed(T x, double step) {
   return static_cast<T>(static_cast<double>(x) + step);
 }
 
 // (x + step) - (x - step) in floating point, which is not 2 step. An infinite x does not move, and
-// has no width: there 2 step, so that a function constant in it has the derivative zero.
+// has no width: then 2 step, so that a function constant in it has the derivative zero.
 template <typename T>
 FASTGRAD_HOST_DEVICE double realized_width(T x, double step) {
   const double width = static_cast<double>(perturbed(x, step)) - static_cast<double>(perturbed(x, -step));
@@ -54,8 +54,8 @@ FASTGRAD_HOST_DEVICE double realized_component(T x, double displacement, double 
   return (8.0 * realized_width(x, displacement / 2) - realized_width(x, displacement)) / (6.0 * eps);
 }
 
-// The step length along a direction, where one joint step serves coordinates of all sizes. An infinite x takes eps,
-// by which it does not move; x - inf would be none.
+// The step length along a direction, if one joint step serves coordinates of all sizes. An infinite x takes eps,
+// by which it does not move; x - inf would not be finite.
 template <typename T>
 FASTGRAD_HOST_DEVICE double directional_step(T x, double eps, double relative_step) {
   const double size = static_cast<double>(x) < 0 ? -static_cast<double>(x) : static_cast<double>(x);

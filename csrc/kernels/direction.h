@@ -17,10 +17,10 @@ FASTGRAD_HOST_DEVICE int64_t direction_groups(int64_t first, int64_t size) {
   return (first + size - 1) / 4 - first / 4 + 1;
 }
 
-// Magnitude uniform in [0.5, 1.5), sign random: bounded away from zero, so that no coordinate can
-// hide, and not all of one size, so that two rarely cancel. With `halved`, a random half of the
-// components is zero, never that of coordinate 0, lest a short direction vanish. Every operation is
-// exact, so all devices agree bit for bit; no branch is on a random bit, which is guessed wrong half of the time.
+// Magnitude uniform in [0.5, 1.5), sign random: bounded away from zero, so that no coordinate is
+// hidden, and not all of one size, so that two rarely cancel. With `halved`, a random half of the
+// components is zero, never that of coordinate 0, so that a short direction does not vanish. Every operation is
+// exact, so all devices agree bit for bit. No branch depends on a random bit: half of them would be mispredicted.
 FASTGRAD_HOST_DEVICE double component_of(const Words4& words, int64_t coordinate, bool halved) {
   const uint32_t word = words.word[coordinate & 3];
   const double magnitude = 0.5 + static_cast<int32_t>(word >> 2) * (1.0 / 1073741824.0);

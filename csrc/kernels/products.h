@@ -8,7 +8,7 @@ namespace fastgrad {
 // Zero where the weight is, also for an entry that is not finite.
 FASTGRAD_HOST_DEVICE double dot_term(double entry, double weight) { return weight == 0 ? 0 : entry * weight; }
 
-// Takes a weighed entry into its sum and the sum of the squares.
+// Adds a weighted entry to its sum and to the sum of the squares.
 FASTGRAD_HOST_DEVICE void add_term(double& sum, double& squares, double weight, double entry) {
   const double term = weight * entry;
   sum += term;

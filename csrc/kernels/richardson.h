@@ -1,4 +1,4 @@
-// A directional derivative from two central differences, and what these cannot resolve.
+// A directional derivative from two central differences, and its error.
 #pragma once
 
 #include "host_device.h"
@@ -18,9 +18,9 @@ FASTGRAD_HOST_DEVICE double richardson(const FourValues& f, double eps) {
   return (8.0 * (f.half_plus - f.half_minus) - (f.plus - f.minus)) / (6.0 * eps);
 }
 
-// How far the derivative may be off: by curvature, by a kink or jump between the points, by rounding.
-// ulp: the relative spacing of the output's dtype. The second differences of a smooth function go
-// with h^2; at a kink at x itself D is linear in h and only they tell. NaN where a value is.
+// The error of the derivative: by curvature, by a kink or jump between the points, by rounding.
+// ulp: the relative spacing of the output's dtype. The second differences of a smooth function scale
+// with h^2; at a kink at x itself D is linear in h and only they show it. NaN if a value is.
 FASTGRAD_HOST_DEVICE double difference_noise(const FourValues& f, double base, double eps, double ulp) {
   const double rounding = ulp * (base < 0 ? -base : base);
   const double curvature = std::fabs(2.0 * (f.half_plus - f.half_minus) - (f.plus - f.minus));

@@ -14,7 +14,7 @@ void central_difference_(
     const at::Tensor& column, const at::Tensor& minus, const at::Tensor& origin, int64_t coordinate, double eps,
     double relative_step);
 
-// What every kernel of it demands.
+// Argument checks of every kernel.
 void check_central_difference(
     const at::Tensor& column, const at::Tensor& minus, const at::Tensor& origin, int64_t coordinate);
 

@@ -1,4 +1,4 @@
-// What the operators share; a message names the op, the argument and what was given.
+// Shared by the operators; a message names the op, the argument and the given value.
 #include "common.h"
 
 #include <ATen/MemoryOverlap.h>

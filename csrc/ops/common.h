@@ -1,4 +1,4 @@
-// What the CPU launchers share: argument checks and real coordinates of strided tensors.
+// Shared by the CPU launchers: argument checks and real coordinates of strided tensors.
 //
 // The real coordinates of a tensor are its elements in C order of its logical indices, one
 // coordinate for a real element and two, (re, im), for a complex one.
@@ -12,8 +12,8 @@
 
 namespace fastgrad {
 
-// For a loop that arithmetic holds up: compiled for AVX2, too, and the loader takes what the CPU has. Without FMA: both
-// round alike.
+// For a loop that is bound by arithmetic: also compiled for AVX2, and the loader chooses what the CPU supports. Without
+// FMA, so that both round alike.
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
 #define FASTGRAD_AVX2_TOO __attribute__((target_clones("avx2", "default")))
 #else
@@ -37,8 +37,8 @@ at::Tensor coordinate_step(const at::Tensor& value, double eps, double relative_
 // Bytes of storage, from its first, that a strided tensor reaches.
 int64_t bytes_reached(const at::Tensor& tensor);
 
-// Refuses a tensor whose storage was freed or shrunk underneath it. What refuses an argument's kind, as below, looks
-// at its storage, too.
+// Refuses a tensor whose storage was freed or shrunk underneath it. The checks of an argument's kind below include
+// this.
 void check_storage(const char* op, const char* name, const at::Tensor& tensor);
 
 // Refuses an argument that is not a strided tensor of floating or complex dtype.
@@ -59,12 +59,12 @@ void check_range(const char* op, const char* name, const at::Tensor& indices, in
 // Refuses an argument to be written that has, by its strides, several elements at one place.
 void check_written(const char* op, const char* name, const at::Tensor& tensor);
 
-// Refuses an argument to be written, `out`, that shares memory with another one: it would be read as it is no more.
+// Refuses an argument to be written, `out`, that shares memory with another one, which would be read after the write.
 void check_apart(
     const char* op, const char* out_name, const at::Tensor& out, const char* name, const at::Tensor& tensor);
 
-// The same where each element is read before that in its place is written: both may be the same memory, but not a
-// part of it.
+// The same if each element is read before its place is written: both may be the same memory, but may not overlap in
+// part.
 void check_same_or_apart(
     const char* op, const char* out_name, const at::Tensor& out, const char* name, const at::Tensor& tensor);
 
@@ -96,7 +96,7 @@ inline int64_t coordinate_offset(const at::Tensor& tensor, int64_t coordinate) {
 }  // namespace fastgrad
 
 // Registers the plain ATen kernel of an operator that writes into its arguments, for every device that has no kernel of
-// its own and for lazily conjugated or negated arguments: torch's own fallback for these corrupts its stack where an
+// its own and for lazily conjugated or negated arguments: torch's own fallback for these corrupts its stack if an
 // operator returns nothing.
 #define FASTGRAD_COMPOSITE(NAME, KERNEL)                                                           \
   TORCH_LIBRARY_IMPL(fastgrad, CompositeExplicitAutograd, library) { library.impl(NAME, KERNEL); } \

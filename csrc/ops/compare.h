@@ -7,8 +7,8 @@
 
 namespace fastgrad {
 
-// Compares analytical with numerical entry by entry: close where equal or where
-// |a - n| <= atol + rtol |n| is a finite statement; with equal_nan two NaNs are close.
+// Compares analytical with numerical entry by entry: close if equal or if |a - n| is finite and
+// |a - n| <= atol + rtol |n|; with equal_nan two NaNs are close.
 // analytical, numerical: float64, the same shape (rows, columns), any strides.
 // complex_entries: columns 2k and 2k + 1 are the real and imaginary part of one entry, which is
 //   judged by its modulus.
@@ -25,12 +25,12 @@ struct StridedBlock {
   int64_t row_stride, column_stride;
 };
 
-// The same on the CPU, without tensors: of `rows` rows with `entries` entries each.
+// The same on the CPU, without tensors: for `rows` rows with `entries` entries each.
 ComparisonStatistics compare_blocks(
     const StridedBlock& analytical, const StridedBlock& numerical, int64_t rows, int64_t entries, double atol,
     double rtol, bool complex_entries, bool equal_nan);
 
-// What every kernel of it demands.
+// Argument checks of every kernel.
 void check_compare(const at::Tensor& analytical, const at::Tensor& numerical, bool complex_entries);
 
 }  // namespace fastgrad

@@ -64,7 +64,7 @@ void decompress_cpu(
       all_within = false;
     }
   });
-  if (!all_within) {  // which of them only now: a pass beforehand would take as long as all of this
+  if (!all_within) {  // located only now: a pass beforehand would take as long as all of this
     check_range("decompress_", "entries", entries, nonzeros);
     check_range("decompress_", "positions of entries", at::index_select(positions, 0, entries), size);
   }

@@ -12,13 +12,13 @@ namespace fastgrad {
 // values: float64, shape (nonzeros,), mutated in place at the entries alone.
 // compressed, subtrahend: float64, one shape (any,). positions: int64, shape (nonzeros,).
 // entries: int64, shape (count,), distinct. All contiguous; values share no memory with the rest. Entries outside of
-// values, and their positions outside of compressed, are refused, after the others were written. A device is not
-// waited for, to say so: there, positions outside give NaN, and entries outside nothing.
+// values, and their positions outside of compressed, are refused, after the others were written. On a device this
+// would have to wait: there, positions outside give NaN, and entries outside nothing.
 void decompress_(
     const at::Tensor& values, const at::Tensor& compressed, const std::optional<at::Tensor>& subtrahend,
     const at::Tensor& positions, const at::Tensor& entries);
 
-// What every kernel of it demands.
+// Argument checks of every kernel.
 void check_decompress(
     const at::Tensor& values, const at::Tensor& compressed, const std::optional<at::Tensor>& subtrahend,
     const at::Tensor& positions, const at::Tensor& entries);

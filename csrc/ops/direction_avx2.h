@@ -1,4 +1,4 @@
-// Components of random directions by eight groups at a time: those of direction.h, bit for bit, where a CPU has AVX2.
+// Components of random directions, eight groups at a time, for CPUs with AVX2: those of direction.h, bit for bit.
 #pragma once
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -31,7 +31,7 @@ FASTGRAD_AVX2 __m256d components_of(__m256i words, bool halved) {
 
 // Writes the components of groups `group`, ..., `group` + 7, none of them group 0, whose first is never zero.
 FASTGRAD_AVX2 void write_groups_avx2(double* out, int64_t seed, int64_t stream, int64_t group, bool halved) {
-  // words[k][h]: the k-th of groups 4 h, ..., 4 h + 3, one a lane. High halves of lanes do not matter.
+  // words[k][h]: the k-th of groups 4 h, ..., 4 h + 3, one per lane. High halves of lanes do not matter.
   __m256i words[4][2];
   for (int h = 0; h < 2; ++h) {
     words[0][h] = _mm256_add_epi64(in_all_lanes(static_cast<uint64_t>(group + 4 * h)), _mm256_set_epi64x(3, 2, 1, 0));

@@ -11,7 +11,7 @@ namespace fastgrad {
 // displacement: float64, shape (coordinates of x,), any stride.
 void displace_(const at::Tensor& x, const at::Tensor& origin, const at::Tensor& displacement, double scale);
 
-// What every kernel of it demands.
+// Argument checks of every kernel.
 void check_displace(const at::Tensor& x, const at::Tensor& origin, const at::Tensor& displacement);
 
 }  // namespace fastgrad

@@ -5,14 +5,14 @@
 
 namespace fastgrad {
 
-// For each row r: (sum_j rows[r, j] vector[j], sum_j |rows[r, j] vector[j]|). Where vector[j] is zero
-// the term is, also for a row that is not finite there. The order of the sums does not depend on the
-// number of threads.
+// For each row r: (sum_j rows[r, j] vector[j], sum_j |rows[r, j] vector[j]|). If vector[j] is zero, so is
+// the term, even if the row is not finite there. The order of the sums does not depend on the number of
+// threads.
 // rows: float64, shape (count, size), contiguous. vector: float64, shape (size,), contiguous.
 // Returns float64, shape (count, 2).
 at::Tensor dots(const at::Tensor& rows, const at::Tensor& vector);
 
-// What every kernel of it demands.
+// Argument checks of every kernel.
 void check_dots(const at::Tensor& rows, const at::Tensor& vector);
 
 }  // namespace fastgrad

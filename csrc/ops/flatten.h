@@ -5,13 +5,13 @@
 
 namespace fastgrad {
 
-// out[c] = real coordinate c of tensor, rounded to float64: how a gradient becomes a piece of a row
-// of a Jacobian block, and an output a piece of a column.
+// out[c] = real coordinate c of tensor, rounded to float64. Turns a gradient into a piece of a row of a
+// Jacobian block, and an output into a piece of a column.
 // out: float64, shape (coordinates of tensor,), any stride, mutated in place.
 // tensor: strided, floating or complex.
 void flatten_(const at::Tensor& out, const at::Tensor& tensor);
 
-// What every kernel of it demands.
+// Argument checks of every kernel.
 void check_flatten(const at::Tensor& out, const at::Tensor& tensor);
 
 }  // namespace fastgrad

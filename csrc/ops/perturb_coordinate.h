@@ -8,7 +8,7 @@
 namespace fastgrad {
 
 // x[coordinate] = origin[coordinate] + sign * step, in x's dtype; sign 0 restores the origin's bits.
-// step is eps, or relative_step * |origin[coordinate]| where eps is too small to move it.
+// step is eps, or relative_step * |origin[coordinate]| if eps is too small to move it.
 // x: strided, floating or complex, mutated in place, all other coordinates untouched.
 // origin: contiguous snapshot of x, same dtype and shape.
 // coordinate: a real coordinate of x. sign: -1, 0 or 1. eps, relative_step: >= 0.
@@ -17,7 +17,7 @@ void perturb_coordinate_(
     const at::Tensor& x, const at::Tensor& origin, int64_t coordinate, int64_t sign, double eps, double relative_step,
     std::optional<int64_t> restored = std::nullopt);
 
-// What every kernel of it demands.
+// Argument checks of every kernel.
 void check_perturb_coordinate(
     const at::Tensor& x, const at::Tensor& origin, int64_t coordinate, int64_t sign, std::optional<int64_t> restored);
 

@@ -11,14 +11,14 @@ namespace fastgrad {
 // values: strided, floating or complex, mutated in place, all other coordinates untouched.
 // origin: contiguous snapshot of values, same dtype and shape.
 // coordinates: int64, shape (count,), contiguous, strictly increasing real coordinates of values;
-// on another device than the CPU the caller answers for that. sign: -1, 0 or 1. eps, relative_step: >= 0.
+// on another device than the CPU the caller must ensure this. sign: -1, 0 or 1. eps, relative_step: >= 0.
 // restored: int64, shape (others,), contiguous, other real coordinates, which get the origin's bits in the same launch;
-// those outside of values are passed over: what counts its steps on the device has none to restore before the first.
+// those outside of values are skipped: a step counter on the device has none to restore before the first step.
 void perturb_coordinates_(
     const at::Tensor& values, const at::Tensor& origin, const at::Tensor& coordinates, int64_t sign, double eps,
     double relative_step, const std::optional<at::Tensor>& restored = std::nullopt);
 
-// What every kernel of it demands.
+// Argument checks of every kernel.
 void check_perturb_coordinates(
     const at::Tensor& values, const at::Tensor& origin, const at::Tensor& coordinates, int64_t sign,
     const std::optional<at::Tensor>& restored);

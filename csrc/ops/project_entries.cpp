@@ -45,7 +45,7 @@ void check_project_entries(
 
 namespace {
 
-// One after the other: entries that share a target must not meet.
+// One after the other: entries that share a target must not be added concurrently.
 void project_entries_cpu(
     const at::Tensor& sums, const std::optional<at::Tensor>& squares, const at::Tensor& vector,
     const at::Tensor& sources, const at::Tensor& targets, const at::Tensor& entries) {
@@ -73,7 +73,7 @@ void project_entries_cpu(
       square == nullptr
           ? add_all([&](int64_t e) { sum[target[e]] += weight[source[e]] * entry[e]; })
           : add_all([&](int64_t e) { add_term(sum[target[e]], square[target[e]], weight[source[e]], entry[e]); });
-  if (!all_within) {  // which of them only now: a pass beforehand would take as long as all of this
+  if (!all_within) {  // located only now: a pass beforehand would take as long as all of this
     check_range("project_entries_", "sources", sources, weights);
     check_range("project_entries_", "targets", targets, size);
   }

@@ -1,4 +1,4 @@
-// fastgrad::project_entries_: what the entries of a sparse Jacobian add up to along a vector.
+// fastgrad::project_entries_: sums of the entries of a sparse Jacobian along a vector.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,12 +12,12 @@ namespace fastgrad {
 // sums, squares: float64, shape (any,), mutated in place. vector: float64, shape (any,). sources, targets:
 // int64, entries: float64, shape (nonzeros,). All contiguous; sums and squares share no memory with each other
 // or the rest. Sources outside of vector and targets outside of sums are refused, after the terms of the others were
-// added. A device is not waited for, to say so: there, sources outside give NaN, and targets outside nothing.
+// added. On a device this would have to wait: there, sources outside give NaN, and targets outside nothing.
 void project_entries_(
     const at::Tensor& sums, const std::optional<at::Tensor>& squares, const at::Tensor& vector,
     const at::Tensor& sources, const at::Tensor& targets, const at::Tensor& entries);
 
-// What every kernel of it demands.
+// Argument checks of every kernel.
 void check_project_entries(
     const at::Tensor& sums, const std::optional<at::Tensor>& squares, const at::Tensor& vector,
     const at::Tensor& sources, const at::Tensor& targets, const at::Tensor& entries);

@@ -25,7 +25,7 @@ void check_project_rows(
       sums.size(0) == cotangents.size(0) && squares.sizes() == sums.sizes(),
       "project_rows_: sums and squares must have shape (k, columns) for cotangents of shape (k, rows), got ",
       sums.sizes(), ", ", squares.sizes(), " and ", cotangents.sizes());
-  // No sums and products of what was given: they may overflow.
+  // No sums and products of the arguments: they may overflow.
   const bool rows_within =
       rows.size(0) == 0 || (first_row >= 0 && first_row < cotangents.size(1) &&
                             rows.size(0) - 1 <= (cotangents.size(1) - 1 - first_row) / std::max<int64_t>(row_step, 1));

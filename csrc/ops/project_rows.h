@@ -1,4 +1,4 @@
-// fastgrad::project_rows_: v^T J summed up block of rows by block of rows.
+// fastgrad::project_rows_: v^T J, summed over blocks of rows.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,7 +14,7 @@ void project_rows_(
     const at::Tensor& sums, const at::Tensor& squares, const at::Tensor& cotangents, const at::Tensor& rows,
     int64_t first_row, int64_t row_step, int64_t first_column);
 
-// What every kernel of it demands.
+// Argument checks of every kernel.
 void check_project_rows(
     const at::Tensor& sums, const at::Tensor& squares, const at::Tensor& cotangents, const at::Tensor& rows,
     int64_t first_row, int64_t row_step, int64_t first_column);

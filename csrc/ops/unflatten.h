@@ -5,13 +5,13 @@
 
 namespace fastgrad {
 
-// Real coordinate c of tensor = coordinates[c], rounded to tensor's dtype: how a vector of R^m
-// becomes a cotangent.
+// Real coordinate c of tensor = coordinates[c], rounded to tensor's dtype. Turns a vector of R^m into a
+// cotangent.
 // tensor: strided, floating or complex, any strides, mutated in place.
 // coordinates: float64, shape (coordinates of tensor,), any stride.
 void unflatten_(const at::Tensor& tensor, const at::Tensor& coordinates);
 
-// What every kernel of it demands.
+// Argument checks of every kernel.
 void check_unflatten(const at::Tensor& tensor, const at::Tensor& coordinates);
 
 }  // namespace fastgrad

@@ -45,7 +45,7 @@ estimates: ContextVar[bool] = ContextVar("fastgrad_estimates", default=False)
 
 
 class Estimate(Exception):  # noqa: N818
-    """Carries the estimated duration of a check, in `seconds`; raised to end the check, not for an error."""
+    """Carries the estimated duration of a check, in `seconds`; raised to end the check, not as an error."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"the check would take {seconds:.3g} s")
@@ -119,7 +119,7 @@ def gradcheck(
         Check reverse mode.
     fast_mode
         Compare random combinations of the entries instead of every entry: the cost does not grow with
-        the size of the Jacobian. A wrong entry is located and confirmed by itself. If the random
+        the size of the Jacobian. A wrong entry is located and confirmed separately. If the random
         combinations do not decide, the exact engine does, if it is affordable; otherwise the check is
         undecided.
     masked
@@ -414,7 +414,7 @@ def _in_parts(
     call: tuple[Any, ...], group: torch.distributed.ProcessGroup | None, checkpoint: str | os.PathLike[str] | None
 ) -> Report:
     """As `_report_of_call(*call)`, on the ranks of a group or with a checkpoint."""
-    from fastgrad.sharding.check import in_parts  # only here: importing fastgrad is to cost little
+    from fastgrad.sharding.check import in_parts  # imported here to keep `import fastgrad` fast
 
     func, inputs, kwargs, wrt, grad_outputs, settings, own, reference = call
     values = {"wrt": wrt, "grad_outputs": grad_outputs, "reference": reference}
@@ -457,12 +457,12 @@ def _run(
 ) -> Report:
     """Checks with tolerances or, in lower dtypes, with measured rounding; make: makes the reference."""
     if estimates.get():
-        from fastgrad.checks.estimate import estimated_seconds  # only here: importing fastgrad is to cost little
+        from fastgrad.checks.estimate import estimated_seconds  # imported here to keep `import fastgrad` fast
 
         raise Estimate(estimated_seconds(func, arguments, settings))
     if not measures_rounding(arguments, settings):
         return run(func, arguments, settings, names, explain, partition)
-    from fastgrad.lowprecision import check_lower  # only here: importing fastgrad is to cost little
+    from fastgrad.lowprecision import check_lower  # imported here to keep `import fastgrad` fast
 
     return check_lower(func, arguments, settings, make, names)
 
@@ -519,7 +519,7 @@ def _higher_order_report(
         made: GradOutputs = "ones" if settings.grad_outputs == "ones" else "random"
         grads = grad_outputs_for(backward, arguments, made, settings.seed + order)
         with Kept(arguments):
-            found = backward(*arguments)  # what is constant gets no grad_output
+            found = backward(*arguments)  # constants get no grad_output
         named = zip(_names_of_gradients(known, backward), found, strict=True)
         results = [name for name, value in named if value.requires_grad]
         known = tuple(name for name, value in zip(names, arguments, strict=True) if value.requires_grad)

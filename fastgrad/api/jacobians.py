@@ -148,7 +148,7 @@ def analytical_jacobian(
 
 
 def analytical_matrix(problem: Problem) -> Tensor:
-    """The Jacobian in reverse mode, a VJP per row: float64, shape (m, n)."""
+    """The Jacobian in reverse mode, one VJP per row: float64, shape (m, n)."""
     matrix = torch.zeros(problem.m, problem.n, dtype=torch.float64, device=problem.device)
     for output in problem.outputs if problem.has_graph else ():
         width = output.width

@@ -56,7 +56,7 @@ def settings_of(keywords: Mapping[str, Any], made: GradOutputs | None = None) ->
     """
     names = _NAMES[made is None]
     given = [keywords[name] for name in names]
-    # Most checks are given what the last ones were. A tensor, which is a number too, may be another one by then.
+    # Most checks have the same keywords as the previous one. A tensor is also a number, and may have changed by then.
     make = _known_settings if _PLAIN.issuperset(map(type, given)) else _new_settings
     return make(made, *given)
 
@@ -152,7 +152,7 @@ def _one_each(name: str, given: Any, names: Sequence[str]) -> list[float]:
     """A keyword's number for each input; a mapping's keys name an input, or all below a part of its path."""
     if isinstance(given, Mapping):
         found = [getattr(Tolerances, name)] * len(names)
-        # Of two that fit, the longer one says more.
+        # Of two that fit, the longer one is more specific.
         for key in sorted(given, key=lambda key: len(str(key))):
             path = str(key).replace("'", '"')
             within = [i for i, known in enumerate(names) if known == path or known.startswith((path + ".", path + "["))]

@@ -2,7 +2,7 @@
 
 Every entry of the pattern is compared as in the dense engine. Random directions and cotangents certify that no
 entry lies outside of the pattern, and that the backward is the linear map with these rows. A certificate that
-fails is not yet a verdict: it leads to a single entry that is wrong when measured by itself, or to a larger pattern.
+fails is not yet a verdict: it leads to a single entry that is wrong when measured separately, or to a larger pattern.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Outcome:
 
 
 class Next(Enum):
-    """What is to be done where a pattern led to no verdict."""
+    """What to do if a pattern led to no verdict."""
 
     PATTERN = "try the next candidate"
     DENSE_ENGINE = "leave it to the dense engine"
@@ -74,7 +74,7 @@ class Next(Enum):
 def check_by_structure(
     problem: Problem, settings: Settings, look: FirstLook, calls: RepeatedCalls, findings: Findings
 ) -> Outcome | None:
-    """The verdict on all Jacobians in reverse mode; None where no structure makes it cheaper than the dense engine.
+    """The verdict on all Jacobians in reverse mode; None if no structure makes it cheaper than the dense engine.
 
     calls: has rows and a product that were run before; takes products that may not be compared with the entries.
     """
@@ -115,7 +115,7 @@ def _attempt(
     make_verdict = partial(_Verdict, problem, settings, plan, compression, look, calls)
     try:
         verdict = make_verdict()
-    except Exception as error:  # of func, which may take single steps only
+    except Exception as error:  # of func, which may accept single steps only
         raise_if_transient(error, make_verdict)
         return Next.DENSE_ENGINE
     if verdict.numerical_suspects and dense_is_small(problem, settings):
@@ -151,7 +151,7 @@ def _answer(
     found: Failure | Incomplete | None,
     plan: Plan,
 ) -> Outcome | Next:
-    """What follows from a failure, from what a pattern lacks, or from nothing that is wrong."""
+    """The next step after a failure, after entries that a pattern lacks, or if nothing is wrong."""
     if isinstance(found, Incomplete):
         found = verdict.moved() or found
     if isinstance(found, Incomplete):
@@ -226,11 +226,11 @@ class _Candidates:
         return bool(dense.any())
 
     def exclude_nothing(self) -> None:
-        """What was excluded could not be certified: every entry is to be compared."""
+        """What was excluded could not be certified: every entry must be compared."""
         self._certifies, self._excluded_columns = False, None
 
     def learn(self, found: Incomplete, hides: bool) -> None:
-        """Takes in what the present pattern lacks; hides: whether rounding may hide entries of gradients."""
+        """Adds what the present pattern lacks; hides: whether rounding may hide entries of gradients."""
         if self._pattern is None:
             return
         if found.refuted and not self._pattern.is_numerical and hides:
@@ -329,7 +329,7 @@ class _Verdict:
         return self._of_func.hides
 
     def is_certified_numerically(self) -> bool:
-        """Whether outputs move along random directions as the numerical entries say."""
+        """Whether outputs move along random directions as the numerical entries predict."""
         return not self.numerical_suspects and self._of_func.certify(None) == []
 
     def is_certified(self, values: Tensor) -> bool:
@@ -337,9 +337,9 @@ class _Verdict:
         return self._certificate_of(values).explains_products()
 
     def by_columns(self) -> tuple[bool, Failure | Incomplete | None]:
-        """Whether differentiating the backward gives columns that are verified; and the result, as of `by_rows`."""
+        """Whether differentiating the backward gives columns that are verified; and the result, as from `by_rows`."""
         problem = self._problem
-        problem.graph()  # what func raises is not about its backward
+        problem.graph()  # an exception of func does not concern its backward
         try:
             values = compressed.linear_entries(problem, self._compression)
         except Exception as error:  # it cannot be differentiated
@@ -360,7 +360,7 @@ class _Verdict:
     def by_rows(self) -> Failure | Incomplete | None:
         """A failure, or what the pattern lacks, or nothing."""
         problem, compression = self._problem, self._compression
-        problem.graph()  # what func raises is not about its backward
+        problem.graph()  # an exception of func does not concern its backward
         try:
             values, matches = compressed.analytical_entries(problem, compression)
         except Exception as error:
@@ -416,7 +416,7 @@ class _Verdict:
         """The comparison of all entries, then a failure of repeated groups, then the certificates."""
         differs = self._differs()
         if differs and self.plan.replayed:
-            self._measure_one_by_one("a mismatch is looked at one by one")
+            self._measure_one_by_one("a mismatch is followed up one by one")
             differs = self._differs()
         measured = (self._of_backward.values.clone(), self.numerical.clone()) if differs else ()
         failure = self._mismatch() if differs and not self._only_mixed() else None
@@ -478,7 +478,7 @@ class _Verdict:
                 self.findings.note_undecided(screening.bound)
         if compression.excluded_columns is None:
             return Screening()
-        # One by one, as far as they are few: beside the entry of another column, a small one would be lost in rounding.
+        # One by one, if they are few: next to the entry of another column, a small one would be lost in rounding.
         columns = compression.excluded_columns.nonzero().reshape(-1)
         for some in torch.split(columns, 1 if columns.numel() <= HANDFUL else columns.numel()):
             selected = torch.zeros_like(compression.excluded_columns).index_fill_(0, some, True)
@@ -495,7 +495,7 @@ class _Verdict:
             self.findings.certificates.append(replace(certificate, claim=f"in {names}, {certificate.claim}"))
 
     def record(self) -> None:
-        """Of a check that passed: what was compared, and what the certificates vouch for."""
+        """For a check that passed: what was compared, and what the certificates cover."""
         self.findings.certificates += [self._of_func.certificate(), self._of_backward.certificate()]
         bound = max(self._of_func.bound, self._of_backward.bound)
         if bound > self._of_func.asked:
@@ -538,7 +538,7 @@ class _Verdict:
         """Whether the worst entries differ only because entries outside of the pattern were added to them.
 
         An analytical entry is added to another one in its column, a numerical entry to another one in its row.
-        The worst rows are computed by themselves and, if entries still differ, so are their columns.
+        The worst rows are computed separately and, if entries still differ, so are their columns.
         """
         rows, columns = self._compression.rows, self._compression.columns
         excess = self._excesses(slice(None))
@@ -560,7 +560,7 @@ class _Verdict:
         return True
 
     def _excesses(self, entries: Tensor | slice) -> Tensor:
-        """|analytical - numerical| over what is allowed, coordinate by coordinate."""
+        """|analytical - numerical| over the allowed error, coordinate by coordinate."""
         numerical = self.numerical[entries]
         atol, rtol = tolerances(self._problem, self._settings, self._compression.columns[entries])
         return (self._of_backward.values[entries] - numerical).abs() / (atol + rtol * numerical.abs())
@@ -587,7 +587,7 @@ class _Verdict:
 
 
 def _are_close(again: Tensor, before: Tensor, atol: float, rtol: float) -> bool:
-    """Whether entries that are run again are the same, to rtol of the largest; what is not finite must come again."""
+    """Whether repeated entries are the same, to rtol of the largest; values that are not finite must recur."""
     allowed = atol + rtol * largest(before.nan_to_num(0.0, 0.0, 0.0))
     same = ((again - before).abs() <= allowed) | (again == before) | (again.isnan() & before.isnan())
     return bool(same.all())

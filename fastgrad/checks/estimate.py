@@ -1,4 +1,4 @@
-"""What a check would take, from a few evaluations."""
+"""Estimates the duration of a check from a few evaluations."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from fastgrad.report.data import Settings
 
 
 def estimated_seconds(func: Callable[..., Any], inputs: Any, settings: Settings) -> float:
-    """Seconds that a check would take: the calls of its engine, times what one was measured to take.
+    """Seconds that a check would take: the calls of its engine, times the measured time per call.
 
-    Of an exact check those of the dense engine, which a pattern may make fewer.
+    For an exact check the calls are those of the dense engine; a pattern may need fewer.
     """
     with Problem(func, as_tuple(inputs), settings.masked) as problem:
         if not problem.m or not problem.n:

@@ -28,7 +28,7 @@ a small graph: between 12 rows (a graph of five nodes) and more than 60 (one nod
 norm and a chain of five operators."""
 
 SHARED_SECONDS = 0.1
-"""Seconds from which on the rows of a small problem are left to several ranks: one call of all is rank 0's."""
+"""Seconds from which the rows of a small problem are shared among ranks; below, rank 0 runs them in one call."""
 
 
 def is_small(problem: Problem, settings: Settings) -> bool:
@@ -56,7 +56,7 @@ def whole_backward(problem: Problem | SmallProblem, settings: Settings, seconds:
     return problem.whole_backward(
         _cotangents(m, settings.seed, problem.device),
         [probe.layout for probe in PROBES] if m > 1 else (),
-        0 if vectorized else REPEATED_ROWS,  # the products tell what moves or is not homogeneous
+        0 if vectorized else REPEATED_ROWS,  # the products show what varies or is not homogeneous
         REPEAT_SCALE,
         settings.check_undefined_grad,
         fewest if vectorized else 0,
@@ -70,12 +70,12 @@ def _fewest_vectorized(problem: Problem | SmallProblem) -> int:
 
 
 def runs_single_rows(problem: Problem | SmallProblem) -> bool:
-    """Whether `whole_backward` runs each row by itself."""
+    """Whether `whole_backward` runs each row separately."""
     return problem.m < _fewest_vectorized(problem)
 
 
 def take_calls(problem: Problem, backward: WholeBackward, calls: RepeatedCalls) -> None:
-    """Lets calls be repeated later that are part of a backward, if that hangs together; otherwise runs them now."""
+    """Lets calls of a whole backward be repeated later, if they are consistent; otherwise runs them now."""
     if runs_single_rows(problem) and backward.add_up and not backward.movement:
         calls.take(jacobian(problem, backward), backward.products)
     else:
@@ -97,9 +97,9 @@ def same_afterwards(
 ) -> bool:
     """Whether a graph that is recorded after other evaluations gives a gradient that the first one gave.
 
-    torch's checker records its graph there: what func keeps from call to call shows.
+    torch's checker records its graph there. This detects state that func keeps from call to call.
 
-    cotangents, gradients, row: a VJP among others, as of `product_at_hand`.
+    cotangents, gradients, row: a VJP among others, as from `product_at_hand`.
     """
     cotangent, known = cotangents[row], gradients[row]
     _, other = problem.first_other_vjp(cotangent[None], [-1], [0], known[None])
@@ -113,7 +113,7 @@ def same_afterwards(
 def single_rows(backward: WholeBackward) -> Sequence[Rows]:
     """The rows, if they are as the dense engine would run them.
 
-    None where some were vectorized, which may be at fault, or were to be: then none were run twice.
+    None if some were vectorized, which may be at fault, or should have been: then none were run twice.
     """
     usual = all(part.repeated.shape[0] == min(part.rows.shape[0], REPEATED_ROWS) for part in backward.parts)
     return backward.parts if usual else ()
@@ -129,7 +129,7 @@ def jacobian(problem: Problem | SmallBackward, backward: WholeBackward) -> Tenso
 
 @phase("comparison")
 def agrees(problem: Problem, settings: Settings, backward: WholeBackward, columns: Tensor, findings: Findings) -> bool:
-    """Whether all entries agree, and so does what the rows came with: then there is nothing to be judged part by part.
+    """Whether all entries agree, and the data that came with the rows too: then no part remains to be judged.
 
     columns: all of the numerical Jacobian, float64, shape (n, m).
     """

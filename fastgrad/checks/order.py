@@ -103,7 +103,7 @@ def check(
     settings
         Step, tolerances and what to check.
     names
-        What messages call the inputs, if they do not count them.
+        What messages call the inputs; by default they count them.
     explain
         Gather evidence after a failure and look for probable causes.
     partition
@@ -149,7 +149,7 @@ def check(
 
 
 def _go_on_from(small: SmallCheck, problem: Problem, settings: Settings) -> Findings:
-    """What a small check ran, for the complete check to judge."""
+    """The results of a small check, for the complete check."""
     columns = small.columns
     if isinstance(columns, tuple):
         problem.raise_changed(*columns, settings.eps)
@@ -169,7 +169,7 @@ def _report_of_small(small: SmallCheck, settings: Settings, names: tuple[str, ..
     """The report of a small check that passes."""
     problem = small.problem
     if small.errors is None:
-        from fastgrad.checks.sketch import certificates_of  # only here: importing fastgrad is to cost little
+        from fastgrad.checks.sketch import certificates_of  # imported here to keep `import fastgrad` fast
 
         plan, certificates = make_sketch_plan(settings), certificates_of(settings, small.bound)
     else:
@@ -232,7 +232,7 @@ def _report(
 
 
 def _notes(problem: Problem) -> list[str]:
-    """What is unusual about func and the caller's modes."""
+    """Unusual properties of func and of the caller's modes."""
     disabled = disabled_gradients()
     changes = "func changes its inputs, or they contain NaN; they were restored around every evaluation"
     return ([disabled] if disabled else []) + ([changes] if problem.mutates_inputs else [])
@@ -345,7 +345,7 @@ def _exact(problem: Problem, settings: Settings, findings: Findings) -> tuple[Pl
         calls.add(*findings.products)
     plan, failure = _all_entries(problem, settings, calls, findings)
     if calls is not None and findings.early is None and (failure is None or failure.kind == "mismatch"):
-        # If an entry is wrong in some calls only, report that calls differ: this is the cause.
+        # If an entry is wrong in some calls only, report that calls differ, which is the cause.
         failure = calls.failure(one_round=failure is not None) or failure
         findings.certificates += calls.certificates()
     return plan, failure
@@ -359,7 +359,7 @@ def _all_entries(
     try:
         look = first_look(problem, settings) if looks_first(problem, settings) else None
         if look is not None and calls is not None and tries_structure(problem, settings, look):
-            from fastgrad.checks.compressed import check_by_structure  # only here: importing fastgrad is to cost little
+            from fastgrad.checks.compressed import check_by_structure  # imported here to keep `import fastgrad` fast
 
             outcome = check_by_structure(problem, settings, look, calls, findings)
             if outcome is not None:
@@ -385,11 +385,11 @@ def _all_entries(
 
 
 def _want_of_memory(problem: Problem, plan: Plan, settings: Settings, error: BaseException) -> str:
-    limit = "by default a share of what is free" if settings.memory_limit is None else f"now {settings.memory_limit}"
+    limit = "by default a share of the free memory" if settings.memory_limit is None else f"now {settings.memory_limit}"
     return (
         f"The check ran out of memory, with {plan.memory} bytes for {plan.columns_per_pass} of {problem.n} columns of "
-        f"the Jacobian at a time: {str(error) or type(error).__name__} What func and its graph take comes on top: "
-        f"make the inputs smaller, or leave func more by a lower memory_limit= (in bytes; {limit})."
+        f"the Jacobian at a time: {str(error) or type(error).__name__} In addition, func and its graph need memory: "
+        f"make the inputs smaller, or leave more for func by a lower memory_limit= (in bytes; {limit})."
     )
 
 
@@ -414,7 +414,7 @@ def _dense(
             if failure is None:
                 findings.add(own)
                 return plan, None
-            reason = "what looks wrong is looked at one by one"
+            reason = "a mismatch is followed up one by one"
         reason = f"{plan.reason}; {reason}"
         plan = replace(plan, batch=None, replayed=False, rows_replayed=False, reason=reason)
     elif is_small(problem, settings) and findings.backward is None and findings.early is None:
@@ -431,8 +431,8 @@ def _dense(
 
 
 def _screened(problem: Problem, settings: Settings, findings: Findings) -> tuple[Plan, Failure | None]:
-    """Fast mode; what it leaves open is decided by the exact engine, where that is affordable."""
-    from fastgrad.checks.sketch import (  # only here: importing fastgrad is to cost little
+    """Fast mode; the exact engine decides what it leaves open, if that is affordable."""
+    from fastgrad.checks.sketch import (  # imported here to keep `import fastgrad` fast
         screen,
         screen_constant,
         screen_forward,
@@ -466,7 +466,7 @@ def _screened(problem: Problem, settings: Settings, findings: Findings) -> tuple
                     return plan, failure
             raise found.raised
         if found.failure is not None and found.failure.kind == "nonlinear" and is_affordable(problem):
-            # Every entry may say which output and input it is about.
+            # The exact engine names the output and the input of the entry.
             exact_plan, failure = exactly("which entry a backward that is not linear gets wrong")
             return (plan, found.failure) if failure is None else (exact_plan, failure)
         if found.failure is not None:
@@ -490,7 +490,7 @@ def environment(device: torch.device) -> Environment:
 def _nonzero_numerical(
     problem: Problem, plan: Plan, settings: Settings, findings: Findings, _: RepeatedCalls | None
 ) -> Failure | None:
-    """Where no output requires grad, func must not depend on its inputs."""
+    """If no output requires grad, func must not depend on its inputs."""
     for first, columns in dense.numerical_columns(problem, plan, settings):
         if bool(columns.any()):
             column, row = (int(i) for i in columns.nonzero()[0])
@@ -579,7 +579,7 @@ class ForwardComparison:
         self._domains_match = True
 
     def add(self, first: int, columns: Tensor) -> None:
-        """Takes in the numerical columns from `first` on, shape (count, m): one evaluation each."""
+        """Adds the numerical columns from `first` on, shape (count, m): one evaluation each."""
         tangents, domains_match = self._problem.tangent_columns(first, columns.shape[0])
         self._domains_match &= domains_match
         for block in dense.tangent_blocks(self._problem, first, columns, tangents):

@@ -1,4 +1,4 @@
-"""Fast mode: screen by a sketch, locate what is wrong, confirm it by a single entry, or say what stays undecided."""
+"""Fast mode: screens by a sketch, locates errors, confirms them by a single entry, or reports what is undecided."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SMALLER, LARGER = 2.0**-5, 2.0**6
 """From one step to the next: smaller where joint steps cross kinks, larger where rounding dominates."""
 
 SMALL_BOUND, SMALL_BOUND_STEPS = 16, 3
-"""Times atol that the bound of selected rows is to be, and steps to try for it."""
+"""Bound to reach for selected rows, in units of atol, and steps to try for it."""
 
 MOST_ENTRIES = 8
 """Wrong entries to look for."""
@@ -51,7 +51,7 @@ MOST_SUSPECTS = 8
 """Outputs that look wrong in a sum and prove right, before another step is tried."""
 
 MOST_SINGLE = 4
-"""Outputs to look at one by one, where no step made them verifiable."""
+"""Outputs to examine one by one, if no step made them verifiable."""
 
 
 @dataclass
@@ -140,7 +140,7 @@ class _Screen:
         return _one_by_one(self._problem, self._settings, self._first, self._pending, hidden)
 
     def _judge(self, differences: Differences) -> Screening | None:
-        """The verdict at this step size; None where it takes more differences, or another step size."""
+        """The verdict at this step size; None if it takes more differences, or another step size."""
         problem, settings = self._problem, self._settings
         search = _Search(problem, settings, differences)
         noise, norm = _noise(problem, settings, differences)
@@ -184,7 +184,7 @@ class _Screen:
         return self._verify(differences, search, sketch, weight, all_count)
 
     def _small(self, differences: Differences, weight: Tensor, all_count: bool) -> SmallSketch | None:
-        """All grad_outputs in one call, where they are few and none raises."""
+        """All grad_outputs in one call, if they are few and none raises."""
         problem = self._problem
         self._raised = None
         if problem.n + problem.m > MOST_AT_ONCE or not problem.m:
@@ -199,7 +199,7 @@ class _Screen:
     def _of_small(
         self, small: SmallSketch, differences: Differences, weight: Tensor, tentative: bool
     ) -> tuple[Sketch, Failure | None]:
-        """What a small sketch says; it is made row by row where something is, and can be told to be, wrong."""
+        """The verdict of a small sketch; if something is wrong and can be located, it is repeated row by row."""
         problem, settings, sketch = self._problem, self._settings, small.sketch
         gradient = sketch.gradients[REPEATED]
         failure = _repeat_failure(problem, settings, small.vector, gradient, small.repeats, small.separate)
@@ -235,7 +235,7 @@ class _Screen:
     def _verify(
         self, differences: Differences, search: _Search, sketch: Sketch, weight: Tensor, all_count: bool
     ) -> Screening | None:
-        """Where no sum looks wrong: the outputs whose noise is within their tolerance are verified."""
+        """If no sum looks wrong: the outputs whose noise is within their tolerance are verified."""
         settings = self._settings
         if not search.doubtful and all_count and not sketch.allowance:
             return self._verified(self._bound)
@@ -288,7 +288,7 @@ def _sketch_certificates(
 ) -> tuple[Certificate, ...]:
     method = f"{count} random directions, {count + 1} cotangents: sums of analytical entries against differences"
     pairs = f"the same sums, with probability {confidence:.10g}"
-    # Beside larger entries of its row, a small one may be off by more than its own tolerance.
+    # Next to larger entries of its row, a small one may be off by more than its own tolerance.
     size = "its tolerance" if bound <= atol else "the bound"
     return (
         Certificate(f"no single entry is wrong by more than {size}", method, bound),
@@ -297,7 +297,7 @@ def _sketch_certificates(
 
 
 def _noise(problem: Problem, settings: Settings, differences: Differences) -> tuple[Tensor, float]:
-    """What differences of each output may be off, and the rounding of gradients as large: shape (m,), and its norm."""
+    """Noise of each output's differences plus rounding of gradients of that size: shape (m,), and its norm."""
     rounding = ROUNDING * problem.unit_roundoff
     if rounding * differences.largest * problem.m**0.5 <= settings.atol / (4 * NOISE_SHARE):
         return differences.noise, differences.noise_norm
@@ -308,9 +308,9 @@ def _noise(problem: Problem, settings: Settings, differences: Differences) -> tu
 def _one_hot(
     problem: Problem, settings: Settings, search: _Search, differences: Differences, small: SmallSketch | None
 ) -> Failure | None:
-    """How the backward fails for a one-hot grad_output of each output, by itself or beside differences.
+    """How the backward fails for a one-hot grad_output of each output, in itself or against differences.
 
-    small: what the same grad_outputs gave before.
+    small: earlier results of the same grad_outputs.
     """
     failure, rows = one_hot_rows(problem, settings)
     if failure is None and small is not None:
@@ -333,7 +333,7 @@ def _one_hot(
 def _seen_before(
     problem: Problem, settings: Settings, small: SmallSketch, rows: Mapping[int, Tensor]
 ) -> Failure | None:
-    """What was wrong when all grad_outputs were run in one call, and is not when the one-hot ones are run again."""
+    """The failure if one call with all grad_outputs was wrong, but separate one-hot ones are right."""
     output = problem.outputs[0]
     if settings.check_grad_dtypes and not small.match.dtypes:
         return Failure("dtype", output.index, None, output.position)
@@ -410,7 +410,7 @@ def _row_by_row(
             if failure is not None:
                 return sketch, failure
         if cotangent.expanded and not (looks_wrong and tentative):
-            continue  # it has no weights: only its layout was to be tried
+            continue  # it has no weights: it only tests its layout
         sketch.cotangents.append(cotangent)
         sketch.values.append(values)
         sketch.allowed.append(allowed)
@@ -454,7 +454,7 @@ class _Search:
         self.unresolved = 0.0
 
     def run(self, sketch: Sketch) -> Failure | None:
-        """The confirmed entries, up to MOST_ENTRIES; takes what it explains out of the sketch."""
+        """The confirmed entries, up to MOST_ENTRIES; subtracts their contributions from the sketch."""
         found: list[Found] = []
         suspects = 0
         while len(found) < MOST_ENTRIES and suspects < MOST_SUSPECTS:
@@ -469,7 +469,7 @@ class _Search:
                 found.append(entry)
                 sketch.subtract(entry.row, self._explained(entry))
                 if abs(sketch.values[which][k]) > before / 2:
-                    break  # wrong all over: more entries would tell nothing more
+                    break  # wrong all over: more entries would add no information
                 continue
             if found:
                 break
@@ -492,7 +492,7 @@ class _Search:
         return linearity_failure(self._problem, self._settings, vector, gradient, cotangent.kind, part)
 
     def _explained(self, entry: Found) -> Tensor:
-        """What a found entry adds to its row of (J_num - J_ana) U."""
+        """The contribution of a found entry to its row of (J_num - J_ana) U."""
         columns = list(entry.columns)
         errors = torch.tensor(entry.errors, dtype=torch.float64, device=self._differences.directions.device)
         return self._differences.directions[:, columns] @ errors
@@ -519,7 +519,7 @@ class _Search:
         return self._differences.derivatives[:, row] - self._differences.directions @ gradient, gradient
 
     def look_into(self, row: int, k: int = 0, found: list[Found] | None = None) -> Found | None:
-        """The entry behind a row's residual, measured by itself; None where there is no residual or no entry."""
+        """The entry behind a row's residual, measured separately; None if there is no residual or no entry."""
         found = [entry for entry in found or [] if entry.row == row]
         error, gradient = self._row_error(row)
         u = self._differences.directions[k]
@@ -622,7 +622,7 @@ def _jvp_not_linear(problem: Problem, settings: Settings, u: Tensor, tangent: Te
 
 
 def screen_constant(problem: Problem, settings: Settings) -> Screening:
-    """Where no output requires grad: func must not move with its inputs."""
+    """If no output requires grad: func must not move with its inputs."""
     for attempt, eps in enumerate((settings.eps, settings.eps * SMALLER)):
         for k in range(sketch_size(settings.confidence)):
             u = direction(problem.n, settings.seed, SKETCH_DIRECTIONS + 16 * (16 * attempt + k)).to(problem.device)

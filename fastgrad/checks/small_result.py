@@ -21,30 +21,31 @@ class SmallCheck:
     problem
         func, its first evaluation and its graph.
     backward
-        All VJPs; None where there are none yet.
+        All VJPs; None if there are none yet.
     raised
         What backward raised.
     columns
-        The numerical Jacobian: float64, shape (n, m); or where and what func returned in place of its outputs.
+        The numerical Jacobian: float64, shape (n, m); or where and what func returned instead of its outputs.
     moved
         Whether a VJP was seen that does not fit the others, or has another size or dtype, or func returned outputs of
         another kind: the complete check names the fault, or it was one of some calls only.
     batched
-        Where batched gradients differ.
+        Where batched gradients differ from single ones.
     errors
-        By output and part, and by input, the largest absolute and relative error; None where something is to be judged.
+        By output and part, and by input, the largest absolute and relative error; None if something remains to be
+        judged.
     products
-        Where sums were compared, grad_outputs and their VJPs: float64, shapes (rows, m) and (rows, n).
+        If sums were compared, grad_outputs and their VJPs: float64, shapes (rows, m) and (rows, n).
     bound
         The error of an entry that sums show.
     certificates
-        What repeated calls of a custom backward vouch for.
+        What repeated calls of a custom backward certify.
     vjps
         Calls of backward.
     seconds
-        By phase, beside the first evaluation; of the quickest checks they are not measured.
+        By phase, without the first evaluation; not measured for the quickest checks.
     passes
-        Whether nothing is left to be judged.
+        Whether nothing remains to be judged.
     """
 
     problem: SmallProblem
@@ -63,11 +64,11 @@ class SmallCheck:
 
     @property
     def is_judged(self) -> bool:
-        """Whether something was seen that is an error of func or of its backward, whatever else agrees."""
+        """Whether something was seen that is an error of func or of its backward, even if everything else agrees."""
         return self.raised is not None or self.moved or isinstance(self.columns, tuple)
 
     def pairs(self) -> list[Pair]:
-        """What was compared, where all entries agree; nothing where sums were."""
+        """What was compared, if all entries agree; nothing if sums were compared."""
         if self.errors is None:
             return []
         outputs = list(enumerate(self.problem.outputs))

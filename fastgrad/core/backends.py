@@ -16,18 +16,18 @@ from fastgrad.core.torch_private import set_backend
 def exact_libraries(deterministic: bool, doubles: bool) -> Iterator[list[str]]:
     """A context without TF32 and reduced-precision sums and, if requested, with deterministic convolutions.
 
-    The caller's settings, which are the process's, are back afterwards. Differences of functions that round to ten bits
-    would be noise, and cuDNN's own choice of algorithms adds up in another order every time.
+    The caller's settings, which are the process's, are restored afterwards. Differences of functions that round to ten
+    bits would be noise, and cuDNN's own choice of algorithms adds in another order every time.
 
     Parameters
     ----------
     doubles
-        All inputs are of double precision: then nothing is said of the precision of others.
+        All inputs are of double precision: then there is no note about lower precision.
 
     Yields
     ------
     list
-        What is to be said of it, where the caller's settings were other ones.
+        Notes, if the caller's settings were different.
     """
     notes = []
     with ExitStack() as stack:
@@ -42,8 +42,8 @@ def exact_libraries(deterministic: bool, doubles: bool) -> Iterator[list[str]]:
 
 def _set_full_precision(stack: ExitStack) -> bool:
     """Whether the context changed a setting."""
-    # torch has an older and a newer way to say so, and raises where they contradict each other: the older one sets
-    # both, and the newer ones are put back last.
+    # torch has an older and a newer setting, and raises if they contradict each other: the older one sets both, and
+    # the newer ones are restored last.
     convolutions, recurrent, on_cpu = cudnn.conv, cudnn.rnn, mkldnn.matmul  # type: ignore[attr-defined]
     places = (cuda.matmul, convolutions, recurrent, on_cpu)
     newer = [place.fp32_precision for place in places]

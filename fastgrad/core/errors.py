@@ -28,7 +28,7 @@ _CALLS_FUNC = tuple(
         ),
     )
 )
-"""Files that call func and backward, or define some: where a builtin one raises, this is the innermost frame."""
+"""Files that call func and backward, or define some: if a builtin raises, this is the innermost frame."""
 
 
 def _innermost_file(error: BaseException) -> str:
@@ -75,8 +75,8 @@ def as_raised(error: BaseException) -> BaseException:
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warns about the line that called into fastgrad, however many frames of fastgrad lie between."""
     frame, level = sys._getframe(1), 2
-    # Counted, not written down: gradcheck may have been called by gradgradcheck, or by another module here. By files:
-    # where torch's functions forward to fastgrad, code of fastgrad runs with their globals.
+    # Counted at run time: gradcheck may have been called by gradgradcheck, or by another module here. By files: if
+    # torch's functions forward to fastgrad, code of fastgrad runs with their globals.
     while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)

@@ -33,7 +33,7 @@ def free_bytes(
 ) -> int:
     """Bytes that this process may still allocate: the minimum over all limits.
 
-    Memory that the system keeps for files and gives back when asked counts as free.
+    Memory that the system uses for cached files and can reclaim counts as free.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ def _left_by_system(proc: Path) -> int | None:
     for name, share in (("SC_AVPHYS_PAGES", 1), ("SC_PHYS_PAGES", 2)):
         try:
             return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") // share
-        except (AttributeError, OSError, ValueError):  # it does not tell
+        except (AttributeError, OSError, ValueError):  # it is not reported
             continue
     return None
 
@@ -82,7 +82,7 @@ def _left_by_groups(proc: Path, cgroups: Path) -> Iterator[int]:
         else:
             continue
         group = root / path.lstrip("/")
-        # In a container the path may be the host's, and only the root is there: files that are missing say nothing.
+        # In a container the path may be the host's, and only the root exists: missing files impose no limit.
         for directory in (group, *group.parents):
             limit, used = (_first_number(directory / name) for name in names)
             if limit is not None and used is not None:
@@ -107,7 +107,7 @@ def _first_number(path: Path) -> int | None:
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """A file of names and numbers, as `MemAvailable: 1024 kB` or `inactive_file 1024`; empty where there is none."""
+    """A file of names and numbers, as `MemAvailable: 1024 kB` or `inactive_file 1024`; empty if there is none."""
     try:
         lines = [line.split() for line in path.read_text().splitlines()]
     except OSError:
@@ -118,7 +118,7 @@ def _fields(path: Path) -> dict[str, int]:
 def raises_memory_error(func: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Decorates what allocates: the CPU allocator's RuntimeError becomes a MemoryError.
 
-    Else it would look like an error of func, or of backward, which may say something of a gradient.
+    Otherwise it would look like an error of func or of backward, which may concern a gradient.
     """
 
     @functools.wraps(func)

@@ -144,8 +144,8 @@ else:
     )
 
     warnings.warn(
-        "fastgrad runs in plain Python, with the same verdicts but slower. The compiled module is missing: "
-        f"{HOW_TO_BUILD}.",
+        "fastgrad runs in plain Python because its compiled module is missing. The verdicts are the same, but checks "
+        f"are slower. For full speed, {HOW_TO_BUILD}.",
         RuntimeWarning,
         stacklevel=2,
     )
@@ -169,7 +169,7 @@ def _operator(name: str) -> Any:
 class ops:  # noqa: N801  (a namespace, like torch.ops.fastgrad)
     """The operators by name, resolved once: looking one up costs as much as running it on a small block.
 
-    Those that every check runs go to the dispatcher without torch.ops, whose way there costs as much again.
+    Those that every check runs are called without torch.ops, which would double their overhead.
     """
 
     compare = staticmethod(compare)

@@ -20,8 +20,8 @@ Result = TypeVar("Result")
 
 TIMED_COLUMNS = 32
 TIMED_SECONDS = 1e-3
-"""Input coordinates, and seconds of the first evaluation, from which phases are timed: of the quickest checks that
-would be two percent."""
+"""Input coordinates, and seconds of the first evaluation, from which phases are timed. In the quickest checks, timing
+would take two percent."""
 
 
 def clock(device: torch.device) -> float:
@@ -37,9 +37,9 @@ class Stopwatch:
     Attributes
     ----------
     seconds
-        By the names of phases: the dict that it was made with, and adds to.
+        By the names of phases: the dict that it was created with, to which it adds.
     inside
-        What the phases that ended within the present one took.
+        Seconds of the phases that ended within the present one.
     """
 
     __slots__ = ("_before", "inside", "seconds")
@@ -71,8 +71,8 @@ running = _Running()
 def phase(name: str) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
     """Decorates a function: times it as a phase of the running check, and shows it in torch.profiler.
 
-    The range there is `fastgrad: name`; it costs eight microseconds, a phase without one half of one. What the CPU's
-    allocator raises is a MemoryError.
+    The range there is `fastgrad: name`. It costs eight microseconds, a phase without a range half of one. An error of
+    the CPU's allocator becomes a MemoryError.
     """
 
     def decorate(func: Callable[Parameters, Result]) -> Callable[Parameters, Result]:

@@ -39,7 +39,7 @@ class Progress:
         Raises
         ------
         ImportError
-            progress=True was asked for, and tqdm is missing.
+            progress=True was passed, and tqdm is missing.
         """
         if self._wanted is False or (self._wanted is None and not (seconds >= LONG and sys.stderr.isatty())):
             return

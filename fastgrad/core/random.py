@@ -15,7 +15,7 @@ TANGENT_STREAM = 3
 BATCH_STREAM = 4
 PROBE_DIRECTION = 7
 PROBE_COTANGENT = 8
-# Of these, there are as many as a check asks for: they add multiples of 16.
+# A check may use any number of these: they add multiples of 16.
 SKETCH_DIRECTIONS = 5
 SKETCH_COTANGENTS = 6
 OPINION_STREAM = 9

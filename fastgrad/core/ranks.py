@@ -28,7 +28,7 @@ _ALIVE_EVERY = 1.0
 """Seconds between heartbeats of rank 0."""
 
 _PATIENCE = 2.0
-"""A rank is waited for this many times `seconds`: a collective may wait for several ranks in turn."""
+"""Limit of the wait for a rank, in units of `seconds`: a collective may wait for several ranks in turn."""
 
 MOST_BYTES = 4 << 20
 """Bytes of one entry of the store, whose limit is 8 MiB; a longer message uses several entries."""

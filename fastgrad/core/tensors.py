@@ -35,7 +35,7 @@ def element_number(index: Sequence[int], shape: Sequence[int]) -> int:
 def element_index(number: Number, shape: Sequence[int]) -> tuple[Number, ...]:
     """The index of the element with a number, or of each in a tensor of numbers: what `element_number` undoes.
 
-    torch.unravel_index, of tensors, imports a second's worth of compiler.
+    For tensors, torch.unravel_index imports the compiler, which takes a second.
     """
     index = []
     for size in reversed(shape):
@@ -49,7 +49,7 @@ def differ(left: Tensor, right: Tensor, tolerance: float, complex_entries: bool)
     if left.numel() > 2 * PIECE and torch.equal(left, right):
         return False
     if left.numel() > 2 * PIECE and not complex_entries and left.is_contiguous() and right.is_contiguous():
-        # Most of what is compared so is equal but for rounding; a NaN is looked at below.
+        # Most compared blocks are equal except for rounding; a NaN is handled below.
         pair = left.view(-1), right.view(-1)
         every = pieces(0, left.numel(), left.device)
         if all(bool((pair[0][some] - pair[1][some]).abs_().max() <= tolerance) for some in every):
@@ -61,5 +61,5 @@ def largest(values: Tensor) -> float:
     """The largest magnitude; zero if there are no elements, NaN if one of them is NaN."""
     if values.numel() <= PIECE:
         return float(torch.linalg.vector_norm(values, math.inf)) if values.numel() else 0.0
-    # Of many, four times as fast as a norm, and without a copy.
+    # For many elements, four times as fast as a norm, and without a copy.
     return float(torch.stack(values.aminmax()).abs().amax())

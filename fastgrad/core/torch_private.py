@@ -34,7 +34,7 @@ DispatchMode = TorchDispatchMode
 class EagerDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """As DispatchMode, but its first call does not import the compiler, which takes two seconds.
 
-    That import is to keep the compiler from `__torch_dispatch__`: subclasses decorate theirs with `hidden_from_dynamo`.
+    That import hides `__torch_dispatch__` from the compiler: subclasses decorate theirs with `hidden_from_dynamo`.
     """
 
     @classmethod
@@ -79,7 +79,7 @@ def make_dual(primal: Tensor, tangent: Tensor) -> Tensor:
 
 
 def tangent_of(dual: Tensor) -> Tensor | None:
-    """The tangent of a dual tensor, None where there is none."""
+    """The tangent of a dual tensor, None if there is none."""
     return cast("Tensor | None", forward_ad.unpack_dual(dual).tangent)  # type: ignore[no-untyped-call]
 
 
@@ -87,7 +87,7 @@ def hidden_from_dynamo(func: Callable[Parameters, Result]) -> Callable[Parameter
     """Disables torch.compile for func and everything that it calls.
 
     What torch.compiler.disable does, without importing the compiler (more than a second) and without a
-    frame of its own between func and its caller, whom warnings are about.
+    frame of its own between func and its caller, at which warnings point.
     """
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
@@ -207,7 +207,7 @@ def backward_hooks(owner: Any) -> list[dict[Any, Callable[..., Any]]]:
 
 
 def hook_tables(owner: Any) -> dict[str, Any]:
-    """All tables of hooks of a tensor or a module, by attribute; None where there is none yet."""
+    """All tables of hooks of a tensor or a module, by attribute; None if there is none yet."""
     if isinstance(owner, Tensor):
         return {name: getattr(owner, name) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")}
     return {name: table for name, table in vars(owner).items() if "_hooks" in name and isinstance(table, dict)}
@@ -258,7 +258,7 @@ def undefined_gradient(output: Tensor) -> Tensor:
 def gradients_of(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor | None], create_graph: bool
 ) -> list[Tensor | None]:
-    """`torch.autograd.grad` that keeps the graph; None where there is no gradient."""
+    """`torch.autograd.grad` that keeps the graph; None if there is no gradient."""
     return list(torch.autograd.grad(outputs, inputs, cotangents, True, create_graph, allow_unused=True))
 
 

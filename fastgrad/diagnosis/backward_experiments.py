@@ -24,7 +24,7 @@ SCALES = (-1.0, 4.0, 0.5)
 """Scales of cotangents: powers of two, so that a linear backward gives the same bits."""
 
 RUNS = (3, 2, 3)
-"""Of one VJP, on one graph after the other; not one number, or what moves at every third call would look alike."""
+"""Runs of one VJP on each of several graphs: different numbers, or a change at every third call might be missed."""
 
 RESOLVED = 1e-5
 """Largest relative noise of a directional derivative that counts as evidence."""

@@ -31,10 +31,10 @@ RESIDUAL = 1e-3
 """Largest unexplained share of the analytical entries with which a constant factor is named."""
 
 EXACT = 1e-4
-"""Largest relative distance of a factor from 2, -1 or a size with which it is named as such."""
+"""Largest relative distance of a factor from 2, -1 or a size at which it is named as such."""
 
 AS_ROUNDING = 1e-4
-"""Runs that differ by less of the gradient may differ in the order of additions, of 1,000 terms in float32 say."""
+"""Runs that differ by less of the gradient may differ in the order of additions, for example of 1,000 float32 terms."""
 
 DEVIATES = 1e-6
 """Relative deviation from which two gradients are not multiples of each other; rounding is smaller."""
@@ -107,7 +107,7 @@ def _of_kind(failure: Failure) -> Iterator[Cause]:
         )
 
 
-# The function: whether it moves, bends, rounds.
+# The function: whether it varies, is curved, or rounds.
 
 
 def _of_func(failure: Failure, evidence: Evidence, settings: Settings) -> Iterator[Cause]:
@@ -188,7 +188,7 @@ def _of_backward(failure: Failure, evidence: Evidence, settings: Settings) -> It
     moving = list(_of_runs(evidence, settings))
     yield from moving
     if moving:
-        return  # gradients that move tell nothing else
+        return  # nothing else follows from gradients that vary
     linear = failure.kind != "mismatch"
     if evidence.after_others is not None and evidence.after_others > DEVIATES:
         yield Cause(
@@ -321,7 +321,7 @@ def _scaled_measure(bent: list[tuple[float, float, float]]) -> str:
     return f"a grad_output {c:g} times as large: a gradient {size:.3g} times as large, off by {deviation:.1e}"
 
 
-# Forward mode beside reverse mode.
+# Forward mode against reverse mode.
 
 
 def _of_modes(failure: Failure, evidence: Evidence, settings: Settings) -> Iterator[Cause]:
@@ -410,7 +410,7 @@ def constant_factor(comparison: Comparison) -> tuple[float, float] | None:
 
 
 def _most_unexplained(factor: complex) -> float:
-    """The residual up to which a factor is named: of one near 1, a tenth of what it is apart from 1."""
+    """The residual up to which a factor is named: for one near 1, a tenth of its distance from 1."""
     return min(RESIDUAL, abs(factor - 1) / 10)
 
 
@@ -470,7 +470,7 @@ def _of_sample(sample: Sample, report: Report, failure: Failure, settings: Toler
     values = list(_of_values(sample, failure, evidence, report.settings.order))
     structure = list(structure_causes(sample, settings))
     found = [*structure, *values]
-    # These explain right entries, too; a rule for where entries are wrong comes before what they are.
+    # These explain right entries, too; a rule for the positions of wrong entries precedes one for their values.
     explained = {"transposed", "rolled", "permuted", "overwritten", "wrong dimension"}
     if not any(cause.name in explained for cause in structure):
         found += place_causes(sample, _names(report, failure), settings)
@@ -608,7 +608,7 @@ def _names(report: Report, failure: Failure) -> tuple[str, str]:
     return input_, "the output" if report.input_names else output
 
 
-# How finely the analytical entries are given.
+# The precision of the analytical entries.
 
 
 def _of_precision(sample: Sample) -> Iterator[Cause]:

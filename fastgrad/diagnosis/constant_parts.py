@@ -56,8 +56,8 @@ class ConstantPart:
 class _Known:
     """A value that depends on the inputs and does not require grad.
 
-    is_cut: gradients are recorded there, and the operator ends them; otherwise it runs without, in the forward of a
-    custom Function say. is_reduction: it is smaller than what it was computed from.
+    is_cut: gradients are recorded there, and the operator ends the recording; otherwise it runs without recording, for
+    example in the forward of a custom Function. is_reduction: it is smaller than its operands.
     """
 
     value: Any
@@ -113,7 +113,7 @@ class ConstantParts(_Calls):
         is_reduction = size < max(tensor.numel() for tensor in sources)
         is_cut = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sources)
         self._keep(ConstantPart(call), result, is_cut, is_reduction)
-        if not is_cut and len(sources) > 1:  # a sum or a product, say
+        if not is_cut and len(sources) > 1:  # for example a sum or a product
             for number, value in enumerate(args):
                 if any(value is source for source in sources):
                     self._keep(ConstantPart(call, number), value)
@@ -134,7 +134,7 @@ class ConstantParts(_Calls):
 
     def groups(self) -> Iterator[tuple[ConstantPart, ...]]:
         """Other sets of parts that may be treated as constants, the most likely first."""
-        # The last ones first: what is computed from a constant is one, too.
+        # The last ones first: a value computed from a constant is one, too.
         others = [part for part, known in reversed(self.known.items()) if not known.is_cut]
         reductions = tuple(part for part in others if self.known[part].is_reduction)
         singles = sorted(others, key=lambda part: part.operand is not None)

@@ -36,11 +36,11 @@ def diagnosed(problem: Problem, report: Report, at_hand: Sample | None = None) -
     report
         Of the check that failed, with its failure, plan, calls and seconds.
     at_hand
-        Entries of the failing pair that its engine had; perhaps with what lies outside of a pattern mixed in.
+        Entries of the failing pair that its engine had; values outside of a pattern may be mixed in.
     """
     failure = report.failure
     kinds = ("mismatch", "nonlinear", "nondeterministic", *_ZERO_KINDS)
-    # Of other kinds, nothing is to be learnt from calling func again.
+    # For other kinds, calling func again gives no further evidence.
     if failure is not None and failure.kind in kinds and problem.has_graph and problem.n and problem.m:
         return _Investigation(problem, report, failure, at_hand).run()
     return replace(report, causes=diagnose(report))
@@ -80,7 +80,7 @@ class _Investigation(Samples, BackwardExperiments, FuncExperiments):
         """Tests hypotheses by random sums of all entries until one explains them; returns its causes, if any."""
         self._explain(hypotheses.independent)
         self._explain(hypotheses.swapped)
-        settles = self._failure.trouble is None  # otherwise what func does there explains it
+        settles = self._failure.trouble is None  # otherwise the behavior of func there explains it
         if settles:
             self._explain(hypotheses.cut)
         if sample is None or not sample.complete:

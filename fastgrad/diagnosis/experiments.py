@@ -41,7 +41,7 @@ class Experiments:
         pair = failure.output is not None and failure.input is not None
         self._output = next((block for block in problem.outputs if pair and block.index == failure.output), None)
         self._input = next((block for block in problem.inputs if pair and block.index == failure.input), None)
-        # What is wrong with one output is looked for there: the others have not been judged.
+        # An error of one output is searched for there: the others have not been compared.
         self._only = self._output if failure.kind == "mismatch" else None
         self._evidence = Evidence()
 

@@ -275,7 +275,7 @@ class Hypotheses:
         return all(_relative_difference(one.u * one.gradient, one.v * one.slope) > 100 * NEAR for one in self._vectors)
 
     def _explained(self, name: CauseName, text: str, sums: Callable[[_Vectors], Sums]) -> Explanation | None:
-        """The hypothesis, where the gradient is wrong and its sums are equal for all vectors."""
+        """The hypothesis, if the gradient is wrong and its sums are equal for all vectors."""
         if not self._tell:
             return None
         error = 0.0
@@ -291,7 +291,7 @@ class Hypotheses:
     ) -> Tensor:
         """The derivative of the outputs along u, at a displacement from x: float64, shape (m,).
 
-        around: makes what is entered for each evaluation.
+        around: makes the context for each evaluation.
         """
         step = 2.0**-17
         values = []

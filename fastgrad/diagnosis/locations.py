@@ -32,7 +32,7 @@ LEAST_BLOCK = 4
 class _Places:
     """The elements of the output or the input: which have wrong entries, their values at x, and more.
 
-    excess: the largest error there over what is allowed. mixing: as `_mixing`. share: of the entries about elements
+    excess: the largest error there over the allowed one. mixing: as `_mixing`. share: of the entries about elements
     that are wrong, how many are. entries: how many are wrong, and how many there are.
     """
 
@@ -76,7 +76,7 @@ def _places(sample: Sample, side: str, settings: Tolerances) -> _Places | None:
     if not shape or unique.numel() < 2 or not bool(bad.any()) or bool(bad.all()):
         return None
     if int(failing.sum()) * 2 <= int(bad[number].sum()) and int(bad.sum()) < 3:
-        return None  # single entries are wrong, not what is at these places
+        return None  # single entries are wrong, not the values at these places
     if values is not None:
         of_each = torch.empty(unique.numel(), dtype=values.dtype, device="cpu")
         of_each[number] = values[nonzero]
@@ -92,7 +92,7 @@ def _places(sample: Sample, side: str, settings: Tolerances) -> _Places | None:
 
 
 def _mixing(sample: Sample, nonzero: Tensor) -> frozenset[int] | None:
-    """Dimensions along which outputs depend on inputs at other places; None where the sides have other dimensions."""
+    """Dimensions along which outputs depend on inputs at other places; None if the sides have other dimensions."""
     if len(sample.input_shape) != len(sample.output_shape):
         return None
     ins = element_index(sample.inputs[nonzero], sample.input_shape)
@@ -106,10 +106,10 @@ def place_causes(sample: Sample, names: tuple[str, str], settings: Tolerances) -
     most = max((places.share for places in sides if places is not None), default=0.0)
     found: list[Cause] = []
     for places, name in zip(sides, names, strict=True):
-        # Where a few of the entries about a place are wrong, and on the other side most, it is not this place.
+        # If few of the entries about a place are wrong, but most of those on the other side, it is not this place.
         if places is None or places.share < most / 2:
             continue
-        # What an output's place is to an input's, where each has one of the other.
+        # Prefer an input's place to an output's, if each has one of the other.
         less = 0.0 if places.side == "input" else 0.01
         element = _element(places, name)
         if element is not None:

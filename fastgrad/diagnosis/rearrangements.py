@@ -60,7 +60,7 @@ class _Matrices:
         """Number of wrong entries that a rearrangement explains; 0 if it contradicts any known entry."""
         some = rearranged[self._some_wrong] - self.analytical[self._some_wrong]
         if bool((some.abs() > self.settings.atol + self.settings.rtol * rearranged[self._some_wrong].abs()).any()):
-            return 0  # mostly; all entries take a hundred times as long
+            return 0  # the usual case; all entries take a hundred times as long
         # Zeros agree with zeros anywhere.
         places, analytical = self._nonzero
         some = rearranged[places]
@@ -270,7 +270,7 @@ def _flattened(matrices: _Matrices, sample: Sample) -> _Flat | None:
 
 
 def _of_broadcasting(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
-    """A sum over the wrong dimensions of grad_output, where the input was expanded."""
+    """A sum over the wrong dimensions of grad_output, if the input was expanded."""
     flat = _flattened(matrices, sample)
     if flat is None or shared_by(sample) < 2 or not bool((flat.a != 0).any()):
         return
@@ -375,7 +375,7 @@ def _is_outer(error: Tensor, n: Tensor) -> bool:
             return False
         block = error[rows][:, columns]
         if bool(left[rows].any(0).logical_and(~columns).any()):
-            return False  # not a part by itself
+            return False  # not a separate part
         values = torch.linalg.svdvals(block)
         wanted = torch.linalg.svdvals(n[rows][:, columns])
         if float(values[1]) > OUTER * float(values[0]) or float(wanted[1]) <= OUTER * float(wanted[0]):

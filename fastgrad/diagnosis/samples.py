@@ -33,7 +33,7 @@ class Samples(Experiments):
         whole = 2 * columns + rows if self._failure.mode == "reverse" else 3 * columns
         sample = None
         if comparison.analytical is not None and comparison.numerical is not None:
-            # In torch's layout; those of a sparse input have a row an element, too.
+            # In torch's layout; those of a sparse input also have one row per element.
             sample = self._of_matrices(comparison.analytical.t(), comparison.numerical.t(), output, block)
         elif whole <= min(self._affordable, self._left()) and rows * columns <= 1 << 22:
             sample = self._try(whole, lambda: self._whole(output, block))
@@ -57,7 +57,7 @@ class Samples(Experiments):
             element = order[torch.searchsorted(specified[order], element)]
         return replace(
             sample,
-            # The zeros that a sparse input does not specify are a matter of layout, not of values.
+            # The zeros that a sparse input does not specify belong to its layout, not to its values.
             input_values=None if is_densified else _elements(at, block).cpu()[element],
             output_values=_elements(values, output).cpu()[sample.outputs],
         )
@@ -82,7 +82,7 @@ class Samples(Experiments):
         count = max(1, min(MOST_COLUMNS, budget // (4 * block.width)))
         chosen = chosen[:count]
         numerical = self._entries(self._columns(block, chosen), output, block)
-        # The outputs that the chosen elements matter most for: where a Jacobian is sparse, nothing else says anything.
+        # The outputs for which the chosen elements matter most: in a sparse Jacobian, other outputs show nothing.
         row = element_number(worst.output_index, output.tensor.shape)
         sizes = numerical.abs().nan_to_num(0.0)
         rows = [row, *sizes.argmax(0).tolist(), *_around(row, tuple(output.tensor.shape), self._settings.seed)]
@@ -182,7 +182,7 @@ def _around(element: int, shape: tuple[int, ...], seed: int) -> Iterator[int]:
             for dim, candidates in enumerate(along):
                 if turn < len(candidates):
                     yield (*index[:dim], candidates[turn], *index[dim + 1 :])
-            # Every other one at random: neighbors alone would not tell a place from a rule.
+            # Every other one at random: neighbors alone would not distinguish a place from a rule.
             where = direction(max(1, len(shape)), seed, EVIDENCE_STREAM + 16 * 9, 8 * turn).abs_().sub_(0.5).tolist()
             yield tuple(min(size - 1, int(share * size)) for share, size in zip(where, shape, strict=False))
 

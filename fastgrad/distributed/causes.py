@@ -79,7 +79,7 @@ class _Sampled:
     numerical
         By differences.
     own
-        What of it is due to the rank's own results.
+        The part of it that is due to the rank's own results.
     """
 
     found: Tensor

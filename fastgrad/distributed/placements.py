@@ -45,9 +45,9 @@ def whole_of(parts: Sequence[Tensor], placement: Placement) -> Tensor:
 def parts_of(whole: Tensor, placement: Placement, like: Sequence[Tensor]) -> list[Tensor]:
     """The parts of a tensor, one per rank.
 
-    Of a sum, what the tensor differs from that of `like` is shared out unequally: no rank could be left out unnoticed.
+    For a sum, the difference from `like` is distributed unequally over the ranks, so that a missing rank is noticed.
 
-    like: what the ranks held before or, of a sum that is new, zeros; of a sharded tensor only shapes count.
+    like: the previous parts of the ranks or, for a new sum, zeros; for a sharded tensor only shapes count.
     """
     if isinstance(placement, Shard):
         return list(whole.split([part.shape[placement.dim] for part in like], placement.dim))  # type: ignore[no-untyped-call]
@@ -106,7 +106,7 @@ def difference(parts: Sequence[Tensor], placement: Placement) -> Difference | No
     for rank, part in enumerate(parts):
         if torch.equal(part, parts[0]) or not part.numel():
             continue
-        # Sums over ranks may be added up in another order on each.
+        # Sums over ranks may be added in a different order on each.
         allowed = ROUNDING * spacing(part.dtype) * parts[0].abs().nan_to_num(0.0).max()
         apart = (part - parts[0]).abs()
         both_nan = part.isnan() & parts[0].isnan()

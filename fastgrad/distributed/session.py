@@ -34,9 +34,9 @@ class Order:
     inputs
         Its parts of the inputs, in the order of the graph's.
     cotangents
-        Its parts of grad_outputs, None where undefined.
+        Its parts of grad_outputs, None if undefined.
     forget
-        Graphs that are needed no more.
+        Graphs that are no longer needed.
     """
 
     graph: int
@@ -183,7 +183,7 @@ class Graph:
     depth
         0: of func; 1: of its backward, and so on.
     inputs, outputs
-        How they are placed.
+        Their placements.
     input_like, output_like
         Of each, tensors with the shapes and dtypes of its parts.
     """
@@ -215,9 +215,9 @@ class Session:
     is_single
         Whether func returned a tensor, and not several.
     broken
-        Why the ranks can do nothing together any more.
+        Why the ranks can no longer work together.
     differences
-        Where ranks held different values of what is replicated, the first: by ("output", number), or by
+        The first place where ranks held different values of a replicated tensor: by ("output", number), or by
         ("gradient", number of the input).
     """
 
@@ -280,7 +280,7 @@ class Session:
 
     def end(self, report: Any) -> None:
         """Sends the result to the other ranks."""
-        with suppress(RankError):  # if the ranks can be told
+        with suppress(RankError):  # if the ranks can be informed
             self._ranks.end(report)
 
     def _run(self, orders: list[Order]) -> list[Answer]:

@@ -1,4 +1,4 @@
-"""What every engine yields: blocks of both Jacobians, for somebody else to judge."""
+"""Blocks of both Jacobians, which every engine yields and the caller compares."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from fastgrad.problem.coordinates import Block
 from fastgrad.report.data import Part
 
 REPEATED_ROWS = 2
-"""Rows of each part of an output that are run twice: a backward that is not deterministic in these
-shows it as in torch's checker, which runs all twice; for the others see `certify`."""
+"""Rows of each part of an output that are run twice, to find a backward that is not deterministic in these rows.
+Torch's checker runs all rows twice; for the others see `certify`."""
 
 REPEAT_SCALE = -4.0
 """The second cotangent against the first: another sign and size, so that a clamp up to some 5, a sign or
@@ -42,7 +42,7 @@ class JacobianBlock:
         The first rows once more: each VJP was run again at once with REPEAT_SCALE times its cotangent
         and divided by that, which is exact. Float64, shape (repeated rows, columns).
     match
-        What the gradients behind these rows, of all inputs, looked like, and whether the second run
+        Properties of the gradients behind these rows, of all inputs, and whether the second run
         gave equal values.
     unspecified
         The largest entry of the gradients behind these rows at an element that a sparse input does not
@@ -72,7 +72,7 @@ class TangentBlock:
     first_element
         The element of the input that row 0 belongs to.
     analytical, numerical
-        float64, shape (elements, real coordinates of the output): one row a column of the Jacobian.
+        float64, shape (elements, real coordinates of the output): one row per column of the Jacobian.
     """
 
     output: Block
@@ -92,7 +92,7 @@ def row_parts(outputs: tuple[Block, ...]) -> list[tuple[Block, Part]]:
 def one_hot_elements(elements: int, seed: int) -> list[int]:
     """The elements of an output that get a one-hot grad_output: one anywhere and the last.
 
-    What treats the end of a tensor by itself, a tail of a kernel say, may do so for sparse grad_outputs only; and a
+    Code that treats the end of a tensor separately, such as a kernel's tail, may do so for sparse grad_outputs only. A
     backward may return what it kept of the first one.
     """
     anywhere = seed % elements

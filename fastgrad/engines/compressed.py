@@ -1,8 +1,8 @@
 """The compressed engine: both Jacobians on a pattern, groups of columns or rows at a time.
 
 Columns that share no row are perturbed together, rows that share no column have one VJP together
-(Curtis, Powell & Reid, On the estimation of sparse Jacobian matrices, 1974). What lies outside of
-the pattern is not seen here.
+(Curtis, Powell & Reid, On the estimation of sparse Jacobian matrices, 1974). Entries outside of the
+pattern are not detected here.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Compression:
 def compress(
     problem: Problem, pattern: Pattern, excluded_rows: Mask | None = None, excluded_columns: Mask | None = None
 ) -> Compression:
-    """Colors columns and rows, but for those that are to be left out: shapes (m,) and (n,)."""
+    """Colors columns and rows, except those to leave out: shapes (m,) and (n,)."""
     if excluded_rows is not None or excluded_columns is not None:
         pattern = pattern.without(excluded_rows, excluded_columns)
     # One group, and one entry per row, make many of these; none is written to.
@@ -183,7 +183,7 @@ def numerical_entries(problem: Problem, plan: Plan, compression: Compression, ep
         The plan says to replay, and func cannot be captured.
     """
     if plan.replayed:
-        from fastgrad.engines import cuda_graph  # only here: importing fastgrad is to cost little
+        from fastgrad.engines import cuda_graph  # imported here to keep `import fastgrad` fast
 
         colors = torch.from_numpy(compression.column_colors).to(problem.device)
         entries = compression.rows, compression.columns
@@ -196,10 +196,10 @@ def numerical_entries(problem: Problem, plan: Plan, compression: Compression, ep
 
 @phase("analytical columns")
 def linear_entries(problem: Problem, compression: Compression) -> Tensor:
-    """Entries by differentiating the backward, which is to be linear: float64, shape (nnz,).
+    """Entries by differentiating the backward, which must be linear: float64, shape (nnz,).
 
-    One evaluation, one VJP per column group, and one more; raises where the backward cannot be
-    differentiated. Nothing says yet that its derivative is right, too.
+    One evaluation, one VJP per column group, and one more; raises if the backward cannot be
+    differentiated. Whether its derivative is right remains to be tested.
     """
     values = torch.zeros(compression.pattern.nnz, dtype=torch.float64, device=problem.device)
     grouping = compression.column_groups
@@ -213,7 +213,7 @@ def linear_entries(problem: Problem, compression: Compression) -> Tensor:
 def analytical_entries(
     problem: Problem, compression: Compression, repeat: bool = True
 ) -> tuple[Tensor, list[tuple[Block, int, GradientsMatch]]]:
-    """Entries by VJPs: float64, shape (nnz,); and, for each output, how many groups ran twice, and what was seen.
+    """Entries by VJPs: float64, shape (nnz,); and, for each output, how many groups ran twice, and with what result.
 
     One evaluation, one VJP per row group, and one more for each group that is repeated, REPEAT_SCALE
     times as large.

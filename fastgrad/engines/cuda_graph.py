@@ -5,15 +5,14 @@ of func into a row; for a group, it moves those of one color; for a row, it runs
 holds several steps if there are many. The numbers of columns, colors and rows live on the device and are increased
 there, so that a replay needs nothing of the host, and nothing waits.
 
-A graph repeats what func launched on the stream while it was captured. Where func reads values, takes another path,
-draws random numbers, touches memory of the host or works on a stream of its own, a replay is not an evaluation. What
-operators tell of that is looked at before, an invalid capture is refused, and `trial` compares the columns, and a
-certificate the groups, with plain evaluations.
+A graph repeats what func launched on the stream while it was captured. If func reads values, takes another path,
+draws random numbers, touches memory of the host or works on a stream of its own, a replay is not an evaluation. So
+operators are watched for this beforehand, an invalid capture is refused, `trial` compares the columns with plain
+evaluations, and a certificate compares the groups.
 
 Backward runs on a thread of autograd's, and each of its nodes on the stream that was current when the forward made it.
-So the graph to differentiate is made on the capturing stream, whoever else's nodes are in it keep it from being
-captured, and the guard of the capture against unsafe calls is for all threads: where others may make one, nothing is
-captured.
+So the graph to differentiate is made on the capturing stream, and foreign nodes in it prevent the capture. The guard
+of the capture against unsafe calls covers all threads: if other threads may make one, nothing is captured.
 """
 
 from __future__ import annotations
@@ -36,20 +35,20 @@ from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
 
 EAGER_STEPS = 3
-"""Steps taken on the capturing stream first: func's caches, library handles and autotuning are then as later."""
+"""Steps taken on the capturing stream first, so that func's caches, library handles and autotuning are settled."""
 
 FEWEST = 16
-"""Steps from which capturing repays."""
+"""Steps from which capturing pays off."""
 
 MOST_TOGETHER = 32
 """Steps in one graph, at most: launching it is then a small part of its time."""
 
 FEWEST_REPLAYS = 32
-"""Replays, at least, of a graph with several steps: the host captures a step as slowly as it takes one."""
+"""Least number of replays of a graph with several steps: the host captures a step as slowly as it runs one."""
 
 _ERROR_MODES = {"func": "thread_local", "backward": "global"}
-"""Whose unsafe calls end a capture. Never nobody's: memory that is freed behind torch's back would be written to by
-every replay."""
+"""Whose unsafe calls end a capture. Never "relaxed": every replay would write to memory that was freed behind torch's
+back."""
 
 _CALLS = {"func": 2, "backward": 1}
 """In a step."""
@@ -61,18 +60,18 @@ _UNFIT = {
 }
 
 _QUIET = frozenset({"IPython", "_pydevd_bundle", "debugpy", "ipykernel", "tqdm"})
-"""Packages whose threads draw progress bars, or serve notebooks and debuggers: of themselves they do not call CUDA."""
+"""Packages whose threads draw progress bars, or serve notebooks and debuggers: they make no CUDA calls of their own."""
 
 Step = Callable[[Tensor, Tensor, Tensor], None]
 """Takes the number of the step before it and its own, int64 of shape (1,), and fills a row of shape (coordinates,)."""
 
 _abandoned: list[Any] = []
-"""The graph whose capture was invalid: torch's pool of pinned memory may still ask it what it captures. No other is
-captured then, as the memory reserved for it may be lost."""
+"""The graph whose capture was invalid: torch's pool of pinned memory may still query it. No other graph is captured
+then, as the memory reserved for it may be lost."""
 
 
 def obstacle(problem: Problem) -> str | None:
-    """What keeps func from being captured, as far as can be said without calling it; None where nothing does."""
+    """What prevents func from being captured, as far as is known without calling it; None if nothing does."""
     device = problem.device
     if device.type != "cuda" or torch.version.hip is not None:
         return "it runs on no NVIDIA device"
@@ -202,7 +201,7 @@ def analytical_rows(
 
 
 def _may_use_cuda(thread: threading.Thread) -> bool:
-    """Whether a thread beside this one may do what a capture for all threads forbids."""
+    """Whether another thread may do what a capture for all threads forbids."""
     # Autograd's own, which run Python now and then, are known as dummies: they wait for us.
     if thread is threading.current_thread() or isinstance(thread, threading._DummyThread):
         return False
@@ -251,9 +250,9 @@ class _Replays:
         begin
             Makes the step, on the capturing stream.
         first, count
-            The number of the first step, and how many are to be taken.
+            The number of the first step, and the number of steps.
         rows
-            What the steps fill: float64, shape (rows, coordinates).
+            The rows that the steps fill: float64, shape (rows, coordinates).
         """
         self._problem, self._who = problem, who
         self._begin, self._first, self._rows = begin, first, rows
@@ -323,7 +322,7 @@ class _Steps:
         self._given = rows.new_empty(most, rows.shape[1])
 
     def __call__(self, count: int) -> None:
-        """Takes so many."""
+        """Takes `count` steps."""
         own, places = self._numbers
         for k in range(count):
             self._step(own[k : k + 1], own[k + 1 : k + 2], self._given[k])
@@ -352,17 +351,17 @@ def _run_eagerly(problem: Problem, steps: _Steps, who: str) -> None:
 def _capture(step: Callable[[], None], device: torch.device, error_mode: str) -> Any:
     """The step as a CUDA graph, on the current stream; nothing of it is executed.
 
-    error_mode: whose unsafe calls end it. Where it fails, stream, generator and allocator are as before: torch ends a
-    valid capture in order, of an invalid one, depending on its version, hardly more than the stream's part. From torch
-    2.15 on the capture may have ended in order and the graph fail to be instantiated: then the allocator knows the
-    pool no longer, and says so.
+    error_mode: whose unsafe calls end it. After a failure, stream, generator and allocator are as before. Torch ends a
+    valid capture properly; of an invalid one, some versions end little more than the stream's part. From torch 2.15
+    on, the capture may end properly and the instantiation of the graph fail: then the allocator reports that it no
+    longer knows the pool.
     """
     generator = cuda.default_generators[device.index]
     state = generator.clone_state()
     graph, pool = cuda.CUDAGraph(), cuda.graph_pool_handle()
     ended = False
     collects = gc.isenabled()
-    gc.disable()  # what dies may call CUDA, which would invalidate the capture
+    gc.disable()  # destructors may call CUDA, which would invalidate the capture
     try:
         try:
             graph.capture_begin(pool=pool, capture_error_mode=error_mode)
@@ -384,9 +383,9 @@ def _capture(step: Callable[[], None], device: torch.device, error_mode: str) ->
 
 
 class _Watch(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses func, or backward, where an operator does what a replay would not; and keeps what it found.
+    """Refuses func, or backward, if an operator does what a replay would not; and keeps what it found.
 
-    A replay reads and writes where the capture did: tensors that were made before must not die before it.
+    A replay reads and writes where the capture did: tensors that were made before must outlive it.
     """
 
     def __init__(self, device: torch.device, who: str) -> None:
@@ -421,5 +420,5 @@ class _Watch(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _memory(tensor: Tensor) -> int:
-    """The same number for tensors of one storage, while it lives."""
+    """The same number for all tensors of one storage, during its lifetime."""
     return int(tensor.untyped_storage()._cdata)

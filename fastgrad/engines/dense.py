@@ -27,14 +27,14 @@ def row_blocks(
 ) -> Iterator[Iterator[JacobianBlock]]:
     """One pass of reverse mode: all rows against the numerical columns from `first` on.
 
-    In torch's order of judging: by output and part, one iterator each, that nothing of the next is
-    computed before one is judged; then rows, input. Costs one evaluation, m VJPs, and one more for each
-    row that is repeated; nothing where all of them are at hand.
+    In torch's order of comparison: by output and part, one iterator each, so that nothing of the next is
+    computed before the last one is compared; then rows, input. Costs one evaluation, m VJPs, and one more
+    for each repeated row; nothing if all of them are at hand.
 
     Raises
     ------
     RefusedError
-        The plan asks for replays, and they cannot be had.
+        The plan requires replays, and they are not possible.
     """
     inputs = _inputs_within(problem, first, columns)
     for number, (output, part) in enumerate(row_parts(problem.outputs)):
@@ -60,7 +60,7 @@ def tangent_blocks(problem: Problem, first: int, columns: Tensor, tangents: Tens
 def _rows(
     problem: Problem, plan: Plan, output: Block, part: Part, inputs: list[Block]
 ) -> Iterator[tuple[Tensor, Tensor, GradientsMatch]]:
-    """Block by block; each is computed when it is asked for."""
+    """Block by block; each is computed on demand."""
     imaginary, elements = part == "imaginary", output.tensor.numel()
     starts = range(0, elements, plan.rows_per_block)
     counts = [min(plan.rows_per_block, elements - row) for row in starts]
@@ -69,9 +69,9 @@ def _rows(
         for row, count, twice in zip(starts, counts, repeats, strict=True):
             yield problem.analytical_rows(output, imaginary, row, count, inputs, twice, REPEAT_SCALE)
         return
-    from fastgrad.engines import cuda_graph  # only here: importing fastgrad is to cost little
+    from fastgrad.engines import cuda_graph  # imported here to keep `import fastgrad` fast
 
-    # Those that are run twice are run plainly; of replays, the sums of all rows are certified.
+    # Repeated rows are run plainly. For replays, the sums of all rows are certified.
     once = [count - twice for count, twice in zip(counts, repeats, strict=True)]
     replays = cuda_graph.analytical_rows(problem, output, imaginary, sum(repeats), once, inputs)
     for row, twice in zip(starts, repeats, strict=True):
@@ -85,7 +85,7 @@ def _inputs_within(problem: Problem, first: int, columns: Tensor) -> list[Block]
         block
         for block in problem.inputs
         if (block.first < last and first < block.end)
-        # Nothing specified, and gradients of the rest must be zero all the same.
+        # Nothing is specified, but gradients of the rest must still be zero.
         or (block.size == first == 0 and block.elements is not None)
     ]
 
@@ -96,7 +96,7 @@ def numerical_columns(problem: Problem, plan: Plan, settings: Settings) -> Itera
     Raises
     ------
     RefusedError
-        The plan asks for batches or replays, and they cannot be had, or do not agree with evaluations one by one.
+        The plan requires batches or replays, and they are not possible or do not agree with single evaluations.
     """
     if problem.n == 0:
         yield 0, torch.empty(0, problem.m, dtype=torch.float64, device=problem.device)
@@ -105,7 +105,7 @@ def numerical_columns(problem: Problem, plan: Plan, settings: Settings) -> Itera
         last = min(first + plan.columns_per_pass, problem.n)
         block = next(block for block in problem.inputs if last <= block.end)
         if block.is_complex and last - first > 1:
-            last -= (last - block.first) % 2  # an entry of a complex input is two coordinates: not to be split
+            last -= (last - block.first) % 2  # an entry of a complex input is two coordinates, which must not be split
         columns = _columns(problem, plan, settings, first, last - first)
         yield first, columns
         first = last
@@ -115,7 +115,7 @@ def _columns(problem: Problem, plan: Plan, settings: Settings, first: int, count
     eps, record_graph = settings.eps, plan.record_graph
     if plan.batch is None and not plan.replayed:
         return columns_one_by_one(problem, settings, first, count, record_graph)
-    from fastgrad.engines import cuda_graph, vmapped  # only here: importing fastgrad is to cost little
+    from fastgrad.engines import cuda_graph, vmapped  # imported here to keep `import fastgrad` fast
 
     if plan.batch is not None:
         columns = vmapped.difference_columns(problem, first, count, plan.batch, eps)

@@ -1,7 +1,7 @@
-"""Columns and rows from elsewhere than calls one by one: whether they may, repay, and are the same.
+"""Columns and rows from batches or replays instead of single calls: whether they are possible, faster, and equal.
 
-Batches of points and replays of a captured graph can be slower than plain calls, and wrong where func does
-more than it shows. They are timed on a few columns first, and count only if they agree with plain calls.
+Batches of points and replays of a captured graph can be slower than single calls, and wrong if func has side effects.
+They are timed on a few columns first, and used only if they agree with single calls.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from fastgrad.core.random import TRIAL_STREAM, direction
 from fastgrad.problem.problem import Problem
 
 DIRECTIONS = 2
-"""Along which columns of one pass must add up: errors of two columns cancel in one, now and then."""
+"""Random directions along which the columns of one pass must add up: in one, errors of two columns may cancel."""
 
 SCALES = (1.0, -1.0, 0.5, -0.5)
 
 SHARE = 1 / 8
-"""Of atol, that columns may differ from those taken one by one, by rounding."""
+"""Share of atol by which columns may differ from those of single calls: they are rounded differently."""
 
 SINGLES = 4
-"""Columns, or rows, taken one by one to compare with."""
+"""Columns or rows that are computed by single calls for comparison."""
 
 
 class RefusedError(Exception):
-    """Columns, or rows, are not to be had, or not to be trusted; the message says why."""
+    """Columns or rows cannot be computed this way, or are wrong; the message says why."""
 
 
 def obstacle(problem: Problem) -> str | None:
-    """What keeps func from being called otherwise than one by one, in words; None where nothing does."""
+    """Why func can be called only for single columns, in words; None if nothing prevents batches and replays."""
     if problem.mutates_inputs:
         return "func changes its inputs"
     if problem.has_checkpoint:
@@ -54,7 +54,7 @@ def speedup(
     single: Callable[[int, int], Tensor],
     several: Callable[[int, int], Tensor],
 ) -> float:
-    """How many times as fast as one by one columns, or rows, come otherwise, measured on `count` of them.
+    """How many times as fast as single calls batches or replays are, measured on `count` columns or rows.
 
     Parameters
     ----------
@@ -83,9 +83,9 @@ def speedup(
 def agree(
     problem: Problem, first: int, columns: Tensor, eps: float, atol: float, seed: int, record_graph: bool
 ) -> bool:
-    """Whether columns first, ... add up to what func, evaluated one by one, does along random directions.
+    """Whether columns first, ... add up to differences of func along random directions.
 
-    An entry that is off by more than SHARE of atol shows, unless others make up for it.
+    An entry that is wrong by more than SHARE of atol is detected, unless other errors cancel it.
 
     Parameters
     ----------

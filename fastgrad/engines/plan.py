@@ -120,7 +120,7 @@ def is_affordable(problem: Problem) -> bool:
 
 
 def looks_first(problem: Problem | SmallProblem, settings: Settings) -> bool:
-    """Whether the problem is large enough for `first_look` to repay."""
+    """Whether the problem is large enough for `first_look` to pay off."""
     seconds = _dense_seconds(problem, usual_seconds(problem, problem.seconds))
     if not problem.m or (problem.n < COLUMNS_WORTH_A_LOOK and seconds <= cost_model.COSTS.single_calls_seconds):
         return False
@@ -222,7 +222,7 @@ def replays_groups(problem: Problem, settings: Settings, look: FirstLook, count:
     """Whether so many column groups are worth replays of a CUDA graph, and there is room for them."""
     if problem.device.type != "cuda" or 2 * count * look.measured < cost_model.COSTS.trial_seconds:
         return False
-    from fastgrad.engines import cuda_graph  # only here: importing fastgrad is to cost little
+    from fastgrad.engines import cuda_graph  # imported here to keep `import fastgrad` fast
 
     needed = 8 * count * problem.m
     return (
@@ -355,7 +355,7 @@ def _way(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int | N
     reason = executor.obstacle(problem)
     if reason is not None:
         return None, False, f"; {reason}: evaluations one by one"
-    from fastgrad.engines import cuda_graph, vmapped  # only here: importing fastgrad is to cost little
+    from fastgrad.engines import cuda_graph, vmapped  # imported here to keep `import fastgrad` fast
 
     eps, record_graph = settings.eps, look.record_graph
     size = vmapped.largest(problem, settings.memory_limit)
@@ -396,7 +396,7 @@ def _rows_way(problem: Problem, settings: Settings, look: FirstLook) -> tuple[bo
         or cost_model.COSTS.vjp_evaluations * look.measured * problem.m < cost_model.COSTS.trial_seconds
     ):
         return False, ""
-    from fastgrad.engines import cuda_graph  # only here: importing fastgrad is to cost little
+    from fastgrad.engines import cuda_graph  # imported here to keep `import fastgrad` fast
 
     output = max(problem.outputs, key=lambda block: block.tensor.numel())
     count = _sample(output.tensor.numel(), cuda_graph.FEWEST, output.tensor.numel())
@@ -414,7 +414,7 @@ def _rows_way(problem: Problem, settings: Settings, look: FirstLook) -> tuple[bo
         gain = executor.speedup(problem, settings.atol, 0, count, single, replay)
     except executor.RefusedError as error:
         return False, f"; replays of a VJP: {error}"
-    except Exception as error:  # of backward: it is to raise in its turn
+    except Exception as error:  # of backward: the check itself raises it
         raise_unless_of_func(error)
         return False, ""
     said = f"; replays of a VJP: {gain:.2g} times as fast as one by one"

@@ -11,11 +11,11 @@ from fastgrad.core.native import Layout, ops
 from fastgrad.engines.blocks import REPEAT_SCALE
 
 CONSTANT = 1.25
-"""The elements of a constant grad_output: not 1, so that a constant 1 in its place shows."""
+"""The elements of a constant grad_output: not 1, so that a constant 1 in its place is detected."""
 
 SPARSE_STRIDE = 17
-"""One element in so many is not zero in a sparse grad_output: more than three quarters are zero, where kernels may take
-another path, and a prime shares no period with the sizes of tensors."""
+"""A sparse grad_output has one nonzero element per this many. More than three quarters are zero, for which kernels may
+take another path, and a prime shares no period with the sizes of tensors."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -25,7 +25,8 @@ class Probe:
     Attributes
     ----------
     values
-        Random, +-[0.5, 1.5); a random half of them zero; all but one in SPARSE_STRIDE zero; or all CONSTANT.
+        Random, +-[0.5, 1.5); the same with a random half zero, or with all but one per SPARSE_STRIDE zero; or all
+        CONSTANT.
     layout
         How the tensor lies in memory.
     text
@@ -33,7 +34,7 @@ class Probe:
     short
         For certificates.
     stream
-        Its random numbers: one kind may show what the numbers of another one miss.
+        The stream of its random numbers: each kind has its own, because one may show what another misses.
     scale
         The factor of its values.
     """

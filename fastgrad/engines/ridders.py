@@ -36,10 +36,10 @@ STRAIGHT = 0.2
 the refined slope."""
 
 WIDER = 64.0
-"""Up to so many times eps func must go straight, for its slope at eps to count."""
+"""Up to this many times eps func must be straight, for its slope at eps to count."""
 
 ROUNDED = 2.0**-6
-"""What func may round inside, over its movement at eps: more than this, and what it rounds to is func itself."""
+"""The largest rounding inside func, relative to its change at eps; beyond it, the rounded function is func itself."""
 
 FINEST = 4
 """Steps whose scatter measures the noise of func."""
@@ -58,7 +58,7 @@ class Refinement:
     Attributes
     ----------
     values, errors
-        The derivatives and how far they may be off: float64, shape (entries,).
+        The derivatives and their estimated errors: float64, shape (entries,).
     converged
         Whether the error is within the tolerance: bool, shape (entries,).
     left, right
@@ -69,7 +69,7 @@ class Refinement:
     curved
         Whether the one-sided derivatives come closer to each other at smaller steps: bool, shape (entries,).
     steps, changes, widths
-        What was measured, large steps first: how far the coordinate was moved to either side, by how much
+        The measurements, large steps first: how far the coordinate was moved to either side, by how much
         func changed in between, and what that is divided by; zero where no step was taken. Float64, shape
         (entries, steps).
     """
@@ -104,7 +104,7 @@ class Measured:
     Attributes
     ----------
     rounding
-        What it may do to the outputs: float64, shape (entries,).
+        Its effect on the outputs: float64, shape (entries,).
     left, right
         One-sided derivatives with the step eps: float64, shape (entries,).
     eps
@@ -150,7 +150,7 @@ def measured(problem: Problem, inputs: Tensor, outputs: Tensor, record_graph: bo
     ulp = spacing(block.tensor.dtype)
     smallest = torch.maximum(SMALLEST_STEP * x, 4 * ulp * x.clamp(min=2.0**-40))
     displacement = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
-    # Like all other values of a copy with all elements specified, where an input is sparse.
+    # Like all other values of a copy with all elements specified, if an input is sparse.
     base = problem.evaluate(record_graph, displacement)[outputs]
     # An infinite x takes no step, nor does a NaN.
     largest = torch.where(x.isfinite(), LARGEST_STEP * x.clamp(min=1.0), 0.0)
@@ -160,7 +160,7 @@ def measured(problem: Problem, inputs: Tensor, outputs: Tensor, record_graph: bo
         scales = [RATIO**-power for power in powers]
         for scale, pair in zip(scales, _pairs(problem, record_graph, displacement, scales, outputs), strict=True):
             if pair is None:
-                continue  # outside of func's domain, say: a smaller step may be inside
+                continue  # for example outside of func's domain: a smaller step may be inside
             plus, minus = pair
             steps.append((scale * largest)[owner])
             widths.append(problem.realized_width(displacement, scale)[where][owner])
@@ -191,7 +191,7 @@ def _runs(largest: Tensor, smallest: Tensor) -> list[tuple[Tensor, range]]:
 def _pairs(
     problem: Problem, record_graph: bool, displacement: Tensor, scales: Sequence[float], outputs: Tensor
 ) -> Iterator[tuple[Tensor, Tensor] | None]:
-    """Some outputs at x + scale * displacement and x - scale * displacement, per scale; None where func raises."""
+    """Some outputs at x + scale * displacement and x - scale * displacement, per scale; None if func raises."""
     at_once = max(1, AT_ONCE // (2 * max(1, problem.m)))
     for first in range(0, len(scales), at_once):
         own = scales[first : first + at_once]
@@ -277,7 +277,7 @@ def _is_curved(bends: Tensor, steps: Tensor, taken: Tensor, at_eps: Tensor, eps:
 
 
 def _rounding(problem: Problem, rows: Tensor, base: Tensor, x: Tensor, changes: Tensor) -> Tensor:
-    """Rounding of each output: one ulp of it or, if larger, of its coordinate |x| or of 1; at most what func shows.
+    """Rounding of each output: one ulp of it or, if larger, of its coordinate |x| or of 1; at most that seen in func.
 
     An output near zero may be the difference of two numbers of order 1. For example, at x = 0, exp(x) - 1 does not
     change for steps below 1e-16, but its derivative is not zero. Such an output changes by multiples of 1e-16 only.
@@ -321,7 +321,7 @@ def extrapolate(slopes: Tensor, widths: Tensor, rounding: Tensor, atol: float, r
     Parameters
     ----------
     slopes, widths
-        Plain differences and what they were divided by: shape (steps, entries), large steps first. A step
+        Plain differences and their divisors: shape (steps, entries), large steps first. A step
         that an entry did not take, one of the last, has width zero.
     """
     if not widths.numel():
@@ -354,7 +354,7 @@ def _extrapolated(slopes: Array, widths: Array, rounding: Array, atol: float, rt
     estimates = np.full((len(widths), ORDER + 1, rounding.size), np.nan)
     differences = np.full_like(estimates, np.nan)
     estimates[:, 0] = slopes
-    # Where no smaller step moves func, a kink lies between the larger step and this one.
+    # If no smaller step moves func, a kink lies between the larger step and this one.
     still = np.logical_and.accumulate((slopes == 0)[::-1], 0)[::-1]
     differences[1:, 0] = np.where(still[1:], 0.0, np.abs(np.diff(slopes, axis=0)))
     for k in range(1, min(len(widths) - 1, ORDER) + 1):
@@ -369,7 +369,7 @@ def _extrapolated(slopes: Array, widths: Array, rounding: Array, atol: float, rt
     errors = differences + (noise / widths)[:, None]
     score = errors / (atol + rtol * np.abs(estimates))
     score = np.where(taken[:, None] & np.isfinite(score), score, np.inf).reshape(-1, rounding.size)
-    # The best one that all smaller steps agree with: mostly the first that is looked at.
+    # The best one that all smaller steps agree with, usually the first one.
     open_, place = np.arange(rounding.size), np.arange(len(widths))[:, None]
     while open_.size:
         best = score[:, open_].argmin(0)

@@ -1,7 +1,7 @@
 """The sketch engine: V^T (J_num - J_ana) U for a few random directions U and cotangents V.
 
 Differences come first and cotangents second, because the cotangents carry weights from the measured
-noise: what a difference could not resolve must not drown the rest.
+noise: outputs that differences do not resolve must not hide the rest.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EXTRAPOLATED, CENTRAL = 4, 2
 """Number of evaluations per directional derivative, with Richardson extrapolation and without."""
 
 KINK = 1e-2
-"""Where one-sided derivatives are off the central one by this share: nothing smooth bends so within a step."""
+"""Share by which one-sided derivatives differ from the central one: no smooth function bends so much within a step."""
 
 
 @dataclass(slots=True)
@@ -46,11 +46,11 @@ class Differences:
     derivatives
         J u, Richardson-extrapolated where there are four evaluations: float64, shape (count, m).
     noise
-        What they may be off: float64, shape (m,), the largest over the directions, as far as these tell.
+        Bound of their error: float64, shape (m,), the largest over the directions, as far as these show.
     rounding
         How far two units of rounding of an output take a derivative, relative to the output.
     sizes
-        The norm of noise, and the largest derivative, where they are at hand.
+        The norm of noise, and the largest derivative, if they are at hand.
     """
 
     eps: float
@@ -91,10 +91,10 @@ def directional_differences(
     """Differences along random directions; `attempt` numbers the sets of directions of one check, first one of a set.
 
     The first `extrapolated` directions take four evaluations each and measure their noise. The others take two,
-    and are off by about as much as these unless there is a kink. That is enough to find that all is well: what is
-    wrong does not look right by an error of the difference. It is not enough to find that something is wrong.
+    and are off by about as much as these unless there is a kink. That is enough to find that nothing is wrong: the
+    error of a difference does not make a wrong entry look right. It is not enough to find that something is wrong.
 
-    Inputs that take different steps move one after the other, and what they give adds up; so do inputs of
+    Inputs that take different steps move one after the other, and their derivatives add up; so do inputs of
     different weights, each of which counts in the unit of its own tolerance. Coordinates that are `fixed`, shape
     (n,), do not move.
     """
@@ -136,7 +136,7 @@ def weights(noise: Tensor, norm: float, atol: float, pending: Tensor) -> Tensor:
         return pending.to(torch.float64)
     usable = pending & noise.isfinite()
     own = torch.where(usable, noise, 0.0)
-    # The noisiest outputs are scaled down to a common cap, which takes what the others leave of the budget.
+    # The noisiest outputs are scaled down to a common cap, which uses the rest of the budget.
     cap = budget / math.sqrt(max(1, int(usable.sum())))
     capped, count = torch.empty_like(own), -1
     for _ in range(4):
@@ -159,7 +159,7 @@ def all_count_fully(weight: Tensor) -> bool:
 class Cotangent:
     """A row of V: what makes its vector in R^m, how autograd gets it, and how much of the threshold it scales.
 
-    The vector is made whenever it is asked for, the same every time: that costs less than the memory.
+    The vector is made on demand, the same every time: that costs less than the memory.
     """
 
     vector: Callable[[], Tensor]
@@ -203,10 +203,10 @@ def cotangents(seed: int, weight: Tensor, count: int, attempt: int) -> Iterator[
 
 @dataclass(slots=True)
 class Sketch:
-    """S = V^T (J_num - J_ana) U and what is allowed for it: lists of rows, one a cotangent, one column a direction.
+    """S = V^T (J_num - J_ana) U and its allowed error: lists of rows, one per cotangent, one column per direction.
 
-    gradients: VJPs at hand, by the number of their cotangent. allowance: what is allowed for rounding beside the
-    threshold, relative to the cotangent's scale.
+    gradients: VJPs at hand, by the number of their cotangent. allowance: what is allowed for rounding in addition to
+    the threshold, relative to the cotangent's scale.
     """
 
     cotangents: list[Cotangent] = field(default_factory=list)
@@ -216,7 +216,7 @@ class Sketch:
     allowance: float = 0.0
 
     def worst(self) -> tuple[int, int] | None:
-        """The entry (cotangent, direction) furthest beyond what is allowed, if any is beyond: NaN is the furthest."""
+        """The entry (cotangent, direction) furthest beyond its allowed error, if any is beyond: NaN is the furthest."""
         found = {
             (row, column): excess(value, allowed)
             for row, pairs in enumerate(map(zip, self.values, self.allowed))
@@ -226,7 +226,7 @@ class Sketch:
         return worst if worst and found[worst] > 1 else None
 
     def subtract(self, output: int, error: Tensor) -> None:
-        """Takes out what one output adds: error is its (J_num - J_ana) U, shape (directions,)."""
+        """Subtracts one output's contribution: error is its (J_num - J_ana) U, shape (directions,)."""
         for cotangent, row in zip(self.cotangents, self.values, strict=True):
             share = cotangent.vector()[output].item()
             row[:] = (value - share * own for value, own in zip(row, error.tolist(), strict=True))
@@ -235,7 +235,7 @@ class Sketch:
 def residual_row(
     problem: Problem, settings: Settings, differences: Differences, cotangent: Cotangent, vector: Tensor
 ) -> tuple[list[float], list[float], Tensor]:
-    """One row of the sketch, of a cotangent and its vector; what is allowed for it; the VJP behind it (shape (n,))."""
+    """One row of the sketch, for a cotangent and its vector; its allowed error; the VJP behind it (shape (n,))."""
     gradient = problem.vjp(vector.unsqueeze(0), [cotangent.layout])[0]
     sums = ops.dots(differences.derivatives, vector), ops.dots(differences.directions, gradient)
     # A few numbers each: compared here in less time than by operators, and fetched from a device at once.
@@ -244,19 +244,19 @@ def residual_row(
     slack = allowed_in_row(settings, differences, cotangent)
     allowed = [slack] * len(values)
     for k, value in enumerate(values):
-        if abs(value) > slack:  # only then does it matter what rounding may do
+        if abs(value) > slack:  # only then does rounding matter
             terms = differences.derivatives[k] * vector, differences.directions[k] * gradient
             allowed[k] += _rounding(problem, [float(torch.linalg.vector_norm(some)) for some in terms])
     return values, allowed, gradient
 
 
 def _rounding(problem: Problem, norms: Sequence[float]) -> float:
-    """What rounding may do to sums of terms, whose errors have random signs; norms: of the terms."""
+    """Rounding of sums of terms, whose errors have random signs; norms: of the terms."""
     return ROUNDING * problem.unit_roundoff * math.hypot(*norms)
 
 
 def allowed_in_row(settings: Settings, differences: Differences, cotangent: Cotangent) -> float:
-    """What a row may be off, beside rounding."""
+    """Allowed error of a row, apart from rounding."""
     slack = cotangent.scale * settings.atol / 4
     if cotangent.expanded:
         # No weights here.

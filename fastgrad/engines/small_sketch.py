@@ -57,7 +57,7 @@ class _GradOutputs:
 
 @dataclass(slots=True)
 class SmallSketch:
-    """What the VJPs of a small sketch gave.
+    """Results of the VJPs of a small sketch.
 
     Attributes
     ----------
@@ -68,7 +68,7 @@ class SmallSketch:
         Whether those of one-hot grad_outputs have the sizes and dtypes of the inputs, are homogeneous and agree with
         the differences.
     match
-        What the gradients of all rows looked like.
+        Properties of the gradients of all rows.
     """
 
     sketch: Sketch
@@ -225,9 +225,9 @@ class ScreeningGradOutputs:
     """The grad_outputs of a small check in fast mode, each of which answers several questions.
 
     The random cotangents of the sketch are contiguous or not, have a random half of their elements zero, are mostly
-    zero, or are expanded. Of several outputs, there is one for each of them alone. For custom code, which may do
-    anything, there are one-hot ones beside; otherwise the mostly zero one has the last element of each output, where
-    kernels may take another path.
+    zero, or are expanded. For several outputs, there is one for each of them alone. For custom code, which may do
+    anything, there are one-hot ones in addition; otherwise the mostly zero one has the last element of each output,
+    where kernels may take another path.
 
     Attributes
     ----------
@@ -236,7 +236,7 @@ class ScreeningGradOutputs:
     layouts, only
         Per row, its layout, and the output that gets one; -1: all.
     shares
-        Per row, what its sums may be off, relative to those of a dense cotangent; infinite: they are not compared.
+        Per row, the allowed error of its sums, relative to those of a dense cotangent; infinite: they are not compared.
     early, early_only
         For the first graph: REPEAT_SCALE times row REPEATED and, of custom code, row `again`.
     again

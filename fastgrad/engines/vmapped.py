@@ -1,6 +1,6 @@
 """Numerical columns from many points in one call of func, vectorized by torch.func.vmap.
 
-A batching rule may be missing, and what func captured does not move with its batch: for `trial` to judge.
+A batching rule may be missing, and tensors that func captures are not batched: `executor` compares with single calls.
 """
 
 from __future__ import annotations

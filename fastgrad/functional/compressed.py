@@ -1,8 +1,8 @@
 """Matrices of linear maps by few products: guess or probe the pattern, color, decompress, certify.
 
 A pattern is never trusted: products of the map itself with random seeds must be what its entries add up
-to. Where they are not, or where too few rows can share a product, there is no result, and somebody
-computes row by row.
+to. If they are not, or if too few rows can share a product, there is no result, and the caller computes
+row by row.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from fastgrad.structure.detection import Budget, Detection
 from fastgrad.structure.sparsity import Mask, Pattern
 
 WORTH_A_GUESS = 32
-"""Rows from which the four products that try a guess, and their overhead, repay."""
+"""Rows from which the four products that try a guess, and their overhead, pay off."""
 
 GROUPS_WORTH_THE_TRANSPOSE = 8
-"""Groups of rows from which a graph of the backward, whose products are those of columns, may repay."""
+"""Groups of rows from which a graph of the backward, whose products are those of columns, may pay off."""
 
 WORTH_PROBING = 256
-"""Rows from which probing does, which takes milliseconds beside its products."""
+"""Rows from which probing pays off, which takes milliseconds in addition to its products."""
 
 PROBING_SHARE = 4
 """Probing takes at most the rows over this, in products."""
 
 SAVES = 2
-"""Times fewer products than rows, at least, are worth it."""
+"""The least ratio of rows to products that is worth it."""
 
 CERTIFICATES = 2
 """Random seeds, the second of them with a random half zero."""
@@ -94,7 +94,7 @@ class _Scheme:
         return int(self.colors.max()) + 1 if self.colors.size else 0
 
     def values(self) -> Tensor:
-        """The entries, one product a group: shape (nnz,)."""
+        """The entries, one product per group: shape (nnz,)."""
         order, starts = coloring.groups(self.colors)
         entries, entry_starts = coloring.bucket(self.group_of, self.count)
         found = torch.zeros(self.positions.size, dtype=self.map.dtype, device=self.map.device)
@@ -117,11 +117,11 @@ def entries_by_structure(
     Parameters
     ----------
     rows
-        The map; what is returned is certified by its products.
+        The map; its products certify the result.
     columns
         Makes its transpose, if there is one; called where columns may be better.
     symmetric
-        Whether the matrix should be symmetric: a certificate tells.
+        Whether the matrix should be symmetric: a certificate tests it.
     """
     if rows.m < WORTH_A_GUESS or not rows.n:
         return None
@@ -171,7 +171,7 @@ class _Maps:
 
 
 def _star_scheme(rows: LinearMap, pattern: Pattern, groups: int) -> _Scheme | None:
-    """Each entry, or its mirror image, from the product of one color; None where that takes as many as `groups`."""
+    """Each entry, or its mirror image, from the product of one color; None if that takes as many as `groups`."""
     colors = coloring.star_color(pattern.starts, pattern.columns, groups - 1)
     if colors is None:
         return None
@@ -237,8 +237,8 @@ def _is_certified(rows: LinearMap, pattern: Pattern, values: Tensor) -> bool:
         # Not "error > allowed": a NaN is no certificate.
         wrong = ~(error <= ulp * size)
         if bool(wrong.any()):
-            # Terms that cancel inside the map leave more than one ulp of what is left of them. Still
-            # linear, but for rounding: of the whole product, not of something that is far from linear.
+            # Terms that cancel inside the map leave an error of more than one ulp of the rest. The map is
+            # still linear, except for rounding: of the whole product, not of something far from linear.
             noise = _rounding_noise(rows, seed, product)
             excused = (error <= ROUNDING * noise) & (noise <= ulp * size.max())
             if not bool((~wrong | excused).all()):

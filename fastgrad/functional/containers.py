@@ -14,7 +14,7 @@ from fastgrad.functional.compressed import Entries
 Tensors = tuple[Tensor, ...]
 Sparse = bool | Literal["auto"]
 Parts = list[list[Tensor]]
-"""Of a Jacobian: one list an output, with one part an input."""
+"""Parts of a Jacobian: one list per output, with one part per input."""
 
 OUTPUTS = "outputs of the user-provided function"
 
@@ -38,7 +38,7 @@ def as_tensors(value: Any, what: str, name: str) -> tuple[bool, Tensors]:
 
 
 def vector(v: Any, like: Tensors, is_tuple: bool, name: str) -> Tensors:
-    """What v is, a tuple of tensors of the sizes of `like`; 1, where it may be left out."""
+    """The vector as a tuple of tensors of the sizes of `like`; 1 if it may be left out."""
     if v is None:
         if len(like) != 1 or like[0].numel() != 1:
             of = "user-provided function returns" if name == "vjp" else "input to the user-provided function is"
@@ -114,7 +114,7 @@ def is_sparse_enough(found: Entries, sparse: Sparse) -> bool:
 def of_entries(
     found: Entries, outputs: Tensors, inputs: Tensors, dtypes: list[list[torch.dtype]], sparse: bool
 ) -> Parts:
-    """The parts of a sparse matrix of elements, in the layout asked for."""
+    """The parts of a sparse matrix of elements, in the requested layout."""
     parts: Parts = []
     row_start = 0
     for o, output in enumerate(outputs):

@@ -1,4 +1,4 @@
-"""Jacobians, Hessians and their products: the signatures of torch.autograd.functional, at the price of the structure.
+"""Jacobians, Hessians and their products: the signatures of torch.autograd.functional, at the cost of the structure.
 
 func is called once, as it is recorded. A Jacobian or Hessian whose rows, or columns, can share products
 takes one product per group instead of one per row, for every layout; otherwise rows come from a
@@ -81,15 +81,15 @@ def jacobian(
     inputs
         A Tensor or a tuple of Tensors, floating or complex.
     create_graph
-        Make the result differentiable. It is computed row by row then: an entry that is zero here may
+        Make the result differentiable. Then it is computed row by row: an entry that is zero here may
         have a derivative.
     strict
         Raise where an output does not depend on an input, instead of returning zeros.
     vectorize
-        Where no structure helps, compute many rows at once by vmap. Needed for complex outputs, whose
+        If no structure helps, compute many rows at once by vmap. Needed for complex outputs, whose
         rows are the gradients of their real parts, and for forward mode.
     strategy
-        "reverse-mode", or "forward-mode": by forward-mode AD, one evaluation of func a group of columns.
+        "reverse-mode", or "forward-mode": by forward-mode AD, one evaluation of func per group of columns.
     sparse
         False: strided tensors. True: sparse COO tensors. "auto": sparse COO tensors where a structure
         was found and at most a quarter of the entries can differ from zero, otherwise strided ones. An
@@ -98,13 +98,13 @@ def jacobian(
         Differentiate by refined central differences of func instead, about 40 evaluations per group of
         columns; func needs no gradient.
     return_error
-        With numerical=True: also return an estimate of how far each entry may be off.
+        With numerical=True: also return an estimate of the error of each entry.
 
     Returns
     -------
     Tensor or nested tuple of Tensor
-        Shape ``(*output.shape, *input.shape)``, dtype of the input, in forward mode of the output. Where func
-        returns a tuple, or inputs is one, a tuple of these; where both are, result[i][j] for output i and
+        Shape ``(*output.shape, *input.shape)``, dtype of the input, in forward mode of the output. If func
+        returns a tuple, or inputs is one, a tuple of these; if both are, result[i][j] for output i and
         input j. With return_error, (result, error), of one form; errors are real, infinite where no two
         steps agree.
 
@@ -159,8 +159,8 @@ def hessian(
 ) -> Any:
     """The Hessian of func at inputs, as torch.autograd.functional.hessian gives it.
 
-    Rows that share a star coloring's color share a VJP of the gradient, and the symmetry sorts them out;
-    where the second derivatives turn out not to be symmetric, symmetry is not used.
+    Rows of the same color of a star coloring share a VJP of the gradient, and the symmetry separates them.
+    If the second derivatives turn out not to be symmetric, symmetry is not used.
 
     Parameters
     ----------
@@ -427,7 +427,7 @@ def _zeros_for_none(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) 
 
 
 def _check_options(name: str, options: _Options, strategy: str, numerical: bool, return_error: bool) -> bool:
-    """Whether forward mode is asked for; raises where keywords exclude each other."""
+    """Whether forward mode is requested; raises if keywords exclude each other."""
     if strategy not in ("forward-mode", "reverse-mode"):
         raise AssertionError(f'Expected strategy to be either "forward-mode" or "reverse-mode", got {strategy!r}.')
     if options.sparse not in (True, False, "auto"):
@@ -607,7 +607,7 @@ Piece = TypeVar("Piece")
 def _collected(
     blocks: Rows, outputs: Tensors, inputs: Tensors, piece: Callable[[int, Tensor], Piece]
 ) -> Iterator[list[tuple[Tensor, Tensor, list[Piece]]]]:
-    """For each output and input, what is made of the first element and the rows of each block."""
+    """For each output and input, the part made from the first element and the rows of each block."""
     pieces: list[list[list[Piece]]] = [[[] for _ in inputs] for _ in outputs]
     for o, first, rows in blocks:
         for own, row in zip(pieces[o], rows, strict=True):

@@ -28,7 +28,7 @@ from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Settings
 
 SECOND_STEPS = tuple(2.0 ** -(3 + 2 * k) for k in range(11))
-"""Of second differences, relative to the size of a coordinate, or 1: the last ones tell rounding alone."""
+"""Of second differences, relative to the size of a coordinate, or 1: the last ones show rounding alone."""
 
 CLOSER = 2.0**-6
 """Of the step of one-sided derivatives: at a kink, the gap between them stays; on a curve, it shrinks with the step."""
@@ -62,7 +62,7 @@ class Differences:
 def jacobian_by_differences(func: Callable[..., Any], inputs: Sequence[Tensor]) -> Differences:
     """The Jacobian of func, a tuple of Tensors, at strided inputs: about 40 evaluations per group of columns."""
     with _problem(func, inputs) as problem:
-        # A refined column takes forty evaluations: any structure repays them.
+        # A refined column takes forty evaluations: any structure pays off.
         settings = Settings(engine="compressed" if problem.n >= COLUMNS_WORTH_PROBING else "auto")
         none = torch.zeros(0, dtype=torch.float64, device=problem.device)
         found, parts = None, [(none.long(), none.long(), none, none)]
@@ -129,7 +129,7 @@ def derivative_along(
     scale = 2.0 ** math.floor(math.log2(max(1.0, *(size for size, _ in sizes)) / longest))
     dtype = max((value.dtype.to_real() for value in inputs), key=spacing)
 
-    # Around 1, so that steps stay larger than what rounding leaves of them.
+    # Around 1, so that steps stay larger than rounding.
     def moved(place: Tensor) -> Any:
         step = (place - 1) * scale
         return func(*(value + step.to(value.device) * tangent for value, tangent in zip(inputs, tangents, strict=True)))

@@ -19,7 +19,7 @@ Product = Callable[[list[Tensor]], Sequence[Tensor | None]]
 class LinearMap:
     """A matrix with a row for each element of some tensors, the sources, and a column for each of others, the targets.
 
-    Its rows times a seed, one number a source element, are a product, one number a target element. Seeds are
+    Its rows times a seed (one number per source element) are a product (one number per target element). Seeds are
     real: a complex output's row is its VJP with the cotangent 1, not 1j.
 
     Attributes
@@ -30,7 +30,7 @@ class LinearMap:
     m, n
         Elements of the sources, and of the targets.
     dtype, device
-        Of products: what the dtypes of all targets promote to.
+        Of products: the promoted dtype of all targets.
     spacing
         One ulp of 1, of the coarsest dtype among them.
     """
@@ -82,7 +82,7 @@ def _elements(tensors: Sequence[Tensor]) -> tuple[Block, ...]:
 
 
 def backward_map(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> LinearMap:
-    """The map v -> v^T J, one VJP a product; outputs that require no grad add nothing."""
+    """The map v -> v^T J, one VJP per product; outputs that require no grad add nothing."""
     tracked = [output for output in outputs if output.requires_grad]
 
     def apply(seeds: list[Tensor]) -> Sequence[Tensor | None]:
@@ -95,10 +95,10 @@ def backward_map(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> LinearM
 
 
 def backward_of_backward_map(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> LinearMap | None:
-    """The map u -> J u, by differentiating v -> v^T J, one VJP a product; None where that cannot be done.
+    """The map u -> J u, by differentiating v -> v^T J, one VJP per product; None if that is not possible.
 
-    All tensors are real. One evaluation serves this and `backward_map`; that the backward's derivative is
-    right is left to whoever uses it.
+    All tensors are real. One evaluation serves this and `backward_map`. The caller must test that the
+    backward's derivative is right.
     """
     tracked = [output for output in outputs if output.requires_grad]
     cotangents = [uniform_like(output, 0, GRAPH_STREAM).requires_grad_() for output in tracked]
@@ -125,14 +125,14 @@ def backward_of_backward_map(outputs: Sequence[Tensor], inputs: Sequence[Tensor]
 def forward_map(
     func: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> LinearMap:
-    """The map u -> J u by forward-mode AD, one evaluation of func a product; outputs: what func gave at inputs."""
+    """The map u -> J u by forward-mode AD, one evaluation of func per product; outputs: those of func at inputs."""
     return LinearMap(lambda seeds: tangents_along(func, inputs, seeds), inputs, outputs)
 
 
 def tangents_along(
     func: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], tangents: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """The tangents of func's outputs at inputs with tangents, None where an output has none."""
+    """The tangents of func's outputs at inputs with tangents, None if an output has none."""
 
     def evaluate() -> list[Tensor | None]:
         duals = [torch_private.make_dual(value, tangent) for value, tangent in zip(inputs, tangents, strict=True)]

@@ -133,7 +133,7 @@ class _Seen:
 def _product(
     output: Any, blocks: Sequence[Block], like: Tensors, is_tuple: bool, values: Tensor, errors: Tensor | None
 ) -> tuple[Any, ...]:
-    """What the function returns: func's output, then what real coordinates are of tensors like these."""
+    """The function's result: func's output, then the parts for tensors like these, from real coordinates."""
 
     def unflattened(coordinates: Tensor) -> Tensors:
         """Zeros where a tensor has no coordinates."""
@@ -184,7 +184,7 @@ def _second_derivatives(
 def _of_elements(found: Differences, inputs: Tensors, outputs: Tensors, forward: bool) -> tuple[Entries, Entries]:
     """A Jacobian over real coordinates as one over elements, and its errors.
 
-    An entry is what the seed 1 gives: of a complex output the row of the real part, of a complex input
+    An entry is what the seed 1 gives: for a complex output the row of the real part, for a complex input
     real and imaginary part from two columns; in forward mode the other way round.
     """
     row_of, row_part, m = _elements(found.outputs, outputs)

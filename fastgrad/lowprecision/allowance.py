@@ -14,7 +14,7 @@ from fastgrad.problem.coordinates import Block
 
 DRAWS = 6
 """Runs in perturbed arithmetic, and as many again with perturbed inputs. The root mean square of so few is uncertain by
-about a third, which the factors below make up for."""
+about a third; the factors below allow for this."""
 
 SECOND_DRAWS = 12
 """Additional runs for entries beyond their allowance; inputs are perturbed relative to the largest of their tensor."""
@@ -22,20 +22,20 @@ SECOND_DRAWS = 12
 FACTOR = {torch.float32: 16.0, torch.float16: 4.0, torch.bfloat16: 4.0}
 """Allowed error of an entry of a VJP, in scales of rounding.
 
-A kernel adds up in another order, or with other intermediate results, than the reference in perturbed arithmetic. The
-smallest powers of two for which right operators of torch's database are within their allowance, on one sample of each.
-That of float32 is larger: another branch of a special function is many of its units.
+A kernel adds in another order, or with other intermediate results, than the reference in perturbed arithmetic. These
+are the smallest powers of two for which right operators of torch's database are within their allowance, on one sample
+each. That of float32 is larger: another branch of a special function differs by many of its units.
 """
 
 SECOND_FACTOR = {torch.float32: 16.0, torch.float16: 3.0, torch.bfloat16: 3.0}
 """The same in a second look, whose draws move inputs farther. Right operators need 1.8 at most, on a sample of each."""
 
 FORWARD = 16.0
-"""The same for outputs: they only have to show that two functions are the same one."""
+"""The same for outputs, which only have to show that two functions are the same."""
 
 ONCE = 1.02
-"""Units of an entry up to which it counts as rounded once: rounding to nearest gives one at most; two percent are left
-to what was rounded before, in a finer dtype."""
+"""Units of an entry up to which it counts as rounded once: rounding to nearest gives one at most; two percent allow
+for earlier rounding in a finer dtype."""
 
 SHARE_ONCE = 0.9
 """Share of entries that must be rounded once for the smaller allowance to apply."""
@@ -70,7 +70,7 @@ class Spread:
     rounded_values: Tensor
 
     def both(self) -> Tensor:
-        """The larger of both scales per entry; the known one if the other is not finite."""
+        """The larger of both scales per entry; the finite one if the other is not."""
         return torch.maximum(self.products, self.rounded.nan_to_num(nan=0.0, posinf=0.0))
 
     def both_values(self) -> Tensor:
@@ -122,7 +122,7 @@ def _mean_square(
 
 
 class _MeanSquare:
-    """The root mean square of those of some tensors' elements that are finite; infinite where none is."""
+    """The root mean square of the finite elements of some tensors; infinite where none is."""
 
     def __init__(self) -> None:
         self._sum: Tensor | None = None
@@ -189,7 +189,7 @@ def _moduli(coordinates: Tensor, blocks: Sequence[Block]) -> Tensor:
 
 
 def is_rounded_once(error: Tensor, size: Tensor, units: Tensor, subnormals: Tensor) -> bool:
-    """Whether most entries are those of the reference, rounded once: the kernel computes in a wider dtype.
+    """Whether most entries are those of the reference, rounded once: then the kernel computes in a wider dtype.
 
     error, size: moduli of differences and of the reference, shape (count, n).
     """

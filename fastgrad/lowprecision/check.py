@@ -70,10 +70,10 @@ def check(
     Parameters
     ----------
     func, inputs, settings, names
-        As of `fastgrad.checks.order.check`.
+        As in `fastgrad.checks.order.check`.
     reference
-        Makes what func is compared with. Where the caller named it, it must run; otherwise differences decide where
-        it does not.
+        Makes the function to compare with. If the caller named it, it must run; otherwise differences decide if it
+        does not.
     """
     arguments = as_tuple(inputs)
     why = obstacle(arguments, settings)
@@ -95,7 +95,7 @@ class LowerCheck:
     Attributes
     ----------
     comparison
-        Comparison with a reference, once `report` has run; None where nothing was.
+        Comparison with a reference, once `report` has run; None if there was none.
     """
 
     def __init__(

@@ -34,16 +34,16 @@ SIGNIFICANT = 0.01
 
 SCALE_UNITS = 1.0
 SCALE_ERRORS = 3.0
-"""A common relative error of a whole gradient may be so many units, for what rounding does to all entries alike, and so
-many standard errors of its mean. Chosen with the factors of `allowance`."""
+"""Allowed common relative error of a whole gradient: in units, for rounding that affects all entries alike, plus in
+standard errors of its mean. Chosen with the factors of `allowance`."""
 
 
 @dataclass(frozen=True)
 class Common:
     """A common relative error of the gradient of one input: the mean over entries of dense VJPs.
 
-    error, allowed: relative to the gradient. entries: how many it is the mean of, those that count little left out.
-    is_alike: whether it is about the same for each grad_output.
+    error, allowed: relative to the gradient. entries: how many are averaged, without those of little weight. is_alike:
+    whether it is about the same for each grad_output.
     """
 
     block: Block
@@ -61,13 +61,13 @@ class Comparison:
     low, exact
         The VJPs: float64, shape (count, n).
     error, size, scale, limit
-        Moduli of errors and of the reference, what rounding does, and what is allowed; shapes (count, n).
+        Moduli of errors and of the reference, the effect of rounding, and the allowed error; shapes (count, n).
     dtype
         The coarsest of inputs and outputs, in which results are rounded.
     once
         Whether the function is held to rounding once.
     first_limit
-        What was allowed before a second look.
+        The allowed error before a second look.
     excused
         Entries within their allowance only since a second look.
     """
@@ -118,12 +118,12 @@ class Comparison:
         """Entries that are not finite although the reference is in range; and those that rounding explains.
 
         Masks of shape (count, n): the second where the reference, with every result rounded to the dtype, leaves the
-        range of the dtype on its way.
+        range of the dtype in an intermediate result.
         """
         in_range = self._is_in_range()
         infinite = ~self.low.isfinite() & in_range
         explained = infinite & ~self._spread.rounded.isfinite()
-        # Where a derivative with respect to an input is out of range, zero times it is not finite, either.
+        # If a derivative with respect to an input is out of range, zero times it is not finite, either.
         return infinite & ~explained, explained & in_range.all(0)
 
     def _is_in_range(self) -> Tensor:
@@ -187,7 +187,7 @@ class Comparison:
     def smallest_errors(self) -> tuple[float, float, float] | None:
         """Relative errors that would have been found for certain, in half, and in nine of ten significant entries.
 
-        Last the share of those that might be zero. None where nothing is significant.
+        Last the share of those that might be zero. None if no entry is significant.
         """
         if not self.size.numel():
             return None
@@ -222,7 +222,7 @@ class Comparison:
         return found
 
     def _common_error(self, block: Block, probe: int) -> tuple[float, float, float]:
-        """The weighted mean of relative errors, the sum of its weights, and how many entries it is the mean of."""
+        """The weighted mean of relative errors, the sum of its weights, and the number of entries."""
         size, scale = self.size[probe, block.slice], self.scale[probe, block.slice]
         exact = self.exact[probe, block.slice]
         error = self.low[probe, block.slice] - exact

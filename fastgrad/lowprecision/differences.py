@@ -42,7 +42,7 @@ ROWS = 6
 """Numbers of combinations of all outputs, and of rows of the Jacobian, that are tested."""
 
 MOST_ENTRIES = 16
-"""Number of entries of a wrong row that are tested by themselves, those with the largest contribution first."""
+"""Number of entries of a wrong row that are tested separately, those with the largest contribution first."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class Fit:
 class Finding:
     """The result for one combination of outputs and one direction of the inputs.
 
-    error: of the gradient, times the direction. allowed: what of it is not certain. size: the sum of the moduli of the
-    terms of the gradient along the direction. is_open: an error beyond it was seen, but not by smaller steps. step: the
-    largest component of the direction.
+    error: of the gradient, times the direction. allowed: the uncertain part of it. size: the sum of the moduli of the
+    terms of the gradient along the direction. is_open: an error beyond allowed was seen, but not by smaller steps.
+    step: the largest component of the direction.
     """
 
     row: int
@@ -101,7 +101,7 @@ def combinations(problem: Problem, seed: int) -> list[Combination]:
 class NotFinite:
     """An entry of a gradient that is not finite.
 
-    row: negative where only a sum of rows shows it. derivative: by differences; None where these do not tell.
+    row: negative if only a sum of rows shows it. derivative: by differences; None if these do not determine it.
     """
 
     row: int
@@ -166,7 +166,7 @@ def findings(problem: Problem, among: Sequence[Combination], seed: int) -> Itera
 
 
 def entry_of(problem: Problem, row: int, seed: int) -> tuple[int, Finding] | None:
-    """A coordinate of the inputs whose entry in a row is wrong by itself: among those that matter most in the row."""
+    """A coordinate of the inputs whose entry in a row is wrong separately: among those that matter most in the row."""
     w, scale = one_row(problem, row).cotangents[0], _scales(problem)
     gradient = problem.vjp(w.unsqueeze(0))[0]
     for coordinate in (gradient * scale).abs().nan_to_num(0.0).topk(min(MOST_ENTRIES, problem.n)).indices.tolist():
@@ -179,7 +179,7 @@ def entry_of(problem: Problem, row: int, seed: int) -> tuple[int, Finding] | Non
 
 
 def _scales(problem: Problem) -> Tensor:
-    """What a whole step of each coordinate is: its magnitude, at least a tenth of the mean one of its tensor."""
+    """The largest step of each coordinate: its magnitude, at least a tenth of the mean magnitude of its tensor."""
     made = problem.coordinates().abs().clone()
     for block in problem.inputs:
         part = made[block.slice]
@@ -212,7 +212,7 @@ def _finding(problem: Problem, row: int, w: Tensor, gradient: Tensor, whole: Ten
 def _points(
     problem: Problem, w: Tensor, gradient: Tensor, whole: Tensor
 ) -> tuple[int, Numbers, Numbers, Numbers, Numbers, Numbers] | None:
-    """Steps; odd and even parts of what the gradient leaves of the change; random and systematic rounding."""
+    """Steps; odd and even parts of the change that the gradient does not explain; random and systematic rounding."""
     dtype = max((block.tensor.dtype.to_real() for block in problem.outputs), key=unit_roundoff)
     per_halving, count = STEPS.get(dtype, STEPS[torch.float32])
     used = w != 0
@@ -234,7 +234,7 @@ def _points(
         even = float(weights @ (ahead + behind - 2 * base) / 2)
         noise = units * torch.maximum(ahead.abs(), behind.abs()).clamp(min=1e-300) * weights.abs()
         still = (ahead - behind).abs() * weights.abs() < STILL * noise
-        # An output that does not move may be what is left of a larger number.
+        # An output that does not move may be the remainder of a larger number.
         noise = torch.where(still, torch.maximum(noise, units * weights.abs() * largest), noise)
         rows.append((step, odd, even, float((noise[~still] ** 2).sum() / 6) ** 0.5, float(noise[still].sum())))
     if len(rows) < 5:
@@ -246,7 +246,7 @@ def _points(
 def _fits(
     per_halving: int, steps: Numbers, odd: Numbers, even: Numbers, random: Numbers, systematic: Numbers
 ) -> list[Fit]:
-    """Fits of one, two and three odd powers over windows of steps; each knows how far its neighbors are."""
+    """Fits of one, two and three odd powers over windows of steps, each with the distance to its neighbors."""
     raw: dict[tuple[int, int], tuple[float, float, float]] = {}
     tops = list(range(0, len(steps), max(1, per_halving // 2)))
     for place, top in enumerate(tops):

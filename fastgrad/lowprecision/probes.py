@@ -31,7 +31,7 @@ SCALED = 2
 """The dense grad_output that is `FACTOR` times the one before."""
 
 FACTOR = -4.0
-"""Of the dense grad_output that is another one's multiple: a power of two, so that it is exact."""
+"""The factor of the dense grad_output that is a multiple of another one: a power of two, so that it is exact."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Probes:
     rows
         The output coordinate of each one-hot one, -1 for the others: int64, shape (count,).
     text
-        What they are, in words.
+        A description of them.
     dense
         How many of them are those of `_dense`.
     """
@@ -64,7 +64,7 @@ def one_row(problem: Problem, row: int) -> Probes:
 
 
 def probes_of(problem: Problem, fast_mode: bool, vectorizes: bool, seed: int) -> Probes:
-    """Dense grad_outputs and, unless in fast mode, all rows, or all of them in groups where there are too many."""
+    """Dense grad_outputs and, unless in fast mode, all rows, or all of them in groups if there are too many."""
     dense = _dense(problem, seed)
     m = problem.m
     if fast_mode:

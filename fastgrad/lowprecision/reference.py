@@ -117,7 +117,7 @@ class Products:
         return tuple(outputs)
 
     def _tries_batch(self) -> bool:
-        """Whether a batch of two VJPs gives what each gives by itself."""
+        """Whether a batch of two VJPs gives the results of single ones."""
         v = torch.ones(2, self._m, dtype=torch.float64, device=self.device)
         try:
             batch = self._batch(self._graph, self._leaves, v)

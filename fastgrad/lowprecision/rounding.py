@@ -63,8 +63,8 @@ def coarsest(dtypes: Sequence[torch.dtype]) -> torch.dtype:
 class Arithmetic(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
     """A mode in which ATen operators on wider dtypes are about as accurate as in a lower dtype.
 
-    Forward and backward of a float64 function are perturbed alike, so what autograd saves is, too. The operators on
-    tensors that are in the lower dtype already, and those that only move values, are left alone.
+    Forward and backward of a float64 function are perturbed alike, and so are the tensors that autograd saves.
+    Operators on tensors that are already in the lower dtype, and those that only move values, are not perturbed.
 
     Attributes
     ----------
@@ -110,7 +110,7 @@ class Arithmetic(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
             return result
         try:
             return self._perturbed_results(func, result)
-        except Exception:  # of an operator that is not as others: its result is exact then
+        except Exception:  # an unusual operator: its result stays exact
             self.failures.add(name)
             return result
 

@@ -18,11 +18,11 @@ from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Cause, Failure, LowPrecision, RoundedEntry
 
 FEWEST_EFFECTIVE = 12.0
-"""Entries that a common relative error must be the mean of: of fewer, the entries themselves are compared."""
+"""Least number of entries for a common relative error; if there are fewer, the entries themselves are compared."""
 
 MOST_OF_SUMS = 4.0
-"""Times what is allowed that a sum over outputs may be off without a wrong row: a kernel that adds up in a lower dtype
-rounds more often than an operator of the reference."""
+"""Error of a sum over outputs, in units of the allowed error, that is accepted without a wrong row: a kernel that adds
+in a lower dtype rounds more often than an operator of the reference."""
 
 MOST_LOCATED = 4
 """Components that are traced to a row, the worst first."""
@@ -94,7 +94,7 @@ def judge(problem: Problem, products: Products, probes: Probes, outcome: Outcome
 
 
 def judge_by_differences(problem: Problem, seed: int, outcome: Outcome) -> None:
-    """Compares derivatives along some directions with differences; only a wrong entry by itself is a failure."""
+    """Compares derivatives along some directions with differences; only a single wrong entry is a failure."""
     combinations = differences.combinations(problem, seed)
     endless = differences.not_finite(problem, combinations)
     if endless is not None:
@@ -139,7 +139,7 @@ def _judge_not_finite(problem: Problem, found: differences.NotFinite, products: 
     block = block_with(problem.inputs, found.coordinate)
     outcome.note(
         undecided=f"the gradient of input {block.position} at {list(block.index_at(found.coordinate))} is not finite, "
-        "and differences in this dtype do not tell whether the derivative is",
+        "and differences in this dtype do not show whether the derivative is",
         remedy="pass a reference= in double precision, or smaller inputs",
     )
 
@@ -279,7 +279,7 @@ def _special_grad_output(
 
 
 def causes_of(found: Tensor, expected: Tensor) -> tuple[Cause, ...]:
-    """What all wrong entries have in common, if they are zero, or what they should be times a constant."""
+    """The common property of all wrong entries, if they are zero, or the right values times a constant."""
     if found.numel() < 2:
         return ()
     if not bool(found.any()):

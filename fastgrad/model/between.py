@@ -20,7 +20,7 @@ from fastgrad.model.step import Step
 from fastgrad.report.model_data import Finding, Site
 
 MOST_PARAMETERS = 64
-"""Parameters that are looked at one by one."""
+"""Parameters that are examined one by one."""
 
 MOST_CUTS = 32
 """Number of detached paths that are tried one by one."""
@@ -92,11 +92,11 @@ class Between:
     Attributes
     ----------
     findings
-        What is shown to be wrong.
+        Proven errors.
     remarks
-        What is not.
+        Other observations.
     meant
-        What modules of torch's own take for constants.
+        Values that torch's own modules treat as constants.
     """
 
     step: Step

@@ -1,4 +1,4 @@
-"""check_model: checks each operation of a model, the gradient of the loss, and what connects them."""
+"""check_model: checks each operation of a model, the gradient of the loss, and the connections between operations."""
 
 from __future__ import annotations
 

@@ -16,20 +16,20 @@ from fastgrad.model.step import Step
 from fastgrad.report.model_data import EndToEnd
 
 STEPS = {torch.float64: 1e-6, torch.float32: 2.0**-9, torch.bfloat16: 2.0**-4, torch.float16: 2.0**-5}
-"""By which parameters move, relative to their root mean square: where truncation and rounding of the loss balance."""
+"""Step of parameters, relative to their root mean square: where truncation and rounding of the loss balance."""
 
 SMALLER = 2.0**-6
 """The second step, relative to the first: it meets a 64th of the kinks."""
 
 ALLOWED = {torch.float64: 1e-4, torch.float32: 2e-2, torch.bfloat16: 0.2, torch.float16: 0.1}
-"""The error of a directional derivative, relative to the root of the sum of squares of its terms, that is none: kinks
-that a step crosses make up 1e-5 of it in double precision."""
+"""Allowed error of a directional derivative, relative to the root of the sum of squares of its terms: kinks that a step
+crosses account for 1e-5 in double precision."""
 
 MOST_AMPLIFIED = 100.0
 """Parameters with small gradients are moved further, at most by this factor."""
 
 NEGLIGIBLE = 1e-6
-"""The share of the derivative below which a gradient is rounding, that of a bias before a norm say."""
+"""The share of the derivative below which a gradient is rounding, for example that of a bias before a norm."""
 
 SMALLEST_MOVE = 1e-2
 """Step of a parameter whose values are zero (for example a bias), relative to 1."""

@@ -26,7 +26,7 @@ def _factors(device: torch.device) -> tuple[Tensor, Tensor]:
 def fingerprint(tensor: Tensor) -> int:
     """A weighted sum of a tensor's bits modulo 2^64, which changes if any one element changes.
 
-    Where several differ, it is the same with a probability of about 2^-64.
+    If several differ, it is the same with a probability of about 2^-64.
     """
     if tensor.layout is not torch.strided:
         return sum(fingerprint(part) for part in _parts(tensor))

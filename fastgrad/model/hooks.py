@@ -32,16 +32,16 @@ class HookWatch:
     Attributes
     ----------
     hooks
-        Those that were there, or were registered meanwhile.
+        Those that existed before or were registered meanwhile.
 
     Parameters
     ----------
     model
-        Whose hooks.
+        The model that has the hooks.
     places
-        Where it is.
+        The current position in it.
     mutes
-        Whether hooks that return or write other gradients are kept from doing so.
+        Whether hooks are prevented from returning or writing other gradients.
     """
 
     def __init__(self, model: Module, places: Places, mutes: bool) -> None:

@@ -1,4 +1,4 @@
-"""Checks one recorded operation by itself at its recorded inputs."""
+"""Checks one recorded operation separately at its recorded inputs."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from fastgrad.report.model_data import Operation, OperationVerdict
 from fastgrad.report.report import Report
 
 SCREEN_ERROR = 1e-6
-"""The error of v^T J u, relative to its terms, up to which an operator of torch is right: a hundred times what
-differences in double precision are off where functions are smooth, a thousandth of what a check of entries allows."""
+"""The error of v^T J u, relative to its terms, up to which an operator of torch is right: a hundred times the error of
+differences in double precision for smooth functions, a thousandth of the allowed error of entries."""
 
 SCREEN_STEPS = (1.0, 2.0**-7)
 """Of eps: the smaller one, where rounding is still 1e-8, meets a hundredth of the kinks."""
@@ -41,7 +41,7 @@ LARGE = 1 << 20
 """Numbers in the inputs of a custom Function from which on it is checked in full on fewer rows."""
 
 FEWER = 8
-"""The share of the rows that are then checked in full: one in so many."""
+"""One in this many rows is then checked in full."""
 
 ON_FEWER_ROWS = "v^T J u agrees for all rows; only the first rows were checked in full"
 """The text for such an operation in the table."""
@@ -52,7 +52,7 @@ class _Screen:
     error: float
     """Of v^T J u, relative to the root of the sum of squares of its terms."""
     scale: float
-    """A typical entry of J^T v, or of what differences say in its place."""
+    """A typical entry of J^T v, or of the differences in its place."""
     agrees: bool
     evaluations: int = 0
     vjps: int = 0
@@ -123,7 +123,7 @@ def _found(call: Call, func: Callable[..., Any], leaves: list[Tensor], settings:
     fewer = _fewer_rows(call, func, leaves) if screen is not None and screen.agrees else None
     if fewer is not None:
         leaves, func = fewer
-    # Entries much smaller than atol, of a mean say, would all be within it.
+    # Entries much smaller than atol, for example of a mean, would all be within it.
     scale = min(1.0, screen.scale) if screen is not None and screen.scale > 0 else 1.0
     report = _checked(func, leaves, settings, scale)
     if report.failure is not None and report.failure.trouble == "kink":
@@ -224,7 +224,7 @@ def _along(problem: Problem, settings: Settings, eps: float, v: Tensor, gradient
 
 
 def _linear_error(func: Callable[..., Any], leaves: list[Tensor], settings: Settings) -> float:
-    """Of a view, which is a linear map whatever the values: v^T J u against v^T func(u), relative to their terms."""
+    """For a view, which is linear for all values: v^T J u against v^T func(u), relative to their terms."""
     number = count(1)
 
     def drawn(tensor: Tensor) -> Tensor:
@@ -275,7 +275,7 @@ def _replay(call: Call, double: bool) -> tuple[list[Tensor], Callable[..., Any]]
         with without_autocast(), torch.enable_grad():
             result = call.target.apply(*args) if call.is_custom else call.target(*args, **kwargs)
         results = as_tuple(result)
-        # Further results of operators, the statistics of a norm say, may be without derivatives.
+        # Further results of operators, for example the statistics of a norm, may have no derivatives.
         if len(results) > 1 and call.used and not call.used >= set(range(len(results))):
             results = tuple(
                 one.detach() if isinstance(one, Tensor) and i not in call.used else one for i, one in enumerate(results)

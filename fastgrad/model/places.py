@@ -53,12 +53,12 @@ class Places:
 
 @hidden_from_dynamo
 def caller() -> str:
-    """File and line of the innermost frame that is neither torch's nor fastgrad's; empty where there is none."""
+    """File and line of the innermost frame that is neither torch's nor fastgrad's; empty if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if file == _STEP and frame.f_code.co_name == "loss":
-            return ""  # what called fastgrad is no line of the model
+            return ""  # the caller of fastgrad is not a line of the model
         if not file.startswith((PACKAGE, _TORCH, "<frozen")):
             return f"{short(file)}:{frame.f_lineno}"
         frame = frame.f_back

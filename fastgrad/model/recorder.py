@@ -35,11 +35,11 @@ class Call:
     Attributes
     ----------
     name
-        What reports call it.
+        Its name in reports.
     target
         An operator, or a custom Function.
     tensors
-        The tensors among its arguments: copies, but for parameters.
+        The tensors among its arguments: copies, except for parameters.
     rebuild
         Makes the arguments anew from as many tensors; None: there are none.
     differentiable
@@ -53,7 +53,7 @@ class Call:
     used
         Which of its results were used.
     omitted
-        Why it cannot be checked; empty where it can.
+        Why it cannot be checked; empty if it can.
     others
         Further calls, with copies of their own: those of custom Functions.
     """
@@ -100,18 +100,18 @@ class Recorder(torch_private.EagerDispatchMode):  # type: ignore[no-untyped-call
     calls
         Distinct operations, in the order of their first calls.
     places
-        Where the model is.
+        The current position in the model.
     saved, hooks, cuts
-        What was seen between operations.
+        Observations between operations.
     foreign
-        Functions of torch's own that are no operators, activation checkpointing say.
+        Functions of torch's own that are not operators, for example activation checkpointing.
 
     Parameters
     ----------
     model
         Names its modules.
     parameters
-        Whose flow is followed.
+        The parameters whose flow is followed.
     memory_limit
         Bytes of copies.
     keeps_calls
@@ -119,9 +119,9 @@ class Recorder(torch_private.EagerDispatchMode):  # type: ignore[no-untyped-call
     kept_saved
         Numbers of saved tensors that are copied, and of which backward gets the copies.
     mutes_hooks
-        Whether hooks that return or write other gradients are kept from doing so.
+        Whether hooks are prevented from returning or writing other gradients.
     watched
-        Numbers of saved tensors that are looked at after every event.
+        Numbers of saved tensors that are compared after every event.
     """
 
     def __init__(
@@ -283,7 +283,7 @@ class Recorder(torch_private.EagerDispatchMode):  # type: ignore[no-untyped-call
         return result
 
     def _keep(self, name: str, target: Any, arguments: Any, tensors: Sequence[Tensor]) -> Call:
-        """The call of an operation: copies of its arguments, where it is the first of its kind."""
+        """The call of an operation: copies of its arguments, if it is the first of its kind."""
         found: list[tuple[str, Tensor]] = []
         rebuild = flatten(arguments, "", lambda tensor: True, found)
         plain = arguments if rebuild is None else rebuild(iter([_Placeholder()] * len(found)))

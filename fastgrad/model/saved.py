@@ -30,7 +30,7 @@ class Saved:
     site
         Where.
     copy
-        What backward gets in its place, if anything.
+        The tensor that backward gets in its place, if any.
     changed
         Whether backward found other bits.
     writer
@@ -55,16 +55,16 @@ class SavedWatch:
     all
         In the order of saving.
     events
-        Operators that have run: who uses this counts them.
+        Operators that have run; the user of this class counts them.
 
     Parameters
     ----------
     places
-        Where the model is.
+        The current position in the model.
     kept
         Numbers of saved tensors that are copied, and of which backward gets the copies.
     watched
-        Numbers of saved tensors that are looked at around every event.
+        Numbers of saved tensors that are compared around every event.
     """
 
     def __init__(self, places: Places, kept: frozenset[int], watched: frozenset[int]) -> None:

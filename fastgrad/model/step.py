@@ -136,7 +136,7 @@ class Step:
         kept = [(table, dict(table)) for table in tables if table]
         try:
             for table, _ in kept:
-                table.clear()  # an optimizer that steps within backward, say
+                table.clear()  # for example, an optimizer that steps within backward
             if loss.requires_grad:
                 loss.sum().backward()  # type: ignore[no-untyped-call]
         finally:
@@ -216,7 +216,7 @@ class _InDouble(TorchFunctionMode):
         writes = name.endswith("_") or name in ("__setitem__", "__get__", "__set__")
         if writes and name != "__setitem__":
             return func(*args, **kwargs)
-        # What is written to must stay itself.
+        # Tensors that are written to must keep their identity.
         first, rest = (args[:1], args[1:]) if writes else ((), args)
         return func(*first, *_doubled(rest), **_doubled(kwargs))
 

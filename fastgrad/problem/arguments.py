@@ -49,7 +49,7 @@ def flatten(value: Any, path: str, wanted: Callable[[Tensor], bool], found: list
 
 
 def _children_of(value: Any) -> Children | None:
-    """The children of a container with their paths, and a function that rebuilds it; None if it is no container."""
+    """The children of a container with their paths, and a function that rebuilds it; None if it is not a container."""
     kind = type(value)
     if kind is tuple or kind is list:
         return [(f"[{i}]", child) for i, child in enumerate(value)], kind
@@ -83,13 +83,13 @@ class Call:
     A context manager: on leaving it, a module's buffers are as they were on entering.
 
     Every call gets containers of its own, so that func may change them, around the caller's own tensors or
-    what the checker puts in their place. The parameters of a module are perturbed where they are; only
-    where the checker puts something else in their place, dual tensors say, the module is called with that.
+    what the checker puts in their place. The parameters of a module are perturbed in place; only
+    if the checker puts something else in their place (dual tensors), the module is called with that.
 
     Attributes
     ----------
     tensors, names
-        What is checked: inputs, then keyword arguments, then parameters; and what messages call it.
+        The checked tensors: inputs, then keyword arguments, then parameters; and their names in messages.
     output_names
         Of the tensors that func returned the first time.
     differentiable

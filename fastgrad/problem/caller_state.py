@@ -123,7 +123,7 @@ class _KeptTensor:
             self._kept_gradient.restore()
 
     def _write(self, memory: Tensor, bits: Tensor) -> None:
-        # What is not checked is nobody's to write but func's: it may be mapped read-only.
+        # Only func may write to unchecked tensors: they may be mapped read-only.
         if memory.layout is torch.strided and not _is_backed(memory):
             memory.untyped_storage().resize_(_bytes_needed(memory))  # func freed it
         elif not self._requires_grad and torch.equal(memory, bits):

@@ -25,8 +25,8 @@ class Block:
     index counts the differentiable tensors of its side (an input given twice has the index of its
     first place); position is its place among func's arguments or results; coordinates run from
     first to first + size. elements holds the flat (C order) number of each element that has
-    coordinates, where not all have: int64, shape (elements,). step is that of an input, relative to the
-    check's eps; weight is what an error in it counts in sums over inputs whose tolerances differ.
+    coordinates, if not all have: int64, shape (elements,). step is that of an input, relative to the
+    check's eps; weight is the factor of its errors in sums over inputs whose tolerances differ.
     """
 
     index: int
@@ -87,7 +87,7 @@ class Memory:
     Attributes
     ----------
     stand_in
-        What func gets instead of the input while inputs are perturbed; None: the input itself. Of an
+        The tensor that func gets instead of the input while inputs are perturbed; None: the input itself. Of an
         MKLDNN input, whose elements nothing can write, only the dtype and layout matter.
     values
         Strided: perturbing it perturbs the stand-in, and its C order is that of the coordinates.
@@ -119,7 +119,7 @@ def memory_of(tensor: Tensor, masked: bool) -> Memory | None:
     values = own_values(plain)
     if masked and values is not None:
         return Memory(None, values, _specified_elements(plain, values))
-    # A copy that owns its memory: to_dense() may return a view of what it made.
+    # A copy that owns its memory: to_dense() may return a view.
     dense = plain.to_dense().contiguous().clone()
     stand_in, values = _densified_coo(plain, dense) if plain.layout is torch.sparse_coo else _densified(plain, dense)
     return Memory(stand_in.requires_grad_(), values)
@@ -202,7 +202,7 @@ def blocks_of(
 ) -> tuple[Block, ...]:
     """The blocks of the tensors at the selected positions; with `once`, the same tensor again adds none.
 
-    memories: of those that are not strided, by position. scales: the step and weight of each, where not all are 1.
+    memories: of those that are not strided, by position. scales: the step and weight of each, if not all are 1.
     """
     blocks: list[Block] = []
     seen: set[int] = set()

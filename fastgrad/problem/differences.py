@@ -23,12 +23,12 @@ class Differences(Evaluation):
         Returns
         -------
         Tensor
-            float64, shape (count, m): one row a column of the Jacobian. Two evaluations each.
+            float64, shape (count, m): one row per column of the Jacobian. Two evaluations each.
 
         Raises
         ------
         AssertionError
-            Where a perturbed func returns another number of outputs, other shapes or other dtypes.
+            If a perturbed func returns another number of outputs, other shapes or other dtypes.
         """
         self._recorded = None
         columns = torch.empty(count, self.m, dtype=torch.float64, device=self.device)

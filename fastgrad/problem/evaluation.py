@@ -81,7 +81,7 @@ class Evaluation:
         """names: of the arguments in messages, if any; the step and weight of each checked argument.
 
         records_differences: whether func next to x records gradients, as torch's checker lets it, unless it is known to
-        give the same values without. traced: func at these arguments, where it was called already.
+        give the same values without. traced: func at these arguments, if it was called already.
         """
         refuse_function_class(func)
         positions = differentiable_inputs(arguments, names, warn_of_precision)
@@ -169,7 +169,7 @@ class Evaluation:
             results = as_tuple(self._evaluator.evaluate(True))
             self.seconds = clock(next((v.device for v in results if isinstance(v, Tensor)), self.device)) - start
         if self._evaluator.inputs_changed():
-            self._evaluator.mutates_inputs = True  # or they hold a NaN, and it does no harm
+            self._evaluator.mutates_inputs = True  # or they hold a NaN, which is harmless
         check_outputs(results)
         positions = [i for i, value in enumerate(results) if is_differentiable(value) and value.requires_grad]
         self.has_graph = bool(positions)
@@ -296,7 +296,7 @@ class Evaluation:
         base
             The outputs at x: float64, shape (m,).
         curve
-            What the one-sided derivatives of a smooth function may be off the central one, relative to it.
+            Largest relative distance of a smooth function's one-sided derivatives from the central one.
         fixed
             True for coordinates that do not move, shape (n,).
         """

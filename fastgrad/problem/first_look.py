@@ -18,15 +18,15 @@ from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Settings
 
 CALL_SECONDS, NODE_SECONDS, CUSTOM_SECONDS, COORDINATE_SECONDS = 4e-6, 3e-6, 8e-6, 2e-9
-"""What an evaluation usually takes: each, and for each node of its graph, each custom Function beside, and each
+"""Usual seconds of an evaluation: per call, and in addition per node of its graph, per custom Function, and per
 coordinate. `python -m benchmarks.bench_costs` measures them."""
 
 BACKWARD_SECONDS = 10e-6
 """Additional time of an evaluation if func is itself a backward: one forward and one run of autograd's engine."""
 
 SLOW_SECONDS, SLOW_FACTOR = 3e-3, 10
-"""Func is slow where an evaluation takes longer than this, and than so many times what is usual: its seconds count
-then. Else counts and sizes decide alone, so that a busy machine chooses as an idle one does."""
+"""Func is slow if an evaluation takes longer than this, and than this many times what is usual: then its seconds
+count. Otherwise only counts and sizes decide, so that a busy machine chooses as an idle one does."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class FirstLook:
     moved
         The coordinates, a random half, that differ between the two points: shape (n,).
     reacted
-        The outputs that do: shape (m,). None where func raises there.
+        The outputs that do: shape (m,). None if func raises there.
     seconds
-        What one evaluation takes: of its usual cost and, if it is slow, by the clock.
+        Seconds of one evaluation: its usual cost or, if it is slow, by the clock.
     measured
-        By the clock in any case: for what is to be told and tried, and chooses no engine.
+        Always by the clock: for estimates and trials; it chooses no engine.
     obstacles
-        What kept another engine than the dense one from being used, in words; added to as it turns up.
+        Why no other engine than the dense one could be used, as text; extended during the check.
     """
 
     record_graph: bool
@@ -61,10 +61,10 @@ class FirstLook:
 
 
 def first_look(problem: Problem, settings: Settings) -> FirstLook:
-    """Looks, at a point next to x, for any difference in any value between func with and without a graph.
+    """Compares all values of func with and without a graph, at a point next to x.
 
-    A func that differentiates inside fails without a graph, or sees to its own. Two evaluations beside the first one
-    at x: the point next to it stands for all, and x itself is compared where bits are to tell a pattern.
+    A func that differentiates inside fails without a graph, or enables its own. This takes two evaluations besides the
+    first one at x: one nearby point is representative, and x itself is compared if bits are used to find a pattern.
     """
     half = direction(problem.n, settings.seed, GRAPH_STREAM, halved=True)
     displacement = problem.displacement(half.to(problem.device), settings.eps)
@@ -85,14 +85,14 @@ def first_look(problem: Problem, settings: Settings) -> FirstLook:
 
     try:
         seconds = evaluate(next_to_x, True)
-    except Exception as error:  # it takes single steps only
+    except Exception as error:  # it accepts single steps only
         raise_if_transient(error, partial(evaluate, next_to_x, True))
         return look(True, None, problem.seconds)
     reacted = (next_to_x.view(torch.int64) != base.view(torch.int64)).cpu().numpy()
     if torch.is_grad_enabled():
         try:
             without = evaluate(plain, False)
-        except Exception as error:  # it differentiates inside, say
+        except Exception as error:  # for example, it differentiates inside
             raise_if_transient(error, partial(evaluate, plain, False))
             return look(True, reacted, seconds)
         if torch.equal(next_to_x, plain):

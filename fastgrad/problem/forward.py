@@ -24,7 +24,7 @@ class ForwardMode(Evaluation):
         Returns
         -------
         tuple
-            float64, shape (count, m): one row a column of the Jacobian; and whether tangents were complex
+            float64, shape (count, m): one row per column of the Jacobian; and whether tangents were complex
             for complex outputs and real for real ones.
         """
         self._recorded = None
@@ -87,7 +87,7 @@ class ForwardMode(Evaluation):
             dual = block.tensor.detach()
             if tangent is not None:
                 dual = torch_private.make_dual(dual, tangent)
-                # Where the input is a view, make_dual may have copied the tangent.
+                # If the input is a view, make_dual may have copied the tangent.
                 within = torch_private.tangent_of(dual)
                 inside.append(tangent if within is None else within)
             duals[id(block.tensor)] = dual

@@ -17,7 +17,7 @@ class Problem(Differences, ReverseMode, ForwardMode):
     ----------
     inputs, outputs
         The coordinates of the differentiable inputs, and of the outputs to difference: those that
-        require grad or, where there is none, all that could.
+        require grad or, if there is none, all that could.
     has_graph
         Whether any output requires grad.
     is_custom
@@ -33,7 +33,7 @@ class Problem(Differences, ReverseMode, ForwardMode):
     device
         Where Jacobian blocks live: with the outputs.
     seconds
-        What the first evaluation took.
+        Of the first evaluation.
     ranks
         The processes that compute columns and rows.
     has_checkpoint, restores

@@ -64,7 +64,7 @@ class ReverseMode(Evaluation):
         -------
         tuple
             The rows (float64, shape (count, coordinates of `inputs` end to end)), those of the second
-            run divided by scale (the same, with `repeated` rows), and what the gradients looked like.
+            run divided by scale (the same, with `repeated` rows), and properties of the gradients.
         """
         natives, graph, size = self._natives, self.vjp_graph(), self.n
         if len(inputs) < len(natives):
@@ -95,14 +95,14 @@ class ReverseMode(Evaluation):
         Parameters
         ----------
         cotangents, layouts
-            As of `vjp`; or none.
+            As in `vjp`; or none.
         repeated, scale
-            As of `analytical_rows`.
+            As in `analytical_rows`.
         undefined
             Whether to run undefined grad_outputs, too.
         fewest_vectorized
-            From so many rows of an output on, they are one vectorized VJP, where the backward can be vectorized;
-            0: never. Without `repeated` only.
+            From this many rows of an output on, they are one vectorized VJP, if the backward can be vectorized;
+            0: never. Only without `repeated`.
         atol, rtol
             Up to which the products of the cotangents are what the rows add up to; rtol of the largest sum.
         """
@@ -164,7 +164,7 @@ class ReverseMode(Evaluation):
     ) -> tuple[int, Tensor | None]:
         """Runs the VJPs of rows of cotangents in order, until one differs from its row of `known`.
 
-        cotangents, only: as of `vjps_of`. known: float64, shape (count, n).
+        cotangents, only: as in `vjps_of`. known: float64, shape (count, n).
 
         Returns
         -------
@@ -195,7 +195,7 @@ class ReverseMode(Evaluation):
     def zero_gradients(self) -> list[Tensor | None]:
         """Autograd's gradients for zero grad_outputs, one per input block, unconverted.
 
-        None where it made none.
+        None if it made none.
         """
         self.vjps += 1
         return self.vjp_graph().vjp_of_zeros()

@@ -32,7 +32,7 @@ def _differentiable(results: tuple[Any, ...]) -> list[int]:
 def random_grad_outputs(outputs: tuple[Tensor, ...], seed: int, noncontiguous: bool) -> tuple[Tensor, ...]:
     """One leaf per output that requires grad, with its shape, dtype and device, uniform in [-1, 1).
 
-    noncontiguous: every second element of a buffer, where there is more than one element.
+    noncontiguous: every second element of a buffer, if there is more than one element.
     """
     grads = []
     first = 0
@@ -70,9 +70,9 @@ def grad_outputs_for(
 class Backward:
     """Callable (*inputs, *grad_outputs) -> the gradients of func that exist.
 
-    It records its own gradients where it is called with gradient recording on. The forward pass is
+    It records its own gradients if it is called with gradient recording on. The forward pass is
     recorded in any case: a backward cannot run without. Arguments that required grad when this was made
-    do so again: forward-mode AD hands over detached ones.
+    do so again: forward-mode AD passes detached ones.
 
     Where only grad_outputs have moved since the last forward pass, it is not run again: its graph serves
     as long as nothing is recorded. That this gives the same gradients is tried once, the first time.

@@ -1,4 +1,4 @@
-"""The backward of a small problem, for those who run VJPs again: blocks, and calls that are counted."""
+"""The backward of a small problem, for repeated VJPs: its blocks, and its counted calls."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ class SmallBackward:
     def vjps_of(
         self, cotangents: Tensor, only: Sequence[int], layouts: Sequence[int] = ()
     ) -> tuple[Tensor, native.GradientsMatch]:
-        """As of `Problem`."""
+        """As in `Problem`."""
         self.vjps += len(only)
         return self._problem.vjps(cotangents, layouts, only)
 
     def vjp(self, cotangents: Tensor) -> Tensor:
-        """As of `Problem`, for contiguous grad_outputs of all outputs."""
+        """As in `Problem`, for contiguous grad_outputs of all outputs."""
         return self.vjps_of(cotangents, [-1] * cotangents.shape[0])[0]
 
     def first_other_vjp(
         self, cotangents: Tensor, only: Sequence[int], order: Sequence[int], known: Tensor
     ) -> tuple[int, Tensor | None]:
-        """As of `Problem`."""
+        """As in `Problem`."""
         graph, blocks = self._problem.graph, self._problem.blocks
         run, other, _ = native.first_other_vjp(graph, blocks, cotangents, only, order, known)
         self.vjps += run

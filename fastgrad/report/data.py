@@ -130,7 +130,7 @@ class Cause:
     text
         A sentence for people, without its period.
     measure
-        What it rests on: a residual or a count, say.
+        The evidence, for example a residual or a count.
     confidence
         From 0 to 1.
     """
@@ -192,7 +192,7 @@ class Explanation:
     text
         What would have happened.
     error
-        How far the sums are off, over the moduli of their terms.
+        The error of the sums, relative to the moduli of their terms.
     """
 
     name: CauseName
@@ -210,7 +210,7 @@ class Evidence(EqualByContent):
     Attributes
     ----------
     calls
-        Of func and backward, beside those that the report counts.
+        Of func and backward, in addition to those that the report counts.
     func_moves
         The largest difference between outputs of two evaluations at x.
     runs
@@ -230,7 +230,7 @@ class Evidence(EqualByContent):
     gapped
         Deviation for a non-contiguous v from its contiguous copy; infinite where one of them is not finite.
     offset
-        Deviation for a v that begins behind the beginning of its storage from its copy.
+        Deviation for a v at a storage offset from its copy.
     expanded
         Deviation for a constant v, expanded with stride 0, from its copy.
     gapped_error
@@ -238,7 +238,7 @@ class Evidence(EqualByContent):
     offset_error, expanded_error
         The same for one at an offset, and for an expanded v.
     modified
-        Where a backward writes into its grad_output: deviation of the gradient from that of backwards with copies.
+        If a backward writes into its grad_output: deviation of the gradient from that of backwards with copies.
     dense_error
         ``|v^T J u - v . (difference along u)|``, over the sum of the moduli of its terms, for one random u.
     output_dtype
@@ -320,14 +320,14 @@ class Settings(Tolerances):
     order
         Of the derivatives that are checked.
     inputs
-        The tolerances of each checked input, where not all have the same; eps, atol and rtol are then the
+        The tolerances of each checked input, if not all have the same; eps, atol and rtol are then the
         smallest of them.
     precision
         "strict" where the tolerances hold for every dtype.
     reference
-        What a function of a lower dtype was to be compared with, by name; None: itself, in double precision.
+        The name of the reference that was passed for a function of a lower dtype; None: itself, in double precision.
     reference_device
-        Where it was to run; None: where the function does.
+        The device that was passed for it; None: that of the function.
     """
 
     nondet_tol: float = 0.0
@@ -433,7 +433,7 @@ class Entry:
     allowed
         ``atol + rtol |numerical|``.
     error
-        How far numerical may be off, where it was re-measured over several steps.
+        Estimated error of numerical, if it was re-measured over several steps.
     """
 
     output_index: tuple[int, ...]
@@ -500,9 +500,9 @@ class Difference:
     Attributes
     ----------
     step
-        By which the input was moved to either side; of a complex entry, its first coordinate.
+        By which the input was moved to either side; for a complex entry, its first coordinate.
     change
-        By how much func moved in between; of a complex entry, made of what its two coordinates gave.
+        The change of func in between; for a complex entry, combined from its two coordinates.
     estimate
         The derivative that follows: change over the realized distance.
     """
@@ -535,7 +535,7 @@ class Comparison(EqualByContent):
     sum_product
         The sum of ``a conj(n)``.
     analytical
-        The matrix, where it is small, in torch's layout: one row an input element, one column an output
+        The matrix, if it is small, in torch's layout: one row per input element, one column per output
         element.
     numerical
         The same.
@@ -599,7 +599,7 @@ class Certificate:
     method
         The vectors, and what they were compared with.
     bound
-        An error of one entry shows from this size on, beside rounding.
+        An error of one entry is detected from this size on, apart from rounding.
     """
 
     claim: str
@@ -624,15 +624,15 @@ class Subject:
     Attributes
     ----------
     function
-        The name of func; empty where it has none.
+        The name of func; empty if it has none.
     parameters
-        What func calls its arguments, as far as that is known.
+        Names of func's arguments, as far as known.
     inputs
-        Dtype and shape of each checked input, ``float64[3, 4]`` say.
+        Dtype and shape of each checked input, for example ``float64[3, 4]``.
     outputs
         The same of each differentiable output.
     source
-        File and line of the custom backward, or of func where it has none: ``ops.py:12``; empty where unknown.
+        File and line of the custom backward, or of func if it has none: ``ops.py:12``; empty if unknown.
     test
         The id of the test that runs, under pytest.
     """
@@ -672,9 +672,9 @@ class Failure(EqualByContent):
     cause
         The exception behind the failure, if there was one.
     trouble
-        What is special about the worst entry's derivative.
+        Special properties of the worst entry's derivative.
     convergence
-        The differences behind the worst entry, large steps first, where it was re-measured.
+        The differences behind the worst entry, large steps first, if it was re-measured.
     """
 
     kind: FailureKind
@@ -698,7 +698,7 @@ class RoundedEntry:
     Attributes
     ----------
     output, output_position
-        Of the only output element whose grad_output was not zero, as in `Failure`; None where all had one.
+        Of the only output element whose grad_output was not zero, as in `Failure`; None if all had one.
     output_index
         That element.
     input, input_position, input_index
@@ -708,7 +708,7 @@ class RoundedEntry:
     expected
         By the reference, or by differences.
     allowed
-        How far they may be apart.
+        The allowed difference.
     unit
         The unit roundoff of the input's dtype.
     """
@@ -756,11 +756,11 @@ class LowPrecision(EqualByContent):
     unit
         The largest unit roundoff of inputs and outputs.
     reference
-        What the function was compared with; empty: differences in its own dtype.
+        Name of the reference; empty: differences in its own dtype.
     products
         VJPs that were compared.
     rows
-        What their grad_outputs were, in words.
+        A description of their grad_outputs.
     entries
         Components of them.
     draws
@@ -776,7 +776,7 @@ class LowPrecision(EqualByContent):
     wrong
         Entries beyond their allowance.
     forward
-        The worst output's error, over what is allowed.
+        The worst output's error, over the allowed one.
     smallest
         The error, relative to an entry, that would have been found in half of the entries: those of at least a
         hundredth of the largest of their VJP.
@@ -785,11 +785,11 @@ class LowPrecision(EqualByContent):
     hidden
         The share of these entries that might be zero, as rounding explains errors of their size.
     smallest_scale
-        A common relative error of a whole gradient that would have been found; None where that was not tested.
+        A common relative error of a whole gradient that would have been found; None if that was not tested.
     undecided
-        Why there is no verdict; empty where there is one.
+        Why there is no verdict; empty if there is one.
     remedy
-        What would give one.
+        How to get one.
     reference_report
         Of the check of the reference itself, in double precision, in its plain form.
     """

@@ -46,9 +46,9 @@ def svg(
     shape
         Of the tensor.
     numbers, excess
-        Of each error: the number of its element in C order, and how many times it is what is allowed.
+        Of each error: the number of its element in C order, and its ratio to the allowed error.
     words
-        What is shown on hover of an error, by its place in numbers.
+        The hover text of an error, by its place in numbers.
     """
     *leading, height, width = (1, 1, *shape)
     leading = [size for size in leading if size > 1] or [1]

@@ -83,7 +83,7 @@ def _entries(report: ReportData) -> _Entries | None:
             analytical, numerical = (
                 matrix.cpu().numpy().reshape(-1) for matrix in (comparison.analytical, comparison.numerical)
             )
-            # In torch's layout: a row an element of the input.
+            # In torch's layout: one row per element of the input.
             inputs, outputs = np.divmod(np.arange(analytical.size), math.prod(shapes[0]))
         else:
             analytical, numerical = (
@@ -350,7 +350,7 @@ def _legend(axes: Axes, ink: str) -> None:
 
 
 STYLE = Path(__file__).with_name("style.css").read_text().replace(".fastgrad", ".fastgrad.fastgrad")
-"""Of a page. The class is named twice in selectors, so that the styles of a notebook around it do not win."""
+"""Style of a page. Selectors name the class twice, so that the styles of a surrounding notebook do not win."""
 
 
 def page(report: ReportData) -> str:
@@ -390,7 +390,7 @@ def fragment(report: ReportData) -> str:
 
 
 def article(kind: str, headline: str, sections: Sequence[str], below: str = "") -> str:
-    """What a page shows, with its style: a headline in the color of a kind of verdict, HTML below it, and sections."""
+    """A page's content with its style: a headline in the color of the verdict, HTML below it, and sections."""
     banner = f'<header class="{kind}"><h1>{escape(headline)}</h1>{below}</header>'
     return f'<style>{STYLE}</style>\n<article class="fastgrad">\n{banner}\n{"".join(sections)}</article>\n'
 

@@ -160,7 +160,7 @@ def names_of(report: ReportData, found: Failure | Pair) -> tuple[str, str]:
 def extent_text(extent: Extent, names: tuple[str, str], entries: int) -> str:
     """The region of each tensor with some entries, for example "all in in1[5, :]"; empty if there is none."""
     if entries < 2:
-        return ""  # the index of a single one says it already
+        return ""  # a single entry's index already shows it
     parts = []
     for name, spans in zip(names, (extent.output, extent.input), strict=True):
         places = [_index_of(span, entries) for span in spans]
@@ -196,8 +196,8 @@ def places_text(span: Span) -> str:
 def failure_message(report: ReportData) -> str:
     """The text of the GradcheckError for a report with a failure.
 
-    The first line says what is wrong by itself: the summary of a test suite shows no other. A line with torch's key
-    phrase follows, or is the first where no entries are wrong. Matrices come last.
+    The first line is complete in itself: the summary of a test suite shows no other. A line with torch's key phrase
+    follows, or is the first if no entries are wrong. Matrices come last.
     """
     failure = report.failure
     if failure is None:
@@ -208,7 +208,7 @@ def failure_message(report: ReportData) -> str:
     if failure.comparison is not None:
         lines = [_first_line(report, failure, failure.comparison), *lines]
         lines += _details(report, failure, failure.comparison)
-        if failure.detail and not (failure.trouble and report.causes):  # or one of these says it
+        if failure.detail and not (failure.trouble and report.causes):  # or one of these states it
             lines.append(f"  because    {failure.detail}")
     elif failure.kind in BY_ROUNDING and report.precision is not None and report.precision.worst is not None:
         names = names_of(report, failure)
@@ -270,7 +270,7 @@ def _headline(report: ReportData, failure: Failure) -> str:
     """The first line of a failure without compared entries: function, failure, and the cause if known."""
     function = _function(report, report.subject or Subject())
     if failure.kind in ("nonlinear", "nondeterministic") and report.causes and report.causes[0].confidence >= SURE:
-        return f"{function}: {report.causes[0].text}"  # which says more than these
+        return f"{function}: {report.causes[0].text}"  # which is more specific than these
     output, input_ = names_of(report, failure)
     derivative = "the jvp" if failure.mode == "forward" else "backward"
     text = _HEADLINES[failure.kind].format(output=output, input=input_, derivative=derivative, detail=failure.detail)
@@ -468,7 +468,7 @@ def _details(report: ReportData, failure: Failure, comparison: Comparison) -> li
 
 
 def entry_name(names: tuple[str, str], entry: Entry) -> str:
-    """An entry as a derivative: d out0[3, 17] / d in1[5, 2], say; names as from `names_of`."""
+    """An entry as a derivative, for example d out0[3, 17] / d in1[5, 2]; names as from `names_of`."""
     return f"d {names[0]}{index_text(entry.output_index)} / d {names[1]}{index_text(entry.input_index)}"
 
 

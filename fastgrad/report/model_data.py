@@ -35,33 +35,33 @@ class Site:
 
 @dataclass(frozen=True, eq=False)
 class Operation(EqualByContent):
-    """An operation of the model, checked by itself at its recorded inputs.
+    """An operation of the model, checked separately at its recorded inputs.
 
     Attributes
     ----------
     name
-        The operator, ``aten.addmm`` say, or the name of the custom Function.
+        The operator, for example ``aten.addmm``, or the name of the custom Function.
     inputs
-        Dtype and shape of each tensor that it was given.
+        Dtype and shape of each tensor argument.
     sites
         Where it was called with inputs of these shapes and layouts.
     calls
-        How often.
+        Number of calls.
     verdict
         "right", "wrong", "undecided" or "not checked".
     detail
-        Why, where it is not "right"; and how it was checked, where that is not the usual way.
+        The reason, if the verdict is not "right"; and how it was checked, if not in the usual way.
     error
         The difference between v^T J u by autograd and by differences, for random u and v, relative to the root of the
-        sum of squares of its terms; None where it was not measured.
+        sum of squares of its terms; None if it was not measured.
     dtype
         The dtype that it was checked in.
     evaluations, vjps
-        What the check took: calls of the operation, and of its backward.
+        Calls of the operation and of its backward during the check.
     seconds
-        What the check took, wall time.
+        Wall time of the check.
     report
-        Of the full check in fast mode, where there was one.
+        The report of the full check in fast mode, if there was one.
     """
 
     name: str
@@ -85,15 +85,15 @@ class Finding:
     Attributes
     ----------
     kind
-        What it is.
+        The kind of error.
     text
         A sentence without its period.
     sites
-        Where; the first one first.
+        Its places, in the order of the calls.
     operator
-        Of an operation, its name.
+        The name of the operation, if it is one.
     parameters
-        Whose gradients are wrong, as far as that was looked at.
+        Parameters whose gradients are wrong, as far as examined.
     error
         As `Operation.error`, or as `EndToEnd.error` without it.
     """
@@ -113,17 +113,17 @@ class EndToEnd:
     Attributes
     ----------
     analytical
-        By autograd, one a direction.
+        By autograd, one per direction.
     numerical
         By differences of the loss.
     allowed
-        How far the two may be apart.
+        The allowed difference.
     size
         The root of the sum of squares of the terms of each.
     dtype
         The dtype that the model ran in.
     evaluations
-        Calls of the model, all told.
+        Calls of the model, in total.
     """
 
     analytical: tuple[float, ...]

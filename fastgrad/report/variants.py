@@ -59,7 +59,7 @@ class VariantsReport(EqualByContent):
     seed
         Of the check.
     seconds
-        The whole check.
+        Time of the whole check.
 
     Examples
     --------
@@ -89,7 +89,7 @@ class VariantsReport(EqualByContent):
         return self.passed
 
     def raise_if_failed(self) -> None:
-        """Raises what was found.
+        """Raises GradcheckError if a variant failed.
 
         Raises
         ------
@@ -145,7 +145,7 @@ class VariantsReport(EqualByContent):
         return json.dumps([[row.path, row.verdict, row.detail] for row in self.rows])
 
     def __str__(self) -> str:
-        """What a person reads."""
+        """A summary of several lines."""
         lines = [self.headline()]
         width = max((len(row.path) for row in self.rows), default=0)
         kinds = max((len(row.verdict) for row in self.rows), default=0)

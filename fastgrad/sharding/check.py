@@ -34,11 +34,11 @@ def in_parts(
     run
         Runs the check.
     func, values, settings
-        What it is called with, values by what messages call them.
+        Its arguments; values by their names in messages.
     group
-        As of `fastgrad.check`.
+        As in `fastgrad.check`.
     checkpoint
-        As of `fastgrad.check`.
+        As in `fastgrad.check`.
     """
     random = RandomState()
     with nullcontext() if group is None else workers_of(group) as workers:
@@ -52,4 +52,4 @@ def in_parts(
                 return run(Partition(workers, file))
         finally:
             if workers is not None:
-                random.restore()  # func drew where it was called, and ranks are to draw alike
+                random.restore()  # func drew random numbers where it was called; all ranks must draw alike

@@ -42,7 +42,7 @@ class Part:
 class Checkpoint:
     """The SQLite file of one check; a context manager that removes the file unless an exception ends it.
 
-    What this process has stored is not found again: a second request for the same columns or rows, which may ask
+    Results of this process are not looked up again: a second request for the same columns or rows, which may test
     whether they are the same, is computed.
     """
 
@@ -52,7 +52,7 @@ class Checkpoint:
         Raises
         ------
         ValueError
-            The file is none of these, is that of another call, or another process uses it.
+            The file is not a checkpoint, belongs to another call, or is in use by another process.
         """
         self._path = path
         self._committed = time.monotonic()

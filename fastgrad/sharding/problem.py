@@ -32,8 +32,8 @@ WORTH_KEEPING = 1.0
 """Work that takes longer than this is saved in a checkpoint; a killed process loses as much anyway."""
 
 _BYTES_A_SECOND = 50e6
-"""Bytes that go through the store in a second, to it and from it: a quarter of what one machine was measured to do, so
-that a network, or a busy machine, does so, too."""
+"""Bytes per second through the store, to it and from it: a quarter of the rate measured on one machine, so that it
+also holds for a network or a busy machine."""
 
 _CALLS = {"columns": (2, 0, 0), "tangents": (1, 0, 1), "column groups": (2, 0, 0), "rows": (0, 1, 0)}
 _CALLS["row groups"] = _CALLS["rows"]
@@ -99,7 +99,7 @@ class Partition:
 class PartitionedProblem(Problem):
     """A problem whose columns and rows are computed in parts: by the ranks of a group, with a checkpoint, or both.
 
-    That of rank 0 shares its work, and that of another rank does parts. Calls are counted as one rank would make them.
+    The problem of rank 0 shares its work, and that of another rank does parts. Calls count as if one rank made them.
     """
 
     def __init__(self, partition: Partition, *arguments: Any, **keywords: Any) -> None:
@@ -204,7 +204,7 @@ class PartitionedProblem(Problem):
         return super().vjp_groups(output, groups, columns, count, values, repeated, scale)
 
     def part(self, work: Work, begin: int, end: int) -> Tensor | None:
-        """Items begin, ..., end - 1 of some work; None where their gradients are unusual, for rank 0 to look at."""
+        """Items begin, ..., end - 1 of some work; None if their gradients are unusual, so that rank 0 computes them."""
         parts: dict[str, Callable[..., Tensor | None]] = {
             "columns": self._columns,
             "column groups": self._column_groups,
@@ -249,7 +249,7 @@ class PartitionedProblem(Problem):
         Returns
         -------
         bool
-            False where something is unusual, and all is to be done in one piece.
+            False if something is unusual, and all must be done in one piece.
         """
         first, last = items
         start = clock(self.device)
@@ -301,7 +301,7 @@ class PartitionedProblem(Problem):
     ) -> list[tuple[int, int]]:
         """Loads saved items if the first item is unchanged; returns the missing ranges.
 
-        That the others are, too, is asked as of columns and rows from elsewhere: by sums of all of them.
+        Sums over all items test the others, as for columns and rows from elsewhere.
         """
         checkpoint, (first, last) = self._checkpoint, items
         assert checkpoint is not None

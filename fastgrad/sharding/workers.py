@@ -30,21 +30,21 @@ _BEAT_SECONDS = 1.0
 """Seconds between heartbeats of a rank, and between two checks of those of others."""
 
 _LOST_SECONDS = 8.0
-"""Seconds without a sign of life after which a rank is taken for lost; or so many calls of func:"""
+"""Seconds without a sign of life after which a rank counts as lost; or this many calls of func:"""
 
 _LOST_CALLS = 20
 
 _HUNG_SECONDS = 18.0
-"""Seconds after which a call of func or of a backward that has not ended gives no sign of life any more; or so many
-usual calls of func. With the seconds above, and those between two looks, that is less than 30."""
+"""Seconds after which an unfinished call of func or of a backward stops giving signs of life; or this many usual calls
+of func. With the seconds above, and those between two polls, that is less than 30."""
 
 _HUNG_CALLS = 20
 
 _FIRST_CALL_SECONDS = 600.0
-"""The same of what comes before the first call has ended, which may compile func."""
+"""The same until the first call has ended, which may compile func."""
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 2e-4, 5e-2
-"""Seconds between two looks for a message: a tenth of what was waited, within these."""
+"""Seconds between two polls for a message: a tenth of the time waited so far, within these limits."""
 
 _COMPILERS = ("_dynamo/convert_frame.py", "_inductor/compile_fx.py")
 """Files of torch that compile func or its backward while it is called."""
@@ -65,7 +65,7 @@ class Work:
     name, arguments
         What to do, for `Worker.part`.
     bounds
-        The first item of each part, and the one behind its last.
+        The first item of each part, and the one after its last.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Worker(Protocol):
     seconds: float
 
     def part(self, work: Work, begin: int, end: int) -> Any:
-        """Items begin, ..., end - 1 of some work, or None where something about them is unusual."""
+        """Items begin, ..., end - 1 of some work, or None if something about them is unusual."""
 
 
 def workers_of(group: object) -> Workers:
@@ -160,18 +160,18 @@ class Workers(Ranks):
         work
             What to do, without bounds.
         items
-            Ranges of them: the first, and the one behind the last.
+            Ranges of them: the first, and the one after the last.
         seconds
-            What one item takes.
+            Time of one item.
         run
-            Does a part here. What raises elsewhere is run here, too, in its order: so it raises what one rank raises.
+            Does a part here. A part that raises elsewhere is run here, too, in its order, and raises as on one rank.
         take
-            Is given a part that another rank has done.
+            Receives a part that another rank has done.
 
         Returns
         -------
         bool
-            False where a part is unusual: then all is to be done here.
+            False if a part is unusual: then all must be done here.
         """
         number = next(self._numbers)
         bounds = tuple(in_parts(items, seconds, self.count))
@@ -221,7 +221,7 @@ class Workers(Ranks):
             self._delete_rest(key, first)
 
     def _next_part(self, number: int, count: int = 1) -> int:
-        """The next part of some work that nobody has begun; count: how many are then begun, or given up."""
+        """The next part of some work that no rank has begun; count: how many are then begun, or given up."""
         return int(self._store.add(f"next {number}", count)) - count
 
     @without_the_store_a_rank_error
@@ -255,7 +255,7 @@ class Workers(Ranks):
         self._write(key, file.getvalue())
 
     def _get(self, key: str) -> Any:
-        """What a key holds, as soon as it does."""
+        """The value of a key, as soon as it is set."""
         first = self._wait(key)
         value = pickle.loads(self._read(key, first))
         if key.startswith("part"):
@@ -274,7 +274,7 @@ class Workers(Ranks):
         return bytes(self._store.get(key))
 
     def _announce(self, error: BaseException) -> None:
-        """Informs the other ranks why this one exits."""
+        """Informs the other ranks of why this one exits."""
         if not self._store.check(["trouble"]):
             is_known = isinstance(error, RankError)
             text = str(error) if is_known else f"rank {self.rank} raised {trouble(self.rank, error).text}"
@@ -335,7 +335,7 @@ def _call_of_the_callers(thread: int) -> FrameType | None:
 
 
 def in_parts(items: Sequence[tuple[int, int]], seconds: float, ranks: int) -> Iterator[tuple[int, int]]:
-    """Ranges of items in parts for some ranks; seconds: what an item takes."""
+    """Ranges of items in parts for some ranks; seconds: time per item."""
     count, (shortest, longest) = sum(last - first for first, last in items), _PART_SECONDS
     wanted = max(shortest, min(longest, count * seconds / (ranks * _PARTS_PER_RANK)))
     size = max(1, min(-(-count // ranks), int(wanted / max(seconds, 1e-9))))

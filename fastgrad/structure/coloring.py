@@ -1,6 +1,6 @@
 """Coloring one side of a sparsity pattern: which columns, or rows, can share an evaluation.
 
-A pattern joins vertices (the columns, say) to targets (the rows in which a column has entries), in
+A pattern joins vertices (e.g. columns) to targets (the rows in which a column has entries), in
 CSR form: vertex k has the targets members[starts[k]:starts[k + 1]], distinct and in [0, targets).
 Index arrays are of NumPy: no default device or dispatch mode of torch touches them.
 """
@@ -21,7 +21,7 @@ Indices = NDArray[np.int64]
 def color(starts: Indices, members: Indices, targets: int) -> Indices:
     """Colors such that no two vertices of one color share a target: a distance-2 coloring of one side.
 
-    First fit, each vertex in turn the lowest color that fits, in natural order; where that misses the
+    First fit, each vertex in turn the lowest color that fits, in natural order; if that misses the
     lower bound, the largest number of vertices at one target, also with the vertices of most targets
     first, and the coloring with fewer colors counts (Curtis, Powell & Reid 1974; Gebremedhin, Manne &
     Pothen 2005, section 3). The GIL is released.
@@ -58,12 +58,12 @@ def star_color(starts: Indices, members: Indices, most: int) -> Indices | None:
         As in `color`; the targets are the vertices, and the pattern is symmetric, which is not checked.
         Entries on the diagonal do not matter.
     most
-        How many colors are of use.
+        The largest useful number of colors.
 
     Returns
     -------
     Indices or None
-        Shape (vertices,), as in `color`; None where it takes more.
+        Shape (vertices,), as in `color`; None if it takes more.
     """
     found: Indices = native.star_color(torch.from_numpy(starts), torch.from_numpy(members), most).numpy()
     return found if found.size == starts.size - 1 else None

@@ -1,7 +1,7 @@
 """Detects the sparsity pattern of a matrix: guesses first, then probing by products with its columns and rows.
 
-Whatever offers such products is served by one `Detection`: here a problem, whose outputs are watched bit by bit while
-inputs move; in `functional` a linear map.
+`Detection` works with any source of such products: here a problem, whose outputs are watched bit by bit while inputs
+move; in `functional` a linear map.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Budget:
     probes
         Evaluations and VJPs that may be spent on finding a pattern.
     probes_if_likely
-        The same once one begins to show.
+        The same once a pattern begins to show.
     paying_entries
         Entries up to which a pattern may cost less than a dense Jacobian.
     admitted_entries
         Entries of a sparse Jacobian that memory admits.
     looks_again
-        Whether a guess of which the first look says nothing is worth one more evaluation.
+        Whether a guess that the first look does not test is worth one more evaluation.
     """
 
     probes: int
@@ -51,7 +51,7 @@ class Budget:
 
 
 class Detection(ABC):
-    """Patterns of a matrix, of which a subclass says what reacts to a selection of columns, or of rows."""
+    """Patterns of a matrix; a subclass defines what reacts to a selection of columns or of rows."""
 
     def __init__(self, inputs: Sequence[Block], outputs: Sequence[Block], budget: Budget) -> None:
         self._blocks = inputs, outputs
@@ -62,7 +62,7 @@ class Detection(ABC):
 
     @abstractmethod
     def _guesses(self) -> Iterator[Pattern | None]:
-        """What shapes say, and the like."""
+        """Guesses from shapes and the like."""
 
     @abstractmethod
     def _explains(self, pattern: Pattern) -> bool:
@@ -78,7 +78,7 @@ class Detection(ABC):
 
     @property
     def _is_steady(self) -> bool:
-        """Whether what is seen comes again."""
+        """Whether repeated products are equal."""
         return True
 
     @phase("pattern")
@@ -107,8 +107,8 @@ class Detection(ABC):
     ) -> Pattern | None:
         """What outputs, gradients, or both show when blocks of columns, or of rows, are selected.
 
-        most: how many products it may take to find the pattern; None: as many as pay off, and the pattern may have more
-        entries than necessary.
+        most: the largest number of products to find the pattern; None: as many as pay off, and the pattern may have
+        more entries than necessary.
         """
         budget, if_likely = self._budget.probes - self._spent, self._budget.probes_if_likely - self._spent
         if most is not None:
@@ -138,11 +138,11 @@ class Detection(ABC):
         return self._reacting_inputs(chosen)
 
     def _is_plausible(self, pattern: Pattern) -> bool:
-        """Whether it repays, fits in memory, and explains what was seen."""
+        """Whether it pays off, fits in memory, and explains the products seen so far."""
         return self._has_room(pattern.nnz) and self._explains(pattern)
 
     def _has_room(self, entries: int) -> bool:
-        """Whether a pattern of so many entries may repay, and memory admits it."""
+        """Whether a pattern of this many entries may pay off and fits in memory."""
         return entries <= min(self._budget.paying_entries, self._budget.admitted_entries)
 
 
@@ -190,7 +190,7 @@ class Patterns(Detection):
         return pattern if pattern is not None and self._is_plausible(pattern) else None
 
     def _explains(self, pattern: Pattern) -> bool:
-        """Whether it explains the first look, or another one where that shows nothing."""
+        """Whether it explains the first look, or another one if the first shows nothing."""
         moved = self._look.moved
         if not sparsity.explains_look(pattern, moved, self._reacted):
             return False
@@ -205,7 +205,7 @@ class Patterns(Detection):
             return sparsity.explains_look(pattern, separating, self._probe_columns(separating))
         except Exception as error:
             raise_if_transient(error, partial(self._probe_columns, separating))
-            return False  # it takes single steps only
+            return False  # it accepts single steps only
 
     def _has_room(self, entries: int) -> bool:
         paying, admitted = self._budget.paying_entries, self._budget.admitted_entries

@@ -1,7 +1,7 @@
 """Which entries of a Jacobian may differ from zero: guessed from shapes, or found by refinement.
 
 Pipeline: a guess, if it explains a first look; otherwise blocks of sources are moved, the targets that
-react are watched, blocks are halved, and so on. Whoever uses a pattern certifies it afterwards.
+react are watched, blocks are halved, and so on. The user of a pattern certifies it afterwards.
 
 Source: Griewank & Mitev, Detecting Jacobian sparsity patterns by Bayesian probing (2002).
 """
@@ -47,7 +47,7 @@ BEYOND_CHANCE = 6
 """Standard deviations from which a share is significant."""
 
 HANDFUL = 8
-"""Rows, or columns, that are few however many there are."""
+"""This many rows, or columns, always count as few."""
 
 BAND = 61
 """Rows between those whose product shows a band, which must be at most half as wide; prime, so that they fall on
@@ -70,7 +70,7 @@ class Pattern:
     n
         Number of columns.
     origin
-        How it was found, in words.
+        A description of how it was found.
     is_numerical
         Whether outputs were watched, bit by bit, all inputs being moved: no entry of the function is missing.
     """
@@ -94,7 +94,7 @@ class Pattern:
     def rows(self) -> Indices:
         """The row of each entry, shape (nnz,)."""
         sizes = np.diff(self.starts)
-        # With one entry per row, the starts are the numbers of the rows: no need of more memory.
+        # With one entry per row, the starts are the numbers of the rows: no more memory is needed.
         return self.starts[:-1] if bool((sizes == 1).all()) else np.repeat(np.arange(self.m), sizes)
 
     def dense_rows(self) -> Mask:
@@ -251,8 +251,8 @@ def decode(
     """The source of each target, if it has at most one per tensor, by the bits of the source's index.
 
     All sources with a one in some bit of their index are probed at once, and the targets that react have it in the
-    index of theirs. Before that, two random halves must share no target: what has more sources is most often found by
-    that; certificates tell the rest. The probes are two halves, and one per bit, of each tensor.
+    index of theirs. Before that, two random halves must share no target: this finds most targets with more sources;
+    certificates find the rest. The probes are two halves, and one per bit, of each tensor.
 
     Parameters
     ----------
@@ -309,7 +309,7 @@ def decoded(
     """The pattern with one entry per row and input, or one per column and output; None otherwise.
 
     share: of the outputs that react where a random half of all inputs moves. With one source in each of t tensors that
-    would be 1 - 2^-t of them at most, but for chance.
+    would be 1 - 2^-t of them at most, except by chance.
     """
     n, m = (sum(block.size for block in blocks) for blocks in (inputs, outputs))
     expected = 1 - 0.5 ** len(inputs)
@@ -372,10 +372,10 @@ class Refinement:
     def __init__(
         self, respond: Callable[[Mask], Mask], blocks: Sequence[Block], targets: int, splits_hubs: bool = False
     ) -> None:
-        """With respond, which maps a selection of sources (shape (sources,)) to that of the targets that react.
+        """respond: maps a selection of sources (shape (sources,)) to that of the targets that react.
 
-        splits_hubs: whether the few targets that most blocks reach are left out where blocks are kept apart,
-        and taken for dense rows: what is to tell a structure from the dense rows beside it, on both sides.
+        splits_hubs: whether the few targets that most blocks reach are ignored when blocks are kept apart, and
+        taken for dense rows. This separates a structure from the dense rows next to it, on both sides.
         """
         self._splits_hubs = splits_hubs
         self._respond = respond
@@ -423,7 +423,7 @@ class Refinement:
             permuted = coordinates.transpose(*order, len(shape))
             self._order[block.slice] = permuted.reshape(-1)
             self._is_in_order &= order == sorted(order)
-        # What one index of each dimension holds, ascending, from one element to the whole.
+        # Number of elements per index of each dimension, ascending, from one element to the whole.
         units = {width}
         inside = width
         for dim in reversed(order):
@@ -499,7 +499,7 @@ class Refinement:
             owner[part] = np.repeat(chosen, np.diff(part_starts))
             for side, (low, high) in enumerate(((first, middle), (middle, last))):
                 reacted = self._probe(self._selection(low[chosen], high[chosen]))
-                # A target that no block reached on the level before belongs to none: certificates will tell.
+                # A target that no block reached on the previous level belongs to none: certificates will find out.
                 reacted = reacted[owner[reacted] >= 0]
                 found.append(reacted)
                 children.append(2 * owner[reacted] + side)
@@ -618,7 +618,7 @@ def _with_whole_elements(pattern: Pattern, inputs: Sequence[Block], outputs: Seq
         return pattern
     first_row, row_widths = _elements(outputs)
     first_column, column_widths = _elements(inputs)
-    # Each element's entry once, before it becomes up to four: patterns may be what memory just admits.
+    # Each element's entry once, before it becomes up to four: patterns may just fit in memory.
     keys = np.unique(first_row[pattern.rows()] * pattern.n + first_column[pattern.columns])
     i, j = np.divmod(keys, pattern.n)
     entries = []

@@ -89,7 +89,7 @@ def patch(*, compare: bool = False) -> Iterator[list[Check]]:
     torch.autograd, by names imported before or within the context, from a `functools.partial`, a class or a
     closure, or through the wrappers of `torch.testing` and of other people, whose defaults stay in force. It holds
     for all threads. Contexts may be nested: the innermost one decides and records. What lies below the two functions
-    (`get_numerical_jacobian`, say) remains torch's.
+    (such as `get_numerical_jacobian`) remains torch's.
 
     Parameters
     ----------
@@ -157,7 +157,7 @@ def _in_force(session: _Session) -> Iterator[_Session]:
 def _forward(name: str, positional: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
     """One call of a patched checker."""
     __tracebackhide__ = True
-    sessions = _sessions[-1:]  # none, where another thread has just left the last context
+    sessions = _sessions[-1:]  # none, if another thread has just left the last context
     if torch_reference.is_asked() or not sessions:
         return bool(_TORCH[name].original(*positional, **keywords))
     [session] = sessions
@@ -246,7 +246,7 @@ class _Diversion:
             code, function_globals, f"{function.__name__} of torch", self.function.__defaults__
         )
         self.original.__kwdefaults__ = self.function.__kwdefaults__
-        # Suites ask for the signature to learn which keywords this torch has.
+        # Suites inspect the signature to learn which keywords this torch has.
         vars(self.function)["__signature__"] = inspect.signature(self.function)
         self.function.__code__ = body.__code__
 

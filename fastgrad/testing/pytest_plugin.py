@@ -134,7 +134,7 @@ class Session:
         self._written: Counter[str] = Counter()
         self._durations: dict[str, float] = {}
         stack = ExitStack()
-        # Runs however the session ends, also where it never begins.
+        # Runs however the session ends, even if it never begins.
         config.add_cleanup(stack.close)
         self._checks = stack.enter_context(patch(compare=compare))
         if compare:
@@ -144,8 +144,8 @@ class Session:
                 ask_both(name, sine, {"fast_mode": fast_mode})
 
     def pytest_report_header(self) -> str:
-        """Says what is not as usual."""
-        beside = ", beside torch's" if self._compare else " instead of torch's"
+        """Describes what is unusual."""
+        beside = ", compared with torch's" if self._compare else " instead of torch's"
         return f"fastgrad {__version__}: gradcheck and gradgradcheck{beside}"
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -165,7 +165,7 @@ class Session:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Adds up what a test took; the process that prints the summary sees the reports of all workers."""
+        """Adds up the duration of a test; the process that prints the summary gets the reports of all workers."""
         self._durations[report.nodeid] = self._durations.get(report.nodeid, 0.0) + report.duration
 
     @pytest.hookimpl(tryfirst=True)
@@ -228,7 +228,7 @@ class Session:
             phase.sections.append(("fastgrad's report", str(path)))
 
     def _file_name(self, test: str) -> str:
-        """Of the HTML file of a test's next failing check: legible, legal everywhere, and of no other test."""
+        """The HTML file of a test's next failing check: its name is legible, valid everywhere, and unique."""
         stem = re.sub(r"[^\w.=,-]+", "-", test).strip("-")
         if len(stem) > 120:
             stem = f"{stem[:110]}-{hashlib.sha256(test.encode()).hexdigest()[:8]}"
@@ -247,7 +247,7 @@ class Estimates:
         self._seconds = stack.enter_context(estimate())
 
     def pytest_report_header(self) -> str:
-        """Says what is not as usual."""
+        """Describes what is unusual."""
         return f"fastgrad {__version__}: estimates the times of gradcheck and gradgradcheck, and does not run them"
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)

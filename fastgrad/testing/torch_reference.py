@@ -30,9 +30,9 @@ class Outcome:
     Attributes
     ----------
     verdict
-        "passed", "failed", or "raised" where an exception kept it from a verdict.
+        "passed", "failed", or "raised" if an exception prevented a verdict.
     error
-        That of a check that did not pass.
+        The exception of a check that did not pass.
     seconds
         Wall time.
     """
@@ -43,7 +43,7 @@ class Outcome:
 
 
 def outcome_of(check: Callable[[], object]) -> Outcome:
-    """Runs a check that raises where it fails."""
+    """Runs a check that raises if it fails."""
     __tracebackhide__ = True
     start = time.perf_counter()
     try:

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"fastgrad {options.command}: interrupted", file=sys.stderr)
         return _INTERRUPTED
-    except BrokenPipeError:  # of `| head`: the interpreter is not to write what is left, at its end
+    except BrokenPipeError:  # of `| head`: the interpreter must not write the rest at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 2
 
@@ -162,7 +162,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def _number(text: str) -> tuple[str, float]:
-    """VALUE or INPUT=VALUE; the name is empty where there is none."""
+    """VALUE or INPUT=VALUE; the name is empty if there is none."""
     name, _, value = text.rpartition("=")
     try:
         return name, float(value)

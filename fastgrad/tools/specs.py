@@ -64,7 +64,7 @@ def target(
     Raises
     ------
     SpecError
-        A specification that is malformed, or names what is not there.
+        A specification is malformed, or names something that does not exist.
     """
     generator = torch.Generator().manual_seed(seed)
     arguments = tuple(value for text in inputs for value in parse_input(text, generator, device))
@@ -157,7 +157,7 @@ def parse_input(text: str, generator: torch.Generator, device: torch.device | st
     Raises
     ------
     SpecError
-        What is wrong with it.
+        The specification is malformed.
     """
     if text.startswith("@"):
         return _loaded(text[1:], device)

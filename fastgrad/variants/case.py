@@ -18,7 +18,7 @@ from fastgrad.report.variants import VariantVerdict
 Family = Literal["state", "points", "layouts", "derivatives", "compiled"]
 
 SPREADS = 0.05, -0.05
-"""By up to which part of themselves values next to the given ones are larger; smaller, where func is not finite so."""
+"""Largest relative distance of values next to the given ones: larger, or smaller if func is not finite there."""
 
 
 class NotApplicableError(Exception):
@@ -32,13 +32,13 @@ class Subject:
     Attributes
     ----------
     called, arguments, keywords
-        The caller's function and what it is called with.
+        The caller's function and its arguments.
     given, parameters
         The tensors in arguments and keywords, nested or not, and those of a module.
     rebuilds
-        Put others in place of those given, in arguments and in keywords.
+        Replace the given tensors by others, in arguments and in keywords.
     seed
-        Of what is drawn.
+        Of the random numbers.
     """
 
     called: Callable[..., Any]
@@ -160,8 +160,8 @@ class Outcome:
 class Variant:
     """A variant: a situation in which a function is checked.
 
-    make: what is to be checked, or what was found without a check; raises NotApplicableError. is_elsewhere: whether it
-    is checked at another point than the caller's, where a function need not have a derivative.
+    make: the call to check, or the outcome without a check; raises NotApplicableError. is_elsewhere: whether it is
+    checked at another point than the caller's, where a function need not have a derivative.
     """
 
     family: Family
@@ -176,7 +176,7 @@ def subject_of(func: Callable[..., Any], inputs: Any, kwargs: Mapping[str, Any],
     Raises
     ------
     TypeError, ValueError, RuntimeError, NotImplementedError
-        func cannot be called, nothing is to be checked, or an input cannot be perturbed.
+        func cannot be called, there is nothing to check, or an input cannot be perturbed.
     """
     refuse_function_class(func)
     if not callable(func):

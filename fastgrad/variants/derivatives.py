@@ -89,7 +89,7 @@ def _only_input(number: int) -> Callable[[Subject], Case]:
 
 
 def of_inputs(subject: Subject) -> list[Variant]:
-    """Each checked input alone, where there are several: what is computed only if it is needed."""
+    """Each checked input alone, if there are several: tests code that runs only if a gradient is needed."""
     numbers = range(len(subject.checked)) if len(subject.checked) > 1 else ()
     return [Variant("derivatives", f"input {subject.checked[k]} alone", _only_input(k)) for k in numbers]
 

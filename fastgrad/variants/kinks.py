@@ -23,8 +23,8 @@ STEP, FINER = 1e-5, 2.0**-4
 """A step, relative to max(|x|, 1), and the second one relative to it."""
 
 RELATIVE, ABSOLUTE = 1e-2, 1e-3
-"""What differences to either side, and those of two steps, may be apart where a function is smooth; and what a
-gradient may be off: one-sided differences are no better."""
+"""Largest distance between one-sided differences, or differences of two steps, if a function is smooth; and the largest
+error of a gradient: one-sided differences are no more accurate."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Examined:
 
 
 def examined(func: Callable[..., Any], inputs: tuple[Any, ...]) -> Examined | None:
-    """Looks at every entry from either side; None where there are too many. A complex number is two real ones.
+    """Examines every entry from both sides; None if there are too many. A complex number is two real ones.
 
-    An output has a derivative where it has one along each coordinate, and these add up along other directions: the
-    median of equal numbers moves with none of them alone, and with all together.
+    An output has a derivative if it has one along each coordinate, and these add up along other directions: the median
+    of equal numbers moves with none of them alone, but with all together.
     """
     with Problem(func, inputs, warn_of_precision=False) as problem:
         n, m = problem.n, problem.m

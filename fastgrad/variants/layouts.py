@@ -62,7 +62,7 @@ def _conjugated(x: Tensor) -> Tensor:
 
 
 def _negated(subject: Subject) -> Case:
-    """Tensors whose neg bit is set: what torch makes of the imaginary part of a lazily conjugated tensor."""
+    """Tensors whose neg bit is set, as torch makes for the imaginary part of a lazily conjugated tensor."""
     if any(x.is_complex() for x in subject.tensors()):
         raise NotApplicableError("an input is complex")
     return _through(lambda x: torch.complex(torch.zeros_like(x), -x).conj().imag, torch.clone)(subject)

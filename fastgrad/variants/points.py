@@ -10,7 +10,7 @@ from torch import Tensor
 from fastgrad.variants.case import Case, NotApplicableError, Subject, Variant
 
 LARGE, TINY = 1e3, 1e-3
-"""Times the given values."""
+"""Factors of the given values."""
 
 
 def _is_positive(tensor: Tensor) -> bool:

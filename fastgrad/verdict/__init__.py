@@ -1,1 +1,1 @@
-"""Whether what was computed is right: comparison, re-measuring, certificates."""
+"""Whether the results are right: comparison, re-measuring, certificates."""

@@ -25,7 +25,7 @@ HALVINGS = 18
 """Down to LARGEST_STEP 2^-18: 6e-8, where the remainder of a function with curvatures of order 1 is rounding."""
 
 FINEST = 3
-"""Remainders that tell the rate: the smallest that are more than rounding."""
+"""Remainders that give the rate: the smallest that are more than rounding."""
 
 LEAST_RATE = 1.5
 """Halfway between the rate of a wrong gradient, 1, and that of a right one, 2 or more."""
@@ -33,7 +33,7 @@ LEAST_RATE = 1.5
 
 @dataclass(frozen=True, eq=False)
 class AdjointTest(EqualByContent):
-    """What forward and reverse mode say of ``<v, J u>``, for each trial, output and input; true where it passed.
+    """``<v, J u>`` by forward and by reverse mode, for each trial, output and input; true if they agree.
 
     Outputs and inputs are the differentiable ones, as in the messages of `gradcheck`.
 
@@ -45,7 +45,7 @@ class AdjointTest(EqualByContent):
         The largest ``|<v, J u> - <J^T v, u>|``, over the sum of the moduli of the terms of both sums and 1e-6 of those
         of u and v (1e-6: 64 times the square root of one ulp).
     rtol
-        What is allowed.
+        The allowed error.
     output
         Where the largest error is.
     input
@@ -76,7 +76,7 @@ class AdjointTest(EqualByContent):
 
 @dataclass(frozen=True, eq=False)
 class TaylorTest(EqualByContent):
-    """How fast ``|f(x + h u) - f(x) - h J u|`` shrinks with h; true where it passed.
+    """How fast ``|f(x + h u) - f(x) - h J u|`` shrinks with h; true if the test passed.
 
     Attributes
     ----------
@@ -131,9 +131,9 @@ def adjoint_test(
         As in `gradcheck`: a tensor, or a tuple or list; those that require grad are differentiated.
     trials
         Pairs of random u and v, with components of magnitude in [0.5, 1.5). Each costs a JVP per input and a VJP
-        an output.
+        per output.
     rtol
-        How far the two may be apart, in units of `AdjointTest.error`; by default the square root of one ulp of the
+        The largest difference allowed, in units of `AdjointTest.error`; by default the square root of one ulp of the
         coarsest dtype: 1.5e-8 in double precision.
     masked
         As in `gradcheck`.
@@ -150,7 +150,7 @@ def adjoint_test(
     ValueError, RuntimeError, TypeError
         As `gradcheck` for inputs and outputs that it cannot check, and where no output requires grad.
     NotImplementedError
-        Whatever a func without forward mode raises; sparse inputs.
+        Whatever func raises if it has no forward mode; sparse inputs.
 
     Notes
     -----
@@ -190,7 +190,7 @@ def taylor_test(
     func, inputs, masked
         As in `gradcheck`.
     mode
-        Of AD, that J u is computed in.
+        The mode of AD that computes J u.
     seed
         Of u and v.
 
@@ -231,10 +231,10 @@ def _need_graph(problem: Problem, who: str) -> None:
 
 
 def adjoint(problem: Problem, trials: int, rtol: float | None, seed: int) -> AdjointTest:
-    """`adjoint_test` of an open problem."""
+    """`adjoint_test` for a problem."""
     outputs, inputs = problem.outputs, problem.inputs
     allowed = math.sqrt(2 * problem.unit_roundoff) if rtol is None else rtol
-    # Derivatives of 1e-6 and less may be what rounding leaves of numbers of order 1: an error of them is none.
+    # Derivatives of 1e-6 and less may be rounding of numbers of order 1: their errors do not count.
     least = ROUNDING * math.sqrt(2 * problem.unit_roundoff)
     forward, reverse, size = torch.zeros(
         3, trials, len(outputs), len(inputs), dtype=torch.float64, device="cpu"
@@ -257,7 +257,7 @@ def adjoint(problem: Problem, trials: int, rtol: float | None, seed: int) -> Adj
                 within = terms[block.slice]
                 reverse[trial, o, b] = within.sum()
                 size[trial, o, b] += within.abs().sum().cpu()
-    # Where both are zero, they agree; a NaN does not.
+    # If both are zero, they agree; a NaN does not.
     errors = torch.where(size == 0, 0.0, (forward - reverse).abs() / size)
     worst = int(errors.nan_to_num(torch.inf).argmax()) if errors.numel() else 0
     error = float(errors.reshape(-1)[worst]) if errors.numel() else 0.0
@@ -266,9 +266,9 @@ def adjoint(problem: Problem, trials: int, rtol: float | None, seed: int) -> Adj
 
 
 def taylor(problem: Problem, mode: Literal["reverse", "forward"], seed: int) -> TaylorTest:
-    """`taylor_test` of an open problem: 20 evaluations, and one VJP or JVP."""
+    """`taylor_test` for a problem: 20 evaluations, and one VJP or JVP."""
     u, v = _pair(problem, seed, 0)
-    # Steps of one size relative to x, and h counts these.
+    # Steps of one size relative to x, in units of which h counts.
     x = problem.coordinates().abs().clamp(min=1.0)
     unit = u * x
     ulp = 2 * problem.unit_roundoff
@@ -285,7 +285,7 @@ def taylor(problem: Problem, mode: Literal["reverse", "forward"], seed: int) -> 
         h = LARGEST_STEP * 2.0**-k
         try:
             change = problem.evaluate(True, unit, h) - base
-        except Exception as error:  # outside of func's domain, say: a smaller step may be inside
+        except Exception as error:  # for example outside of func's domain: a smaller step may be inside
             raise_unless_of_func(error)
             continue
         steps.append(h)

@@ -1,7 +1,7 @@
-"""Whether products of a backward are what the entries of a sparse Jacobian add up to.
+"""Whether products of a backward equal the sums of the entries of a sparse Jacobian.
 
 Rows that share no column of a pattern are computed together, so an entry that the pattern lacks adds to another one.
-A product shows both, to rounding. The rows behind it are run by themselves, until the entries explain every product.
+A product shows both, to rounding. The rows behind it are run separately, until the entries explain every product.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from fastgrad.verdict.numerical_certificate import Incomplete, incomplete
 from fastgrad.verdict.repeated_calls import RepeatedCalls
 
 MOST_ROWS = 16
-"""Rows that a product of the backward which its entries do not explain may lead to, one after the other."""
+"""Most rows to run, one after the other, for a product of the backward that the entries do not explain."""
 
 MOST_COTANGENTS = 12
-"""Random cotangents to certify large entries with: what their rounding may hide, several cotangents show."""
+"""Random cotangents to certify large entries with: several cotangents show what the rounding of one may hide."""
 
 SAME = 1e-12
-"""Relative difference up to which a row that is run by itself is the one that is known."""
+"""Relative difference up to which a row that is run separately equals the known one."""
 
 
 class AnalyticalCertificate:
@@ -49,11 +49,11 @@ class AnalyticalCertificate:
     Attributes
     ----------
     values
-        The entries on the pattern: float64, shape (nnz,). Those of rows that were run by themselves are replaced.
+        The entries on the pattern: float64, shape (nnz,). Those of rows that were run separately are replaced.
     has_changed
         Whether any were.
     changed_by
-        By how much, at most, a row that was run by itself differs from what it was together with others.
+        The largest difference between a row that was run separately and the same row run together with others.
     bound
         The size from which an entry outside of the pattern shows, once `certify` has run.
     """
@@ -67,7 +67,7 @@ class AnalyticalCertificate:
         row_failure: Callable[[int, Tensor], Failure | None],
         calls: RepeatedCalls | None,
     ) -> None:
-        """With who says whether a row, float64, shape (n,), is wrong, and who remembers products, if anybody."""
+        """row_failure: whether a row, float64, shape (n,), is wrong. calls: remembers products, if given."""
         self._problem = problem
         self._settings = settings
         self._compression = compression
@@ -85,12 +85,12 @@ class AnalyticalCertificate:
         return bool(self._replaced)
 
     def certificate(self) -> Certificate:
-        """What it vouches for where nothing is missing."""
+        """The certificate if nothing is missing."""
         claim = "no analytical entry outside of it, and backward is linear in grad_output"
         return linearity_certificate(claim, self._proven_probes, self.bound)
 
     def compare_rows(self) -> Failure | Incomplete:
-        """Rows that were run by themselves before against those that were computed together with others."""
+        """Rows that were run separately before against those that were computed together with others."""
         return self._compared(self._calls.rows if self._calls is not None else {})
 
     def compare_more_rows(self) -> Failure | Incomplete:
@@ -103,7 +103,7 @@ class AnalyticalCertificate:
             if self._compression.leaves_out:
                 continue
             known = self._row(row)
-            # Of the size that is known: what is infinite by itself is no small change.
+            # Relative to the known row: a row that is infinite when run separately is no small change.
             if largest(gradient - known) <= SAME * largest(known):
                 continue
             failure = self._row_failure(row, gradient)
@@ -115,7 +115,7 @@ class AnalyticalCertificate:
         return incomplete(learnt)
 
     def certify(self, asked: float) -> Failure | Incomplete:
-        """That products of the backward are what the entries add up to."""
+        """That products of the backward equal the sums of the entries."""
         learnt = []
         resolution = 0.0
         self._proven_probes = self._all_probes if self._proofs else self._probes
@@ -130,7 +130,7 @@ class AnalyticalCertificate:
         return found if isinstance(found, Failure) or not found.is_nothing else incomplete(learnt)
 
     def _contiguous_proofs(self) -> Iterator[LinearityProof]:
-        """Of a custom backward, one of a dense and contiguous cotangent: it may be wrong for such ones alone."""
+        """For a custom backward, a proof by a dense and contiguous cotangent: it may be wrong for such ones alone."""
         if not self._problem.is_custom:
             return
         self._proven_probes = (*self._proven_probes, DENSE)
@@ -141,7 +141,7 @@ class AnalyticalCertificate:
             yield proof
 
     def _proven(self, proof: LinearityProof) -> Failure | Incomplete:
-        """What a proof leads to."""
+        """The result of a proof."""
         try:
             proof.gradients()
         except Exception as error:
@@ -159,9 +159,9 @@ class AnalyticalCertificate:
     def _proven_more(self, resolution: float, asked: float) -> Failure | Incomplete:
         """Proofs by as many more cotangents as it takes to find what large entries may hide.
 
-        An entry that was computed together with a larger one of its column counts in a product times the difference of
-        two components, which is as small as a share s with probability s; and where only one of them is zero, in half
-        of all halved cotangents, wholly.
+        An entry that was computed together with a larger one of its column enters a product times the difference of two
+        components, which is as small as a share s with probability s. If only one of the two is zero, as in half of all
+        halved cotangents, the entry counts fully.
         """
         chance = 4 * (1 - self._settings.confidence)
         count = 1
@@ -174,10 +174,10 @@ class AnalyticalCertificate:
         return incomplete([])
 
     def _follow_columns(self, proof: LinearityProof) -> Failure | Incomplete:
-        """Down to the entry that is wrong; or what the pattern lacks, until the entries explain each product.
+        """Finds the wrong entry, or what the pattern lacks, until the entries explain each product.
 
-        A product is not explained by an entry that the pattern lacks, or by one that was computed together with
-        such an entry. Either is in a row that, run by itself, is another one.
+        A product is unexplained because of an entry that the pattern lacks, or one that was computed together with
+        such an entry. Either is in a row that differs when it is run separately.
         """
         learnt: list[tuple[Indices, Indices]] = []
         for _ in range(MOST_ROWS):
@@ -191,7 +191,7 @@ class AnalyticalCertificate:
             known = self._row(row)
             change = gradient - known
             if not abs(change[column].item()) > SAME * abs(gradient[column].item()):
-                break  # rows by themselves do not explain it
+                break  # separate rows do not explain it
             failure = self._row_failure(row, gradient)
             if failure is not None:
                 return failure
@@ -207,7 +207,7 @@ class AnalyticalCertificate:
         return incomplete([], unexplained=2 * proof.error_at(which, column))
 
     def _locate_row(self, cotangent: Tensor, column: int) -> tuple[int, Tensor]:
-        """A row that a component of a VJP shows to be another one than is known, and its gradient."""
+        """A row that a component of a VJP shows to differ from the known one, and its gradient."""
         here = self._compression.columns == column
         rows, entries = self._compression.rows[here], self.values[here]
         beside = [(row, gradient[column].item()) for row, gradient in self._replaced.items() if not (rows == row).any()]
@@ -240,7 +240,7 @@ class AnalyticalCertificate:
         return gradient.index_copy_(0, self._compression.columns[mine], self.values[mine])
 
     def _replace_row(self, row: int, gradient: Tensor) -> None:
-        """By what it is when it is run by itself."""
+        """Replaces it by the row that was run separately."""
         mine = self._compression.entries_of_row(row)
         self.changed_by = max(self.changed_by, movement_between(self._row(row), gradient))
         self._replaced[row] = gradient
@@ -259,7 +259,7 @@ class AnalyticalCertificate:
         return NOT_EXPANDED if whole else self._all_probes
 
     def explains_products(self) -> bool:
-        """Whether products are what the entries add up to, to rounding; keeps the products."""
+        """Whether products equal the sums of the entries, to rounding; keeps the products."""
         self._proofs = list(self._proofs_of(self._all_probes))
         if self._calls is not None:
             for proof in self._proofs:

@@ -40,7 +40,7 @@ MOST_WORST = 8
 """Entries that a comparison names."""
 
 CROWDED = 4
-"""Where the outputs that differ depend on more than one in so many columns, no two are worth moving together."""
+"""If the outputs that differ depend on more than one column in this many, moving columns together is not worth it."""
 
 FEW_PLACES = 8
 """Places along a dimension up to which an extent names each."""
@@ -48,18 +48,18 @@ FEW_PLACES = 8
 
 @dataclass
 class Findings:
-    """What a check gathers on its way to the verdict, beside it.
+    """What a check gathers on its way to the verdict, in addition to it.
 
     Attributes
     ----------
     backward
-        All VJPs of a small problem, where they were run at once.
+        All VJPs of a small problem, if they were run at once.
     on_first_graph
         Whether they are of the graph of the first evaluation.
     early
         The exception that was raised instead: it is raised later, in the order of the checks.
     columns
-        The numerical Jacobian, where it is known: float64, shape (n, m).
+        The numerical Jacobian, if it is known: float64, shape (n, m).
     batched
         Where batched gradients are known to differ.
     moved
@@ -83,7 +83,7 @@ class Findings:
     products: tuple[Tensor, Tensor] | None = None
 
     def add(self, other: Findings) -> None:
-        """Takes in those of a part of the check."""
+        """Adds those of a part of the check."""
         self.notes += other.notes
         self.pairs += other.pairs
         self.certificates += other.certificates
@@ -94,13 +94,13 @@ class Findings:
             self.undecided = max(other.undecided, self.undecided or 0.0)
 
     def note_undecided(self, bound: float) -> None:
-        """Takes in that errors up to a bound may be hidden; of any size, if nothing is known of the bound."""
+        """Notes that errors up to a bound may be hidden; of any size, if the bound is not known."""
         bound = math.inf if math.isnan(bound) else bound
         self.notes.append(undecided_text(bound))
         self.undecided = max(bound, self.undecided or 0.0)
 
     def add_pair(self, pair: Pair) -> None:
-        """Takes in a pair; the same one again, as from pass to pass over the columns, counts once."""
+        """Adds a pair; the same pair, as in each pass over the columns, counts once."""
         for number, known in enumerate(self.pairs):
             if known[:6] == pair[:6]:
                 self.pairs[number] = pair._replace(
@@ -159,7 +159,7 @@ class PairComparison:
 
     @phase("comparison")
     def add(self, analytical: Tensor, numerical: Tensor, first_row: int, first_column: int) -> None:
-        """Takes in a block.
+        """Adds a block.
 
         Parameters
         ----------
@@ -174,12 +174,12 @@ class PairComparison:
         whole = self.output.tensor.numel() * self.input.tensor.numel()
         if self.mismatches and whole <= SMALL and analytical.numel() == whole * width:
             matrices = _matrix(analytical, width), _matrix(numerical, width)
-            # In torch's layout: one row an input element, one column an output element.
+            # In torch's layout: one row per input element, one column per output element.
             self.matrices = matrices if self.mode == "forward" else (matrices[0].t(), matrices[1].t())
 
     @phase("comparison")
     def add_entries(self, analytical: Tensor, numerical: Tensor, rows: Tensor, columns: Tensor) -> None:
-        """Takes in entries of a sparse Jacobian.
+        """Adds entries of a sparse Jacobian.
 
         Parameters
         ----------
@@ -199,7 +199,7 @@ class PairComparison:
         self.largest_absolute, self.largest_relative = statistics[4:6]
 
     def add_agreeing(self, analytical: Tensor, numerical: Tensor) -> None:
-        """Takes in entries that are known to agree: float64, shape (coordinates,), as in `add_entries`."""
+        """Adds entries that are known to agree: float64, shape (coordinates,), as in `add_entries`."""
         width = self._width()
         entries = analytical.unsqueeze(0), numerical.unsqueeze(0), self.atol, self.rtol
         self.add_statistics(analytical.numel() // width, ops.compare(*entries, width == 2, False).tolist())
@@ -211,7 +211,7 @@ class PairComparison:
     def _take_in(
         self, analytical: Tensor, numerical: Tensor, width: int, elements: Callable[[Any, Any], tuple[Any, Any]]
     ) -> None:
-        """Takes in a block, whose rows and columns of entries belong to certain elements."""
+        """Adds a block, whose rows and columns of entries belong to certain elements."""
         forward = self.mode == "forward"
         along_rows, along_columns = (self.input, self.output) if forward else (self.output, self.input)
         statistics = ops.compare(analytical, numerical, self.atol, self.rtol, width == 2, False).tolist()
@@ -247,7 +247,7 @@ class PairComparison:
         rows, columns = differing.nonzero(as_tuple=True)
         found, wanted = (value[rows, columns].to(torch.complex128) for value in values)
         self.failing.append((*elements(rows, columns), found, wanted))
-        # Of each output that differs all elements that it depends on; in forward mode, of each element all outputs.
+        # For each output that differs, all elements that it depends on; in forward mode, for each element all outputs.
         dependent = differing.any(1, keepdim=True) & (differing | (values[1] != 0))
         self.is_crowded |= int(dependent.sum()) > dependent.numel() // CROWDED
         if not self.is_crowded:
@@ -294,7 +294,7 @@ class PairComparison:
         )
 
     def suspects(self, part: Part) -> Suspects:
-        """The entries that differ, of which there are some, that with the largest difference first."""
+        """The entries that differ, at least one, the one with the largest difference first."""
         outputs, inputs, analytical, numerical = self._failing()
         order = self._excess(analytical, numerical).argsort(descending=True, stable=True)
         outputs, inputs, analytical, numerical = (values[order] for values in (outputs, inputs, analytical, numerical))
@@ -334,7 +334,7 @@ class PairComparison:
         return torch.from_numpy(colors)[which].to(elements.device)
 
     def add_unspecified(self, row: int, element: int, value: complex) -> None:
-        """Takes in an analytical entry where masked semantics allow none: the numerical one is zero."""
+        """Adds an analytical entry where masked semantics allow none: the numerical one is zero."""
         if not modulus(value) <= self.atol:
             self.entries += 1
             self.mismatches += 1
@@ -382,7 +382,7 @@ class PairComparison:
         )
 
     def pair(self, part: Part, agrees: bool) -> Pair:
-        """Comparison, and how it came out."""
+        """A comparison and its outcome."""
         return Pair(
             self.output.index,
             self.input.index,

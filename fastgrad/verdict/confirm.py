@@ -1,4 +1,4 @@
-"""Located entries measured by themselves: wrong by the elementwise rule at eps and at other steps, or not."""
+"""Measures located entries separately: wrong by the elementwise rule at eps and at other steps, or not."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ WORST = 64
 """Entries that are re-measured before all others."""
 
 MOST_GROUPS = 64
-"""Groups of elements that are re-measured before the next look at what came of it."""
+"""Groups of elements that are re-measured before the results are examined."""
 
 
 @dataclass(slots=True)
 class Found:
-    """A located entry: coordinates, what it adds to J_num - J_ana, and how it looks if it is wrong.
+    """A located entry: coordinates, its contribution to J_num - J_ana, and its report if it is wrong.
 
-    unresolved: what it may be off, where it agrees as far as its derivative is known, not to the tolerance.
+    unresolved: the possible error, if the entry agrees within that of its derivative, but not to the tolerance.
     """
 
     output: Block
@@ -54,16 +54,16 @@ def entry_in_row(
     value: float,
     explained: Callable[[Tensor], float] = lambda _: 0.0,
 ) -> Found:
-    """The entry behind what one output's derivative along u differs from gradient . u by.
+    """The entry behind the difference between one output's derivative along u and gradient . u.
 
     Parameters
     ----------
     gradient
         The analytical row: float64, shape (n,).
     value
-        By how much, without what is explained.
+        That difference, without the explained part.
     explained
-        What entries that are known contribute along a vector.
+        The contribution of known entries along a vector.
     """
 
     def residual(vector: Tensor) -> float:
@@ -79,7 +79,7 @@ def entry_in_row(
 def difference_along(problem: Problem, vector: Tensor, eps: float, row: int) -> float:
     """One output's derivative along a vector (float64, shape (n,)), by a central difference.
 
-    Where inputs take different steps, by one for each of these.
+    If inputs take different steps, one difference per step.
     """
     derivative = 0.0
     for part, step, weight in problem.parts_of(vector):
@@ -121,9 +121,9 @@ def _confirm(
     columns: tuple[int, ...],
     analytical: list[float],
 ) -> Found:
-    """An entry by itself: wrong by the elementwise rule at eps and at other steps, or not.
+    """A single entry: wrong by the elementwise rule at eps and at other steps, or not.
 
-    rows or columns are two coordinates where these make one complex entry.
+    rows or columns are two coordinates if these make one complex entry.
     """
     differences = [problem.difference_columns(j, 1, settings.eps, True)[0] for j in columns]
     numerical = [difference[i].item() for difference in differences for i in rows]
@@ -188,7 +188,7 @@ def located_failure(found: list[Found]) -> Failure:
 
 
 def located_pair(failure: Failure, comparison: Comparison) -> Pair:
-    """The pair of a failure that single entries tell of."""
+    """The pair of a failure that single entries show."""
     places = failure.output, failure.input, failure.output_position, failure.input_position
     return Pair(
         *cast("tuple[int, int, int, int]", places),  # a mismatch has them all
@@ -229,13 +229,13 @@ def _survivor(
 ) -> tuple[Survivor | None, Tensor, float]:
     """The first suspected entry that is wrong after re-measuring, and which ones were: bool, shape (entries,).
 
-    Last, what some may be off that no step resolves to the tolerance. groups: the number of each entry's group, whose
-    elements are moved together; what looks wrong then is moved alone.
+    Last, the possible error of entries that no step resolves to the tolerance. groups: the number of each entry's
+    group, whose elements are moved together; an element that then looks wrong is moved alone.
     """
     measured = torch.zeros_like(groups, dtype=torch.bool)
     elements, block = suspects.input_elements, suspects.blocks(problem, 0)[1]
     unresolved = 0.0
-    # A wrong entry is mostly among the worst; the others may be many.
+    # A wrong entry is usually among the worst; the others may be many.
     for most in (WORST, len(groups)):
         left = (~measured[:most]).nonzero().reshape(-1)
         numbers, which = torch.unique(groups[left], return_inverse=True)
@@ -266,7 +266,7 @@ def _survivor(
 def entries_failure(
     problem: Problem, settings: Settings, rows: Tensor, columns: Tensor, analytical: Tensor, numerical: Tensor
 ) -> tuple[Failure | None, float]:
-    """The failure of some real entries that differ at eps, if any differs after re-measuring; and what is unresolved.
+    """The failure of some real entries that differ at eps, if any differs after re-measuring; and the unresolved error.
 
     Parameters
     ----------

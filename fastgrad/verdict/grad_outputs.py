@@ -19,7 +19,7 @@ from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Failure, FailureKind, Mode, Settings
 
 BATCH = 2
-"""Vectors in a batched gradient: torch tries as many."""
+"""Vectors in a batched gradient, as many as in torch's checker."""
 
 
 @phase("zero grad_output")
@@ -28,7 +28,7 @@ def check_zero_grad_output(
 ) -> Failure | None:
     """A zero grad_output must give zero gradients, each with its input's layout, dtype, device and size.
 
-    gradients: those that it gave, where they are at hand.
+    gradients: those that it gave, if they are known.
     """
     if gradients is None:
         gradients = problem.zero_gradients()
@@ -60,7 +60,7 @@ def _attribute_failure(block: Block, gradient: Tensor, masked: bool) -> Failure 
 
 
 def _layout_difference(gradient: Tensor, expected: Tensor) -> str:
-    """What is wrong with a layout that is not strided, which always is right."""
+    """What is wrong with a layout that is not strided; strided gradients are always right."""
     if gradient.layout is torch.strided:
         return ""
     if gradient.layout is not expected.layout:
@@ -84,7 +84,7 @@ def _is_zero(gradient: Tensor, masked: bool = False) -> bool:
 def check_undefined_grads(problem: Problem, at_hand: Sequence[Sequence[Tensor | None]] | None = None) -> Failure | None:
     """Undefined grad_outputs, all of them and then one at a time, must work and count as zeros.
 
-    at_hand: the gradients that they gave, where these are.
+    at_hand: the gradients that they gave, if known.
     """
     if at_hand is not None:
         return next(filter(None, (_undefined_failure(problem, gradients) for gradients in at_hand)), None)
@@ -145,9 +145,9 @@ class BatchedDifference:
     input
         The number of the input whose gradient differs; None: the vectorized VJP raises.
     cause
-        What it raises.
+        Its exception.
     detail
-        What a message says.
+        Text for a message.
     """
 
     output: int
@@ -175,7 +175,7 @@ def batched_difference(graph: native.Graph, outputs: Sequence[Tensor], settings:
 
 
 def _difference(batched: Tensor | None, *single: Tensor | None) -> str | None:
-    """What a message says where gradients of a vectorized VJP differ from those of single ones."""
+    """The message if gradients of a vectorized VJP differ from those of single ones."""
     like = next((gradient for gradient in single if gradient is not None), None)
     if like is None:
         return None if batched is None or not bool(batched.any()) else f"Got:\n{batched}\n\nExpected:\nNone"
@@ -261,7 +261,7 @@ def check_batched_tangents(problem: Problem, settings: Settings) -> Failure | No
 def _batch_failure(
     product: Callable[[Tensor], tuple[Tensor, ...]], like: Tensor, size: int, settings: Settings, mode: Mode
 ) -> tuple[int | None, Exception | None, str] | None:
-    """Which result of a vectorized product differs from single ones, the exception of vmap, and what to say."""
+    """Which result of a vectorized product differs from single ones, the exception of vmap, and the message."""
     vectors = [uniform_like(like, settings.seed, BATCH_STREAM, k * size) for k in range(BATCH)]
     expected = [torch.stack(results) for results in zip(*(product(vector) for vector in vectors), strict=True)]
     with warnings.catch_warnings():

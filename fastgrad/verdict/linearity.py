@@ -38,17 +38,17 @@ TERM_ROUNDING, SUM_ROUNDING = 8.0, 2.0
 for the few operations behind each term. The second is multiplied by sqrt(c): errors of additions have random signs."""
 
 NEGLIGIBLE = 1e-9
-"""Share of atol below which a component of a product is not looked at."""
+"""Share of atol below which a component of a product is ignored."""
 
 RESCALED = 1.3, -0.7
 """Factors of a cotangent, not powers of two, whose VJPs, divided by them, show how a backward rounds."""
 
 MEASURED = 8.0
-"""What a sum may be off, in units of the rounding that `RESCALED` cotangents show: two samples may both be small."""
+"""Allowed error of a sum, in units of the rounding that `RESCALED` cotangents show: two samples may both be small."""
 
 LARGEST_MEASURED = 0.5
-"""Exponent: rounding that is measured counts up to the unit roundoff to this power, relative to the product. What
-moves more than half of the digits is no rounding, but a backward that is not linear."""
+"""Exponent: measured rounding counts up to the unit roundoff to this power, relative to the product. A change of more
+than half of the digits is not rounding: the backward is not linear."""
 
 
 @lru_cache(8)
@@ -121,7 +121,7 @@ def nonlinear_repeat(block: JacobianBlock, settings: Settings) -> Failure | None
 def groups_failure(
     problem: Problem, settings: Settings, output: Block, groups: Sequence[NDArray[np.int64]]
 ) -> Failure | None:
-    """Why a second run of some row groups gave other gradients: as `moving_repeat` and `nonlinear_repeat`.
+    """Why a second run of some row groups gave other gradients, as `moving_repeat` and `nonlinear_repeat` find.
 
     groups: coordinates of the output, counted from its first.
     """
@@ -164,7 +164,7 @@ def nondeterministic(output: Block) -> Failure:
 def by_inputs(
     inputs: Sequence[Block], settings: Settings, left: Tensor, right: Tensor
 ) -> Iterator[tuple[Tolerances, Tensor, Tensor]]:
-    """Two lots of gradients, shape (count, n), input by input."""
+    """Two sets of gradients, shape (count, n), input by input."""
     for block in inputs:
         within = 1, block.first, block.size
         yield settings.of(block.index), left.narrow(*within), right.narrow(*within)
@@ -198,7 +198,7 @@ def _rows_move(problem: Problem, output: Block, part: Part, first: int, count: i
 
 
 def _term_sizes(squares: Tensor, sums: Tensor) -> Tensor:
-    """The root of a sum of squares of terms or, where these overflow, the size of the sum: rounding beside either."""
+    """Scale of rounding: the root of a sum of squares of terms or, if these overflow, the size of the sum."""
     sizes = squares.sqrt()
     return sizes if math.isfinite(largest(sizes)) else torch.where(sizes.isinf(), sums.abs(), sizes)
 
@@ -290,11 +290,11 @@ class LinearityProof:
         self.resolution = 0.0
 
     def take(self, gradients: Tensor, movement: float) -> None:
-        """Takes over the VJPs of the cotangents, and by how much the first one, run again, was another."""
+        """Takes over the VJPs of the cotangents, and how far a second run of the first one deviated."""
         self._gradients, self._moves_by = gradients, movement
 
     def certificate(self) -> Certificate:
-        """What it vouches for where it found no failure."""
+        """What it certifies if it found no failure."""
         error = (self.gradients() - self._sums).nan_to_num(0.0, 0.0, 0.0)  # infinite ones were compared
         return linear_backward(self._probes, max(self._settings.atol, largest(error)))
 
@@ -337,7 +337,7 @@ class LinearityProof:
         return self._gradients
 
     def suspects(self) -> list[tuple[int, int]]:
-        """Where a VJP differs from the sum of entries by more than rounding: (number of v, coordinate), worst first.
+        """Components of VJPs that differ from sums of entries beyond rounding: (number of v, coordinate), worst first.
 
         Rounding that is larger than that of a few operations is measured. An entry that is missing from a sparse
         Jacobian is found here, however large the other entries of its column are.
@@ -359,7 +359,7 @@ class LinearityProof:
         return list(zip(which[order].tolist(), column[order].tolist(), strict=True))
 
     def error_at(self, which: int, coordinate: int) -> float:
-        """How far a component of a VJP is from what the entries add up to."""
+        """The distance of a component of a VJP from the sum of the entries."""
         return abs(float(self.gradients()[which, coordinate] - self._sums[which, coordinate]))
 
     def replace_row(self, row: int, change: Tensor) -> None:
@@ -382,7 +382,7 @@ class LinearityProof:
         return _term_sizes(self._squares, self._sums)
 
     def _movement_allowed(self, gradients: Tensor) -> Tensor:
-        """What VJPs may be off where they may move from run to run: float64, shape (probes, n)."""
+        """Allowed error of VJPs that may vary from run to run: float64, shape (probes, n)."""
         moved = torch.zeros_like(gradients)
         for _ in range(RERUNS):
             moved = torch.maximum(moved, (self._vjps() - gradients).abs_())
@@ -418,13 +418,13 @@ class LinearityProof:
             try:
                 self._vjp(which)
             except Exception as again:
-                self._problem.vjp(torch.zeros_like(self._cotangents[:1]))  # raises where any grad_output would
+                self._problem.vjp(torch.zeros_like(self._cotangents[:1]))  # raises if any grad_output would
                 detail = f"it raised {type(again).__name__} for {probe.text}"
                 return Failure("nonlinear", detail=detail, cause=again)
         raise error
 
     def _agree(self, gradients: Tensor) -> bool:
-        """Whether the VJPs are what the rows add up to, but for rounding."""
+        """Whether the VJPs equal the sums of the rows, except for rounding."""
         tolerance = ROUNDING * self._problem.unit_roundoff * self._problem.m**0.5 * largest(self._sums)
         return not differ(gradients, self._sums, tolerance, False)
 
@@ -497,7 +497,7 @@ class TangentProof:
         )
 
     def certificate(self) -> Certificate:
-        """What it vouches for where it found no failure."""
+        """What it certifies if it found no failure."""
         method = "J u against the JVP of u, 2 tangents: dense, half of it zero"
         return Certificate("jvp is linear in its tangent", method, self._settings.atol)
 
@@ -534,7 +534,7 @@ def one_hot_failure(problem: Problem, settings: Settings) -> Failure | None:
 
 
 def one_hot_rows(problem: Problem, settings: Settings) -> tuple[Failure | None, dict[int, Tensor]]:
-    """`one_hot_failure`, and the rows that it looked at: float64, shape (n,), by their numbers."""
+    """`one_hot_failure`, and the rows that it examined: float64, shape (n,), by their numbers."""
     found: dict[int, Tensor] = {}
     for imaginary in (True, False):
         for output in problem.outputs:

@@ -12,11 +12,11 @@ WINDOW = 256
 """A ramp's estimate is tried with a window of a 128th of the range around it."""
 
 SLACK = 0.01
-"""Small contributions beside the dominant one may push its position over an end by this much."""
+"""Small contributions in addition to the dominant one may push its position over an end by this much."""
 
 
 def locate(residual: Callable[[Tensor], float], vector: Tensor, value: float) -> int:
-    """The coordinate that contributes most to a linear functional, which is zero where nothing is wrong.
+    """The coordinate that contributes most to a linear functional, which is zero if nothing is wrong.
 
     The functional of the vector times a ramp from 0 to 1, over that of the vector, is the position of
     a dominant contribution. Costs about 2 log(size) / log(WINDOW / 2) calls of residual for one

@@ -1,7 +1,7 @@
-"""Whether outputs move along random directions as the entries of a sparse Jacobian say.
+"""Whether outputs move along random directions as the entries of a sparse Jacobian predict.
 
-A pattern is a guess until then: an entry that it lacks shows in the derivative of its output along any direction, by
-itself or added to another entry of its row that was measured together with it.
+A pattern is a guess until then: an entry that it lacks shows in the derivative of its output along any direction,
+alone or added to another entry of its row that was measured together with it.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ MOST_SUSPECTS = 8
 """Rows, and columns, of a failed certificate to follow up."""
 
 MOST_PEELED = 8
-"""Harmless entries of a row to take out of what is not explained there."""
+"""Most harmless entries of a row to subtract from its unexplained part."""
 
 DIRECTIONS, DIRECTIONS_WATCHED = 3, 2
-"""Directions of the numerical certificate; and where outputs were watched, bit by bit, to find the pattern."""
+"""Directions of the numerical certificate; the second number: if outputs were watched, bit by bit, to find the
+pattern."""
 
 ROUNDING = 8.0
-"""Units of rounding of an output that a derivative along a direction, over its step, may be off."""
+"""Allowed error of a derivative along a direction, times its step, in units of rounding of the output."""
 
 NEGLIGIBLE = 2.0**-10
-"""Share of atol below which a derivative along a direction is not looked at: three directions tell a thousand times as
-much, with the default confidence."""
+"""Share of atol below which a derivative along a direction is ignored: three directions resolve a thousand times more,
+with the default confidence."""
 
 STARTS = (1.0, 2.0**2, 2.0**4, 2.0**6, 2.0**9, 2.0**12)
 """Candidates for the first step, in units of eps: the smallest one at which rounding is negligible is taken."""
@@ -48,31 +49,31 @@ LARGEST_TWO_POINT = 2.0**4
 
 SMALLER, LARGER = (2.0**-10, 2.0**-14, 2.0**-17), (2.0**6, 2.0**12)
 """Further steps, in units of eps: smaller ones do not cross the kinks that a joint step crosses and a single one does
-not; beside larger ones rounding is small."""
+not; relative to larger ones rounding is small."""
 
 FEW_HIDING = 2.0**-8
-"""Share of the outputs, beside kinks say, that may hide entries which matter: the check is undecided then. Where more
-do, outputs are watched bit by bit instead."""
+"""Share of the outputs, for example next to kinks, that may hide entries which matter: the check is undecided then. If
+more do, outputs are watched bit by bit instead."""
 
 MOST_SEPARATED = 64
-"""Outputs that may hide entries, and columns of these, to look at by themselves."""
+"""Most outputs that may hide entries, and most columns of these, to examine separately."""
 
 HOPELESS = 1 / 4
-"""Of the rows: where more are wrong, it is not for kinks, and smaller steps do not help."""
+"""Share of the rows: if more are wrong, kinks are not the reason, and smaller steps do not help."""
 
 
 @dataclass(frozen=True)
 class Incomplete:
-    """What a certificate found missing: entries that a pattern lacks, or something that none explains.
+    """A gap that a certificate found: entries that a pattern lacks, or a part that no entry explains.
 
     Attributes
     ----------
     rows, columns
         Of each entry: shape (entries,).
     refuted
-        Whether there are too many to be told one by one.
+        Whether there are too many to list one by one.
     unexplained
-        What no entry explains of a derivative or of a product; None: all is explained.
+        The part of a derivative or a product that no entry explains; None: all is explained.
     """
 
     rows: Indices
@@ -82,7 +83,7 @@ class Incomplete:
 
     @property
     def ends(self) -> bool:
-        """Whether this pattern is of no use."""
+        """Whether this pattern is useless."""
         return self.refuted or self.unexplained is not None
 
     @property
@@ -102,18 +103,18 @@ def incomplete(
 
 @dataclass(frozen=True)
 class _Discrepancies:
-    """Directional derivatives of each output against what the entries of a pattern add up to.
+    """Directional derivatives of each output against the sums of the entries of a pattern.
 
     Attributes
     ----------
     error
         The largest difference: float64, shape (m,).
     noise
-        What the derivatives may be off: float64, shape (m,).
+        Allowed error of the derivatives: float64, shape (m,).
     base, rounding
-        The outputs, and what rounding may do to a derivative, relative to them.
+        The outputs, and the rounding of a derivative, relative to them.
     share
-        By how much rounding and noise count: more than once where entries have them, too.
+        Factor of rounding and noise: more than 1 if entries have them, too.
     """
 
     error: Tensor
@@ -125,7 +126,7 @@ class _Discrepancies:
 
     @cached_property
     def allowed(self) -> Tensor:
-        """What rounding and noise explain of an error: float64, shape (m,)."""
+        """The part of an error that rounding and noise explain: float64, shape (m,)."""
         allowed = self.base.abs().mul_(self.rounding * self.share).add_(self.noise, alpha=4.0 * self.share)
         return allowed.clamp_(min=NEGLIGIBLE * self.settings.atol)
 
@@ -137,7 +138,7 @@ class _Discrepancies:
 
 @dataclass(frozen=True)
 class _Excluded:
-    """Outputs that are looked at by themselves (bool, shape (m,)), and the columns that are measured one by one."""
+    """Outputs that are examined separately (bool, shape (m,)), and the columns that are measured one by one."""
 
     are_rows: Tensor
     columns: Tensor
@@ -171,16 +172,16 @@ class NumericalCertificate:
         return self.bound > self.asked
 
     def certificate(self) -> Certificate:
-        """What it vouches for where nothing is missing."""
+        """The certificate if nothing is missing."""
         watched = self._compression.pattern.is_numerical
         method = f"{DIRECTIONS_WATCHED if watched else DIRECTIONS} random directions" + watched * ", and bit by bit"
         method += ": the derivatives along them against the sums of entries"
         return Certificate("no numerical entry outside of the pattern", method, self.bound)
 
     def screen(self, values: Tensor) -> list[int]:
-        """Outputs that one direction shows not to move as the entries say, worst first."""
+        """Outputs that do not move along one direction as the entries predict, worst first."""
         self.values = values
-        # Of the usual output: beside a few large ones, larger steps are tried afterwards.
+        # Of the typical output: for a few large ones, larger steps are tried afterwards.
         usual = float(torch.linalg.vector_norm(self._base, 1)) / max(1, self._base.numel())
         scale = usual * ROUNDING * 2 * self._problem.unit_roundoff / self._settings.eps
         enough = (step for step in STARTS if scale <= NEGLIGIBLE * self._settings.atol * step)
@@ -191,15 +192,15 @@ class NumericalCertificate:
         return self._unexplained_rows(1, None)
 
     def certify(self, analytical: Tensor | None) -> Failure | list[int] | None:
-        """That outputs move along random directions as entries say: the analytical ones, or else the numerical ones.
+        """That outputs move along random directions as entries predict: analytical ones, or else numerical ones.
 
         Analytical entries, which products explain, are known better than numerical ones, and no entry that func has
-        and the backward lacks adds to them. Returns a failure, or the outputs that do not move so; None where so many
-        may hide entries that the pattern is to be found in another way.
+        and the backward lacks adds to them. Returns a failure, or the outputs that do not move so; None if so many
+        outputs may hide entries that the pattern must be found in another way.
         """
         watched = self._compression.pattern.is_numerical
         count = DIRECTIONS_WATCHED if watched else DIRECTIONS
-        # An entry counts times a component of a direction or, where it was measured together with another one, times
+        # An entry counts times a component of a direction or, if it was measured together with another one, times
         # the difference of two, which is as small as a share s with probability s; in all directions with s^count.
         together = (1 - self._settings.confidence) ** (1 / count)
         self._margin = together if analytical is None else 0.5
@@ -226,14 +227,14 @@ class NumericalCertificate:
                 if failure is not None:
                     return failure
         if watched:
-            # What moves no bit of an output, no difference shows.
+            # No difference shows a change that moves no bit of an output.
             self.bound = max(min(self.bound, self.asked), self._unresolved)
         elif self._hiding.numel() > FEW_HIDING * self._base.numel():
             return None
         return rows
 
     def follow(self, rows: list[int], row_of: Callable[[int], Tensor]) -> Failure | Incomplete:
-        """Down to the entry of each row that is wrong; or all that its gradient says belongs to it."""
+        """Finds the wrong entry of each row; or adds all entries that its gradient has."""
         learnt: list[tuple[Indices, Indices]] = []
         for row in rows[:MOST_SUSPECTS]:
             gradient = row_of(row)
@@ -245,7 +246,7 @@ class NumericalCertificate:
         return incomplete(learnt, refuted=len(rows) > MOST_SUSPECTS)
 
     def row_failure(self, row: int, gradient: Tensor) -> Failure | None:
-        """Whether a row of the backward, run by itself, float64, shape (n,), is wrong by the allclose rule."""
+        """Whether a row of the backward, run separately, float64, shape (n,), is wrong by the allclose rule."""
         mine = self._compression.entries_of_row(row)
         expected = torch.zeros_like(gradient)
         expected[self._compression.columns[mine]] = self.values[mine]
@@ -259,11 +260,11 @@ class NumericalCertificate:
         return located_failure([found]) if found.survivor is not None else None
 
     def _unexplained_rows(self, count: int, analytical: Tensor | None, excluded: _Excluded | None = None) -> list[int]:
-        """Outputs that do not move as entries say, worst first; notes those that may hide entries.
+        """Outputs that do not move as entries predict, worst first; notes those that may hide entries.
 
-        Several steps in the same directions tell. For each output the step that resolves most decides; and it clears
-        what another step found only if it would have seen as much. Of excluded outputs and columns, only these outputs
-        are asked for, and these columns do not move.
+        This takes several steps in the same directions. For each output the step with the best resolution decides. It
+        clears what another step found only if it resolves as much. If outputs and columns are excluded, only these
+        outputs are examined, and these columns do not move.
         """
         size = self._base.shape
         bounds = torch.full((2, *size), torch.inf, dtype=torch.float64, device=self._problem.device)
@@ -307,9 +308,9 @@ class NumericalCertificate:
         self.bound = max(self._explained, largest(sizes), self._unresolved)
 
     def _separated(self, unexplained: list[int], count: int, analytical: Tensor) -> tuple[Failure | None, list[int]]:
-        """Looks again at outputs that are not explained or may hide entries, if they are few; as `certify`.
+        """Examines again outputs that are not explained or may hide entries, if they are few; as `certify`.
 
-        These may be beside kinks: their own columns, moved together with others, cross them at every step beside which
+        These may be next to kinks: their own columns, moved together with others, cross them at every step for which
         rounding is small. So these columns are measured one by one, and all others move together.
         """
         compression, blocks = self._compression, (*self._problem.inputs, *self._problem.outputs)
@@ -379,7 +380,7 @@ class NumericalCertificate:
 
     @property
     def _entry_rounding(self) -> float:
-        """What rounding may do to a sum of numerical entries, relative to the output."""
+        """The rounding of a sum of numerical entries, relative to the output."""
         return ROUNDING * 2 * self._problem.unit_roundoff / self._settings.eps
 
     def _differences_along(
@@ -412,7 +413,7 @@ class NumericalCertificate:
         return differences
 
     def _compared(self, differences: Differences, entries: Tensor, rounding: float | None) -> _Discrepancies:
-        """Derivatives along random directions against what entries, off by rounding themselves, add up to."""
+        """Derivatives along random directions against the sums of entries, which have rounding errors themselves."""
         base = self._base
         if self._compression.excluded_rows is not None:
             base = base.masked_fill(self._compression.excluded_rows, 0.0)

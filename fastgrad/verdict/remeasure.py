@@ -1,4 +1,4 @@
-"""Entries that differ at eps, re-measured over many steps: which of them are wrong, and what to say of them."""
+"""Entries that differ at eps, re-measured over many steps: which of them are wrong, and how to report them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Difference, Entry, Settings, Tolerances, Trouble, modulus
 
 UNRESOLVED = 64.0
-"""What the derivative of an entry may be off, in units of its tolerance, for the entry to be left open: rounding beside
-a kink. Beyond, the derivative did not converge."""
+"""Largest error of an entry's derivative, in units of its tolerance, for which the entry is left open: rounding next
+to a kink. Beyond, the derivative did not converge."""
 
 MOST_OTHERS = 7
-"""Wrong entries to tell of beside the worst."""
+"""Wrong entries to report in addition to the worst."""
 
 
 @dataclass(frozen=True)
 class Suspects:
-    """Entries of one output and one input that differ at eps, that with the largest difference first.
+    """Entries of one output and one input that differ at eps, the one with the largest difference first.
 
     Attributes
     ----------
@@ -72,9 +72,9 @@ class Suspects:
 
 @dataclass(frozen=True)
 class Survivor:
-    """An entry that is wrong also at other steps, or whose derivative no step settles; and what to say of it.
+    """An entry that is wrong also at other steps, or whose derivative no step settles, for the report.
 
-    convergence: what was measured of it, large steps first. others: more such entries, of those that were
+    convergence: its measurements, large steps first. others: more such entries, of those that were
     re-measured with it.
     """
 
@@ -94,7 +94,7 @@ def not_finite(problem: Problem, record_graph: bool, settings: Settings, suspect
     wrong = of_func | of_input | of_backward
     if not bool(wrong.any()):
         return None
-    # Of the many that one element may spoil, one of that element: an infinity times zero is a NaN at others.
+    # One element may spoil many entries: report one of its own. An infinity times zero is a NaN at others.
     votes = torch.stack([of_func, of_input, of_backward, suspects.analytical.isinf()])
     order = votes.sum(0).argsort(descending=True, stable=True)
     worst = int(order[0])
@@ -127,7 +127,7 @@ def surviving(
 ) -> tuple[Survivor | None, Tensor, float]:
     """The worst of some suspected entries, if any is wrong after re-measuring; and which ones are: bool, end to end.
 
-    Last, what those may be off that agree as far as their derivatives are known, and are not known to the tolerance.
+    Last, the possible error of entries that agree within the error of their derivatives, but not to the tolerance.
     groups: of one input; the entries of each are moved together.
     """
     own = settings.of(block_with(problem.inputs, int(groups[0].inputs[0, 0])).index)
@@ -154,7 +154,7 @@ def surviving(
     difference = (suspects.analytical - values).abs()
     allowed = atol + rtol * values.abs()
     doubtful = torch.stack([column.doubtful.reshape(shape).any(1) for column in columns]).any(0)
-    # What is left of func below its own rounding excuses no gradient.
+    # Changes of func below its own rounding excuse no gradient.
     converged &= ~(doubtful & (difference <= allowed))
     agrees = difference <= allowed
     off = errors.abs()
@@ -181,7 +181,7 @@ def surviving(
 
 
 def _convergence(columns: list[Refinement], shape: torch.Size, entry: int) -> tuple[Difference, ...]:
-    """What was measured of an entry; the steps are those of its first coordinate."""
+    """The measurements of an entry; the steps are those of its first coordinate."""
     of_entry = slice(entry * shape[1], (entry + 1) * shape[1])
     own = [column.of(of_entry) for column in columns]
     is_real = len(own) == shape[1] == 1
@@ -214,7 +214,7 @@ def _entries(columns: list[Tensor]) -> Tensor:
 def _trouble(
     columns: list[Refinement], suspects: Suspects, worst: int, sure: bool, own: Tolerances
 ) -> tuple[str, Trouble | None]:
-    """What is special about the worst entry's derivative, as a clause and by name."""
+    """Special properties of the worst entry's derivative, as a clause and by name."""
     width = suspects.outputs.shape[1]
     for column in columns:
         for row in range(worst * width, (worst + 1) * width):

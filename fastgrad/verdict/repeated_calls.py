@@ -64,7 +64,7 @@ class RepeatedCalls:
     Attributes
     ----------
     rows
-        Rows of the Jacobian that were run by themselves, before all others: float64, shape (n,), by their numbers.
+        Rows of the Jacobian that were run separately, before all others: float64, shape (n,), by their numbers.
     """
 
     def __init__(self, problem: Problem | SmallBackward, settings: Settings) -> None:
@@ -82,7 +82,7 @@ class RepeatedCalls:
         if not self._is_needed:
             return
         m = problem.m
-        # The last one, too: kernels treat what is left over at the end separately.
+        # The last one, too: kernels treat the remainder at the end separately.
         self._rows = list(dict.fromkeys([m - 1, settings.seed % m, (settings.seed + m // 2) % m]))
         self._outputs = [block_with(problem.outputs, row).index for row in self._rows]
         if m > 1:
@@ -91,13 +91,13 @@ class RepeatedCalls:
         self._at_once = len(self._calls) if problem.n + m <= MOST_AT_ONCE else 1
 
     def run_first(self) -> None:
-        """Runs them, unless they are known; what is raised is kept for `failure`."""
+        """Runs them, unless they are known; keeps exceptions for `failure`."""
         if not self._is_needed or self._known is not None or self._raised is not None:
             return
         try:
             self._known = self._run()
         except OUT_OF_MEMORY:
-            self._known = self._run()  # it may have been wanted for a moment only
+            self._known = self._run()  # it may have been needed for a moment only
         except Exception as error:
             self._raised = error
             return
@@ -105,7 +105,7 @@ class RepeatedCalls:
 
     @property
     def _rows_within(self) -> slice:
-        """Where the rows are among the calls."""
+        """The positions of the rows among the calls."""
         return slice(1, -1) if self._problem.m > 1 else slice(None)
 
     def take(self, jacobian: Tensor, products: Tensor) -> None:
@@ -155,7 +155,7 @@ class RepeatedCalls:
             self._summed.add(cotangent, gradient)
 
     def run_more_rows(self) -> dict[int, Tensor]:
-        """Further rows, run by themselves where that is quick: as many as `failure` would otherwise repeat calls."""
+        """Further rows, run separately if that is quick: as many as `failure` would otherwise repeat calls."""
         problem = self._problem
         left = self._most - problem.vjps - len(self._order(one_round=True)) if self._is_needed else 0
         if left <= 0 or not self.rows or self._at_once == 1:
@@ -192,7 +192,7 @@ class RepeatedCalls:
 
     @phase("repeated calls")
     def failure(self, one_round: bool = False) -> Failure | None:
-        """Repeats the VJPs, after all others, and returns a failure if one differs; raises what was raised before.
+        """Repeats the VJPs, after all others, and returns a failure if one differs; raises earlier exceptions.
 
         one_round: each is repeated only once, however few calls that makes.
         """
@@ -213,7 +213,7 @@ class RepeatedCalls:
         if self._problem.m == 1:
             return [0, 0]  # the same twice, as torch's checker runs it
         first, last_row, row, *others, last = self._calls
-        # Each call has another position than on the first graph, so an error in, say, every graph's first call shows.
+        # Each call has another position than on the first graph, so an error in every graph's first call shows.
         once = [row, *[first] * (FIRST_PRODUCTS if self._most else 1), last, last_row, *others]
         # Seven or eleven calls, so that an error in every second, third, ... call reaches each of them.
         cycle = [*once, first, row, first] if others else once
@@ -248,7 +248,7 @@ class RepeatedCalls:
         return None
 
     def _tolerance(self, known: Tensor, call: int) -> float:
-        """What a gradient may differ by from run to run."""
+        """The allowed difference of a gradient from run to run."""
         if self._problem.m == 1 or 0 < call <= len(self._rows):
             return self._settings.nondet_tol
         rounding = ROUNDING * self._problem.unit_roundoff * largest(known[call])
@@ -256,7 +256,7 @@ class RepeatedCalls:
         return max(rounding, movement, self._product_tolerance)
 
     def certificates(self) -> list[Certificate]:
-        """What the repeated calls vouch for, if any were needed."""
+        """What the repeated calls certify, if any were needed."""
         if not self._last:
             return []
         what = "the only row" if self._problem.m == 1 else f"{len(self._rows)} rows and two products"
@@ -268,7 +268,7 @@ class RepeatedCalls:
         atol, rtol = tolerances(self._problem, self._settings)
         allowed = atol + rtol * summed.largest + self._settings.nondet_tol * float(summed.cotangent.abs().sum())
         gradient = summed.gradient
-        # What is not finite must be so again, whatever the largest size allows.
+        # Values that are not finite must be so again, whatever the largest size allows.
         close = ((again - gradient).abs() <= allowed) & again.isfinite() & gradient.isfinite()
         return not bool((close | (again == gradient) | (again.isnan() & gradient.isnan())).all())
 
@@ -277,7 +277,7 @@ class RepeatedCalls:
 
 
 def repeated_calls_certificate(what: str, last: int, tolerance: float) -> Certificate:
-    """What repeated calls vouch for; what: the calls; last: the number of the last one of all."""
+    """What repeated calls certify; what: the calls; last: the number of the last one of all."""
     claim = f"repeated calls of a custom backward give the same gradients, up to its call {last}"
     return Certificate(claim, f"{what}, run early and again after all others", tolerance)
 
@@ -293,7 +293,7 @@ def first_moving(
 ) -> Block | None:
     """Runs VJPs of rows of cotangents in order; the output of the first one that gives another gradient than before.
 
-    cotangents, only, order, known: as of `Problem.first_other_vjp`. tolerance: by row, what a gradient may differ by.
+    cotangents, only, order, known: as in `Problem.first_other_vjp`. tolerance: per row, of a gradient.
     """
     done = 0
     while done < len(order):

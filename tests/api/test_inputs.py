@@ -307,7 +307,7 @@ class Stateful(nn.Module):
         self.count += 1
         self.mean = 0.9 * self.mean + 0.1 * result.sum()  # another tensor, with a graph
         self.cache = x.detach().clone()
-        self.silent.data.mul_(1.01)  # no version counter tells
+        self.silent.data.mul_(1.01)  # no version counter shows it
         return result
 
 
@@ -453,7 +453,7 @@ def test_recurrent_modules_hold_their_own_parameters_again() -> None:
     assert report.passed
     assert report.input_names[1] == "module.weight_ih_l0"
     assert report.output_names == ("result[0]", "result[1]")
-    # They list them beside the dictionary that every module has.
+    # They list them in addition to the dictionary that every module has.
     assert [id(own) for own in module._flat_weights] == [id(parameter) for parameter in module.parameters()]
 
 

@@ -24,7 +24,7 @@ def leaf(*values: float, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def doubling(x: Tensor) -> Tensor:
-    """2 x, and x is 1.5 times as large then, which no version counter tells."""
+    """2 x, and x is 1.5 times as large then, which no version counter shows."""
     y = 2 * x
     x.data.mul_(1.5)
     return y

@@ -258,7 +258,7 @@ def test_a_saved_tensor_that_was_changed_in_place() -> None:
 
 @each_check
 def test_less_than_double_precision_warns(check: Any) -> None:
-    """The check may fail, and torch's does; here larger steps get a say."""
+    """The check may fail, and torch's does; here larger steps also count."""
     with pytest.warns(UserWarning, match="not a double precision"):
         check(sum_of_cubes, leaf(3, dtype=torch.float32), eps=1e-5, raise_exception=False)
 

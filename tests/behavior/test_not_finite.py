@@ -1,4 +1,4 @@
-"""Infinities, NaN, and numbers near the ends of the range: verdicts, that they come soon, and what they say."""
+"""Infinities, NaN, and numbers near the ends of the range: verdicts, their messages, and that they come soon."""
 
 from __future__ import annotations
 

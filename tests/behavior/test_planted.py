@@ -1,4 +1,4 @@
-"""Planted errors fail, by the right name; their correct twins pass; torch's verdict beside ours."""
+"""Planted errors fail, by the right name; their correct twins pass; torch's verdict next to ours."""
 
 from __future__ import annotations
 

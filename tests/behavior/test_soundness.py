@@ -48,7 +48,7 @@ class Case:
 
 
 def scaled(factor: float, row: int, column: int, extra: float) -> Case:
-    """forward: factor x. The backward adds an entry beside that of [column, column], which is much larger."""
+    """forward: factor x. The backward adds an entry next to that of [column, column], which is much larger."""
 
     def wrong(grad: Tensor, x: Tensor) -> Tensor:
         result = factor * grad
@@ -63,7 +63,7 @@ def scaled(factor: float, row: int, column: int, extra: float) -> Case:
 
 
 def lacking(factor: float, extra: float) -> Case:
-    """The forward has an entry that the backward lacks, beside a much larger one."""
+    """The forward has an entry that the backward lacks, next to a much larger one."""
 
     def forward(x: Tensor) -> Tensor:
         result = factor * x
@@ -283,7 +283,7 @@ def torch_calls(n: int) -> int:
 def test_wrong_gradients_fail_and_right_ones_pass(name: str, engine: str) -> None:
     for n in (12, 600):
         if "100th" in name and torch_calls(n) < 100:
-            continue  # nobody calls it as often
+            continue  # no checker calls it as often
         for seed in range(SEEDS if engine == "auto" else 2):
             wrong, right = verdicts(BY_NAME[name], n, seed, engine=engine)
             # With no dense engine to go to, what no search explains is left undecided.
@@ -600,7 +600,7 @@ def test_a_one_hot_grad_output_at_the_last_row(keywords: dict[str, Any], seed: i
 
 
 def test_an_output_that_may_hide_entries_and_has_none() -> None:
-    """Beside kinks, columns are measured one by one, and here there are none."""
+    """Next to kinks, columns are measured one by one, and here there are none."""
     attack = next(attack for attack in ATTACKS if attack.name == "max pool with a coupling of 0.0001: right")
     f, inputs = attack.make(1, 600)
     assert fastgrad.check(f, inputs, **dict(attack.keywords)).passed

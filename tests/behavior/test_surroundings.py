@@ -186,7 +186,7 @@ ENGINES: list[dict[str, Any]] = [
 
 
 def verdicts(engine: dict[str, Any]) -> list[str]:
-    """What checks say, with their causes, of right and wrong functions of both orders, in both modes."""
+    """Verdicts with their causes for right and wrong functions of both orders, in both modes."""
     sparse = torch.eye(4, dtype=torch.float64, device="cpu").to_sparse().requires_grad_()
     found = []
     for func, inputs in (

@@ -360,7 +360,7 @@ print(peak.mib * 2**20 / (8 * n))
 
 
 def test_memory_stays_near_the_vectors() -> None:
-    # Every vector mapped by itself: what is held counts, not what the heap keeps of what was freed.
+    # Every vector is mapped separately, so that live memory counts, not freed memory that the heap keeps.
     result = subprocess.run(
         [sys.executable, "-c", VECTORS_HELD],
         cwd=Path(__file__).parents[2],
@@ -386,7 +386,7 @@ def test_neighbors_closer_than_eps_are_measured_one_by_one() -> None:
 
 
 def test_what_no_step_resolves_to_the_tolerance_is_left_open() -> None:
-    """Closest values 4.7e-11 apart: steps that do not swap them tell their entries to 1.2e-5, not to 1e-5."""
+    """Closest values 4.7e-11 apart: steps that do not swap them resolve their entries to 1.2e-5, not to 1e-5."""
     report = fastgrad.check(lambda v: v.sort()[0], uniform(100_000, seed=0))
     assert report.verdict == "undecided"
     assert report.undecided is not None

@@ -1,4 +1,4 @@
-"""Dense rows and columns beside a sparse Jacobian: certified where single calls take long, and wrong ones named."""
+"""Dense rows and columns next to a sparse Jacobian: certified if single calls take long, and wrong ones named."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_the_version_is_stated_once() -> None:
 
 
 def test_import_costs_little_beyond_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    # With bytecode, as installed. Processor time, beside that of importing torch: machines are faster and slower.
+    # With bytecode, as installed. Processor time, compared with importing torch: machines differ in speed.
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path))
     clock = "time.process_time()"

@@ -135,7 +135,7 @@ def elsewhere(grad: Tensor) -> Tensor:
         (lambda grad: grad * (1.0 if grad.sum() > -9 else 2.0), "backward reads values"),
         (lambda grad: grad + 0 * torch.rand_like(grad), "backward draws random numbers"),
         (elsewhere, "backward uses streams of its own"),
-        (waits, "backward cannot be captured"),  # which is invalid, and no operator tells
+        (waits, "backward cannot be captured"),  # which is invalid, and no operator shows it
     ],
 )
 def test_refused_rows(
@@ -208,7 +208,7 @@ REFUSED: list[tuple[Callable[[Tensor], Tensor], str]] = [
     (lambda x: x.cumsum(0) + torch.ones(40, dtype=torch.float64).to(x.device), "another device"),
     (lambda x: x.cpu().cumsum(0).to(x.device), "another device"),
     (launches_elsewhere, "streams of its own"),
-    # What operators do not tell: the capture is invalid.
+    # No operator shows it: the capture is invalid.
     (synchronizes, "cannot be captured"),
     (synchronizes_and_swallows, "cannot be captured"),
 ]

@@ -40,7 +40,7 @@ PLANTED = [*CAUSES, *BLIND]
 CONFUSED: dict[str, CauseName | None] = {
     # Its dimensions are not those of the tensor.
     "elementwise, tiles transposed in place": None,
-    # What forward kept is no input at another place, and nobody writes it again.
+    # What forward kept is no input at another place, and nothing writes it again.
     "activation changed in place after it was kept": None,
     "output kept, then scaled in place": None,
     "one workspace for two layers": None,

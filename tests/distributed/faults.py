@@ -3,7 +3,7 @@
     python -m tests.distributed.faults 500
     python -m tests.distributed.faults 100 sharded
 
-runs so many, of every kind in turn, of distributed functions or of work that ranks share, and prints how they ended.
+runs this many, of every kind in turn, of distributed functions or of work that ranks share, and prints their outcomes.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python -m tests.distributed.kills 50
 
-kills so many of them, on one rank and on two in turn, and prints which reports are not those of a check that was not.
+kills this many of them, on one rank and on two in turn, and prints reports that differ from an uninterrupted check's.
 """
 
 from __future__ import annotations

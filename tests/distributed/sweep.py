@@ -2,7 +2,7 @@
 
     python -m tests.distributed.sweep
 
-prints for each how many verdicts and first causes are what they are to be, and those that are not; some minutes.
+prints for each how many verdicts and first causes are as expected, and those that are not; some minutes.
 """
 
 from __future__ import annotations

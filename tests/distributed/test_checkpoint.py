@@ -126,7 +126,7 @@ def test_a_part_is_taken_once(path: Path) -> None:
 
 
 def test_columns_of_another_function_are_refused(path: Path) -> None:
-    """Of an object, the class alone tells whether it is the same: sums of its columns tell what it computes."""
+    """Only the class identifies an object as the same: sums of its columns show what it computes."""
     x = torch.linspace(-1, 1, 40, dtype=torch.float64, requires_grad=True)
     scale = torch.ones(40, dtype=torch.float64)
     factors = [scale, scale.clone()]

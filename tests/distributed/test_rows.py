@@ -38,7 +38,7 @@ RUNS: dict[int, Runs] = {
     2: [(FIRST, {}), (named("row-parallel"), FAST), (OF_SECOND_ORDER, SECOND)],
     3: [(ON_THREE, {})],
 }
-"""What is run on so many ranks: rows, and keywords."""
+"""Runs by the number of ranks: rows, and keywords."""
 
 
 @functools.cache
@@ -60,7 +60,7 @@ def run(count: int, runs: Runs) -> Said:
 
 
 def judge(said: Said, name: str, count: int, keywords: dict[str, Any]) -> None:
-    """Fails where a verdict or the first cause is not what it is to be, or ranks differ."""
+    """Fails if a verdict or the first cause is not as expected, or ranks differ."""
     row, of_ranks = ROWS[name], said[name, json.dumps(keywords)]
     first = of_ranks[0]
     assert len(of_ranks) == count

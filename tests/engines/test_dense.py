@@ -116,7 +116,7 @@ def test_imaginary_parts_are_judged_first() -> None:
 
 
 class _NotQuiteHomogeneous(torch.autograd.Function):
-    """A sum whose backward is linear but for rounding."""
+    """A sum whose backward is linear except for rounding."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: torch.Tensor) -> torch.Tensor:

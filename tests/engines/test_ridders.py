@@ -112,7 +112,7 @@ def test_what_is_rounded_inside(mode: dict[str, Any]) -> None:
 def test_a_kink_far_below_eps_is_no_rounding() -> None:
     for gap in (1e-7, 1e-9, 5e-11):
         assert fastgrad.gradcheck(lambda v: v.sort().values, (leaf(0.9, 0.9 + gap),))
-    for gap in (1e-7, 1e-9, 1e-11, 1e-13):  # near zero, func tells that it rounds less
+    for gap in (1e-7, 1e-9, 1e-11, 1e-13):  # near zero, func shows that it rounds less
         assert fastgrad.gradcheck(torch.relu, (leaf(gap, -gap),))
 
 

@@ -28,7 +28,7 @@ from fastgrad.problem.second_order import differentiable_outputs, random_grad_ou
 
 GRAD = (torch.autograd.gradcheck, fastgrad.gradcheck)
 GRADGRAD = (torch.autograd.gradgradcheck, fastgrad.gradgradcheck)
-# As torch's own operator tests ask for forward mode.
+# As torch's own operator tests request forward mode.
 FORWARD = {"check_forward_ad": True, "check_backward_ad": False, "check_undefined_grad": False}
 FORWARD_OVER_REVERSE = {"check_fwd_over_rev": True, "check_rev_over_rev": False, "check_undefined_grad": False}
 

@@ -528,7 +528,7 @@ GRAD_OUTPUTS: dict[str, Condition] = {
 }
 
 
-# Hosts with huge entries: what is small beside them.
+# Hosts with huge entries, and errors that are small next to them.
 
 
 def _diagonal(values: Tensor) -> Function:
@@ -1489,7 +1489,7 @@ def mistakes() -> Iterable[Attack]:
 
 def kinks() -> Iterable[Attack]:
     def at(f: Function, special: float | Sequence[float], positive: bool = False) -> Maker:
-        """X is random, but for some elements that have a special value."""
+        """X is random, except for some elements that have a special value."""
         values = [special] if isinstance(special, float) else list(special)
 
         def maker(rng: Generator, n: int) -> Problem:

@@ -47,7 +47,7 @@ def _late(*_: Any) -> None:
 
 
 def own(attack: Attack, seed: int, mode: str, engine: str) -> dict[str, Any]:
-    """Fastgrad's verdict, and the size of the error beside what the report says may be hidden."""
+    """Fastgrad's verdict, and the size of the error against the bound of hidden errors in the report."""
     f, inputs = attack.make(seed, attack.size(seed))
     error = getattr(f, "error", None) or attack.error
     start = time.perf_counter()
@@ -76,7 +76,7 @@ def own(attack: Attack, seed: int, mode: str, engine: str) -> dict[str, Any]:
 
 
 def _is_later(attack: Attack, report: fastgrad.Report) -> bool:
-    """Whether gradients are wrong only after the last call that the report vouches for."""
+    """Whether gradients are wrong only after the last call that the report covers."""
     first = re.search(r"from the (\d+)th on", attack.name)
     claims = [re.search(r", up to its call (\d+)", certificate.claim) for certificate in report.certificates]
     calls = [int(claim[1]) for claim in claims if claim]

@@ -391,7 +391,7 @@ GRAD_OUTPUT = [
         for name, reduce in REDUCED.items()
     ),
     *(pair(name, _sine_and_cosine, wrong, _both, **UNSEEN) for name, wrong in JOINT.items()),
-    # Torch looks at the real and the imaginary part of the output one at a time.
+    # Torch checks the real and the imaginary part of the output one at a time.
     pair(
         "real part times imaginary part",
         lambda z: z * z,

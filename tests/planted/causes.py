@@ -858,7 +858,7 @@ BACKWARD = [
     ),
 ]
 
-# What differences cannot tell, and forward mode beside reverse mode.
+# Limits of differences, and forward mode against reverse mode.
 
 
 def _gelu(x: Tensor) -> Tensor:

@@ -1011,7 +1011,7 @@ def _suffix_sum(g: Tensor) -> Tensor:
 
 
 def _suffix_sum_without_last_carry(g: Tensor) -> Tensor:
-    """In blocks of 128; what the incomplete one sums to is not handed on."""
+    """In blocks of 128; the sum of the incomplete one is not passed on."""
     return torch.cat([_suffix_sum(g[:256]), _suffix_sum(g[256:])])
 
 

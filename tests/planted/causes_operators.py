@@ -1,4 +1,4 @@
-"""Mistakes in backwards of usual operators, with the causes that are true; most are older than the rules for them."""
+"""Mistakes in backwards of common operators, with their true causes; most are older than the rules for them."""
 
 from __future__ import annotations
 

@@ -337,7 +337,7 @@ SUMS: Sequence[tuple[str, Backward, tuple[RankCauseName, ...]]] = (
     ("sum divided twice", lambda x: mean(x) / dist.get_world_size(), FACTOR),
     ("reduced on rank 0 only", on_first_rank, ONE_RANK),
 )
-"""Mistakes in a backward that is to sum over ranks."""
+"""Mistakes in a backward that should sum over ranks."""
 
 COPIES: Sequence[tuple[str, Backward, tuple[RankCauseName, ...]]] = (
     ("all_reduce in backward", total, FACTOR),
@@ -345,7 +345,7 @@ COPIES: Sequence[tuple[str, Backward, tuple[RankCauseName, ...]]] = (
     ("two all_reduces in backward", twice, FACTOR),
     ("summed on rank 0 only", on_first_rank, ONE_RANK),
 )
-"""Mistakes in a backward that is to pass on what it gets."""
+"""Mistakes in a backward that should pass on its grad_output."""
 
 
 def _named(name: str, make: Any, right: Backward, mistakes: Sequence[tuple[str, Backward, Any]]) -> Iterator[Row]:

@@ -26,7 +26,7 @@ def _element(g: Tensor, x: Tensor) -> Tensor:
 
 
 def moves_every_third_call(calls: int = 0) -> Callable[[Tensor, Tensor], Tensor]:
-    """A backward of x * x; calls: how many it is to believe that it has seen."""
+    """A backward of x * x; calls: the number of calls that it assumes."""
 
     def backward(g: Tensor, x: Tensor) -> Tensor:
         nonlocal calls

@@ -1,4 +1,4 @@
-"""What a planted error is: a function with a wrong gradient, its correct twin, and what a check must say."""
+"""A planted error: a function with a wrong gradient, its correct twin, and the expected verdict."""
 
 from __future__ import annotations
 

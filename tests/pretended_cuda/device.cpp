@@ -154,7 +154,7 @@ at::Generator on_cpu(const at::Generator& generator) {
 
 namespace at {
 using pretended::CUDAHooks;
-REGISTER_CUDA_HOOKS(CUDAHooks)  // the name is the key that torch asks for
+REGISTER_CUDA_HOOKS(CUDAHooks)  // the name is the key that torch looks up
 }  // namespace at
 
 TORCH_LIBRARY_FRAGMENT(pretended_cuda, library) {

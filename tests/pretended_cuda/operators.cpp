@@ -83,7 +83,7 @@ class Twins {
     return cpu;
   }
 
-  // What an operator did to its arguments beside their values: other sizes, other memory.
+  // Changes of arguments by an operator apart from their values: other sizes, other memory.
   void settle() {
     for (size_t k = 0; k < pairs_.size(); ++k) {
       const auto [cpu, own] = pairs_[k];
@@ -186,7 +186,7 @@ class OneDevice {
   std::optional<c10::Device> seen_;
 };
 
-// Random numbers of a device come from its own generator, whichever way the CPU's kernel asks for them.
+// Random numbers of a device come from its own generator, whichever way the CPU's kernel requests them.
 class Dice {
  public:
   Dice(bool throws, c10::DeviceIndex device) {

@@ -1,4 +1,4 @@
-"""The pretended device does as a CUDA device does, as far as checks can tell."""
+"""The pretended device behaves as a CUDA device, as far as checks can see."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_calls_for_a_column() -> None:
             columns = problem.difference_columns(0, 70, 1e-6, False)
         with Problem(lambda x, y: torch.cat([x.sin(), y]), of_cpu_inputs) as of_cpu:
             assert torch.equal(columns.cpu(), of_cpu.difference_columns(0, 70, 1e-6, False))
-    # A coordinate is restored with the first step of the next one, and the last one of each input by itself.
+    # A coordinate is restored with the first step of the next one, and the last one of each input separately.
     own = {"perturb_coordinate_": 2 * 70 + 2, "flatten_": 70, "central_difference_": 70, "as_strided": 2 * 70}
     assert {name: calls.counts[name] for name in own} == own
     assert all(torch.equal(x.detach(), old) for x, old in zip(inputs, before, strict=True))

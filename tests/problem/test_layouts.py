@@ -80,7 +80,7 @@ BATCHED = {"batched CSR", "batched BSC"}
 
 
 class Scale(torch.autograd.Function):
-    """3 s, dense; its gradient is `factor` times grad_output, at one flat index more, in the layout asked for."""
+    """3 s, dense; its gradient is `factor` times grad_output, at one flat index more, in the requested layout."""
 
     @staticmethod
     def forward(ctx: Any, s: Tensor, masked: bool, factor: float, wrong_at: int | None) -> Tensor:
@@ -242,7 +242,7 @@ def test_the_same_sparse_tensor_twice_is_one_input(layout: torch.layout) -> None
         wrong = lambda s, t, m=masked: product(s, t.detach(), m)  # noqa: E731
         assert fastgrad.gradcheck(func, (s, s), masked=masked)
         assert not fastgrad.gradcheck(wrong, (s, s), masked=masked, raise_exception=False)
-        # Torch densifies each place by itself, and perturbs one.
+        # Torch densifies each place separately, and perturbs one.
         assert verdict(torch.autograd.gradcheck, func, (s, s), masked=masked) == masked
 
 
@@ -284,7 +284,7 @@ def test_a_lost_gradient_of_what_is_specified_nowhere() -> None:
 
 
 class KeepsGradients(torch.autograd.Function):
-    """3 s, dense; hands on a sparse gradient where grad_output is undefined."""
+    """3 s, dense; passes on a sparse gradient if grad_output is undefined."""
 
     @staticmethod
     def forward(ctx: Any, s: Tensor, invented: float) -> Tensor:

@@ -83,7 +83,7 @@ class RaisingBackward(torch.autograd.Function):
 
 
 class PlantedError(Exception):
-    """Not an error that anybody handles."""
+    """An error that no code handles."""
 
 
 @pytest.mark.parametrize("engine", ["dense", "compressed"])
@@ -141,7 +141,7 @@ def test_restored_when_backward_raises_on_every_call(error: type[BaseException])
 
 @pytest.fixture
 def ctrl_c_raises() -> Iterator[None]:
-    """Python's own handler, also where the tests were started with the signal ignored, in a background job, say.
+    """Python's own handler, even if the tests started with the signal ignored, for example in a background job.
 
     No garbage collection meanwhile: what is raised in a callback of it (hypothesis has one) is printed and lost.
     """
@@ -433,7 +433,7 @@ def test_a_wrapper_subclass() -> None:
 
 
 def test_func_sees_no_graph_only_where_it_makes_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_costs(monkeypatch, guess_seconds=0.0)  # however quick func is, it is looked at
+    set_costs(monkeypatch, guess_seconds=0.0)  # the first look runs, however quick func is
     x = leaf(20)
     modes = []
 
@@ -543,7 +543,7 @@ def test_running_out_of_memory_is_no_verdict(monkeypatch: pytest.MonkeyPatch) ->
                 fastgrad.gradcheck(RaisingBackward.apply, (leaf(5),), raise_exception=False)
     RaisingBackward.error = KeyError
     RaisingBackward.raise_at, RaisingBackward.calls = 14, 0
-    with pytest.raises(KeyError):  # it does not come again: not the grad_output's doing
+    with pytest.raises(KeyError):  # it does not recur, so the grad_output is not the cause
         fastgrad.gradcheck(RaisingBackward.apply, (leaf(5),), raise_exception=False)
 
 

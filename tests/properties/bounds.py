@@ -102,12 +102,12 @@ def random_problem(chance: random.Random, generator: torch.Generator) -> Problem
 
 
 def excluded(report: Report) -> float:
-    """The size from which the report excludes errors, beside tolerances."""
+    """The size from which the report excludes errors, in addition to tolerances."""
     return max([report.undecided or 0.0, *(certificate.bound for certificate in report.certificates)])
 
 
 def try_problem(seed: int, engine: str, counts: Counter[str]) -> list[str]:
-    """Places errors in a problem; those that pass though the report excludes them, in words."""
+    """Places errors in a problem; describes those that pass though the report excludes them."""
     chance, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     problem = random_problem(chance, generator)
     settings = {**SETTINGS[engine], "seed": seed}
@@ -133,7 +133,7 @@ def try_problem(seed: int, engine: str, counts: Counter[str]) -> list[str]:
 
 
 def main() -> int:
-    """Runs until so many errors have been placed."""
+    """Runs until this many errors have been placed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--errors", type=int, default=100_000)
     parser.add_argument("--first-seed", type=int, default=0)

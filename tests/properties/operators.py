@@ -135,7 +135,7 @@ def _dim(x: Tensor, number: int) -> int:
 
 
 def _dims(x: Tensor, number: int) -> list[int]:
-    """The dimensions that the bits of a number say, all of them where none is said."""
+    """The dimensions that the bits of a number select; all of them if none is selected."""
     return [d for d in range(x.ndim) if number >> d & 1] or list(range(x.ndim))
 
 
@@ -300,7 +300,7 @@ def _moderate(value: Any) -> bool:
 
 
 def results(op: Op, values: list[Tensor], numbers: tuple[int, ...], last: bool) -> dict[tuple[int, ...], Tensor]:
-    """The results of op for all values that it takes, by their positions; last: the last value is to be among them."""
+    """The results of op for all values that it takes, by their positions; last: the last value must be among them."""
     places = [[i for i, value in enumerate(values) if _fits(value, letter)] for letter in op.takes]
     found = {}
     for positions in product(*places):

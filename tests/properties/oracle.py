@@ -318,10 +318,10 @@ def _jvps(
 ) -> Iterator[Product]:
     """Of a tensor that is given twice, both places get its tangent; zero: whether zero tangents are tried.
 
-    Gaps hold a finite number: what a jvp reads there and multiplies by zero is no flaw, and nobody looks for it.
+    Gaps hold a finite number: a jvp that reads it and multiplies it by zero is not a flaw, and is not reported.
     """
     if not len(_flat(inputs)):
-        return  # no derivative, and no jvp is asked for one
+        return  # no derivative, and no jvp is called for one
     for name, vector in _vectors(len(_flat(inputs))):
         if name == "expanded" or (name == "zero" and not zero):
             continue
@@ -347,7 +347,7 @@ ABOUT_DERIVATIVES = ("mismatch", "nonlinear", "nondeterministic", "undefined tan
 
 @dataclass(frozen=True)
 class Comparison:
-    """Both verdicts on a program, its flaws (None where nobody can say) and the row that lists a difference, or ""."""
+    """Both verdicts on a program, its flaws (None if undetermined) and the row that lists a difference, or ""."""
 
     program: Program
     torchs: Verdict

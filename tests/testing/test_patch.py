@@ -112,7 +112,7 @@ def test_everything_is_restored() -> None:
     @fastgrad.patch()
     def check() -> None:
         assert not is_torchs()
-        # Suites look at the signature to learn what this torch takes.
+        # Suites inspect the signature to learn which keywords this torch takes.
         assert (inspect.signature(early), inspect.signature(early_gradgrad)) == signatures
         early(interrupted, normal(3))
 

@@ -347,7 +347,7 @@ def test_estimates_of_a_suite_that_has_never_run(suite: pytest.Pytester) -> None
         name.partition("::")[2]: n for name, n in json.loads(Path("reports/durations.json").read_text()).items()
     }
     assert sum(durations.values()) > time.monotonic() - begin, "it runs what it says nothing of"
-    assert 0.3 < durations["test_slow[False-20]"] < 1.5  # 40 evaluations of 10 ms, beside those of the estimate
+    assert 0.3 < durations["test_slow[False-20]"] < 1.5  # 40 evaluations of 10 ms, in addition to those of the estimate
     assert 5 < durations["test_slow[False-200]"] / durations["test_slow[False-20]"] < 12
     assert durations["test_slow[True-200]"] < durations["test_slow[False-200]"] / 4
     assert len(durations) == 7

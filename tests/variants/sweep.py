@@ -4,7 +4,7 @@
     python -m tests.variants.sweep programs [count]
 
 takes every so-manieth operator of torch's database, from `first` on, in double precision, with its first sample of 2 to
-60 elements; or so many generated programs. Some seconds each.
+60 elements; or a number of generated programs. Some seconds each.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def sine(backward: float = 1.0, jvp: float = 1.0) -> Callable[[Tensor], Tensor]:
-    """sin(x) with a backward and a jvp so many times what they should be."""
+    """sin(x), with its VJPs and JVPs multiplied by these factors."""
     return both_modes(torch.sin, lambda g, x: backward * g * x.cos(), lambda t, x: jvp * t * x.cos())
 
 
@@ -63,7 +63,7 @@ def test_a_wrong_gradient_has_a_rate_of_one(error: float) -> None:
 def test_modes_that_differ_are_told_to_rounding() -> None:
     assert not fastgrad.adjoint_test(sine(backward=1 + 1e-6), leaf(3, 4)).passed
     assert fastgrad.adjoint_test(sine(backward=1 + 1e-6), leaf(3, 4), rtol=1e-5).passed
-    # Both wrong alike: only a difference tells.
+    # Both wrong alike: only a difference shows it.
     assert fastgrad.adjoint_test(sine(2.0, 2.0), leaf(3, 4)).passed
     assert not fastgrad.taylor_test(sine(2.0, 2.0), leaf(3, 4)).passed
 

@@ -223,7 +223,7 @@ class Evaluator:
         arguments = list(self._arguments)
         for block in self._blocks:
             if block.stand_in is not None:
-                mkldnn = block.argument.layout == MKLDNN  # no operator writes one element of it: it is made anew
+                mkldnn = block.argument.layout == MKLDNN  # no operator writes single elements of it: it is made anew
                 stand_in = block.values.to_mkldnn().requires_grad_() if mkldnn else block.stand_in
                 arguments = [stand_in if value is block.argument else value for value in arguments]
         return self._call(record_graph and self.records_differences, tuple(arguments))
@@ -238,7 +238,7 @@ class Evaluator:
         try:
             yield
         finally:
-            with contextlib.suppress(Exception):  # somebody took the memory away: the last restore() says so
+            with contextlib.suppress(Exception):  # the memory was taken away: the last restore() reports it
                 restore(*args)
 
     def _put_back(self, move: Callable[[int], None]) -> None:

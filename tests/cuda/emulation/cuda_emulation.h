@@ -45,7 +45,7 @@ inline dim3 gridDim, blockDim, blockIdx, threadIdx;
 
 namespace cuda_emulation {
 
-// Who launches has it: autograd runs backward on threads of its own.
+// Held during launches: autograd runs backward on threads of its own.
 inline std::mutex device;
 
 inline std::mt19937 order{[] {
@@ -55,7 +55,7 @@ inline std::mt19937 order{[] {
 
 inline thread_local cudaError_t last_error = cudaSuccess;
 
-// So many launches from now one fails, as a device fails; 0: none does.
+// The launch this many from now fails, as a device fails; 0: none does.
 inline int failing_launch = 0;
 
 // Shared memory of every kernel so far: where, and how many bytes.
