@@ -6,10 +6,15 @@ A batching rule may be missing, and tensors that func captures are not batched: 
 from __future__ import annotations
 
 import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from fastgrad.core.native import ops
 from fastgrad.core.phases import phase
@@ -43,6 +48,50 @@ def largest(problem: Problem, limit: int | None) -> int:
     room = DEVICE_BYTES if problem.device.type == "cuda" else HOST_BYTES
     room = room if limit is None else min(room, limit // 8)
     return min(MOST, problem.n, room // column_bytes(problem))
+
+
+class _Results(TorchFunctionMode):
+    """Follows the results of torch's functions: those that are alive at the end were kept by somebody."""
+
+    def __init__(self, point: Tensor) -> None:
+        super().__init__()
+        self._results = [weakref.ref(point)]
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._results += [weakref.ref(value) for value in tree_leaves(result) if isinstance(value, Tensor)]
+        return result
+
+    def are_gone(self) -> bool:
+        return all(result() is None for result in self._results)
+
+
+@phase("trial of replays or batches")
+def keeps_tensors(problem: Problem) -> bool:
+    """Whether func keeps tensors that it got or made, say a sum of its losses: after a batch, they would be batched.
+
+    Evaluates func once per input. A tensor that func changes in place counts, too.
+    """
+    for block in problem.inputs:
+        point = block.tensor.detach()
+        results = _Results(point)
+        try:
+            with torch.no_grad(), results:
+                problem.evaluate_with(block, point)
+        except Exception as error:
+            raise RefusedError(f"func raises {type(error).__name__}") from error
+        if isinstance(problem.func, Backward):
+            problem.func.forget()
+        del point
+        if not results.are_gone():
+            return True
+    return False
 
 
 @phase("numerical columns")

@@ -113,7 +113,7 @@ class Backward:
         return tuple([gradient for gradient in gradients if gradient is not None])
 
     def _recorded(self, *arguments: Any) -> list[Tensor | None]:
-        self._unrecorded.forget()
+        self.forget()
         inputs, grad_outputs = arguments[: self.count], arguments[self.count :]
         checked = [inputs[i] for i in self._inputs]
         for value in [*checked, *(grad_outputs[i] for i in self._grad_outputs)]:
@@ -128,6 +128,10 @@ class Backward:
                 _refuse_outputs(len(outputs), len(grad_outputs))
             gradients = native.vjp(outputs, checked, grad_outputs, True)
             return _all_differentiable(gradients, [*checked, *grad_outputs])
+
+    def forget(self) -> None:
+        """Forgets the last graph."""
+        self._unrecorded.forget()
 
     @contextmanager
     def by_transforms(self) -> Iterator[None]:

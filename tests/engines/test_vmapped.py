@@ -128,11 +128,28 @@ class WrongRule(torch.autograd.Function):
 
 BUFFER = torch.zeros(80, dtype=torch.float64)
 CAPTURED = leaf(80)
+KEPT: dict[str, Tensor] = {}
+
+
+def kept(x: Tensor) -> Tensor:
+    KEPT["last"] = x
+    return x
+
+
+def summed(x: Tensor) -> Tensor:
+    y = x.cumsum(0)
+    KEPT["sum"] = KEPT.get("sum", 0) + y.detach().sum()
+    return y
+
+
 REFUSING: list[tuple[str, Callable[[Tensor], Tensor], str]] = [
     ("no batching rule", NoRule.apply, "func raises"),
     ("reads a value", lambda x: x.cumsum(0) * (2 if x.sum().item() < 1e9 else 3), "func raises"),
     ("draws", lambda x: x.cumsum(0) + 0 * torch.rand(80).double(), "func raises"),
-    ("writes into what it captured", lambda x: BUFFER.copy_(x).cumsum(0), "func raises"),
+    ("writes into what it captured", lambda x: BUFFER.copy_(x).cumsum(0), "func keeps tensors"),
+    ("keeps its argument", lambda x: kept(x).cumsum(0), "func keeps tensors"),
+    ("keeps a result", lambda x: kept(x.cumsum(0)), "func keeps tensors"),
+    ("adds up results", summed, "func keeps tensors"),
     ("ignores its argument", lambda _: CAPTURED.cumsum(0), "other values"),
     ("a wrong rule", WrongRule.apply, "do not agree"),
     ("returns what it should not", lambda x: x.cumsum(0) if x.requires_grad else x.sum(), "func raises"),
@@ -154,6 +171,7 @@ def test_refused_where_batches_are_not_the_function(func: Callable[[Tensor], Ten
     assert report.passed == check(func, (x,), replace(DENSE, memory_limit=1000)).passed
     assert torch.equal(x.detach(), bits)
     if reason != "func raises":
+        assert not any(torch._C._functorch.is_functorch_wrapped_tensor(value) for value in KEPT.values())
         assert torch.equal(torch.get_rng_state(), state)
 
 
