@@ -377,8 +377,8 @@ def _way(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int | N
     for columns_a_batch, replayed, name, columns, fewest, most in ways:
         count = _sample(block.size, fewest, most)
         try:
-            if columns is batch and vmapped.keeps_tensors(problem):
-                raise executor.RefusedError("func keeps tensors between calls")
+            if columns is batch and (reason := vmapped.obstacle(problem, eps)) is not None:
+                raise executor.RefusedError(reason)
             gain = executor.speedup(problem, settings.atol, block.first, count, single, columns)
         except executor.RefusedError as error:
             said += f"; {name}: {error}"

@@ -50,12 +50,25 @@ def largest(problem: Problem, limit: int | None) -> int:
     return min(MOST, problem.n, room // column_bytes(problem))
 
 
-class _Results(TorchFunctionMode):
-    """Follows the results of torch's functions: those that are alive at the end were kept by somebody."""
+READING = frozenset(
+    (
+        *("item", "tolist", "numpy", "data_ptr", "__array__", "__dlpack__"),
+        *("__bool__", "__int__", "__float__", "__complex__", "__index__"),
+    )
+)
+"""Functions that read a tensor's values into Python, which batched tensors refuse."""
+
+
+class _Observed(TorchFunctionMode):
+    """Follows what torch's functions return: results that are alive after func has returned were kept.
+
+    reads_values: whether any of them was in READING.
+    """
 
     def __init__(self, point: Tensor) -> None:
         super().__init__()
         self._results = [weakref.ref(point)]
+        self.reads_values = False
 
     def __torch_function__(
         self,
@@ -64,34 +77,40 @@ class _Results(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        self.reads_values |= getattr(func, "__name__", "") in READING
         result = func(*args, **(kwargs or {}))
         self._results += [weakref.ref(value) for value in tree_leaves(result) if isinstance(value, Tensor)]
         return result
 
-    def are_gone(self) -> bool:
-        return all(result() is None for result in self._results)
+    def keeps_results(self) -> bool:
+        return any(result() is not None for result in self._results)
 
 
 @phase("trial of replays or batches")
-def keeps_tensors(problem: Problem) -> bool:
-    """Whether func keeps tensors that it got or made, say a sum of its losses: after a batch, they would be batched.
+def obstacle(problem: Problem, eps: float) -> str | None:
+    """Why func must not be called in batches, in words; None if nothing is known.
 
-    Evaluates func once per input. A tensor that func changes in place counts, too.
+    Tensors that it keeps, say a sum of its losses, would be batched tensors afterwards; and if it reads values, it
+    raises, perhaps at a point where it leaves a flag set. Evaluates func once per input, with all elements of the input
+    moved: what func keeps by the values of its inputs, it keeps anew. Tensors that func changes in place count as kept.
     """
     for block in problem.inputs:
-        point = block.tensor.detach()
-        results = _Results(point)
+        point = block.tensor.detach() + eps * block.step
+        observed = _Observed(point)
         try:
-            with torch.no_grad(), results:
+            with torch.no_grad(), warnings.catch_warnings(), observed:
+                warnings.simplefilter("ignore")
                 problem.evaluate_with(block, point)
         except Exception as error:
-            raise RefusedError(f"func raises {type(error).__name__}") from error
+            return f"func raises {type(error).__name__}"
         if isinstance(problem.func, Backward):
             problem.func.forget()
         del point
-        if not results.are_gone():
-            return True
-    return False
+        if observed.reads_values:
+            return "func reads values of tensors"
+        if observed.keeps_results():
+            return "func keeps tensors between calls"
+    return None
 
 
 @phase("numerical columns")
