@@ -46,6 +46,8 @@ class CostModel:
         whole Jacobians.
     trial_columns, trial_seconds
         Columns, and seconds that they take one by one, from which vmapped batches, or CUDA graphs, are tried.
+    trial_backward
+        The factor of trial_seconds in second order, where a batch runs backward by torch.func.
     trial_share
         One in so many columns, or rows, is tried.
     trial_gain
@@ -72,7 +74,8 @@ class CostModel:
     paying_share: float = 0.8
     large_paying_share: float = 1 / 8
     trial_columns: int = 64
-    trial_seconds: float = 5e-3
+    trial_seconds: float = 10e-3
+    trial_backward: float = 3.0
     trial_share: int = 16
     trial_gain: float = 1.25
 

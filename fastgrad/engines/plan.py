@@ -350,7 +350,9 @@ def _way(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int | N
 
     Also returns a text on this for the reason of the plan.
     """
-    if problem.n < cost_model.COSTS.trial_columns or 2 * problem.n * look.measured < cost_model.COSTS.trial_seconds:
+    costs = cost_model.COSTS
+    seconds = costs.trial_seconds * (1.0 if problem.records_differences else costs.trial_backward)
+    if problem.n < costs.trial_columns or 2 * problem.n * look.measured < seconds:
         return None, False, ""
     reason = executor.obstacle(problem)
     if reason is not None:

@@ -875,7 +875,9 @@ def test_the_faster_way_is_chosen(
     monkeypatch.setattr(vmapped, "obstacle", lambda *_: None)
     monkeypatch.setattr(executor, "speedup", speedup)
     block = SimpleNamespace(first=0, size=1000)
-    problem: Any = SimpleNamespace(n=1000, device=CUDA0, ranks=1, inputs=[block], difference_columns=torch.empty)
+    problem: Any = SimpleNamespace(
+        records_differences=True, n=1000, device=CUDA0, ranks=1, inputs=[block], difference_columns=torch.empty
+    )
     look: Any = SimpleNamespace(record_graph=record_graph, measured=1.0)
     *found, said = plan._way(problem, Settings(), look)
     assert tuple(found) == chosen
