@@ -48,7 +48,7 @@ void KeptTensor::restore() {
       at::native::resize_bytes_cpu(
           alias_.storage().unsafeGetStorageImpl(), alias_.storage_offset() * alias_.element_size() + bytes_);
     }
-    // What is not checked is nobody's to write but func's: it may be mapped read-only.
+    // Only func may write to unchecked tensors: they may be mapped read-only.
     if (std::memcmp(alias_.const_data_ptr(), bits_.get(), bytes_) != 0) {
       std::memcpy(alias_.mutable_data_ptr(), bits_.get(), bytes_);
       changed = true;

@@ -368,10 +368,13 @@ def _way(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int | N
     ways: list[tuple[int | None, bool, str, Callable[[int, int], Tensor], int, int]] = []
     said = ""
     if not record_graph and size >= vmapped.FEWEST:
-        ways.append((size, False, f"vmapped batches of {size}", batch, vmapped.TRIED, size))
+        reason = vmapped.obstacle(problem, eps)
+        said += f"; no vmapped batches: {reason}" if reason is not None else ""
+        if reason is None:
+            ways.append((size, False, f"vmapped batches of {size}", batch, vmapped.TRIED, size))
     if problem.device.type == "cuda":
         reason = cuda_graph.obstacle(problem)
-        said = f"; no CUDA graph: {reason}" if reason is not None else ""
+        said += f"; no CUDA graph: {reason}" if reason is not None else ""
         if reason is None:
             ways.append((None, True, "replays of a CUDA graph", replay, cuda_graph.FEWEST, problem.n))
     found: tuple[int | None, bool] = None, False
@@ -379,8 +382,6 @@ def _way(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int | N
     for columns_a_batch, replayed, name, columns, fewest, most in ways:
         count = _sample(block.size, fewest, most)
         try:
-            if columns is batch and (reason := vmapped.obstacle(problem, eps)) is not None:
-                raise executor.RefusedError(reason)
             gain = executor.speedup(problem, settings.atol, block.first, count, single, columns)
         except executor.RefusedError as error:
             said += f"; {name}: {error}"

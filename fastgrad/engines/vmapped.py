@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from fastgrad.core.errors import raise_if_transient
+from fastgrad.core.memory import OUT_OF_MEMORY
 from fastgrad.core.native import ops
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import relative_step
@@ -97,15 +100,17 @@ def obstacle(problem: Problem, eps: float) -> str | None:
     for block in problem.inputs:
         point = block.tensor.detach() + eps * block.step
         observed = _Observed(point)
+        evaluate = partial(problem.evaluate_with, block, point)
         try:
             with torch.no_grad(), warnings.catch_warnings(), observed:
-                warnings.simplefilter("ignore")
-                problem.evaluate_with(block, point)
+                warnings.simplefilter("ignore")  # func's own were heard before
+                evaluate()
         except Exception as error:
+            raise_if_transient(error, evaluate)
             return f"func raises {type(error).__name__}"
         if isinstance(problem.func, Backward):
             problem.func.forget()
-        del point
+        del point, evaluate
         if observed.reads_values:
             return "func reads values of tensors"
         if observed.keeps_results():
@@ -130,9 +135,13 @@ def difference_columns(problem: Problem, first: int, count: int, size: int, eps:
         low, high = max(block.first, first), min(block.end, first + count)
         for begin in range(low, high, size):
             some = slice(begin - first, min(begin + size, high) - first)
+            evaluate = partial(_evaluated, problem, block, begin - block.first, some.stop - some.start, eps)
             try:
-                plus, minus = _evaluated(problem, block, begin - block.first, some.stop - some.start, eps)
+                plus, minus = evaluate()
+            except OUT_OF_MEMORY as error:
+                raise RefusedError("out of memory") from error  # single calls take less
             except Exception as error:
+                raise_if_transient(error, evaluate)
                 raise RefusedError(f"func raises {type(error).__name__}") from error
             torch.sub(plus, minus, out=columns[some]).div_(widths[some].unsqueeze(1))
             problem.progress.step(2 * (some.stop - some.start))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
 
 import fastgrad
 from fastgrad.checks.order import check
@@ -421,3 +422,22 @@ def test_single_columns_are_compared() -> None:
     assert not report.passed
     assert report.plan is not None
     assert report.plan.batch is None
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("where", ["plain", "batch"])
+def test_an_exception_that_comes_once_is_raised(where: str, order: Any) -> None:
+    """Of the call that observes func, and of the first batch."""
+    raised: list[str] = []
+
+    def func(x: Tensor) -> Tensor:
+        observed = any(isinstance(mode, vmapped._Observed) for mode in _get_current_function_mode_stack())
+        here = "batch" if torch._C._functorch.maybe_get_level(x) != -1 else "plain" if observed else ""
+        if here == where and not raised:
+            raised.append(here)
+            raise ValueError("once")
+        return x.cumsum(0).sin()
+
+    with pytest.raises(ValueError, match="once"):
+        fastgrad.check(func, (leaf(80),), order=order, engine="dense")
