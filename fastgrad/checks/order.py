@@ -243,10 +243,11 @@ def subject(func: Callable[..., Any], problem: Problem) -> Subject:
     parameters = parameter_names(func)
     if isinstance(func, Backward):
         parameters = parameters[: func.count]  # grad_outputs come after them
+    kinds = {block.position: kind_of(block.tensor) for block in problem.inputs}
     return Subject(
         function_name(func),
         parameters,
-        tuple(kind_of(block.tensor) for block in problem.inputs),
+        tuple(kinds.get(position, "") for position in range(max(kinds, default=-1) + 1)),
         tuple(kind_of(block.tensor) for block in problem.outputs),
         source_of(func),
         os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0],

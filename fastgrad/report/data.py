@@ -628,7 +628,7 @@ class Subject:
     parameters
         Names of func's arguments, as far as known.
     inputs
-        Dtype and shape of each checked input, for example ``float64[3, 4]``.
+        Dtype and shape of each of func's arguments, for example ``float64[3, 4]``; empty if it is not checked.
     outputs
         The same of each differentiable output.
     source

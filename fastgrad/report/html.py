@@ -455,8 +455,10 @@ def _subject_section(report: ReportData) -> str:
         return ""
     rows = [("function", subject.function), ("source", subject.source), ("test", subject.test)]
     names = report.input_names or subject.parameters
-    named = ((names[i] if i < len(names) else f"input {i}", kind) for i, kind in enumerate(subject.inputs))
-    rows += [("input" if len(subject.inputs) == 1 else "inputs", ", ".join(f"{name} {kind}" for name, kind in named))]
+    inputs = [
+        f"{names[i] if i < len(names) else f'input {i}'} {kind}" for i, kind in enumerate(subject.inputs) if kind
+    ]
+    rows += [("input" if len(inputs) == 1 else "inputs", ", ".join(inputs))]
     rows += [("output" if len(subject.outputs) == 1 else "outputs", ", ".join(subject.outputs))]
     return section("Checked function", table((), [row for row in rows if row[1]]))
 

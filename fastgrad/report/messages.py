@@ -231,7 +231,7 @@ def _first_line(report: ReportData, failure: Failure, comparison: Comparison) ->
     function = _function(report, subject)
     what = "gradient of" if failure.mode == "reverse" else "forward-mode derivative by"
     through = f" through {output}" if len(subject.outputs) > 1 else ""
-    tensor = subject.inputs[failure.input] if subject.inputs and failure.input is not None else ""
+    tensor = _input_kind(subject, failure)
     part = "" if failure.part == "all" else f"{failure.part} part"
     details = ", ".join(filter(None, (tensor, part)))
     kind = f" ({details})" if details else ""
@@ -285,11 +285,18 @@ def _function(report: ReportData, subject: Subject) -> str:
     return f"{_OF_ORDER[report.settings.order]}{subject.function or 'func'}"
 
 
+def _input_kind(subject: Subject, failure: Failure) -> str:
+    """Dtype and shape of the input of a failure; empty if unknown."""
+    position = failure.input_position
+    return subject.inputs[position] if position is not None and position < len(subject.inputs) else ""
+
+
 def _rounded_line(report: ReportData, failure: Failure, precision: LowPrecision) -> str:
     """The first line of a failure in a lower dtype."""
     subject = report.subject or Subject()
     function = _function(report, subject)
-    tensor = f" ({subject.inputs[failure.input]})" if subject.inputs and failure.input is not None else ""
+    kind = _input_kind(subject, failure)
+    tensor = f" ({kind})" if kind else ""
     what = rounding_text.verdict(failure.kind, precision)
     return _with_cause(report, f"{function}: gradient of {names_of(report, failure)[1]}{tensor} {what}")
 

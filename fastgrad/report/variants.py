@@ -121,7 +121,7 @@ class VariantsReport(EqualByContent):
         said = [(row.path, row.verdict, row.detail) for row in self.rows if row.detail and row not in self.failed]
         found = "".join(
             f"<details><summary>{escape(row.path)}: {escape(row.detail)}</summary>"
-            f"<pre>{escape(str(row.report or row.detail))}</pre></details>"
+            f"<pre>{escape(str(row.detail if row.report is None else row.report))}</pre></details>"
             for row in self.failed
         )
         sections = [

@@ -181,6 +181,19 @@ def test_key_phrases_follow_the_first_line(kind: FailureKind, phrase: str) -> No
     assert "  where" not in text
 
 
+def test_kinds_of_arguments_that_are_not_all_checked() -> None:
+    x, y = torch.ones(2, dtype=torch.float64), torch.ones(3, 4, dtype=torch.float64)
+    for value in (x, y):
+        value.requires_grad_()
+
+    def func(first: torch.Tensor, again: torch.Tensor, number: int, other: torch.Tensor) -> torch.Tensor:
+        return first.sum() + again.sum() + number * other.detach().sum() + 0 * other.sum()
+
+    found = fastgrad.check(func, (x, x, 3, y))
+    assert str(found).startswith("func: gradient of inputs[3] (float64[3, 4]) is wrong in 12 of 12 entries"), str(found)
+    assert "inputs[0] float64[2], inputs[3] float64[3, 4]" in found.to_html()
+
+
 def test_parts_of_complex_outputs() -> None:
     failure = Failure("mismatch", 0, 0, 0, 0, part="imaginary", comparison=comparison(sum_product=0j))
     first, key_phrase = failure_message(report(failure)).splitlines()[:2]

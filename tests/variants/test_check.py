@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from html import escape
 from typing import Any
 
 import pytest
@@ -48,6 +49,9 @@ def test_all_variants_of_a_wrong_function() -> None:
     report = fastgrad.check_variants(row.func, row.inputs())
     assert row.variant in [one.path for one in report.failed]
     assert report.rows[0].verdict == "passed"
+    failed = report.failed[0].report
+    assert failed is not None
+    assert escape(str(failed)) in report.to_html()
 
 
 @pytest.mark.parametrize(
