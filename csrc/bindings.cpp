@@ -88,6 +88,7 @@ PYBIND11_MODULE(_C, module) {
       .def("difference_groups", torch::wrap_pybind_function(&Evaluator::difference_groups))
       .def("evaluate_at", torch::wrap_pybind_function(&Evaluator::evaluate_at))
       .def("tangent_columns", torch::wrap_pybind_function(&Evaluator::tangent_columns))
+      .def("jvps", torch::wrap_pybind_function(&Evaluator::jvps))
       .def("inputs_changed", torch::wrap_pybind_function(&Evaluator::inputs_changed))
       .def("restore", torch::wrap_pybind_function(&Evaluator::restore))
       .def_property_readonly("evaluations", &Evaluator::evaluations)
@@ -143,6 +144,8 @@ PYBIND11_MODULE(_C, module) {
       .def("vjps", torch::wrap_pybind_function(&SmallProblem::vjps))
       .def("are_zeros_zero", torch::wrap_pybind_function(&SmallProblem::are_zeros_zero))
       .def("screening_derivatives", torch::wrap_pybind_function(&SmallProblem::screening_derivatives))
+      .def("jvps", torch::wrap_pybind_function(&SmallProblem::jvps))
+      .def("tangent_errors", torch::wrap_pybind_function(&SmallProblem::tangent_errors))
       .def("is_same_unrecorded", torch::wrap_pybind_function(&SmallProblem::is_same_unrecorded));
   py::class_<fastgrad::UnspecifiedEntry>(module, "UnspecifiedEntry")
       .def_readonly("row", &fastgrad::UnspecifiedEntry::row)

@@ -10,8 +10,10 @@
 #include "ops/perturb_coordinate.h"
 #include "ops/perturb_coordinates.h"
 #include "ops/realize.h"
+#include "ops/unflatten.h"
 #include "rows.h"
 
+#include <ATen/ops/_make_dual.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -379,22 +381,26 @@ py::object Evaluator::call(bool record_graph, const py::tuple& arguments) {
   return result;
 }
 
+py::tuple Evaluator::replaced(const InputBlock& block, py::tuple arguments, const py::object& by) const {
+  if (arguments.is(arguments_)) {
+    arguments = py::tuple(py::list(arguments_));
+  }
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (THPVariable_Check(arguments_[i].ptr()) && THPVariable_Unpack(arguments_[i].ptr()).is_same(block.argument)) {
+      arguments[i] = by;
+    }
+  }
+  return arguments;
+}
+
 py::tuple Evaluator::perturbed_arguments() const {
   py::tuple arguments = arguments_;
   for (const InputBlock& block : blocks_) {
-    if (!block.stand_in.defined()) {
-      continue;
-    }
-    // No operator writes one element of an MKLDNN tensor: it is made anew.
-    const bool mkldnn = block.argument.layout() == at::kMkldnn;
-    const py::object stand_in = py::cast(mkldnn ? block.values.to_mkldnn().requires_grad_() : block.stand_in);
-    if (arguments.is(arguments_)) {
-      arguments = py::tuple(py::list(arguments_));
-    }
-    for (size_t i = 0; i < arguments.size(); ++i) {
-      if (THPVariable_Check(arguments_[i].ptr()) && THPVariable_Unpack(arguments_[i].ptr()).is_same(block.argument)) {
-        arguments[i] = stand_in;
-      }
+    if (block.stand_in.defined()) {
+      // No operator writes one element of an MKLDNN tensor: it is made anew.
+      const bool mkldnn = block.argument.layout() == at::kMkldnn;
+      const at::Tensor stand_in = mkldnn ? block.values.to_mkldnn().requires_grad_() : block.stand_in;
+      arguments = replaced(block, std::move(arguments), py::cast(stand_in));
     }
   }
   return arguments;
@@ -710,6 +716,26 @@ py::object Evaluator::evaluate_at(const py::tuple& arguments) {
   return call(/*record_graph=*/true, arguments);
 }
 
+namespace {
+
+// The coordinates of the tangents of all outputs, into `column`, zeros where there is none; domains_match becomes false
+// where one is complex and its output is not, or the reverse. Returns as visit_outputs does.
+std::optional<std::pair<int64_t, py::object>> visit_tangents(
+    const py::object& result, const std::vector<OutputSpec>& outputs, const at::Tensor& column, bool& domains_match) {
+  return visit_outputs(result, outputs, [&](size_t o, const at::Tensor& output, int64_t offset, int64_t size) {
+    const at::Tensor segment = column.narrow(0, offset, size);
+    const at::Tensor& tangent = output._fw_grad(/*level=*/0);
+    if (!tangent.defined()) {
+      segment.zero_();
+      return;
+    }
+    domains_match = domains_match && tangent.is_complex() == outputs[o].like.is_complex();
+    flatten_(segment, with_domain_of(outputs[o].like, tangent));
+  });
+}
+
+}  // namespace
+
 std::tuple<std::optional<std::tuple<int64_t, int64_t, py::object>>, bool> Evaluator::tangent_columns(
     int64_t first, const at::Tensor& columns, const std::vector<OutputSpec>& outputs, const py::tuple& duals,
     const std::vector<at::Tensor>& tangents) {
@@ -738,20 +764,51 @@ std::tuple<std::optional<std::tuple<int64_t, int64_t, py::object>>, bool> Evalua
     const OnExit resetting([&] { set_tangent(0); });
     set_tangent(1);
     const py::object result = evaluate_at(duals);
-    const at::Tensor column = columns.select(0, j);
-    const auto changed =
-        visit_outputs(result, outputs, [&](size_t o, const at::Tensor& output, int64_t offset, int64_t size) {
-          const at::Tensor segment = column.narrow(0, offset, size);
-          const at::Tensor& tangent = output._fw_grad(/*level=*/0);
-          if (!tangent.defined()) {
-            segment.zero_();
-            return;
-          }
-          domains_match = domains_match && tangent.is_complex() == outputs[o].like.is_complex();
-          flatten_(segment, with_domain_of(outputs[o].like, tangent));
-        });
+    const auto changed = visit_tangents(result, outputs, columns.select(0, j), domains_match);
     if (changed) {
       return {std::make_tuple(first + j, changed->first, changed->second), domains_match};
+    }
+    raise_if_interrupted();
+  }
+  return {std::nullopt, domains_match};
+}
+
+py::tuple Evaluator::dual_arguments(const at::Tensor& direction, int64_t undefined) const {
+  py::tuple arguments = arguments_;
+  for (size_t b = 0; b < blocks_.size(); ++b) {
+    const InputBlock& block = blocks_[b];
+    at::Tensor dual = block.argument.detach();
+    if (static_cast<int64_t>(b) != undefined) {
+      const at::Tensor tangent = at::empty_like(dual);
+      unflatten_(tangent, direction.narrow(0, block.first, coordinate_count(block.origin)));
+      dual = at::_make_dual(dual, tangent, /*level=*/0);
+    }
+    arguments = replaced(block, std::move(arguments), py::cast(dual));
+  }
+  return arguments;
+}
+
+std::tuple<std::optional<Changed>, bool> Evaluator::jvps(
+    const at::Tensor& directions, const std::vector<int64_t>& undefined, const at::Tensor& products,
+    const std::vector<OutputSpec>& outputs) {
+  check_columns("jvps", products, outputs);
+  check_float64("jvps", "directions", directions, 2);
+  TORCH_CHECK(
+      directions.size(0) == products.size(0) && directions.size(1) == size_, "jvps: directions must have shape (",
+      products.size(0), ", ", size_, "), got ", directions.sizes());
+  const auto count = static_cast<size_t>(products.size(0));
+  const auto is_input = [&](int64_t b) { return b >= -1 && b < static_cast<int64_t>(blocks_.size()); };
+  TORCH_CHECK(
+      undefined.empty() || (undefined.size() == count && std::all_of(undefined.begin(), undefined.end(), is_input)),
+      "jvps: undefined must be empty, or one of -1, ..., ", static_cast<int64_t>(blocks_.size()) - 1, " for each of ",
+      count, " directions, got ", undefined);
+  bool domains_match = true;
+  for (size_t k = 0; k < count; ++k) {
+    const auto row = static_cast<int64_t>(k);
+    const py::object result =
+        evaluate_at(dual_arguments(directions.select(0, row), undefined.empty() ? -1 : undefined[k]));
+    if (const auto changed = visit_tangents(result, outputs, products.select(0, row), domains_match)) {
+      return {std::make_tuple(row, changed->first, changed->second), domains_match};
     }
     raise_if_interrupted();
   }

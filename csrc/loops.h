@@ -182,6 +182,14 @@ class Evaluator {
       int64_t first, const at::Tensor& columns, const std::vector<OutputSpec>& outputs, const pybind11::tuple& duals,
       const std::vector<at::Tensor>& tangents);
 
+  // J u for several directions u by forward-mode AD: row k of `products` (float64, shape (count, m)) becomes the tangent
+  // of the outputs where that of the inputs is row k of directions (float64, shape (count, coordinates of all inputs)).
+  // undefined: for each row the input that gets no tangent, or -1; empty: all get one. Called at a level of
+  // forward-mode AD; the inputs are strided. Returns as tangent_columns does, the row for the coordinate.
+  std::tuple<std::optional<Changed>, bool> jvps(
+      const at::Tensor& directions, const std::vector<int64_t>& undefined, const at::Tensor& products,
+      const std::vector<OutputSpec>& outputs);
+
   // Puts the origins back into every input, and an input's own memory back where func replaced or freed it.
   void restore();
 
@@ -217,6 +225,13 @@ class Evaluator {
   // all groups, with_blocks.
   void perturb_together(
       const Groups& groups, int64_t g, const std::vector<at::Tensor>& copies, int64_t sign, double eps);
+
+  // func's arguments with a tangent for each input, the coordinates of which are a part of `direction`; none for input
+  // number `undefined`.
+  pybind11::tuple dual_arguments(const at::Tensor& direction, int64_t undefined) const;
+
+  // The arguments with another tensor in each place of an input.
+  pybind11::tuple replaced(const InputBlock& block, pybind11::tuple arguments, const pybind11::object& by) const;
 
   // What func gets while inputs are perturbed.
   pybind11::tuple perturbed_arguments() const;

@@ -252,6 +252,47 @@ std::optional<std::vector<std::vector<std::pair<double, double>>>> SmallProblem:
   return found;
 }
 
+std::tuple<std::optional<Changed>, at::Tensor, bool> SmallProblem::jvps(
+    const at::Tensor& directions, const std::vector<int64_t>& undefined) const {
+  check_float64("jvps", "directions", directions, 2);
+  const at::Tensor products = at::empty({directions.size(0), m_}, directions.options());
+  auto [changed, domains_match] = evaluator_->jvps(directions, undefined, products, specs_);
+  return {std::move(changed), products, domains_match};
+}
+
+std::optional<std::vector<std::vector<std::pair<double, double>>>> SmallProblem::tangent_errors(
+    const at::Tensor& tangents, const at::Tensor& columns, double atol, double rtol) const {
+  check_float64("tangent_errors", "tangents", tangents, 2);
+  check_float64("tangent_errors", "columns", columns, 2);
+  TORCH_CHECK(
+      tangents.size(0) == n_ && tangents.size(1) == m_ && columns.sizes() == tangents.sizes(),
+      "tangent_errors: tangents and columns must have shape (", n_, ", ", m_, "), got ", tangents.sizes(), " and ",
+      columns.sizes());
+  std::vector<InputTolerances> outputs;  // the entries of a column are those of the outputs
+  outputs.reserve(specs_.size());
+  for (const OutputSpec& output : specs_) {
+    outputs.emplace_back(coordinate_count(output.like), output.like.is_complex(), atol, rtol);
+  }
+  const at::Tensor numerical = columns.t().contiguous();
+  std::vector<std::vector<std::pair<double, double>>> found;
+  for (const bool real_parts : {false, true}) {
+    for (const InputBlock& block : blocks_) {
+      const int64_t width = coordinates_per_element(block.origin);
+      if (!real_parts || width == 2) {
+        const int64_t first = block.first + (width == 2 && !real_parts ? 1 : 0);
+        const int64_t end = block.first + coordinate_count(block.origin);
+        const at::Tensor rows = tangents.slice(0, first, end, width).contiguous();
+        auto errors = largest_errors(rows, numerical, first, width, outputs);
+        if (!errors) {
+          return std::nullopt;
+        }
+        found.push_back(*std::move(errors));
+      }
+    }
+  }
+  return found;
+}
+
 std::tuple<at::Tensor, GradientsMatch> SmallProblem::vjps(
     const at::Tensor& cotangents, const std::vector<int64_t>& layouts, const std::vector<int64_t>& only) const {
   return vjp_coordinates(graph(), blocks_, cotangents, layouts, only);

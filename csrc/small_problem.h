@@ -82,6 +82,17 @@ class SmallProblem {
   std::variant<Derivatives, Changed> screening_derivatives(
       const RandomDirections& along, double curve, double budget) const;
 
+  // Tangents of the outputs, as of Evaluator::jvps, at a level of forward-mode AD: nothing, or what func returned
+  // instead; float64, shape (count, m); and whether they are complex where the outputs are.
+  std::tuple<std::optional<Changed>, at::Tensor, bool> jvps(
+      const at::Tensor& directions, const std::vector<int64_t>& undefined) const;
+
+  // By input and part (imaginary parts of complex inputs and real inputs, then real parts), and by output: the largest
+  // absolute and relative error of the Jacobian by forward mode. Nothing where an entry is wrong. tangents, columns:
+  // analytical and numerical, float64, shape (n, m).
+  std::optional<std::vector<std::vector<std::pair<double, double>>>> tangent_errors(
+      const at::Tensor& tangents, const at::Tensor& columns, double atol, double rtol) const;
+
   // Whether func at x returns the same bits where it records no gradients. One evaluation. The values of the first one
   // are kept where records_differences is false, and only then can this be asked.
   bool is_same_unrecorded() const;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -117,6 +118,12 @@ def single_rows(backward: WholeBackward) -> Sequence[Rows]:
     """
     usual = all(part.repeated.shape[0] == min(part.rows.shape[0], REPEATED_ROWS) for part in backward.parts)
     return backward.parts if usual else ()
+
+
+@phase("numerical columns")
+def numerical_columns(problem: SmallProblem, settings: Settings) -> Tensor | tuple[int, int, Any]:
+    """The numerical Jacobian, float64, shape (n, m); or where and what func returned instead of its outputs."""
+    return problem.difference_columns(settings.eps)
 
 
 def jacobian(problem: Problem | SmallBackward, backward: WholeBackward) -> Tensor:

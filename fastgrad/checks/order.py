@@ -75,6 +75,7 @@ from fastgrad.verdict.linearity import (
     moving_row,
     nondeterministic,
     nonlinear_repeat,
+    repeated_tangents_failure,
     rerun,
 )
 from fastgrad.verdict.recording import check_recorded_gradients
@@ -154,27 +155,33 @@ def _go_on_from(small: SmallCheck, problem: Problem, settings: Settings) -> Find
     if isinstance(columns, tuple):
         problem.raise_changed(*columns, settings.eps)
         columns = None
-    problem.vjps = small.vjps
+    problem.vjps, problem.jvps = small.vjps, small.jvps
     return Findings(
         backward=small.backward,
         early=small.raised,
         columns=columns,
         batched=small.batched,
+        batched_tangents=small.batched_tangents,
         moved=small.moved,
         products=small.products,
+        tangents=small.tangents,
     )
 
 
 def _report_of_small(small: SmallCheck, settings: Settings, names: tuple[str, ...], start: float) -> Report:
     """The report of a small check that passes."""
     problem = small.problem
-    if small.errors is None:
-        from fastgrad.checks.sketch import certificates_of  # imported here to keep `import fastgrad` fast
+    certificates: tuple[Certificate, ...] = ()
+    if small.errors is None and small.tangent_errors is None:
+        plan = make_sketch_plan(settings)
+        if settings.check_backward_ad:
+            from fastgrad.checks.sketch import certificates_of  # imported here to keep `import fastgrad` fast
 
-        plan, certificates = make_sketch_plan(settings), certificates_of(settings, small.bound)
+            certificates = certificates_of(settings, small.bound)
     else:
         plan = small_plan(problem.n, problem.m, settings.engine)
-        certificates = (linear_backward(PROBES, settings.atol),) if problem.m > 1 else ()
+        if settings.check_backward_ad and problem.m > 1:
+            certificates = (linear_backward(PROBES, settings.atol),)
     return Report(
         failure=None,
         settings=settings,
@@ -183,6 +190,7 @@ def _report_of_small(small: SmallCheck, settings: Settings, names: tuple[str, ..
         m=problem.m,
         evaluations=problem.evaluator.evaluations,
         vjps=small.vjps,
+        jvps=small.jvps,
         seconds=time.perf_counter() - start,
         phases={"first evaluation": problem.seconds, **small.seconds},
         input_names=names,
@@ -305,6 +313,8 @@ def _first_failure(
         and torch.is_grad_enabled()
     ):
         failure = check_recorded_gradients(problem, settings) or failure
+    if failure is None and findings.tangents is not None:
+        failure = repeated_tangents_failure(problem, settings, *findings.tangents)
     if failure is None and findings.moved:
         failure = nondeterministic(problem.outputs[0])
     if failure is None and findings.early is not None:
@@ -318,7 +328,7 @@ def _attribute_failure(problem: Problem, settings: Settings, findings: Findings)
     if settings.check_forward_ad and settings.check_undefined_grad:
         failure = check_undefined_tangents(problem, settings)
     if failure is None and settings.check_batched_forward_grad:
-        failure = check_batched_tangents(problem, settings)
+        failure = check_batched_tangents(problem, settings, findings.batched_tangents)
     if failure is not None or not settings.check_backward_ad:
         return failure
     if settings.check_batched_grad:
@@ -516,7 +526,7 @@ def _jacobian_failure(
     if not problem.m or nothing_to_compare:
         return None
     columns_at_hand = dense.numerical_columns(problem, plan, settings)
-    backward = findings.backward
+    backward, rows_remain = findings.backward, settings.check_backward_ad
     if backward is not None:
         columns = findings.columns
         if columns is None:
@@ -529,7 +539,9 @@ def _jacobian_failure(
         elif agrees(problem, settings, backward, columns, findings):
             if calls is not None and calls.rows:
                 calls.see_all(jacobian(problem, backward))
-            return None
+            if not settings.check_forward_ad:
+                return None
+            rows_remain = False
         columns_at_hand = iter([(0, columns)])
     rows_repeated = all(output.tensor.numel() <= REPEATED_ROWS for output in problem.outputs)
     moving = partial(moving_row, problem, settings, plan.rows_per_block)
@@ -541,14 +553,14 @@ def _jacobian_failure(
         if proof is not None:
             proof.take(backward.products, backward.movement)
     for first, columns in columns_at_hand:
-        if settings.check_backward_ad:
+        if rows_remain:
             for blocks in dense.row_blocks(problem, plan, first, columns, rows_at_hand):
                 failure = _judge(problem, plan, blocks, settings, proof, findings, calls)
                 if failure is not None:
                     return failure
         if forward is not None:
             forward.add(first, columns)
-    if settings.check_backward_ad and proof is not None:
+    if rows_remain and proof is not None:
         failure = _proof_failure(problem, proof, settings)
         if failure is not None:
             return failure

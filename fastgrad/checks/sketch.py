@@ -10,6 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from fastgrad.checks.small_forward import sums_certificate
 from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.native import Layout, ops
 from fastgrad.core.phases import phase
@@ -556,7 +557,7 @@ def screen_forward(problem: Problem, settings: Settings) -> Screening:
             if settings.check_grad_dtypes and not domains_match:
                 return Screening(Failure("tangent dtype", mode="forward"))
         try:
-            tangents = torch.stack([problem.jvp_coordinates(u) for u in differences.directions])
+            tangents = problem.jvps_of(differences.directions)
         except Exception as error:  # a one-hot tangent did not raise
             raise_unless_of_func(error)
             detail = f"it raised {type(error).__name__} for a random tangent"
@@ -582,9 +583,7 @@ def screen_forward(problem: Problem, settings: Settings) -> Screening:
         if not bool(pending.any()):
             if unresolved:
                 return Screening(undecided=unresolved)
-            claim = "no single entry of forward mode is wrong by more than its tolerance"
-            method = f"{count} random directions: J u by forward mode against differences, output by output"
-            return Screening(certificates=(Certificate(claim, method, settings.atol),))
+            return Screening(certificates=(sums_certificate(count, settings.atol),))
         eps = _next_step(problem, settings, differences, base, pending)
     return Screening(
         undecided=max(limit, unresolved, 4 * float(differences.noise[pending].nan_to_num(torch.inf).amax()))
@@ -604,7 +603,8 @@ def _jvp_not_linear(problem: Problem, settings: Settings, u: Tensor, tangent: Te
     """Whether a JVP is not what those of two parts of its tangent, one of them scaled, add up to."""
     half = direction(problem.n, settings.seed, TANGENT_STREAM, halved=True).to(u.device)
     some = torch.where(half == 0, 0.0, u)
-    parts = problem.jvp_coordinates(some * REPEAT_SCALE) / REPEAT_SCALE, problem.jvp_coordinates(u - some)
+    scaled, rest = problem.jvps_of(torch.stack([some * REPEAT_SCALE, u - some])).unbind()
+    parts = scaled / REPEAT_SCALE, rest
     total = parts[0] + parts[1]
     # Directions are in the unit of each input's own atol.
     allowed = settings.atol + settings.loosest().rtol * (parts[0].abs() + parts[1].abs())

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from fastgrad.checks.one_block import (
     jacobian,
+    numerical_columns,
     product_at_hand,
     runs_single_rows,
     same_afterwards,
     whole_backward,
 )
+from fastgrad.checks.small_forward import batched_tangents_agree, columns_agree, products_agree
 from fastgrad.checks.small_result import SmallCheck
 from fastgrad.checks.small_sums import sums_agree
 from fastgrad.core.errors import as_raised, raise_unless_of_func
@@ -42,9 +44,7 @@ def small_check(
     is_backward: whether func is the backward of a function; if so, its gradients with and without a graph are compared.
     """
     if (
-        not settings.check_backward_ad
-        or settings.check_forward_ad
-        or settings.inputs
+        settings.inputs
         or settings.progress
         or settings.engine == "compressed"
         or torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -61,7 +61,7 @@ def small_check(
     try:
         with Stopwatch(check.seconds) if worth_it else nullcontext():
             if _values_pass(check, settings):
-                check.passes = _attributes_pass(check, settings, is_backward)
+                check.passes = _attributes_pass(check, arguments, settings, is_backward)
     except OUT_OF_MEMORY:
         return SmallCheck(problem)  # the complete check asks for less
     except BaseException as error:
@@ -74,26 +74,39 @@ def small_check(
 
 
 def _values_pass(check: SmallCheck, settings: Settings) -> bool:
-    """Whether gradients and differences agree, in sums or entry by entry, and nothing is left to judge."""
+    """Whether derivatives and differences agree, in sums or entry by entry, and nothing is left to judge."""
     problem = check.problem
     if sketches(problem, settings):
         if problem.n + problem.m > MOST_AT_ONCE:
             return False
-        return sums_agree(check, settings)
-    if not is_one_block(problem, settings) or looks_first(problem, settings):
+        backward_agrees, forward_agrees = sums_agree, products_agree
+    else:
+        if not is_one_block(problem, settings) or looks_first(problem, settings):
+            return False
+        if settings.check_backward_ad and problem.is_custom and not runs_single_rows(problem):
+            return False
+        backward_agrees, forward_agrees = _rows_agree, columns_agree
+    if settings.check_backward_ad and not backward_agrees(check, settings):
         return False
-    if problem.is_custom and not runs_single_rows(problem):
-        return False
-    return _exact(check, settings) and _same_afterwards(check, settings)
+    return not settings.check_forward_ad or forward_agrees(check, settings)
 
 
-def _attributes_pass(check: SmallCheck, settings: Settings, is_backward: bool) -> bool:
-    """Whether batched gradients agree and, if func is a backward, its gradients are the same without a graph."""
+def _attributes_pass(
+    check: SmallCheck, arguments: tuple[Any, ...], settings: Settings, is_backward: bool
+) -> bool:
+    """Whether batched derivatives agree and, if func is a backward, its gradients are the same without a graph."""
     problem = check.problem
-    if settings.check_batched_grad:
+    if settings.check_batched_forward_grad and not batched_tangents_agree(check, arguments, settings):
+        return False
+    if settings.check_backward_ad and settings.check_batched_grad:
         check.batched = batched_difference(problem.graph, problem.graph.outputs, settings)
         check.vjps += (BATCH + 1) * len(problem.outputs)
     return check.batched is None and not (is_backward and not problem.is_same_unrecorded())
+
+
+def _rows_agree(check: SmallCheck, settings: Settings) -> bool:
+    """Compares all entries by reverse mode; returns whether nothing is left to judge."""
+    return _exact(check, settings) and _same_afterwards(check, settings)
 
 
 def _exact(check: SmallCheck, settings: Settings) -> bool:
@@ -106,7 +119,7 @@ def _exact(check: SmallCheck, settings: Settings) -> bool:
         check.raised = error
         return False
     check.vjps += check.backward.vjps
-    check.columns = _columns(problem, settings)
+    check.columns = numerical_columns(problem, settings)
     if not isinstance(check.columns, tuple):
         check.errors = _errors(problem, settings, check.backward, check.columns)
     return check.errors is not None
@@ -149,11 +162,6 @@ def _rows_repeat(check: SmallCheck, settings: Settings, backward: WholeBackward)
 @phase("backward")
 def _backward(problem: SmallProblem, settings: Settings) -> WholeBackward:
     return whole_backward(problem, settings, problem.seconds)
-
-
-@phase("numerical columns")
-def _columns(problem: SmallProblem, settings: Settings) -> Tensor | tuple[int, int, Any]:
-    return problem.difference_columns(settings.eps)
 
 
 @phase("comparison")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from fastgrad.core.native import SmallProblem, WholeBackward
+from fastgrad.core.native import Derivatives, SmallProblem, WholeBackward
 from fastgrad.report.data import Certificate, Pair, Part
 from fastgrad.verdict.grad_outputs import BatchedDifference
 
@@ -29,19 +30,26 @@ class SmallCheck:
     moved
         Whether a VJP was seen that does not fit the others, or has another size or dtype, or func returned outputs of
         another kind: the complete check names the fault, or it was one of some calls only.
-    batched
-        Where batched gradients differ from single ones.
+    batched, batched_tangents
+        Where batched gradients, and batched tangents, differ from single ones.
     errors
         By output and part, and by input, the largest absolute and relative error; None if something remains to be
         judged.
+    tangent_errors
+        By input and part, and by output, the same of forward mode.
     products
         If sums were compared, grad_outputs and their VJPs: float64, shapes (rows, m) and (rows, n).
+    tangents
+        Tangents of the inputs, shape (rows, n); by row the input that has none instead, or -1; and the JVPs, shape
+        (rows, m).
+    differences
+        Directional derivatives that agree with VJPs, if their noise is too small to matter.
     bound
         The error of an entry that sums show.
     certificates
         What repeated calls of a custom backward certify.
-    vjps
-        Calls of backward.
+    vjps, jvps
+        Calls of backward, and of func in forward mode.
     seconds
         By phase, without the first evaluation; not measured for the quickest checks.
     passes
@@ -54,11 +62,16 @@ class SmallCheck:
     columns: Tensor | tuple[int, int, Any] | None = None
     moved: bool = False
     batched: BatchedDifference | None = None
+    batched_tangents: BatchedDifference | None = None
     errors: list[list[tuple[float, float]]] | None = None
+    tangent_errors: list[list[tuple[float, float]]] | None = None
     products: tuple[Tensor, Tensor] | None = None
+    tangents: tuple[Tensor, list[int], Tensor] | None = None
+    differences: Derivatives | None = None
     bound: float = 0.0
     certificates: list[Certificate] = field(default_factory=list)
     vjps: int = 0
+    jvps: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     passes: bool = False
 
@@ -69,16 +82,36 @@ class SmallCheck:
 
     def pairs(self) -> list[Pair]:
         """What was compared, if all entries agree; nothing if sums were compared."""
-        if self.errors is None:
-            return []
-        outputs = list(enumerate(self.problem.outputs))
-        parts: list[tuple[int, int, int, Part]] = [
-            (number, position, elements, "imaginary" if width == 2 else "all")
-            for number, (position, elements, width) in outputs
+        inputs, outputs = self.problem.inputs, self.problem.outputs
+        found = [
+            Pair(output, input_, position, of_input, part, "reverse", entries, 0, True, *largest, False)
+            for output, position, input_, of_input, part, entries, largest in _pairs(outputs, inputs, self.errors)
         ]
-        parts += [(number, position, elements, "real") for number, (position, elements, width) in outputs if width == 2]
-        return [
-            Pair(number, k, position, of_input, part, "reverse", elements * size, 0, True, *largest, False)
-            for (number, position, elements, part), errors in zip(parts, self.errors, strict=True)
-            for k, ((of_input, size, _), largest) in enumerate(zip(self.problem.inputs, errors, strict=True))
+        forward = [
+            Pair(output, input_, of_output, position, part, "forward", entries, 0, True, *largest, False)
+            for input_, position, output, of_output, part, entries, largest in _pairs(
+                inputs, outputs, self.tangent_errors
+            )
         ]
+        return found + sorted(forward, key=lambda pair: (pair.part == "real", pair.output, pair.input))
+
+
+_Places = list[tuple[int, int, int]]
+"""By input or output: its position among arguments or results, its elements, and the coordinates of each."""
+
+
+def _pairs(
+    outer: _Places, inner: _Places, errors: list[list[tuple[float, float]]] | None
+) -> Iterator[tuple[int, int, int, int, Part, int, tuple[float, float]]]:
+    """By part of the outer side, and by tensor of the inner one: number and position of each, and what was compared."""
+    if errors is None:
+        return
+    numbered = list(enumerate(outer))
+    parts: list[tuple[int, int, int, Part]] = [
+        (number, position, elements, "imaginary" if width == 2 else "all")
+        for number, (position, elements, width) in numbered
+    ]
+    parts += [(number, position, elements, "real") for number, (position, elements, width) in numbered if width == 2]
+    for (number, position, elements, part), largest in zip(parts, errors, strict=True):
+        for other, ((place, size, _), own) in enumerate(zip(inner, largest, strict=True)):
+            yield number, position, other, place, part, elements * size, own

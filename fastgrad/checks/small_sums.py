@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import accumulate
 
@@ -58,13 +58,7 @@ def sums_agree(check: SmallCheck, settings: Settings) -> bool:
     if early is None:
         return False
     done: tuple[ScreeningGradOutputs, Tensor] | None = None
-    for step, budget in ((1.0, settings.atol / (2 * NOISE_SHARE)), (SMALLER_STEP, 0.0)):
-        differences = _differences(check, settings, step, budget)
-        if differences is None:
-            return False
-        weight = _weight(check, settings, differences)
-        if weight is None:
-            continue
+    for differences, weight in differences_by_step(check, settings):
         if done is None or done[0] is not plain or weight.numel():
             made = (
                 weighted_grad_outputs(layout, settings.seed, count, problem.is_custom, weight)
@@ -76,9 +70,21 @@ def sums_agree(check: SmallCheck, settings: Settings) -> bool:
                 return False
             done = made, gradients
         if _agree(settings, differences, *done):
+            check.differences = None if weight.numel() else differences
             third = partial(_same_on_third, check, settings, *done)
             return not problem.is_custom or _raised_noted(check, third) is not None
     return False
+
+
+def differences_by_step(check: SmallCheck, settings: Settings) -> Iterator[tuple[Derivatives, Tensor]]:
+    """Directional derivatives at one step after the other, and the weight of each output, as `_weight` returns it."""
+    for step, budget in ((1.0, settings.atol / (2 * NOISE_SHARE)), (SMALLER_STEP, 0.0)):
+        differences = _differences(check, settings, step, budget)
+        if differences is None:
+            return
+        weight = _weight(check, settings, differences)
+        if weight is not None:
+            yield differences, weight
 
 
 def _raised_noted(check: SmallCheck, run: Callable[[], Tensor | None]) -> Tensor | None:

@@ -64,7 +64,7 @@ def batched(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @functools.cache
-def _load_decompositions() -> None:
+def load_decompositions() -> None:
     """Does the imports of the first `make_dual` of a process without torch's deprecation warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -74,7 +74,7 @@ def _load_decompositions() -> None:
 
 def make_dual(primal: Tensor, tangent: Tensor) -> Tensor:
     """`torch.autograd.forward_ad.make_dual`, with type annotations."""
-    _load_decompositions()
+    load_decompositions()
     return cast(Tensor, forward_ad.make_dual(primal, tangent))  # type: ignore[no-untyped-call]
 
 

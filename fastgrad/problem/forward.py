@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,40 @@ from fastgrad.core import native, torch_private
 from fastgrad.core.memory import raises_memory_error
 from fastgrad.core.phases import phase
 from fastgrad.problem.evaluation import Evaluation
+from fastgrad.problem.validation import changed_message
+
+
+def jvp(
+    evaluator: native.Evaluator,
+    arguments: tuple[Any, ...],
+    inputs: Sequence[Tensor],
+    tangents: Sequence[Tensor | None],
+    selected: Callable[[Any], Sequence[Tensor]],
+) -> list[Tensor | None]:
+    """Tangents of the outputs, selected from func's result, for tangents of inputs, None being undefined."""
+
+    def evaluate() -> list[Tensor | None]:
+        duals, _ = dual_arguments(arguments, inputs, tangents)
+        return [torch_private.tangent_of(output) for output in selected(evaluator.evaluate_at(duals))]
+
+    return native.at_dual_level(evaluate)
+
+
+def dual_arguments(
+    arguments: tuple[Any, ...], inputs: Sequence[Tensor], tangents: Sequence[Tensor | None]
+) -> tuple[tuple[Any, ...], list[Tensor]]:
+    """Arguments for func, the inputs detached and with tangents; and the tangents inside them."""
+    duals: dict[int, Tensor] = {}
+    inside: list[Tensor] = []
+    for input_, tangent in zip(inputs, tangents, strict=True):
+        dual = input_.detach()
+        if tangent is not None:
+            dual = torch_private.make_dual(dual, tangent)
+            # If the input is a view, make_dual may have copied the tangent.
+            within = torch_private.tangent_of(dual)
+            inside.append(tangent if within is None else within)
+        duals[id(input_)] = dual
+    return tuple(duals.get(id(value), value) for value in arguments), inside
 
 
 class ForwardMode(Evaluation):
@@ -32,7 +66,9 @@ class ForwardMode(Evaluation):
         columns = torch.empty(count, self.m, dtype=torch.float64, device=self.device)
 
         def evaluate() -> tuple[tuple[int, int, Any] | None, bool]:
-            duals, tangents = self._duals([torch.zeros_like(block.tensor.detach()) for block in self.inputs])
+            inputs = [block.tensor for block in self.inputs]
+            zeros = [torch.zeros_like(input_.detach()) for input_ in inputs]
+            duals, tangents = dual_arguments(self._arguments, inputs, zeros)
             return self._evaluator.tangent_columns(first, columns, self._specs, duals, tangents)
 
         changed, domains_match = native.at_dual_level(evaluate)
@@ -46,27 +82,30 @@ class ForwardMode(Evaluation):
         """Tangents of `outputs` for tangents of `inputs`, None being undefined; one evaluation."""
         self._recorded = None
         self._require_forward_ad()
+        self.jvps += 1
+        inputs = [block.tensor for block in self.inputs]
+        return jvp(self._evaluator, self._arguments, inputs, tangents, self._selected)
 
-        def evaluate() -> list[Tensor | None]:
-            duals, _ = self._duals(tangents)
-            results = self._selected(self._evaluator.evaluate_at(duals))
-            self.jvps += 1
-            return [torch_private.tangent_of(result) for result in results]
+    @raises_memory_error
+    def jvps_of(self, directions: Tensor, undefined: Sequence[int] = ()) -> Tensor:
+        """J u for directions u (float64, shape (count, n)) by forward-mode AD: shape (count, m); one evaluation each.
 
-        return native.at_dual_level(evaluate)
+        undefined: for each the number of an input that gets no tangent, or -1; empty: all get one.
+        """
+        self._recorded = None
+        self._require_forward_ad()
+        torch_private.load_decompositions()
+        products = torch.empty(directions.shape[0], self.m, dtype=torch.float64, device=self.device)
+        changed, _ = native.at_dual_level(lambda: self._evaluator.jvps(directions, undefined, products, self._specs))
+        self.jvps += directions.shape[0]
+        if changed is not None:
+            _, output, found = changed
+            raise AssertionError(changed_message(self.outputs[output], found, "evaluated again"))
+        return products
 
     def jvp_coordinates(self, direction: Tensor) -> Tensor:
-        """J u for a direction u (float64, shape (n,)) by forward-mode AD: float64, shape (m,); one evaluation."""
-        tangents = []
-        for block in self.inputs:
-            tangents.append(torch.empty_like(block.tensor.detach()))
-            native.ops.unflatten_(tangents[-1], direction[block.slice])
-        product = torch.zeros(self.m, dtype=torch.float64, device=self.device)
-        for output, tangent in zip(self.outputs, self.jvp(tangents), strict=True):
-            if tangent is not None:
-                within = product[output.slice]
-                native.flatten_(within, tangent.to(output.tensor.dtype))
-        return product
+        """J u for one direction u, shape (n,): shape (m,)."""
+        return self.jvps_of(direction[None])[0]
 
     def _require_forward_ad(self) -> None:
         for block in self.inputs:
@@ -78,17 +117,3 @@ class ForwardMode(Evaluation):
                     f"torch has no forward-mode AD for sparse inputs, and {self.name_of(block)} has layout {layout}: "
                     "do not pass check_forward_ad."
                 )
-
-    def _duals(self, tangents: Sequence[Tensor | None]) -> tuple[tuple[Any, ...], list[Tensor]]:
-        """Arguments for func, the checked ones detached and with tangents; and the tangents inside them."""
-        duals: dict[int, Tensor] = {}
-        inside: list[Tensor] = []
-        for block, tangent in zip(self.inputs, tangents, strict=True):
-            dual = block.tensor.detach()
-            if tangent is not None:
-                dual = torch_private.make_dual(dual, tangent)
-                # If the input is a view, make_dual may have copied the tangent.
-                within = torch_private.tangent_of(dual)
-                inside.append(tangent if within is None else within)
-            duals[id(block.tensor)] = dual
-        return tuple(duals.get(id(value), value) for value in self._arguments), inside

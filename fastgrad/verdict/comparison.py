@@ -60,13 +60,16 @@ class Findings:
         The exception that was raised instead: it is raised later, in the order of the checks.
     columns
         The numerical Jacobian, if it is known: float64, shape (n, m).
-    batched
-        Where batched gradients are known to differ.
+    batched, batched_tangents
+        Where batched gradients, and batched tangents, are known to differ.
     moved
         Whether a VJP is known to have given two gradients.
     products
         VJPs that were run of a custom backward and may not be compared with rows: cotangents and gradients, float64,
         shapes (count, m) and (count, n).
+    tangents
+        JVPs that were run: tangents of the inputs, float64, shape (count, n); for each the number of an input that had
+        none, or -1; and tangents of the outputs, shape (count, m).
     """
 
     notes: list[str] = field(default_factory=list)
@@ -79,8 +82,10 @@ class Findings:
     early: Exception | None = None
     columns: Tensor | None = None
     batched: BatchedDifference | None = None
+    batched_tangents: BatchedDifference | None = None
     moved: bool = False
     products: tuple[Tensor, Tensor] | None = None
+    tangents: tuple[Tensor, list[int], Tensor] | None = None
 
     def add(self, other: Findings) -> None:
         """Adds those of a part of the check."""

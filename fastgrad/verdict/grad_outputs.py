@@ -136,21 +136,21 @@ def _allclose(left: Tensor | None, right: Tensor | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class BatchedDifference:
-    """Where a vectorized VJP fails or differs from single ones.
+    """Where a vectorized VJP or JVP fails or differs from single ones.
 
     Attributes
     ----------
     output
-        The number of the output whose VJPs they are.
+        The number of the output whose VJPs they are, or whose tangent differs; None: the vectorized JVP raises.
     input
-        The number of the input whose gradient differs; None: the vectorized VJP raises.
+        The number of the input whose JVPs they are, or whose gradient differs; None: the vectorized VJP raises.
     cause
         Its exception.
     detail
         Text for a message.
     """
 
-    output: int
+    output: int | None
     input: int | None
     cause: Exception | None
     detail: str
@@ -209,57 +209,67 @@ def check_batched_gradients(
         graph = problem.vjp_graph()
         found = batched_difference(graph, problem.graph(), settings)
         problem.vjps += (BATCH + 1) * len(problem.outputs)
-    if found is None:
-        return None
-    output = problem.outputs[found.output]
-    if found.input is None:
-        detail, cause = found.detail, found.cause
-        return Failure("batched raises", output.index, None, output.position, detail=detail, cause=cause)
-    other = problem.inputs[found.input]
-    return Failure("batched differs", output.index, other.index, output.position, other.position, detail=found.detail)
+    return None if found is None else _batched_failure(problem, found, "reverse")
 
 
-@phase("batched tangents")
-def check_batched_tangents(problem: Problem, settings: Settings) -> Failure | None:
-    """The JVP of each input under vmap must give what two runs of it give."""
-    for k, block in enumerate(problem.inputs):
+def batched_tangent_difference(
+    jvp: Callable[[Sequence[Tensor | None]], list[Tensor | None]],
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    settings: Settings,
+) -> BatchedDifference | None:
+    """The first input whose JVP under vmap does not give what single runs give; BATCH + 1 JVPs per input.
 
-        def jvp(tangent: Tensor, k: int = k) -> tuple[Tensor, ...]:
-            found = problem.jvp([tangent if i == k else None for i in range(len(problem.inputs))])
+    jvp: tangents of outputs for tangents of inputs, None being undefined.
+    """
+    for k, input_ in enumerate(inputs):
+
+        def product(tangent: Tensor, k: int = k) -> tuple[Tensor, ...]:
+            found = jvp([tangent if i == k else None for i in range(len(inputs))])
             return tuple(
-                output.tensor.new_zeros(()).expand(output.tensor.shape) if value is None else value
-                for value, output in zip(found, problem.outputs, strict=True)
+                output.new_zeros(()).expand(output.shape) if value is None else value
+                for value, output in zip(found, outputs, strict=True)
             )
 
-        failure = _batch_failure(jvp, block.tensor, block.size, settings, "forward")
+        size = input_.numel() * (2 if input_.is_complex() else 1)
+        failure = _batch_failure(product, input_, size, settings)
         if failure is not None:
             which, cause, detail = failure
-            if which is None:
-                return Failure(
-                    "batched raises",
-                    None,
-                    block.index,
-                    None,
-                    block.position,
-                    mode="forward",
-                    detail=detail,
-                    cause=cause,
-                )
-            other = problem.outputs[which]
-            return Failure(
-                "batched differs",
-                other.index,
-                block.index,
-                other.position,
-                block.position,
-                mode="forward",
-                detail=detail,
-            )
+            return BatchedDifference(which, k, cause, detail)
     return None
 
 
+@phase("batched tangents")
+def check_batched_tangents(
+    problem: Problem, settings: Settings, found: BatchedDifference | None = None
+) -> Failure | None:
+    """The JVP of each input under vmap must give what two runs of it give.
+
+    found: where it does not, if that is known.
+    """
+    if found is None:
+        inputs, outputs = ([block.tensor for block in blocks] for blocks in (problem.inputs, problem.outputs))
+        found = batched_tangent_difference(problem.jvp, inputs, outputs, settings)
+    return None if found is None else _batched_failure(problem, found, "forward")
+
+
+def _batched_failure(problem: Problem, found: BatchedDifference, mode: Mode) -> Failure:
+    output = None if found.output is None else problem.outputs[found.output]
+    input_ = None if found.input is None else problem.inputs[found.input]
+    return Failure(
+        "batched differs" if output is not None and input_ is not None else "batched raises",
+        None if output is None else output.index,
+        None if input_ is None else input_.index,
+        None if output is None else output.position,
+        None if input_ is None else input_.position,
+        mode=mode,
+        detail=found.detail,
+        cause=found.cause,
+    )
+
+
 def _batch_failure(
-    product: Callable[[Tensor], tuple[Tensor, ...]], like: Tensor, size: int, settings: Settings, mode: Mode
+    product: Callable[[Tensor], tuple[Tensor, ...]], like: Tensor, size: int, settings: Settings
 ) -> tuple[int | None, Exception | None, str] | None:
     """Which result of a vectorized product differs from single ones, the exception of vmap, and the message."""
     vectors = [uniform_like(like, settings.seed, BATCH_STREAM, k * size) for k in range(BATCH)]

@@ -470,6 +470,20 @@ class LinearityProof:
         return Failure("nonlinear", input=block.index, input_position=block.position, detail=detail)
 
 
+LINEAR_JVP = "jvp is linear in its tangent", "J u against the JVP of u, 2 tangents: dense, half of it zero"
+"""The claim and the method of a `TangentProof`'s certificate."""
+
+
+def tangent_directions(n: int, seed: int, device: torch.device) -> Tensor:
+    """The two tangents of a `TangentProof`: float64, shape (2, n)."""
+    directions = torch.empty(2, n, dtype=torch.float64, device=device)
+    for which, direction in enumerate(directions):
+        ops.direction_(direction, seed, TANGENT_STREAM, 0, which == 1)
+    dense, halved = directions
+    halved.copy_(REPEAT_SCALE * torch.where(dense > 0, dense, halved))
+    return directions
+
+
 class TangentProof:
     """J u, summed from one-hot columns, against the JVP of u, for two u in R^n over all inputs at once.
 
@@ -481,11 +495,7 @@ class TangentProof:
     def __init__(self, problem: Problem, settings: Settings) -> None:
         self._problem = problem
         self._settings = settings
-        self._directions = torch.empty(2, problem.n, dtype=torch.float64, device=problem.device)
-        for which, direction in enumerate(self._directions):
-            ops.direction_(direction, settings.seed, TANGENT_STREAM, 0, which == 1)
-        dense, halved = self._directions
-        halved.copy_(REPEAT_SCALE * torch.where(dense > 0, dense, halved))
+        self._directions = tangent_directions(problem.n, settings.seed, problem.device)
         self._sums, self._squares = torch.zeros(2, 2, problem.m, dtype=torch.float64, device=problem.device).unbind()
 
     def add(self, block: TangentBlock) -> None:
@@ -498,20 +508,17 @@ class TangentProof:
 
     def certificate(self) -> Certificate:
         """What it certifies if it found no failure."""
-        method = "J u against the JVP of u, 2 tangents: dense, half of it zero"
-        return Certificate("jvp is linear in its tangent", method, self._settings.atol)
+        return Certificate(*LINEAR_JVP, self._settings.atol)
 
     @phase("linearity of jvp")
     def failure(self) -> Failure | None:
         """Compares with the JVPs, output by output, once all columns are in."""
-        products = torch.zeros_like(self._sums)
-        for product, direction in zip(products, self._directions, strict=True):
-            try:
-                product.copy_(self._problem.jvp_coordinates(direction))
-            except Exception as error:  # one-hot tangents did not raise
-                raise_unless_of_func(error)
-                detail = f"it raised {type(error).__name__} for a random tangent"
-                return Failure("nonlinear", mode="forward", detail=detail, cause=error)
+        try:
+            products = self._problem.jvps_of(self._directions)
+        except Exception as error:  # one-hot tangents did not raise
+            raise_unless_of_func(error)
+            detail = f"it raised {type(error).__name__} for a random tangent"
+            return Failure("nonlinear", mode="forward", detail=detail, cause=error)
         own = self._settings.loosest()
         wrong = _disagreement(self._directions, products, self._sums, self._squares, self._settings, own.atol, own.rtol)
         if wrong is None:
@@ -526,6 +533,29 @@ class TangentProof:
             f"{allowed[which, component].item():.2g})"
         )
         return Failure("nonlinear", output.index, None, output.position, None, mode="forward", detail=detail)
+
+
+def repeated_tangents_failure(
+    problem: Problem, settings: Settings, directions: Tensor, undefined: Sequence[int], products: Tensor
+) -> Failure | None:
+    """Whether JVPs, run again, give what they gave earlier, within the tolerances of entries.
+
+    directions: tangents of the inputs, float64, shape (count, n). undefined: for each the number of an input that had
+    none, or -1. products: tangents of the outputs, shape (count, m).
+    """
+    again = problem.jvps_of(directions, undefined)
+    own = settings.loosest()
+    close = torch.isclose(again, products, rtol=own.rtol, atol=own.atol + settings.nondet_tol, equal_nan=True)
+    if bool(close.all()):
+        return None
+    which, component = (int(i) for i in (~close).nonzero()[0])
+    output = block_with(problem.outputs, component)
+    detail = (
+        f"for the same tangent of the inputs, the tangent of output {output.index} at "
+        f"{list(output.index_at(component))} was first {products[which, component].item():.6g} and later "
+        f"{again[which, component].item():.6g}"
+    )
+    return Failure("nonlinear", output.index, None, output.position, None, mode="forward", detail=detail)
 
 
 def one_hot_failure(problem: Problem, settings: Settings) -> Failure | None:

@@ -331,9 +331,13 @@ def test_the_profiler_shows_the_phases() -> None:
     x = leaf(3)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         assert fastgrad.gradcheck(
-            square, (x,), check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True
+            lambda x, _: square(x),
+            (x, []),  # a list is left to the complete check
+            check_forward_ad=True,
+            check_batched_grad=True,
+            check_batched_forward_grad=True,
         )
-    names = {event.key for event in profile.key_averages() if event.key.startswith("fastgrad: ")}
+    names = _phases(profile)
     assert names == {
         f"fastgrad: {phase}"
         for phase in (
@@ -354,3 +358,18 @@ def test_the_profiler_shows_the_phases() -> None:
     }
     counts = {event.key: event.count for event in profile.key_averages()}
     assert counts["fastgrad: numerical columns"] == 1  # a range per phase, not one per column
+
+
+def test_the_profiler_shows_the_phases_of_small_checks() -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        assert fastgrad.gradcheck(
+            square, (leaf(3),), check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True
+        )
+    parts = ("backward", "numerical columns", "comparison", "repeated calls", "analytical columns")
+    assert _phases(profile) == {
+        f"fastgrad: {phase}" for phase in (*parts, "batched tangents", "batched gradients")
+    }
+
+
+def _phases(profile: torch.profiler.profile) -> set[str]:
+    return {event.key for event in profile.key_averages() if event.key.startswith("fastgrad: ")}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastgrad.core.plain import operators as ops
 from fastgrad.core.plain.operators import coordinate_count, real_coordinates, unseen
-from fastgrad.core.torch_private import MKLDNN, dual_level, is_dispatched_to_python, tangent_of
+from fastgrad.core.torch_private import MKLDNN, dual_level, is_dispatched_to_python, make_dual, tangent_of
 
 Result = TypeVar("Result")
 Changed = tuple[int, int, Any]
@@ -424,20 +424,51 @@ class Evaluator:
                     unseen(tangents[b].zero_)()
                 ops.perturb_coordinate_(tangents[b], zeros[b], coordinate, sign, 1.0, 0.0)
 
-            def take(o: int, x: Tensor, at: slice, column: Tensor = column) -> None:
-                nonlocal domains_match
-                tangent, like = tangent_of(x), outputs[o].like
-                if tangent is None:
-                    column[at].zero_()
-                    return
-                domains_match = domains_match and tangent.is_complex() == like.is_complex()
-                ops.flatten_(column[at], with_domain_of(like, tangent))
-
             with self._restoring(set_tangent, 0):
                 set_tangent(1)
-                if changed := visit_outputs(self.evaluate_at(duals), outputs, take):
+                changed, match = _visit_tangents(self.evaluate_at(duals), outputs, column)
+                domains_match = domains_match and match
+                if changed:
                     return (first + j, *changed), domains_match
         return None, domains_match
+
+    def jvps(
+        self, directions: Tensor, undefined: Sequence[int], products: Tensor, outputs: Sequence[OutputSpec]
+    ) -> tuple[Changed | None, bool]:
+        domains_match = True
+        for k, (direction, product) in enumerate(zip(directions, products, strict=True)):
+            duals = self._dual_arguments(direction, undefined[k] if undefined else -1)
+            changed, match = _visit_tangents(self.evaluate_at(duals), outputs, product)
+            domains_match = domains_match and match
+            if changed:
+                return (k, *changed), domains_match
+        return None, domains_match
+
+    def _dual_arguments(self, direction: Tensor, undefined: int) -> tuple[Any, ...]:
+        arguments = list(self._arguments)
+        for b, block in enumerate(self._blocks):
+            dual = block.argument.detach()
+            if b != undefined:
+                tangent = torch.empty_like(dual)
+                ops.unflatten_(tangent, direction[block.first : block.first + block.size])
+                dual = make_dual(dual, tangent)
+            arguments = [dual if value is block.argument else value for value in arguments]
+        return tuple(arguments)
+
+
+def _visit_tangents(result: Any, outputs: Sequence[OutputSpec], column: Tensor) -> tuple[tuple[int, Any] | None, bool]:
+    domains_match = True
+
+    def take(o: int, x: Tensor, at: slice) -> None:
+        nonlocal domains_match
+        tangent, like = tangent_of(x), outputs[o].like
+        if tangent is None:
+            column[at].zero_()
+            return
+        domains_match = domains_match and tangent.is_complex() == like.is_complex()
+        ops.flatten_(column[at], with_domain_of(like, tangent))
+
+    return visit_outputs(result, outputs, take), domains_match
 
 
 def at_dual_level(body: Callable[[], Result]) -> Result:

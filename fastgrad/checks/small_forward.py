@@ -1,0 +1,183 @@
+"""Forward mode of a small check: its JVPs in one native call, compared with differences and with each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgrad.checks.one_block import numerical_columns
+from fastgrad.checks.small_result import SmallCheck
+from fastgrad.checks.small_sums import differences_by_step
+from fastgrad.core import native, torch_private
+from fastgrad.core.errors import raise_unless_of_func
+from fastgrad.core.native import Derivatives
+from fastgrad.core.phases import phase
+from fastgrad.core.random import TANGENT_STREAM, direction
+from fastgrad.core.tensors import differ
+from fastgrad.engines.blocks import REPEAT_SCALE
+from fastgrad.problem.arguments import as_tuple
+from fastgrad.problem.forward import jvp
+from fastgrad.report.data import Certificate, Settings
+from fastgrad.verdict.grad_outputs import batched_tangent_difference
+from fastgrad.verdict.linearity import LINEAR_JVP, tangent_directions
+
+MOST_COLUMNS = 256
+"""Columns of which all tangents may be held at once: one megabyte of directions at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Directions:
+    """Tangents of all inputs, end to end, to call func with.
+
+    Attributes
+    ----------
+    rows
+        Float64, shape (count, n).
+    undefined
+        By row, the input that gets no tangent; -1: none. The row before has zeros there.
+    """
+
+    rows: Tensor
+    undefined: list[int]
+
+
+def columns_agree(check: SmallCheck, settings: Settings) -> bool:
+    """Compares all columns by forward mode with the numerical ones; returns whether nothing is left to judge."""
+    problem = check.problem
+    if isinstance(check.columns, tuple) or problem.n > MOST_COLUMNS:
+        return False
+    if check.columns is None:
+        check.columns = numerical_columns(problem, settings)
+        if isinstance(check.columns, tuple):
+            return False
+    made = _one_hot_directions(_sizes(check), settings.seed, settings.check_undefined_grad)
+    products = _jvps(check, settings, made)
+    if products is None:
+        return False
+    tangents, sums, undefined = products.tensor_split([problem.n, problem.n + 2])
+    check.tangent_errors = problem.tangent_errors(tangents, check.columns, settings.atol, settings.rtol)
+    if check.tangent_errors is None or not _as_zero(undefined):
+        return False
+    if differ(made.rows[problem.n : problem.n + 2] @ tangents, sums, settings.atol, False):
+        return False
+    check.certificates.append(Certificate(*LINEAR_JVP, settings.atol))
+    return True
+
+
+def products_agree(check: SmallCheck, settings: Settings) -> bool:
+    """Compares JVPs with differences along random directions, output by output; returns as `columns_agree` does."""
+    if check.differences is not None:
+        return _products_agree(check, settings, check.differences)
+    for differences, weight in differences_by_step(check, settings):
+        if weight.numel():
+            return False  # noise matters: the complete check weighs it output by output
+        if _products_agree(check, settings, differences):
+            return True
+    return False
+
+
+def _products_agree(check: SmallCheck, settings: Settings, differences: Derivatives) -> bool:
+    count = differences.directions.shape[0]
+    made = _random_directions(differences.directions, _sizes(check), settings)
+    products = _jvps(check, settings, made)
+    if products is None:
+        return False
+    # The one-hot one only shows whether domains match.
+    tangents, scaled, rest, _, undefined = products.tensor_split([count, count + 1, count + 2, count + 3])
+    if differ(tangents, differences.derivatives, settings.atol / 2, False) or not _as_zero(undefined):
+        return False
+    if differ(scaled / REPEAT_SCALE + rest, tangents[:1], settings.atol, False):
+        return False
+    check.certificates.append(sums_certificate(count, settings.atol))
+    return True
+
+
+def sums_certificate(count: int, atol: float) -> Certificate:
+    """What products with `count` random tangents certify."""
+    claim = "no single entry of forward mode is wrong by more than its tolerance"
+    method = f"{count} random directions: J u by forward mode against differences, output by output"
+    return Certificate(claim, method, atol)
+
+
+@phase("batched tangents")
+def batched_tangents_agree(check: SmallCheck, arguments: tuple[Any, ...], settings: Settings) -> bool:
+    """Whether JVPs under vmap are those of single runs."""
+    problem = check.problem
+    inputs, places = problem.graph.inputs, [place for place, _, _ in problem.outputs]
+
+    def outputs(result: Any) -> list[Tensor]:
+        results = as_tuple(result)
+        return [results[place] for place in places]
+
+    def product(tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+        check.jvps += 1
+        return jvp(problem.evaluator, arguments, inputs, tangents, outputs)
+
+    check.batched_tangents = batched_tangent_difference(product, inputs, problem.graph.outputs, settings)
+    return check.batched_tangents is None
+
+
+def _sizes(check: SmallCheck) -> tuple[int, ...]:
+    return tuple(elements * width for _, elements, width in check.problem.inputs)
+
+
+@phase("analytical columns")
+def _jvps(check: SmallCheck, settings: Settings, made: _Directions) -> Tensor | None:
+    """The JVPs of all rows; None if func raises or returns something else: then the complete check decides."""
+    torch_private.load_decompositions()
+    check.jvps += len(made.undefined)
+    try:
+        changed, products, domains_match = native.at_dual_level(
+            lambda: check.problem.jvps(made.rows, made.undefined)
+        )
+    except Exception as error:
+        raise_unless_of_func(error)
+        check.raised = error
+        return None
+    if changed is not None:
+        check.moved = True
+        return None
+    check.tangents = made.rows, made.undefined, products
+    return None if settings.check_grad_dtypes and not domains_match else products
+
+
+def _as_zero(products: Tensor) -> bool:
+    """Whether undefined tangents, which are every second row, give what zeros give."""
+    return torch.equal(products[::2], products[1::2])
+
+
+@lru_cache(32)
+def _one_hot_directions(sizes: tuple[int, ...], seed: int, undefined: bool) -> _Directions:
+    """One-hot ones of all coordinates, the two of `TangentProof`, and those of undefined tangents."""
+    n = sum(sizes)
+    dense = tangent_directions(n, seed, torch.device("cpu"))
+    return _with_undefined(torch.cat([torch.eye(n, dtype=torch.float64), dense]), dense[0], sizes, undefined)
+
+
+def _random_directions(directions: Tensor, sizes: tuple[int, ...], settings: Settings) -> _Directions:
+    """The given ones, two that add up to the first if one of them is scaled, a one-hot one, and undefined ones."""
+    n, u = directions.shape[1], directions[0]
+    some = torch.where(direction(n, settings.seed, TANGENT_STREAM, halved=True) == 0, 0.0, u)
+    one_hot = torch.zeros_like(u)
+    one_hot[settings.seed % n] = 1.0
+    rows = torch.cat([directions, torch.stack([some * REPEAT_SCALE, u - some, one_hot])])
+    return _with_undefined(rows, u, sizes, settings.check_undefined_grad)
+
+
+def _with_undefined(rows: Tensor, dense: Tensor, sizes: tuple[int, ...], undefined: bool) -> _Directions:
+    """The rows, and for each input the dense one twice without its coordinates: zero, and then undefined."""
+    which = [-1] * rows.shape[0]
+    if not undefined:
+        return _Directions(rows, which)
+    others = dense.repeat(2 * len(sizes), 1)
+    first = 0
+    for k, size in enumerate(sizes):
+        others[2 * k : 2 * k + 2, first : first + size] = 0.0
+        which += [-1, k]
+        first += size
+    return _Directions(torch.cat([rows, others]), which)
