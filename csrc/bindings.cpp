@@ -145,6 +145,8 @@ PYBIND11_MODULE(_C, module) {
       .def("are_zeros_zero", torch::wrap_pybind_function(&SmallProblem::are_zeros_zero))
       .def("screening_derivatives", torch::wrap_pybind_function(&SmallProblem::screening_derivatives))
       .def("jvps", torch::wrap_pybind_function(&SmallProblem::jvps))
+      .def("tangents", torch::wrap_pybind_function(&SmallProblem::tangents))
+      .def("batched_tangents", torch::wrap_pybind_function(&SmallProblem::batched_tangents))
       .def("tangent_errors", torch::wrap_pybind_function(&SmallProblem::tangent_errors))
       .def("is_same_unrecorded", torch::wrap_pybind_function(&SmallProblem::is_same_unrecorded));
   py::class_<fastgrad::UnspecifiedEntry>(module, "UnspecifiedEntry")

@@ -10,10 +10,9 @@
 #include "ops/perturb_coordinate.h"
 #include "ops/perturb_coordinates.h"
 #include "ops/realize.h"
-#include "ops/unflatten.h"
+#include "outputs.h"
 #include "rows.h"
 
-#include <ATen/ops/_make_dual.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -39,32 +38,6 @@ namespace py = pybind11;
 
 namespace fastgrad {
 namespace {
-
-template <typename Action>
-class OnExit {
- public:
-  explicit OnExit(Action action) : action_(std::move(action)) {}
-  OnExit(const OnExit&) = delete;
-  OnExit& operator=(const OnExit&) = delete;
-  ~OnExit() {
-    try {
-      action_();
-    } catch (...) {
-      // Somebody took the inputs' memory away. A destructor cannot say so; the last restore() will.
-    }
-  }
-
- private:
-  Action action_;
-};
-
-void check_columns(const char* what, const at::Tensor& columns, const std::vector<OutputSpec>& outputs) {
-  check_float64(what, "columns", columns, 2);
-  TORCH_CHECK(
-      columns.size(1) == total(outputs), what, ": columns must have ", total(outputs),
-      " elements each, one for each real coordinate of the outputs, got ", columns.size(1));
-  check_written(what, "columns", columns);
-}
 
 void check_vector(const char* what, const char* name, const at::Tensor& vector, int64_t size) {
   check_float64(what, name, vector, 1);
@@ -141,26 +114,6 @@ void difference_from(
     return;
   }
   central_difference_(row_segment(columns, j, offset, size), minus, block.origin, coordinate, eps, block.relative_step);
-}
-
-// Hands each expected output that func returned to visit(number, tensor, offset, size), offset and
-// size being its coordinates; stops at the first that does not look as expected and returns its
-// number and what stands there instead.
-template <typename Visit>
-std::optional<std::pair<int64_t, py::object>> visit_outputs(
-    const py::object& result, const std::vector<OutputSpec>& outputs, const Visit& visit) {
-  const BelowAutograd guard;
-  int64_t offset = 0;
-  for (size_t o = 0; o < outputs.size(); ++o) {
-    PyObject* const object = output_at(result.ptr(), outputs[o].position);
-    if (!looks_like(object, outputs[o].like)) {
-      return std::pair(static_cast<int64_t>(o), object ? py::reinterpret_borrow<py::object>(object) : py::none());
-    }
-    const int64_t size = coordinate_count(outputs[o].like);
-    visit(o, THPVariable_Unpack(object), offset, size);
-    offset += size;
-  }
-  return std::nullopt;
 }
 
 uint32_t version(const at::Tensor& tensor) { return tensor.is_inference() ? 0 : tensor._version(); }
@@ -716,151 +669,6 @@ py::object Evaluator::evaluate_at(const py::tuple& arguments) {
   return call(/*record_graph=*/true, arguments);
 }
 
-namespace {
-
-// The coordinates of the tangents of all outputs, into `column`, zeros where there is none; domains_match becomes false
-// where one is complex and its output is not, or the reverse. Returns as visit_outputs does.
-std::optional<std::pair<int64_t, py::object>> visit_tangents(
-    const py::object& result, const std::vector<OutputSpec>& outputs, const at::Tensor& column, bool& domains_match) {
-  return visit_outputs(result, outputs, [&](size_t o, const at::Tensor& output, int64_t offset, int64_t size) {
-    const at::Tensor segment = column.narrow(0, offset, size);
-    const at::Tensor& tangent = output._fw_grad(/*level=*/0);
-    if (!tangent.defined()) {
-      segment.zero_();
-      return;
-    }
-    domains_match = domains_match && tangent.is_complex() == outputs[o].like.is_complex();
-    flatten_(segment, with_domain_of(outputs[o].like, tangent));
-  });
-}
-
-}  // namespace
-
-std::tuple<std::optional<std::tuple<int64_t, int64_t, py::object>>, bool> Evaluator::tangent_columns(
-    int64_t first, const at::Tensor& columns, const std::vector<OutputSpec>& outputs, const py::tuple& duals,
-    const std::vector<at::Tensor>& tangents) {
-  check_columns("tangent_columns", columns, outputs);
-  check_coordinates("tangent_columns", first, columns.size(0));
-  TORCH_CHECK(
-      tangents.size() == blocks_.size(), "tangent_columns: tangents must be one for each of ", blocks_.size(),
-      " inputs, got ", tangents.size());
-  std::vector<at::Tensor> zeros;
-  for (const at::Tensor& tangent : tangents) {
-    zeros.push_back(at::zeros_like(tangent, {}, at::MemoryFormat::Contiguous));
-  }
-  bool domains_match = true;
-  size_t b = 0;
-  for (int64_t j = 0; j < columns.size(0); ++j) {
-    while (first + j >= blocks_[b].first + coordinate_count(blocks_[b].origin)) {
-      ++b;
-    }
-    const auto set_tangent = [&](int64_t sign) {
-      const BelowAutograd guard;
-      if (mutates_inputs_) {
-        tangents[b].zero_();  // func changed the tangent together with its input
-      }
-      perturb_coordinate_(tangents[b], zeros[b], first + j - blocks_[b].first, sign, 1.0, 0.0);
-    };
-    const OnExit resetting([&] { set_tangent(0); });
-    set_tangent(1);
-    const py::object result = evaluate_at(duals);
-    const auto changed = visit_tangents(result, outputs, columns.select(0, j), domains_match);
-    if (changed) {
-      return {std::make_tuple(first + j, changed->first, changed->second), domains_match};
-    }
-    raise_if_interrupted();
-  }
-  return {std::nullopt, domains_match};
-}
-
-py::tuple Evaluator::dual_arguments(const at::Tensor& direction, int64_t undefined) const {
-  py::tuple arguments = arguments_;
-  for (size_t b = 0; b < blocks_.size(); ++b) {
-    const InputBlock& block = blocks_[b];
-    at::Tensor dual = block.argument.detach();
-    if (static_cast<int64_t>(b) != undefined) {
-      const at::Tensor tangent = at::empty_like(dual);
-      unflatten_(tangent, direction.narrow(0, block.first, coordinate_count(block.origin)));
-      dual = at::_make_dual(dual, tangent, /*level=*/0);
-    }
-    arguments = replaced(block, std::move(arguments), py::cast(dual));
-  }
-  return arguments;
-}
-
-std::tuple<std::optional<Changed>, bool> Evaluator::jvps(
-    const at::Tensor& directions, const std::vector<int64_t>& undefined, const at::Tensor& products,
-    const std::vector<OutputSpec>& outputs) {
-  check_columns("jvps", products, outputs);
-  check_float64("jvps", "directions", directions, 2);
-  TORCH_CHECK(
-      directions.size(0) == products.size(0) && directions.size(1) == size_, "jvps: directions must have shape (",
-      products.size(0), ", ", size_, "), got ", directions.sizes());
-  const auto count = static_cast<size_t>(products.size(0));
-  const auto is_input = [&](int64_t b) { return b >= -1 && b < static_cast<int64_t>(blocks_.size()); };
-  TORCH_CHECK(
-      undefined.empty() || (undefined.size() == count && std::all_of(undefined.begin(), undefined.end(), is_input)),
-      "jvps: undefined must be empty, or one of -1, ..., ", static_cast<int64_t>(blocks_.size()) - 1, " for each of ",
-      count, " directions, got ", undefined);
-  bool domains_match = true;
-  for (size_t k = 0; k < count; ++k) {
-    const auto row = static_cast<int64_t>(k);
-    const py::object result =
-        evaluate_at(dual_arguments(directions.select(0, row), undefined.empty() ? -1 : undefined[k]));
-    if (const auto changed = visit_tangents(result, outputs, products.select(0, row), domains_match)) {
-      return {std::make_tuple(row, changed->first, changed->second), domains_match};
-    }
-    raise_if_interrupted();
-  }
-  return {std::nullopt, domains_match};
-}
-
-namespace {
-
-// A turn at torch's level of forward-mode AD: the lock of Python can be taken again by the thread that has it, and
-// Ctrl-C ends waiting for it.
-class Turn {
- public:
-  Turn() { lock().attr("acquire")(); }
-  Turn(const Turn&) = delete;
-  Turn& operator=(const Turn&) = delete;
-  ~Turn() { lock().attr("release")(); }
-
- private:
-  static const py::object& lock() {
-    PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<py::object> storage;
-    return storage.call_once_and_store_result([] { return py::module_::import("threading").attr("RLock")(); })
-        .get_stored();
-  }
-};
-
-// As torch.autograd.forward_ad.dual_level, which an interrupt can leave between its steps.
-class DualLevel {
- public:
-  DualLevel()
-      : module_(py::module_::import("torch.autograd.forward_ad")),
-        outer_(module_.attr("_current_level")),
-        level_(torch::autograd::forward_ad::enter_dual_level()) {
-    module_.attr("_current_level") = level_;
-  }
-  DualLevel(const DualLevel&) = delete;
-  DualLevel& operator=(const DualLevel&) = delete;
-  ~DualLevel() {
-    module_.attr("_current_level") = outer_;
-    try {
-      torch::autograd::forward_ad::exit_dual_level(level_);
-    } catch (const c10::Error&) {
-      // func has left it itself; a destructor cannot say so.
-    }
-  }
-
- private:
-  py::object module_, outer_;
-  uint64_t level_;
-};
-
-}  // namespace
-
 at::Tensor flattened(const std::vector<at::Tensor>& tensors) {
   TORCH_CHECK(!tensors.empty(), "flattened: tensors must be one or more");
   int64_t total = 0;
@@ -881,12 +689,6 @@ at::Tensor flattened(const std::vector<at::Tensor>& tensors) {
     offset += size;
   }
   return flat.view({total});
-}
-
-py::object at_dual_level(const py::object& body) {
-  const Turn turn;
-  const DualLevel level;
-  return body();
 }
 
 }  // namespace fastgrad

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <optional>
 #include <tuple>
@@ -190,6 +191,14 @@ class Evaluator {
       const at::Tensor& directions, const std::vector<int64_t>& undefined, const at::Tensor& products,
       const std::vector<OutputSpec>& outputs);
 
+  // Tangents of the outputs where one input has this tangent and the others have none: zeros where there is none. And
+  // those for several tangents of it, in the first dimension of `tangents_of_input`, as one vectorized run; outputs have it, too.
+  // At a level of forward-mode AD. A result that does not look as expected is returned as by difference_columns.
+  std::variant<std::vector<at::Tensor>, Changed> tangents(
+      int64_t input, const at::Tensor& tangent, const std::vector<OutputSpec>& outputs);
+  std::variant<std::vector<at::Tensor>, Changed> batched_tangents(
+      int64_t input, const at::Tensor& tangents_of_input, const std::vector<OutputSpec>& outputs);
+
   // Puts the origins back into every input, and an input's own memory back where func replaced or freed it.
   void restore();
 
@@ -226,9 +235,8 @@ class Evaluator {
   void perturb_together(
       const Groups& groups, int64_t g, const std::vector<at::Tensor>& copies, int64_t sign, double eps);
 
-  // func's arguments with a tangent for each input, the coordinates of which are a part of `direction`; none for input
-  // number `undefined`.
-  pybind11::tuple dual_arguments(const at::Tensor& direction, int64_t undefined) const;
+  // func's arguments with tangents: tangent_of(b, primal) is that of input number b; undefined: it gets none.
+  pybind11::tuple dual_arguments(const std::function<at::Tensor(size_t, const at::Tensor&)>& tangent_of) const;
 
   // The arguments with another tensor in each place of an input.
   pybind11::tuple replaced(const InputBlock& block, pybind11::tuple arguments, const pybind11::object& by) const;

@@ -260,6 +260,24 @@ std::tuple<std::optional<Changed>, at::Tensor, bool> SmallProblem::jvps(
   return {std::move(changed), products, domains_match};
 }
 
+std::variant<std::vector<std::vector<at::Tensor>>, Changed> SmallProblem::tangents(
+    int64_t input, const at::Tensor& tangents_of_input) const {
+  std::vector<std::vector<at::Tensor>> all;
+  for (const at::Tensor& tangent : tangents_of_input.unbind()) {
+    auto found = evaluator_->tangents(input, tangent, specs_);
+    if (auto* const changed = std::get_if<Changed>(&found)) {
+      return *std::move(changed);
+    }
+    all.push_back(std::get<std::vector<at::Tensor>>(std::move(found)));
+  }
+  return all;
+}
+
+std::variant<std::vector<at::Tensor>, Changed> SmallProblem::batched_tangents(
+    int64_t input, const at::Tensor& tangents_of_input) const {
+  return evaluator_->batched_tangents(input, tangents_of_input, specs_);
+}
+
 std::optional<std::vector<std::vector<std::pair<double, double>>>> SmallProblem::tangent_errors(
     const at::Tensor& tangents, const at::Tensor& columns, double atol, double rtol) const {
   check_float64("tangent_errors", "tangents", tangents, 2);

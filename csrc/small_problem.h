@@ -87,6 +87,12 @@ class SmallProblem {
   std::tuple<std::optional<Changed>, at::Tensor, bool> jvps(
       const at::Tensor& directions, const std::vector<int64_t>& undefined) const;
 
+  // As of Evaluator: tangents of the outputs for each of several tangents of one input, and for all of them at once.
+  std::variant<std::vector<std::vector<at::Tensor>>, Changed> tangents(
+      int64_t input, const at::Tensor& tangents_of_input) const;
+  std::variant<std::vector<at::Tensor>, Changed> batched_tangents(
+      int64_t input, const at::Tensor& tangents_of_input) const;
+
   // By input and part (imaginary parts of complex inputs and real inputs, then real parts), and by output: the largest
   // absolute and relative error of the Jacobian by forward mode. Nothing where an entry is wrong. tangents, columns:
   // analytical and numerical, float64, shape (n, m).

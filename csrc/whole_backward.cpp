@@ -1,11 +1,11 @@
 // All VJPs of a check of a small problem, in one call.
 #include "loops.h"
 
+#include "batch_level.h"
 #include "ops/compare.h"
 #include "ops/project_rows.h"
 #include "rows.h"
 
-#include <ATen/LegacyVmapMode.h>
 #include <ATen/ops/_add_batch_dim.h>
 #include <ATen/ops/_remove_batch_dim.h>
 #include <ATen/ops/abs.h>
@@ -127,29 +127,10 @@ bool unpacks_by_hooks(const NodePointer& node) {
   return false;
 }
 
-// torch's own level of vectorization, as torch.autograd.grad takes it for is_grads_batched.
-class BatchLevel {
- public:
-  BatchLevel() : level(at::impl::VmapMode::increment_nesting()) {}
-  BatchLevel(const BatchLevel&) = delete;
-  BatchLevel& operator=(const BatchLevel&) = delete;
-  ~BatchLevel() { at::impl::VmapMode::decrement_nesting(); }
-
-  const int64_t level;
-};
-
-// Drops warnings: that an operator has no batching rule, and takes one row at a time, does not concern the user.
-class Silence : public c10::WarningHandler {
- public:
-  void process(const c10::Warning&) override {}
-};
-
 // The VJPs of the grad_outputs that `cotangents` has in its first dimension, in one vectorized run; gradients have it,
 // too.
 std::vector<at::Tensor> batched_vjp(
     const at::Tensor& output, const std::vector<at::Tensor>& inputs, const at::Tensor& cotangents) {
-  Silence silence;
-  const c10::WarningUtils::WarningHandlerGuard guard(&silence);
   const BatchLevel batch;
   std::vector<at::Tensor> gradients =
       vjp({output}, inputs, {at::_add_batch_dim(cotangents, 0, batch.level)}, /*create_graph=*/false);

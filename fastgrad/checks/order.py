@@ -161,7 +161,6 @@ def _go_on_from(small: SmallCheck, problem: Problem, settings: Settings) -> Find
         early=small.raised,
         columns=columns,
         batched=small.batched,
-        batched_tangents=small.batched_tangents,
         moved=small.moved,
         products=small.products,
         tangents=small.tangents,
@@ -328,7 +327,7 @@ def _attribute_failure(problem: Problem, settings: Settings, findings: Findings)
     if settings.check_forward_ad and settings.check_undefined_grad:
         failure = check_undefined_tangents(problem, settings)
     if failure is None and settings.check_batched_forward_grad:
-        failure = check_batched_tangents(problem, settings, findings.batched_tangents)
+        failure = check_batched_tangents(problem, settings)
     if failure is not None or not settings.check_backward_ad:
         return failure
     if settings.check_batched_grad:

@@ -61,7 +61,7 @@ def small_check(
     try:
         with Stopwatch(check.seconds) if worth_it else nullcontext():
             if _values_pass(check, settings):
-                check.passes = _attributes_pass(check, arguments, settings, is_backward)
+                check.passes = _attributes_pass(check, settings, is_backward)
     except OUT_OF_MEMORY:
         return SmallCheck(problem)  # the complete check asks for less
     except BaseException as error:
@@ -91,12 +91,10 @@ def _values_pass(check: SmallCheck, settings: Settings) -> bool:
     return not settings.check_forward_ad or forward_agrees(check, settings)
 
 
-def _attributes_pass(
-    check: SmallCheck, arguments: tuple[Any, ...], settings: Settings, is_backward: bool
-) -> bool:
+def _attributes_pass(check: SmallCheck, settings: Settings, is_backward: bool) -> bool:
     """Whether batched derivatives agree and, if func is a backward, its gradients are the same without a graph."""
     problem = check.problem
-    if settings.check_batched_forward_grad and not batched_tangents_agree(check, arguments, settings):
+    if settings.check_batched_forward_grad and not batched_tangents_agree(check, settings):
         return False
     if settings.check_backward_ad and settings.check_batched_grad:
         check.batched = batched_difference(problem.graph, problem.graph.outputs, settings)

@@ -30,8 +30,8 @@ class SmallCheck:
     moved
         Whether a VJP was seen that does not fit the others, or has another size or dtype, or func returned outputs of
         another kind: the complete check names the fault, or it was one of some calls only.
-    batched, batched_tangents
-        Where batched gradients, and batched tangents, differ from single ones.
+    batched
+        Where batched gradients differ from single ones.
     errors
         By output and part, and by input, the largest absolute and relative error; None if something remains to be
         judged.
@@ -62,7 +62,6 @@ class SmallCheck:
     columns: Tensor | tuple[int, int, Any] | None = None
     moved: bool = False
     batched: BatchedDifference | None = None
-    batched_tangents: BatchedDifference | None = None
     errors: list[list[tuple[float, float]]] | None = None
     tangent_errors: list[list[tuple[float, float]]] | None = None
     products: tuple[Tensor, Tensor] | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,22 +13,6 @@ from fastgrad.core.memory import raises_memory_error
 from fastgrad.core.phases import phase
 from fastgrad.problem.evaluation import Evaluation
 from fastgrad.problem.validation import changed_message
-
-
-def jvp(
-    evaluator: native.Evaluator,
-    arguments: tuple[Any, ...],
-    inputs: Sequence[Tensor],
-    tangents: Sequence[Tensor | None],
-    selected: Callable[[Any], Sequence[Tensor]],
-) -> list[Tensor | None]:
-    """Tangents of the outputs, selected from func's result, for tangents of inputs, None being undefined."""
-
-    def evaluate() -> list[Tensor | None]:
-        duals, _ = dual_arguments(arguments, inputs, tangents)
-        return [torch_private.tangent_of(output) for output in selected(evaluator.evaluate_at(duals))]
-
-    return native.at_dual_level(evaluate)
 
 
 def dual_arguments(
@@ -84,7 +68,12 @@ class ForwardMode(Evaluation):
         self._require_forward_ad()
         self.jvps += 1
         inputs = [block.tensor for block in self.inputs]
-        return jvp(self._evaluator, self._arguments, inputs, tangents, self._selected)
+
+        def evaluate() -> list[Tensor | None]:
+            duals, _ = dual_arguments(self._arguments, inputs, tangents)
+            return [torch_private.tangent_of(output) for output in self._selected(self._evaluator.evaluate_at(duals))]
+
+        return native.at_dual_level(evaluate)
 
     @raises_memory_error
     def jvps_of(self, directions: Tensor, undefined: Sequence[int] = ()) -> Tensor:

@@ -60,8 +60,8 @@ class Findings:
         The exception that was raised instead: it is raised later, in the order of the checks.
     columns
         The numerical Jacobian, if it is known: float64, shape (n, m).
-    batched, batched_tangents
-        Where batched gradients, and batched tangents, are known to differ.
+    batched
+        Where batched gradients are known to differ.
     moved
         Whether a VJP is known to have given two gradients.
     products
@@ -82,7 +82,6 @@ class Findings:
     early: Exception | None = None
     columns: Tensor | None = None
     batched: BatchedDifference | None = None
-    batched_tangents: BatchedDifference | None = None
     moved: bool = False
     products: tuple[Tensor, Tensor] | None = None
     tangents: tuple[Tensor, list[int], Tensor] | None = None

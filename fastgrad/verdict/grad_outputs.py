@@ -160,7 +160,7 @@ class BatchedDifference:
 def batched_difference(graph: native.Graph, outputs: Sequence[Tensor], settings: Settings) -> BatchedDifference | None:
     """The first output whose backward under vmap does not give what single runs give; BATCH + 1 VJPs per output."""
     for number, output in enumerate(outputs):
-        vectors = _batch_vectors(output, settings.seed)
+        vectors = batch_vectors(output, settings.seed)
         single = [graph.vjp_of_one(number, vector) for vector in vectors.unbind()]
         try:
             batched = native.vectorized_vjp(graph, number, vectors)
@@ -184,10 +184,10 @@ def _difference(batched: Tensor | None, *single: Tensor | None) -> str | None:
     return None if torch.allclose(batched, expected) else f"Got:\n{batched}\n\nExpected:\n{expected}"
 
 
-def _batch_vectors(output: Tensor, seed: int) -> Tensor:
-    """Random grad_outputs of an output: shape (BATCH, *output.shape)."""
-    make = _known_batch_vectors if output.numel() <= MOST_CACHED else _known_batch_vectors.__wrapped__
-    vectors = make(output.shape, output.dtype, output.device, seed)
+def batch_vectors(like: Tensor, seed: int) -> Tensor:
+    """Random grad_outputs of an output, or tangents of an input: shape (BATCH, *like.shape)."""
+    make = _known_batch_vectors if like.numel() <= MOST_CACHED else _known_batch_vectors.__wrapped__
+    vectors = make(like.shape, like.dtype, like.device, seed)
     return vectors.clone() if make is _known_batch_vectors else vectors  # a backward may write into them
 
 
@@ -212,45 +212,23 @@ def check_batched_gradients(
     return None if found is None else _batched_failure(problem, found, "reverse")
 
 
-def batched_tangent_difference(
-    jvp: Callable[[Sequence[Tensor | None]], list[Tensor | None]],
-    inputs: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    settings: Settings,
-) -> BatchedDifference | None:
-    """The first input whose JVP under vmap does not give what single runs give; BATCH + 1 JVPs per input.
+@phase("batched tangents")
+def check_batched_tangents(problem: Problem, settings: Settings) -> Failure | None:
+    """The JVP of each input under vmap must give what two runs of it give; BATCH + 1 JVPs per input."""
+    for k, block in enumerate(problem.inputs):
 
-    jvp: tangents of outputs for tangents of inputs, None being undefined.
-    """
-    for k, input_ in enumerate(inputs):
-
-        def product(tangent: Tensor, k: int = k) -> tuple[Tensor, ...]:
-            found = jvp([tangent if i == k else None for i in range(len(inputs))])
+        def jvp(tangent: Tensor, k: int = k) -> tuple[Tensor, ...]:
+            found = problem.jvp([tangent if i == k else None for i in range(len(problem.inputs))])
             return tuple(
-                output.new_zeros(()).expand(output.shape) if value is None else value
-                for value, output in zip(found, outputs, strict=True)
+                output.tensor.new_zeros(()).expand(output.tensor.shape) if value is None else value
+                for value, output in zip(found, problem.outputs, strict=True)
             )
 
-        size = input_.numel() * (2 if input_.is_complex() else 1)
-        failure = _batch_failure(product, input_, size, settings)
-        if failure is not None:
-            which, cause, detail = failure
-            return BatchedDifference(which, k, cause, detail)
+        found = _batch_failure(jvp, batch_vectors(block.tensor, settings.seed))
+        if found is not None:
+            which, cause, detail = found
+            return _batched_failure(problem, BatchedDifference(which, k, cause, detail), "forward")
     return None
-
-
-@phase("batched tangents")
-def check_batched_tangents(
-    problem: Problem, settings: Settings, found: BatchedDifference | None = None
-) -> Failure | None:
-    """The JVP of each input under vmap must give what two runs of it give.
-
-    found: where it does not, if that is known.
-    """
-    if found is None:
-        inputs, outputs = ([block.tensor for block in blocks] for blocks in (problem.inputs, problem.outputs))
-        found = batched_tangent_difference(problem.jvp, inputs, outputs, settings)
-    return None if found is None else _batched_failure(problem, found, "forward")
 
 
 def _batched_failure(problem: Problem, found: BatchedDifference, mode: Mode) -> Failure:
@@ -269,16 +247,15 @@ def _batched_failure(problem: Problem, found: BatchedDifference, mode: Mode) -> 
 
 
 def _batch_failure(
-    product: Callable[[Tensor], tuple[Tensor, ...]], like: Tensor, size: int, settings: Settings
+    product: Callable[[Tensor], tuple[Tensor, ...]], vectors: Tensor
 ) -> tuple[int | None, Exception | None, str] | None:
     """Which result of a vectorized product differs from single ones, the exception of vmap, and the message."""
-    vectors = [uniform_like(like, settings.seed, BATCH_STREAM, k * size) for k in range(BATCH)]
-    expected = [torch.stack(results) for results in zip(*(product(vector) for vector in vectors), strict=True)]
+    expected = [torch.stack(results) for results in zip(*map(product, vectors.unbind()), strict=True)]
     with warnings.catch_warnings():
         # Of vmap, about operators that it runs in a loop: slow is not wrong.
         warnings.filterwarnings("ignore", message="There is a performance drop")
         try:
-            found = torch_private.batched(product)(torch.stack(vectors))
+            found = torch_private.batched(product)(vectors)
         except RuntimeError as error:
             return None, error, str(error)
     for k, (batched, single) in enumerate(zip(found, expected, strict=True)):
