@@ -50,13 +50,22 @@ bool is_free_of_overlap(const at::Tensor& tensor) {
   return true;
 }
 
+// Whether an argument holds no tensor: a number, a string or None, or a list or tuple of such.
+bool is_constant(PyObject* object) {
+  if (PyList_CheckExact(object) || PyTuple_CheckExact(object)) {
+    PyObject** const items = PySequence_Fast_ITEMS(object);
+    return std::all_of(items, items + PySequence_Fast_GET_SIZE(object), [](PyObject* item) { return is_constant(item); });
+  }
+  return object == Py_None || PyLong_Check(object) || PyFloat_CheckExact(object) || PyUnicode_CheckExact(object);
+}
+
 // The positions of the differentiable arguments, each in memory of its own; none where one of all arguments needs care.
 std::vector<int64_t> checked_positions(const py::tuple& arguments) {
   std::vector<int64_t> positions;
   std::vector<at::Tensor> checked;
   for (size_t position = 0; position < arguments.size(); ++position) {
     PyObject* const object = PyTuple_GET_ITEM(arguments.ptr(), position);
-    if (PyList_Check(object) || PyTuple_Check(object) || PyDict_Check(object)) {
+    if ((PyList_Check(object) || PyTuple_Check(object) || PyDict_Check(object)) && !is_constant(object)) {
       return {};
     }
     if (!THPVariable_Check(object)) {

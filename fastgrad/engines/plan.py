@@ -103,15 +103,13 @@ def sketches(problem: Problem | SmallProblem, settings: Settings) -> bool:
     """Whether fast mode is worth it: exact checks of tiny problems cost less."""
     if not settings.fast_mode or settings.engine != "auto":
         return settings.engine == "sketch"
-    is_small_custom = isinstance(problem, SmallProblem) and problem.is_custom
-    if 2 * problem.n + problem.m <= (TINY_OF_CUSTOM if is_small_custom else TINY):
-        return False
+    calls = 2 * problem.n + problem.m
+    if isinstance(problem, SmallProblem) and problem.is_custom:
+        return calls > TINY_OF_CUSTOM
     seconds, costs = usual_seconds(problem, problem.seconds), cost_model.COSTS
-    if is_small_custom:
-        return True
     if isinstance(problem, SmallProblem):
         return _dense_seconds(problem, seconds) > costs.small_sketch_seconds + costs.small_sketch_calls * seconds
-    return _dense_seconds(problem, seconds) > costs.sketch_seconds + costs.sketch_calls * seconds
+    return calls > TINY and _dense_seconds(problem, seconds) > costs.sketch_seconds + costs.sketch_calls * seconds
 
 
 def is_affordable(problem: Problem) -> bool:

@@ -332,7 +332,7 @@ def test_the_profiler_shows_the_phases() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         assert fastgrad.gradcheck(
             lambda x, _: square(x),
-            (x, []),  # a list is left to the complete check
+            (x, [torch.ones(1)]),  # a list of tensors is left to the complete check
             check_forward_ad=True,
             check_batched_grad=True,
             check_batched_forward_grad=True,

@@ -237,7 +237,8 @@ def test_what_needs_care_is_not_called() -> None:
     assert refused(never, x, x.view(2, 2))
     assert refused(never, leaf(0))
     assert refused(never, x.detach())
-    assert refused(never, x, [1])
+    assert refused(never, x, [x.detach()])
+    assert refused(never, x, ({},))
     assert refused(never, leaf(4).to_sparse())
     with torch.no_grad():
         assert refused(never, x)
@@ -246,3 +247,4 @@ def test_what_needs_care_is_not_called() -> None:
     with torch.autograd.set_detect_anomaly(True, check_nan=False):
         assert refused(never, x)
     assert not refused(torch.sin, x)
+    assert not refused(lambda x, *_: x.sin(), x, (1, [2.0, None]), "a")
