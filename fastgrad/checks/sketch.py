@@ -108,6 +108,7 @@ class _Screen:
         self._fixed = None if columns is None else ~columns
         self._eps = settings.eps
         self._attempt = 0
+        self._compared = 0  # steps at which sums were compared and which left outputs pending
         self._extrapolated = 1  # the fewest evaluations: they usually decide if all is well
         self._first: Differences | None = None
         self._earlier: tuple[Tensor, Mapping[int, Tensor]] | None = None
@@ -118,7 +119,25 @@ class _Screen:
         self._raised: Exception | None = None
 
     def run(self) -> Screening:
-        """The verdict, after MOST_STEPS step sizes at most."""
+        """The verdict, after MOST_STEPS step sizes; after as many again if the noise is too large at each of them."""
+        verdict = self._try_steps(skips_noise=not self._selected)
+        if verdict is None and not self._compared:
+            self._eps, self._attempt = self._settings.eps, 0
+            verdict = self._try_steps(skips_noise=False)
+        if verdict is not None:
+            return verdict
+        if math.isfinite(self._smallest_bound):
+            return self._verified(self._smallest_bound)
+        assert self._first is not None
+        hidden = max(self._suspected, self._unresolved)
+        return _one_by_one(self._problem, self._settings, self._first, self._pending, hidden)
+
+    def _try_steps(self, skips_noise: bool) -> Screening | None:
+        """The verdict, if a step size gives one.
+
+        skips_noise: whether to compare nothing at step sizes at which few outputs could be verified: a kink within the
+        step would only be followed up in vain.
+        """
         while self._attempt < MOST_STEPS:
             differences = directional_differences(
                 self._problem,
@@ -131,14 +150,23 @@ class _Screen:
                 fixed=self._fixed,
             )
             self._first = self._first or differences
-            verdict = self._judge(differences)
+            if skips_noise and self._is_too_noisy(differences):
+                verdict = self._at_next_step(differences)
+            else:
+                verdict = self._judge(differences)
             if verdict is not None:
                 return verdict
-        if math.isfinite(self._smallest_bound):
-            return self._verified(self._smallest_bound)
-        assert self._first is not None
-        hidden = max(self._suspected, self._unresolved)
-        return _one_by_one(self._problem, self._settings, self._first, self._pending, hidden)
+        return None
+
+    def _is_too_noisy(self, differences: Differences) -> bool:
+        """Whether less than half of the pending outputs could be verified, whatever the cotangents show."""
+        settings, pending = self._settings, self._pending
+        noise, norm = _noise(self._problem, settings, differences)
+        if norm <= settings.atol / NOISE_SHARE:
+            return False
+        weight = weights(noise, norm, settings.atol, pending)
+        verifiable = settings.atol <= weight * (settings.atol + settings.rtol * differences.size())
+        return 2 * int((verifiable & pending).sum()) < int(pending.sum())
 
     def _judge(self, differences: Differences) -> Screening | None:
         """The verdict at this step size; None if it takes more differences, or another step size."""
@@ -148,12 +176,12 @@ class _Screen:
         weight = weights(noise, norm, settings.atol, self._pending)
         all_count = all_count_fully(weight)
         tentative = self._extrapolated < self._count
-        small = self._small(differences, weight, all_count) if self._attempt == 0 else None
+        small = self._small(differences, weight, all_count) if self._compared == 0 else None
         if small is not None and small.one_hot_agree:
             sketch, failure = self._of_small(small, differences, weight, tentative)
         else:
             try:
-                failure = _one_hot(problem, settings, search, differences, small) if self._attempt == 0 else None
+                failure = _one_hot(problem, settings, search, differences, small) if self._compared == 0 else None
             except Exception as error:
                 raise_unless_of_func(error)
                 return Screening(raised=error)
@@ -213,16 +241,16 @@ class _Screen:
 
     def _known(self, weight: Tensor) -> Mapping[int, Tensor]:
         """VJPs of the same cotangents in an earlier sketch, by their numbers."""
-        if self._earlier is None or self._attempt or not torch.equal(self._earlier[0], weight):
+        if self._earlier is None or self._compared or not torch.equal(self._earlier[0], weight):
             return {}
         return self._earlier[1]
 
     def _one_after_another(
         self, differences: Differences, weight: Tensor, tentative: bool, earlier: Mapping[int, Tensor]
     ) -> tuple[Sketch, Failure | None]:
-        rows = list(cotangents(self._settings.seed, weight, self._count, self._attempt))
+        rows = list(cotangents(self._settings.seed, weight, self._count, self._compared))
         earlier = {**self._known(weight), **earlier}
-        return _row_by_row(self._problem, self._settings, differences, rows, self._attempt == 0, tentative, earlier)
+        return _row_by_row(self._problem, self._settings, differences, rows, self._compared == 0, tentative, earlier)
 
     def _unconfirmed(self, differences: Differences, search: _Search, value: float) -> Screening | None:
         """If a sum looks wrong, but no wrong entry was found: neither a failure nor a pass at this step size."""
@@ -231,6 +259,7 @@ class _Screen:
         self._suspected = max(self._suspected, 4 * abs(value))
         if not search.doubtful:
             return Screening(undecided=self._suspected)  # small errors in many entries: another step does not help
+        self._compared += 1
         return self._at_next_step(differences)
 
     def _verify(
@@ -247,13 +276,14 @@ class _Screen:
         self._bound = max(self._bound, float(hidden.masked_fill_(~verified, 0.0).amax()))
         if bool((self._pending & ~verified).any()):
             self._pending &= ~verified
+            self._compared += 1
             return self._at_next_step(differences)
         self._smallest_bound = min(self._smallest_bound, self._bound)
         if not self._selected or self._bound <= SMALL_BOUND * settings.atol or self._attempt + 1 >= SMALL_BOUND_STEPS:
             return self._verified(self._smallest_bound)
         # Check all rows again at a larger step, where rounding matters less (and curvature possibly more).
         self._bound, self._extrapolated = settings.atol, self._count
-        self._eps, self._attempt = self._eps * LARGER, self._attempt + 1
+        self._eps, self._attempt, self._compared = self._eps * LARGER, self._attempt + 1, self._compared + 1
         return None
 
     def _at_next_step(self, differences: Differences) -> Screening | None:

@@ -82,9 +82,11 @@ def differences_by_step(check: SmallCheck, settings: Settings) -> Iterator[tuple
         differences = _differences(check, settings, step, budget)
         if differences is None:
             return
-        weight = _weight(check, settings, differences)
+        weight = _weight(check, settings, differences, 1.0)
         if weight is not None:
             yield differences, weight
+        elif _weight(check, settings, differences, SMALLER_STEP**2) is None:
+            return  # curvature alone would be that much less at the smaller step: this is a kink, or rounding
 
 
 def _raised_noted(check: SmallCheck, run: Callable[[], Tensor | None]) -> Tensor | None:
@@ -120,17 +122,20 @@ def _differences(check: SmallCheck, settings: Settings, step: float, budget: flo
     return found
 
 
-def _weight(check: SmallCheck, settings: Settings, differences: Derivatives) -> Tensor | None:
-    """The weight of each output, shape (m,); empty if all are 1; None if noise may hide errors beyond the tolerance."""
+def _weight(check: SmallCheck, settings: Settings, differences: Derivatives, share: float) -> Tensor | None:
+    """The weight of each output, shape (m,); empty if all are 1; None if noise may hide errors beyond the tolerance.
+
+    share: of the noise, which counts.
+    """
     norm, size = differences.sizes or (math.inf, math.inf)
     rounding = ROUNDING * check.problem.unit_roundoff * size * check.problem.m**0.5
     if not rounding <= settings.atol / (4 * NOISE_SHARE):
         return None
     check.bound = settings.atol
-    if norm <= settings.atol / NOISE_SHARE:
+    if norm * share <= settings.atol / NOISE_SHARE:
         return torch.empty(0)
-    noise = differences.noise * NOISE_MARGIN
-    weight = weights(noise, norm * NOISE_MARGIN, settings.atol, torch.ones_like(noise, dtype=torch.bool))
+    noise = differences.noise * (share * NOISE_MARGIN)
+    weight = weights(noise, norm * share * NOISE_MARGIN, settings.atol, torch.ones_like(noise, dtype=torch.bool))
     hidden = settings.atol / weight
     if not bool((hidden <= settings.atol + settings.rtol * differences.derivatives.abs().amax(0)).all()):
         return None
