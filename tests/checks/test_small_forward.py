@@ -1,0 +1,167 @@
+"""Forward mode of small checks: what it costs, that it reports as the complete check does, and what it finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastgrad
+from fastgrad.core import native
+from fastgrad.core.native import SmallProblem
+from fastgrad.core.precision import relative_step
+from fastgrad.report.report import Report
+from tests.checks.test_small import leaf
+
+Func = Callable[..., Any]
+Jvp = Callable[[Tensor, int], Any]
+
+pytestmark = pytest.mark.skipif(not native.IS_NATIVE, reason="plain Python has no small checks")
+
+FORWARD: dict[str, Any] = {"check_forward_ad": True, "check_backward_ad": False}
+COMPLEX = leaf(3, dtype=torch.complex128)
+RIGHT: list[tuple[Func, tuple[Any, ...]]] = [
+    (torch.sin, (leaf(1),)),
+    (torch.mm, (leaf(2, 3), leaf(3, 2, seed=1))),
+    (lambda x: (x.exp(), None, x.sum(), torch.arange(3)), (leaf(4),)),
+    (lambda z: z * 1j + z**3, (COMPLEX,)),
+    (lambda z, x: (z * x, x.sum(), z.abs()), (COMPLEX, leaf(3))),
+    (lambda z: torch.view_as_real(z), (COMPLEX,)),
+    (torch.exp, (leaf(3, 2).detach().t().requires_grad_(),)),
+    (lambda x, scale: x * scale[0], (leaf(5), (3.0, 1))),
+]
+
+
+def with_jvp(jvp: Jvp) -> Func:
+    """x**2 with a jvp that is given the right tangent and the number of the call."""
+    calls = 0
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x * x
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+            ctx.save_for_backward(*inputs)
+            ctx.save_for_forward(*inputs)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return 2 * grad * ctx.saved_tensors[0]
+
+        @staticmethod
+        def jvp(ctx: Any, tangent: Tensor) -> Any:
+            nonlocal calls
+            calls += 1
+            return jvp(2 * tangent * ctx.saved_tensors[0], calls)
+
+    return lambda x: Square.apply(x)
+
+
+@pytest.mark.parametrize("fast_mode", [False, True])
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(("func", "inputs"), RIGHT)
+def test_right_derivatives_pass_at_once(
+    func: Func, inputs: tuple[Any, ...], backward: bool, fast_mode: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keywords = FORWARD | {"check_backward_ad": backward, "check_batched_forward_grad": True, "fast_mode": fast_mode}
+    complete = _complete(func, inputs, **keywords)
+    monkeypatch.setattr("fastgrad.checks.order.Problem", None)
+    monkeypatch.setattr("fastgrad.engines.plan.usual_seconds", lambda *_: 1e-6)  # however slow the machine is
+    small = fastgrad.check(func, inputs, **keywords)
+    assert small.passed
+    assert small.plan is not None
+    assert complete.plan is not None
+    if small.plan.engine == complete.plan.engine:
+        assert [pair[:8] for pair in small.pairs] == [pair[:8] for pair in complete.pairs]
+        assert {one.claim for one in small.certificates} <= {one.claim for one in complete.certificates}
+
+
+def _complete(func: Func, inputs: tuple[Any, ...], **keywords: Any) -> Report:
+    """The report of the complete check, to which an argument with tensors is left."""
+    return fastgrad.check(lambda *arguments: func(*arguments[:-1]), (*inputs, [torch.ones(1)]), **keywords)
+
+
+def test_costs() -> None:
+    # The first evaluation; two per column; the columns, two that prove linearity, and zero and undefined tangents.
+    report = fastgrad.check(torch.sin, leaf(3), **FORWARD)
+    assert (report.evaluations, report.vjps, report.jvps) == (1 + 6 + 7, 0, 3 + 2 + 2)
+    # Three along the first direction and one along the others; the three directions, and two that add up to the first.
+    report = fastgrad.check(torch.sin, leaf(30), **FORWARD, fast_mode=True)
+    assert (report.evaluations, report.vjps, report.jvps) == (1 + 5 + 7, 0, 3 + 2 + 2)
+
+
+@pytest.mark.parametrize("fast_mode", [False, True])
+@pytest.mark.parametrize("n", [1, 4, 30])
+@pytest.mark.parametrize(
+    "jvp",
+    [
+        lambda tangent, _: tangent * 1.01,
+        lambda tangent, _: tangent.abs(),
+        lambda tangent, _: torch.where(tangent == 0, 0.1, tangent),
+        lambda tangent, _: torch.cat([tangent[:-1], tangent[-1:] * 0]),
+        lambda tangent, _: tangent + 0.1,
+        lambda tangent, _: torch.complex(tangent, tangent),
+    ],
+    ids=["factor", "absolute", "zeros", "last", "constant", "complex"],
+)
+def test_wrong_jvps_fail(jvp: Jvp, n: int, fast_mode: bool) -> None:
+    keywords = FORWARD | {"check_grad_dtypes": True, "fast_mode": fast_mode}
+    assert not fastgrad.check(with_jvp(jvp), leaf(n), **keywords).passed
+
+
+@pytest.mark.parametrize("fast_mode", [False, True])
+@pytest.mark.parametrize("wrong", range(1, 6))
+@pytest.mark.parametrize("n", [3, 30])
+def test_a_jvp_that_is_wrong_once_fails(n: int, wrong: int, fast_mode: bool) -> None:
+    func = with_jvp(lambda tangent, call: tangent + 0.5 if call == wrong else tangent)
+    report = fastgrad.check(func, leaf(n), **FORWARD, fast_mode=fast_mode)
+    assert not report.passed
+    assert report.failure is not None
+    if report.failure.kind == "nonlinear":
+        assert "was first" in str(report), str(report)
+
+
+@pytest.mark.parametrize("fast_mode", [False, True])
+@pytest.mark.parametrize("call", range(1, 6))
+def test_what_a_jvp_raises_once_is_raised(call: int, fast_mode: bool) -> None:
+    def jvp(tangent: Tensor, number: int) -> Tensor:
+        if number == call:
+            raise ValueError("once")
+        return tangent
+
+    with pytest.raises(ValueError, match="once"):
+        fastgrad.check(with_jvp(jvp), leaf(3), **FORWARD, fast_mode=fast_mode)
+
+
+def test_other_results_under_forward_mode() -> None:
+    def shorter(x: Tensor) -> Tensor:
+        is_dual = torch.autograd.forward_ad.unpack_dual(x).tangent is not None
+        return x[:-1].exp() if is_dual else x.exp()
+
+    with pytest.raises(AssertionError, match="to return outputs with the same shape"):
+        fastgrad.check(shorter, leaf(3), **FORWARD)
+
+
+def test_native_calls_refuse_what_does_not_fit() -> None:
+    problem = SmallProblem.trace(torch.sin, (leaf(3),), relative_step(torch.float64), True)
+    assert problem is not None
+    rows, columns = torch.zeros(2, 3, dtype=torch.float64), torch.zeros(3, 3, dtype=torch.float64)
+
+    def refused(match: str, name: str, *arguments: Any) -> None:
+        with pytest.raises(RuntimeError, match=match):
+            native.at_dual_level(lambda: getattr(problem, name)(*arguments))
+
+    refused("must have shape", "jvps", rows[:, :2], [])
+    refused("float64", "jvps", rows.float(), [])
+    refused("undefined must be empty, or one of", "jvps", rows, [0])
+    refused("undefined must be empty, or one of", "jvps", rows, [0, 1])
+    refused("input must be in", "tangents", 1, rows)
+    refused("input must be in", "batched_tangents", -1, rows)
+    refused("must have a first dimension", "batched_tangents", 0, torch.ones((), dtype=torch.float64))
+    refused("must have shape", "tangent_errors", rows, columns, 1e-5, 1e-3)
+    refused("must have shape", "tangent_errors", columns, rows, 1e-5, 1e-3)
