@@ -74,11 +74,6 @@ class SmallCheck:
     seconds: dict[str, float] = field(default_factory=dict)
     passes: bool = False
 
-    @property
-    def is_judged(self) -> bool:
-        """Whether something was seen that is an error of func or of its backward, even if everything else agrees."""
-        return self.raised is not None or self.moved or isinstance(self.columns, tuple)
-
     def pairs(self) -> list[Pair]:
         """What was compared, if all entries agree; nothing if sums were compared."""
         inputs, outputs = self.problem.inputs, self.problem.outputs
