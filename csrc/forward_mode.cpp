@@ -131,9 +131,8 @@ std::variant<std::vector<at::Tensor>, Changed> Evaluator::tangents(
   TORCH_CHECK(
       input >= 0 && input < static_cast<int64_t>(blocks_.size()), "tangents: input must be in [0, ", blocks_.size(),
       "), got ", input);
-  const py::object result = evaluate_at(dual_arguments([&](size_t b, const at::Tensor&) {
-    return static_cast<int64_t>(b) == input ? tangent : at::Tensor();
-  }));
+  const py::object result = evaluate_at(dual_arguments(
+      [&](size_t b, const at::Tensor&) { return static_cast<int64_t>(b) == input ? tangent : at::Tensor(); }));
   std::vector<at::Tensor> found;
   const auto changed = visit_outputs(result, outputs, [&](size_t o, const at::Tensor& output, int64_t, int64_t) {
     const at::Tensor& own = output._fw_grad(/*level=*/0);

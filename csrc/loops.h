@@ -183,17 +183,18 @@ class Evaluator {
       int64_t first, const at::Tensor& columns, const std::vector<OutputSpec>& outputs, const pybind11::tuple& duals,
       const std::vector<at::Tensor>& tangents);
 
-  // J u for several directions u by forward-mode AD: row k of `products` (float64, shape (count, m)) becomes the tangent
-  // of the outputs where that of the inputs is row k of directions (float64, shape (count, coordinates of all inputs)).
-  // undefined: for each row the input that gets no tangent, or -1; empty: all get one. Called at a level of
+  // J u for several directions u by forward-mode AD: row k of `products` (float64, shape (count, m)) becomes the
+  // tangent of the outputs where that of the inputs is row k of directions (float64, shape (count, coordinates of all
+  // inputs)). undefined: for each row the input that gets no tangent, or -1; empty: all get one. Called at a level of
   // forward-mode AD; the inputs are strided. Returns as tangent_columns does, the row for the coordinate.
   std::tuple<std::optional<Changed>, bool> jvps(
       const at::Tensor& directions, const std::vector<int64_t>& undefined, const at::Tensor& products,
       const std::vector<OutputSpec>& outputs);
 
   // Tangents of the outputs where one input has this tangent and the others have none: zeros where there is none. And
-  // those for several tangents of it, in the first dimension of `tangents_of_input`, as one vectorized run; outputs have it, too.
-  // At a level of forward-mode AD. A result that does not look as expected is returned as by difference_columns.
+  // those for several tangents of it, in the first dimension of `tangents_of_input`, as one vectorized run; outputs
+  // have it, too. At a level of forward-mode AD. A result that does not look as expected is returned as by
+  // difference_columns.
   std::variant<std::vector<at::Tensor>, Changed> tangents(
       int64_t input, const at::Tensor& tangent, const std::vector<OutputSpec>& outputs);
   std::variant<std::vector<at::Tensor>, Changed> batched_tangents(

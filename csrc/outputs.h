@@ -52,7 +52,8 @@ std::optional<std::pair<int64_t, pybind11::object>> visit_outputs(
   for (size_t o = 0; o < outputs.size(); ++o) {
     PyObject* const object = output_at(result.ptr(), outputs[o].position);
     if (!looks_like(object, outputs[o].like)) {
-      return std::pair(static_cast<int64_t>(o), object ? pybind11::reinterpret_borrow<pybind11::object>(object) : pybind11::none());
+      return std::pair(
+          static_cast<int64_t>(o), object ? pybind11::reinterpret_borrow<pybind11::object>(object) : pybind11::none());
     }
     const int64_t size = coordinate_count(outputs[o].like);
     visit(o, THPVariable_Unpack(object), offset, size);

@@ -50,11 +50,16 @@ bool is_free_of_overlap(const at::Tensor& tensor) {
   return true;
 }
 
+// Lists and tuples inside of each other that are looked into; one may contain itself.
+constexpr int deepest_constant = 8;
+
 // Whether an argument holds no tensor: a number, a string or None, or a list or tuple of such.
-bool is_constant(PyObject* object) {
+bool is_constant(PyObject* object, int depth = 0) {
   if (PyList_CheckExact(object) || PyTuple_CheckExact(object)) {
     PyObject** const items = PySequence_Fast_ITEMS(object);
-    return std::all_of(items, items + PySequence_Fast_GET_SIZE(object), [](PyObject* item) { return is_constant(item); });
+    return depth < deepest_constant && std::all_of(
+                                           items, items + PySequence_Fast_GET_SIZE(object),
+                                           [=](PyObject* item) { return is_constant(item, depth + 1); });
   }
   return object == Py_None || PyLong_Check(object) || PyFloat_CheckExact(object) || PyUnicode_CheckExact(object);
 }

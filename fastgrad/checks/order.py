@@ -74,6 +74,7 @@ from fastgrad.verdict.linearity import (
     moving_repeat,
     moving_row,
     nondeterministic,
+    nondeterministic_jvp,
     nonlinear_repeat,
     repeated_tangents_failure,
     rerun,
@@ -162,6 +163,8 @@ def _go_on_from(small: SmallCheck, problem: Problem, settings: Settings) -> Find
         columns=columns,
         batched=small.batched,
         moved=small.moved,
+        jvp_moved=small.jvp_moved,
+        domains_match=small.domains_match,
         products=small.products,
         tangents=small.tangents,
     )
@@ -312,13 +315,25 @@ def _first_failure(
         and torch.is_grad_enabled()
     ):
         failure = check_recorded_gradients(problem, settings) or failure
-    if failure is None and findings.tangents is not None:
-        failure = repeated_tangents_failure(problem, settings, *findings.tangents)
+    if failure is None and settings.check_forward_ad:
+        failure = _forward_failure(problem, settings, findings)
     if failure is None and findings.moved:
         failure = nondeterministic(problem.outputs[0])
     if failure is None and findings.early is not None:
         raise findings.early  # backward raised early, and not again in the order of the checks
     return plan, failure
+
+
+def _forward_failure(problem: Problem, settings: Settings, findings: Findings) -> Failure | None:
+    """The failure of JVPs that do not come again, and of tangents whose domain was wrong in some calls."""
+    failure = None
+    if findings.tangents is not None:
+        failure = repeated_tangents_failure(problem, settings, *findings.tangents)
+    if failure is None and findings.jvp_moved:
+        failure = nondeterministic_jvp(problem.outputs[0], "some runs were right and others were not")
+    if failure is None and settings.check_grad_dtypes and not (findings.domains_match and problem.domains_match):
+        failure = Failure("tangent dtype", mode="forward")
+    return failure
 
 
 def _attribute_failure(problem: Problem, settings: Settings, findings: Findings) -> Failure | None:

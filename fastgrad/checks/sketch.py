@@ -10,12 +10,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fastgrad.checks.small_forward import sums_certificate
 from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.native import Layout, ops
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING, excess
-from fastgrad.core.random import SKETCH_DIRECTIONS, TANGENT_STREAM, direction
+from fastgrad.core.random import SKETCH_DIRECTIONS, direction
 from fastgrad.core.tensors import differ, largest
 from fastgrad.engines.blocks import MOST_AT_ONCE, REPEAT_SCALE
 from fastgrad.engines.plan import EXACT_CALLS, detection_limit, sketch_size
@@ -35,7 +34,14 @@ from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Certificate, Failure, FailureKind, Settings
 from fastgrad.verdict.confirm import Found, column_entry, difference_along, entry_in_row, located_failure
-from fastgrad.verdict.linearity import linearity_failure, nondeterministic, one_hot_rows, separate_failure
+from fastgrad.verdict.linearity import (
+    linearity_failure,
+    nondeterministic,
+    one_hot_rows,
+    separate_failure,
+    sums_certificate,
+    tangent_parts,
+)
 from fastgrad.verdict.locate import locate
 
 MOST_STEPS = 5
@@ -108,7 +114,6 @@ class _Screen:
         self._fixed = None if columns is None else ~columns
         self._eps = settings.eps
         self._attempt = 0
-        self._compared = 0  # steps at which sums were compared and which left outputs pending
         self._extrapolated = 1  # the fewest evaluations: they usually decide if all is well
         self._first: Differences | None = None
         self._earlier: tuple[Tensor, Mapping[int, Tensor]] | None = None
@@ -119,25 +124,7 @@ class _Screen:
         self._raised: Exception | None = None
 
     def run(self) -> Screening:
-        """The verdict, after MOST_STEPS step sizes; after as many again if the noise is too large at each of them."""
-        verdict = self._try_steps(skips_noise=not self._selected)
-        if verdict is None and not self._compared:
-            self._eps, self._attempt = self._settings.eps, 0
-            verdict = self._try_steps(skips_noise=False)
-        if verdict is not None:
-            return verdict
-        if math.isfinite(self._smallest_bound):
-            return self._verified(self._smallest_bound)
-        assert self._first is not None
-        hidden = max(self._suspected, self._unresolved)
-        return _one_by_one(self._problem, self._settings, self._first, self._pending, hidden)
-
-    def _try_steps(self, skips_noise: bool) -> Screening | None:
-        """The verdict, if a step size gives one.
-
-        skips_noise: whether to compare nothing at step sizes at which few outputs could be verified: a kink within the
-        step would only be followed up in vain.
-        """
+        """The verdict, after MOST_STEPS step sizes at most."""
         while self._attempt < MOST_STEPS:
             differences = directional_differences(
                 self._problem,
@@ -150,23 +137,14 @@ class _Screen:
                 fixed=self._fixed,
             )
             self._first = self._first or differences
-            if skips_noise and self._is_too_noisy(differences):
-                verdict = self._at_next_step(differences)
-            else:
-                verdict = self._judge(differences)
+            verdict = self._judge(differences)
             if verdict is not None:
                 return verdict
-        return None
-
-    def _is_too_noisy(self, differences: Differences) -> bool:
-        """Whether less than half of the pending outputs could be verified, whatever the cotangents show."""
-        settings, pending = self._settings, self._pending
-        noise, norm = _noise(self._problem, settings, differences)
-        if norm <= settings.atol / NOISE_SHARE:
-            return False
-        weight = weights(noise, norm, settings.atol, pending)
-        verifiable = settings.atol <= weight * (settings.atol + settings.rtol * differences.size())
-        return 2 * int((verifiable & pending).sum()) < int(pending.sum())
+        if math.isfinite(self._smallest_bound):
+            return self._verified(self._smallest_bound)
+        assert self._first is not None
+        hidden = max(self._suspected, self._unresolved)
+        return _one_by_one(self._problem, self._settings, self._first, self._pending, hidden)
 
     def _judge(self, differences: Differences) -> Screening | None:
         """The verdict at this step size; None if it takes more differences, or another step size."""
@@ -176,15 +154,17 @@ class _Screen:
         weight = weights(noise, norm, settings.atol, self._pending)
         all_count = all_count_fully(weight)
         tentative = self._extrapolated < self._count
-        small = self._small(differences, weight, all_count) if self._compared == 0 else None
+        small = self._small(differences, weight, all_count) if self._attempt == 0 else None
         if small is not None and small.one_hot_agree:
             sketch, failure = self._of_small(small, differences, weight, tentative)
         else:
             try:
-                failure = _one_hot(problem, settings, search, differences, small) if self._compared == 0 else None
+                failure = _one_hot(problem, settings, search, differences, small) if self._attempt == 0 else None
             except Exception as error:
                 raise_unless_of_func(error)
                 return Screening(raised=error)
+            if failure is None and small is not None:
+                failure = self._repeats(small)
             if failure is not None:
                 return Screening(failure)
             sketch, failure = self._one_after_another(
@@ -199,7 +179,8 @@ class _Screen:
         if flagged is not None and tentative:
             self._extrapolated = self._count  # differences that can prove that something is wrong
             self._earlier = weight, sketch.gradients
-            return None
+            failure = self._moved({**(small.sketch.gradients if small else {}), **sketch.gradients}, weight)
+            return None if failure is None else Screening(failure)
         if flagged is not None:
             failure = search.run(sketch)
             if failure is not None:
@@ -229,28 +210,41 @@ class _Screen:
         self, small: SmallSketch, differences: Differences, weight: Tensor, tentative: bool
     ) -> tuple[Sketch, Failure | None]:
         """The verdict of a small sketch; if something is wrong and can be located, it is repeated row by row."""
-        problem, settings, sketch = self._problem, self._settings, small.sketch
-        gradient = sketch.gradients[REPEATED]
-        failure = _repeat_failure(problem, settings, small.vector, gradient, small.repeats, small.separate)
+        settings, sketch = self._settings, small.sketch
+        failure = self._repeats(small)
         known = self._known(weight)
         if failure is None and any(_moves(settings, sketch.gradients[k], known[k]) for k in known):
-            failure = nondeterministic(problem.outputs[0])
+            failure = nondeterministic(self._problem.outputs[0])
         if tentative or failure is not None or sketch.worst() is None:
             return sketch, failure
         return self._one_after_another(differences, weight, tentative, sketch.gradients)
 
+    def _repeats(self, small: SmallSketch) -> Failure | None:
+        """Whether the VJP of a small sketch that was run several times moves, or depends on the outputs given."""
+        gradient = small.sketch.gradients[REPEATED]
+        return _repeat_failure(self._problem, self._settings, small.vector, gradient, small.repeats, small.separate)
+
     def _known(self, weight: Tensor) -> Mapping[int, Tensor]:
         """VJPs of the same cotangents in an earlier sketch, by their numbers."""
-        if self._earlier is None or self._compared or not torch.equal(self._earlier[0], weight):
+        if self._earlier is None or self._attempt or not torch.equal(self._earlier[0], weight):
             return {}
         return self._earlier[1]
 
     def _one_after_another(
         self, differences: Differences, weight: Tensor, tentative: bool, earlier: Mapping[int, Tensor]
     ) -> tuple[Sketch, Failure | None]:
-        rows = list(cotangents(self._settings.seed, weight, self._count, self._compared))
+        rows = list(cotangents(self._settings.seed, weight, self._count, self._attempt))
         earlier = {**self._known(weight), **earlier}
-        return _row_by_row(self._problem, self._settings, differences, rows, self._compared == 0, tentative, earlier)
+        return _row_by_row(self._problem, self._settings, differences, rows, self._attempt == 0, tentative, earlier)
+
+    def _moved(self, gradients: Mapping[int, Tensor], weight: Tensor) -> Failure | None:
+        """Whether VJPs, by the numbers of their cotangents, differ from the same run at once: weights may change."""
+        rows = list(cotangents(self._settings.seed, weight, self._count, self._attempt))
+        for number, gradient in gradients.items():
+            again = self._problem.vjp(rows[number].vector().unsqueeze(0), [rows[number].layout])[0]
+            if _moves(self._settings, again, gradient):
+                return nondeterministic(self._problem.outputs[0])
+        return None
 
     def _unconfirmed(self, differences: Differences, search: _Search, value: float) -> Screening | None:
         """If a sum looks wrong, but no wrong entry was found: neither a failure nor a pass at this step size."""
@@ -259,7 +253,6 @@ class _Screen:
         self._suspected = max(self._suspected, 4 * abs(value))
         if not search.doubtful:
             return Screening(undecided=self._suspected)  # small errors in many entries: another step does not help
-        self._compared += 1
         return self._at_next_step(differences)
 
     def _verify(
@@ -276,14 +269,13 @@ class _Screen:
         self._bound = max(self._bound, float(hidden.masked_fill_(~verified, 0.0).amax()))
         if bool((self._pending & ~verified).any()):
             self._pending &= ~verified
-            self._compared += 1
             return self._at_next_step(differences)
         self._smallest_bound = min(self._smallest_bound, self._bound)
         if not self._selected or self._bound <= SMALL_BOUND * settings.atol or self._attempt + 1 >= SMALL_BOUND_STEPS:
             return self._verified(self._smallest_bound)
         # Check all rows again at a larger step, where rounding matters less (and curvature possibly more).
         self._bound, self._extrapolated = settings.atol, self._count
-        self._eps, self._attempt, self._compared = self._eps * LARGER, self._attempt + 1, self._compared + 1
+        self._eps, self._attempt = self._eps * LARGER, self._attempt + 1
         return None
 
     def _at_next_step(self, differences: Differences) -> Screening | None:
@@ -630,15 +622,14 @@ def _forward_entry(
 
 
 def _jvp_not_linear(problem: Problem, settings: Settings, u: Tensor, tangent: Tensor) -> Failure | None:
-    """Whether a JVP is not what those of two parts of its tangent, one of them scaled, add up to."""
-    half = direction(problem.n, settings.seed, TANGENT_STREAM, halved=True).to(u.device)
-    some = torch.where(half == 0, 0.0, u)
-    scaled, rest = problem.jvps_of(torch.stack([some * REPEAT_SCALE, u - some])).unbind()
-    parts = scaled / REPEAT_SCALE, rest
-    total = parts[0] + parts[1]
+    """Whether a JVP is not what those of the parts of its tangent add up to."""
+    tangents, shares = tangent_parts(u, settings.seed)
+    parts = problem.jvps_of(tangents) * shares[:, None]
+    total = parts.sum(0)
     # Directions are in the unit of each input's own atol.
-    allowed = settings.atol + settings.loosest().rtol * (parts[0].abs() + parts[1].abs())
-    wrong = ~((tangent - total).abs() <= allowed) & total.isfinite()
+    allowed = settings.atol + settings.loosest().rtol * parts.abs().sum(0)
+    # One that is not finite was compared with differences; for a share of it, that does not count as an overflow.
+    wrong = ~((tangent - total).abs() <= allowed) & (tangent * REPEAT_SCALE).isfinite()
     if not bool(wrong.any()):
         return None
     coordinate = int(wrong.nonzero()[0])
@@ -646,7 +637,7 @@ def _jvp_not_linear(problem: Problem, settings: Settings, u: Tensor, tangent: Te
     index = output.index_at(coordinate)
     detail = (
         f"for a random tangent, the tangent of output {output.index} at {list(index)} is "
-        f"{tangent[coordinate].item():.6g}, but those of its two halves add up to {total[coordinate].item():.6g}"
+        f"{tangent[coordinate].item():.6g}, but those of its parts add up to {total[coordinate].item():.6g}"
     )
     return Failure("nonlinear", output.index, None, output.position, None, mode="forward", detail=detail)
 

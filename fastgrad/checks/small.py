@@ -44,10 +44,7 @@ def small_check(
     is_backward: whether func is the backward of a function; if so, its gradients with and without a graph are compared.
     """
     if (
-        settings.inputs
-        or settings.progress
-        or settings.engine == "compressed"
-        or torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        settings.inputs or settings.progress or settings.engine == "compressed" or torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     ):
         return None
     refuse_function_class(func)

@@ -15,15 +15,13 @@ from fastgrad.core import native, torch_private
 from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.native import Derivatives
 from fastgrad.core.phases import phase
-from fastgrad.core.random import TANGENT_STREAM, direction
 from fastgrad.core.tensors import differ
-from fastgrad.engines.blocks import REPEAT_SCALE
 from fastgrad.report.data import Certificate, Settings
 from fastgrad.verdict.grad_outputs import BATCH, batch_vectors
-from fastgrad.verdict.linearity import LINEAR_JVP, tangent_directions
+from fastgrad.verdict.linearity import LINEAR_JVP, PARTS, sums_certificate, tangent_directions, tangent_parts
 
 MOST_COLUMNS = 256
-"""Columns of which all tangents may be held at once: one megabyte of directions at most."""
+"""Columns of which all one-hot tangents may be held at once: half a megabyte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +33,14 @@ class _Directions:
     rows
         Float64, shape (count, n).
     undefined
-        By row, the input that gets no tangent; -1: none. The row before has zeros there.
+        By row, the input that gets no tangent, and has zeros in the row before; -1: all get one.
+    shares
+        Of the parts of the first row, as of `tangent_parts`; empty if there are none.
     """
 
     rows: Tensor
     undefined: list[int]
+    shares: Tensor
 
 
 def columns_agree(check: SmallCheck, settings: Settings) -> bool:
@@ -69,12 +70,12 @@ def products_agree(check: SmallCheck, settings: Settings) -> bool:
     """Compares JVPs with differences along random directions, output by output; returns as `columns_agree` does."""
     if check.differences is not None:
         return _products_agree(check, settings, check.differences)
-    for differences, weight in differences_by_step(check, settings):
+    for differences, weight, _ in differences_by_step(check, settings):
         if weight.numel():
             return False  # noise matters: the complete check weighs it output by output
         if _products_agree(check, settings, differences):
             return True
-        if check.raised is not None or check.moved:
+        if check.raised is not None or check.jvp_moved or not check.domains_match:
             return False
     return False
 
@@ -86,23 +87,18 @@ def _products_agree(check: SmallCheck, settings: Settings, differences: Derivati
     products = _jvps(check, settings, made)
     if products is None:
         return False
-    if earlier is not None and differ(earlier[-1], products, settings.atol, False):
-        check.tangents = earlier  # of nearly the same tangents: the complete check repeats them
-        return False
-    tangents, scaled, rest, undefined = products.tensor_split([count, count + 1, count + 2])
+    if earlier is not None:  # of nearly the same tangents, at another step
+        rows, which, known = earlier
+        check.tangents = torch.cat([rows, made.rows]), which + made.undefined, torch.cat([known, products])
+        if differ(known, products, settings.atol, False):
+            return False
+    tangents, parts, undefined = products.tensor_split([count, count + PARTS])
     if differ(tangents, differences.derivatives, settings.atol / 2, False) or not _as_zero(undefined):
         return False
-    if differ(scaled / REPEAT_SCALE + rest, tangents[:1], settings.atol, False):
+    if differ(made.shares[None] @ parts, tangents[:1], settings.atol, False):
         return False
     check.certificates.append(sums_certificate(count, settings.atol))
     return True
-
-
-def sums_certificate(count: int, atol: float) -> Certificate:
-    """What products with `count` random tangents certify."""
-    claim = "no single entry of forward mode is wrong by more than its tolerance"
-    method = f"{count} random directions: J u by forward mode against differences, output by output"
-    return Certificate(claim, method, atol)
 
 
 @phase("batched tangents")
@@ -114,13 +110,14 @@ def batched_tangents_agree(check: SmallCheck, settings: Settings) -> bool:
         check.jvps += BATCH + 1
         try:
             single = native.at_dual_level(partial(problem.tangents, k, vectors))
-            batched = native.at_dual_level(partial(problem.batched_tangents, k, vectors))
+            with torch_private.quiet_vmap():
+                batched = native.at_dual_level(partial(problem.batched_tangents, k, vectors))
         except Exception as error:
             raise_unless_of_func(error)
             check.raised = error
             return False
         if isinstance(single, tuple) or isinstance(batched, tuple) or not native.are_close(batched, single):
-            check.moved = True
+            check.jvp_moved = True
             return False
     return True
 
@@ -135,18 +132,17 @@ def _jvps(check: SmallCheck, settings: Settings, made: _Directions) -> Tensor | 
     torch_private.load_decompositions()
     check.jvps += len(made.undefined)
     try:
-        changed, products, domains_match = native.at_dual_level(
-            lambda: check.problem.jvps(made.rows, made.undefined)
-        )
+        changed, products, domains_match = native.at_dual_level(lambda: check.problem.jvps(made.rows, made.undefined))
     except Exception as error:
         raise_unless_of_func(error)
         check.raised = error
         return None
     if changed is not None:
-        check.moved = True
+        check.jvp_moved = True
         return None
     check.tangents = made.rows, made.undefined, products
-    return None if settings.check_grad_dtypes and not domains_match else products
+    check.domains_match = domains_match or not settings.check_grad_dtypes
+    return products if check.domains_match else None
 
 
 def _as_zero(products: Tensor) -> bool:
@@ -159,26 +155,28 @@ def _one_hot_directions(sizes: tuple[int, ...], seed: int, undefined: bool) -> _
     """One-hot ones of all coordinates, the two of `TangentProof`, and those of undefined tangents."""
     n = sum(sizes)
     dense = tangent_directions(n, seed, torch.device("cpu"))
-    return _with_undefined(torch.cat([torch.eye(n, dtype=torch.float64), dense]), dense[0], sizes, undefined)
+    rows = torch.cat([torch.eye(n, dtype=torch.float64), dense])
+    return _with_undefined(rows, dense[0], sizes, undefined, torch.empty(0))
 
 
 def _random_directions(directions: Tensor, sizes: tuple[int, ...], settings: Settings) -> _Directions:
-    """The given ones, two that add up to the first if one of them is scaled, and those of undefined tangents."""
-    n, u = directions.shape[1], directions[0]
-    some = torch.where(direction(n, settings.seed, TANGENT_STREAM, halved=True) == 0, 0.0, u)
-    rows = torch.cat([directions, torch.stack([some * REPEAT_SCALE, u - some])])
-    return _with_undefined(rows, u, sizes, settings.check_undefined_grad)
+    """The given ones, the parts of the first one, and those of undefined tangents."""
+    parts, shares = tangent_parts(directions[0], settings.seed)
+    rows = torch.cat([directions, parts])
+    return _with_undefined(rows, directions[0], sizes, settings.check_undefined_grad, shares)
 
 
-def _with_undefined(rows: Tensor, dense: Tensor, sizes: tuple[int, ...], undefined: bool) -> _Directions:
+def _with_undefined(
+    rows: Tensor, dense: Tensor, sizes: tuple[int, ...], undefined: bool, shares: Tensor
+) -> _Directions:
     """The rows, and for each input the dense one twice without its coordinates: zero, and then undefined."""
     which = [-1] * rows.shape[0]
     if not undefined:
-        return _Directions(rows, which)
+        return _Directions(rows, which, shares)
     others = dense.repeat(2 * len(sizes), 1)
     first = 0
     for k, size in enumerate(sizes):
         others[2 * k : 2 * k + 2, first : first + size] = 0.0
         which += [-1, k]
         first += size
-    return _Directions(torch.cat([rows, others]), which)
+    return _Directions(torch.cat([rows, others]), which, shares)

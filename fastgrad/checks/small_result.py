@@ -30,6 +30,10 @@ class SmallCheck:
     moved
         Whether a VJP was seen that does not fit the others, or has another size or dtype, or func returned outputs of
         another kind: the complete check names the fault, or it was one of some calls only.
+    jvp_moved
+        Whether JVPs were seen that do not fit each other, or func returned outputs of another kind in forward mode.
+    domains_match
+        Whether tangents of the outputs were complex where these are and real where these are real, if that counts.
     batched
         Where batched gradients differ from single ones.
     errors
@@ -61,6 +65,8 @@ class SmallCheck:
     raised: Exception | None = None
     columns: Tensor | tuple[int, int, Any] | None = None
     moved: bool = False
+    jvp_moved: bool = False
+    domains_match: bool = True
     batched: BatchedDifference | None = None
     errors: list[list[tuple[float, float]]] | None = None
     tangent_errors: list[list[tuple[float, float]]] | None = None

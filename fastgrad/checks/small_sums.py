@@ -58,7 +58,7 @@ def sums_agree(check: SmallCheck, settings: Settings) -> bool:
     if early is None:
         return False
     done: tuple[ScreeningGradOutputs, Tensor] | None = None
-    for differences, weight in differences_by_step(check, settings):
+    for differences, weight, bound in differences_by_step(check, settings):
         if done is None or done[0] is not plain or weight.numel():
             made = (
                 weighted_grad_outputs(layout, settings.seed, count, problem.is_custom, weight)
@@ -70,21 +70,21 @@ def sums_agree(check: SmallCheck, settings: Settings) -> bool:
                 return False
             done = made, gradients
         if _agree(settings, differences, *done):
-            check.differences = None if weight.numel() else differences
+            check.bound, check.differences = bound, None if weight.numel() else differences
             third = partial(_same_on_third, check, settings, *done)
             return not problem.is_custom or _raised_noted(check, third) is not None
     return False
 
 
-def differences_by_step(check: SmallCheck, settings: Settings) -> Iterator[tuple[Derivatives, Tensor]]:
-    """Directional derivatives at one step after the other, and the weight of each output, as `_weight` returns it."""
+def differences_by_step(check: SmallCheck, settings: Settings) -> Iterator[tuple[Derivatives, Tensor, float]]:
+    """Directional derivatives at one step after the other, and what `_weight` returns for them."""
     for step, budget in ((1.0, settings.atol / (2 * NOISE_SHARE)), (SMALLER_STEP, 0.0)):
         differences = _differences(check, settings, step, budget)
         if differences is None:
             return
-        weight = _weight(check, settings, differences, 1.0)
-        if weight is not None:
-            yield differences, weight
+        weighed = _weight(check, settings, differences, 1.0)
+        if weighed is not None:
+            yield differences, *weighed
         elif _weight(check, settings, differences, SMALLER_STEP**2) is None:
             return  # curvature alone would be that much less at the smaller step: this is a kink, or rounding
 
@@ -122,8 +122,12 @@ def _differences(check: SmallCheck, settings: Settings, step: float, budget: flo
     return found
 
 
-def _weight(check: SmallCheck, settings: Settings, differences: Derivatives, share: float) -> Tensor | None:
-    """The weight of each output, shape (m,); empty if all are 1; None if noise may hide errors beyond the tolerance.
+def _weight(
+    check: SmallCheck, settings: Settings, differences: Derivatives, share: float
+) -> tuple[Tensor, float] | None:
+    """The weight of each output, shape (m,), empty if all are 1; and the error of an entry that sums show.
+
+    None if noise may hide errors beyond the tolerance.
 
     share: of the noise, which counts.
     """
@@ -131,16 +135,14 @@ def _weight(check: SmallCheck, settings: Settings, differences: Derivatives, sha
     rounding = ROUNDING * check.problem.unit_roundoff * size * check.problem.m**0.5
     if not rounding <= settings.atol / (4 * NOISE_SHARE):
         return None
-    check.bound = settings.atol
     if norm * share <= settings.atol / NOISE_SHARE:
-        return torch.empty(0)
+        return torch.empty(0), settings.atol
     noise = differences.noise * (share * NOISE_MARGIN)
     weight = weights(noise, norm * share * NOISE_MARGIN, settings.atol, torch.ones_like(noise, dtype=torch.bool))
     hidden = settings.atol / weight
     if not bool((hidden <= settings.atol + settings.rtol * differences.derivatives.abs().amax(0)).all()):
         return None
-    check.bound = float(hidden.amax())
-    return weight
+    return weight, float(hidden.amax())
 
 
 @phase("backward")

@@ -19,7 +19,9 @@ _CALLS_FUNC = tuple(
         *(
             "engines/vmapped.py",
             "engines/cuda_graph.py",
+            "checks/one_block.py",
             "checks/small.py",
+            "checks/small_forward.py",
             "checks/small_sums.py",
             "verdict/grad_outputs.py",
             "tools/",

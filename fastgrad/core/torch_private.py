@@ -58,6 +58,14 @@ def unconjugated(tensor: Tensor) -> Tensor:
     return torch._neg_view(tensor) if tensor.is_neg() else tensor
 
 
+@contextlib.contextmanager
+def quiet_vmap() -> Iterator[None]:
+    """A context without vmap's warnings about operators that it runs in a loop: slow is not wrong."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="There is a performance drop")
+        yield
+
+
 def batched(func: Callable[..., Any]) -> Callable[..., Any]:
     """Vectorizes func over a leading dimension, by the vmap that torch uses for batched gradients."""
     return _vmap(func)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,15 @@ def dual_arguments(
 
 
 class ForwardMode(Evaluation):
-    """Jacobian-vector products."""
+    """Jacobian-vector products.
+
+    Attributes
+    ----------
+    domains_match
+        Whether the tangents of `jvps_of` so far were complex where their outputs are and real where they are real.
+    """
+
+    domains_match = True
 
     @phase("analytical columns")
     def tangent_columns(self, first: int, count: int) -> tuple[Tensor, bool]:
@@ -85,8 +94,10 @@ class ForwardMode(Evaluation):
         self._require_forward_ad()
         torch_private.load_decompositions()
         products = torch.empty(directions.shape[0], self.m, dtype=torch.float64, device=self.device)
-        changed, _ = native.at_dual_level(lambda: self._evaluator.jvps(directions, undefined, products, self._specs))
+        run = partial(self._evaluator.jvps, directions, undefined, products, self._specs)
+        changed, match = native.at_dual_level(run)
         self.jvps += directions.shape[0]
+        self.domains_match = self.domains_match and match
         if changed is not None:
             _, output, found = changed
             raise AssertionError(changed_message(self.outputs[output], found, "evaluated again"))

@@ -628,7 +628,8 @@ class Subject:
     parameters
         Names of func's arguments, as far as known.
     inputs
-        Dtype and shape of each of func's arguments, for example ``float64[3, 4]``; empty if it is not checked.
+        Dtype and shape of each of func's arguments up to the last checked one, for example ``float64[3, 4]``; empty if
+        it is not checked.
     outputs
         The same of each differentiable output.
     source

@@ -455,9 +455,7 @@ def _subject_section(report: ReportData) -> str:
         return ""
     rows = [("function", subject.function), ("source", subject.source), ("test", subject.test)]
     names = report.input_names or subject.parameters
-    inputs = [
-        f"{names[i] if i < len(names) else f'input {i}'} {kind}" for i, kind in enumerate(subject.inputs) if kind
-    ]
+    inputs = [f"{names[i] if i < len(names) else f'input {i}'} {kind}" for i, kind in enumerate(subject.inputs) if kind]
     rows += [("input" if len(inputs) == 1 else "inputs", ", ".join(inputs))]
     rows += [("output" if len(subject.outputs) == 1 else "outputs", ", ".join(subject.outputs))]
     return section("Checked function", table((), [row for row in rows if row[1]]))

@@ -251,7 +251,7 @@ _HEADLINES: dict[FailureKind, str] = {
     "nonzero numerical gradient": "{output} does not require grad, but depends on {input}",
     "dtype": "the dtype of a gradient differs from that of its input",
     "size": "the size of a gradient differs from that of its input",
-    "nondeterministic": "two runs of backward with the same grad_output differ",
+    "nondeterministic": "two runs of {derivative} with the same {vector} differ",
     "nonlinear": "{derivative} is not linear",
     "not multiplied by grad_output": "the gradient of {input} is not zero for a zero grad_output",
     "incorrect gradient": "gradient of {input}: {detail}",
@@ -272,8 +272,10 @@ def _headline(report: ReportData, failure: Failure) -> str:
     if failure.kind in ("nonlinear", "nondeterministic") and report.causes and report.causes[0].confidence >= SURE:
         return f"{function}: {report.causes[0].text}"  # which is more specific than these
     output, input_ = names_of(report, failure)
-    derivative = "the jvp" if failure.mode == "forward" else "backward"
-    text = _HEADLINES[failure.kind].format(output=output, input=input_, derivative=derivative, detail=failure.detail)
+    derivative, vector = ("the jvp", "tangent") if failure.mode == "forward" else ("backward", "grad_output")
+    text = _HEADLINES[failure.kind].format(
+        output=output, input=input_, derivative=derivative, vector=vector, detail=failure.detail
+    )
     return _with_cause(report, f"{function}: {text}")
 
 
@@ -377,6 +379,15 @@ def _rounding_phrase(failure: Failure, precision: LowPrecision | None) -> str:
     return f"Jacobian mismatch for {place}: {rounding_text.key_phrase(failure.kind, precision)}."
 
 
+def _nondeterministic_phrase(failure: Failure, settings: Settings) -> str:
+    if failure.mode == "forward":
+        return f"The jvp is not deterministic: {failure.detail}."
+    return (
+        "Backward is not reentrant, i.e., two runs with the same inputs and grad_output give different values. "
+        f"The tolerance for nondeterminism was {settings.nondet_tol}.\n{_NONDET_NOTE}"
+    )
+
+
 def key_phrase(report: ReportData, failure: Failure) -> str:
     """The phrase that code matches on: torch's, if torch makes the same check."""
     output, input_ = f"output {failure.output}", f"input {failure.input}"
@@ -390,10 +401,7 @@ def key_phrase(report: ReportData, failure: Failure) -> str:
         case "size":
             return f"Analytical gradient has incorrect size for {output}."
         case "nondeterministic":
-            return (
-                "Backward is not reentrant, i.e., two runs with the same inputs and grad_output give different values. "
-                f"The tolerance for nondeterminism was {report.settings.nondet_tol}.\n{_NONDET_NOTE}"
-            )
+            return _nondeterministic_phrase(failure, report.settings)
         case "nonlinear":
             what = "jvp is not linear in its tangent" if failure.mode == "forward" else _NONLINEAR
             return f"{what}: {failure.detail}."

@@ -64,6 +64,10 @@ class Findings:
         Where batched gradients are known to differ.
     moved
         Whether a VJP is known to have given two gradients.
+    jvp_moved
+        The same of a JVP.
+    domains_match
+        Whether no tangent is known to be complex where its output is real, or the reverse.
     products
         VJPs that were run of a custom backward and may not be compared with rows: cotangents and gradients, float64,
         shapes (count, m) and (count, n).
@@ -83,6 +87,8 @@ class Findings:
     columns: Tensor | None = None
     batched: BatchedDifference | None = None
     moved: bool = False
+    jvp_moved: bool = False
+    domains_match: bool = True
     products: tuple[Tensor, Tensor] | None = None
     tangents: tuple[Tensor, list[int], Tensor] | None = None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -251,9 +250,7 @@ def _batch_failure(
 ) -> tuple[int | None, Exception | None, str] | None:
     """Which result of a vectorized product differs from single ones, the exception of vmap, and the message."""
     expected = [torch.stack(results) for results in zip(*map(product, vectors.unbind()), strict=True)]
-    with warnings.catch_warnings():
-        # Of vmap, about operators that it runs in a loop: slow is not wrong.
-        warnings.filterwarnings("ignore", message="There is a performance drop")
+    with torch_private.quiet_vmap():
         try:
             found = torch_private.batched(product)(vectors)
         except RuntimeError as error:

@@ -21,7 +21,7 @@ from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.native import Layout, ops
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING
-from fastgrad.core.random import COTANGENT_STREAM, TANGENT_STREAM
+from fastgrad.core.random import COTANGENT_STREAM, TANGENT_STREAM, direction
 from fastgrad.core.tensors import differ, largest
 from fastgrad.engines.blocks import REPEAT_SCALE, REPEATED_ROWS, JacobianBlock, TangentBlock, one_hot_elements
 from fastgrad.engines.probes import GAPPED, PROBES, Probe
@@ -159,6 +159,11 @@ def groups_failure(
 def nondeterministic(output: Block) -> Failure:
     """That two runs of a VJP of an output differ."""
     return Failure("nondeterministic", output.index, None, output.position)
+
+
+def nondeterministic_jvp(output: Block, detail: str) -> Failure:
+    """That two runs of a JVP differ in an output; detail: how."""
+    return Failure("nondeterministic", output.index, None, output.position, mode="forward", detail=detail)
 
 
 def by_inputs(
@@ -477,11 +482,37 @@ LINEAR_JVP = "jvp is linear in its tangent", "J u against the JVP of u, 2 tangen
 def tangent_directions(n: int, seed: int, device: torch.device) -> Tensor:
     """The two tangents of a `TangentProof`: float64, shape (2, n)."""
     directions = torch.empty(2, n, dtype=torch.float64, device=device)
-    for which, direction in enumerate(directions):
-        ops.direction_(direction, seed, TANGENT_STREAM, 0, which == 1)
+    for which, one in enumerate(directions):
+        ops.direction_(one, seed, TANGENT_STREAM, 0, which == 1)
     dense, halved = directions
     halved.copy_(REPEAT_SCALE * torch.where(dense > 0, dense, halved))
     return directions
+
+
+PARTS = 3
+"""Of a tangent, by `tangent_parts`."""
+
+
+def tangent_parts(u: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """Tangents that add up to u (float64, shape (n,)), each times its share: shapes (PARTS, n) and (PARTS,).
+
+    A random half of u, times REPEAT_SCALE; the rest of it; and one of its coordinates, as a one-hot tangent.
+    """
+    alone = seed % u.numel()
+    one_hot = torch.zeros_like(u)
+    one_hot[alone] = 1.0
+    others = u - one_hot * u[alone]
+    some = torch.where(direction(u.numel(), seed, TANGENT_STREAM, halved=True).to(u.device) == 0, 0.0, others)
+    shares = torch.tensor([1 / REPEAT_SCALE, 1.0, 0.0], dtype=torch.float64, device=u.device)
+    shares[2] = u[alone]
+    return torch.stack([some * REPEAT_SCALE, others - some, one_hot]), shares
+
+
+def sums_certificate(count: int, atol: float) -> Certificate:
+    """What products with `count` random tangents certify."""
+    claim = "no single entry of forward mode is wrong by more than its tolerance"
+    method = f"{count} random directions: J u by forward mode against differences, output by output"
+    return Certificate(claim, method, atol)
 
 
 class TangentProof:
@@ -555,7 +586,7 @@ def repeated_tangents_failure(
         f"{list(output.index_at(component))} was first {products[which, component].item():.6g} and later "
         f"{again[which, component].item():.6g}"
     )
-    return Failure("nonlinear", output.index, None, output.position, None, mode="forward", detail=detail)
+    return nondeterministic_jvp(output, detail)
 
 
 def one_hot_failure(problem: Problem, settings: Settings) -> Failure | None:

@@ -366,9 +366,7 @@ def test_the_profiler_shows_the_phases_of_small_checks() -> None:
             square, (leaf(3),), check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True
         )
     parts = ("backward", "numerical columns", "comparison", "repeated calls", "analytical columns")
-    assert _phases(profile) == {
-        f"fastgrad: {phase}" for phase in (*parts, "batched tangents", "batched gradients")
-    }
+    assert _phases(profile) == {f"fastgrad: {phase}" for phase in (*parts, "batched tangents", "batched gradients")}
 
 
 def _phases(profile: torch.profiler.profile) -> set[str]:

@@ -12,6 +12,7 @@ from torch import Tensor
 import fastgrad
 from benchmarks.bench_fast import Wrong
 from fastgrad.checks.order import check
+from fastgrad.core.random import SKETCH_DIRECTIONS, direction
 from fastgrad.engines.plan import sketch_size
 from fastgrad.engines.sketch import weights
 from fastgrad.report.data import Settings
@@ -361,3 +362,47 @@ def test_clamps_of_large_grad_outputs(most: float) -> None:
     report = fast(doubled(change), normal(500))
     assert report.failure is not None
     assert report.failure.kind == "nonlinear"
+
+
+@pytest.mark.parametrize("rest", [0.0, 0.5])
+@pytest.mark.parametrize("x", [0.0, 1e-9, 1e-5, 0.3])
+@pytest.mark.parametrize("n", [3, 200])
+def test_steps_below_the_rounding_inside_excuse_no_gradient(n: int, x: float, rest: float) -> None:
+    """In float32, func is constant within small steps, and so is a gradient that is lost."""
+
+    def func(x: Tensor) -> Tensor:
+        return ((1 + x.float()) - 1).double().detach() + 0 * x + rest * x
+
+    assert not fastgrad.check(func, torch.full((n,), x, dtype=torch.float64, requires_grad=True), fast_mode=True).passed
+
+
+@pytest.mark.parametrize("call", range(1, 49))
+def test_what_a_sketch_saw_before_a_noisy_step_does_not_pass(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kink along the second direction only: differences that can prove errors are noisy, the first ones are not."""
+    monkeypatch.setattr("fastgrad.checks.order.small_check", lambda *_: None)
+    n, calls = 100, 0
+    x = torch.linspace(0.1, 1, n, dtype=torch.float64, requires_grad=True)
+    first, second = (direction(n, 0, SKETCH_DIRECTIONS + 16 * k) for k in range(2))
+    across = second - (first @ second) / (first @ first) * first
+    across /= across @ second
+    offset = 0.3e-6 - across @ x.detach()
+    slopes = torch.linspace(1, 2, n, dtype=torch.float64) * 1e-3
+
+    class Kinked(torch.autograd.Function):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x.sin() + slopes * (x @ across + offset).relu()
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            (x,) = ctx.saved_tensors
+            right = grad * x.cos() + (grad @ slopes) * across * (x @ across + offset > 0)
+            return right + 0.3 if calls == call else right
+
+    assert not fastgrad.check(lambda x: Kinked.apply(x), x, fast_mode=True).passed

@@ -239,6 +239,9 @@ def test_what_needs_care_is_not_called() -> None:
     assert refused(never, x.detach())
     assert refused(never, x, [x.detach()])
     assert refused(never, x, ({},))
+    itself: list[Any] = []
+    itself.append(itself)
+    assert refused(never, x, itself)
     assert refused(never, leaf(4).to_sparse())
     with torch.no_grad():
         assert refused(never, x)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import fastgrad
 from fastgrad.core import native
 from fastgrad.core.native import SmallProblem
 from fastgrad.core.precision import relative_step
+from fastgrad.core.random import SKETCH_DIRECTIONS, direction
 from fastgrad.report.report import Report
 from tests.checks.test_small import leaf
 
@@ -82,17 +84,18 @@ def test_right_derivatives_pass_at_once(
 
 
 def _complete(func: Func, inputs: tuple[Any, ...], **keywords: Any) -> Report:
-    """The report of the complete check, to which an argument with tensors is left."""
-    return fastgrad.check(lambda *arguments: func(*arguments[:-1]), (*inputs, [torch.ones(1)]), **keywords)
+    """The report of the complete check."""
+    with mock.patch("fastgrad.checks.order.small_check", return_value=None):
+        return fastgrad.check(func, inputs, **keywords)
 
 
 def test_costs() -> None:
     # The first evaluation; two per column; the columns, two that prove linearity, and zero and undefined tangents.
     report = fastgrad.check(torch.sin, leaf(3), **FORWARD)
     assert (report.evaluations, report.vjps, report.jvps) == (1 + 6 + 7, 0, 3 + 2 + 2)
-    # Three along the first direction and one along the others; the three directions, and two that add up to the first.
+    # Three along the first direction and one along the others; the three directions, and three that add up to it.
     report = fastgrad.check(torch.sin, leaf(30), **FORWARD, fast_mode=True)
-    assert (report.evaluations, report.vjps, report.jvps) == (1 + 5 + 7, 0, 3 + 2 + 2)
+    assert (report.evaluations, report.vjps, report.jvps) == (1 + 5 + 8, 0, 3 + 3 + 2)
 
 
 @pytest.mark.parametrize("fast_mode", [False, True])
@@ -122,7 +125,7 @@ def test_a_jvp_that_is_wrong_once_fails(n: int, wrong: int, fast_mode: bool) -> 
     report = fastgrad.check(func, leaf(n), **FORWARD, fast_mode=fast_mode)
     assert not report.passed
     assert report.failure is not None
-    if report.failure.kind == "nonlinear":
+    if report.failure.kind == "nondeterministic":
         assert "was first" in str(report), str(report)
 
 
@@ -136,6 +139,56 @@ def test_what_a_jvp_raises_once_is_raised(call: int, fast_mode: bool) -> None:
 
     with pytest.raises(ValueError, match="once"):
         fastgrad.check(with_jvp(jvp), leaf(3), **FORWARD, fast_mode=fast_mode)
+
+
+@pytest.mark.parametrize("fast_mode", [False, True])
+@pytest.mark.parametrize("n", [3, 30])
+@pytest.mark.parametrize("wrong", [1, 2, 3, 4, 5, 0])
+def test_a_tangent_that_is_complex_once_or_only_if_dense_fails(wrong: int, n: int, fast_mode: bool) -> None:
+    def jvp(tangent: Tensor, call: int) -> Tensor:
+        is_wrong = call == wrong if wrong else int((tangent != 0).sum()) > 1
+        return torch.complex(tangent, torch.zeros_like(tangent)) if is_wrong else tangent
+
+    keywords = FORWARD | {"check_grad_dtypes": True, "fast_mode": fast_mode}
+    report = fastgrad.check(with_jvp(jvp), leaf(n), **keywords)
+    assert report.failure is not None
+    assert report.failure.kind == "tangent dtype"
+
+
+@pytest.mark.parametrize("wrong", range(1, 15))
+def test_a_jvp_that_is_wrong_once_at_either_step_fails(wrong: int) -> None:
+    """An output that is curved along the second direction only: the first step disagrees there."""
+    n = 30
+    first, second = (direction(n, 0, SKETCH_DIRECTIONS + 16 * k) for k in range(2))
+    across = second - (first @ second) / (first @ first) * first
+    across /= across @ second
+    calls = 0
+
+    class Curved(torch.autograd.Function):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return torch.cat([x.sin(), 500 * (x @ across)[None] ** 2])
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+            ctx.save_for_backward(*inputs)
+            ctx.save_for_forward(*inputs)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            return grad[:-1] * x.cos() + grad[-1] * 1000 * (x @ across) * across
+
+        @staticmethod
+        def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            (x,) = ctx.saved_tensors
+            right = torch.cat([tangent * x.cos(), 1000 * (x @ across) * (tangent @ across)[None]])
+            return right + 0.5 if calls == wrong else right
+
+    report = fastgrad.check(lambda x: Curved.apply(x), leaf(n), **FORWARD, fast_mode=True)
+    assert not report.passed
 
 
 def test_other_results_under_forward_mode() -> None:

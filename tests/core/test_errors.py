@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,13 @@ def test_a_bug_of_fastgrad_is_raised(
     monkeypatch.setattr(name, bug_in(file))
     with pytest.raises(KeyError):
         fastgrad.check(CUBE, leaf(40), **keywords)
+
+
+def test_what_a_builtin_func_raises_is_an_error_of_func() -> None:
+    dropout = partial(torch.native_dropout, p=0.0, train=True)
+    keywords = {"check_forward_ad": True, "check_batched_forward_grad": True}
+    with pytest.raises(fastgrad.GradcheckError, match="raises under vmap"):
+        fastgrad.gradcheck(dropout, (leaf(3),), **keywords)
 
 
 def raised_by(run: Any) -> Exception:

@@ -375,8 +375,9 @@ class Comparison:
         """Whether fastgrad passes a flaw or fails without one.
 
         That a backward moves is seen by chance, a tiny tangent for zero tangents is only looked for in comparison
-        with undefined ones, torch's own view_as_real refuses an odd storage offset, rounding to low precision drowns small steps, not large ones, and what a backward clamps
-        is large for some vectors only. Errors of single entries below the tolerance may add up in sums of them.
+        with undefined ones, torch's own view_as_real refuses an odd storage offset, rounding to low precision drowns
+        small steps, not large ones, and what a backward clamps is large for some vectors only. Errors of single entries
+        below the tolerance may add up in sums of them.
         """
         if self.flaws is None:
             return False

@@ -435,6 +435,17 @@ class Evaluator:
     def jvps(
         self, directions: Tensor, undefined: Sequence[int], products: Tensor, outputs: Sequence[OutputSpec]
     ) -> tuple[Changed | None, bool]:
+        if directions.dtype != torch.float64 or directions.shape != (len(products), self._size):
+            raise RuntimeError(
+                f"jvps: directions must be float64 and have shape ({len(products)}, {self._size}), got "
+                f"{directions.dtype} of shape {tuple(directions.shape)}"
+            )
+        inputs = range(-1, len(self._blocks))
+        if undefined and not (len(undefined) == len(products) and all(b in inputs for b in undefined)):
+            raise RuntimeError(
+                f"jvps: undefined must be empty, or one of -1, ..., {len(self._blocks) - 1} for each of "
+                f"{len(products)} directions, got {list(undefined)}"
+            )
         domains_match = True
         for k, (direction, product) in enumerate(zip(directions, products, strict=True)):
             duals = self._dual_arguments(direction, undefined[k] if undefined else -1)
@@ -445,15 +456,15 @@ class Evaluator:
         return None, domains_match
 
     def _dual_arguments(self, direction: Tensor, undefined: int) -> tuple[Any, ...]:
-        arguments = list(self._arguments)
+        duals = {}
         for b, block in enumerate(self._blocks):
             dual = block.argument.detach()
             if b != undefined:
                 tangent = torch.empty_like(dual)
                 ops.unflatten_(tangent, direction[block.first : block.first + block.size])
                 dual = make_dual(dual, tangent)
-            arguments = [dual if value is block.argument else value for value in arguments]
-        return tuple(arguments)
+            duals[id(block.argument)] = dual
+        return tuple(duals.get(id(value), value) for value in self._arguments)
 
 
 def _visit_tangents(result: Any, outputs: Sequence[OutputSpec], column: Tensor) -> tuple[tuple[int, Any] | None, bool]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,6 +26,7 @@ from fastgrad.core.torch_private import (
     is_custom_node,
     is_dispatched_to_python,
     modes_are_active,
+    quiet_vmap,
     undefined_gradient,
 )
 
@@ -471,9 +471,7 @@ def whole_backward(
 
 
 def vectorized_vjp(graph: Graph, output: int, cotangents: Tensor) -> Gradients:
-    with warnings.catch_warnings():
-        # Of vmap, about operators that it runs in a loop: slow is not wrong.
-        warnings.filterwarnings("ignore", message="There is a performance drop")
+    with quiet_vmap():
         found = torch.autograd.grad(
             graph.outputs[output],
             graph.inputs,
