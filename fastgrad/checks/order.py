@@ -68,19 +68,17 @@ from fastgrad.verdict.grad_outputs import (
 )
 from fastgrad.verdict.linearity import (
     LinearityProof,
-    TangentProof,
     linear_backward,
     moved_once,
     moving_repeat,
     moving_row,
     nondeterministic,
-    nondeterministic_jvp,
     nonlinear_repeat,
-    repeated_tangents_failure,
     rerun,
 )
 from fastgrad.verdict.recording import check_recorded_gradients
 from fastgrad.verdict.repeated_calls import RepeatedCalls
+from fastgrad.verdict.tangents import TangentProof, nondeterministic_jvp, repeated_tangents_failure
 
 if TYPE_CHECKING:
     from fastgrad.sharding.problem import Partition

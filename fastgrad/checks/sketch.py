@@ -39,10 +39,9 @@ from fastgrad.verdict.linearity import (
     nondeterministic,
     one_hot_rows,
     separate_failure,
-    sums_certificate,
-    tangent_parts,
 )
 from fastgrad.verdict.locate import locate
+from fastgrad.verdict.tangents import sums_certificate, tangent_parts
 
 MOST_STEPS = 5
 SMALLER, LARGER = 2.0**-5, 2.0**6

@@ -18,7 +18,7 @@ from fastgrad.core.phases import phase
 from fastgrad.core.tensors import differ
 from fastgrad.report.data import Certificate, Settings
 from fastgrad.verdict.grad_outputs import BATCH, batch_vectors
-from fastgrad.verdict.linearity import LINEAR_JVP, PARTS, sums_certificate, tangent_directions, tangent_parts
+from fastgrad.verdict.tangents import LINEAR_JVP, PARTS, sums_certificate, tangent_directions, tangent_parts
 
 MOST_COLUMNS = 256
 """Columns of which all one-hot tangents may be held at once: half a megabyte."""

@@ -1,4 +1,4 @@
-"""Proofs that a backward, or a jvp, is the linear map whose rows, or columns, were compared.
+"""Proofs that a backward is the linear map whose rows were compared.
 
 Rows come from one-hot, contiguous cotangents. A backward that clamps, squares or takes the sign of
 grad_output, or that is right only for a contiguous or only for a dense grad_output, gives these rows
@@ -21,9 +21,9 @@ from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.native import Layout, ops
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING
-from fastgrad.core.random import COTANGENT_STREAM, TANGENT_STREAM, direction
+from fastgrad.core.random import COTANGENT_STREAM
 from fastgrad.core.tensors import differ, largest
-from fastgrad.engines.blocks import REPEAT_SCALE, REPEATED_ROWS, JacobianBlock, TangentBlock, one_hot_elements
+from fastgrad.engines.blocks import REPEAT_SCALE, REPEATED_ROWS, JacobianBlock, one_hot_elements
 from fastgrad.engines.probes import GAPPED, PROBES, Probe
 from fastgrad.problem.coordinates import Block, block_with
 from fastgrad.problem.problem import Problem
@@ -161,11 +161,6 @@ def nondeterministic(output: Block) -> Failure:
     return Failure("nondeterministic", output.index, None, output.position)
 
 
-def nondeterministic_jvp(output: Block, detail: str) -> Failure:
-    """That two runs of a JVP differ in an output; detail: how."""
-    return Failure("nondeterministic", output.index, None, output.position, mode="forward", detail=detail)
-
-
 def by_inputs(
     inputs: Sequence[Block], settings: Settings, left: Tensor, right: Tensor
 ) -> Iterator[tuple[Tolerances, Tensor, Tensor]]:
@@ -216,7 +211,7 @@ def movement_between(again: Tensor, gradient: Tensor) -> float:
     return math.inf if math.isnan(difference) else difference
 
 
-def _disagreement(
+def disagreement(
     vectors: Tensor,
     products: Tensor,
     sums: Tensor,
@@ -406,7 +401,7 @@ class LinearityProof:
     def _nonlinear(self, gradients: Tensor) -> Failure | None:
         own = tolerances(self._problem, self._settings)
         measured = partial(self._movement_allowed, gradients)
-        found = _disagreement(self._cotangents, gradients, self._sums, self._squares, self._settings, *own, measured)
+        found = disagreement(self._cotangents, gradients, self._sums, self._squares, self._settings, *own, measured)
         return self._diagnosed(*found[:2], gradients, found[2]) if found else None
 
     def _vjps(self, scale: float = 1.0) -> Tensor:
@@ -473,120 +468,6 @@ class LinearityProof:
             f"{self._sums[which, coordinate].item():.6g} (allowed difference {allowed[which, coordinate].item():.2g})"
         )
         return Failure("nonlinear", input=block.index, input_position=block.position, detail=detail)
-
-
-LINEAR_JVP = "jvp is linear in its tangent", "J u against the JVP of u, 2 tangents: dense, half of it zero"
-"""The claim and the method of a `TangentProof`'s certificate."""
-
-
-def tangent_directions(n: int, seed: int, device: torch.device) -> Tensor:
-    """The two tangents of a `TangentProof`: float64, shape (2, n)."""
-    directions = torch.empty(2, n, dtype=torch.float64, device=device)
-    for which, one in enumerate(directions):
-        ops.direction_(one, seed, TANGENT_STREAM, 0, which == 1)
-    dense, halved = directions
-    halved.copy_(REPEAT_SCALE * torch.where(dense > 0, dense, halved))
-    return directions
-
-
-PARTS = 3
-"""Of a tangent, by `tangent_parts`."""
-
-
-def tangent_parts(u: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Tangents that add up to u (float64, shape (n,)), each times its share: shapes (PARTS, n) and (PARTS,).
-
-    A random half of u, times REPEAT_SCALE; the rest of it; and one of its coordinates, as a one-hot tangent.
-    """
-    alone = seed % u.numel()
-    one_hot = torch.zeros_like(u)
-    one_hot[alone] = 1.0
-    others = u - one_hot * u[alone]
-    some = torch.where(direction(u.numel(), seed, TANGENT_STREAM, halved=True).to(u.device) == 0, 0.0, others)
-    shares = torch.tensor([1 / REPEAT_SCALE, 1.0, 0.0], dtype=torch.float64, device=u.device)
-    shares[2] = u[alone]
-    return torch.stack([some * REPEAT_SCALE, others - some, one_hot]), shares
-
-
-def sums_certificate(count: int, atol: float) -> Certificate:
-    """What products with `count` random tangents certify."""
-    claim = "no single entry of forward mode is wrong by more than its tolerance"
-    method = f"{count} random directions: J u by forward mode against differences, output by output"
-    return Certificate(claim, method, atol)
-
-
-class TangentProof:
-    """J u, summed from one-hot columns, against the JVP of u, for two u in R^n over all inputs at once.
-
-    The first u is dense, with components +-[0.5, 1.5); the second is REPEAT_SCALE times the first with
-    a random half of the negative components zeroed. So every component is negative in one of them;
-    the columns, which are not repeated, were computed with positive ones.
-    """
-
-    def __init__(self, problem: Problem, settings: Settings) -> None:
-        self._problem = problem
-        self._settings = settings
-        self._directions = tangent_directions(problem.n, settings.seed, problem.device)
-        self._sums, self._squares = torch.zeros(2, 2, problem.m, dtype=torch.float64, device=problem.device).unbind()
-
-    def add(self, block: TangentBlock) -> None:
-        """Takes a block of analytical columns into J u."""
-        width = block.input.width
-        first = block.input.first + block.first_element * width + (1 if block.part == "imaginary" else 0)
-        ops.project_rows_(
-            self._sums, self._squares, self._directions, block.analytical, first, width, block.output.first
-        )
-
-    def certificate(self) -> Certificate:
-        """What it certifies if it found no failure."""
-        return Certificate(*LINEAR_JVP, self._settings.atol)
-
-    @phase("linearity of jvp")
-    def failure(self) -> Failure | None:
-        """Compares with the JVPs, output by output, once all columns are in."""
-        try:
-            products = self._problem.jvps_of(self._directions)
-        except Exception as error:  # one-hot tangents did not raise
-            raise_unless_of_func(error)
-            detail = f"it raised {type(error).__name__} for a random tangent"
-            return Failure("nonlinear", mode="forward", detail=detail, cause=error)
-        own = self._settings.loosest()
-        wrong = _disagreement(self._directions, products, self._sums, self._squares, self._settings, own.atol, own.rtol)
-        if wrong is None:
-            return None
-        which, component, allowed = wrong
-        output = block_with(self._problem.outputs, component)
-        index = output.index_at(component)
-        detail = (
-            f"for a random tangent{', with some of its elements zero' if which else ''}, the tangent of output "
-            f"{output.index} at {list(index)} is {products[which, component].item():.6g}, but the columns of the "
-            f"Jacobian add up to {self._sums[which, component].item():.6g} (allowed difference "
-            f"{allowed[which, component].item():.2g})"
-        )
-        return Failure("nonlinear", output.index, None, output.position, None, mode="forward", detail=detail)
-
-
-def repeated_tangents_failure(
-    problem: Problem, settings: Settings, directions: Tensor, undefined: Sequence[int], products: Tensor
-) -> Failure | None:
-    """Whether JVPs, run again, give what they gave earlier, within the tolerances of entries.
-
-    directions: tangents of the inputs, float64, shape (count, n). undefined: for each the number of an input that had
-    none, or -1. products: tangents of the outputs, shape (count, m).
-    """
-    again = problem.jvps_of(directions, undefined)
-    own = settings.loosest()
-    close = torch.isclose(again, products, rtol=own.rtol, atol=own.atol + settings.nondet_tol, equal_nan=True)
-    if bool(close.all()):
-        return None
-    which, component = (int(i) for i in (~close).nonzero()[0])
-    output = block_with(problem.outputs, component)
-    detail = (
-        f"for the same tangent of the inputs, the tangent of output {output.index} at "
-        f"{list(output.index_at(component))} was first {products[which, component].item():.6g} and later "
-        f"{again[which, component].item():.6g}"
-    )
-    return nondeterministic_jvp(output, detail)
 
 
 def one_hot_failure(problem: Problem, settings: Settings) -> Failure | None:
