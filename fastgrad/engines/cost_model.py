@@ -59,12 +59,12 @@ class CostModel:
     vjp_evaluations: float = 1.5
     vectorized_rows: int = 1024
     vectorized_seconds: float = 10e-3
-    sketch_seconds: float = 0.25e-3
+    sketch_seconds: float = 0.18e-3
     sketch_calls: int = 24
     small_sketch_seconds: float = 0.05e-3
     small_sketch_calls: int = 9
-    guess_seconds: float = 2e-3
-    probe_seconds: float = 30e-3
+    guess_seconds: float = 1.5e-3
+    probe_seconds: float = 15e-3
     certificate_evaluations: int = 14
     linear_column_evaluations: float = 2.0
     linear_start_evaluations: int = 16

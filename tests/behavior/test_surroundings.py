@@ -192,7 +192,7 @@ def verdicts(engine: dict[str, Any]) -> list[str]:
     for func, inputs in (
         (square, (leaf(40),)),
         (whole_row, (leaf(40),)),
-        (lambda x, y: (x @ y).exp(), (leaf(3, 4), leaf(4, 2))),
+        (lambda x, y: (x @ y).exp(), (leaf(4, 4), leaf(4, 3))),
         (lambda x: torch.view_as_complex(x) ** 2, (leaf(20, 2),)),
         (AllRolled.apply, (leaf(40),)),
         (half_wrong, (leaf(40),)),

@@ -44,8 +44,6 @@ CONFUSED: dict[str, CauseName | None] = {
     "activation changed in place after it was kept": None,
     "output kept, then scaled in place": None,
     "one workspace for two layers": None,
-    # The inverse of a permutation is its transpose: both are true, and the first explains all entries exactly.
-    "sort, gradient gathered instead of scattered": "transposed",
 }
 
 
@@ -122,7 +120,6 @@ SYNONYMS: dict[str, CauseName] = {
 
 # What is said first of these, in place of a cause that is true.
 MISSED: dict[str, CauseName | None] = {
-    "pixel shuffle, axes in another order": None,
     # True in other words: a convolution's transpose has the flipped kernel.
     "convolution, kernel not flipped": "transposed",
     "image convolution, kernel not flipped": "transposed",
