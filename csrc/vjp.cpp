@@ -380,14 +380,15 @@ class Cotangents {
       unflatten_(value, coordinates.narrow(0, 0, coordinates_per_element(output)));
       return value.expand(output.sizes());
     }
-    // Contiguous ones are in the same memory, as in torch's checker: a backward may keep gradients by address.
+    // Contiguous ones are one tensor, as in torch's checker: a backward may keep gradients by its identity or address.
     at::Tensor& shared = shared_[i];
     const bool is_reusable = layout == Layout::contiguous && shared.defined() && shared.sizes() == output.sizes() &&
+                             shared.scalar_type() == output.scalar_type() && !shared.requires_grad() &&
                              shared.is_contiguous() && is_plain_cpu(shared) &&
                              bytes_reached(shared) <= static_cast<int64_t>(shared.storage().nbytes());
-    const at::Tensor made = is_reusable ? shared.detach() : memory_for(output, layout);
-    if (layout == Layout::contiguous && !is_reusable) {
-      shared = made.detach();
+    const at::Tensor made = is_reusable ? shared : memory_for(output, layout);
+    if (layout == Layout::contiguous) {
+      shared = made;
     }
     unflatten_into(made, coordinates);
     return made;

@@ -684,3 +684,21 @@ def test_a_gradient_that_is_detached_beside_others(fast_mode: bool, dtype: torch
     # A gradient that is constant needs no graph.
     constant = custom(lambda x, y: x.square() + y, lambda g, x, y: (2 * g * x.conj(), g))
     assert fastgrad.gradgradcheck(constant, (x, y), grad_outputs="ones", fast_mode=fast_mode)
+
+
+@pytest.mark.parametrize("fast_mode", [False, True])
+@pytest.mark.parametrize("n", [2, 12, 200, 3000])
+def test_gradients_that_are_kept_by_the_identity_of_grad_output(n: int, fast_mode: bool) -> None:
+    """The checker of torch passes one tensor again and again, with other values."""
+    gradients: dict[int, Tensor] = {}
+    seen = []  # no identity is that of another tensor later
+
+    def backward(grad_output: Tensor, x: Tensor) -> Tensor:
+        seen.append(grad_output)
+        if id(grad_output) not in gradients:
+            gradients[id(grad_output)] = grad_output.flip(0).cumsum(0).flip(0)
+        return gradients[id(grad_output)].clone()
+
+    x = torch.randn(n, dtype=torch.float64, requires_grad=True)
+    func = custom(lambda x: x.cumsum(0), backward)
+    assert not fastgrad.gradcheck(func, (x,), fast_mode=fast_mode, raise_exception=False)

@@ -229,13 +229,20 @@ def _flatten_gradients(
 
 
 @unseen
-def _grad_output(output: Tensor, coordinates: Tensor, layout: int) -> Tensor:
-    """Coordinates as a grad_output of an output, in a layout of native.Layout."""
+def _grad_output(output: Tensor, coordinates: Tensor, layout: int, last: Tensor | None) -> Tensor:
+    """Coordinates as a grad_output of an output, in a layout of native.Layout.
+
+    last: the last contiguous one, which serves again, as in torch's checker: a backward may keep gradients by its
+    identity or address.
+    """
     if layout == 3 and coordinates.numel():
         value = torch.empty((), dtype=output.dtype, device=output.device)
         ops.unflatten_(value, coordinates[: 2 if output.is_complex() else 1])
         return value.expand(output.shape)
-    made = torch.empty_like(output, memory_format=torch.contiguous_format)
+    if layout == 0 and last is not None and not last.requires_grad and _is_like(last, output):
+        made = last
+    else:
+        made = torch.empty_like(output, memory_format=torch.contiguous_format)
     if layout in (1, 2) and output.numel():
         nan = output.detach().new_full((), math.nan)
         if layout == 1:
@@ -247,13 +254,20 @@ def _grad_output(output: Tensor, coordinates: Tensor, layout: int) -> Tensor:
     return made
 
 
-def _vjp_of_row(graph: Graph, row: Tensor, layout: int, only: int) -> Gradients:
+def _is_like(tensor: Tensor, output: Tensor) -> bool:
+    return tensor.shape == output.shape and tensor.dtype == output.dtype and tensor.is_contiguous()
+
+
+def _vjp_of_row(graph: Graph, row: Tensor, layout: int, only: int, last: dict[int, Tensor]) -> Gradients:
+    """The VJP of a row of cotangents; last: the last contiguous grad_output of each output, by its number."""
     chosen, grad_outputs, offset = [], [], 0
     for o, output in enumerate(graph.outputs):
         own = row[offset : (offset := offset + coordinate_count(output))]
         if only in (-1, o):
             chosen.append(output)
-            grad_outputs.append(_grad_output(output, own, layout))
+            grad_outputs.append(_grad_output(output, own, layout, last.get(o)))
+            if layout == 0:
+                last[o] = grad_outputs[-1]
     return vjp(chosen, graph.inputs, grad_outputs, False)
 
 
@@ -264,10 +278,10 @@ def vjp_coordinates(
     layouts: Sequence[int] = (),
     only: Sequence[int] = (),
 ) -> tuple[Tensor, GradientsMatch]:
-    match = GradientsMatch()
+    match, last = GradientsMatch(), dict[int, Tensor]()
     products = cotangents.new_empty(len(cotangents), sum(block.size for block in inputs))
     for k, row in enumerate(cotangents):
-        found = _vjp_of_row(graph, row, layouts[k] if layouts else 0, only[k] if only else -1)
+        found = _vjp_of_row(graph, row, layouts[k] if layouts else 0, only[k] if only else -1, last)
         _flatten_gradients(found, inputs, products, k, match)
     return products, match
 
@@ -280,9 +294,9 @@ def first_other_vjp(
     order: Sequence[int],
     known: Tensor,
 ) -> tuple[int, Tensor | None, GradientsMatch]:
-    match, gradient = GradientsMatch(), torch.empty_like(known[:1])
+    match, last, gradient = GradientsMatch(), dict[int, Tensor](), torch.empty_like(known[:1])
     for run, k in enumerate(order, 1):
-        found = _vjp_of_row(graph, cotangents[k], 0, only[k] if only else -1)
+        found = _vjp_of_row(graph, cotangents[k], 0, only[k] if only else -1, last)
         _flatten_gradients(found, inputs, gradient, 0, match)
         if not torch.equal(gradient[0], known[k]):
             return run, gradient, match
