@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fastgrad.checks import order
+from fastgrad.checks.description import environment, subject
 from fastgrad.core.backends import exact_libraries
 from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.native import Layout
@@ -313,8 +314,8 @@ class LowerCheck:
             causes=outcome.causes,
             input_names=self._names,
             undecided=math.inf if precision.undecided else None,
-            environment=order.environment(problem.device),
-            subject=order.subject(self._func, problem) if outcome.failure is not None else None,
+            environment=environment(problem.device),
+            subject=subject(self._func, problem) if outcome.failure is not None else None,
             precision=precision,
         )
 

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from fastgrad.api.checkers import gradcheck
 from fastgrad.api.settings import settings_of
-from fastgrad.checks.order import environment
+from fastgrad.checks.description import environment
 from fastgrad.core.memory import free_bytes
 from fastgrad.core.torch_private import hidden_from_dynamo
 from fastgrad.model.between import Between, at, record

@@ -47,7 +47,7 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tens
 def test_right_gradients_pass_at_once(
     func: Func, inputs: tuple[Any, ...], fast_mode: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fastgrad.checks.order.Problem", None)
+    monkeypatch.setattr("fastgrad.checks.complete.Problem", None)
     monkeypatch.setattr("fastgrad.engines.plan.usual_seconds", lambda *_: 1e-6)  # however slow the machine is
     assert fastgrad.check(func, inputs, fast_mode=fast_mode).passed
 

@@ -72,7 +72,7 @@ def test_right_derivatives_pass_at_once(
 ) -> None:
     keywords = FORWARD | {"check_backward_ad": backward, "check_batched_forward_grad": True, "fast_mode": fast_mode}
     complete = _complete(func, inputs, **keywords)
-    monkeypatch.setattr("fastgrad.checks.order.Problem", None)
+    monkeypatch.setattr("fastgrad.checks.complete.Problem", None)
     monkeypatch.setattr("fastgrad.engines.plan.usual_seconds", lambda *_: 1e-6)  # however slow the machine is
     small = fastgrad.check(func, inputs, **keywords)
     assert small.passed

@@ -448,7 +448,7 @@ def planned(problem: Problem, settings: Settings, look: Any) -> Plan:
 
 @pytest.fixture
 def replaying(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> Cuda:
-    monkeypatch.setitem(check.__globals__, "make_plan", planned)
+    monkeypatch.setattr("fastgrad.checks.complete.make_plan", planned)
     return cuda
 
 
@@ -458,7 +458,7 @@ def planned_rows(problem: Problem, settings: Settings, look: Any) -> Plan:
 
 @pytest.fixture
 def replaying_rows(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> Cuda:
-    monkeypatch.setitem(check.__globals__, "make_plan", planned_rows)
+    monkeypatch.setattr("fastgrad.checks.complete.make_plan", planned_rows)
     return cuda
 
 
@@ -646,7 +646,7 @@ def test_blocks_of_rows_of_a_check_are_of_one_capture(cuda: Cuda, monkeypatch: p
     def in_blocks(problem: Problem, settings: Settings, look: Any) -> Plan:
         return replace(planned_rows(problem, settings, look), rows_per_block=20)
 
-    monkeypatch.setitem(check.__globals__, "make_plan", in_blocks)
+    monkeypatch.setattr("fastgrad.checks.complete.make_plan", in_blocks)
     z = leaf(25, dtype=torch.complex128)
     report = check(lambda x, z: (x.cumsum(0).sin(), z.cumsum(0) * x[0]), (leaf(50), z), DENSE)
     assert report.passed

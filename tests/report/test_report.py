@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fastgrad
-from fastgrad.checks.order import TIMED_COLUMNS, TIMED_SECONDS, check
-from fastgrad.core.phases import Stopwatch, phase
+from fastgrad.checks.order import check
+from fastgrad.core.phases import TIMED_COLUMNS, TIMED_SECONDS, Stopwatch, phase
 from fastgrad.report import data as reports
 from fastgrad.report.data import (
     LARGEST_TENSOR,

@@ -1,0 +1,364 @@
+"""The complete check: values and linearity of derivatives, attributes of backward, then evidence of a failure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fastgrad.checks.dense import dense_check
+from fastgrad.checks.description import environment, subject
+from fastgrad.checks.one_block import is_small, runs_single_rows, take_calls
+from fastgrad.checks.small_result import SmallCheck
+from fastgrad.core.backends import exact_libraries
+from fastgrad.core.errors import raise_if_transient, raise_unless_of_func
+from fastgrad.core.memory import OUT_OF_MEMORY
+from fastgrad.core.phases import TIMED_COLUMNS, TIMED_SECONDS, Stopwatch
+from fastgrad.core.progress import Progress
+from fastgrad.engines.plan import (
+    is_affordable,
+    looks_first,
+    make_plan,
+    make_sketch_plan,
+    sketches,
+    tries_structure,
+    with_less_memory,
+)
+from fastgrad.problem.first_look import first_look
+from fastgrad.problem.problem import Problem
+from fastgrad.problem.second_order import Backward
+from fastgrad.problem.validation import disabled_gradients
+from fastgrad.report.data import Failure, Plan, Sample, Settings
+from fastgrad.report.report import Report
+from fastgrad.verdict.comparison import Findings
+from fastgrad.verdict.confirm import located_pair
+from fastgrad.verdict.grad_outputs import (
+    check_batched_gradients,
+    check_batched_tangents,
+    check_undefined_grads,
+    check_undefined_tangents,
+    check_zero_grad_output,
+)
+from fastgrad.verdict.linearity import nondeterministic
+from fastgrad.verdict.recording import check_recorded_gradients
+from fastgrad.verdict.repeated_calls import RepeatedCalls
+from fastgrad.verdict.tangents import nondeterministic_jvp, repeated_tangents_failure
+
+if TYPE_CHECKING:
+    from fastgrad.sharding.problem import Partition
+
+
+def complete_check(
+    func: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    small: SmallCheck | None,
+    settings: Settings,
+    names: tuple[str, ...],
+    explain: bool,
+    partition: Partition | None,
+    start: float,
+) -> Report:
+    """The check, from what a small one found, if there was one; start: its beginning by `time.perf_counter`."""
+    make_problem: Callable[..., Problem] = Problem if partition is None else partition.problem
+    if small is not None:
+        make_problem = partial(Problem, traced=small.problem)
+    with (
+        _exact_libraries(arguments, settings) as notes,
+        Progress(settings.progress if partition is None or partition.leads else False) as progress,
+        make_problem(
+            func,
+            arguments,
+            settings.masked,
+            progress,
+            names,
+            _scales(settings) if settings.inputs else (),
+            # Differences of a backward use gradients without a graph, as in training; check_recorded_gradients compares
+            # gradients with a graph with them.
+            records_differences=not isinstance(func, Backward),
+        ) as problem,
+    ):
+        findings = Findings() if small is None else _go_on_from(small, problem, settings)
+
+        def run() -> Report:
+            report = _report(problem, settings, names, findings, notes, start, isinstance(func, Backward))
+            if not explain or report.failure is None:
+                return report
+            return _diagnosed(problem, replace(report, subject=subject(func, problem)), findings.sample)
+
+        return run() if partition is None else partition.report(run)
+
+
+def _go_on_from(small: SmallCheck, problem: Problem, settings: Settings) -> Findings:
+    """The results of a small check, for the complete check."""
+    columns = small.columns
+    if isinstance(columns, tuple):
+        problem.raise_changed(*columns, settings.eps)
+        columns = None
+    problem.vjps, problem.jvps = small.vjps, small.jvps
+    return Findings(
+        backward=small.backward,
+        early=small.raised,
+        columns=columns,
+        batched=small.batched,
+        moved=small.moved,
+        jvp_moved=small.jvp_moved,
+        domains_match=small.domains_match,
+        products=small.products,
+        tangents=small.tangents,
+    )
+
+
+def _report(
+    problem: Problem,
+    settings: Settings,
+    names: tuple[str, ...],
+    findings: Findings,
+    notes: list[str],
+    start: float,
+    of_backward: bool,
+) -> Report:
+    """The report without causes; notes: on libraries; start: when the check began, by `time.perf_counter`."""
+    seconds = {"first evaluation": time.perf_counter() - start}
+    worth_it = problem.n >= TIMED_COLUMNS or seconds["first evaluation"] >= TIMED_SECONDS
+    with Stopwatch(seconds) if worth_it else nullcontext():
+        plan, failure = _first_failure(problem, settings, findings, of_backward)
+    if failure is not None and failure.comparison is not None and all(pair.agrees for pair in findings.pairs):
+        findings.add_pair(located_pair(failure, failure.comparison))
+    if problem.device.type == "cuda":
+        findings.notes += notes
+    findings.notes += _notes(problem)
+    return Report(
+        failure=failure,
+        settings=settings,
+        plan=plan,
+        n=problem.n,
+        m=problem.m,
+        evaluations=problem.evaluations,
+        vjps=problem.vjps,
+        jvps=problem.jvps,
+        seconds=time.perf_counter() - start,
+        phases=dict(seconds),
+        notes=tuple(findings.notes),
+        input_names=names,
+        pairs=tuple(findings.pairs),
+        certificates=tuple(findings.certificates),
+        undecided=findings.undecided,
+        environment=environment(problem.device),
+    )
+
+
+def _notes(problem: Problem) -> list[str]:
+    """Unusual properties of func and of the caller's modes."""
+    disabled = disabled_gradients()
+    changes = "func changes its inputs, or they contain NaN; they were restored around every evaluation"
+    return ([disabled] if disabled else []) + ([changes] if problem.mutates_inputs else [])
+
+
+def _diagnosed(problem: Problem, report: Report, at_hand: Sample | None) -> Report:
+    """The report of a failed check, with evidence and probable causes."""
+    from fastgrad.diagnosis.evidence import diagnosed  # only here: a check that passes needs none
+
+    return diagnosed(problem, report, at_hand)
+
+
+def _exact_libraries(arguments: tuple[Any, ...], settings: Settings) -> AbstractContextManager[list[str]]:
+    """A context without TF32 and the like, if CUDA's libraries may be in use; it yields notes for the report."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return nullcontext([])
+    checked = [value for value in arguments if isinstance(value, Tensor) and value.requires_grad]
+    doubles = all(value.dtype in (torch.float64, torch.complex128) for value in checked)
+    return exact_libraries(settings.nondet_tol == 0, doubles)
+
+
+def _scales(settings: Settings) -> list[tuple[float, float]]:
+    """For each input: its step, relative to eps, and the weight of its errors in sums: less if its atol is larger."""
+    return [
+        (own.eps / settings.eps, settings.atol / own.atol if 0 < settings.atol < own.atol else 1.0)
+        for own in settings.inputs
+    ]
+
+
+def _first_failure(
+    problem: Problem, settings: Settings, findings: Findings, is_backward: bool
+) -> tuple[Plan, Failure | None]:
+    if is_backward and problem.has_graph:
+        problem.base()  # now, while the first evaluation gives it
+    if sketches(problem, settings) and findings.backward is None:
+        runs_backward = problem.has_graph and settings.check_backward_ad
+        calls = RepeatedCalls(problem, settings) if runs_backward else None
+        if calls is not None:
+            calls.run_first()
+            if findings.products is not None:
+                calls.add(*findings.products)
+        plan, failure = _screened(problem, settings, findings)
+        if failure is None and calls is not None:
+            failure = calls.failure()
+            findings.certificates += calls.certificates()
+    else:
+        plan, failure = _exact(problem, settings, findings)
+    if failure is None and problem.has_graph:
+        failure = _attribute_failure(problem, settings, findings)
+    if (
+        (failure is None or failure.kind == "mismatch")
+        and problem.has_graph
+        and is_backward
+        and torch.is_grad_enabled()
+    ):
+        failure = check_recorded_gradients(problem, settings) or failure
+    if failure is None and settings.check_forward_ad:
+        failure = _forward_failure(problem, settings, findings)
+    if failure is None and findings.moved:
+        failure = nondeterministic(problem.outputs[0])
+    if failure is None and findings.early is not None:
+        raise findings.early  # backward raised early, and not again in the order of the checks
+    return plan, failure
+
+
+def _forward_failure(problem: Problem, settings: Settings, findings: Findings) -> Failure | None:
+    """The failure of JVPs that do not come again, and of tangents whose domain was wrong in some calls."""
+    failure = None
+    if findings.tangents is not None:
+        failure = repeated_tangents_failure(problem, settings, *findings.tangents)
+    if failure is None and findings.jvp_moved:
+        failure = nondeterministic_jvp(problem.outputs[0], "some runs were right and others were not")
+    if failure is None and settings.check_grad_dtypes and not (findings.domains_match and problem.domains_match):
+        failure = Failure("tangent dtype", mode="forward")
+    return failure
+
+
+def _attribute_failure(problem: Problem, settings: Settings, findings: Findings) -> Failure | None:
+    """The checks besides the Jacobians: undefined, zero and batched grad_outputs and tangents."""
+    failure, backward = None, findings.backward
+    if settings.check_forward_ad and settings.check_undefined_grad:
+        failure = check_undefined_tangents(problem, settings)
+    if failure is None and settings.check_batched_forward_grad:
+        failure = check_batched_tangents(problem, settings)
+    if failure is not None or not settings.check_backward_ad:
+        return failure
+    if settings.check_batched_grad:
+        failure = check_batched_gradients(problem, settings, findings.batched)
+    if backward is not None and backward.are_zero:
+        return failure
+    if failure is None:
+        failure = check_zero_grad_output(problem, settings, backward.zeros[0] if backward else None)
+    if failure is None and settings.check_undefined_grad:
+        failure = check_undefined_grads(problem, backward.zeros[1:] if backward else None)
+    return failure
+
+
+def _exact(problem: Problem, settings: Settings, findings: Findings) -> tuple[Plan, Failure | None]:
+    """Compares every entry of every Jacobian, and a few VJPs from before with the same VJPs afterwards."""
+    runs_backward = problem.has_graph and settings.check_backward_ad
+    calls = RepeatedCalls(problem, settings) if runs_backward else None
+    # This must be on the first graph. If nothing else runs before whole_backward, its VJPs are the first ones.
+    at_once = is_small(problem, settings) and runs_single_rows(problem) and not looks_first(problem, settings)
+    if calls is not None and findings.backward is not None:
+        take_calls(problem, findings.backward, calls)
+    elif calls is not None and not at_once:
+        calls.run_first()
+    if calls is not None and findings.products is not None:
+        calls.add(*findings.products)
+    plan, failure = _all_entries(problem, settings, calls, findings)
+    if calls is not None and findings.early is None and (failure is None or failure.kind == "mismatch"):
+        # If an entry is wrong in some calls only, report that calls differ, which is the cause.
+        failure = calls.failure(one_round=failure is not None) or failure
+        findings.certificates += calls.certificates()
+    return plan, failure
+
+
+def _all_entries(
+    problem: Problem, settings: Settings, calls: RepeatedCalls | None, findings: Findings
+) -> tuple[Plan, Failure | None]:
+    """Compares every entry of every Jacobian: those of a sparsity pattern if that costs less, otherwise all."""
+    look, obstacle = None, ""
+    try:
+        look = first_look(problem, settings) if looks_first(problem, settings) else None
+        if look is not None and calls is not None and tries_structure(problem, settings, look):
+            from fastgrad.checks.compressed import check_by_structure  # imported here to keep `import fastgrad` fast
+
+            outcome = check_by_structure(problem, settings, look, calls, findings)
+            if outcome is not None:
+                return outcome.plan, outcome.failure
+    except OUT_OF_MEMORY:
+        obstacle = "; the compressed engine ran out of memory"
+    plan = make_plan(problem, settings, look)
+    plan = replace(plan, reason=plan.reason + obstacle) if obstacle else plan
+    count = 2 * problem.n + problem.m
+    problem.progress.start(count, look.measured * count if look else 0.0, f"{count} calls")
+    while True:
+        own = Findings(backward=findings.backward, early=findings.early, columns=findings.columns)
+        try:
+            plan, failure = dense_check(problem, plan, settings, look, own, calls)
+        except OUT_OF_MEMORY as error:
+            smaller = with_less_memory(problem, plan)
+            if smaller is None:
+                raise MemoryError(_want_of_memory(problem, plan, settings, error)) from error
+            plan = smaller
+        else:
+            findings.add(own)
+            return plan, failure
+
+
+def _want_of_memory(problem: Problem, plan: Plan, settings: Settings, error: BaseException) -> str:
+    limit = "by default a share of the free memory" if settings.memory_limit is None else f"now {settings.memory_limit}"
+    return (
+        f"The check ran out of memory, with {plan.memory} bytes for {plan.columns_per_pass} of {problem.n} columns of "
+        f"the Jacobian at a time: {str(error) or type(error).__name__} In addition, func and its graph need memory: "
+        f"make the inputs smaller, or leave more for func by a lower memory_limit= (in bytes; {limit})."
+    )
+
+
+def _screened(problem: Problem, settings: Settings, findings: Findings) -> tuple[Plan, Failure | None]:
+    """Fast mode; the exact engine decides what it leaves open, if that is affordable."""
+    from fastgrad.checks.sketch import (  # imported here to keep `import fastgrad` fast
+        screen,
+        screen_constant,
+        screen_forward,
+    )
+
+    def exactly(what: str) -> tuple[Plan, Failure | None]:
+        findings.notes.append(f"{what} was decided by the exact engine")
+        return _exact(problem, settings, findings)
+
+    plan = make_sketch_plan(settings)
+    if not problem.has_graph:
+        screens = [screen_constant]
+    else:
+        modes = (settings.check_backward_ad, screen), (settings.check_forward_ad, screen_forward)
+        screens = [run for is_checked, run in modes if is_checked]
+    for run in screens:
+        try:
+            found = run(problem, settings)
+        except Exception as error:
+            raise_unless_of_func(error)
+            if not is_affordable(problem):
+                raise
+            # func raised next to x. If it accepts steps of single coordinates, the exact engine may still decide.
+            raise_if_transient(error, partial(run, problem, settings))
+            return exactly("a check whose func raised next to the inputs")
+        if found.raised is not None:
+            # The exact engine raises it in the order of the checks; if it does not raise again, it is raised here.
+            if is_affordable(problem):
+                plan, failure = exactly("a backward that raised")
+                if failure is not None:
+                    return plan, failure
+            raise found.raised
+        if found.failure is not None and found.failure.kind == "nonlinear" and is_affordable(problem):
+            # The exact engine names the output and the input of the entry.
+            exact_plan, failure = exactly("which entry a backward that is not linear gets wrong")
+            return (plan, found.failure) if failure is None else (exact_plan, failure)
+        if found.failure is not None:
+            return plan, found.failure
+        if found.undecided is None:
+            findings.certificates += found.certificates
+            continue
+        if is_affordable(problem):
+            return exactly("what the sketch left open")
+        findings.note_undecided(found.undecided)
+    return plan, None

@@ -1,0 +1,248 @@
+"""Every entry by the dense engine: rows and columns, block by block, and the linearity of backward and of the jvp."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from torch import Tensor
+
+from fastgrad.checks.one_block import (
+    agrees,
+    is_small,
+    jacobian,
+    product_at_hand,
+    same_afterwards,
+    single_rows,
+    take_calls,
+    whole_backward,
+)
+from fastgrad.core.errors import raise_unless_of_func
+from fastgrad.core.native import Rows
+from fastgrad.engines import dense
+from fastgrad.engines.blocks import REPEATED_ROWS, JacobianBlock
+from fastgrad.engines.executor import RefusedError
+from fastgrad.problem.coordinates import block_with
+from fastgrad.problem.first_look import FirstLook
+from fastgrad.problem.problem import Problem
+from fastgrad.report.data import Certificate, Failure, Part, Plan, Settings
+from fastgrad.verdict.comparison import Findings, PairComparison
+from fastgrad.verdict.confirm import mismatch_failure
+from fastgrad.verdict.grad_outputs import check_zero_grad_output
+from fastgrad.verdict.linearity import (
+    LinearityProof,
+    moved_once,
+    moving_repeat,
+    moving_row,
+    nonlinear_repeat,
+    rerun,
+)
+from fastgrad.verdict.repeated_calls import RepeatedCalls
+from fastgrad.verdict.tangents import TangentProof
+
+
+def dense_check(
+    problem: Problem,
+    plan: Plan,
+    settings: Settings,
+    look: FirstLook | None,
+    findings: Findings,
+    calls: RepeatedCalls | None,
+) -> tuple[Plan, Failure | None]:
+    """The failure of any entry, and the plan by which it was found: one by one where batches or replays show one."""
+    judge = _jacobian_failure if problem.has_graph else _nonzero_numerical
+    if plan.batch is not None or plan.replayed or plan.rows_replayed:
+        if calls is not None:
+            calls.run_first()
+        own = Findings()
+        try:
+            failure = judge(problem, plan, settings, own, calls)
+        except RefusedError as error:
+            reason = f"one by one after all: {error}"
+        else:
+            if failure is None:
+                findings.add(own)
+                return plan, None
+            reason = "a mismatch is followed up one by one"
+        reason = f"{plan.reason}; {reason}"
+        plan = replace(plan, batch=None, replayed=False, rows_replayed=False, reason=reason)
+    elif is_small(problem, settings) and findings.backward is None and findings.early is None:
+        findings.on_first_graph = problem.evaluations == 1
+        try:
+            findings.backward = whole_backward(problem, settings, look.measured if look else problem.seconds)
+        except Exception as error:
+            raise_unless_of_func(error)
+            findings.early = error
+        else:
+            if calls is not None:
+                take_calls(problem, findings.backward, calls)
+    return plan, judge(problem, plan, settings, findings, calls)
+
+
+def _nonzero_numerical(
+    problem: Problem, plan: Plan, settings: Settings, findings: Findings, _: RepeatedCalls | None
+) -> Failure | None:
+    """If no output requires grad, func must not depend on its inputs."""
+    for first, columns in dense.numerical_columns(problem, plan, settings):
+        if bool(columns.any()):
+            column, row = (int(i) for i in columns.nonzero()[0])
+            output, block = block_with(problem.outputs, row), block_with(problem.inputs, first + column)
+            return Failure(
+                "nonzero numerical gradient",
+                output=output.index,
+                input=block.index,
+                output_position=output.position,
+                input_position=block.position,
+                detail=f"{columns[column, row].item():.6g}",
+            )
+    findings.certificates.append(Certificate("func does not depend on its inputs", "every column, bit by bit", 0.0))
+    return None
+
+
+def _jacobian_failure(
+    problem: Problem, plan: Plan, settings: Settings, findings: Findings, calls: RepeatedCalls | None
+) -> Failure | None:
+    """The Jacobians, pass by pass over numerical columns; reverse mode is judged before forward mode."""
+    nothing_to_compare = not problem.n and all(block.elements is None for block in problem.inputs)
+    if not problem.m or nothing_to_compare:
+        return None
+    columns_at_hand = dense.numerical_columns(problem, plan, settings)
+    backward, rows_remain = findings.backward, settings.check_backward_ad
+    if backward is not None:
+        columns = findings.columns
+        if columns is None:
+            columns = dense.columns_one_by_one(problem, settings, 0, problem.n, plan.record_graph)
+        # Not for a custom backward, because repeated calls test the same; and not for a later graph, because it was
+        # recorded after other evaluations anyway.
+        is_asked = findings.on_first_graph and not problem.is_custom
+        if is_asked and not same_afterwards(problem, settings, *product_at_hand(problem, settings, backward)):
+            backward, findings.moved = None, True
+        elif agrees(problem, settings, backward, columns, findings):
+            if calls is not None and calls.rows:
+                calls.see_all(jacobian(problem, backward))
+            if not settings.check_forward_ad:
+                return None
+            rows_remain = False
+        columns_at_hand = iter([(0, columns)])
+    rows_repeated = all(output.tensor.numel() <= REPEATED_ROWS for output in problem.outputs)
+    moving = partial(moving_row, problem, settings, plan.rows_per_block)
+    proof = LinearityProof(problem, settings, rows_repeated, moving) if problem.m > 1 else None
+    forward = ForwardComparison(problem, plan, settings, findings) if settings.check_forward_ad else None
+    rows_at_hand: Sequence[Rows] = ()
+    if backward is not None:
+        rows_at_hand = single_rows(backward)
+        if proof is not None:
+            proof.take(backward.products, backward.movement)
+    for first, columns in columns_at_hand:
+        if rows_remain:
+            for blocks in dense.row_blocks(problem, plan, first, columns, rows_at_hand):
+                failure = _judge(problem, plan, blocks, settings, proof, findings, calls)
+                if failure is not None:
+                    return failure
+        if forward is not None:
+            forward.add(first, columns)
+    if rows_remain and proof is not None:
+        failure = _proof_failure(problem, proof, settings)
+        if failure is not None:
+            return failure
+        findings.certificates.append(proof.certificate())
+    return forward.failure() if forward is not None else None
+
+
+def _proof_failure(problem: Problem, proof: LinearityProof, settings: Settings) -> Failure | None:
+    """The proof's failure, or that of a gradient with a wrong layout: converting it to strided may raise."""
+    try:
+        return proof.failure()
+    except RuntimeError:
+        failure = check_zero_grad_output(problem, settings)
+        if failure is None:
+            raise
+        return failure
+
+
+class ForwardComparison:
+    """The Jacobians by forward-mode AD against the numerical ones, and the linearity of the jvp."""
+
+    def __init__(self, problem: Problem, plan: Plan, settings: Settings, findings: Findings) -> None:
+        self._problem = problem
+        self._plan = plan
+        self._settings = settings
+        self._findings = findings
+        self._proof = TangentProof(problem, settings)
+        self._pairs: dict[tuple[bool, int, int], tuple[Part, PairComparison]] = {}
+        self._domains_match = True
+
+    def add(self, first: int, columns: Tensor) -> None:
+        """Adds the numerical columns from `first` on, shape (count, m): one evaluation each."""
+        tangents, domains_match = self._problem.tangent_columns(first, columns.shape[0])
+        self._domains_match &= domains_match
+        for block in dense.tangent_blocks(self._problem, first, columns, tangents):
+            # In torch's order of judging: imaginary parts come, with the real inputs, before real parts.
+            key = block.part == "real", block.output.index, block.input.index
+            if key not in self._pairs:
+                own = self._settings.of(block.input.index)
+                pair = PairComparison(block.output, block.input, own.atol, own.rtol, "forward")
+                self._pairs[key] = block.part, pair
+            self._pairs[key][1].add(block.analytical, block.numerical, block.first_element, 0)
+            self._proof.add(block)
+
+    def failure(self) -> Failure | None:
+        """The verdict, once all columns are in."""
+        if self._settings.check_grad_dtypes and not self._domains_match:
+            return Failure("tangent dtype", mode="forward")
+        for key in sorted(self._pairs):
+            part, pair = self._pairs[key]
+            failure = mismatch_failure(self._problem, self._plan, pair, part, self._settings, self._findings)
+            if failure is not None:
+                return failure
+        failure = self._proof.failure()
+        if failure is None:
+            self._findings.certificates.append(self._proof.certificate())
+        return failure
+
+
+def _judge(
+    problem: Problem,
+    plan: Plan,
+    blocks: Iterable[JacobianBlock],
+    settings: Settings,
+    proof: LinearityProof | None,
+    findings: Findings,
+    calls: RepeatedCalls | None,
+) -> Failure | None:
+    """One part of one output: dtype, size, determinism, then the comparison, inputs in their order."""
+    pairs: dict[int, PairComparison] = {}
+    dtypes_match = sizes_match = True
+    again: tuple[Tensor, Tensor] | None = None
+    repeat: Failure | None = None
+    for block in blocks:
+        dtypes_match &= block.match.dtypes
+        sizes_match &= block.match.sizes
+        if not block.match.repeats and repeat is None:
+            if again is None:
+                repeat, again = moving_repeat(problem, block, settings), rerun(problem, block)
+            repeat = repeat or moved_once(block, again, settings) or nonlinear_repeat(block, settings)
+        pair = pairs.get(block.input.index)
+        if pair is None:
+            own = settings.of(block.input.index) if settings.inputs else settings
+            pair = pairs[block.input.index] = PairComparison(block.output, block.input, own.atol, own.rtol)
+        pair.add(block.analytical, block.numerical, block.first_row, block.first_column)
+        if block.unspecified is not None:
+            entry = block.unspecified
+            pair.add_unspecified(block.first_row + entry.row, entry.element, entry.value)
+        if proof is not None:
+            proof.add(block)
+        if calls is not None:
+            calls.see(block)
+    if settings.check_grad_dtypes and not dtypes_match:
+        return Failure("dtype", output=block.output.index, output_position=block.output.position, part=block.part)
+    if not sizes_match:
+        return Failure("size", output=block.output.index, output_position=block.output.position, part=block.part)
+    if repeat is not None and repeat.kind == "nondeterministic":
+        return repeat
+    for pair in pairs.values():
+        failure = mismatch_failure(problem, plan, pair, block.part, settings, findings)
+        if failure is not None:
+            return failure
+    return repeat

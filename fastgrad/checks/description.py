@@ -1,0 +1,40 @@
+"""What a report says of the checked function and of where it was checked."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from fastgrad._version import __version__
+from fastgrad.problem.problem import Problem
+from fastgrad.problem.second_order import Backward
+from fastgrad.problem.signature import function_name, kind_of, parameter_names, source_of
+from fastgrad.report.data import Environment, Subject
+
+
+def subject(func: Callable[..., Any], problem: Problem) -> Subject:
+    """Checked function, for a report."""
+    parameters = parameter_names(func)
+    if isinstance(func, Backward):
+        parameters = parameters[: func.count]  # grad_outputs come after them
+    kinds = {block.position: kind_of(block.tensor) for block in problem.inputs}
+    return Subject(
+        function_name(func),
+        parameters,
+        tuple(kinds.get(position, "") for position in range(max(kinds, default=-1) + 1)),
+        tuple(kind_of(block.tensor) for block in problem.outputs),
+        source_of(func),
+        os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0],
+    )
+
+
+@lru_cache(8)
+def environment(device: torch.device) -> Environment:
+    """Versions and device, for a report."""
+    name = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+    return Environment(__version__, str(torch.__version__), platform.python_version(), name)
