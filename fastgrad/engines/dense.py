@@ -6,6 +6,7 @@ Numerical columns are held, as many as the memory limit admits; analytical rows 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -118,7 +119,8 @@ def _columns(problem: Problem, plan: Plan, settings: Settings, first: int, count
     from fastgrad.engines import cuda_graph, vmapped  # imported here to keep `import fastgrad` fast
 
     if plan.batch is not None:
-        columns = vmapped.difference_columns(problem, first, count, plan.batch, eps)
+        single = partial(problem.difference_columns, eps=eps, record_graph=record_graph)
+        columns = vmapped.difference_columns(problem, first, count, plan.batch, eps, single)
     else:
         columns = cuda_graph.difference_columns(problem, first, count, eps, record_graph)
     if not _agree(problem, settings, first, columns, record_graph):

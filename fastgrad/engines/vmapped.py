@@ -119,10 +119,18 @@ def obstacle(problem: Problem, eps: float) -> str | None:
 
 
 @phase("numerical columns")
-def difference_columns(problem: Problem, first: int, count: int, size: int, eps: float) -> Tensor:
+def difference_columns(
+    problem: Problem, first: int, count: int, size: int, eps: float, single: Callable[[int, int], Tensor] | None = None
+) -> Tensor:
     """Columns as `Problem.difference_columns` gives them, up to rounding: `size` of them in one call of func.
 
     Func records no graph. The points are the same, bit for bit.
+
+    Parameters
+    ----------
+    single
+        Gives columns one by one, from the number of the first and their count, of inputs for whose batches func raises:
+        others may admit them. None: all must.
 
     Raises
     ------
@@ -142,7 +150,10 @@ def difference_columns(problem: Problem, first: int, count: int, size: int, eps:
                 raise RefusedError("out of memory") from error  # single calls take less
             except Exception as error:
                 raise_if_transient(error, evaluate)
-                raise RefusedError(f"func raises {type(error).__name__}") from error
+                if single is None:
+                    raise RefusedError(f"func raises {type(error).__name__}") from error
+                columns[some.start : high - first] = single(begin, high - begin)
+                break
             torch.sub(plus, minus, out=columns[some]).div_(widths[some].unsqueeze(1))
             problem.progress.step(2 * (some.stop - some.start))
     return columns

@@ -178,6 +178,22 @@ def test_refused_where_batches_are_not_the_function(func: Callable[[Tensor], Ten
 
 
 @pytest.mark.usefixtures("always")
+def test_an_input_whose_batches_raise_is_differenced_one_by_one() -> None:
+    x, bias = leaf(80), leaf(6)
+
+    def func(x: Tensor, bias: Tensor) -> Tensor:
+        if torch._C._functorch.is_batchedtensor(bias):
+            raise RuntimeError("no batches of bias")
+        return x.cumsum(0) * bias.prod()
+
+    report = check(func, (x, bias), DENSE)
+    assert report.passed
+    assert report.plan is not None
+    assert report.plan.batch is not None
+    assert 12 < report.evaluations < 80
+
+
+@pytest.mark.usefixtures("always")
 def test_a_wrong_rule_is_seen_wherever_it_is_wrong() -> None:
     x = leaf(80)
     with Problem(lambda x: x.cumsum(0), (x,)) as problem:
