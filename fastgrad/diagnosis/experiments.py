@@ -13,7 +13,7 @@ from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Entry, Evidence, Failure, Sample
 from fastgrad.report.report import Report
 
-MORE_CALLS = 64
+MORE_CALLS = 96
 """Additional calls of func and backward, besides as many as the check itself took."""
 
 SECONDS = 1.0

@@ -30,6 +30,15 @@ SMALLEST_STEP = 1e-13
 """Relative to |x|; at least 4 ulp of x."""
 
 RATIO = 4.0
+"""Of a step to the next smaller one."""
+
+QUICK_RATIO = 64.0
+"""The same where only a few steps around eps are taken."""
+
+QUICK_STEPS = 4
+"""The number of these, from QUICK_RATIO times eps on: they end where rounding of func in double precision begins to
+matter, 2e-10 for the default eps."""
+
 ORDER = 4
 STRAIGHT = 0.2
 """func counts as straight around eps if its slopes differ by at most this share of their size, and of their distance to
@@ -109,6 +118,8 @@ class Measured:
         One-sided derivatives with the step eps: float64, shape (entries,).
     eps
         That step.
+    ratio
+        Of a step to the next smaller one.
     steps, widths, changes, bends
         From large to small steps h: h itself; the distance of the two points, zero if the coordinate takes no step as
         small as this; f(x + h) - f(x - h); f(x + h) - 2 f(x) + f(x - h). Shape (steps, entries) each.
@@ -118,6 +129,7 @@ class Measured:
     left: Tensor
     right: Tensor
     eps: float
+    ratio: float
     steps: Tensor
     widths: Tensor
     changes: Tensor
@@ -141,8 +153,13 @@ def refine(
     return settled([measured(problem, inputs, outputs, record_graph, eps)], atol, rtol)
 
 
-def measured(problem: Problem, inputs: Tensor, outputs: Tensor, record_graph: bool, eps: float) -> Measured:
-    """The evaluations behind `refine`: two per step, and three; at most some 90."""
+def measured(
+    problem: Problem, inputs: Tensor, outputs: Tensor, record_graph: bool, eps: float, quickly: bool = False
+) -> Measured:
+    """The evaluations behind `refine`: two per step, and three; at most some 90.
+
+    quickly: eleven, with a few steps around eps. They can show that an entry is wrong, and not that it is right.
+    """
     inputs, outputs = _plain(inputs), _plain(outputs)
     where, owner = torch.unique(inputs, return_inverse=True)
     block = block_with(problem.inputs, int(where[0]))
@@ -152,12 +169,14 @@ def measured(problem: Problem, inputs: Tensor, outputs: Tensor, record_graph: bo
     displacement = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
     # Like all other values of a copy with all elements specified, if an input is sparse.
     base = problem.evaluate(record_graph, displacement)[outputs]
+    ratio = QUICK_RATIO if quickly else RATIO
+    largest = QUICK_RATIO * eps * block.step * torch.ones_like(x) if quickly else LARGEST_STEP * x.clamp(min=1.0)
     # An infinite x takes no step, nor does a NaN.
-    largest = torch.where(x.isfinite(), LARGEST_STEP * x.clamp(min=1.0), 0.0)
+    largest = torch.where(x.isfinite(), largest, 0.0)
     steps, widths, changes, bends = [], [], [], []
-    for taken, powers in _runs(largest, smallest):
+    for taken, powers in _runs(largest, smallest, ratio, QUICK_STEPS if quickly else None):
         displacement[where] = torch.where(taken, largest, 0.0)
-        scales = [RATIO**-power for power in powers]
+        scales = [ratio**-power for power in powers]
         for scale, pair in zip(scales, _pairs(problem, record_graph, displacement, scales, outputs), strict=True):
             if pair is None:
                 continue  # for example outside of func's domain: a smaller step may be inside
@@ -169,17 +188,18 @@ def measured(problem: Problem, inputs: Tensor, outputs: Tensor, record_graph: bo
     left, right = _one_sided(problem, where, owner, outputs, base, record_graph, eps)
     found = [torch.stack(some) if some else base.new_empty(0, base.numel()) for some in (steps, widths, changes, bends)]
     rounding = _rounding(problem, outputs, base, x[owner], found[2])
-    return Measured(rounding, left, right, eps * block.step, *found)
+    return Measured(rounding, left, right, eps * block.step, ratio, *found)
 
 
-def _runs(largest: Tensor, smallest: Tensor) -> list[tuple[Tensor, range]]:
-    """Masks of the coordinates that take the step largest * RATIO**-power, and the range of powers of each mask.
+def _runs(largest: Tensor, smallest: Tensor, ratio: float, most: int | None) -> list[tuple[Tensor, range]]:
+    """Masks of the coordinates that take the step largest * ratio**-power, and the range of powers of each mask.
 
-    A coordinate takes steps down to `smallest`. All have shape (coordinates,). Consecutive masks differ.
+    A coordinate takes steps down to `smallest`, `most` at most. All have shape (coordinates,). Consecutive masks
+    differ.
     """
     found: list[tuple[Tensor, range]] = []
     power = 0
-    while bool((taken := largest * RATIO**-power >= smallest).any()):
+    while power != most and bool((taken := largest * ratio**-power >= smallest).any()):
         if found and torch.equal(found[-1][0], taken):
             found[-1] = taken, range(found[-1][1].start, power + 1)
         else:
@@ -221,8 +241,8 @@ def settled(found: Sequence[Measured], atol: float, rtol: float) -> Refinement:
     )
     taken = widths != 0
     slopes = torch.where(taken, changes / widths, 0.0)
-    values, errors = extrapolate(slopes, widths, rounding, atol, rtol)
-    eps = found[0].eps
+    eps, ratio = found[0].eps, found[0].ratio
+    values, errors = extrapolate(slopes, widths, rounding, atol, rtol, ratio)
     doubtful = _is_rounded(slopes, steps, left, right, values, eps, atol, rtol)
     some = doubtful.nonzero().reshape(-1)
     if some.numel():
@@ -232,7 +252,7 @@ def settled(found: Sequence[Measured], atol: float, rtol: float) -> Refinement:
         noise = ((slopes[:, some] - slope) * finer).abs().amax(0)
         little = noise <= ROUNDED * 2 * eps * slope.abs()
         some, noise = some[little], noise[little]
-        better = extrapolate(slopes[:, some], widths[:, some], torch.maximum(noise, rounding[some]), atol, rtol)
+        better = extrapolate(slopes[:, some], widths[:, some], torch.maximum(noise, rounding[some]), atol, rtol, ratio)
         sure = better[1] <= atol + rtol * better[0].abs()
         some = some[sure]
         values[some], errors[some] = (result[sure] for result in better)
@@ -315,7 +335,9 @@ def _one_sided(
     return (base - minus) / step, (plus - base) / step
 
 
-def extrapolate(slopes: Tensor, widths: Tensor, rounding: Tensor, atol: float, rtol: float) -> tuple[Tensor, Tensor]:
+def extrapolate(
+    slopes: Tensor, widths: Tensor, rounding: Tensor, atol: float, rtol: float, ratio: float = RATIO
+) -> tuple[Tensor, Tensor]:
     """The best estimate of each entry and its error; NaN, infinite, where there is none.
 
     Parameters
@@ -323,6 +345,8 @@ def extrapolate(slopes: Tensor, widths: Tensor, rounding: Tensor, atol: float, r
     slopes, widths
         Plain differences and their divisors: shape (steps, entries), large steps first. A step
         that an entry did not take, one of the last, has width zero.
+    ratio
+        Of a step to the next smaller one.
     """
     if not widths.numel():
         return torch.full_like(rounding, torch.nan), torch.full_like(rounding, torch.inf)
@@ -332,7 +356,7 @@ def extrapolate(slopes: Tensor, widths: Tensor, rounding: Tensor, atol: float, r
     for first in range(0, rounding.numel(), TOGETHER):
         own = slice(first, first + TOGETHER)
         with np.errstate(all="ignore"):
-            found.append(_extrapolated(slope[:, own], width[:, own], noise[own], atol, rtol))
+            found.append(_extrapolated(slope[:, own], width[:, own], noise[own], atol, rtol, ratio))
     values, errors = (torch.from_numpy(np.concatenate(part)).to(rounding.device) for part in zip(*found, strict=True))
     return values, errors
 
@@ -346,7 +370,9 @@ def _plain(tensor: Tensor) -> Tensor:
     return values
 
 
-def _extrapolated(slopes: Array, widths: Array, rounding: Array, atol: float, rtol: float) -> tuple[Array, Array]:
+def _extrapolated(
+    slopes: Array, widths: Array, rounding: Array, atol: float, rtol: float, ratio: float
+) -> tuple[Array, Array]:
     values = np.full_like(rounding, np.nan)
     errors_of_values = np.full_like(rounding, np.inf)
     taken = widths != 0
@@ -359,7 +385,7 @@ def _extrapolated(slopes: Array, widths: Array, rounding: Array, atol: float, rt
     differences[1:, 0] = np.where(still[1:], 0.0, np.abs(np.diff(slopes, axis=0)))
     for k in range(1, min(len(widths) - 1, ORDER) + 1):
         coarse, fine = estimates[k - 1 : -1, k - 1], estimates[k:, k - 1]
-        estimates[k:, k] = fine + (fine - coarse) / (RATIO ** (2 * k) - 1)
+        estimates[k:, k] = fine + (fine - coarse) / (ratio ** (2 * k) - 1)
         differences[k:, k] = np.maximum(np.abs(estimates[k:, k] - fine), np.abs(estimates[k:, k] - coarse))
     # In units of func's values: how the finest steps scatter around a line of their own.
     finest = taken & (taken.sum(0) - taken.cumsum(0) < FINEST)

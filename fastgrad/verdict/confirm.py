@@ -244,21 +244,27 @@ def _survivor(
         in_turn, count = worst.argsort(), 1
         while in_turn.numel():
             chosen = [left[which == number] for number in in_turn[:count]]
-            survivor, wrong, off = surviving(problem, record_graph, settings, [suspects.of(some) for some in chosen])
-            unresolved = max(unresolved, off)
+            several = any(bool((elements[own] != elements[own[0]]).any()) for own in chosen)
             some = torch.cat(chosen)
             measured[some] = True
-            if survivor is not None and any(bool((elements[own] != elements[own[0]]).any()) for own in chosen):
-                accused = suspects.of(some[wrong])
-                others = (survivor.entry, *survivor.others)
-                survivor, alone, off = _survivor(problem, record_graph, settings, accused, accused.input_elements)
+            for quickly in (True, False) if count == 1 else (False,):
+                survivor, wrong, off = surviving(
+                    problem, record_graph, settings, [suspects.of(own) for own in chosen], quickly
+                )
                 unresolved = max(unresolved, off)
+                if survivor is not None and several:
+                    accused = suspects.of(some[wrong])
+                    others = (survivor.entry, *survivor.others)
+                    survivor, alone, off = _survivor(problem, record_graph, settings, accused, accused.input_elements)
+                    unresolved = max(unresolved, off)
+                    if survivor is not None:
+                        known = {block.element_index(int(element)) for element in accused.input_elements[alone]}
+                        others = tuple(entry for entry in others if entry.input_index not in known)
+                        survivor = replace(survivor, others=survivor.others + others)
                 if survivor is not None:
-                    known = {block.element_index(int(element)) for element in accused.input_elements[alone]}
-                    others = tuple(entry for entry in others if entry.input_index not in known)
-                    survivor = replace(survivor, others=survivor.others + others)
-            if survivor is not None:
-                return survivor, measured, unresolved
+                    return survivor, measured, unresolved
+                if not bool(wrong.any()):
+                    break  # all were measured, not only those that a few steps accused
             in_turn, count = in_turn[count:], min(MOST_GROUPS, count * 4)
     return None, measured, unresolved
 

@@ -18,6 +18,10 @@ UNRESOLVED = 64.0
 """Largest error of an entry's derivative, in units of its tolerance, for which the entry is left open: rounding next
 to a kink. Beyond, the derivative did not converge."""
 
+CLEAR = 16.0
+"""The least difference of an entry, in units of its tolerance and of the estimated error of its derivative together,
+for which a few steps suffice to call it wrong."""
+
 MOST_OTHERS = 7
 """Wrong entries to report in addition to the worst."""
 
@@ -123,14 +127,50 @@ def _number(coordinates: Tensor) -> str:
 
 @phase("re-measuring")
 def surviving(
-    problem: Problem, record_graph: bool, settings: Settings, groups: Sequence[Suspects]
+    problem: Problem, record_graph: bool, settings: Settings, groups: Sequence[Suspects], quickly: bool = True
 ) -> tuple[Survivor | None, Tensor, float]:
     """The worst of some suspected entries, if any is wrong after re-measuring; and which ones are: bool, end to end.
 
     Last, the possible error of entries that agree within the error of their derivatives, but not to the tolerance.
-    groups: of one input; the entries of each are moved together.
+    groups: of one input; the entries of each are moved together. quickly: a few steps are tried first, which may show
+    entries that are clearly wrong; then only these are in the result.
     """
     own = settings.of(block_with(problem.inputs, int(groups[0].inputs[0, 0])).index)
+    suspects = Suspects(*(torch.cat([getattr(group, field.name) for group in groups]) for field in fields(Suspects)))
+    if quickly:
+        columns = _refined(problem, record_graph, settings, groups, own, quickly=True)
+        clear = _clearly_wrong(suspects, columns, own)
+        if bool(clear.any()):
+            return _survivor_of(problem, suspects, columns, clear, own), clear, 0.0
+    columns = _refined(problem, record_graph, settings, groups, own, quickly=False)
+    values, errors, converged = _values_and_errors(suspects, columns)
+    allowed = own.atol + own.rtol * values.abs()
+    agrees = (suspects.analytical - values).abs() <= allowed
+    shape = suspects.outputs.shape
+    doubtful = torch.stack([column.doubtful.reshape(shape).any(1) for column in columns]).any(0)
+    # Changes of func below its own rounding excuse no gradient.
+    converged &= ~(doubtful & agrees)
+    off = errors.abs()
+    is_open = agrees & ~converged & ~doubtful & (off <= UNRESOLVED * allowed)
+    for which in map(int, is_open.nonzero().reshape(-1)):  # subclasses have no tolist
+        rows = _rows_of(suspects, which)
+        is_open[which] = all(column.is_kink(row, own.atol, own.rtol) for column in columns for row in rows)
+    unresolved = float(off[is_open].amax()) if bool(is_open.any()) else 0.0
+    wrong = ~(agrees & (converged | is_open))
+    if not bool(wrong.any()):
+        return None, wrong, unresolved
+    return _survivor_of(problem, suspects, columns, wrong, own), wrong, unresolved
+
+
+def _refined(
+    problem: Problem,
+    record_graph: bool,
+    settings: Settings,
+    groups: Sequence[Suspects],
+    own: Tolerances,
+    quickly: bool,
+) -> list[Refinement]:
+    """Derivatives of the suspects' coordinates, one refinement per part of an input; quickly: as of `measured`."""
     columns = []
     for part in range(groups[0].inputs.shape[1]):
         found = [
@@ -140,32 +180,49 @@ def surviving(
                 group.outputs.reshape(-1),
                 record_graph,
                 settings.eps,
+                quickly,
             )
             for group in groups
         ]
         columns.append(settled(found, own.atol, own.rtol))
-    suspects = Suspects(*(torch.cat([getattr(group, field.name) for group in groups]) for field in fields(Suspects)))
-    atol, rtol = own.atol, own.rtol
+    return columns
+
+
+def _values_and_errors(suspects: Suspects, columns: list[Refinement]) -> tuple[Tensor, Tensor, Tensor]:
+    """The entries and their errors, complex128, and whether they converged: shape (entries,)."""
     shape = suspects.outputs.shape
     values, errors = (
         _entries([getattr(column, name).reshape(shape) for column in columns]) for name in ("values", "errors")
     )
-    converged = torch.stack([column.converged.reshape(shape).all(1) for column in columns]).all(0)
+    return values, errors, torch.stack([column.converged.reshape(shape).all(1) for column in columns]).all(0)
+
+
+def _clearly_wrong(suspects: Suspects, columns: list[Refinement], own: Tolerances) -> Tensor:
+    """Which entries no further step can excuse, by a few steps: those of a smooth func that are far off."""
+    values, errors, clear = _values_and_errors(suspects, columns)
     difference = (suspects.analytical - values).abs()
-    allowed = atol + rtol * values.abs()
-    doubtful = torch.stack([column.doubtful.reshape(shape).any(1) for column in columns]).any(0)
-    # Changes of func below its own rounding excuse no gradient.
-    converged &= ~(doubtful & (difference <= allowed))
-    agrees = difference <= allowed
-    off = errors.abs()
-    is_open = agrees & ~converged & ~doubtful & (off <= UNRESOLVED * allowed)
-    for which in map(int, is_open.nonzero().reshape(-1)):  # subclasses have no tolist
-        rows = range(which * shape[1], (which + 1) * shape[1])
-        is_open[which] = all(column.is_kink(row, atol, rtol) for column in columns for row in rows)
-    unresolved = float(off[is_open].amax()) if bool(is_open.any()) else 0.0
-    wrong = ~(agrees & (converged | is_open))
-    if not bool(wrong.any()):
-        return None, wrong, unresolved
+    clear = clear & (difference > CLEAR * (own.atol + own.rtol * values.abs() + errors.abs()))
+    for which in map(int, clear.nonzero().reshape(-1)):
+        clear[which] = not any(
+            bool(column.doubtful[row]) or column.is_kink(row, own.atol, own.rtol)
+            for column in columns
+            for row in _rows_of(suspects, which)
+        )
+    return clear
+
+
+def _rows_of(suspects: Suspects, entry: int) -> range:
+    """The rows of a refinement that belong to an entry."""
+    width = suspects.outputs.shape[1]
+    return range(entry * width, (entry + 1) * width)
+
+
+def _survivor_of(
+    problem: Problem, suspects: Suspects, columns: list[Refinement], wrong: Tensor, own: Tolerances
+) -> Survivor:
+    """The worst of the entries that are wrong, with some others."""
+    values, errors, converged = _values_and_errors(suspects, columns)
+    difference, allowed = (suspects.analytical - values).abs(), own.atol + own.rtol * values.abs()
     # Converged entries first: they are sure. A NaN is never sure.
     excess = torch.where(wrong, torch.where(converged, difference / allowed, 0.0), -1.0)
     worst_first = excess.argsort(descending=True, stable=True)
@@ -176,8 +233,7 @@ def surviving(
         entries.append(suspects.entry(problem, which, own, *refined))
     worst = order[0]
     trouble = _trouble(columns, suspects, worst, bool(converged[worst]), own)
-    survivor = Survivor(entries[0], *trouble, _convergence(columns, shape, worst), tuple(entries[1:]))
-    return survivor, wrong, unresolved
+    return Survivor(entries[0], *trouble, _convergence(columns, suspects.outputs.shape, worst), tuple(entries[1:]))
 
 
 def _convergence(columns: list[Refinement], shape: torch.Size, entry: int) -> tuple[Difference, ...]:

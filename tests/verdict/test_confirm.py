@@ -1,0 +1,74 @@
+"""Re-measuring entries that differ at eps: what a few steps accuse, what they may not, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastgrad
+from fastgrad.problem.problem import Problem
+from fastgrad.report.data import Settings
+from fastgrad.verdict.confirm import entries_failure
+from tests.planted.row import function
+
+
+def leaf(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, requires_grad=True)
+
+
+def wrong_entries(
+    func: Callable[[Tensor], Tensor], x: Tensor, analytical: list[float], numerical: list[float]
+) -> set[tuple[int, ...]]:
+    """The input indices of the diagonal entries that are reported as wrong."""
+    places = torch.arange(x.numel())
+    values = (torch.tensor(entries, dtype=torch.float64) for entries in (analytical, numerical))
+    with Problem(func, (x,)) as problem:
+        failure, _ = entries_failure(problem, Settings(), places, places, *values)
+    if failure is None:
+        return set()
+    assert failure.comparison is not None
+    return {entry.input_index for entry in failure.comparison.worst_entries}
+
+
+def coupled(x: Tensor) -> Tensor:
+    """The first two elements, each with five times the other one; the third one alone."""
+    return torch.stack([x[0] + 5 * x[1], x[1] + 5 * x[0], x[2]])
+
+
+def test_entries_that_look_wrong_together_only_are_right() -> None:
+    assert not wrong_entries(coupled, leaf(0.3, 0.4, 0.5), [1.0, 1.0, 1.0], [1.1, 1.1, 1.1])
+
+
+def test_an_entry_that_is_a_little_wrong_beside_such_ones_is_found() -> None:
+    assert wrong_entries(coupled, leaf(0.3, 0.4, 0.5), [1.0, 1.0, 1.005], [1.1, 1.1, 1.0]) == {(2,)}
+
+
+@pytest.mark.parametrize("distance", [1e-11, 1e-10, 1e-9, 1e-8, 1e-7])
+@pytest.mark.parametrize("func", [torch.relu, torch.abs, lambda x: torch.clamp(x, max=0.0)])
+def test_next_to_a_kink_right_gradients_pass(func: Callable[[Tensor], Tensor], distance: float) -> None:
+    assert fastgrad.gradcheck(func, (leaf(distance, -distance, 0.5),))
+
+
+@pytest.mark.parametrize("frequency", [1e5, 1e6])
+def test_right_gradients_of_waves_shorter_than_eps_pass(frequency: float) -> None:
+    assert fastgrad.gradcheck(lambda x: (frequency * x).sin() / frequency + x, (leaf(0.1, 0.2),))
+
+
+@pytest.mark.parametrize(("keywords", "calls"), [({}, (16, 6)), ({"fast_mode": True}, (16, 6))])
+def test_a_verdict_of_failure_takes_a_few_steps(keywords: dict[str, Any], calls: tuple[int, int]) -> None:
+    made = [0, 0]
+
+    def forward(x: Tensor) -> Tensor:
+        made[0] += 1
+        return x.sin()
+
+    def backward(grad_output: Tensor, x: Tensor) -> Tensor:
+        made[1] += 1
+        return 1.5 * grad_output * x.cos()
+
+    assert not fastgrad.gradcheck(function(forward, backward), (leaf(0.3),), raise_exception=False, **keywords)
+    assert tuple(made) == calls
