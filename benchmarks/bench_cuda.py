@@ -25,7 +25,7 @@ from benchmarks.measure import RESULTS, geometric_mean, pair_row, time_pair, wri
 from fastgrad.checks.order import check
 from fastgrad.engines import cuda_graph
 from fastgrad.problem.problem import Problem
-from fastgrad.report.data import Settings
+from fastgrad.report.settings import Settings
 
 ops = torch.ops.fastgrad
 

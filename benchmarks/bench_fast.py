@@ -17,8 +17,8 @@ from torch import Tensor
 import fastgrad
 from benchmarks.measure import geometric_mean, pair_row, time_pair, write
 from fastgrad.checks.order import check
-from fastgrad.report.data import Settings
 from fastgrad.report.report import Report
+from fastgrad.report.settings import Settings
 
 LARGEST_FOR_TORCH = 2_000
 

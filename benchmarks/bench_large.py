@@ -32,8 +32,8 @@ from benchmarks.cases import LARGE, Case, large_case, leaves
 from benchmarks.measure import RESULTS, PeakMemory, geometric_mean, pair_row, time_alone, time_pair, write
 from fastgrad.checks.order import check
 from fastgrad.problem.second_order import Backward, differentiable_outputs
-from fastgrad.report.data import Settings
 from fastgrad.report.messages import failure_message
+from fastgrad.report.settings import Settings
 
 ROOT = Path(__file__).parents[1]
 

@@ -41,7 +41,7 @@ from fastgrad.lowprecision.check import LowerCheck
 from fastgrad.lowprecision.comparison import SIGNIFICANT, Comparison
 from fastgrad.lowprecision.reference import RandomState, Reference
 from fastgrad.lowprecision.references import Doubled
-from fastgrad.report.data import Settings
+from fastgrad.report.settings import Settings
 from tests.planted.kernels import GENERAL, KERNELS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.measure import RESULTS, write
 from fastgrad.core.random import SKETCH_COTANGENTS, SKETCH_DIRECTIONS, direction
 from fastgrad.engines.plan import detection_limit, sketch_size
-from fastgrad.report.data import Settings
+from fastgrad.report.settings import Settings
 
 SIZE = 12
 BATCH = 10_000

@@ -21,7 +21,7 @@ from benchmarks.cases import MOST_ENTRIES, Case, entries, operator_cases, operat
 from benchmarks.measure import RESULTS, geometric_mean, pair_row, time_pair, write
 from fastgrad.checks.order import check
 from fastgrad.problem.second_order import Backward, differentiable_outputs, random_grad_outputs
-from fastgrad.report.data import Settings
+from fastgrad.report.settings import Settings
 
 BUCKETS = (("n m < 1e2", 0, 1e2), ("1e2 <= n m < 1e4", 1e2, 1e4), ("n m >= 1e4", 1e4, float("inf")))
 

@@ -28,9 +28,9 @@ from fastgrad.core.errors import warn
 from fastgrad.problem.arguments import Call, Wrt, as_tuple, flatten, refuse_function_class
 from fastgrad.problem.caller_state import Kept, keeps_the_callers_state
 from fastgrad.problem.second_order import Backward, grad_outputs_for, made_by
-from fastgrad.report.data import Engine, GradOutputs, Precision, Settings
 from fastgrad.report.messages import undecided_text
 from fastgrad.report.report import Report
+from fastgrad.report.settings import Engine, GradOutputs, Precision, Settings
 
 if TYPE_CHECKING:
     from fastgrad.sharding.problem import Partition

@@ -13,7 +13,7 @@ from fastgrad.problem.caller_state import keeps_the_callers_state
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.first_look import first_look
 from fastgrad.problem.problem import Problem
-from fastgrad.report.data import Settings
+from fastgrad.report.settings import Settings
 
 Jacobians = tuple[tuple[Tensor, ...], ...]
 

@@ -16,7 +16,7 @@ from fastgrad.core.errors import warn
 from fastgrad.core.precision import LOWER
 from fastgrad.problem.arguments import refuse_function_class
 from fastgrad.problem.signature import function_name
-from fastgrad.report.data import GradOutputs, Settings, Tolerances
+from fastgrad.report.settings import GradOutputs, Settings, Tolerances
 
 _DEFAULTS = (Tolerances.eps, Tolerances.atol, Tolerances.rtol)
 

@@ -34,8 +34,11 @@ from fastgrad.problem.first_look import first_look
 from fastgrad.problem.problem import Problem
 from fastgrad.problem.second_order import Backward
 from fastgrad.problem.validation import disabled_gradients
-from fastgrad.report.data import Failure, Plan, Sample, Settings
+from fastgrad.report.data import Plan
+from fastgrad.report.evidence import Sample
+from fastgrad.report.failure import Failure
 from fastgrad.report.report import Report
+from fastgrad.report.settings import Settings
 from fastgrad.verdict.comparison import Findings
 from fastgrad.verdict.confirm import located_pair
 from fastgrad.verdict.grad_outputs import (

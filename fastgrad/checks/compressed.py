@@ -37,7 +37,9 @@ from fastgrad.engines.plan import (
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.first_look import FirstLook
 from fastgrad.problem.problem import Problem
-from fastgrad.report.data import Failure, Part, Plan, Settings, Tolerances
+from fastgrad.report.data import Plan
+from fastgrad.report.failure import Failure, Part
+from fastgrad.report.settings import Settings, Tolerances
 from fastgrad.structure.detection import Patterns
 from fastgrad.structure.sparsity import HANDFUL, Mask, Pattern
 from fastgrad.verdict.analytical_certificate import AnalyticalCertificate

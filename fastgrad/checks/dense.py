@@ -26,7 +26,9 @@ from fastgrad.engines.executor import RefusedError
 from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.first_look import FirstLook
 from fastgrad.problem.problem import Problem
-from fastgrad.report.data import Certificate, Failure, Part, Plan, Settings
+from fastgrad.report.data import Certificate, Plan
+from fastgrad.report.failure import Failure, Part
+from fastgrad.report.settings import Settings
 from fastgrad.verdict.comparison import Findings, PairComparison
 from fastgrad.verdict.confirm import mismatch_failure
 from fastgrad.verdict.grad_outputs import check_zero_grad_output

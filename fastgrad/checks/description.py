@@ -14,7 +14,8 @@ from fastgrad._version import __version__
 from fastgrad.problem.problem import Problem
 from fastgrad.problem.second_order import Backward
 from fastgrad.problem.signature import function_name, kind_of, parameter_names, source_of
-from fastgrad.report.data import Environment, Subject
+from fastgrad.report.data import Environment
+from fastgrad.report.failure import Subject
 
 
 def subject(func: Callable[..., Any], problem: Problem) -> Subject:

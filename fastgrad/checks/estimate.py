@@ -11,7 +11,7 @@ from fastgrad.engines.plan import dense_seconds, sketches
 from fastgrad.problem.arguments import as_tuple
 from fastgrad.problem.first_look import first_look
 from fastgrad.problem.problem import Problem
-from fastgrad.report.data import Settings
+from fastgrad.report.settings import Settings
 
 
 def estimated_seconds(func: Callable[..., Any], inputs: Any, settings: Settings) -> float:

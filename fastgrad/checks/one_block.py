@@ -18,7 +18,8 @@ from fastgrad.engines.plan import is_one_block, most_vectorized_rows
 from fastgrad.engines.probes import HALVED, PROBES
 from fastgrad.problem.problem import Problem
 from fastgrad.problem.small_backward import SmallBackward
-from fastgrad.report.data import Pair, Settings
+from fastgrad.report.data import Pair
+from fastgrad.report.settings import Settings
 from fastgrad.verdict.comparison import Findings
 from fastgrad.verdict.linearity import linear_backward, proof_cotangents
 from fastgrad.verdict.repeated_calls import RepeatedCalls

@@ -13,8 +13,9 @@ from fastgrad.engines.plan import make_sketch_plan, small_plan
 from fastgrad.engines.probes import PROBES
 from fastgrad.problem.arguments import as_tuple
 from fastgrad.problem.second_order import Backward
-from fastgrad.report.data import Certificate, Settings
+from fastgrad.report.data import Certificate
 from fastgrad.report.report import Report
+from fastgrad.report.settings import Settings
 from fastgrad.verdict.linearity import linear_backward
 
 if TYPE_CHECKING:

@@ -32,7 +32,9 @@ from fastgrad.engines.sketch import (
 from fastgrad.engines.small_sketch import REPEATED, RUNS, SmallSketch, small_sketch
 from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.problem import Problem
-from fastgrad.report.data import Certificate, Failure, FailureKind, Settings
+from fastgrad.report.data import Certificate
+from fastgrad.report.failure import Failure, FailureKind
+from fastgrad.report.settings import Settings
 from fastgrad.verdict.confirm import Found, column_entry, difference_along, entry_in_row, located_failure
 from fastgrad.verdict.linearity import (
     linearity_failure,

@@ -29,7 +29,7 @@ from fastgrad.engines.blocks import MOST_AT_ONCE
 from fastgrad.engines.plan import is_one_block, looks_first, sketches
 from fastgrad.problem.arguments import refuse_function_class
 from fastgrad.problem.small_backward import SmallBackward
-from fastgrad.report.data import Settings
+from fastgrad.report.settings import Settings
 from fastgrad.verdict.grad_outputs import BATCH, batched_difference
 from fastgrad.verdict.repeated_calls import RepeatedCalls
 

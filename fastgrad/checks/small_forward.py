@@ -16,7 +16,8 @@ from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.native import Derivatives
 from fastgrad.core.phases import phase
 from fastgrad.core.tensors import differ
-from fastgrad.report.data import Certificate, Settings
+from fastgrad.report.data import Certificate
+from fastgrad.report.settings import Settings
 from fastgrad.verdict.grad_outputs import BATCH, batch_vectors
 from fastgrad.verdict.tangents import LINEAR_JVP, PARTS, sums_certificate, tangent_directions, tangent_parts
 

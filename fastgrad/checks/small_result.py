@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from fastgrad.core.native import Derivatives, SmallProblem, WholeBackward
-from fastgrad.report.data import Certificate, Pair, Part
+from fastgrad.report.data import Certificate, Pair
+from fastgrad.report.failure import Part
 from fastgrad.verdict.grad_outputs import BatchedDifference
 
 

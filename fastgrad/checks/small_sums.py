@@ -28,7 +28,7 @@ from fastgrad.engines.small_sketch import (
     weighted_grad_outputs,
 )
 from fastgrad.problem.small_backward import SmallBackward
-from fastgrad.report.data import Settings
+from fastgrad.report.settings import Settings
 from fastgrad.verdict.repeated_calls import first_moving, repeated_calls_certificate
 
 SMALLER_STEP = 1 / 8

@@ -15,7 +15,7 @@ from fastgrad.diagnosis.autograd_graph import copied_gradients, written_gradient
 from fastgrad.diagnosis.experiments import Experiments
 from fastgrad.engines.probes import CONSTANT
 from fastgrad.engines.sketch import directional_differences
-from fastgrad.report.data import Sample
+from fastgrad.report.evidence import Sample
 
 LARGEST_WATCHED = 1 << 22
 """Largest number of coordinates for which grad_outputs are copied to detect writes."""

@@ -12,20 +12,11 @@ from torch import Tensor
 from fastgrad.core.precision import LOWER
 from fastgrad.diagnosis.locations import place_causes
 from fastgrad.diagnosis.rearrangements import shared_by, structure_causes
-from fastgrad.report.data import (
-    Cause,
-    CauseName,
-    Comparison,
-    Entry,
-    Evidence,
-    Failure,
-    Sample,
-    Settings,
-    Tolerances,
-    modulus,
-)
+from fastgrad.report.evidence import Cause, CauseName, Evidence, Sample
+from fastgrad.report.failure import Comparison, Entry, Failure, modulus
 from fastgrad.report.messages import names_of
 from fastgrad.report.report import Report
+from fastgrad.report.settings import Settings, Tolerances
 
 RESIDUAL = 1e-3
 """Largest unexplained share of the analytical entries with which a constant factor is named."""

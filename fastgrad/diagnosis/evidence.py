@@ -16,7 +16,7 @@ from fastgrad.diagnosis.hypotheses import HYPOTHESIS_CALLS, Hypotheses
 from fastgrad.diagnosis.samples import Samples
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
-from fastgrad.report.data import Cause, Explanation, Sample
+from fastgrad.report.evidence import Cause, Explanation, Sample
 from fastgrad.report.report import Report
 
 _UNSPECIFIC = {"missing reduction", "zero gradient"}

@@ -10,7 +10,8 @@ from typing import TypeVar
 from fastgrad.core.tensors import element_number
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
-from fastgrad.report.data import Entry, Evidence, Failure, Sample
+from fastgrad.report.evidence import Evidence, Sample
+from fastgrad.report.failure import Entry, Failure
 from fastgrad.report.report import Report
 
 MORE_CALLS = 96

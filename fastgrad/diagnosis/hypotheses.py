@@ -20,7 +20,7 @@ from fastgrad.diagnosis.constant_parts import ConstantPart, ConstantParts, HeldC
 from fastgrad.diagnosis.rearrangements import ADJOINT, MOST_SHIFTS, Rearrangement, Side, rearrangements
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
-from fastgrad.report.data import CauseName, Explanation
+from fastgrad.report.evidence import CauseName, Explanation
 
 HYPOTHESIS_CALLS = 10
 """Of func and backward that most of them take."""

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fastgrad.core.tensors import element_index
-from fastgrad.report.data import Cause, CauseName, Sample, Tolerances
+from fastgrad.report.evidence import Cause, CauseName, Sample
+from fastgrad.report.settings import Tolerances
 
 CHANCE = 0.1
 """Largest probability that chance explains a rule for the positions of wrong entries, for it to be named."""

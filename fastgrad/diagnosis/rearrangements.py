@@ -12,7 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fastgrad.report.data import Cause, CauseName, Sample, Tolerances
+from fastgrad.report.evidence import Cause, CauseName, Sample
+from fastgrad.report.settings import Tolerances
 
 OUTER = 1e-3
 """Largest relative second singular value of an outer product, due to rounding and eps."""

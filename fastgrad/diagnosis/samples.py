@@ -12,7 +12,8 @@ from fastgrad.core.random import EVIDENCE_STREAM, direction
 from fastgrad.core.tensors import element_index, element_number
 from fastgrad.diagnosis.experiments import Experiments
 from fastgrad.problem.coordinates import Block
-from fastgrad.report.data import Comparison, Entry, Sample
+from fastgrad.report.evidence import Sample
+from fastgrad.report.failure import Comparison, Entry
 
 MOST_ENTRIES = 1 << 14
 """Largest number of entries of a sample."""

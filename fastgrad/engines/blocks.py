@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastgrad.core.native import GradientsMatch, UnspecifiedEntry
 from fastgrad.problem.coordinates import Block
-from fastgrad.report.data import Part
+from fastgrad.report.failure import Part
 
 REPEATED_ROWS = 2
 """Rows of each part of an output that are run twice, to find a backward that is not deterministic in these rows.

@@ -16,7 +16,9 @@ from fastgrad.engines import executor
 from fastgrad.engines.blocks import REPEAT_SCALE, REPEATED_ROWS, JacobianBlock, TangentBlock, row_parts
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
-from fastgrad.report.data import Part, Plan, Settings
+from fastgrad.report.data import Plan
+from fastgrad.report.failure import Part
+from fastgrad.report.settings import Settings
 
 
 def row_blocks(

@@ -16,7 +16,8 @@ from fastgrad.core.native import SmallProblem
 from fastgrad.engines import cost_model, executor
 from fastgrad.problem.first_look import FirstLook, usual_seconds
 from fastgrad.problem.problem import Problem
-from fastgrad.report.data import Engine, Plan, Settings
+from fastgrad.report.data import Plan
+from fastgrad.report.settings import Engine, Settings
 from fastgrad.structure.detection import Budget
 from fastgrad.structure.sparsity import few
 

@@ -14,7 +14,7 @@ from fastgrad.core.precision import ROUNDING
 from fastgrad.engines.blocks import MOST_CACHED, REPEAT_SCALE, one_hot_elements
 from fastgrad.engines.sketch import Cotangent, Differences, Sketch, allowed_in_row, cotangents
 from fastgrad.problem.problem import Problem
-from fastgrad.report.data import Settings
+from fastgrad.report.settings import Settings
 
 REPEATED, RUNS = 1, 3
 """The cotangent whose VJP is run several times, and how often: this also shows gradients that change every second or

@@ -20,7 +20,7 @@ from fastgrad.core.precision import ROUNDING
 from fastgrad.core.random import COTANGENT_STREAM, PROBE_COTANGENT, PROBE_DIRECTION, direction
 from fastgrad.engines.plan import admitted_entries
 from fastgrad.functional.linear_map import LinearMap
-from fastgrad.report.data import Settings
+from fastgrad.report.settings import Settings
 from fastgrad.structure import coloring, sparsity
 from fastgrad.structure.coloring import Indices
 from fastgrad.structure.detection import Budget, Detection

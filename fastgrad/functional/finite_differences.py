@@ -25,7 +25,7 @@ from fastgrad.engines.ridders import extrapolate, refine
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.first_look import first_look
 from fastgrad.problem.problem import Problem
-from fastgrad.report.data import Settings
+from fastgrad.report.settings import Settings
 
 SECOND_STEPS = tuple(2.0 ** -(3 + 2 * k) for k in range(11))
 """Of second differences, relative to the size of a coordinate, or 1: the last ones show rounding alone."""

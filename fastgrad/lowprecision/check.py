@@ -28,8 +28,11 @@ from fastgrad.lowprecision.rounding import coarsest, unit_roundoff
 from fastgrad.lowprecision.verdict import Outcome, judge, judge_by_differences
 from fastgrad.problem.arguments import as_tuple
 from fastgrad.problem.problem import Problem
-from fastgrad.report.data import Failure, LowPrecision, Plan, Settings
+from fastgrad.report.data import Plan
+from fastgrad.report.failure import Failure
+from fastgrad.report.low_precision import LowPrecision
 from fastgrad.report.report import Report
+from fastgrad.report.settings import Settings
 from fastgrad.verdict.grad_outputs import check_batched_gradients, check_undefined_grads, check_zero_grad_output
 
 SAME_DRAW = 16.0

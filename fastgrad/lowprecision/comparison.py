@@ -24,7 +24,7 @@ from fastgrad.lowprecision.reference import Products
 from fastgrad.lowprecision.rounding import coarsest, largest_number, unit_roundoff
 from fastgrad.problem.coordinates import Block, block_with
 from fastgrad.problem.problem import Problem
-from fastgrad.report.data import RoundedEntry
+from fastgrad.report.low_precision import RoundedEntry
 
 AT_A_TIME = 64
 """Number of VJPs with a second look, each of which takes 12 more runs."""

@@ -15,7 +15,9 @@ from fastgrad.lowprecision.probes import FACTOR, LAYOUTS, SCALED, Probes, one_ro
 from fastgrad.lowprecision.reference import Products
 from fastgrad.problem.coordinates import Block, block_with
 from fastgrad.problem.problem import Problem
-from fastgrad.report.data import Cause, Failure, LowPrecision, RoundedEntry
+from fastgrad.report.evidence import Cause
+from fastgrad.report.failure import Failure
+from fastgrad.report.low_precision import LowPrecision, RoundedEntry
 
 FEWEST_EFFECTIVE = 12.0
 """Least number of entries for a common relative error; if there are fewer, the entries themselves are compared."""

@@ -25,9 +25,9 @@ from fastgrad.model.operations import SCREEN_ERROR, check_operation
 from fastgrad.model.recorder import Recorder
 from fastgrad.model.step import Step
 from fastgrad.problem.arguments import as_tuple
-from fastgrad.report.data import Settings
 from fastgrad.report.model import ModelReport
 from fastgrad.report.model_data import EndToEnd, Finding, Operation
+from fastgrad.report.settings import Settings
 
 DIRECTIONS = 2
 """Random directions of all parameters, for the end-to-end test."""

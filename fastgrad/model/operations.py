@@ -21,9 +21,9 @@ from fastgrad.model.recorder import Call
 from fastgrad.problem.arguments import as_tuple
 from fastgrad.problem.problem import Problem
 from fastgrad.problem.signature import kind_of
-from fastgrad.report.data import Settings
 from fastgrad.report.model_data import Operation, OperationVerdict
 from fastgrad.report.report import Report
+from fastgrad.report.settings import Settings
 
 SCREEN_ERROR = 1e-6
 """The error of v^T J u, relative to its terms, up to which an operator of torch is right: a hundred times the error of

@@ -15,7 +15,7 @@ from fastgrad.core.native import SmallProblem
 from fastgrad.core.phases import clock
 from fastgrad.core.random import GRAPH_STREAM, direction
 from fastgrad.problem.problem import Problem
-from fastgrad.report.data import Settings
+from fastgrad.report.settings import Settings
 
 CALL_SECONDS, NODE_SECONDS, CUSTOM_SECONDS, COORDINATE_SECONDS = 3e-6, 1.2e-6, 2.4e-6, 2e-9
 """Usual seconds of an evaluation: per call, and in addition per node of its graph, per custom Function, and per

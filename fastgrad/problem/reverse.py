@@ -13,7 +13,7 @@ from fastgrad.core.phases import phase
 from fastgrad.core.random import GRAPH_STREAM, uniform_like
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.evaluation import Evaluation
-from fastgrad.report.data import modulus
+from fastgrad.report.failure import modulus
 
 
 class ReverseMode(Evaluation):

@@ -15,7 +15,7 @@ from fastgrad.problem.arguments import as_tuple
 from fastgrad.problem.caller_state import Kept
 from fastgrad.problem.evaluation import evaluated_and_restored
 from fastgrad.problem.validation import disabled_gradients
-from fastgrad.report.data import GradOutputs
+from fastgrad.report.settings import GradOutputs
 
 
 def differentiable_outputs(result: Any) -> tuple[Tensor, ...]:

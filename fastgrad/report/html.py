@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 
 from fastgrad.core.tensors import element_number
 from fastgrad.report import element_map, messages
-from fastgrad.report.data import Entry, Failure, Pair, ReportData, Tolerances
+from fastgrad.report.data import Pair, ReportData
+from fastgrad.report.failure import Entry, Failure
+from fastgrad.report.settings import Tolerances
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,21 +5,11 @@ from __future__ import annotations
 import math
 
 from fastgrad.report import rounding_text
-from fastgrad.report.data import (
-    Certificate,
-    Comparison,
-    Entry,
-    Extent,
-    Failure,
-    FailureKind,
-    LowPrecision,
-    Pair,
-    ReportData,
-    Settings,
-    Span,
-    Subject,
-)
+from fastgrad.report.data import Certificate, Pair, ReportData
+from fastgrad.report.failure import Comparison, Entry, Extent, Failure, FailureKind, Span, Subject
+from fastgrad.report.low_precision import LowPrecision
 from fastgrad.report.rounding_text import index_text
+from fastgrad.report.settings import Settings
 
 _UNDEFINED_NOTE = (
     "An undefined grad_output means zero. It is passed to backward as None, or as zeros with "

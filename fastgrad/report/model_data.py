@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fastgrad.report.data import Environment, EqualByContent, plain
+from fastgrad.report.data import Environment
+from fastgrad.report.json_form import EqualByContent, plain
 from fastgrad.report.report import Report
 
 FindingKind = Literal["operation", "saved tensor", "detached", "hook", "end to end"]

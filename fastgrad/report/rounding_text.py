@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fastgrad.report.data import FailureKind, LowPrecision, RoundedEntry
+from fastgrad.report.failure import FailureKind
+from fastgrad.report.low_precision import LowPrecision, RoundedEntry
 
 
 def passed(precision: LowPrecision) -> str:

@@ -8,7 +8,7 @@ from html import escape
 from typing import Any, Literal, cast
 
 from fastgrad.report import html
-from fastgrad.report.data import SCHEMA, EqualByContent, plain
+from fastgrad.report.json_form import SCHEMA, EqualByContent, plain
 from fastgrad.report.messages import seconds_text
 from fastgrad.report.report import GradcheckError, Report
 

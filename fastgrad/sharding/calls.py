@@ -18,7 +18,7 @@ from torch.nn import Module
 from fastgrad._version import __version__
 from fastgrad.core.ranks import RankError
 from fastgrad.problem.signature import function_name, kind_of
-from fastgrad.report.data import Settings
+from fastgrad.report.settings import Settings
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
 """Types whose repr is the same in each process and identifies the value."""

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from fastgrad.core.random import RandomState
-from fastgrad.report.data import Settings
 from fastgrad.report.report import Report
+from fastgrad.report.settings import Settings
 from fastgrad.sharding.calls import described, refuse_differences
 from fastgrad.sharding.checkpoint import Checkpoint
 from fastgrad.sharding.problem import Partition

@@ -20,7 +20,7 @@ from fastgrad.core.random import PROBE_COTANGENT, PROBE_DIRECTION, direction
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.first_look import FirstLook
 from fastgrad.problem.problem import Problem
-from fastgrad.report.data import Settings
+from fastgrad.report.settings import Settings
 from fastgrad.structure import sparsity
 from fastgrad.structure.sparsity import Mask, Pattern
 

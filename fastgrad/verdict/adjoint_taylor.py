@@ -16,7 +16,7 @@ from fastgrad.core.random import OPINION_STREAM, direction
 from fastgrad.problem.arguments import as_tuple
 from fastgrad.problem.caller_state import keeps_the_callers_state
 from fastgrad.problem.problem import Problem
-from fastgrad.report.data import EqualByContent
+from fastgrad.report.json_form import EqualByContent
 
 LARGEST_STEP = 2.0**-6
 """Of a Taylor test, relative to max(|x|, 1)."""

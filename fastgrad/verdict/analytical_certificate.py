@@ -21,7 +21,9 @@ from fastgrad.engines.plan import dense_is_small
 from fastgrad.engines.probes import DENSE, GAPPED, NOT_EXPANDED, PROBES, Probe
 from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.problem import Problem
-from fastgrad.report.data import Certificate, Failure, Settings
+from fastgrad.report.data import Certificate
+from fastgrad.report.failure import Failure
+from fastgrad.report.settings import Settings
 from fastgrad.structure.coloring import Indices
 from fastgrad.verdict.linearity import (
     LinearityProof,

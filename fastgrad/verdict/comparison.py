@@ -15,20 +15,11 @@ from fastgrad.core.phases import phase
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
 from fastgrad.problem.small_backward import SmallBackward
-from fastgrad.report.data import (
-    Certificate,
-    Comparison,
-    Entry,
-    Extent,
-    Mode,
-    Pair,
-    Part,
-    Sample,
-    Settings,
-    Span,
-    modulus,
-)
+from fastgrad.report.data import Certificate, Pair
+from fastgrad.report.evidence import Sample
+from fastgrad.report.failure import Comparison, Entry, Extent, Mode, Part, Span, modulus
 from fastgrad.report.messages import undecided_text
+from fastgrad.report.settings import Settings
 from fastgrad.structure import coloring
 from fastgrad.verdict.grad_outputs import BatchedDifference
 from fastgrad.verdict.remeasure import Suspects

@@ -14,7 +14,9 @@ from fastgrad.core.precision import excess
 from fastgrad.core.tensors import element_number
 from fastgrad.problem.coordinates import Block, block_with
 from fastgrad.problem.problem import Problem
-from fastgrad.report.data import Comparison, Entry, Extent, Failure, Mode, Pair, Part, Plan, Settings, modulus
+from fastgrad.report.data import Pair, Plan
+from fastgrad.report.failure import Comparison, Entry, Extent, Failure, Mode, Part, modulus
+from fastgrad.report.settings import Settings
 from fastgrad.verdict.comparison import MOST_WORST, Findings, PairComparison, spans
 from fastgrad.verdict.locate import locate
 from fastgrad.verdict.remeasure import Survivor, Suspects, not_finite, surviving

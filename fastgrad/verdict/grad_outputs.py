@@ -15,7 +15,8 @@ from fastgrad.core.random import BATCH_STREAM, TANGENT_STREAM, uniform_like
 from fastgrad.engines.blocks import MOST_CACHED
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
-from fastgrad.report.data import Failure, FailureKind, Mode, Settings
+from fastgrad.report.failure import Failure, FailureKind, Mode
+from fastgrad.report.settings import Settings
 
 BATCH = 2
 """Vectors in a batched gradient, as many as in torch's checker."""

@@ -27,7 +27,9 @@ from fastgrad.engines.blocks import REPEAT_SCALE, REPEATED_ROWS, JacobianBlock, 
 from fastgrad.engines.probes import GAPPED, PROBES, Probe
 from fastgrad.problem.coordinates import Block, block_with
 from fastgrad.problem.problem import Problem
-from fastgrad.report.data import Certificate, Failure, Part, Settings, Tolerances
+from fastgrad.report.data import Certificate
+from fastgrad.report.failure import Failure, Part
+from fastgrad.report.settings import Settings, Tolerances
 from fastgrad.verdict.comparison import tolerances
 
 RERUNS = 3

@@ -19,7 +19,9 @@ from fastgrad.core.tensors import largest
 from fastgrad.engines.compressed import Compression
 from fastgrad.engines.sketch import Differences, directional_differences
 from fastgrad.problem.problem import Problem
-from fastgrad.report.data import Certificate, Failure, Settings
+from fastgrad.report.data import Certificate
+from fastgrad.report.failure import Failure
+from fastgrad.report.settings import Settings
 from fastgrad.structure.coloring import Indices
 from fastgrad.verdict.comparison import tolerances
 from fastgrad.verdict.confirm import Found, entries_failure, entry_in_row, located_failure, row_entry

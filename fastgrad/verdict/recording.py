@@ -6,7 +6,8 @@ import torch
 
 from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.problem import Problem
-from fastgrad.report.data import Failure, Settings
+from fastgrad.report.failure import Failure
+from fastgrad.report.settings import Settings
 
 
 def check_recorded_gradients(problem: Problem, settings: Settings) -> Failure | None:

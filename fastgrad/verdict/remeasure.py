@@ -12,7 +12,8 @@ from fastgrad.core.phases import phase
 from fastgrad.engines.ridders import Refinement, measured, settled
 from fastgrad.problem.coordinates import Block, block_with
 from fastgrad.problem.problem import Problem
-from fastgrad.report.data import Difference, Entry, Settings, Tolerances, Trouble, modulus
+from fastgrad.report.failure import Difference, Entry, Trouble, modulus
+from fastgrad.report.settings import Settings, Tolerances
 
 UNRESOLVED = 64.0
 """Largest error of an entry's derivative, in units of its tolerance, for which the entry is left open: rounding next

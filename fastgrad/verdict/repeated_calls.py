@@ -18,7 +18,9 @@ from fastgrad.engines.probes import GAPPED, PROBES, SPARSE
 from fastgrad.problem.coordinates import Block, block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.problem.small_backward import SmallBackward
-from fastgrad.report.data import Certificate, Failure, Settings
+from fastgrad.report.data import Certificate
+from fastgrad.report.failure import Failure
+from fastgrad.report.settings import Settings
 from fastgrad.verdict.comparison import tolerances
 from fastgrad.verdict.linearity import by_inputs, nondeterministic, proof_cotangents
 

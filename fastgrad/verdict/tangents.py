@@ -14,7 +14,9 @@ from fastgrad.core.random import TANGENT_STREAM, direction
 from fastgrad.engines.blocks import REPEAT_SCALE, TangentBlock
 from fastgrad.problem.coordinates import Block, block_with
 from fastgrad.problem.problem import Problem
-from fastgrad.report.data import Certificate, Failure, Settings
+from fastgrad.report.data import Certificate
+from fastgrad.report.failure import Failure
+from fastgrad.report.settings import Settings
 from fastgrad.verdict.linearity import disagreement
 
 

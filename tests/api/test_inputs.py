@@ -17,9 +17,9 @@ from torch.utils import _pytree
 import fastgrad
 from fastgrad.engines.sketch import directional_differences
 from fastgrad.problem.problem import Problem
-from fastgrad.report.data import Settings
 from fastgrad.report.messages import failure_message
 from fastgrad.report.report import Report
+from fastgrad.report.settings import Settings
 from fastgrad.verdict.confirm import difference_along
 from fastgrad.verdict.numerical_certificate import STARTS
 from tests.costs import set_costs

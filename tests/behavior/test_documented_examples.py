@@ -24,7 +24,7 @@ from torch.autograd.gradcheck import GradcheckError
 
 import fastgrad
 from docs.make_gallery import without_chance
-from fastgrad.report.data import CauseName
+from fastgrad.report.evidence import CauseName
 
 TORCHS = [torch.autograd.gradcheck, torch.autograd.gradgradcheck]
 CHECKS = [fastgrad.gradcheck, fastgrad.gradgradcheck]

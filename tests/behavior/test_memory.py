@@ -17,8 +17,8 @@ from torch import Tensor
 import fastgrad
 from benchmarks.soak import MIX
 from fastgrad.checks.order import check
-from fastgrad.report.data import Settings
 from fastgrad.report.report import Report
+from fastgrad.report.settings import Settings
 
 
 @pytest.fixture

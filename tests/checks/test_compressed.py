@@ -16,8 +16,8 @@ from torch.autograd.function import FunctionCtx
 
 import fastgrad
 from fastgrad.checks.order import check
-from fastgrad.report.data import Settings
 from fastgrad.report.report import Report
+from fastgrad.report.settings import Settings
 from fastgrad.structure import sparsity
 
 ENGINES = ["auto", "dense", "compressed", "sketch"]

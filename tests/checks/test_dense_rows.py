@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fastgrad.checks.order import check
-from fastgrad.report.data import Settings
 from fastgrad.report.report import Report
+from fastgrad.report.settings import Settings
 from fastgrad.structure.sparsity import Pattern
 from fastgrad.verdict.repeated_calls import MOST_CALLS
 from tests.checks.test_compressed import normal

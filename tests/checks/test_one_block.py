@@ -20,7 +20,7 @@ from fastgrad.checks.order import check
 from fastgrad.core.native import largest_errors
 from fastgrad.core.torch_private import DispatchMode
 from fastgrad.problem.problem import Problem
-from fastgrad.report.data import Settings
+from fastgrad.report.settings import Settings
 from tests.costs import set_costs
 from tests.problem.test_problem import KeepsItsGradient
 

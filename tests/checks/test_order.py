@@ -11,7 +11,7 @@ from torch.autograd.gradcheck import GradcheckError
 
 import fastgrad
 from fastgrad.checks.order import check
-from fastgrad.report.data import Settings
+from fastgrad.report.settings import Settings
 
 FORWARD = Settings(check_forward_ad=True, check_backward_ad=False)
 

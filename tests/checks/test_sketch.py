@@ -15,8 +15,8 @@ from fastgrad.checks.order import check
 from fastgrad.core.random import SKETCH_DIRECTIONS, direction
 from fastgrad.engines.plan import sketch_size
 from fastgrad.engines.sketch import weights
-from fastgrad.report.data import Settings
 from fastgrad.report.report import Report
+from fastgrad.report.settings import Settings
 
 FAST = {"fast_mode": True, "engine": "sketch"}
 

@@ -14,7 +14,7 @@ from torch.backends import cuda, cudnn, mkldnn
 from fastgrad.checks.order import check
 from fastgrad.core.backends import exact_libraries
 from fastgrad.core.torch_private import set_backend
-from fastgrad.report.data import Settings
+from fastgrad.report.settings import Settings
 
 PRECISIONS = (cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul)
 FLAGS = [

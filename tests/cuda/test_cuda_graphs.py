@@ -14,7 +14,7 @@ from torch import Tensor
 from fastgrad.checks.order import check
 from fastgrad.engines import cuda_graph, executor, vmapped
 from fastgrad.problem.problem import Problem
-from fastgrad.report.data import Settings
+from fastgrad.report.settings import Settings
 from tests.checks.test_sketch import doubled
 from tests.costs import set_costs
 from tests.engines.test_vmapped import leaf

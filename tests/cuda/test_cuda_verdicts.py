@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import fastgrad
 from fastgrad.checks.order import check
 from fastgrad.problem.problem import Problem
-from fastgrad.report.data import Settings
+from fastgrad.report.settings import Settings
 from tests.cuda.test_cuda_ops import no_waiting
 from tests.planted.known import ROWS
 from tests.planted.row import Row

@@ -15,19 +15,11 @@ import fastgrad
 from fastgrad.checks.order import check
 from fastgrad.diagnosis import experiments
 from fastgrad.diagnosis.causes import constant_factor, diagnose, is_zero
-from fastgrad.report.data import (
-    CauseName,
-    Comparison,
-    Difference,
-    Entry,
-    Evidence,
-    Explanation,
-    Failure,
-    Plan,
-    Sample,
-    Settings,
-)
+from fastgrad.report.data import Plan
+from fastgrad.report.evidence import CauseName, Evidence, Explanation, Sample
+from fastgrad.report.failure import Comparison, Difference, Entry, Failure
 from fastgrad.report.report import Report
+from fastgrad.report.settings import Settings
 from tests.planted import TABLE
 from tests.planted.causes import CAUSES
 from tests.planted.causes_blind import BLIND

@@ -12,8 +12,8 @@ from torch import Tensor
 import fastgrad
 from fastgrad.checks.order import check
 from fastgrad.diagnosis import evidence, experiments, samples
-from fastgrad.report.data import Settings
 from fastgrad.report.report import Report
+from fastgrad.report.settings import Settings
 from tests.planted import TABLE
 from tests.planted.row import function
 

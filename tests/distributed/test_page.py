@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from fastgrad.report.data import RankCauseName
+from fastgrad.report.evidence import RankCauseName
 from tests.distributed.ranks import ROOT, torchrun
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fastgrad.core.ranks import RankError
-from fastgrad.report.data import Settings
+from fastgrad.report.settings import Settings
 from fastgrad.sharding.calls import described, refuse_differences
 from fastgrad.sharding.workers import workers_of
 from fastgrad.tools import cli

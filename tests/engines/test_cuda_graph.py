@@ -30,7 +30,8 @@ from fastgrad.core import torch_private
 from fastgrad.engines import cost_model, cuda_graph, executor, plan, vmapped
 from fastgrad.engines.blocks import REPEATED_ROWS
 from fastgrad.problem.problem import Problem
-from fastgrad.report.data import Plan, Settings
+from fastgrad.report.data import Plan
+from fastgrad.report.settings import Settings
 from tests.checks.test_sketch import doubled
 from tests.costs import set_costs
 from tests.engines.test_vmapped import leaf

@@ -11,7 +11,8 @@ from fastgrad.checks.order import check
 from fastgrad.engines import dense
 from fastgrad.engines.plan import make_plan
 from fastgrad.problem.problem import Problem
-from fastgrad.report.data import Plan, Settings
+from fastgrad.report.data import Plan
+from fastgrad.report.settings import Settings
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:

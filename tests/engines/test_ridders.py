@@ -213,7 +213,7 @@ def test_a_step_at_which_func_raises_is_dropped() -> None:
 
 def test_the_report_says_what_was_re_measured() -> None:
     from fastgrad.checks.order import check
-    from fastgrad.report.data import Settings
+    from fastgrad.report.settings import Settings
 
     report = check(torch.sqrt, (leaf(1e-6, 1.0),), Settings())
     assert report.passed

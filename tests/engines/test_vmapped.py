@@ -18,7 +18,7 @@ from fastgrad.checks.order import check
 from fastgrad.engines import executor, vmapped
 from fastgrad.problem.problem import Problem
 from fastgrad.problem.second_order import Backward, grad_outputs_for
-from fastgrad.report.data import Settings, Tolerances
+from fastgrad.report.settings import Settings, Tolerances
 from tests.costs import set_costs
 
 EPS = 1e-6

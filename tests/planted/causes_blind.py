@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fastgrad.report.data import CauseName
+from fastgrad.report.evidence import CauseName
 from tests.planted.row import Planted, function, normal
 
 Function = Callable[..., Any]

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.nn import functional as F
 
-from fastgrad.report.data import RankCauseName
+from fastgrad.report.evidence import RankCauseName
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 

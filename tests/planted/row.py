@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgrad.report.data import CauseName
+from fastgrad.report.evidence import CauseName
 
 
 def function(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:

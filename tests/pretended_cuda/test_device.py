@@ -15,7 +15,7 @@ import fastgrad
 from fastgrad.checks import one_block
 from fastgrad.checks.order import check
 from fastgrad.problem.problem import Problem
-from fastgrad.report.data import Settings
+from fastgrad.report.settings import Settings
 from tests.pretended_cuda.plugin import ops
 
 DEVICES = [torch.device("cuda", 0), torch.device("cuda", 1)]

@@ -12,7 +12,7 @@ from torch.autograd.gradcheck import GradcheckError
 import fastgrad
 from fastgrad.checks.order import check
 from fastgrad.problem.coordinates import memory_of
-from fastgrad.report.data import Settings
+from fastgrad.report.settings import Settings
 
 LAYOUTS = [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc]
 

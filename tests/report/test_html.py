@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from fastgrad.report import html
-from fastgrad.report.data import FailureKind, Sample, Tolerances
+from fastgrad.report.evidence import Sample
+from fastgrad.report.failure import FailureKind
 from fastgrad.report.report import Report
+from fastgrad.report.settings import Tolerances
 from tests.report.test_report import run, scaled, synthetic, uniform
 
 

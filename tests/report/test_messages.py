@@ -11,9 +11,12 @@ import torch
 
 import fastgrad
 from fastgrad.diagnosis import experiments
-from fastgrad.report.data import Cause, CauseName, Comparison, Entry, Failure, FailureKind, Plan, Settings
+from fastgrad.report.data import Plan
+from fastgrad.report.evidence import Cause, CauseName
+from fastgrad.report.failure import Comparison, Entry, Failure, FailureKind
 from fastgrad.report.messages import engine_line, failure_message
 from fastgrad.report.report import Report
+from fastgrad.report.settings import Settings
 from tests.planted.causes import CAUSES
 
 

@@ -23,23 +23,13 @@ from torch import Tensor
 import fastgrad
 from fastgrad.checks.order import check
 from fastgrad.core.phases import TIMED_COLUMNS, TIMED_SECONDS, Stopwatch, phase
-from fastgrad.report import data as reports
-from fastgrad.report.data import (
-    LARGEST_TENSOR,
-    Cause,
-    Comparison,
-    Difference,
-    Entry,
-    Extent,
-    Failure,
-    Pair,
-    Plan,
-    Sample,
-    Settings,
-    Span,
-)
+from fastgrad.report.data import Certificate, Environment, Pair, Plan
+from fastgrad.report.evidence import Cause, Sample
+from fastgrad.report.failure import Comparison, Difference, Entry, Extent, Failure, Span, Subject
+from fastgrad.report.json_form import LARGEST_TENSOR, SCHEMA
 from fastgrad.report.messages import extent_text, size_text, verdict_line
 from fastgrad.report.report import Report
+from fastgrad.report.settings import Settings
 from fastgrad.verdict.comparison import spans
 from tests.planted.row import function
 
@@ -502,32 +492,36 @@ def documented(name: str) -> dict[str, str]:
     return keys
 
 
-def fields_of(name: str) -> set[str]:
-    kind = Report if name == "Report" else getattr(reports, name)
+def fields_of(kind: Any) -> set[str]:
     return set(kind._fields) if hasattr(kind, "_fields") else {one.name for one in dataclasses.fields(kind)}
 
 
-def held_by(kind: Any) -> set[str]:
-    """The classes of this project that a report holds, by annotations."""
-    names, todo = set(), [kind]
+def held_by(kind: Any) -> dict[str, Any]:
+    """The classes of this project that a report holds, by annotations and with itself, by name."""
+    found, todo = {}, [kind]
     while todo:
         one = todo.pop()
-        names.add(one.__name__)
+        found[one.__name__] = one
         for hint in typing.get_type_hints(one).values():
             stack = [hint]
             while stack:
                 part = stack.pop()
                 stack += typing.get_args(part)
-                if isinstance(part, type) and part.__module__ == "fastgrad.report.data" and part.__name__ not in names:
+                if (
+                    isinstance(part, type)
+                    and part.__module__.startswith("fastgrad.report.")
+                    and part.__name__ not in found
+                ):
                     todo.append(part)
-    return names
+    return found
 
 
 def test_every_part_of_a_report_is_documented() -> None:
-    assert set(NAMES) == held_by(Report)
-    for name in NAMES:
+    kinds = held_by(Report)
+    assert set(NAMES) == kinds.keys()
+    for name, kind in kinds.items():
         computed = {"schema", "verdict", "passed"} if name == "Report" else set()
-        assert set(documented(name)) == fields_of(name) | computed, name
+        assert set(documented(name)) == fields_of(kind) | computed, name
 
 
 def conforms(value: Any, kinds: str) -> bool:
@@ -592,11 +586,11 @@ def synthetic() -> Report:
         sample=sample,
         causes=(Cause("sign", "the sign is < wrong", "all & sundry", 0.8),),
         pairs=(Pair(0, 1, 0, 2, "all", "reverse", 9, 0, True, 0.0, math.inf, True),),
-        certificates=(reports.Certificate("a < b", "by > 2 vectors", 1e-5),),
+        certificates=(Certificate("a < b", "by > 2 vectors", 1e-5),),
         undecided=1e-3,
         phases={"numerical columns": 0.25},
-        environment=reports.Environment("1", "2", "3", "cuda:0 <A>"),
-        subject=reports.Subject("F", ("x", "y"), ("float64[2]", "float64[3]"), ("float64[]",)),
+        environment=Environment("1", "2", "3", "cuda:0 <A>"),
+        subject=Subject("F", ("x", "y"), ("float64[2]", "float64[3]"), ("float64[]",)),
     )
 
 
@@ -628,8 +622,8 @@ def test_values_that_json_does_not_know() -> None:
     assert comparison["analytical"]["values"] == [[{"re": "nan", "im": 0.0}, {"re": 0.0, "im": 1.0}]]
     assert comparison["numerical"] == {"shape": [2, LARGEST_TENSOR], "dtype": "float32", "values": None}
     assert plain["failure"]["cause"] == "ValueError: <script>"
-    assert plain["schema"] == reports.SCHEMA
-    assert f"`schema` is {reports.SCHEMA}." in DOCUMENT
+    assert plain["schema"] == SCHEMA
+    assert f"`schema` is {SCHEMA}." in DOCUMENT
 
 
 def test_a_report_holds_nothing_that_it_cannot_write() -> None:

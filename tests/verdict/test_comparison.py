@@ -17,7 +17,7 @@ from benchmarks.checkers import CHECKERS, counted
 from benchmarks.measure import RESULTS
 from benchmarks.wrong_gradients import RIGHT, WRONG
 from fastgrad.checks.order import check
-from fastgrad.report.data import Settings
+from fastgrad.report.settings import Settings
 
 OF_TORCH = [checker for checker in CHECKERS if checker.module == "torch"]
 OPTIONS = argparse.Namespace(cap=60.0, quick=30.0, rounds=1, budget=0.0)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fastgrad
 from fastgrad.problem.problem import Problem
-from fastgrad.report.data import Settings
+from fastgrad.report.settings import Settings
 from fastgrad.verdict.confirm import entries_failure
 from tests.planted.row import function
 

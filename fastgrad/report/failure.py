@@ -1,0 +1,274 @@
+"""A failure: what failed, and the entries that differ."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from fastgrad.report.json_form import EqualByContent
+
+Part = Literal["all", "real", "imaginary"]
+"""Of a complex output, which is judged part by part; in forward mode, of a complex input. Real ones have "all"."""
+
+Mode = Literal["reverse", "forward"]
+"""The mode of AD whose derivatives were compared."""
+
+FailureKind = Literal[
+    "mismatch",
+    "nonzero numerical gradient",
+    "dtype",
+    "size",
+    "nondeterministic",
+    "nonlinear",
+    "not multiplied by grad_output",
+    "incorrect gradient",
+    "undefined grad raises",
+    "undefined grad not zero",
+    "tangent dtype",
+    "undefined tangent",
+    "recorded gradient",
+    "batched raises",
+    "batched differs",
+    "beyond rounding",
+    "biased",
+    "not finite",
+    "ranks differ",
+]
+"""What failed, in one or two words."""
+
+Trouble = Literal["kink", "low precision", "not converged", "not finite"]
+"""Special properties of a derivative that re-measuring with many steps found."""
+
+
+def modulus(value: complex) -> float:
+    """|value|; abs() raises for some complex infinities and NaNs."""
+    return math.hypot(value.real, value.imag)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One Jacobian entry, d output / d input, under the allclose rule.
+
+    Attributes
+    ----------
+    output_index
+        The element of the output.
+    input_index
+        The element of the input.
+    analytical
+        The derivative by autograd; complex for a complex input: the conjugate Wirtinger derivative, as torch
+        reports it.
+    numerical
+        The derivative by differences.
+    allowed
+        ``atol + rtol |numerical|``.
+    error
+        Estimated error of numerical, if it was re-measured over several steps.
+    """
+
+    output_index: tuple[int, ...]
+    input_index: tuple[int, ...]
+    analytical: complex
+    numerical: complex
+    allowed: float
+    error: float | None = None
+
+    @property
+    def difference(self) -> float:
+        """``|analytical - numerical|``."""
+        return modulus(self.analytical - self.numerical)
+
+
+@dataclass(frozen=True)
+class Span:
+    """The indices of some entries along one dimension.
+
+    Attributes
+    ----------
+    size
+        Of the dimension.
+    count
+        Number of distinct indices.
+    first
+        The first of them.
+    last
+        The last of them.
+    step
+        The distance between neighboring indices, if it is constant; otherwise None.
+    places
+        All indices if there are few; otherwise empty.
+    """
+
+    size: int
+    count: int
+    first: int
+    last: int
+    step: int | None
+    places: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Extent:
+    """The positions of some entries.
+
+    Attributes
+    ----------
+    output
+        One Span per dimension of the output.
+    input
+        One Span per dimension of the input.
+    """
+
+    output: tuple[Span, ...]
+    input: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One central difference of an entry.
+
+    Attributes
+    ----------
+    step
+        By which the input was moved to either side; for a complex entry, its first coordinate.
+    change
+        The change of func in between; for a complex entry, combined from its two coordinates.
+    estimate
+        The derivative that follows: change over the realized distance.
+    """
+
+    step: float
+    change: complex
+    estimate: complex
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison(EqualByContent):
+    """The Jacobian of one output with respect to one input, analytical against numerical.
+
+    Attributes
+    ----------
+    entries
+        How many there are.
+    mismatches
+        How many differ at eps by more than their tolerance.
+    worst
+        The worst entry, re-measured.
+    largest_absolute
+        The largest absolute error at eps.
+    largest_relative
+        The largest relative error at eps.
+    sum_analytical
+        The sum of ``|a|^2`` over the mismatched entries; a: analytical, n: numerical.
+    sum_numerical
+        The sum of ``|n|^2``.
+    sum_product
+        The sum of ``a conj(n)``.
+    analytical
+        The matrix, if it is small, in torch's layout: one row per input element, one column per output
+        element.
+    numerical
+        The same.
+    exhaustive
+        Whether all entries were compared; otherwise some were located, and the numbers are about them.
+    worst_entries
+        The worst first, as far as they are wrong (those with an error estimate) or look wrong at eps (those
+        without).
+    extent
+        Where mismatched entries lie.
+    on_pattern
+        Whether the entries are those of the Jacobian's pattern, outside of which it is zero.
+    """
+
+    entries: int
+    mismatches: int
+    worst: Entry | None
+    largest_absolute: float
+    largest_relative: float
+    sum_analytical: float
+    sum_numerical: float
+    sum_product: complex
+    analytical: Tensor | None = None
+    numerical: Tensor | None = None
+    exhaustive: bool = True
+    worst_entries: tuple[Entry, ...] = ()
+    extent: Extent | None = None
+    on_pattern: bool = False
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The function and tensors of a failed check.
+
+    Attributes
+    ----------
+    function
+        The name of func; empty if it has none.
+    parameters
+        Names of func's arguments, as far as known.
+    inputs
+        Dtype and shape of each of func's arguments up to the last checked one, for example ``float64[3, 4]``; empty if
+        it is not checked.
+    outputs
+        The same of each differentiable output.
+    source
+        File and line of the custom backward, or of func if it has none: ``ops.py:12``; empty if unknown.
+    test
+        The id of the test that runs, under pytest.
+    """
+
+    function: str = ""
+    parameters: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    source: str = ""
+    test: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Failure(EqualByContent):
+    """Why a check failed.
+
+    Attributes
+    ----------
+    kind
+        What failed.
+    output
+        Counts the differentiable outputs, as torch's messages do.
+    input
+        Counts the differentiable inputs.
+    output_position
+        The place among func's results.
+    input_position
+        The place among func's arguments.
+    part
+        Of a complex output; in forward mode, of a complex input.
+    mode
+        Of AD.
+    comparison
+        The entries of a mismatch.
+    detail
+        A clause of the message.
+    cause
+        The exception behind the failure, if there was one.
+    trouble
+        Special properties of the worst entry's derivative.
+    convergence
+        The differences behind the worst entry, large steps first, if it was re-measured.
+    """
+
+    kind: FailureKind
+    output: int | None = None
+    input: int | None = None
+    output_position: int | None = None
+    input_position: int | None = None
+    part: Part = "all"
+    mode: Mode = "reverse"
+    comparison: Comparison | None = None
+    detail: str = ""
+    cause: Exception | None = None
+    trouble: Trouble | None = None
+    convergence: tuple[Difference, ...] = ()

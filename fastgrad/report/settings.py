@@ -1,0 +1,88 @@
+"""The keywords of one check."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+GradOutputs = Literal["given", "random", "non-contiguous", "ones"]
+"""The source of gradgradcheck's grad_outputs."""
+
+Engine = Literal["auto", "dense", "compressed", "sketch"]
+"""The engine that computes the Jacobians; "auto" chooses."""
+
+Precision = Literal["auto", "strict"]
+"""Whether functions of a lower dtype are checked by measured rounding, or by tolerances as in double precision."""
+
+
+@dataclass(frozen=True)
+class Tolerances:
+    """The step and the tolerances for one input.
+
+    Attributes
+    ----------
+    eps
+        The step.
+    atol
+        Absolute tolerance.
+    rtol
+        Relative tolerance.
+    """
+
+    eps: float = 1e-6
+    atol: float = 1e-5
+    rtol: float = 1e-3
+
+
+@dataclass(frozen=True)
+class Settings(Tolerances):
+    """The keywords of one check; those that are not listed here are as in `fastgrad.gradcheck`.
+
+    Attributes
+    ----------
+    confidence
+        Of fast mode.
+    grad_outputs
+        How gradgradcheck came by its grad_outputs; None in gradcheck.
+    order
+        Of the derivatives that are checked.
+    inputs
+        The tolerances of each checked input, if not all have the same; eps, atol and rtol are then the
+        smallest of them.
+    precision
+        "strict" where the tolerances hold for every dtype.
+    reference
+        The name of the reference that was passed for a function of a lower dtype; None: itself, in double precision.
+    reference_device
+        The device that was passed for it; None: that of the function.
+    """
+
+    nondet_tol: float = 0.0
+    check_undefined_grad: bool = True
+    check_grad_dtypes: bool = False
+    check_batched_grad: bool = False
+    check_batched_forward_grad: bool = False
+    check_forward_ad: bool = False
+    check_backward_ad: bool = True
+    fast_mode: bool = False
+    masked: bool = False
+    engine: Engine = "auto"
+    seed: int = 0
+    confidence: float = 1 - 1e-9
+    memory_limit: int | None = None
+    progress: bool | None = False
+    grad_outputs: GradOutputs | None = None
+    order: int = 1
+    inputs: tuple[Tolerances, ...] = ()
+    precision: Precision = "auto"
+    reference: str | None = None
+    reference_device: str | None = None
+
+    def of(self, index: int) -> Tolerances:
+        """The tolerances of an input, by the index of its block."""
+        return self.inputs[index] if self.inputs else self
+
+    def loosest(self) -> Tolerances:
+        """The largest step and tolerances of all inputs, for sums over inputs."""
+        largest = (max(getattr(own, name) for own in self.inputs) for name in ("eps", "atol", "rtol"))
+        return Tolerances(*largest) if self.inputs else self
