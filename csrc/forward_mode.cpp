@@ -7,6 +7,7 @@
 #include "ops/perturb_coordinate.h"
 #include "ops/unflatten.h"
 #include "outputs.h"
+#include "reused_tensor.h"
 #include "rows.h"
 
 #include <ATen/ops/_add_batch_dim.h>
@@ -106,6 +107,7 @@ std::tuple<std::optional<Changed>, bool> Evaluator::jvps(
       undefined.empty() || (undefined.size() == count && std::all_of(undefined.begin(), undefined.end(), is_input)),
       "jvps: undefined must be empty, or one of -1, ..., ", static_cast<int64_t>(blocks_.size()) - 1, " for each of ",
       count, " directions, got ", undefined);
+  std::vector<ReusedTensor> tangents(blocks_.size());
   bool domains_match = true;
   for (size_t k = 0; k < count; ++k) {
     const auto row = static_cast<int64_t>(k);
@@ -114,7 +116,7 @@ std::tuple<std::optional<Changed>, bool> Evaluator::jvps(
       if (!undefined.empty() && undefined[k] == static_cast<int64_t>(b)) {
         return at::Tensor();
       }
-      const at::Tensor tangent = at::empty_like(primal);
+      const at::Tensor& tangent = tangents[b].next([&] { return at::empty_like(primal); });
       unflatten_(tangent, direction.narrow(0, blocks_[b].first, coordinate_count(blocks_[b].origin)));
       return tangent;
     }));

@@ -6,6 +6,7 @@
 #include "ops/decompress.h"
 #include "ops/perturb_coordinate.h"
 #include "ops/unflatten.h"
+#include "reused_tensor.h"
 #include "rows.h"
 
 #include <ATen/ops/any.h>
@@ -380,16 +381,8 @@ class Cotangents {
       unflatten_(value, coordinates.narrow(0, 0, coordinates_per_element(output)));
       return value.expand(output.sizes());
     }
-    // Contiguous ones are one tensor, as in torch's checker: a backward may keep gradients by its identity or address.
-    at::Tensor& shared = shared_[i];
-    const bool is_reusable = layout == Layout::contiguous && shared.defined() && shared.sizes() == output.sizes() &&
-                             shared.scalar_type() == output.scalar_type() && !shared.requires_grad() &&
-                             shared.is_contiguous() && is_plain_cpu(shared) &&
-                             bytes_reached(shared) <= static_cast<int64_t>(shared.storage().nbytes());
-    const at::Tensor made = is_reusable ? shared : memory_for(output, layout);
-    if (layout == Layout::contiguous) {
-      shared = made;
-    }
+    const auto make = [&] { return memory_for(output, layout); };
+    const at::Tensor made = layout == Layout::contiguous ? contiguous_[i].next(make) : make();
     unflatten_into(made, coordinates);
     return made;
   }
@@ -414,7 +407,7 @@ class Cotangents {
   const at::Tensor& rows_;
   const std::vector<int64_t>& layouts_;
   const std::vector<int64_t>& only_;
-  mutable std::unordered_map<int64_t, at::Tensor> shared_;  // by output
+  mutable std::unordered_map<int64_t, ReusedTensor> contiguous_;  // by output
 };
 
 }  // namespace

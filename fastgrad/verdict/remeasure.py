@@ -157,10 +157,18 @@ def surviving(
         rows = _rows_of(suspects, which)
         is_open[which] = all(column.is_kink(row, own.atol, own.rtol) for column in columns for row in rows)
     unresolved = float(off[is_open].amax()) if bool(is_open.any()) else 0.0
-    wrong = ~(agrees & (converged | is_open))
+    wrong = ~(agrees & (converged | is_open)) | _moved(suspects, columns, own)
     if not bool(wrong.any()):
         return None, wrong, unresolved
     return _survivor_of(problem, suspects, columns, wrong, own), wrong, unresolved
+
+
+def _moved(suspects: Suspects, columns: list[Refinement], own: Tolerances) -> Tensor:
+    """Which entries have another difference at eps than before: func returned other values for the same inputs."""
+    shape = suspects.outputs.shape
+    again = _entries([((column.left + column.right) / 2).reshape(shape) for column in columns])
+    size = torch.maximum(again.abs(), suspects.numerical.abs())
+    return (again - suspects.numerical).abs() > own.atol + own.rtol * size
 
 
 def _refined(
@@ -228,12 +236,15 @@ def _survivor_of(
     excess = torch.where(wrong, torch.where(converged, difference / allowed, 0.0), -1.0)
     worst_first = excess.argsort(descending=True, stable=True)
     order = [int(which) for which in worst_first[: min(int(wrong.sum()), 1 + MOST_OTHERS)]]  # subclasses have no tolist
-    entries = []
+    entries, moved = [], _moved(suspects, columns, own)
     for which in order:
-        refined = (complex(values[which]), float(errors[which].abs())) if converged[which] else ()
+        sure = bool(converged[which]) and not bool(moved[which])
+        refined = (complex(values[which]), float(errors[which].abs())) if sure else ()
         entries.append(suspects.entry(problem, which, own, *refined))
     worst = order[0]
     trouble = _trouble(columns, suspects, worst, bool(converged[worst]), own)
+    if not trouble[0] and bool(moved[worst]):
+        trouble = "func is not deterministic: evaluated again at the same points, it gives another difference", None
     return Survivor(entries[0], *trouble, _convergence(columns, suspects.outputs.shape, worst), tuple(entries[1:]))
 
 

@@ -702,3 +702,38 @@ def test_gradients_that_are_kept_by_the_identity_of_grad_output(n: int, fast_mod
     x = torch.randn(n, dtype=torch.float64, requires_grad=True)
     func = custom(lambda x: x.cumsum(0), backward)
     assert not fastgrad.gradcheck(func, (x,), fast_mode=fast_mode, raise_exception=False)
+
+
+@pytest.mark.parametrize("keywords", [{}, {"fast_mode": True}, {"check_backward_ad": False}], ids=str)
+@pytest.mark.parametrize("n", [2, 3, 12, 200])
+@pytest.mark.parametrize("key", [id, torch.Tensor.data_ptr])
+def test_tangents_that_are_kept_by_the_identity_or_address_of_a_tangent(
+    key: Callable[[Tensor], int], n: int, keywords: dict[str, Any]
+) -> None:
+    """The checker of torch passes one tangent again and again, with other values."""
+    kept: dict[int, Tensor] = {}
+    seen = []  # no identity is that of another tensor later
+
+    class KeepsTangents(Function):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x.sin()
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+            ctx.save_for_backward(*inputs)
+            ctx.save_for_forward(*inputs)
+
+        @staticmethod
+        def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+            return grad_output * ctx.saved_tensors[0].cos()
+
+        @staticmethod
+        def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+            seen.append(tangent)
+            if key(tangent) not in kept:
+                kept[key(tangent)] = tangent * ctx.saved_tensors[0].cos()
+            return kept[key(tangent)].clone()
+
+    x = torch.randn(n, dtype=torch.float64, requires_grad=True)
+    assert not fastgrad.gradcheck(KeepsTangents.apply, (x,), check_forward_ad=True, raise_exception=False, **keywords)

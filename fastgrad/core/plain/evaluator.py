@@ -446,25 +446,32 @@ class Evaluator:
                 f"jvps: undefined must be empty, or one of -1, ..., {len(self._blocks) - 1} for each of "
                 f"{len(products)} directions, got {list(undefined)}"
             )
-        domains_match = True
+        domains_match, tangents = True, dict[int, Tensor]()
         for k, (direction, product) in enumerate(zip(directions, products, strict=True)):
-            duals = self._dual_arguments(direction, undefined[k] if undefined else -1)
+            duals = self._dual_arguments(direction, undefined[k] if undefined else -1, tangents)
             changed, match = _visit_tangents(self.evaluate_at(duals), outputs, product)
             domains_match = domains_match and match
             if changed:
                 return (k, *changed), domains_match
         return None, domains_match
 
-    def _dual_arguments(self, direction: Tensor, undefined: int) -> tuple[Any, ...]:
+    def _dual_arguments(self, direction: Tensor, undefined: int, tangents: dict[int, Tensor]) -> tuple[Any, ...]:
+        """Arguments with tangents; tangents: those of the last call, by input, which are reused."""
         duals = {}
         for b, block in enumerate(self._blocks):
             dual = block.argument.detach()
             if b != undefined:
-                tangent = torch.empty_like(dual)
-                ops.unflatten_(tangent, direction[block.first : block.first + block.size])
-                dual = make_dual(dual, tangent)
+                tangents[b] = reused(tangents.get(b), torch.empty_like(dual))
+                ops.unflatten_(tangents[b], direction[block.first : block.first + block.size])
+                dual = make_dual(dual, tangents[b])
             duals[id(block.argument)] = dual
         return tuple(duals.get(id(value), value) for value in self._arguments)
+
+
+def reused(last: Tensor | None, new: Tensor) -> Tensor:
+    """The last tensor that func or a backward got, if it looks as it was made; otherwise a new one."""
+    same = last is not None and not last.requires_grad and (last.shape, last.dtype) == (new.shape, new.dtype)
+    return last if last is not None and same and last.stride() == new.stride() else new
 
 
 def _visit_tangents(result: Any, outputs: Sequence[OutputSpec], column: Tensor) -> tuple[tuple[int, Any] | None, bool]:

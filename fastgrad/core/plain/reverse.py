@@ -18,6 +18,7 @@ from fastgrad.core.plain.evaluator import (
     check_in_place,
     check_memory,
     check_storage,
+    reused,
     with_domain_of,
 )
 from fastgrad.core.plain.operators import coordinate_count, unseen
@@ -232,17 +233,16 @@ def _flatten_gradients(
 def _grad_output(output: Tensor, coordinates: Tensor, layout: int, last: Tensor | None) -> Tensor:
     """Coordinates as a grad_output of an output, in a layout of native.Layout.
 
-    last: the last contiguous one, which serves again, as in torch's checker: a backward may keep gradients by its
-    identity or address.
+    last: the last contiguous one, which is reused, as in torch's checker: a backward may keep gradients by its identity
+    or address.
     """
     if layout == 3 and coordinates.numel():
         value = torch.empty((), dtype=output.dtype, device=output.device)
         ops.unflatten_(value, coordinates[: 2 if output.is_complex() else 1])
         return value.expand(output.shape)
-    if layout == 0 and last is not None and not last.requires_grad and _is_like(last, output):
-        made = last
-    else:
-        made = torch.empty_like(output, memory_format=torch.contiguous_format)
+    made = torch.empty_like(output, memory_format=torch.contiguous_format)
+    if layout == 0:
+        made = reused(last, made)
     if layout in (1, 2) and output.numel():
         nan = output.detach().new_full((), math.nan)
         if layout == 1:
@@ -252,10 +252,6 @@ def _grad_output(output: Tensor, coordinates: Tensor, layout: int, last: Tensor 
             made = nan.repeat(output.numel() + offset)[offset:].view(output.shape)
     ops.unflatten_(made, coordinates)
     return made
-
-
-def _is_like(tensor: Tensor, output: Tensor) -> bool:
-    return tensor.shape == output.shape and tensor.dtype == output.dtype and tensor.is_contiguous()
 
 
 def _vjp_of_row(graph: Graph, row: Tensor, layout: int, only: int, last: dict[int, Tensor]) -> Gradients:
