@@ -72,6 +72,9 @@ class Refinement:
         Whether the error is within the tolerance: bool, shape (entries,).
     left, right
         One-sided derivatives with the step eps: float64, shape (entries,).
+    at_eps
+        The plain difference of `Problem.difference_columns`, evaluated anew: float64, shape (entries,). NaN if func
+        raises, or if the step is another one there because x is large.
     doubtful
         Whether func is straight at steps of eps and larger, with another slope than `values`, so that `values`
         come from rounding inside func: bool, shape (entries,).
@@ -88,6 +91,7 @@ class Refinement:
     converged: Tensor
     left: Tensor
     right: Tensor
+    at_eps: Tensor
     doubtful: Tensor
     curved: Tensor
     steps: Tensor
@@ -114,8 +118,8 @@ class Measured:
     ----------
     rounding
         Its effect on the outputs: float64, shape (entries,).
-    left, right
-        One-sided derivatives with the step eps: float64, shape (entries,).
+    left, right, at_eps
+        One-sided derivatives with the step eps, and the plain difference there: float64, shape (entries,).
     eps
         That step.
     ratio
@@ -128,6 +132,7 @@ class Measured:
     rounding: Tensor
     left: Tensor
     right: Tensor
+    at_eps: Tensor
     eps: float
     ratio: float
     steps: Tensor
@@ -185,10 +190,10 @@ def measured(
             widths.append(problem.realized_width(displacement, scale)[where][owner])
             changes.append(plus - minus)
             bends.append((plus - base) + (minus - base))
-    left, right = _one_sided(problem, where, owner, outputs, base, record_graph, eps)
+    left, right, at_eps = _at_eps(problem, where, owner, outputs, base, record_graph, eps)
     found = [torch.stack(some) if some else base.new_empty(0, base.numel()) for some in (steps, widths, changes, bends)]
     rounding = _rounding(problem, outputs, base, x[owner], found[2])
-    return Measured(rounding, left, right, eps * block.step, ratio, *found)
+    return Measured(rounding, left, right, at_eps, eps * block.step, ratio, *found)
 
 
 def _runs(largest: Tensor, smallest: Tensor, ratio: float, most: int | None) -> list[tuple[Tensor, range]]:
@@ -234,7 +239,9 @@ def _pairs(
 def settled(found: Sequence[Measured], atol: float, rtol: float) -> Refinement:
     """The derivatives from measurements of inputs with the same step size, concatenated."""
     most = max(len(one.steps) for one in found)
-    rounding, left, right = (torch.cat([getattr(one, name) for one in found]) for name in ("rounding", "left", "right"))
+    rounding, left, right, at_eps = (
+        torch.cat([getattr(one, name) for one in found]) for name in ("rounding", "left", "right", "at_eps")
+    )
     steps, widths, changes, bends = (
         torch.cat([pad(getattr(one, name), (0, 0, 0, most - len(one.steps))) for one in found], 1)
         for name in ("steps", "widths", "changes", "bends")
@@ -260,7 +267,9 @@ def settled(found: Sequence[Measured], atol: float, rtol: float) -> Refinement:
     # Not "errors > allowed": a NaN has not converged.
     converged = errors <= atol + rtol * values.abs()
     curved = _is_curved(bends, steps, taken, (right - left).abs(), eps)
-    return Refinement(values, errors, converged, left, right, doubtful, curved, steps.t(), changes.t(), widths.t())
+    return Refinement(
+        values, errors, converged, left, right, at_eps, doubtful, curved, steps.t(), changes.t(), widths.t()
+    )
 
 
 def _is_rounded(
@@ -319,20 +328,22 @@ def _rounding(problem: Problem, rows: Tensor, base: Tensor, x: Tensor, changes: 
     return torch.maximum(ulp[rows] * base.abs(), inside)
 
 
-def _one_sided(
+def _at_eps(
     problem: Problem, where: Tensor, owner: Tensor, rows: Tensor, base: Tensor, record_graph: bool, eps: float
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One-sided derivatives, left and right, and the plain difference."""
     direction = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
     direction[where] = 1.0
     displacement = problem.displacement(direction, eps)
-    step = displacement[where][owner]
+    step, width = displacement[where][owner], problem.realized_width(displacement, 1.0)[where][owner]
     try:
         plus, minus = (problem.evaluate(record_graph, displacement, sign)[rows] for sign in (1.0, -1.0))
     except Exception as error:  # one side is outside of func's domain
         raise_unless_of_func(error)
         missing = torch.full_like(base, torch.nan)
-        return missing, missing
-    return (base - minus) / step, (plus - base) / step
+        return missing, missing, missing
+    same = problem.coordinate_widths(eps)[where][owner] == width
+    return (base - minus) / step, (plus - base) / step, torch.where(same, (plus - minus) / width, torch.nan)
 
 
 def extrapolate(

@@ -165,8 +165,7 @@ def surviving(
 
 def _moved(suspects: Suspects, columns: list[Refinement], own: Tolerances) -> Tensor:
     """Which entries have another difference at eps than before: func returned other values for the same inputs."""
-    shape = suspects.outputs.shape
-    again = _entries([((column.left + column.right) / 2).reshape(shape) for column in columns])
+    again = _entries([column.at_eps.reshape(suspects.outputs.shape) for column in columns])
     size = torch.maximum(again.abs(), suspects.numerical.abs())
     return (again - suspects.numerical).abs() > own.atol + own.rtol * size
 

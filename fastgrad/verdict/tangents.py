@@ -48,6 +48,8 @@ def tangent_parts(u: Tensor, seed: int) -> tuple[Tensor, Tensor]:
 
     A random half of u, times REPEAT_SCALE; the rest of it; and one of its coordinates, as a one-hot tangent.
     """
+    if not u.numel():
+        return torch.zeros(PARTS, 0, dtype=torch.float64, device=u.device), torch.zeros(PARTS, dtype=torch.float64)
     alone = seed % u.numel()
     one_hot = torch.zeros_like(u)
     one_hot[alone] = 1.0

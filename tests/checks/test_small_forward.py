@@ -218,3 +218,27 @@ def test_native_calls_refuse_what_does_not_fit() -> None:
     refused("must have a first dimension", "batched_tangents", 0, torch.ones((), dtype=torch.float64))
     refused("must have shape", "tangent_errors", rows, columns, 1e-5, 1e-3)
     refused("must have shape", "tangent_errors", columns, rows, 1e-5, 1e-3)
+
+
+@pytest.mark.parametrize("keywords", [{}, FORWARD, {"check_forward_ad": True, "check_batched_grad": True}], ids=str)
+@pytest.mark.parametrize("fast_mode", [False, True])
+@pytest.mark.parametrize("m", [0, 1, 30])
+def test_an_input_without_elements(m: int, fast_mode: bool, keywords: dict[str, Any]) -> None:
+    class Zeros(torch.autograd.Function):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x.new_zeros(m)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+            pass
+
+        @staticmethod
+        def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+            return grad_output.new_zeros(0)
+
+        @staticmethod
+        def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+            return tangent.new_zeros(m)
+
+    assert fastgrad.gradcheck(Zeros.apply, (leaf(0),), fast_mode=fast_mode, **{"check_forward_ad": True, **keywords})

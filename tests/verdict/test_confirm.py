@@ -35,12 +35,13 @@ def wrong_entries(
 
 
 def coupled(x: Tensor) -> Tensor:
-    """The first two elements, each with five times the other one; the third one alone."""
-    return torch.stack([x[0] + 5 * x[1], x[1] + 5 * x[0], x[2]])
+    """The first two elements, curved, each with five times the other one; the third one alone."""
+    curved = x + 1e11 * (x - torch.tensor([0.3, 0.4, 0.5], dtype=x.dtype)) ** 3
+    return torch.stack([curved[0] + 5 * x[1], curved[1] + 5 * x[0], x[2]])
 
 
 def test_entries_that_look_wrong_together_only_are_right() -> None:
-    assert not wrong_entries(coupled, leaf(0.3, 0.4, 0.5), [1.0, 1.0, 1.0], [1.1, 1.1, 1.1])
+    assert not wrong_entries(coupled, leaf(0.3, 0.4, 0.5), [1.0, 1.0, 1.0], [1.1, 1.1, 1.0])
 
 
 def test_an_entry_that_is_a_little_wrong_beside_such_ones_is_found() -> None:
@@ -72,3 +73,17 @@ def test_a_verdict_of_failure_takes_a_few_steps(keywords: dict[str, Any], calls:
 
     assert not fastgrad.gradcheck(function(forward, backward), (leaf(0.3),), raise_exception=False, **keywords)
     assert tuple(made) == calls
+
+
+@pytest.mark.parametrize("call", [2, 3, 4, 7])
+@pytest.mark.parametrize("engine", ["auto", "dense"])
+def test_a_func_that_returns_other_values_in_one_call_fails(call: int, engine: Any) -> None:
+    made = 0
+
+    def func(x: Tensor) -> Tensor:
+        nonlocal made
+        made += 1
+        return x.sin() * (1.01 if made == call else 1.0)
+
+    with pytest.raises(fastgrad.GradcheckError, match="not deterministic"):
+        fastgrad.gradcheck(func, (leaf(0.3, 0.4, 0.5),), engine=engine)
