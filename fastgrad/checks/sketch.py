@@ -25,6 +25,7 @@ from fastgrad.engines.sketch import (
     Sketch,
     all_count_fully,
     cotangents,
+    derivatives_move,
     directional_differences,
     residual_row,
     weights,
@@ -282,11 +283,20 @@ class _Screen:
     def _at_next_step(self, differences: Differences) -> Screening | None:
         """Goes on to another step size; leaves a small problem to the exact engine, which costs no more than that."""
         problem = self._problem
+        if self._attempt == 0 and self._func_moves(differences):
+            return Screening(nondeterministic(problem.outputs[0]))
         if not self._selected and self._eps == self._settings.eps and 2 * problem.n + problem.m <= EXACT_CALLS:
             return Screening(undecided=math.inf)
         self._eps = _next_step(self._problem, self._settings, differences, self._base, self._pending)
         self._attempt += 1
         return None
+
+    def _func_moves(self, differences: Differences) -> bool:
+        """Whether the first derivative comes out otherwise when it is repeated, which no other step would show."""
+        again = directional_differences(
+            self._problem, self._settings, self._base, self._eps, 1, self._attempt, extrapolated=1, fixed=self._fixed
+        )
+        return derivatives_move(self._settings, again.derivatives[0], differences.derivatives[0])
 
     def _verified(self, bound: float) -> Screening:
         return _verified(self._settings, self._count, bound, self._unresolved)

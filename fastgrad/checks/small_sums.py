@@ -20,7 +20,7 @@ from fastgrad.core.tensors import differ, largest
 from fastgrad.engines.blocks import REPEAT_SCALE
 from fastgrad.engines.plan import sketch_size
 from fastgrad.engines.probes import CONSTANT
-from fastgrad.engines.sketch import KINK, NOISE_SHARE, weights
+from fastgrad.engines.sketch import KINK, NOISE_SHARE, derivatives_move, weights
 from fastgrad.engines.small_sketch import (
     REPEATED,
     ScreeningGradOutputs,
@@ -86,7 +86,25 @@ def differences_by_step(check: SmallCheck, settings: Settings) -> Iterator[tuple
         if weighed is not None:
             yield differences, *weighed
         elif _weight(check, settings, differences, SMALLER_STEP**2) is None:
-            return  # curvature alone would be that much less at the smaller step: this is a kink, or rounding
+            # Curvature alone would be that much less at the smaller step: this is a kink, rounding, or other values of
+            # func for the same inputs.
+            check.moved = _func_moves(
+                check, settings, differences, partial(_differences, check, settings, step, budget)
+            )
+            return
+
+
+def _func_moves(
+    check: SmallCheck, settings: Settings, differences: Derivatives, repeat: Callable[..., Derivatives | None]
+) -> bool:
+    """Whether differences that are noisy come out otherwise when they are repeated, along one direction at first."""
+    again = repeat(count=1)
+    if again is None or derivatives_move(settings, again.derivatives[0], differences.derivatives[0]):
+        return again is not None
+    if _weight(check, settings, again, 1.0) is None:
+        return False
+    again = repeat()  # the noise is that of other directions, or it is gone
+    return again is not None and _weight(check, settings, again, 1.0) is not None
 
 
 def _raised_noted(check: SmallCheck, run: Callable[[], Tensor | None]) -> Tensor | None:
@@ -106,9 +124,14 @@ def _early_vjps(check: SmallCheck, plain: ScreeningGradOutputs) -> Tensor:
 
 
 @phase("directional differences")
-def _differences(check: SmallCheck, settings: Settings, step: float, budget: float) -> Derivatives | None:
-    """Derivatives from the fewest evaluations; step: relative to eps; budget: 0 for central differences alone."""
-    streams = [SKETCH_DIRECTIONS + 16 * k for k in range(sketch_size(settings.confidence))]
+def _differences(
+    check: SmallCheck, settings: Settings, step: float, budget: float, count: int | None = None
+) -> Derivatives | None:
+    """Derivatives from the fewest evaluations; step: relative to eps; budget: 0 for central differences alone.
+
+    count: of directions; None: those of a sketch.
+    """
+    streams = [SKETCH_DIRECTIONS + 16 * k for k in range(count or sketch_size(settings.confidence))]
     along = RandomDirections(settings.seed, streams, [], settings.eps * step, min(1.0, step))
     evaluate = partial(check.problem.screening_derivatives, along, KINK, budget)
     try:

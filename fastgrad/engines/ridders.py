@@ -334,7 +334,7 @@ def _at_eps(
     """One-sided derivatives, left and right, and the plain difference."""
     direction = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
     direction[where] = 1.0
-    displacement = problem.displacement(direction, eps)
+    displacement = _plain(problem.displacement(direction, eps))
     step, width = displacement[where][owner], problem.realized_width(displacement, 1.0)[where][owner]
     try:
         plus, minus = (problem.evaluate(record_graph, displacement, sign)[rows] for sign in (1.0, -1.0))
