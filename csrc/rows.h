@@ -7,6 +7,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/as_strided.h>
+#include <ATen/ops/equal.h>
 #include <ATen/ops/real.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -79,6 +80,15 @@ inline void flatten_into(
   if (divisor != 1.0) {
     segment.div_(divisor);
   }
+}
+
+// As at::equal, which knows no complex32.
+inline bool have_equal_values(const at::Tensor& left, const at::Tensor& right) {
+  if (left.scalar_type() != at::kComplexHalf || right.scalar_type() != at::kComplexHalf) {
+    return at::equal(left, right);
+  }
+  const BelowAutograd guard;
+  return at::equal(real_coordinates(left), real_coordinates(right));
 }
 
 inline at::Tensor as_strided_layout(const at::Tensor& tensor) {

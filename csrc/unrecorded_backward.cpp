@@ -3,7 +3,6 @@
 #include "loops.h"
 #include "rows.h"
 
-#include <ATen/ops/equal.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -24,7 +23,7 @@ at::Tensor tensor_at(const py::tuple& values, int64_t position) {
   return THPVariable_Unpack(value);
 }
 
-// As at::equal, which is false for a NaN.
+// Whether all values are equal; a NaN equals nothing.
 bool is_same(const at::Tensor& left, const at::Tensor& right) {
   if (left.layout() != at::kStrided || right.layout() != at::kStrided) {
     return false;
@@ -33,7 +32,7 @@ bool is_same(const at::Tensor& left, const at::Tensor& right) {
     const double* const values = left.const_data_ptr<double>();
     return std::equal(values, values + left.numel(), right.const_data_ptr<double>());
   }
-  return at::equal(left, right);
+  return have_equal_values(left, right);
 }
 
 std::vector<at::Tensor> differentiable(const py::object& result) {

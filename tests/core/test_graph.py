@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+import fastgrad
 from benchmarks.cases import operator_cases, operators
 from fastgrad.core import native
 
@@ -190,3 +191,9 @@ def test_nodes_of_operators(op: Any) -> None:
         outputs = operator_outputs(case.func, case.inputs)
         if outputs and all(value.layout is torch.strided for value in (*inputs, *outputs)):
             compared(outputs, inputs)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support", "ignore:Input #1 requires gradient")
+def test_a_result_in_complex_half_precision() -> None:
+    x = torch.tensor([0.3, 0.5, -0.2], dtype=torch.float64, requires_grad=True)
+    assert fastgrad.gradgradcheck(lambda x: x.chalf(), (x,))
