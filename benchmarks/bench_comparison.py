@@ -99,7 +99,8 @@ CASES: dict[str, tuple[str, Function, Callable[[int], Any] | None]] = {
     "banded": ("sin(x[2:]) x[:-2] + x[1:-1]^2", _stencil, lambda n: _bands(n, 0, 1, 2, rows=n - 2)),
     "dense": ("n softmax(x)", _softmax, None),
     "convolution": (
-        f"conv1d of x and a kernel of {KERNEL}, both inputs: a band and {KERNEL} dense columns",
+        f"conv1d of x with a kernel of {KERNEL} elements. Both are inputs. The Jacobian has a band and {KERNEL} dense "
+        "columns",
         _convolution,
         _convolution_structure,
     ),

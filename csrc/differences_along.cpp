@@ -292,18 +292,18 @@ std::variant<Derivatives, Changed> Evaluator::screening_derivatives(
   };
   const double widest = step_above_rounding(along.step, base, *std::max_element(ulps.begin(), ulps.end()), budget);
   OneSidedError error;
-  std::optional<double> share;  // of the widest step, for one-sided derivatives
+  std::optional<double> step_fraction;  // of `widest`, once one-sided derivatives are taken
   for (int64_t k = 0; k < count; ++k) {
-    const double relative_to = share.value_or(1.0);
-    const double step = widest * relative_to;
+    const double fraction = step_fraction.value_or(1.0);
+    const double step = widest * fraction;
     const at::Tensor direction = into.directions.select(0, k);
-    realize(displacement, direction, along.seed, along.streams[k], step, along.relative * relative_to);
-    if (share) {
+    realize(displacement, direction, along.seed, along.streams[k], step, along.relative * fraction);
+    if (step_fraction) {
       realize_one_sided(direction, displacement);
       direction.mul_(1 / step);
     }
     const std::vector<double> scales =
-        share ? std::vector{1.0} : (k == 0 ? std::vector{1.0, -1.0, 0.5} : std::vector{1.0, -1.0});
+        step_fraction ? std::vector{1.0} : (k == 0 ? std::vector{1.0, -1.0, 0.5} : std::vector{1.0, -1.0});
     const std::vector<at::Tensor> values(memory.begin(), memory.begin() + static_cast<std::ptrdiff_t>(scales.size()));
     if (auto changed = values_along(displacement, scales, values, outputs, /*record_graph=*/true)) {
       return *std::move(changed);
@@ -311,7 +311,7 @@ std::variant<Derivatives, Changed> Evaluator::screening_derivatives(
     check_storage("screening_derivatives", "base", base);  // func has run
     const BelowAutograd guard;
     const at::Tensor derivative = into.derivatives.select(0, k);
-    if (share) {
+    if (step_fraction) {
       derivative.copy_(values[0]).sub_(base).mul_(1 / step);
       continue;
     }
@@ -320,8 +320,8 @@ std::variant<Derivatives, Changed> Evaluator::screening_derivatives(
           own(derivative), own(into.noise), own(base), own(values[0]), own(values[1]), step, ulp, curve};
       k == 0 ? three_points(points, own(values[2]), own(rounding), error) : two_points(points);
     });
-    if (k == 0 && all_double && (share = error.share(budget))) {
-      into.noise.add_(values[2], *share).add_(rounding, 1 / *share);
+    if (k == 0 && all_double && (step_fraction = error.share(budget))) {
+      into.noise.add_(values[2], *step_fraction).add_(rounding, 1 / *step_fraction);
     }
   }
   into.sizes = sizes_of(into.noise, into.derivatives);

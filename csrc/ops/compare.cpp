@@ -1,4 +1,4 @@
-// CPU launcher and plain ATen kernel of fastgrad::compare.
+// CPU kernel and plain ATen kernel of fastgrad::compare.
 #include "compare.h"
 
 #include "common.h"

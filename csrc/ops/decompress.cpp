@@ -1,4 +1,4 @@
-// CPU launcher and plain ATen kernel of fastgrad::decompress_.
+// CPU kernel and plain ATen kernel of fastgrad::decompress_.
 #include "decompress.h"
 
 #include "../kernels/sparse.h"

@@ -1,4 +1,4 @@
-// CPU launcher and plain ATen kernel of fastgrad::displace_.
+// CPU kernel and plain ATen kernel of fastgrad::displace_.
 #include "displace.h"
 
 #include "../kernels/difference.h"

@@ -1,4 +1,4 @@
-// CPU launcher and plain ATen kernel of fastgrad::dots.
+// CPU kernel and plain ATen kernel of fastgrad::dots.
 #include "dots.h"
 
 #include "../kernels/products.h"

@@ -1,4 +1,4 @@
-// CPU launcher and plain ATen kernel of fastgrad::flatten_.
+// CPU kernel and plain ATen kernel of fastgrad::flatten_.
 #include "flatten.h"
 
 #include "common.h"

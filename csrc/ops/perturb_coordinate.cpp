@@ -1,4 +1,4 @@
-// CPU launcher and plain ATen kernel of fastgrad::perturb_coordinate_.
+// CPU kernel and plain ATen kernel of fastgrad::perturb_coordinate_.
 #include "perturb_coordinate.h"
 
 #include "../kernels/difference.h"

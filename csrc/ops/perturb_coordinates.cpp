@@ -1,4 +1,4 @@
-// CPU launcher and plain ATen kernel of fastgrad::perturb_coordinates_.
+// CPU kernel and plain ATen kernel of fastgrad::perturb_coordinates_.
 #include "perturb_coordinates.h"
 
 #include "../kernels/difference.h"

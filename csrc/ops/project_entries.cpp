@@ -1,4 +1,4 @@
-// CPU launcher and plain ATen kernel of fastgrad::project_entries_.
+// CPU kernel and plain ATen kernel of fastgrad::project_entries_.
 #include "project_entries.h"
 
 #include "../kernels/products.h"

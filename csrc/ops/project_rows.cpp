@@ -1,4 +1,4 @@
-// CPU launcher and plain ATen kernel of fastgrad::project_rows_.
+// CPU kernel and plain ATen kernel of fastgrad::project_rows_.
 #include "project_rows.h"
 
 #include "../kernels/products.h"

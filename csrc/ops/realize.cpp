@@ -1,4 +1,4 @@
-// CPU launcher and plain ATen kernel of fastgrad::realize_.
+// CPU kernel and plain ATen kernel of fastgrad::realize_.
 #include "realize.h"
 
 #include "../kernels/difference.h"

@@ -1,4 +1,4 @@
-// CPU launcher and plain ATen kernel of fastgrad::richardson_.
+// CPU kernel and plain ATen kernel of fastgrad::richardson_.
 #include "richardson.h"
 
 #include "../kernels/richardson.h"

@@ -1,4 +1,4 @@
-// CPU launcher and plain ATen kernel of fastgrad::unflatten_.
+// CPU kernel and plain ATen kernel of fastgrad::unflatten_.
 #include "unflatten.h"
 
 #include "common.h"

@@ -251,7 +251,7 @@ class _Screen:
     def _unconfirmed(self, differences: Differences, search: _Search, value: float) -> Screening | None:
         """If a sum looks wrong, but no wrong entry was found: neither a failure nor a pass at this step size."""
         if math.isfinite(self._smallest_bound):
-            return self._verified(self._smallest_bound)  # all was well at another step
+            return self._verified(self._smallest_bound)  # no sum was wrong at another step size
         self._suspected = max(self._suspected, 4 * abs(value))
         if not search.doubtful:
             return Screening(undecided=self._suspected)  # small errors in many entries: another step does not help

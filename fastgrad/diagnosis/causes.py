@@ -237,7 +237,7 @@ def _of_layouts(evidence: Evidence, linear: bool) -> Iterator[Cause]:
         if error is not None or deviation is None:
             measure = error or ""
         elif math.isinf(deviation):
-            measure = "one of the two gradients is zero or not finite, but the other is not"
+            measure = "only one of the two gradients is zero or not finite"
         else:
             measure = f"relative difference {deviation:.1e} of the two gradients"
         yield Cause(

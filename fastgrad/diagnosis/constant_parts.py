@@ -20,7 +20,7 @@ from fastgrad.problem.signature import place_name
 _NOT_OF_THE_USER = tuple(str(Path(module.__file__ or "").parent) for module in (torch, sys.modules["fastgrad"]))
 
 MOST_ELEMENTS = 1 << 22
-"""Number of values that may be kept: 32 MiB in double precision. Larger funcs are not examined."""
+"""Number of values that may be kept: 32 MiB in double precision. A func with more values is not examined."""
 
 _ORDINALS = {0: "first", 1: "second", 2: "third"}
 

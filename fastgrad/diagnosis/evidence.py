@@ -55,7 +55,7 @@ class _Investigation(Samples, BackwardExperiments, FuncExperiments):
         failure, sample = self._failure, None
         if failure.kind == "mismatch" and failure.comparison is not None and self._output and self._input:
             sample = self._sample(self._output, self._input, failure.comparison)
-        self._try(2, self._movement_of_func)
+        self._try(2, self._repeatability_of_func)
         if failure.mode == "reverse":
             self._vjps(sample)
         if failure.kind == "mismatch":

@@ -23,7 +23,7 @@ LARGE_STEPS = (2.0**-3, 2.0**-4, 2.0**-5)
 class FuncExperiments(Experiments):
     """Evidence about the worst entry from runs of func and from the other mode."""
 
-    def _movement_of_func(self) -> None:
+    def _repeatability_of_func(self) -> None:
         first, second = (self._problem.evaluate(True) for _ in range(2))
         self._note(func_moves=float((first - second).abs().nan_to_num(0.0).max()))
 

@@ -188,7 +188,7 @@ def analytical_rows(
                 elif (own.shape, own.dtype, own.layout) == expected:
                     native.flatten_(segment, own)
                 else:
-                    raise RefusedError("gradients are not like their inputs")
+                    raise RefusedError("a gradient differs from its input in shape, dtype or layout")
 
         return step
 

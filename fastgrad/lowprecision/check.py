@@ -39,8 +39,12 @@ SAME_DRAW = 16.0
 """Allowed difference of two runs of func with the same random state, in units of the largest value (atomic
 additions)."""
 
-_AT_X_ONLY = ("kink", "not converged", "not finite")
-"""Failures that may come from x and not from the reference."""
+_TROUBLE_AT_X = {
+    "kink": "there is a kink",
+    "not converged": "the numerical derivative does not converge",
+    "not finite": "the derivative is not finite",
+}
+"""Failures that may come from x and not from the reference, as clauses."""
 
 _OF_ZEROS = ("not multiplied by grad_output", "undefined grad not zero")
 
@@ -52,11 +56,11 @@ def obstacle(inputs: Any, settings: Settings) -> str:
     """The reason why inputs cannot be checked with measured rounding; empty if they can."""
     checked = [value for value in as_tuple(inputs) if isinstance(value, Tensor) and value.requires_grad]
     if any(value.layout is not torch.strided for value in checked):
-        return "sparse and MKLDNN inputs are checked by tolerances only"
+        return "sparse and MKLDNN inputs are checked with tolerances only"
     if any(value.dtype is torch.complex32 for value in checked):
-        return "complex32 inputs are checked by tolerances only"
+        return "complex32 inputs are checked with tolerances only"
     if settings.check_forward_ad:
-        return "forward mode is checked by tolerances only"
+        return "forward mode is checked with tolerances only"
     if not settings.check_backward_ad:
         return "without reverse mode, tolerances are used"
     return ""
@@ -236,10 +240,10 @@ class LowerCheck:
         if report.failure is None:
             return report, ""
         trouble = str(report.failure.trouble)
-        for factor in (-NEARBY, NEARBY) if trouble in _AT_X_ONLY else ():
+        for factor in (-NEARBY, NEARBY) if trouble in _TROUBLE_AT_X else ():
             nearby = order.check(func, _moved(arguments, factor), self._settings, self._names, explain=False)
             if nearby.failure is None:
-                return nearby, f"the derivative is {trouble}" if trouble != "kink" else "there is a kink"
+                return nearby, _TROUBLE_AT_X[trouble]
         return order.check(func, arguments, self._settings, self._names), ""
 
     def _seeded(self, func: Callable[..., Any]) -> Callable[..., Any]:

@@ -95,7 +95,7 @@ class Between:
         Proven errors.
     remarks
         Other observations.
-    meant
+    intended_cuts
         Values that torch's own modules treat as constants.
     """
 
@@ -104,18 +104,18 @@ class Between:
     memory_limit: int
     findings: list[Finding] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
-    meant: list[Cut] = field(default_factory=list)
+    intended_cuts: list[Cut] = field(default_factory=list)
 
     @contextmanager
-    def holding_what_is_meant(self) -> Iterator[None]:
+    def holding_intended_constants(self) -> Iterator[None]:
         """A context in which constants of torch's modules (spectral norm's vectors) are held fixed."""
-        self.meant = [cut for cut in self._record()[0].cuts if cut.is_meant]
+        self.intended_cuts = [cut for cut in self._record()[0].cuts if cut.is_intended]
         held = self._holding([])
-        if held is None or not self.meant:
+        if held is None or not self.intended_cuts:
             yield
             return
-        names = ", ".join(dict.fromkeys(cut.site.module or "the model" for cut in self.meant))
-        self.remarks.append(f"values that {names} computes without gradients by design were held constant")
+        names = ", ".join(dict.fromkeys(cut.site.module or "the model" for cut in self.intended_cuts))
+        self.remarks.append(f"held constant: values that are computed without gradients by design, in {names}")
         with self.step.inside(held):
             yield
 
@@ -132,7 +132,7 @@ class Between:
             return
         names = tuple(self.step.names[i] for i in moving)
         recorder, _ = self._record()
-        cuts = [cut for cut in _unmeant(recorder) if set(recorder.parameters_of(cut.parameters)) & set(moving)]
+        cuts = [cut for cut in _unintended(recorder) if set(recorder.parameters_of(cut.parameters)) & set(moving)]
         alone = [cut for cut in cuts[:MOST_CUTS] if self._stills([cut], moving)]
         ends = alone or (cuts if cuts and self._stills(cuts, moving) else [])
         text = f"{_listed(list(names))} gets no gradient, but the loss depends on it"
@@ -153,7 +153,7 @@ class Between:
 
     def _holding(self, cuts: Sequence[Cut]) -> Callable[[], AbstractContextManager[None]] | None:
         """Makes contexts in which cuts keep their values at the current parameters."""
-        around = partial(_holding, {cut.event: cut.name for cut in [*cuts, *self.meant]}, {})
+        around = partial(_holding, {cut.event: cut.name for cut in [*cuts, *self.intended_cuts]}, {})
         try:
             with self.step.inside(around):
                 self.step.loss()
@@ -170,7 +170,7 @@ class Between:
         numbers = frozenset(one.number for one in saved)
         restored = self._record(kept_saved=numbers)[1] if saved else None
         behind = set(wrong or range(len(self.step.parameters)))
-        cuts = [cut for cut in _unmeant(recorder) if behind & set(recorder.parameters_of(cut.parameters))]
+        cuts = [cut for cut in _unintended(recorder) if behind & set(recorder.parameters_of(cut.parameters))]
         muted = self._record(mutes_hooks=True)[1] if hooks else None
         both = self._record(mutes_hooks=True, kept_saved=numbers)[1] if hooks and saved else None
         held = self._difference_holding(cuts, along) if cuts else None
@@ -212,8 +212,8 @@ class Between:
             for one in saved:
                 one.writer = one.writer or watching.saved.all[one.number].writer
         for one in {(one.site, one.writer): one for one in saved}.values():
-            by = f": {one.writer or 'code that is not an operator of torch'} wrote to it"
-            text = f"a tensor that was saved for backward{at(one.site)} was changed before backward read it{by}"
+            by = one.writer or "code outside of torch's operators"
+            text = f"a tensor that was saved for backward{at(one.site)} was changed before backward read it, by {by}"
             self.findings.append(Finding("saved tensor", text, (one.site,), "", names, error))
 
     def _add_cuts(self, cuts: Sequence[Cut], along: Along, names: tuple[str, ...], error: float) -> None:
@@ -272,8 +272,8 @@ def watched(step: Step, recorder: Recorder) -> Iterator[None]:
         yield
 
 
-def _unmeant(recorder: Recorder) -> list[Cut]:
-    return [cut for cut in recorder.cuts if not cut.is_meant]
+def _unintended(recorder: Recorder) -> list[Cut]:
+    return [cut for cut in recorder.cuts if not cut.is_intended]
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -162,8 +162,8 @@ def _whole(
         why = enter_precise(step, whole, stack)
         if why:
             remarks.append(f"the end-to-end test ran the model in its own dtype, not in double precision: {why}")
-        if any(cut.is_meant for cut in recorder.cuts):
-            stack.enter_context(between.holding_what_is_meant())
+        if any(cut.is_intended for cut in recorder.cuts):
+            stack.enter_context(between.holding_intended_constants())
         found = [whole.quickly_along(whole.direction(number)) for number in range(DIRECTIONS)]
         between.look_at_missing()
         wrong: Along | None = next((one for one in found if not one.agrees), None)

@@ -88,7 +88,7 @@ class Cut:
     """One bit for each parameter that its result depends on."""
     alias: weakref.ref[Tensor] | None
     """Its only result."""
-    is_meant: bool
+    is_intended: bool
     """Whether a module of torch does this intentionally, for example spectral norm."""
 
 

@@ -43,8 +43,8 @@ def differentiable_inputs(inputs: tuple[Any, ...], names: tuple[str, ...], warn_
         if warn_of_precision and value.dtype not in (torch.float64, torch.complex128):
             warn(
                 f"{names[i] if names else f'Input #{i}'} requires gradient and is not a double precision floating "
-                f"point or complex tensor, but {value.dtype}: its rounding is larger than differences with a small "
-                "eps, so the check will likely fail."
+                f"point or complex tensor. Its dtype is {value.dtype}, whose rounding is larger than differences with "
+                "a small eps, so the check will likely fail."
             )
         _check_values(value, names[i] if names else f"input {i}", names[i] if names else f"The {i}th input")
     if not positions:

@@ -227,7 +227,7 @@ def _first_line(report: ReportData, failure: Failure, comparison: Comparison) ->
     kind = f" ({details})" if details else ""
     verdict = f"is wrong in {_extent(comparison)}"
     if failure.trouble == "not converged":
-        what, verdict = f"numerical {what}", f"does not converge in {_extent(comparison)} that differ"
+        what, verdict = f"numerical {what}", f"does not converge; it differs in {_extent(comparison)}"
     return _with_cause(report, f"{function}: {what} {input_}{kind}{through} {verdict}")
 
 

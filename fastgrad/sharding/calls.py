@@ -148,6 +148,6 @@ def _bytes_of(tensor: Tensor) -> Any:
     file = io.BytesIO()
     try:
         torch.save(value, file)
-    except Exception:  # a subclass may not know how
+    except Exception:  # torch.save does not support every subclass
         return b""
     return file.getvalue()

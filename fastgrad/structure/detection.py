@@ -163,7 +163,7 @@ class Patterns(Detection):
         self._vjp = vjp or problem.vjp
         self._settings = settings
         self._look = look
-        assert look.reacted is not None  # without it there is nothing to refute a guess
+        assert look.reacted is not None  # guesses are tested by the first look; without it, none can be rejected
         self._reacted = look.reacted
         self._base = look.base.view(torch.int64)
 

@@ -1,7 +1,8 @@
 """Which entries of a Jacobian may differ from zero: guessed from shapes, or found by refinement.
 
-Pipeline: a guess, if it explains a first look; otherwise blocks of sources are moved, the targets that
-react are watched, blocks are halved, and so on. The user of a pattern certifies it afterwards.
+Pipeline: a guess, if it agrees with a first look. Otherwise refinement: blocks of sources (columns or rows) are
+perturbed, the targets (rows or columns) that change are recorded, and blocks are halved until each is resolved. The
+caller must certify the pattern.
 
 Source: Griewank & Mitev, Detecting Jacobian sparsity patterns by Bayesian probing (2002).
 """
@@ -132,7 +133,7 @@ class Pattern:
 
 
 def _from_entries(rows: Indices, columns: Indices, m: int, n: int, origin: str) -> Pattern:
-    """The pattern of some entries, in any order and some of them several times."""
+    """The pattern of some entries, in any order, possibly with duplicates."""
     in_order = (rows[1:] > rows[:-1]) | ((rows[1:] == rows[:-1]) & (columns[1:] >= columns[:-1]))
     if in_order.all():
         starts = _starts(np.bincount(rows, minlength=m))

@@ -162,7 +162,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def _number(text: str) -> tuple[str, float]:
-    """VALUE or INPUT=VALUE; the name is empty if there is none."""
+    """Parses VALUE or INPUT=VALUE; the first element is "" for VALUE."""
     name, _, value = text.rpartition("=")
     try:
         return name, float(value)

@@ -15,15 +15,15 @@ from fastgrad.problem.problem import Problem
 from fastgrad.report.failure import Difference, Entry, Trouble, modulus
 from fastgrad.report.settings import Settings, Tolerances
 
-UNRESOLVED = 64.0
-"""Largest error of an entry's derivative, in units of its tolerance, for which the entry is left open: rounding next
-to a kink. Beyond, the derivative did not converge."""
+MOST_UNDECIDED_ERROR = 64.0
+"""An entry is undecided if the error of its derivative, in units of its tolerance, is at most this: rounding next to a
+kink. Above it, the derivative counts as not converged."""
 
-CLEAR = 16.0
+CLEAR_DIFFERENCE = 16.0
 """The least difference of an entry, in units of its tolerance and of the estimated error of its derivative together,
 for which a few steps suffice to call it wrong."""
 
-MOST_OTHERS = 7
+MOST_OTHER_ENTRIES = 7
 """Wrong entries to report in addition to the worst."""
 
 
@@ -105,7 +105,7 @@ def not_finite(problem: Problem, record_graph: bool, settings: Settings, suspect
     worst = int(order[0])
     output, block = suspects.blocks(problem, worst)
     own = settings.of(block.index)
-    entries = [suspects.entry(problem, int(i), own) for i in order[: min(int(wrong.sum()), 1 + MOST_OTHERS)]]
+    entries = [suspects.entry(problem, int(i), own) for i in order[: min(int(wrong.sum()), 1 + MOST_OTHER_ENTRIES)]]
     entry = entries[0]
     where = f"input {block.index} at {list(entry.input_index)} is {_number(x[worst])}"
     if bool(of_func[worst]):
@@ -113,7 +113,7 @@ def not_finite(problem: Problem, record_graph: bool, settings: Settings, suspect
         # Another element's entry, with which it has nothing to do, is finite.
         detail += f", and {where}" if bool(of_input[worst] | of_backward[worst]) else ""
     elif bool(of_input[worst]):
-        detail = f"{where}: it takes no step"
+        detail = f"{where}, so differences cannot be computed there"
     else:
         value = complex(suspects.analytical[worst])
         detail = f"the analytical derivative is not finite: {value if value.imag else value.real:g}, where {where}"
@@ -152,7 +152,7 @@ def surviving(
     # Changes of func below its own rounding excuse no gradient.
     converged &= ~(doubtful & agrees)
     off = errors.abs()
-    is_open = agrees & ~converged & ~doubtful & (off <= UNRESOLVED * allowed)
+    is_open = agrees & ~converged & ~doubtful & (off <= MOST_UNDECIDED_ERROR * allowed)
     for which in map(int, is_open.nonzero().reshape(-1)):  # subclasses have no tolist
         rows = _rows_of(suspects, which)
         is_open[which] = all(column.is_kink(row, own.atol, own.rtol) for column in columns for row in rows)
@@ -209,7 +209,7 @@ def _clearly_wrong(suspects: Suspects, columns: list[Refinement], own: Tolerance
     """Which entries no further step can excuse, by a few steps: those of a smooth func that are far off."""
     values, errors, clear = _values_and_errors(suspects, columns)
     difference = (suspects.analytical - values).abs()
-    clear = clear & (difference > CLEAR * (own.atol + own.rtol * values.abs() + errors.abs()))
+    clear = clear & (difference > CLEAR_DIFFERENCE * (own.atol + own.rtol * values.abs() + errors.abs()))
     for which in map(int, clear.nonzero().reshape(-1)):
         clear[which] = not any(
             bool(column.doubtful[row]) or column.is_kink(row, own.atol, own.rtol)
@@ -234,7 +234,9 @@ def _survivor_of(
     # Converged entries first: they are sure. A NaN is never sure.
     excess = torch.where(wrong, torch.where(converged, difference / allowed, 0.0), -1.0)
     worst_first = excess.argsort(descending=True, stable=True)
-    order = [int(which) for which in worst_first[: min(int(wrong.sum()), 1 + MOST_OTHERS)]]  # subclasses have no tolist
+    order = [
+        int(which) for which in worst_first[: min(int(wrong.sum()), 1 + MOST_OTHER_ENTRIES)]
+    ]  # subclasses have no tolist
     entries, moved = [], _moved(suspects, columns, own)
     for which in order:
         sure = bool(converged[which]) and not bool(moved[which])

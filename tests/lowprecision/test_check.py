@@ -346,7 +346,7 @@ def test_double_precision_is_checked_as_ever() -> None:
         (
             {"reference": torch.sin, "check_forward_ad": True},
             NotImplementedError,
-            "forward mode is checked by tolerances",
+            "forward mode is checked with tolerances",
         ),
         ({"reference": lambda x: x.sum()}, ValueError, "The reference cannot be used: .* shape"),
     ],
