@@ -203,7 +203,7 @@ class Hypotheses:
             def there(one: _Vectors, away: Tensor = away) -> Sums:
                 return one.u * one.gradient, one.v * self._slope_along(one.u, away)
 
-            text = f"the gradient is right for {name} in place of the input: a saved tensor was changed, or is the wrong one"
+            text = f"the gradient is right for {name}, not for the input: a saved tensor was changed or is wrong"
             try:
                 found = self._explained("saved tensor", text, there)
             except Exception:  # outside of func's domain
