@@ -36,7 +36,7 @@ class Plan:
         Why this engine, or where the pattern came from.
     detection_limit
         Fast mode finds errors that cancel each other in a row or a column from this size on, with the
-        probability `Settings.confidence`; single ones from their tolerance on.
+        probability ``Settings.confidence``; single ones from their tolerance on.
     column_groups
         Of a compressed Jacobian: one difference serves a group.
     row_groups
@@ -70,7 +70,7 @@ class Plan:
 class Pair(NamedTuple):
     """An output and an input whose Jacobian was compared.
 
-    The places, part and mode are as in `Failure`, the numbers as in `Comparison`; agrees says that no entry is
+    The places, part and mode are as in ``Failure``, the numbers as in ``Comparison``; agrees says that no entry is
     wrong: those that differ at eps agreed once re-measured.
     """
 

@@ -18,7 +18,7 @@ class RoundedEntry:
     Attributes
     ----------
     output, output_position
-        Of the only output element whose grad_output was not zero, as in `Failure`; None if all had one.
+        Of the only output element whose grad_output was not zero, as in ``Failure``; None if all had one.
     output_index
         That element.
     input, input_position, input_index
