@@ -292,11 +292,23 @@ class _Screen:
         return None
 
     def _func_moves(self, differences: Differences) -> bool:
-        """Whether the first derivative comes out otherwise when it is repeated, which no other step would show."""
-        again = directional_differences(
-            self._problem, self._settings, self._base, self._eps, 1, self._attempt, extrapolated=1, fixed=self._fixed
-        )
-        return derivatives_move(self._settings, again.derivatives[0], differences.derivatives[0])
+        """Whether derivatives come out otherwise when they are repeated: the first one and, if it is quiet, all."""
+        for count in (1, self._count):
+            again = directional_differences(
+                self._problem,
+                self._settings,
+                self._base,
+                self._eps,
+                count,
+                self._attempt,
+                extrapolated=min(count, self._extrapolated),
+                fixed=self._fixed,
+            )
+            if derivatives_move(self._settings, again.derivatives, differences.derivatives[:count]):
+                return True
+            if not again.noise.norm() < differences.noise.norm() / 2:
+                return False
+        return False
 
     def _verified(self, bound: float) -> Screening:
         return _verified(self._settings, self._count, bound, self._unresolved)

@@ -77,7 +77,7 @@ class Differences:
 
 @phase("directional differences")
 def derivatives_move(settings: Settings, again: Tensor, derivative: Tensor) -> bool:
-    """Whether differences along one direction, shape (m,), differ from repeated ones: func returned other values."""
+    """Whether differences, shape (..., m), differ from repeated ones: func returned other values."""
     own = settings.loosest()
     return bool(((again - derivative).abs() > own.atol + own.rtol * torch.maximum(again.abs(), derivative.abs())).any())
 
