@@ -1,4 +1,4 @@
-// CPU kernel and plain ATen kernel of fastgrad::central_difference_.
+// CPU and plain ATen kernels of fastgrad::central_difference_.
 #include "central_difference.h"
 
 #include "../kernels/difference.h"

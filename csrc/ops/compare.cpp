@@ -1,4 +1,4 @@
-// CPU kernel and plain ATen kernel of fastgrad::compare.
+// CPU and plain ATen kernels of fastgrad::compare.
 #include "compare.h"
 
 #include "common.h"

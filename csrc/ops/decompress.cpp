@@ -1,4 +1,4 @@
-// CPU kernel and plain ATen kernel of fastgrad::decompress_.
+// CPU and plain ATen kernels of fastgrad::decompress_.
 #include "decompress.h"
 
 #include "../kernels/sparse.h"

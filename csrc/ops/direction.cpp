@@ -1,4 +1,4 @@
-// CPU kernel and plain ATen kernel of fastgrad::direction_; the CUDA launcher is cuda/elementwise.cu.
+// CPU and plain ATen kernels of fastgrad::direction_; the CUDA launcher is cuda/elementwise.cu.
 #include "direction.h"
 
 #include "../kernels/direction.h"

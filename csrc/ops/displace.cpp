@@ -1,4 +1,4 @@
-// CPU kernel and plain ATen kernel of fastgrad::displace_.
+// CPU and plain ATen kernels of fastgrad::displace_.
 #include "displace.h"
 
 #include "../kernels/difference.h"

@@ -1,4 +1,4 @@
-// CPU kernel and plain ATen kernel of fastgrad::dots.
+// CPU and plain ATen kernels of fastgrad::dots.
 #include "dots.h"
 
 #include "../kernels/products.h"

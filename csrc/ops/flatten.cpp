@@ -1,4 +1,4 @@
-// CPU kernel and plain ATen kernel of fastgrad::flatten_.
+// CPU and plain ATen kernels of fastgrad::flatten_.
 #include "flatten.h"
 
 #include "common.h"

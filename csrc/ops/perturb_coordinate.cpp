@@ -1,4 +1,4 @@
-// CPU kernel and plain ATen kernel of fastgrad::perturb_coordinate_.
+// CPU and plain ATen kernels of fastgrad::perturb_coordinate_.
 #include "perturb_coordinate.h"
 
 #include "../kernels/difference.h"

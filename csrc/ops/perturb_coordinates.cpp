@@ -1,4 +1,4 @@
-// CPU kernel and plain ATen kernel of fastgrad::perturb_coordinates_.
+// CPU and plain ATen kernels of fastgrad::perturb_coordinates_.
 #include "perturb_coordinates.h"
 
 #include "../kernels/difference.h"

@@ -1,4 +1,4 @@
-// CPU kernel and plain ATen kernel of fastgrad::project_entries_.
+// CPU and plain ATen kernels of fastgrad::project_entries_.
 #include "project_entries.h"
 
 #include "../kernels/products.h"

@@ -1,4 +1,4 @@
-// CPU kernel and plain ATen kernel of fastgrad::project_rows_.
+// CPU and plain ATen kernels of fastgrad::project_rows_.
 #include "project_rows.h"
 
 #include "../kernels/products.h"

@@ -1,4 +1,4 @@
-// CPU kernel and plain ATen kernel of fastgrad::realize_.
+// CPU and plain ATen kernels of fastgrad::realize_.
 #include "realize.h"
 
 #include "../kernels/difference.h"

@@ -1,4 +1,4 @@
-// CPU kernel and plain ATen kernel of fastgrad::richardson_.
+// CPU and plain ATen kernels of fastgrad::richardson_.
 #include "richardson.h"
 
 #include "../kernels/richardson.h"

@@ -1,4 +1,4 @@
-// CPU kernel and plain ATen kernel of fastgrad::unflatten_.
+// CPU and plain ATen kernels of fastgrad::unflatten_.
 #include "unflatten.h"
 
 #include "common.h"

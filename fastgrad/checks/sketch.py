@@ -304,7 +304,8 @@ class _Screen:
                 extrapolated=min(count, self._extrapolated),
                 fixed=self._fixed,
             )
-            if derivatives_move(self._settings, again.derivatives, differences.derivatives[:count]):
+            rounding = differences.rounding * self._base.abs()
+            if derivatives_move(self._settings, again.derivatives, differences.derivatives[:count], rounding):
                 return True
             if not again.noise.norm() < differences.noise.norm() / 2:
                 return False

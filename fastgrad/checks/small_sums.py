@@ -88,18 +88,29 @@ def differences_by_step(check: SmallCheck, settings: Settings) -> Iterator[tuple
         elif _weight(check, settings, differences, SMALLER_STEP**2) is None:
             # Curvature alone would be that much less at the smaller step: this is a kink, rounding, or other values of
             # func for the same inputs.
-            check.moved = _func_moves(
-                check, settings, differences, partial(_differences, check, settings, step, budget)
-            )
+            repeat = partial(_differences, check, settings, step, budget)
+            if _func_moves(check, settings, differences, settings.eps * step, repeat):
+                check.moved = True
             return
 
 
 def _func_moves(
-    check: SmallCheck, settings: Settings, differences: Derivatives, repeat: Callable[..., Derivatives | None]
+    check: SmallCheck,
+    settings: Settings,
+    differences: Derivatives,
+    step: float,
+    repeat: Callable[..., Derivatives | None],
 ) -> bool:
-    """Whether differences that are noisy come out otherwise when they are repeated, along one direction at first."""
+    """Whether noisy differences at a step come out otherwise when they are repeated, along one direction at first."""
+    problem = check.problem
+    rounding = (
+        2
+        * problem.unit_roundoff
+        * max((largest(output.detach()) for output in problem.graph.outputs), default=0.0)
+        / step
+    )
     again = repeat(count=1)
-    if again is None or derivatives_move(settings, again.derivatives[0], differences.derivatives[0]):
+    if again is None or derivatives_move(settings, again.derivatives[0], differences.derivatives[0], rounding):
         return again is not None
     if _weight(check, settings, again, 1.0) is None:
         return False

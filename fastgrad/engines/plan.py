@@ -431,5 +431,5 @@ def _sample(size: int, fewest: int, most: int) -> int:
 
 
 def make_sketch_plan(settings: Settings) -> Plan:
-    """The plan of fast mode: a few directions and cotangents, graphs are recorded, as in the calls of the caller."""
+    """The plan of fast mode: a few directions and cotangents, with graphs recorded as in the calls of the caller."""
     return Plan("sketch", 0, 0, True, "fast_mode=True", detection_limit(settings))

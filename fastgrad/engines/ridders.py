@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fastgrad.core.errors import raise_if_transient, raise_unless_of_func
-from fastgrad.core.precision import spacing
+from fastgrad.core.precision import ROUNDING, spacing
 from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.problem import Problem
 
@@ -75,6 +75,8 @@ class Refinement:
     at_eps
         The plain difference of `Problem.difference_columns`, evaluated anew: float64, shape (entries,). NaN if func
         raises, or if the step is another one there because x is large.
+    moves
+        By how much that may differ from run to run, by rounding inside func: float64, shape (entries,).
     doubtful
         Whether func is straight at steps of eps and larger, with another slope than `values`, so that `values`
         come from rounding inside func: bool, shape (entries,).
@@ -92,6 +94,7 @@ class Refinement:
     left: Tensor
     right: Tensor
     at_eps: Tensor
+    moves: Tensor
     doubtful: Tensor
     curved: Tensor
     steps: Tensor
@@ -267,8 +270,9 @@ def settled(found: Sequence[Measured], atol: float, rtol: float) -> Refinement:
     # Not "errors > allowed": a NaN has not converged.
     converged = errors <= atol + rtol * values.abs()
     curved = _is_curved(bends, steps, taken, (right - left).abs(), eps)
+    moves = ROUNDING * rounding / eps
     return Refinement(
-        values, errors, converged, left, right, at_eps, doubtful, curved, steps.t(), changes.t(), widths.t()
+        values, errors, converged, left, right, at_eps, moves, doubtful, curved, steps.t(), changes.t(), widths.t()
     )
 
 

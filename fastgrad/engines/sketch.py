@@ -76,10 +76,14 @@ class Differences:
 
 
 @phase("directional differences")
-def derivatives_move(settings: Settings, again: Tensor, derivative: Tensor) -> bool:
-    """Whether differences, shape (..., m), differ from repeated ones: func returned other values."""
+def derivatives_move(settings: Settings, again: Tensor, derivative: Tensor, rounding: Tensor | float) -> bool:
+    """Whether differences, shape (..., m), differ from repeated ones: func returned other values.
+
+    rounding: of the differences, by one ulp of func's values; the same func may round otherwise from run to run.
+    """
     own = settings.loosest()
-    return bool(((again - derivative).abs() > own.atol + own.rtol * torch.maximum(again.abs(), derivative.abs())).any())
+    allowed = own.atol + own.rtol * torch.maximum(again.abs(), derivative.abs()) + ROUNDING * rounding
+    return bool(((again - derivative).abs() > allowed).any())
 
 
 def directional_differences(

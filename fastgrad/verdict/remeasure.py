@@ -165,9 +165,12 @@ def surviving(
 
 def _moved(suspects: Suspects, columns: list[Refinement], own: Tolerances) -> Tensor:
     """Which entries have another difference at eps than before: func returned other values for the same inputs."""
-    again = _entries([column.at_eps.reshape(suspects.outputs.shape) for column in columns])
+    again, moves = (
+        _entries([getattr(column, name).reshape(suspects.outputs.shape) for column in columns])
+        for name in ("at_eps", "moves")
+    )
     size = torch.maximum(again.abs(), suspects.numerical.abs())
-    return (again - suspects.numerical).abs() > own.atol + own.rtol * size
+    return (again - suspects.numerical).abs() > own.atol + own.rtol * size + moves.abs()
 
 
 def _refined(

@@ -88,3 +88,20 @@ def test_a_func_that_returns_other_values_in_one_call_fails(n: int, keywords: di
 
     x = torch.linspace(0.3, 0.6, n, dtype=torch.float64).requires_grad_()
     assert not fastgrad.gradcheck(func, (x,), raise_exception=False, **keywords)
+
+
+@pytest.mark.parametrize("fast_mode", [False, True])
+@pytest.mark.parametrize("n", [3, 40])
+@pytest.mark.parametrize("offset", [1e6, 1e7, 1e8])
+def test_a_func_that_rounds_otherwise_from_run_to_run_is_right(offset: float, n: int, fast_mode: bool) -> None:
+    """As sums by atomic operations do on a GPU."""
+    generator = torch.Generator().manual_seed(0)
+
+    def forward(x: Tensor) -> Tensor:
+        y = x + offset
+        is_up = torch.rand(y.shape, generator=generator) < 0.5
+        return torch.where(is_up, torch.nextafter(y, torch.full_like(y, torch.inf)), y)
+
+    x = torch.linspace(0.1, 0.9, n, dtype=torch.float64).requires_grad_()
+    func = function(forward, lambda grad_output, _: grad_output)
+    assert fastgrad.gradcheck(func, (x,), fast_mode=fast_mode, nondet_tol=1e-3)
