@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from fastgrad.api.settings import (
     with_precision,
 )
 from fastgrad.checks.order import check as run
+from fastgrad.checks.order import verdict
 from fastgrad.core.errors import warn
 from fastgrad.problem.arguments import Call, Wrt, as_tuple, flatten, refuse_function_class
 from fastgrad.problem.caller_state import Kept, keeps_the_callers_state
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from fastgrad.sharding.problem import Partition
 
 TensorOrTensors = Tensor | Sequence[Any]
+
+Found = TypeVar("Found")
 
 watcher: ContextVar[Callable[[Report], object] | None] = ContextVar("fastgrad_watcher", default=None)
 """Called with the report of every gradcheck and gradgradcheck that reaches a verdict, which return only a bool."""
@@ -451,17 +454,16 @@ def _run(
     arguments: tuple[Any, ...],
     settings: Settings,
     make: Callable[[], Any],
+    by_tolerances: Callable[[], Found],
     names: tuple[str, ...] = (),
-    explain: bool = True,
-    partition: Partition | None = None,
-) -> Report:
-    """Checks with tolerances or, in lower dtypes, with measured rounding; make: makes the reference."""
+) -> Found | Report:
+    """Checks by tolerances or, in lower dtypes, by measured rounding; make: makes the reference."""
     if estimates.get():
         from fastgrad.checks.estimate import estimated_seconds  # imported here to keep `import fastgrad` fast
 
         raise Estimate(estimated_seconds(func, arguments, settings))
     if not measures_rounding(arguments, settings):
-        return run(func, arguments, settings, names, explain, partition)
+        return by_tolerances()
     from fastgrad.lowprecision import check_lower  # imported here to keep `import fastgrad` fast
 
     return check_lower(func, arguments, settings, make, names)
@@ -478,15 +480,14 @@ def _named(
 ) -> Report:
     """The report of `_run` with the names of the outputs, which are known once func has been called."""
 
-    def alone() -> Report:
-        return replace(_run(func, arguments, settings, make, names), output_names=output_names())
+    def report(by: Partition | None = None) -> Report:
+        by_tolerances = partial(run, func, arguments, settings, names, partition=by)
+        found = _run(func, arguments, settings, make, by_tolerances, names)
+        return replace(found, output_names=output_names())
 
-    if partition is None:
-        return alone()
-    if measures_rounding(arguments, settings):
-        return partition.report(alone)  # rank 0 calls func, and the others do not
-    report = _run(func, arguments, settings, make, names, partition=partition)
-    return replace(report, output_names=output_names())
+    if partition is not None and measures_rounding(arguments, settings):
+        return partition.report(report)  # rank 0 calls func, and the others do not
+    return report(partition)
 
 
 def _reference_of(
@@ -627,7 +628,10 @@ def _raise_or_return(
 
         return make_reference(func, inputs, reference, settings.reference_device)
 
-    report = _run(func, inputs, settings, make, explain=raise_exception or watch is not None)
+    by_tolerances = partial(verdict, explain=raise_exception) if watch is None else run
+    report = _run(func, inputs, settings, make, partial(by_tolerances, func, inputs, settings))
+    if report is None:
+        return True
     if watch is not None:
         watch(report)
     if report.precision is not None and report.precision.undecided:

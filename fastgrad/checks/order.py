@@ -53,10 +53,30 @@ def check(
         Errors of func and of backward, and of the arguments, are raised instead.
     """
     start = time.perf_counter()
+    found = _checked(func, inputs, settings, names, explain, partition, start)
+    return found if isinstance(found, Report) else _report_of_small(found, settings, names, start)
+
+
+def verdict(func: Callable[..., Any], inputs: Any, settings: Settings, explain: bool) -> Report | None:
+    """As `check`, but None if a small check passes: making its report takes a fifth of the smallest checks' time."""
+    found = _checked(func, inputs, settings, (), explain, None, time.perf_counter())
+    return found if isinstance(found, Report) else None
+
+
+def _checked(
+    func: Callable[..., Any],
+    inputs: Any,
+    settings: Settings,
+    names: tuple[str, ...],
+    explain: bool,
+    partition: Partition | None,
+    start: float,
+) -> Report | SmallCheck:
+    """A small check if it passes; otherwise the report of the complete check."""
     arguments = as_tuple(inputs)
     small = small_check(func, arguments, settings, isinstance(func, Backward)) if partition is None else None
     if small is not None and small.passes:
-        return _report_of_small(small, settings, names, start)
+        return small
     from fastgrad.checks.complete import complete_check  # imported here to keep `import fastgrad` fast
 
     return complete_check(func, arguments, small, settings, names, explain, partition, start)
