@@ -22,10 +22,11 @@ namespace fastgrad {
 at::Tensor color(const at::Tensor& starts, const at::Tensor& members, int64_t targets);
 
 // Colors of the vertices of a symmetric pattern, a graph whose targets are its vertices (a vertex may be its own
-// target, which is ignored), int64 of shape (vertices,), such that no two neighbors have one color and no path over
-// four vertices has only two: a star coloring. Of each edge, one end is then the only neighbor of its color that
-// the other end has. Colors 0, 1, ..., count - 1 are all used. Empty if first fit takes more than `most` colors, in
-// natural order and in that of falling number of targets; otherwise the better one counts.
+// target, which is ignored), int64 of shape (vertices,), such that neighbors have different colors, and every path of
+// four vertices has at least three colors: a star coloring. So for each edge (u, v), u is the only neighbor of v with
+// the color of u, or the reverse. Colors 0, 1, ..., count - 1 are all used. First fit is tried in natural order and in
+// the order of decreasing number of targets; the result with fewer colors is returned. Empty if both need more than
+// `most` colors.
 // That the pattern is symmetric is the caller's contract: it is not checked.
 // Time: about nonzeros * count * count at worst, near nonzeros * count for most patterns.
 // Source: Gebremedhin, Tarafdar, Manne & Pothen, New acyclic and star coloring algorithms (2007), which remembers

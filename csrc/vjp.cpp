@@ -275,8 +275,9 @@ void flatten_gradients(
   }
 }
 
-// Whether a gradient is an input's coordinates as they are, in unshared memory: a backward may return a tensor that it
-// keeps and overwrites next time. Storages around foreign memory cannot be resized.
+// Whether the memory of a gradient can be used without a copy: its elements are the coordinates of the input, and
+// nothing else refers to it. (A backward may keep the tensor that it returns, and overwrite it in the next call.) A
+// storage that is not resizable may wrap memory that something else owns.
 bool can_be_taken(const at::Tensor& gradient, const InputBlock& input) {
   return gradient.defined() && is_plain(gradient) && gradient.sizes() == input.argument.sizes() &&
          input.origin.scalar_type() == at::kDouble && input.argument.layout() == at::kStrided &&

@@ -23,7 +23,7 @@ inline unsigned blocks_for(int64_t size, int64_t per_block = threads_per_block) 
   return static_cast<unsigned>(blocks < FASTGRAD_MOST_BLOCKS ? blocks : FASTGRAD_MOST_BLOCKS);
 }
 
-// The real type underneath a tensor's elements.
+// The dtype of a tensor's elements or, if they are complex, of their real and imaginary parts.
 enum class RealType { float64, float32, float16, bfloat16 };
 
 // Calls visit with a value of the type; only the type matters.

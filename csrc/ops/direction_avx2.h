@@ -29,7 +29,8 @@ FASTGRAD_AVX2 __m256d components_of(__m256i words, bool halved) {
   return _mm256_andnot_pd(_mm256_castsi256_pd(dropped), component);
 }
 
-// Writes the components of groups `group`, ..., `group` + 7, none of them group 0, whose first is never zero.
+// Writes the components of groups `group`, ..., `group` + 7. `group` must not be 0: component 0 is never zero, and
+// this function does not ensure that.
 FASTGRAD_AVX2 void write_groups_avx2(double* out, int64_t seed, int64_t stream, int64_t group, bool halved) {
   // words[k][h]: the k-th of groups 4 h, ..., 4 h + 3, one per lane. High halves of lanes do not matter.
   __m256i words[4][2];

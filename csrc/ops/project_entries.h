@@ -11,8 +11,9 @@ namespace fastgrad {
 // J u: sources are the columns of the entries, targets their rows; v^T J: the other way round.
 // sums, squares: float64, shape (any,), mutated in place. vector: float64, shape (any,). sources, targets:
 // int64, entries: float64, shape (nonzeros,). All contiguous; sums and squares share no memory with each other
-// or the rest. Sources outside of vector and targets outside of sums are refused, after the terms of the others were
-// added. On a device this would have to wait: there, sources outside give NaN, and targets outside nothing.
+// or the rest. Sources and targets that are out of range raise an error; the terms of the others have been added by
+// then. On a device, such a check would wait for the device. There, a source out of range adds NaN, and a target out of
+// range adds nothing.
 void project_entries_(
     const at::Tensor& sums, const std::optional<at::Tensor>& squares, const at::Tensor& vector,
     const at::Tensor& sources, const at::Tensor& targets, const at::Tensor& entries);

@@ -313,7 +313,7 @@ def _want_of_memory(problem: Problem, plan: Plan, settings: Settings, error: Bas
     return (
         f"The check ran out of memory, with {plan.memory} bytes for {plan.columns_per_pass} of {problem.n} columns of "
         f"the Jacobian at a time: {str(error) or type(error).__name__} In addition, func and its graph need memory: "
-        f"make the inputs smaller, or leave more for func by a lower memory_limit= (in bytes; {limit})."
+        f"make the inputs smaller, or set a lower memory_limit= (in bytes; {limit}), which leaves more for func."
     )
 
 

@@ -19,16 +19,16 @@ from fastgrad.report.report import Report
 from fastgrad.report.settings import Settings, Tolerances
 
 RESIDUAL = 1e-3
-"""Largest unexplained share of the analytical entries with which a constant factor is named."""
+"""Largest share of the analytical entries that a constant factor may leave unexplained, to be named as the cause."""
 
 EXACT = 1e-4
-"""Largest relative distance of a factor from 2, -1 or a size at which it is named as such."""
+"""A factor is called 2, -1 or a size of a tensor if it differs from this number by at most this much, relatively."""
 
 AS_ROUNDING = 1e-4
-"""Runs that differ by less of the gradient may differ in the order of additions, for example of 1,000 float32 terms."""
+"""Differences between runs, relative to the gradient, that the order of additions may explain (1,000 float32 terms)."""
 
 DEVIATES = 1e-6
-"""Relative deviation from which two gradients are not multiples of each other; rounding is smaller."""
+"""Least relative difference of two gradients that counts as evidence; rounding is smaller."""
 
 
 def diagnose(report: Report) -> tuple[Cause, ...]:
@@ -66,8 +66,8 @@ def _lower_dtype(report: Report, others: Sequence[Cause]) -> Cause | None:
     for dtype in LOWER:
         name = str(dtype).removeprefix("torch.")
         if any(kind.startswith(f"{name}[") for kind in report.subject.inputs):
-            text = f"the inputs are {name}, whose rounding is larger than the differences"
-            measure = 'to decide this, repeat the call with reference="float64", or with inputs in double precision'
+            text = f"the inputs are {name}: rounding to {name} is larger than the differences of func over eps"
+            measure = 'to test this, repeat the call with reference="float64", or with inputs in double precision'
             return Cause("low precision", text, measure, max([0.5, *(cause.confidence for cause in others)]))
     return None
 
@@ -80,7 +80,7 @@ def _without_contradictions(causes: list[Cause]) -> Iterator[Cause]:
         if first in {"race", "nonlinear backward", "dependent inputs", *numerical} and cause.name != first:
             continue
         if first == "constant part" and cause.name in {"missing reduction", "zero gradient", "constant factor"}:
-            continue  # other words for it
+            continue  # these describe the same error
         if cause.confidence >= 0.3:
             yield cause
 
@@ -92,8 +92,8 @@ def _of_kind(failure: Failure) -> Iterator[Cause]:
     if failure.kind == "nonzero numerical gradient":
         yield Cause(
             "zero gradient",
-            "func detaches its result from its inputs, by detach(), .data, .item(), .numpy() or no_grad()",
-            f"a difference of {failure.detail}, and no output requires grad",
+            "func detaches its result from its inputs, for example by detach(), .data, .item(), .numpy() or no_grad()",
+            f"a numerical derivative of {failure.detail}, although no output requires grad",
             0.9,
         )
 
@@ -112,9 +112,9 @@ def _of_func(failure: Failure, evidence: Evidence, settings: Settings) -> Iterat
     if evidence.output_dtype is not None and failure.kind == "mismatch":
         yield Cause(
             "low precision",
-            f"func computes in a lower precision, {evidence.output_dtype}, and returns double: all values of the "
-            f"output are exactly representable in {evidence.output_dtype}",
-            "the digits of all output values next to x",
+            f"func computes in {evidence.output_dtype} and returns double precision: all values of the output are "
+            f"exactly representable in {evidence.output_dtype}",
+            "all output values at a point next to x",
             0.96,
         )
     elif failure.trouble == "low precision":
@@ -139,8 +139,8 @@ def _of_stairs(eps: float, worst: Entry, slopes: tuple[tuple[float, float], ...]
     if modulus(worst.numerical) == 0 and slope and abs(slope - analytical) <= abs(analytical) / 4:
         yield Cause(
             "low precision",
-            f"func is a staircase: it does not change over steps of {eps:g}, and over large ones it changes as the "
-            "analytical gradient says; something inside is rounded, to a lower precision or by a round()",
+            f"func is piecewise constant: it does not change over steps of {eps:g}, but over large steps it changes as "
+            "the analytical gradient predicts; func rounds an intermediate result, to a lower precision or by round()",
             f"a slope of {slope:.3g} over a step of {max(slopes)[0]:.2g}, analytical {analytical:.3g}",
             0.9,
         )
@@ -154,9 +154,9 @@ def _of_steps(eps: float, analytical: float, slopes: dict[float, float], ulp: fl
     if off <= blur:
         yield Cause(
             "rounding",
-            f"the difference at eps = {eps:g} is smaller than rounding: one ulp of func's value, divided by eps, is "
+            f"at eps = {eps:g} rounding hides the difference: one ulp of func's value, divided by eps, is "
             f"{ulp / eps:.1e}; use a larger eps, or subtract the common offset of the values",
-            f"|difference| {off:.1e}",
+            f"|difference| {off:.1e} is within rounding",
             0.92,
         )
         return
@@ -165,9 +165,9 @@ def _of_steps(eps: float, analytical: float, slopes: dict[float, float], ulp: fl
         h, slope = finer[0]
         yield Cause(
             "truncation",
-            f"eps = {eps:g} is too large for func's curvature: with a step of {h:.1e} the difference is {slope:.6g}, "
-            "and the analytical gradient agrees with that up to rounding",
-            f"off by {off:.1e} at eps, by {abs(slope - analytical):.1e} there",
+            f"eps = {eps:g} is too large for func's curvature: a step of {h:.1e} gives the derivative {slope:.6g}, and "
+            "the analytical gradient agrees with it up to rounding",
+            f"the analytical gradient is off by {off:.1e} at eps, by {abs(slope - analytical):.1e} at this step",
             0.88,
         )
 
@@ -179,13 +179,13 @@ def _of_backward(failure: Failure, evidence: Evidence, settings: Settings) -> It
     moving = list(_of_runs(evidence, settings))
     yield from moving
     if moving:
-        return  # nothing else follows from gradients that vary
+        return  # if gradients vary from run to run, they are no evidence for other causes
     linear = failure.kind != "mismatch"
     if evidence.after_others is not None and evidence.after_others > DEVIATES:
         yield Cause(
             "saved tensor",
-            "backward reads state that other calls of func overwrite: a tensor in a global, on the class or in a "
-            "shared buffer; ctx.save_for_backward keeps one per graph",
+            "backward reads a tensor that other calls of func overwrite: in a global variable, on the class or in a "
+            "shared buffer; ctx.save_for_backward keeps one tensor per graph",
             f"relative change {evidence.after_others:.1e} of the gradient after a call of func at another point",
             0.93,
         )
@@ -209,16 +209,16 @@ def _of_backward(failure: Failure, evidence: Evidence, settings: Settings) -> It
         yield Cause(
             "nonlinear backward",
             "backward is not additive in grad_output: a quantization, a maximum, or a product of its elements",
-            f"the gradients for two dense grad_outputs do not add up: relative deviation {evidence.added:.1e}",
+            f"the gradients for two dense grad_outputs do not sum to that for the sum: deviation {evidence.added:.1e}",
             0.94,
         )
     elif evidence.split is not None and not evidence.split <= DEVIATES:
         right = "dense" if evidence.dense_error is not None and evidence.dense_error <= 10 * DEVIATES else "sparse"
         yield Cause(
             "sparse grad_output",
-            "backward depends on which elements of grad_output are zero: it is right "
-            + ("only for dense ones" if right == "dense" else "at most for ones with a single nonzero element"),
-            f"the gradients for parts of a grad_output do not add up: relative deviation {evidence.split:.1e}",
+            "backward depends on which elements of grad_output are zero: it is right only for a grad_output "
+            + ("without zeros" if right == "dense" else "with a single nonzero element, if at all"),
+            f"the gradients for parts of a grad_output do not add up to its gradient: deviation {evidence.split:.1e}",
             0.92,
         )
 
@@ -259,7 +259,7 @@ def _modified(evidence: Evidence) -> Cause:
         measure += f"; for other layouts {error}" if error else ""
     return Cause(
         "modified grad_output",
-        "backward writes into grad_output, which other nodes read too: use a new tensor, not an in-place operation",
+        "backward writes into grad_output, which other nodes also read: write into a new tensor instead",
         measure,
         0.97,
     )
@@ -274,22 +274,22 @@ def _of_runs(evidence: Evidence, settings: Settings) -> Iterator[Cause]:
     if all(graph == graphs[0][: len(graph)] for graph in graphs):
         yield Cause(
             "saved tensor",
-            "backward changes a tensor that forward saved: a second call gives different values, and another forward "
-            "restores the first ones",
+            "backward changes a tensor that forward saved: a second backward of the same graph gives different values, "
+            "and after another forward it gives the first values again",
             measure,
             0.96,
         )
     elif all(earlier < later for earlier, later in itertools.pairwise(runs)):
         yield Cause(
             "saved tensor",
-            "the gradient changes with each call of backward: it modifies an input or state that it reads",
+            "the gradient changes with each call of backward: backward modifies an input, or state, that it reads",
             measure,
             0.96,
         )
     else:
         reasons = "random numbers, state, missing synchronization, or uninitialized memory"
         if max(runs) < AS_ROUNDING:
-            reasons = "atomic additions, whose order changes, or missing synchronization"
+            reasons = "atomic additions in a varying order, or missing synchronization"
         yield Cause("race", f"backward gives different values in each call: {reasons}", measure, 0.95)
 
 
@@ -302,14 +302,14 @@ def _how_nonlinear(scaled: tuple[tuple[float, float, float], ...]) -> str:
     if powers and max(powers) - min(powers) < 0.01:
         power = round(sum(powers) / len(powers), 2)
         if abs(power) < 0.01:
-            return "backward ignores the magnitude of grad_output: it takes its sign(), or does not use it"
+            return "backward ignores the magnitude of grad_output: it uses its sign(), or ignores grad_output"
         return f"backward raises grad_output to the power {power:g}"
-    return "backward is not linear in grad_output: a clamp, a quantization, or a product of two grad_outputs"
+    return "backward is not linear in grad_output: for example a clamp, rounding, or a product of two grad_outputs"
 
 
 def _scaled_measure(bent: list[tuple[float, float, float]]) -> str:
     c, deviation, size = bent[0]
-    return f"a grad_output {c:g} times as large: a gradient {size:.3g} times as large, off by {deviation:.1e}"
+    return f"grad_output {c:g} times as large: gradient {size:.3g} times as large, relative deviation {deviation:.1e}"
 
 
 # Forward mode against reverse mode.
@@ -322,7 +322,7 @@ def _of_modes(failure: Failure, evidence: Evidence, settings: Settings) -> Itera
     own, name = ("backward", "forward") if failure.mode == "reverse" else ("jvp", "reverse")
     numerical, analytical = complex(worst.numerical), complex(worst.analytical)
     if not math.isfinite(modulus(numerical)):
-        return  # everything is within a tolerance that is infinite, too
+        return  # the tolerance is infinite as well, so every value would be within it
     tolerances = settings.of(failure.input or 0)
     allowed = tolerances.atol + tolerances.rtol * modulus(numerical)
     both = settings.check_forward_ad and settings.check_backward_ad
@@ -330,15 +330,15 @@ def _of_modes(failure: Failure, evidence: Evidence, settings: Settings) -> Itera
     if modulus(other - numerical) <= allowed:
         yield Cause(
             "modes disagree",
-            f"{name} mode is right there: only {own} is wrong",
+            f"{name} mode gives the right value of the worst entry, so only {own} is wrong",
             f"{name} mode gives {_number(other)}{adjoint}",
             0.97 if both else 0.45,
         )
     elif modulus(other - analytical) <= EXACT * modulus(analytical) and modulus(other) > 0:
         yield Cause(
             "both modes wrong",
-            "forward and reverse mode agree, but both differ from func: a formula that both use is wrong, or func "
-            "computes something else",
+            "forward and reverse mode agree with each other but not with func: a formula that both use is wrong, or "
+            "func does not compute what the formula assumes",
             f"{name} mode gives {_number(other)}{adjoint}",
             0.97 if both else 0.45,
         )
@@ -355,7 +355,7 @@ _OF_EXPLANATIONS: dict[CauseName, float] = {"saved tensor": 0.85, "dependent inp
 def _of_experiments(failure: Failure, evidence: Evidence) -> Iterator[Cause]:
     if evidence.explanation is not None:
         explanation = evidence.explanation
-        measure = f"explains random sums of all entries to {explanation.error:.0e}"
+        measure = f"random sums of all entries agree with this to {explanation.error:.0e}"
         yield Cause(explanation.name, explanation.text, measure, _OF_EXPLANATIONS.get(explanation.name, 0.94))
     other = evidence.other_part
     if other is not None and failure.mode == "reverse" and failure.comparison and failure.comparison.worst:
@@ -374,14 +374,14 @@ def _of_experiments(failure: Failure, evidence: Evidence) -> Iterator[Cause]:
             dropped = "imaginary" if failure.part == "imaginary" else "real"
             yield Cause(
                 "complex factor",
-                f"the {dropped} part of grad_output is dropped, and the other part is right: a .real or .imag in "
+                f"backward ignores the {dropped} part of grad_output, and the other part is right: a .real or .imag in "
                 "backward",
                 f"the other part is off by {off:.0e}",
                 0.95,
             )
 
 
-# Sums over the wrong entries: all that is known where no sample could be taken.
+# Sums over the wrong entries, the only evidence if no sample could be taken.
 
 
 def constant_factor(comparison: Comparison) -> tuple[float, float] | None:
@@ -401,7 +401,7 @@ def constant_factor(comparison: Comparison) -> tuple[float, float] | None:
 
 
 def _most_unexplained(factor: complex) -> float:
-    """The residual up to which a factor is named: for one near 1, a tenth of its distance from 1."""
+    """Largest residual with which a factor is named; for a factor near 1, a tenth of its distance from 1."""
     return min(RESIDUAL, abs(factor - 1) / 10)
 
 
@@ -419,7 +419,7 @@ def _of_sums(comparison: Comparison) -> Iterator[Cause]:
 
 
 def _zero(count: int, confidence: float, order: int) -> Cause:
-    why = "a missing term, or a None"
+    why = "a missing term, or a gradient that backward returns as None"
     if order > 1:
         why = (
             "a missing term, or a value that backward treats as a constant: detach(), .data, no_grad(), or a tensor "
@@ -440,7 +440,7 @@ def _factor(k: float, residual: float, sizes: dict[str, int], confidence: float,
         )
     known = [what for what, size in sizes.items() if size > 2 and abs(k / size - 1) <= EXACT]
     inverse = [what for what, size in sizes.items() if size > 2 and abs(k * size - 1) <= EXACT]
-    why = f": a missing factor {1 / k:.4g}"
+    why = f": the factor {1 / k:.4g} is missing"
     if known:
         why += f", perhaps a mean over {known[0]}"
     elif inverse:
@@ -449,7 +449,7 @@ def _factor(k: float, residual: float, sizes: dict[str, int], confidence: float,
         counts = [what for what, size in sizes.items() if selected > 1 and abs(k * size / selected - 1) <= EXACT]
         if counts:
             why += f", perhaps a mean over {counts[0]} instead of the {selected} elements that func uses"
-    text = f"the analytical gradient is {k:.4g} x the numerical one there{why}"
+    text = f"the analytical gradient is {k:.4g} x the numerical one wherever it is wrong{why}"
     return Cause("constant factor", text, f"residual {residual:.0e}", confidence)
 
 
@@ -461,7 +461,7 @@ def _of_sample(sample: Sample, report: Report, failure: Failure, settings: Toler
     values = list(_of_values(sample, failure, evidence, report.settings.order))
     structure = list(structure_causes(sample, settings))
     found = [*structure, *values]
-    # These explain right entries, too; a rule for the positions of wrong entries precedes one for their values.
+    # These also explain the right entries, so no cause from the positions of the wrong ones is needed.
     explained = {"transposed", "rolled", "permuted", "overwritten", "wrong dimension"}
     if not any(cause.name in explained for cause in structure):
         found += place_causes(sample, _names(report, failure), settings)
@@ -502,15 +502,15 @@ def _of_values(sample: Sample, failure: Failure, evidence: Evidence, order: int)
             what = "a mean instead of a sum" if abs(k.real) < 1 else "a sum instead of a mean"
             yield Cause(
                 "missing reduction",
-                f"the gradient of the input, each element of which affects {shared} outputs, is {k.real:.4g} x the "
-                f"right one: {what}",
+                f"each element of the input affects {shared} outputs, and the gradient of the input is {k.real:.4g} "
+                f"x the right one: {what}",
                 f"residual {residual:.0e}",
                 0.88,
             )
 
 
 def _entries_per_output(sample: Sample) -> int:
-    """Number of input elements per output; 0 if it varies, or entries are missing."""
+    """Number of input elements on which each output depends; 0 if it varies or entries are missing."""
     if not sample.complete:
         return 0
     counts = torch.unique(sample.outputs[sample.numerical != 0], return_counts=True)[1]
@@ -526,7 +526,7 @@ def _constant_difference(a: Tensor, n: Tensor) -> Iterator[Cause]:
     if a.numel() > 2 and varying and spread <= EXACT * abs(difference):
         yield Cause(
             "missing term",
-            f"the analytical gradient and {difference:.4g} add up to the numerical one there: backward omits a term "
+            f"{difference:.4g} is missing from the gradient wherever it is wrong: backward omits a term "
             "of func that is linear in the input, for example a residual connection",
             f"{a.numel()} entries, off from that by {spread:.0e}",
             0.9,
@@ -545,7 +545,8 @@ def _of_complex(a: Tensor, n: Tensor, failure: Failure, sizes: dict[str, int]) -
         else:
             yield Cause(
                 "complex factor",
-                f"the analytical gradient is {k:.4g} x the numerical one there: a missing factor {1 / k:.4g}",
+                f"the analytical gradient is {k:.4g} x the numerical one wherever it is wrong: the factor "
+                f"{1 / k:.4g} is missing",
                 f"residual {residual:.0e}",
                 0.89,
             )
@@ -555,7 +556,7 @@ def _of_complex(a: Tensor, n: Tensor, failure: Failure, sizes: dict[str, int]) -
         yield Cause(
             "missing conjugate" if plain else "complex factor",
             "the analytical gradient is the complex conjugate of the right one"
-            + (": a conj() is missing" if plain else f", times {c:.4g}"),
+            + (": a conj() is missing" if plain else f", multiplied by {c:.4g}"),
             f"residual {conjugate_residual:.0e}",
             0.95 if plain else 0.85,
         )
@@ -573,7 +574,7 @@ def _of_complex(a: Tensor, n: Tensor, failure: Failure, sizes: dict[str, int]) -
 
 
 def _fit(a: Tensor, n: Tensor) -> tuple[complex, float]:
-    """The best k, and |a - k n| / |a| for it; no k where n is zero."""
+    """The k that minimizes |a - k n|, and the residual |a - k n| / |a|; (0, infinity) if a or n is zero."""
     total = float((n.abs() ** 2).sum())
     size = float(a.abs().square().sum().sqrt())
     if not total or not size:
@@ -584,7 +585,7 @@ def _fit(a: Tensor, n: Tensor) -> tuple[complex, float]:
 
 
 def _sizes(sample: Sample) -> dict[str, int]:
-    """Sizes that may be a factor, by their description."""
+    """Sizes by which a gradient may be off as a factor; keys: descriptions of the sizes."""
     sizes: dict[str, int] = {}
     for who, shape in (("input", sample.input_shape), ("output", sample.output_shape)):
         for dim, size in enumerate(shape):
@@ -603,7 +604,7 @@ def _names(report: Report, failure: Failure) -> tuple[str, str]:
 
 
 def _of_precision(sample: Sample) -> Iterator[Cause]:
-    """The cause if all analytical entries are representable in a lower dtype and off by about its rounding."""
+    """The cause if a lower dtype represents all analytical entries exactly, and their errors are about its rounding."""
     a, n = sample.analytical, sample.numerical
     if a.is_complex():
         a, n = torch.view_as_real(a).reshape(-1), torch.view_as_real(n).reshape(-1)
@@ -619,8 +620,8 @@ def _of_precision(sample: Sample) -> Iterator[Cause]:
         if fits and not simple and float(off) <= 8 * torch.finfo(dtype).eps:
             yield Cause(
                 "low precision",
-                f"backward computes in {short}: all entries of the analytical gradient are exactly representable in it",
-                f"{a.numel()} entries, off by up to {float(off):.0e} of themselves",
+                f"backward computes in {short}: {short} represents all entries of the analytical gradient exactly",
+                f"{a.numel()} entries, relative errors of up to {float(off):.0e}",
                 0.95,
             )
             return

@@ -368,7 +368,7 @@ def _broadcasts(values: Tensor, block: Block) -> bool:
 
 
 def _scaled(coordinates: Tensor, block: Block, scale: Tensor) -> Tensor:
-    """The coordinates of a side, those of one block multiplied."""
+    """A copy of the input or output coordinates, in which those of one block are multiplied by scale."""
     scaled = coordinates.clone()
     scaled[block.slice] *= scale
     return scaled

@@ -183,7 +183,7 @@ def _tail(places: _Places, name: str) -> Cause | None:
         block = _tail_block(_extent(along[~bad])[1], _extent(along[bad])[0], size)
         if block is not None:
             start = size - size % block
-            text = f"wrong only in the last tile: from index {start} along {what} (size {size}), a multiple of {block}"
+            text = f"wrong only in the last tile: from index {start} (a multiple of {block}) along {what}, size {size}"
             return _rule("last tile", text, places, 2 * places.chance(), 0.94 if block >= 8 else 0.88, CHANCE_OF_PLACES)
     # Right in a box from the first element on, and nowhere else.
     right = index[~bad]

@@ -47,7 +47,7 @@ def vector(v: Any, like: Tensors, is_tuple: bool, name: str) -> Tensors:
     _, given = as_tensors(v, "v", name)
     if len(given) != len(like):
         if not is_tuple:
-            raise RuntimeError(f"The given v should contain a single Tensor, but is a tuple of {len(given)}.")
+            raise RuntimeError(f"The given v should contain a single Tensor, but is a tuple of {len(given)} Tensors.")
         raise RuntimeError(f"v is a tuple of invalid length: should be {len(like)} but got {len(given)}.")
     for i, (each, other) in enumerate(zip(given, like, strict=True)):
         if each.shape != other.shape:

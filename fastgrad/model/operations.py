@@ -123,7 +123,7 @@ def _found(call: Call, func: Callable[..., Any], leaves: list[Tensor], settings:
     fewer = _fewer_rows(call, func, leaves) if screen is not None and screen.agrees else None
     if fewer is not None:
         leaves, func = fewer
-    # Entries much smaller than atol, for example of a mean, would all be within it.
+    # If all entries are much smaller than atol, for example those of a mean, no error would exceed atol: scale it.
     scale = min(1.0, screen.scale) if screen is not None and screen.scale > 0 else 1.0
     report = _checked(func, leaves, settings, scale)
     if report.failure is not None and report.failure.trouble == "kink":

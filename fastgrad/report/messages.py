@@ -15,7 +15,7 @@ _UNDEFINED_NOTE = (
     "An undefined grad_output means zero. It is passed to backward as None, or as zeros with "
     "ctx.set_materialize_grads(True), the default."
 )
-_NONZERO_NOTE = "Numerical gradient for function expected to be zero, because no output requires grad, but for"
+_NONZERO_NOTE = "Numerical gradient for function expected to be zero, because no output requires grad. But for"
 _NONDET_NOTE = (
     "If the operator is nondeterministic by design (for example, because of atomic additions), pass nondet_tol; "
     "otherwise look for state or uninitialized memory in backward."
@@ -28,10 +28,10 @@ _PLACES = {"region", "slice", "boundary", "last tile", "triangle", "modes disagr
 _VALUES = {"constant factor", "sign", "zero gradient", "missing conjugate", "complex factor"}
 
 BY_ROUNDING = ("beyond rounding", "biased", "not finite")
-"""The kinds of failures in checks with measured rounding."""
+"""The kinds of failure of a check in which the allowed difference is measured rounding."""
 
 SURE = 0.85
-"""The least confidence with which a cause is part of the first line."""
+"""Least confidence of a cause that is included in the first line."""
 
 MOST_PAIRS = 8
 """Number of pairs that a summary lists."""
@@ -101,7 +101,7 @@ def verdict_line(report: ReportData) -> str:
         size = "of any size" if report.undecided == math.inf else f"up to {report.undecided:.2g}"
         return f"{name} undecided: no error was found, but errors {size} may be hidden"
     if report.verdict == "not converged":
-        return f"{name} not converged: the numerical derivative of a differing entry does not converge"
+        return f"{name} not converged: an entry differs, and its numerical derivative does not converge"
     failure = report.failure
     if failure is not None and failure.comparison is not None:
         wrong = failure.comparison.mismatches
@@ -116,9 +116,9 @@ def verdict_line(report: ReportData) -> str:
 
 
 def _pair_line(report: ReportData, pair: Pair) -> str:
-    """The comparison of a pair and its result."""
+    """What was compared for a pair of output and input, and the result."""
     excused = pair.mismatches if pair.agrees else 0
-    differing = f", {excused} of them agree only when re-measured" if excused else ""
+    differing = f", {excused} of them agree only after they were measured again" if excused else ""
     return (
         f"{jacobian_name(report, pair)}: {_entries(pair)}{differing}, largest absolute error "
         f"{pair.largest_absolute:.2g}, largest relative error {pair.largest_relative:.2g}"
@@ -150,7 +150,7 @@ def names_of(report: ReportData, found: Failure | Pair) -> tuple[str, str]:
 def extent_text(extent: Extent, names: tuple[str, str], entries: int) -> str:
     """The region of each tensor with some entries, for example "all in in1[5, :]"; empty if there is none."""
     if entries < 2:
-        return ""  # a single entry's index already shows it
+        return ""  # the index of a single entry is printed already
     parts = []
     for name, spans in zip(names, (extent.output, extent.input), strict=True):
         places = [_index_of(span, entries) for span in spans]
@@ -163,7 +163,7 @@ def _index_of(span: Span, entries: int) -> str:
     """The index of a dimension in an extent; ":" if it is not informative."""
     if span.count == 1 and span.size > 1:
         return str(span.first)
-    # Three places in a row, or two that recur, are hardly chance; more than that may be.
+    # More than two neighboring indices, or more than three with a constant step, are unlikely to result from chance.
     is_slice = span.step is not None and (span.count > 2 if span.step == 1 else span.count > 3)
     if span.count < span.size and (is_slice or (span.count <= FEW and 2 * span.count <= entries)):
         return places_text(span)
@@ -186,8 +186,8 @@ def places_text(span: Span) -> str:
 def failure_message(report: ReportData) -> str:
     """The text of the GradcheckError for a report with a failure.
 
-    The first line is complete in itself: the summary of a test suite shows no other. A line with torch's key phrase
-    follows, or is the first if no entries are wrong. Matrices come last.
+    The summary of a test suite shows only the first line, so this line states the whole failure. The line with torch's
+    key phrase follows; it is the first line if there is no other. Matrices come last.
     """
     failure = report.failure
     if failure is None:
@@ -198,7 +198,7 @@ def failure_message(report: ReportData) -> str:
     if failure.comparison is not None:
         lines = [_first_line(report, failure, failure.comparison), *lines]
         lines += _details(report, failure, failure.comparison)
-        if failure.detail and not (failure.trouble and report.causes):  # or one of these states it
+        if failure.detail and not (failure.trouble and report.causes):  # otherwise a cause states it
             lines.append(f"  because    {failure.detail}")
     elif failure.kind in BY_ROUNDING and report.precision is not None and report.precision.worst is not None:
         names = names_of(report, failure)
@@ -219,7 +219,7 @@ def _first_line(report: ReportData, failure: Failure, comparison: Comparison) ->
     output, input_ = names_of(report, failure)
     subject = report.subject or Subject()
     function = _function(report, subject)
-    what = "gradient of" if failure.mode == "reverse" else "forward-mode derivative by"
+    what = "gradient of" if failure.mode == "reverse" else "forward-mode derivative with respect to"
     through = f" through {output}" if len(subject.outputs) > 1 else ""
     tensor = _input_kind(subject, failure)
     part = "" if failure.part == "all" else f"{failure.part} part"
@@ -234,7 +234,7 @@ def _first_line(report: ReportData, failure: Failure, comparison: Comparison) ->
 def _with_cause(report: ReportData, line: str) -> str:
     """A first line, with the most probable cause if it is almost certain."""
     sure = report.causes and report.causes[0].confidence >= SURE
-    return f"{line}; probably {report.causes[0].text}" if sure else line
+    return f"{line}; probable cause: {report.causes[0].text}" if sure else line
 
 
 _HEADLINES: dict[FailureKind, str] = {
@@ -247,9 +247,9 @@ _HEADLINES: dict[FailureKind, str] = {
     "incorrect gradient": "gradient of {input}: {detail}",
     "undefined grad raises": "backward raises for an undefined grad_output",
     "undefined grad not zero": "the gradient of {input} is not zero for an undefined grad_output",
-    "tangent dtype": "the jvp returns a complex tangent for a real output, or a real one for a complex output",
+    "tangent dtype": "the jvp returns a complex tangent for a real output, or a real tangent for a complex output",
     "undefined tangent": "the jvp does not treat an undefined tangent of {input} as zero",
-    "recorded gradient": "the gradients with create_graph=True and without it differ",
+    "recorded gradient": "the gradients differ between create_graph=True and create_graph=False",
     "batched raises": "{derivative} raises under vmap",
     "batched differs": "{derivative} gives different values under vmap",
 }
@@ -260,7 +260,7 @@ def _headline(report: ReportData, failure: Failure) -> str:
     """The first line of a failure without compared entries: function, failure, and the cause if known."""
     function = _function(report, report.subject or Subject())
     if failure.kind in ("nonlinear", "nondeterministic") and report.causes and report.causes[0].confidence >= SURE:
-        return f"{function}: {report.causes[0].text}"  # which is more specific than these
+        return f"{function}: {report.causes[0].text}"  # the cause is more specific than the texts above
     output, input_ = names_of(report, failure)
     derivative, vector = ("the jvp", "tangent") if failure.mode == "forward" else ("backward", "grad_output")
     text = _HEADLINES[failure.kind].format(
@@ -316,7 +316,7 @@ def call(report: ReportData) -> str:
     not_default = {
         f"{forward}=True": settings.check_forward_ad,
         f"{reverse}=False": not settings.check_backward_ad,
-        # Without reverse mode gradgradcheck demands that this is off, too.
+        # Without reverse mode, gradgradcheck also requires check_undefined_grad=False.
         "check_undefined_grad=False": second_order and not settings.check_backward_ad,
         "fast_mode=True": settings.fast_mode,
         "masked=True": settings.masked,
@@ -358,7 +358,7 @@ _NONLINEAR = "backward is not linear in grad_output"
 
 
 _DIFFERENT = {
-    "ranks differ": "The whole tensors are not well defined",
+    "ranks differ": "Different ranks give different values to the same tensor",
     "recorded gradient": "Backward gives different gradients with and without create_graph=True",
 }
 
@@ -379,7 +379,7 @@ def _nondeterministic_phrase(failure: Failure, settings: Settings) -> str:
 
 
 def key_phrase(report: ReportData, failure: Failure) -> str:
-    """The phrase that code matches on: torch's, if torch makes the same check."""
+    """The phrase that tests search for: that of torch, if torch makes the same check."""
     output, input_ = f"output {failure.output}", f"input {failure.input}"
     match failure.kind:
         case "mismatch":
@@ -414,7 +414,7 @@ def key_phrase(report: ReportData, failure: Failure) -> str:
                 f"gradient of {input_} is not. {_UNDEFINED_NOTE}"
             )
         case "tangent dtype":
-            return "Forward AD gradient has dtype mismatch: either the tangent or its output is complex, not both."
+            return "Forward AD gradient has dtype mismatch: only one of the tangent and its output is complex."
         case "undefined tangent":
             return (
                 f"Mismatch in tangent values for output with index: {failure.output} when the tangent of {input_} is "
@@ -499,7 +499,7 @@ def _entries(comparison: Comparison | Pair) -> str:
 
 
 def _causes(report: ReportData) -> list[str]:
-    """The most probable causes; a cause about values is not an alternative to one about positions."""
+    """The most probable causes. "and there": a cause about values, in addition to one about positions."""
     lines: list[str] = []
     for cause in report.causes[:MOST_CAUSES]:
         head = "looks like" if not lines else "or like   "
@@ -510,7 +510,7 @@ def _causes(report: ReportData) -> list[str]:
 
 
 def _positions(report: ReportData, failure: Failure) -> list[str]:
-    """Explains torch's numbers, which count only differentiable tensors, by positions in the call or by names."""
+    """The positions or names of the tensors that torch's numbers mean; these count only differentiable tensors."""
     places = []
     if report.input_names:
         output, input_ = names_of(report, failure)
@@ -523,7 +523,7 @@ def _positions(report: ReportData, failure: Failure) -> list[str]:
         places.append(f"output {failure.output} is element {failure.output_position} of func's result")
     if failure.input is not None and failure.input != failure.input_position:
         places.append(f"input {failure.input} is argument {failure.input_position} of func")
-    return [f"  where      {'; '.join(places)} (tensors without gradients are not counted)"] if places else []
+    return [f"  where      {'; '.join(places)} (tensors that do not require grad are not counted)"] if places else []
 
 
 def _count(number: int, noun: str) -> str:

@@ -87,7 +87,7 @@ class Detection(ABC):
         return next(self.guesses(), None)
 
     def guesses(self) -> Iterator[Pattern]:
-        """All that may be."""
+        """All guesses that may be right."""
         return (pattern for pattern in self._guesses() if pattern is not None and self._is_plausible(pattern))
 
     @phase("pattern")

@@ -233,7 +233,7 @@ def _checked(options: argparse.Namespace) -> int:
         keywords = _keywords(options, order)
         try:
             report = check(target.func, target.inputs, kwargs=target.keywords, **keywords)
-        except Exception as raised:  # of func, or about the arguments: no verdict
+        except Exception as raised:  # raised by func, or because of invalid arguments: no verdict
             error = raised
             print(f"fastgrad check: {name} of {options.function} raised {_described(error)}", file=sys.stderr)
             if options.traceback:
@@ -374,6 +374,6 @@ def _completion(parser: argparse.ArgumentParser, shell: str) -> int:
     try:
         import shtab
     except ImportError:
-        raise specs.SpecError("shtab writes completion scripts: pip install shtab") from None
+        raise specs.SpecError("completion scripts need the package shtab: pip install shtab") from None
     print(shtab.complete(parser, shell))
     return 0

@@ -88,7 +88,7 @@ class AnalyticalCertificate:
 
     def certificate(self) -> Certificate:
         """The certificate if nothing is missing."""
-        claim = "no analytical entry outside of it, and backward is linear in grad_output"
+        claim = "the analytical entries outside the sparsity pattern are zero, and backward is linear in grad_output"
         return linearity_certificate(claim, self._proven_probes, self.bound)
 
     def compare_rows(self) -> Failure | Incomplete:
@@ -96,7 +96,7 @@ class AnalyticalCertificate:
         return self._compared(self._calls.rows if self._calls is not None else {})
 
     def compare_more_rows(self) -> Failure | Incomplete:
-        """The same of further rows, of a small problem most or all, once everything else agrees."""
+        """As `compare_rows`, for further rows (for a small problem, most or all), after everything else agreed."""
         return self._compared(self._calls.run_more_rows() if self._calls is not None else {})
 
     def _compared(self, rows: Mapping[int, Tensor]) -> Failure | Incomplete:
@@ -117,7 +117,7 @@ class AnalyticalCertificate:
         return incomplete(learnt)
 
     def certify(self, asked: float) -> Failure | Incomplete:
-        """That products of the backward equal the sums of the entries."""
+        """Tests that VJPs equal the sums of the analytical entries."""
         learnt = []
         resolution = 0.0
         self._proven_probes = self._all_probes if self._proofs else self._probes
@@ -250,7 +250,7 @@ class AnalyticalCertificate:
 
     @property
     def _all_probes(self) -> tuple[Probe, ...]:
-        """The probes that are possible: an expanded one is zero at no row."""
+        """The kinds of grad_output that can be used: an expanded one has no zeros, so it cannot leave out rows."""
         return PROBES if self._compression.excluded_rows is None else NOT_EXPANDED
 
     @property

@@ -132,7 +132,7 @@ def tolerances(
 
 @dataclass
 class PairComparison:
-    """Accumulates the comparison of one output with one input over their blocks.
+    """Compares the two Jacobians of one output with respect to one input, block by block.
 
     In reverse mode a block has one row per element of the output and one column per coordinate of the input; in forward
     mode it has one row per element of the input and one column per coordinate of the output.

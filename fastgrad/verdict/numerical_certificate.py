@@ -178,7 +178,7 @@ class NumericalCertificate:
         watched = self._compression.pattern.is_numerical
         method = f"{DIRECTIONS_WATCHED if watched else DIRECTIONS} random directions" + watched * ", and bit by bit"
         method += ": the derivatives along them against the sums of entries"
-        return Certificate("no numerical entry outside of the pattern", method, self.bound)
+        return Certificate("the numerical entries outside the sparsity pattern are zero", method, self.bound)
 
     def screen(self, values: Tensor) -> list[int]:
         """Outputs that do not move along one direction as the entries predict, worst first."""

@@ -231,7 +231,7 @@ def _rows_of(suspects: Suspects, entry: int) -> range:
 def _survivor_of(
     problem: Problem, suspects: Suspects, columns: list[Refinement], wrong: Tensor, own: Tolerances
 ) -> Survivor:
-    """The worst of the entries that are wrong, with some others."""
+    """The worst of the wrong entries, and further wrong entries, for the report."""
     values, errors, converged = _values_and_errors(suspects, columns)
     difference, allowed = (suspects.analytical - values).abs(), own.atol + own.rtol * values.abs()
     # Converged entries first: they are sure. A NaN is never sure.
@@ -297,13 +297,13 @@ def _trouble(
     rows = slice(worst * width, (worst + 1) * width)
     if not any(bool(column.values[rows].any()) for column in columns) and at_eps > own.atol:
         return (
-            f"func does not move at all for steps much below eps, and by {at_eps:.3g} x eps at eps: "
+            f"func does not change at all for steps much smaller than eps, but changes by {at_eps:.3g} x eps at eps: "
             "is something inside computed in a lower precision?",
             "low precision",
         )
     if any(bool(column.doubtful[rows].any()) for column in columns):
         return (
-            "steps much below eps give another derivative, though func goes straight through there: is something "
+            "steps much smaller than eps give another derivative, although func is a straight line there: is something "
             "inside computed in a lower precision?",
             "low precision",
         )

@@ -66,7 +66,7 @@ PHRASES = {
 
 ROWS = [
     Row("sign", square(lambda g, x: -2 * x * g), RIGHT_SQUARE),
-    Row("factor", square(lambda g, x: x * g), RIGHT_SQUARE, phrase="a missing factor 2"),
+    Row("factor", square(lambda g, x: x * g), RIGHT_SQUARE, phrase="the factor 2 is missing"),
     Row("small factor", square(lambda g, x: 2.01 * x * g), RIGHT_SQUARE),
     Row("zero", square(lambda g, x: 0 * g), RIGHT_SQUARE, phrase="gradient is zero wherever it is wrong"),
     Row("none", square(lambda g, x: None), RIGHT_SQUARE),  # type: ignore[arg-type, return-value]

@@ -96,7 +96,8 @@ def test_the_first_line_names_function_argument_extent_and_cause(engine: str, ex
     line = first_line(fastgrad.gradcheck, Scaled.apply, (leaf(3, 4), leaf(3, 4)), engine=engine)
     assert line == (
         f"Scaled: gradient of weight (float64[3, 4]) is wrong in {extent}; "
-        "probably the analytical gradient is 0.5 x the numerical one there: a missing factor 2"
+        "probable cause: the analytical gradient is 0.5 x the numerical one wherever it is wrong: the factor 2 is "
+        "missing"
     )
 
 

@@ -56,17 +56,22 @@ def comparison(**keywords: object) -> Comparison:
 
 def test_a_mismatch() -> None:
     failure = Failure("mismatch", output=0, input=1, output_position=0, input_position=2, comparison=comparison())
-    half = Cause("constant factor", "the analytical gradient is 0.5 x the numerical one there", "residual 1e-09", 0.9)
+    half = Cause(
+        "constant factor",
+        "the analytical gradient is 0.5 x the numerical one wherever it is wrong",
+        "residual 1e-09",
+        0.9,
+    )
     assert failure_message(report(failure, causes=(half,))) == (
         "func: gradient of in1 is wrong in 12 of 8448 entries; "
-        "probably the analytical gradient is 0.5 x the numerical one there\n"
+        "probable cause: the analytical gradient is 0.5 x the numerical one wherever it is wrong\n"
         "Jacobian mismatch for output 0 with respect to input 1:\n"
         "  worst      d out0[3, 17] / d in1[5, 2]   analytical 0.4821   numerical 0.9642\n"
         "             |difference| 0.482, allowed 0.00097 = atol 1e-05 + rtol 0.001 * |numerical|\n"
         "  extent     12 of 8448 entries\n"
         "             largest absolute error 0.482, largest relative error 0.5\n"
-        "  looks like the analytical gradient is 0.5 x the numerical one there (residual 1e-09)\n"
-        "  where      input 1 is argument 2 of func (tensors without gradients are not counted)\n"
+        "  looks like the analytical gradient is 0.5 x the numerical one wherever it is wrong (residual 1e-09)\n"
+        "  where      input 1 is argument 2 of func (tensors that do not require grad are not counted)\n"
         "  engine     dense: 8 input coordinates, 1 output coordinate, 18 evaluations, 5 VJPs, 4.1 ms\n"
         "  reproduce  fastgrad.gradcheck(..., eps=1e-06, atol=1e-05, rtol=0.001, seed=0)"
     )
@@ -219,10 +224,16 @@ def test_a_passed_report_has_no_message() -> None:
     assert engine_line(report(None, seconds=2.5)).endswith("5 VJPs, 2.50 s")
 
 
+ZERO = (
+    "the analytical gradient is zero wherever it is wrong: a missing term, or a gradient that backward returns as None"
+)
+
 CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
-    "constant factor": ("looks like the analytical gradient is 0.5 x the numerical one there: a missing factor 2",),
+    "constant factor": (
+        "looks like the analytical gradient is 0.5 x the numerical one wherever it is wrong: the factor 2 is missing",
+    ),
     "sign": ("looks like the analytical gradient has the wrong sign",),
-    "zero gradient": ("looks like the analytical gradient is zero wherever it is wrong: a missing term, or a None",),
+    "zero gradient": ("looks like " + ZERO,),
     "transposed": (
         "looks like the analytical Jacobian is the transpose of the numerical one: backward applies the matrix, "
         "kernel or scan of forward instead of its transpose (for a convolution, the flipped kernel)",
@@ -233,38 +244,39 @@ CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
         "reverse",
     ),
     "missing reduction": (
-        "looks like the gradient of the input, each element of which affects 15 outputs, is 0.3333 x the right one: "
-        "a mean instead of a sum",
-        "or like    the analytical gradient is 0.3333 x the numerical one there: a missing factor 3, perhaps a mean "
-        "instead of a sum over the 3 elements along dimension 0 of the output",
+        "looks like each element of the input affects 15 outputs, and the gradient of the input is 0.3333 x the right "
+        "one: a mean instead of a sum",
+        "or like    the analytical gradient is 0.3333 x the numerical one wherever it is wrong: the factor 3 is "
+        "missing, perhaps a mean instead of a sum over the 3 elements along dimension 0 of the output",
     ),
     "missing conjugate": (
         "looks like the analytical gradient is the complex conjugate of the right one: a conj() is missing",
     ),
     "complex factor": (
-        "looks like the analytical gradient is 0.6+0.8j x the numerical one there: a missing factor 0.6-0.8j",
+        "looks like the analytical gradient is 0.6+0.8j x the numerical one wherever it is wrong: the factor "
+        "0.6-0.8j is missing",
     ),
     "region": (
         "looks like wrong only where in0 < 0",
-        "and there  the analytical gradient is zero wherever it is wrong: a missing term, or a None",
+        "and there  " + ZERO,
     ),
     "slice": (
         "looks like wrong only in in0[:, 1, :]",
-        "and there  the analytical gradient is 2 x the numerical one there: a missing factor 0.5",
+        "and there  the analytical gradient is 2 x the numerical one wherever it is wrong: the factor 0.5 is missing",
     ),
     "boundary": (
         "looks like wrong only at the first place and the last place along dimension 1 of in0: padding, or a halo",
-        "and there  the analytical gradient is 0.5 x the numerical one there: a missing factor 2",
+        "and there  the analytical gradient is 0.5 x the numerical one wherever it is wrong: the factor 2 is missing",
     ),
     "last tile": (
-        "looks like wrong only in the last tile: from index 24 along dimension 0 of in0 (size 29), a multiple of 8",
+        "looks like wrong only in the last tile: from index 24 (a multiple of 8) along dimension 0 of in0, size 29",
         "or like    wrong only at the last 5 places along dimension 0 of in0: padding, or a halo",
-        "and there  the analytical gradient is zero wherever it is wrong: a missing term, or a None",
+        "and there  " + ZERO,
     ),
     "triangle": (
         "looks like wrong only above the diagonal of the last two dimensions of in0: a mask, or tril() instead of "
         "triu()",
-        "and there  the analytical gradient is 0.5 x the numerical one there: a missing factor 2",
+        "and there  the analytical gradient is 0.5 x the numerical one wherever it is wrong: the factor 2 is missing",
     ),
     "swapped gradients": (
         "looks like the gradient of input 0 is that of input 1: backward returns gradients in the wrong order",
@@ -273,63 +285,64 @@ CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
         "looks like the gradient of input 1 is that of input 0, which is right: backward returns one gradient twice",
     ),
     "missing term": (
-        "looks like the analytical gradient and 1 add up to the numerical one there: backward omits a term of func "
-        "that is linear in the input, for example a residual connection",
+        "looks like 1 is missing from the gradient wherever it is wrong: backward omits a term of func that is linear "
+        "in the input, for example a residual connection",
     ),
     "missing factor": ("looks like the gradient of input 0 lacks the factor input 1",),
     "overwritten": (
         "looks like each element's gradient comes from only one of the outputs that it affects: for repeated indices "
         "or overlapping windows, gradients are assigned instead of accumulated",
-        "or like    the analytical gradient is zero wherever it is wrong: a missing term, or a None",
+        "or like    " + ZERO,
     ),
     "wrong dimension": (
         "looks like backward sums, or scans, along dimension 0; in func elements depend on each other along dimension "
         "1",
     ),
     "saved tensor": (
-        "looks like backward reads state that other calls of func overwrite: a tensor in a global, on the class or "
-        "in a shared buffer; ctx.save_for_backward keeps one per graph",
+        "looks like backward reads a tensor that other calls of func overwrite: in a global variable, on the class "
+        "or in a shared buffer; ctx.save_for_backward keeps one tensor per graph",
     ),
     "race": (
         "looks like backward gives different values in each call: random numbers, state, missing "
         "synchronization, or uninitialized memory",
     ),
     "nonlinear backward": (
-        "looks like backward is not linear in grad_output: a clamp, a quantization, or a product of two grad_outputs",
+        "looks like backward is not linear in grad_output: for example a clamp, rounding, or a product of two "
+        "grad_outputs",
     ),
     "layout of grad_output": (
         "looks like backward is wrong for a grad_output that is non-contiguous, but not for a contiguous copy: a "
         "data_ptr(), view() or kernel that assumes contiguous memory",
     ),
     "sparse grad_output": (
-        "looks like backward depends on which elements of grad_output are zero: it is right only for dense ones",
+        "looks like backward depends on which elements of grad_output are zero: it is right only for a grad_output "
+        "without zeros",
     ),
     "modified grad_output": (
-        "looks like backward writes into grad_output, which other nodes read too: use a new tensor, not an in-place "
-        "operation",
+        "looks like backward writes into grad_output, which other nodes also read: write into a new tensor instead",
     ),
     "dependent inputs": (
         "looks like input 1 was computed from input 0; autograd includes this dependence, and differences do not: "
         "pass independent tensors, tensor.detach().requires_grad_()",
     ),
     "truncation": (
-        "looks like eps = 0.0001 is too large for func's curvature: with a step of 2.4e-06 the difference is "
-        "-0.967407, and the analytical gradient agrees with that up to rounding",
+        "looks like eps = 0.0001 is too large for func's curvature: a step of 2.4e-06 gives the derivative "
+        "-0.967407, and the analytical gradient agrees with it up to rounding",
     ),
     "rounding": (
-        "looks like the difference at eps = 1e-06 is smaller than rounding: one ulp of func's value, divided by eps, "
+        "looks like at eps = 1e-06 rounding hides the difference: one ulp of func's value, divided by eps, "
         "is 2.2e+02; "
         "use a larger eps, or subtract the common offset of the values",
     ),
     "kink": ("looks like a kink: the one-sided derivatives are 0 (left) and 2 (right)",),
     "low precision": (
-        "looks like func computes in a lower precision, float32, and returns double: all values of the output are "
-        "exactly representable in float32",
+        "looks like func computes in float32 and returns double precision: all values of the output are exactly "
+        "representable in float32",
     ),
-    "modes disagree": ("looks like reverse mode is right there: only jvp is wrong",),
+    "modes disagree": ("looks like reverse mode gives the right value of the worst entry, so only jvp is wrong",),
     "both modes wrong": (
-        "looks like forward and reverse mode agree, but both differ from func: a formula that both use is wrong, or "
-        "func computes something else",
+        "looks like forward and reverse mode agree with each other but not with func: a formula that both use is "
+        "wrong, or func does not compute what the formula assumes",
     ),
 }
 
@@ -355,7 +368,7 @@ def test_three_causes_at_most_and_none_without_evidence() -> None:
     failure = Failure("mismatch", 0, 0, 0, 0, comparison=comparison())
     many = tuple(Cause("race", f"cause {k}", "measured", 0.9 - k / 10) for k in range(5))
     lines = failure_message(report(failure, causes=many)).splitlines()
-    assert lines[0].endswith("; probably cause 0")
+    assert lines[0].endswith("; probable cause: cause 0")
     assert [line for line in lines[1:] if "cause" in line] == [
         "  looks like cause 0 (measured)",
         "  or like    cause 1 (measured)",

@@ -343,7 +343,7 @@ def test_demo(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [line for line in text.splitlines() if line.startswith(("gradcheck", "gradgradcheck"))]
     assert len(rows) == 16
     assert sum("failed" in row for row in rows) == 1
-    assert "a missing factor 2" in text
+    assert "the factor 2 is missing" in text
 
 
 def test_version_help_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
