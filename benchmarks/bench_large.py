@@ -316,7 +316,7 @@ def sin_rows(rounds: int, budget: float) -> list[dict[str, Any]]:
 
     for title, fast, blind in (("exact", False, False), ("exact, blind", False, True), ("fast", True, False)):
         # Blind: as if shapes gave no information.
-        with patch("fastgrad.structure.detection.Patterns.guess", return_value=None) if blind else nullcontext():
+        with patch("fastgrad.structure.detection.ProblemPatterns.guess", return_value=None) if blind else nullcontext():
             own = partial(fastgrad.gradcheck, torch.sin, x, fast_mode=fast)
             report = check(torch.sin, x, Settings(fast_mode=fast))
             if not (report.passed and report.plan and own() and torchs()):

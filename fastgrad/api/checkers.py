@@ -27,7 +27,7 @@ from fastgrad.checks.order import check as run
 from fastgrad.checks.order import verdict
 from fastgrad.core.errors import warn
 from fastgrad.problem.arguments import Call, Wrt, as_tuple, flatten, refuse_function_class
-from fastgrad.problem.caller_state import Kept, keeps_the_callers_state
+from fastgrad.problem.caller_state import SavedState, restores_caller_state
 from fastgrad.problem.second_order import Backward, grad_outputs_for, made_by
 from fastgrad.report.messages import undecided_text
 from fastgrad.report.report import Report
@@ -55,7 +55,7 @@ class Estimate(Exception):  # noqa: N818
         self.seconds = seconds
 
 
-@keeps_the_callers_state
+@restores_caller_state
 def gradcheck(
     func: Callable[..., Any],
     inputs: TensorOrTensors,
@@ -208,7 +208,7 @@ def gradcheck(
     return _raise_or_return(func, as_tuple(inputs), settings, raise_exception, reference)
 
 
-@keeps_the_callers_state
+@restores_caller_state
 def gradgradcheck(
     func: Callable[..., Any],
     inputs: TensorOrTensors,
@@ -284,7 +284,7 @@ def gradgradcheck(
     return _raise_or_return(backward, arguments, settings, raise_exception, reference)
 
 
-@keeps_the_callers_state
+@restores_caller_state
 def check(
     func: Callable[..., Any],
     inputs: Any,
@@ -519,7 +519,7 @@ def _higher_order_report(
     for order in range(3, settings.order + 1):
         made: GradOutputs = "ones" if settings.grad_outputs == "ones" else "random"
         grads = grad_outputs_for(backward, arguments, made, settings.seed + order)
-        with Kept(arguments):
+        with SavedState(arguments):
             found = backward(*arguments)  # constants get no grad_output
         named = zip(_names_of_gradients(known, backward), found, strict=True)
         results = [name for name, value in named if value.requires_grad]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastgrad.problem.arguments import as_tuple
-from fastgrad.problem.caller_state import keeps_the_callers_state
+from fastgrad.problem.caller_state import restores_caller_state
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.first_look import first_look
 from fastgrad.problem.problem import Problem
@@ -20,7 +20,7 @@ Jacobians = tuple[tuple[Tensor, ...], ...]
 _LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr)
 
 
-@keeps_the_callers_state
+@restores_caller_state
 def numerical_jacobian(
     func: Callable[..., Any],
     inputs: Any,
@@ -87,7 +87,7 @@ def numerical_jacobian(
         return _dense(problem, problem.difference_columns(0, problem.n, eps, look.record_graph).t(), layout)
 
 
-@keeps_the_callers_state
+@restores_caller_state
 def analytical_jacobian(
     func: Callable[..., Any],
     inputs: Any,

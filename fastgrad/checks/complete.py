@@ -86,7 +86,7 @@ def complete_check(
             records_differences=not isinstance(func, Backward),
         ) as problem,
     ):
-        findings = Findings() if small is None else _go_on_from(small, problem, settings)
+        findings = Findings() if small is None else _findings_of_small_check(small, problem, settings)
 
         def run() -> Report:
             report = _report(problem, settings, names, findings, notes, start, isinstance(func, Backward))
@@ -97,7 +97,7 @@ def complete_check(
         return run() if partition is None else partition.report(run)
 
 
-def _go_on_from(small: SmallCheck, problem: Problem, settings: Settings) -> Findings:
+def _findings_of_small_check(small: SmallCheck, problem: Problem, settings: Settings) -> Findings:
     """The results of a small check, for the complete check."""
     columns = small.columns
     if isinstance(columns, tuple):
@@ -163,11 +163,11 @@ def _notes(problem: Problem) -> list[str]:
     return ([disabled] if disabled else []) + ([changes] if problem.mutates_inputs else [])
 
 
-def _diagnosed(problem: Problem, report: Report, at_hand: Sample | None) -> Report:
+def _diagnosed(problem: Problem, report: Report, known_sample: Sample | None) -> Report:
     """The report of a failed check, with evidence and probable causes."""
     from fastgrad.diagnosis.evidence import diagnosed  # only here: a check that passes needs none
 
-    return diagnosed(problem, report, at_hand)
+    return diagnosed(problem, report, known_sample)
 
 
 def _exact_libraries(arguments: tuple[Any, ...], settings: Settings) -> AbstractContextManager[list[str]]:
@@ -301,14 +301,14 @@ def _all_entries(
         except OUT_OF_MEMORY as error:
             smaller = with_less_memory(problem, plan)
             if smaller is None:
-                raise MemoryError(_want_of_memory(problem, plan, settings, error)) from error
+                raise MemoryError(_out_of_memory_message(problem, plan, settings, error)) from error
             plan = smaller
         else:
             findings.add(own)
             return plan, failure
 
 
-def _want_of_memory(problem: Problem, plan: Plan, settings: Settings, error: BaseException) -> str:
+def _out_of_memory_message(problem: Problem, plan: Plan, settings: Settings, error: BaseException) -> str:
     limit = "by default a share of the free memory" if settings.memory_limit is None else f"now {settings.memory_limit}"
     return (
         f"The check ran out of memory, with {plan.memory} bytes for {plan.columns_per_pass} of {problem.n} columns of "

@@ -40,7 +40,7 @@ from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Plan
 from fastgrad.report.failure import Failure, Part
 from fastgrad.report.settings import Settings, Tolerances
-from fastgrad.structure.detection import Patterns
+from fastgrad.structure.detection import ProblemPatterns
 from fastgrad.structure.sparsity import HANDFUL, Mask, Pattern
 from fastgrad.verdict.analytical_certificate import AnalyticalCertificate
 from fastgrad.verdict.comparison import Findings, PairComparison, tolerances
@@ -160,7 +160,7 @@ def _answer(
         if found.unexplained is None:
             if dense_is_small(problem, settings):
                 return Next.DENSE_ENGINE
-            candidates.learn(found, verdict.hides)
+            candidates.learn(found, verdict.may_hide_entries)
             return Next.PATTERN
         if can_be_dense(problem, settings):
             return Next.DENSE_ENGINE
@@ -183,7 +183,7 @@ class _Candidates:
 
     def __init__(self, problem: Problem, settings: Settings, look: FirstLook, calls: RepeatedCalls) -> None:
         self._problem, self._look = problem, look
-        patterns = Patterns(problem, settings, look, detection_budget(problem, settings, look), calls.vjp)
+        patterns = ProblemPatterns(problem, settings, look, detection_budget(problem, settings, look), calls.vjp)
         self._patterns = patterns
         finders: list[Callable[[], Pattern | None]] = [patterns.guess, patterns.decode, patterns.probe]
         if takes_long(2 * problem.n + problem.m, look):
@@ -231,11 +231,11 @@ class _Candidates:
         """What was excluded could not be certified: every entry must be compared."""
         self._certifies, self._excluded_columns = False, None
 
-    def learn(self, found: Incomplete, hides: bool) -> None:
+    def learn(self, found: Incomplete, may_hide_entries: bool) -> None:
         """Adds what the present pattern lacks; hides: whether rounding may hide entries of gradients."""
         if self._pattern is None:
             return
-        if found.refuted and not self._pattern.is_numerical and hides:
+        if found.refuted and not self._pattern.is_numerical and may_hide_entries:
             self._finders = iter((partial(self._patterns.probe, watch_gradients=False),))
         self._pattern = None if found.refuted else self._pattern.with_entries(found.rows, found.columns)
 
@@ -271,7 +271,7 @@ def _compressions(problem: Problem, settings: Settings, look: FirstLook) -> Iter
     """The results by guesses and by probing, as far as they find a pattern and it pays off."""
     if look.reacted is None or not bool(look.base.isfinite().all()):
         return
-    patterns = Patterns(problem, settings, look, detection_budget(problem, settings, look))
+    patterns = ProblemPatterns(problem, settings, look, detection_budget(problem, settings, look))
     for find in (patterns.guess, patterns.decode, patterns.probe, partial(patterns.probe, watch_gradients=False)):
         pattern = find()
         if pattern is None:
@@ -326,9 +326,9 @@ class _Verdict:
         self._measure()
 
     @property
-    def hides(self) -> bool:
+    def may_hide_entries(self) -> bool:
         """Whether rounding, or noise, may hide entries that matter."""
-        return self._of_func.hides
+        return self._of_func.may_hide_entries
 
     def is_certified_numerically(self) -> bool:
         """Whether outputs move along random directions as the numerical entries predict."""

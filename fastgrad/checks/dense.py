@@ -33,7 +33,7 @@ from fastgrad.verdict.comparison import Findings, PairComparison
 from fastgrad.verdict.confirm import mismatch_failure
 from fastgrad.verdict.grad_outputs import check_zero_grad_output
 from fastgrad.verdict.linearity import (
-    LinearityProof,
+    LinearityTest,
     moved_once,
     moving_repeat,
     moving_row,
@@ -41,7 +41,7 @@ from fastgrad.verdict.linearity import (
     rerun,
 )
 from fastgrad.verdict.repeated_calls import RepeatedCalls
-from fastgrad.verdict.tangents import TangentProof
+from fastgrad.verdict.tangents import TangentLinearityTest
 
 
 def dense_check(
@@ -129,33 +129,33 @@ def _jacobian_failure(
         columns_at_hand = iter([(0, columns)])
     rows_repeated = all(output.tensor.numel() <= REPEATED_ROWS for output in problem.outputs)
     moving = partial(moving_row, problem, settings, plan.rows_per_block)
-    proof = LinearityProof(problem, settings, rows_repeated, moving) if problem.m > 1 else None
+    linearity = LinearityTest(problem, settings, rows_repeated, moving) if problem.m > 1 else None
     forward = ForwardComparison(problem, plan, settings, findings) if settings.check_forward_ad else None
     rows_at_hand: Sequence[Rows] = ()
     if backward is not None:
         rows_at_hand = single_rows(backward)
-        if proof is not None:
-            proof.take(backward.products, backward.movement)
+        if linearity is not None:
+            linearity.take(backward.products, backward.movement)
     for first, columns in columns_at_hand:
         if rows_remain:
             for blocks in dense.row_blocks(problem, plan, first, columns, rows_at_hand):
-                failure = _judge(problem, plan, blocks, settings, proof, findings, calls)
+                failure = _judge(problem, plan, blocks, settings, linearity, findings, calls)
                 if failure is not None:
                     return failure
         if forward is not None:
             forward.add(first, columns)
-    if rows_remain and proof is not None:
-        failure = _proof_failure(problem, proof, settings)
+    if rows_remain and linearity is not None:
+        failure = _linearity_failure(problem, linearity, settings)
         if failure is not None:
             return failure
-        findings.certificates.append(proof.certificate())
+        findings.certificates.append(linearity.certificate())
     return forward.failure() if forward is not None else None
 
 
-def _proof_failure(problem: Problem, proof: LinearityProof, settings: Settings) -> Failure | None:
-    """The proof's failure, or that of a gradient with a wrong layout: converting it to strided may raise."""
+def _linearity_failure(problem: Problem, linearity: LinearityTest, settings: Settings) -> Failure | None:
+    """The failure of the test, or that of a gradient with a wrong layout: converting it to strided may raise."""
     try:
-        return proof.failure()
+        return linearity.failure()
     except RuntimeError:
         failure = check_zero_grad_output(problem, settings)
         if failure is None:
@@ -171,7 +171,7 @@ class ForwardComparison:
         self._plan = plan
         self._settings = settings
         self._findings = findings
-        self._proof = TangentProof(problem, settings)
+        self._linearity = TangentLinearityTest(problem, settings)
         self._pairs: dict[tuple[bool, int, int], tuple[Part, PairComparison]] = {}
         self._domains_match = True
 
@@ -187,7 +187,7 @@ class ForwardComparison:
                 pair = PairComparison(block.output, block.input, own.atol, own.rtol, "forward")
                 self._pairs[key] = block.part, pair
             self._pairs[key][1].add(block.analytical, block.numerical, block.first_element, 0)
-            self._proof.add(block)
+            self._linearity.add(block)
 
     def failure(self) -> Failure | None:
         """The verdict, once all columns are in."""
@@ -198,9 +198,9 @@ class ForwardComparison:
             failure = mismatch_failure(self._problem, self._plan, pair, part, self._settings, self._findings)
             if failure is not None:
                 return failure
-        failure = self._proof.failure()
+        failure = self._linearity.failure()
         if failure is None:
-            self._findings.certificates.append(self._proof.certificate())
+            self._findings.certificates.append(self._linearity.certificate())
         return failure
 
 
@@ -209,7 +209,7 @@ def _judge(
     plan: Plan,
     blocks: Iterable[JacobianBlock],
     settings: Settings,
-    proof: LinearityProof | None,
+    linearity: LinearityTest | None,
     findings: Findings,
     calls: RepeatedCalls | None,
 ) -> Failure | None:
@@ -233,8 +233,8 @@ def _judge(
         if block.unspecified is not None:
             entry = block.unspecified
             pair.add_unspecified(block.first_row + entry.row, entry.element, entry.value)
-        if proof is not None:
-            proof.add(block)
+        if linearity is not None:
+            linearity.add(block)
         if calls is not None:
             calls.see(block)
     if settings.check_grad_dtypes and not dtypes_match:

@@ -14,14 +14,14 @@ from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING
 from fastgrad.core.tensors import differ, largest
 from fastgrad.engines.blocks import REPEAT_SCALE, REPEATED_ROWS, row_parts
+from fastgrad.engines.grad_output_kinds import GRAD_OUTPUT_KINDS, HALVED
 from fastgrad.engines.plan import is_one_block, most_vectorized_rows
-from fastgrad.engines.probes import HALVED, PROBES
 from fastgrad.problem.problem import Problem
 from fastgrad.problem.small_backward import SmallBackward
 from fastgrad.report.data import Pair
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.comparison import Findings
-from fastgrad.verdict.linearity import linear_backward, proof_cotangents
+from fastgrad.verdict.linearity import linear_backward, linearity_cotangents
 from fastgrad.verdict.repeated_calls import RepeatedCalls
 
 FEWEST_VECTORIZED, FEWEST_VECTORIZED_ON_DEVICES = 12, 6
@@ -48,7 +48,7 @@ def is_small(problem: Problem, settings: Settings) -> bool:
 @lru_cache(16)
 def _cotangents(m: int, seed: int, device: torch.device) -> Tensor:
     # A single row needs no proof: it is repeated at another scale.
-    return proof_cotangents(m, seed, device, PROBES if m > 1 else ())
+    return linearity_cotangents(m, seed, device, GRAD_OUTPUT_KINDS if m > 1 else ())
 
 
 def whole_backward(problem: Problem | SmallProblem, settings: Settings, seconds: float) -> WholeBackward:
@@ -57,7 +57,7 @@ def whole_backward(problem: Problem | SmallProblem, settings: Settings, seconds:
     vectorized = fewest <= m <= most_vectorized_rows(problem, seconds)
     return problem.whole_backward(
         _cotangents(m, settings.seed, problem.device),
-        [probe.layout for probe in PROBES] if m > 1 else (),
+        [kind.layout for kind in GRAD_OUTPUT_KINDS] if m > 1 else (),
         0 if vectorized else REPEATED_ROWS,  # the products show what varies or is not homogeneous
         REPEAT_SCALE,
         settings.check_undefined_grad,
@@ -90,7 +90,7 @@ def product_at_hand(
     """Cotangents, their VJPs, and the row of one that is contiguous."""
     cotangents = _cotangents(problem.m, settings.seed, problem.device)
     if problem.m > 1:
-        return cotangents, backward.products, PROBES.index(HALVED)
+        return cotangents, backward.products, GRAD_OUTPUT_KINDS.index(HALVED)
     return torch.ones(1, 1, dtype=torch.float64, device=problem.device), backward.parts[0].rows, 0
 
 
@@ -162,5 +162,5 @@ def agrees(problem: Problem, settings: Settings, backward: WholeBackward, column
             pairs.append(Pair(*places, part, "reverse", entries, 0, True, *own_errors, False))
     findings.pairs += pairs
     if problem.m > 1:
-        findings.certificates.append(linear_backward(PROBES, settings.atol))
+        findings.certificates.append(linear_backward(GRAD_OUTPUT_KINDS, settings.atol))
     return True

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from fastgrad.checks.description import environment
 from fastgrad.checks.small import small_check
 from fastgrad.checks.small_result import SmallCheck
+from fastgrad.engines.grad_output_kinds import GRAD_OUTPUT_KINDS
 from fastgrad.engines.plan import make_sketch_plan, small_plan
-from fastgrad.engines.probes import PROBES
 from fastgrad.problem.arguments import as_tuple
 from fastgrad.problem.second_order import Backward
 from fastgrad.report.data import Certificate
@@ -95,7 +95,7 @@ def _report_of_small(small: SmallCheck, settings: Settings, names: tuple[str, ..
     else:
         plan = small_plan(problem.n, problem.m, settings.engine)
         if settings.check_backward_ad and problem.m > 1:
-            certificates = (linear_backward(PROBES, settings.atol),)
+            certificates = (linear_backward(GRAD_OUTPUT_KINDS, settings.atol),)
     return Report(
         failure=None,
         settings=settings,

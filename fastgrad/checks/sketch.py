@@ -368,7 +368,7 @@ def _one_hot(
         if bool((error.abs() <= allowed).all()):
             continue
         found = search.look_into(row)
-        if found is not None and found.survivor is not None:
+        if found is not None and found.remeasured is not None:
             return located_failure([found])
         rounding = ROUNDING * problem.unit_roundoff * largest(gradient)
         if differ(search.row_alone(row)[None], gradient[None], max(rounding, settings.nondet_tol), False):
@@ -413,7 +413,7 @@ def _one_by_one(
     rows = pending.nonzero().reshape(-1)
     for row in rows[:MOST_SINGLE].tolist():
         found = search.look_into(row)
-        if found is not None and found.survivor is not None:
+        if found is not None and found.remeasured is not None:
             return Screening(located_failure([found]))
     noise = differences.noise[rows]
     return Screening(undecided=max(limit, search.unresolved, 4 * float(noise.nan_to_num(torch.inf).amax())))
@@ -512,7 +512,7 @@ class _Search:
             before = abs(sketch.values[which][k])
             row = self._row(sketch.cotangents[which], k, sketch.values[which][k], found)
             entry = self.look_into(row, k, found)
-            if entry is not None and entry.survivor is not None:
+            if entry is not None and entry.remeasured is not None:
                 found.append(entry)
                 sketch.subtract(entry.row, self._explained(entry))
                 if abs(sketch.values[which][k]) > before / 2:
@@ -621,7 +621,7 @@ def screen_forward(problem: Problem, settings: Settings) -> Screening:
             if not times[k, row] > 1:
                 break
             found = _forward_entry(problem, settings, differences, row, k, errors[k, row].item())
-            if found.survivor is not None:
+            if found.remeasured is not None:
                 return Screening(located_failure([found]))
             limit, unresolved = max(limit, 4 * errors[k, row].item()), max(unresolved, found.unresolved)
         verified = 4 * differences.noise <= settings.atol + settings.rtol * differences.size()

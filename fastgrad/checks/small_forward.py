@@ -153,7 +153,7 @@ def _as_zero(products: Tensor) -> bool:
 
 @lru_cache(32)
 def _one_hot_directions(sizes: tuple[int, ...], seed: int, undefined: bool) -> _Directions:
-    """One-hot ones of all coordinates, the two of `TangentProof`, and those of undefined tangents."""
+    """One-hot ones of all coordinates, the two of `TangentLinearityTest`, and those of undefined tangents."""
     n = sum(sizes)
     dense = tangent_directions(n, seed, torch.device("cpu"))
     rows = torch.cat([torch.eye(n, dtype=torch.float64), dense])

@@ -18,8 +18,8 @@ from fastgrad.core.precision import ROUNDING
 from fastgrad.core.random import SKETCH_DIRECTIONS
 from fastgrad.core.tensors import differ, largest
 from fastgrad.engines.blocks import REPEAT_SCALE
+from fastgrad.engines.grad_output_kinds import CONSTANT
 from fastgrad.engines.plan import sketch_size
-from fastgrad.engines.probes import CONSTANT
 from fastgrad.engines.sketch import KINK, NOISE_SHARE, derivatives_move, weights
 from fastgrad.engines.small_sketch import (
     REPEATED,

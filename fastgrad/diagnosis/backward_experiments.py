@@ -13,7 +13,7 @@ from fastgrad.core.native import Layout
 from fastgrad.core.random import EVIDENCE_STREAM, direction
 from fastgrad.diagnosis.autograd_graph import copied_gradients, written_gradients
 from fastgrad.diagnosis.experiments import Experiments
-from fastgrad.engines.probes import CONSTANT
+from fastgrad.engines.grad_output_kinds import CONSTANT
 from fastgrad.engines.sketch import directional_differences
 from fastgrad.report.evidence import Sample
 

@@ -27,7 +27,7 @@ EXACT = 1e-4
 AS_ROUNDING = 1e-4
 """Differences between runs, relative to the gradient, that the order of additions may explain (1,000 float32 terms)."""
 
-DEVIATES = 1e-6
+LEAST_DEVIATION = 1e-6
 """Least relative difference of two gradients that counts as evidence; rounding is smaller."""
 
 
@@ -150,8 +150,8 @@ def _of_steps(eps: float, analytical: float, slopes: dict[float, float], ulp: fl
     """Whether truncation or rounding of the differences explains the disagreement."""
     measured = min(slopes, key=lambda h: abs(math.log(h / eps)))
     off = abs(slopes[measured] - analytical)
-    blur = 8 * ulp / measured
-    if off <= blur:
+    rounding_error = 8 * ulp / measured
+    if off <= rounding_error:
         yield Cause(
             "rounding",
             f"at eps = {eps:g} rounding hides the difference: one ulp of func's value, divided by eps, is "
@@ -181,7 +181,7 @@ def _of_backward(failure: Failure, evidence: Evidence, settings: Settings) -> It
     if moving:
         return  # if gradients vary from run to run, they are no evidence for other causes
     linear = failure.kind != "mismatch"
-    if evidence.after_others is not None and evidence.after_others > DEVIATES:
+    if evidence.after_others is not None and evidence.after_others > LEAST_DEVIATION:
         yield Cause(
             "saved tensor",
             "backward reads a tensor that other calls of func overwrite: in a global variable, on the class or in a "
@@ -196,28 +196,34 @@ def _of_backward(failure: Failure, evidence: Evidence, settings: Settings) -> It
             f"a gradient of {evidence.at_zero:.2g} for a zero grad_output",
             0.95,
         )
-    bent = [(c, deviation, size) for c, deviation, size in evidence.scaled or () if not deviation <= DEVIATES]
-    if bent:
-        yield Cause("nonlinear backward", _how_nonlinear(evidence.scaled or ()), _scaled_measure(bent), 0.94)
+    scaled = evidence.scaled or ()
+    nonlinear = [(c, deviation, size) for c, deviation, size in scaled if not deviation <= LEAST_DEVIATION]
+    if nonlinear:
+        yield Cause("nonlinear backward", _how_nonlinear(scaled), _scaled_measure(nonlinear), 0.94)
         return
     layout = list(_of_layouts(evidence, linear))
-    if evidence.modified is not None and (evidence.modified > DEVIATES or layout):
+    if evidence.modified is not None and (evidence.modified > LEAST_DEVIATION or layout):
         yield _modified(evidence)
     else:
         yield from layout
-    if evidence.added is not None and not evidence.added <= DEVIATES:
+    yield from _of_sums(evidence)
+
+
+def _of_sums(evidence: Evidence) -> Iterator[Cause]:
+    """Whether gradients for the terms of a grad_output add up to its gradient."""
+    if evidence.added is not None and not evidence.added <= LEAST_DEVIATION:
         yield Cause(
             "nonlinear backward",
             "backward is not additive in grad_output: a quantization, a maximum, or a product of its elements",
             f"the gradients for two dense grad_outputs do not sum to that for the sum: deviation {evidence.added:.1e}",
             0.94,
         )
-    elif evidence.split is not None and not evidence.split <= DEVIATES:
-        right = "dense" if evidence.dense_error is not None and evidence.dense_error <= 10 * DEVIATES else "sparse"
+    elif evidence.split is not None and not evidence.split <= LEAST_DEVIATION:
+        right_if_dense = evidence.dense_error is not None and evidence.dense_error <= 10 * LEAST_DEVIATION
         yield Cause(
             "sparse grad_output",
             "backward depends on which elements of grad_output are zero: it is right only for a grad_output "
-            + ("without zeros" if right == "dense" else "with a single nonzero element, if at all"),
+            + ("without zeros" if right_if_dense else "with a single nonzero element, if at all"),
             f"the gradients for parts of a grad_output do not add up to its gradient: deviation {evidence.split:.1e}",
             0.92,
         )
@@ -232,7 +238,7 @@ def _of_layouts(evidence: Evidence, linear: bool) -> Iterator[Cause]:
         (evidence.expanded, evidence.expanded_error, "expanded (stride 0)", contiguous),
     )
     for deviation, error, how, mistake in kinds:
-        if error is None and (deviation is None or deviation <= DEVIATES):
+        if error is None and (deviation is None or deviation <= LEAST_DEVIATION):
             continue
         if error is not None or deviation is None:
             measure = error or ""
@@ -252,7 +258,7 @@ def _of_layouts(evidence: Evidence, linear: bool) -> Iterator[Cause]:
 
 def _modified(evidence: Evidence) -> Cause:
     error = evidence.gapped_error or evidence.offset_error or evidence.expanded_error
-    if evidence.modified is not None and evidence.modified > DEVIATES:
+    if evidence.modified is not None and evidence.modified > LEAST_DEVIATION:
         measure = f"relative difference {evidence.modified:.1e} from the gradient for copies of grad_output"
     else:
         measure = "a dense grad_output has different values after the call"
@@ -297,7 +303,9 @@ def _how_nonlinear(scaled: tuple[tuple[float, float, float], ...]) -> str:
     sizes = {c: size for c, _, size in scaled}
     deviations = {c: deviation for c, deviation, _ in scaled}
     powers = [math.log(size) / math.log(c) for c, size in sizes.items() if c > 0 and size > 0 and math.isfinite(size)]
-    if deviations.get(-1.0, 0.0) > DEVIATES and all(d <= DEVIATES for c, d in deviations.items() if c > 0):
+    if deviations.get(-1.0, 0.0) > LEAST_DEVIATION and all(
+        d <= LEAST_DEVIATION for c, d in deviations.items() if c > 0
+    ):
         return "backward treats positive and negative grad_outputs differently: an abs(), a relu, or a comparison"
     if powers and max(powers) - min(powers) < 0.01:
         power = round(sum(powers) / len(powers), 2)
@@ -307,8 +315,8 @@ def _how_nonlinear(scaled: tuple[tuple[float, float, float], ...]) -> str:
     return "backward is not linear in grad_output: for example a clamp, rounding, or a product of two grad_outputs"
 
 
-def _scaled_measure(bent: list[tuple[float, float, float]]) -> str:
-    c, deviation, size = bent[0]
+def _scaled_measure(nonlinear_scales: list[tuple[float, float, float]]) -> str:
+    c, deviation, size = nonlinear_scales[0]
     return f"grad_output {c:g} times as large: gradient {size:.3g} times as large, relative deviation {deviation:.1e}"
 
 

@@ -19,14 +19,14 @@ from fastgrad.problem.problem import Problem
 from fastgrad.report.evidence import Cause, Explanation, Sample
 from fastgrad.report.report import Report
 
-_UNSPECIFIC = {"missing reduction", "zero gradient"}
+_GENERAL_CAUSES = {"missing reduction", "zero gradient"}
 """Causes from entries that may result from an operator's result treated as a constant."""
 
 _ZERO_KINDS = ("not multiplied by grad_output",)
 
 
 @phase("evidence")
-def diagnosed(problem: Problem, report: Report, at_hand: Sample | None = None) -> Report:
+def diagnosed(problem: Problem, report: Report, known_sample: Sample | None = None) -> Report:
     """The report of a failed check with entries of the failing pair, experiments and probable causes.
 
     About as many calls as the check took, and a second, at most.
@@ -35,14 +35,14 @@ def diagnosed(problem: Problem, report: Report, at_hand: Sample | None = None) -
     ----------
     report
         Of the check that failed, with its failure, plan, calls and seconds.
-    at_hand
+    known_sample
         Entries of the failing pair that its engine had; values outside of a pattern may be mixed in.
     """
     failure = report.failure
     kinds = ("mismatch", "nonlinear", "nondeterministic", *_ZERO_KINDS)
     # For other kinds, calling func again gives no further evidence.
     if failure is not None and failure.kind in kinds and problem.has_graph and problem.n and problem.m:
-        return _Investigation(problem, report, failure, at_hand).run()
+        return _Investigation(problem, report, failure, known_sample).run()
     return replace(report, causes=diagnose(report))
 
 
@@ -86,14 +86,14 @@ class _Investigation(Samples, BackwardExperiments, FuncExperiments):
         if sample is None or not sample.complete:
             self._explain(hypotheses.rearranged)
         causes = diagnose(replace(self._report, sample=sample, evidence=self._evidence))
-        if causes and causes[0].name not in _UNSPECIFIC:
+        if causes and causes[0].name not in _GENERAL_CAUSES:
             return causes
         if settles:
             self._explain(lambda: hypotheses.taken_for_constant(self._left))
         if not causes:
             self._explain(hypotheses.multiplied)
             self._explain(hypotheses.result_for_input)
-            self._explain(lambda: hypotheses.elsewhere(self._left))
+            self._explain(lambda: hypotheses.at_changed_input(self._left))
         return ()
 
     def _explain(self, hypothesis: Callable[[], Explanation | None]) -> None:

@@ -26,11 +26,11 @@ Result = TypeVar("Result")
 class Experiments:
     """A failed check with its evidence and its remaining calls."""
 
-    def __init__(self, problem: Problem, report: Report, failure: Failure, at_hand: Sample | None) -> None:
+    def __init__(self, problem: Problem, report: Report, failure: Failure, known_sample: Sample | None) -> None:
         self._problem = problem
         self._report = report
         self._failure = failure
-        self._at_hand = at_hand
+        self._known_sample = known_sample
         self._settings = report.settings
         self._record = report.plan.record_graph if report.plan else True
         self._before = self._calls()

@@ -168,7 +168,7 @@ class Hypotheses:
 
     def rearranged(self) -> Explanation | None:
         """Whether the Jacobian is a rearrangement of the right one."""
-        if not self._tell:
+        if not self._sums_show_error:
             return None
         output, block = self._output, self._input
         most = min(MOST_SHIFTS, max(16, MOST_SHIFTS * 4096 // max(output.size, block.size)))
@@ -194,7 +194,7 @@ class Hypotheses:
             return None
         return self._explained("transposed", ADJOINT.format(""), self._transposed)
 
-    def elsewhere(self, left: Callable[[], int]) -> Explanation | None:
+    def at_changed_input(self, left: Callable[[], int]) -> Explanation | None:
         """Whether the gradient is right at a point that a saved tensor may have been changed to, or taken from."""
         for name, away in self._points():
             if left() < 4:
@@ -221,7 +221,7 @@ class Hypotheses:
 
     def taken_for_constant(self, left: Callable[[], int]) -> Explanation | None:
         """Whether the gradient is right if some results or operands of operators in a custom forward are constants."""
-        if not self._tell:
+        if not self._sums_show_error:
             return None
         for parts in self._constants.groups():
             if left() < 4:
@@ -270,13 +270,13 @@ class Hypotheses:
         return tuple(found)
 
     @cached_property
-    def _tell(self) -> bool:
+    def _sums_show_error(self) -> bool:
         """Whether the sums show that the gradient is wrong."""
         return all(_relative_difference(one.u * one.gradient, one.v * one.slope) > 100 * NEAR for one in self._vectors)
 
     def _explained(self, name: CauseName, text: str, sums: Callable[[_Vectors], Sums]) -> Explanation | None:
         """The hypothesis, if the gradient is wrong and its sums are equal for all vectors."""
-        if not self._tell:
+        if not self._sums_show_error:
             return None
         error = 0.0
         for one in self._vectors:

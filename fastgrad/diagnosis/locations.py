@@ -22,7 +22,7 @@ CHANCE_OF_PLACES = 0.35
 JUMP = 30.0
 """Least ratio of relative errors inside a region to those outside."""
 
-NATURAL = (0.0, 1.0, -1.0, 2.0, -2.0, 0.5, -0.5, 3.0, -3.0, 6.0)
+COMMON_THRESHOLDS = (0.0, 1.0, -1.0, 2.0, -2.0, 0.5, -0.5, 3.0, -3.0, 6.0)
 """Common thresholds in code, the most likely first."""
 
 LEAST_BLOCK = 4
@@ -30,7 +30,7 @@ LEAST_BLOCK = 4
 
 
 @dataclass(frozen=True)
-class _Places:
+class _WrongElements:
     """The elements of the output or the input: which have wrong entries, their values at x, and more.
 
     excess: the largest error there over the allowed one. mixing: as `_mixing`. share: of the entries about elements
@@ -62,7 +62,7 @@ def _log_chance(chosen: int, total: int) -> float:
     return math.lgamma(chosen + 1) + math.lgamma(total - chosen + 1) - math.lgamma(total + 1)
 
 
-def _places(sample: Sample, side: str, settings: Tolerances) -> _Places | None:
+def _places(sample: Sample, side: str, settings: Tolerances) -> _WrongElements | None:
     elements, values, shape = (
         (sample.inputs, sample.input_values, sample.input_shape)
         if side == "input"
@@ -89,7 +89,9 @@ def _places(sample: Sample, side: str, settings: Tolerances) -> _Places | None:
     )
     count = int(failing.sum())
     share = count / int(bad[number].sum())
-    return _Places(side, shape, unique, bad, values, excess, _mixing(sample, nonzero), share, (count, failing.numel()))
+    return _WrongElements(
+        side, shape, unique, bad, values, excess, _mixing(sample, nonzero), share, (count, failing.numel())
+    )
 
 
 def _mixing(sample: Sample, nonzero: Tensor) -> frozenset[int] | None:
@@ -122,7 +124,7 @@ def place_causes(sample: Sample, names: tuple[str, str], settings: Tolerances) -
     return found
 
 
-def _element(places: _Places, name: str) -> Cause | None:
+def _element(places: _WrongElements, name: str) -> Cause | None:
     """The cause if all entries of a single element are wrong, and no others."""
     wrong, total = places.entries
     if int(places.bad.sum()) != 1 or wrong < 3 or places.share < 1:
@@ -134,7 +136,7 @@ def _element(places: _Places, name: str) -> Cause | None:
     return Cause("slice", text, measure, 0.95 * (1 - likely)) if likely <= CHANCE else None
 
 
-def _triangle(places: _Places, name: str) -> Cause | None:
+def _triangle(places: _WrongElements, name: str) -> Cause | None:
     """Wrong in one triangle, on the diagonal or off it, of the last two dimensions."""
     if places.index.shape[1] < 2:
         return None
@@ -156,7 +158,7 @@ def _triangle(places: _Places, name: str) -> Cause | None:
 
 
 def _rule(
-    name: CauseName, text: str, places: _Places, likely: float, base: float, most: float = CHANCE
+    name: CauseName, text: str, places: _WrongElements, likely: float, base: float, most: float = CHANCE
 ) -> Cause | None:
     """The cause for a rule that fits all wrong and no right elements; None if chance explains it."""
     if likely > most:
@@ -170,7 +172,7 @@ def _extent(index: Tensor) -> tuple[int, int]:
     return int(index.min()), int(index.max())
 
 
-def _tail(places: _Places, name: str) -> Cause | None:
+def _tail(places: _WrongElements, name: str) -> Cause | None:
     """Wrong from a multiple of a block's size on, along a dimension, along several, or over all elements."""
     index, bad = places.index, places.bad
     total = math.prod(places.shape)
@@ -211,7 +213,7 @@ def _tail_block(last_right: int, first_wrong: int, size: int) -> int | None:
     return None
 
 
-def _ends(places: _Places, name: str) -> Cause | None:
+def _ends(places: _WrongElements, name: str) -> Cause | None:
     """Wrong at the first or last indices along a dimension, or at all borders."""
     index, bad = places.index, places.bad
     for dim, size in enumerate(places.shape):
@@ -252,7 +254,7 @@ def _several(count: int) -> str:
     return "place" if count == 1 else f"{count} places"
 
 
-def _slice(places: _Places, name: str) -> Cause | None:
+def _slice(places: _WrongElements, name: str) -> Cause | None:
     """Wrong in one row, column, channel or item only, or in one of each of two dimensions."""
     index, bad = places.index, places.bad
     if int(bad.sum()) < 2 and places.bad.numel() < 2 * sum(places.shape):
@@ -279,7 +281,7 @@ def _slice(places: _Places, name: str) -> Cause | None:
     return None
 
 
-def _region(places: _Places, name: str) -> Cause | None:
+def _region(places: _WrongElements, name: str) -> Cause | None:
     """Wrong only where the element's value is on one side of a threshold, or between two."""
     values, bad = places.values, places.bad
     if values is None or values.is_complex() or not bool(values.isfinite().all()):
@@ -316,21 +318,21 @@ def _region(places: _Places, name: str) -> Cause | None:
     return None
 
 
-def _single_value(places: _Places, name: str) -> Cause | None:
+def _single_value(places: _WrongElements, name: str) -> Cause | None:
     """Wrong only if the element has one particular value, as at the zeros of a mask."""
     assert places.values is not None
     wrong, right = places.values[places.bad], places.values[~places.bad]
     value = float(wrong[0])
     if bool((wrong != value).any()) or bool((right == value).any()):
         return None
-    if wrong.numel() == 1 and value not in NATURAL:
+    if wrong.numel() == 1 and value not in COMMON_THRESHOLDS:
         return None
     return _rule("region", f"wrong only where {name} is {value + 0.0:.4g}", places, 2 * places.chance(), 0.92)
 
 
 def _threshold(low: float, high: float) -> tuple[float, bool]:
     """A number between two numbers, if possible a round one; and whether it is a common threshold."""
-    for natural in NATURAL:
+    for natural in COMMON_THRESHOLDS:
         if low <= natural <= high:
             return natural, True
     for digits in range(-3, 12):

@@ -38,8 +38,8 @@ class Samples(Experiments):
             sample = self._of_matrices(comparison.analytical.t(), comparison.numerical.t(), output, block)
         elif whole <= min(self._affordable, self._left()) and rows * columns <= 1 << 22:
             sample = self._try(whole, lambda: self._whole(output, block))
-        if sample is None and self._at_hand is not None:
-            sample = _thinned_sample(self._at_hand, self._settings.seed)
+        if sample is None and self._known_sample is not None:
+            sample = _thinned_sample(self._known_sample, self._settings.seed)
         if sample is None and comparison.worst is not None:
             worst = comparison.worst
             sample = self._try(3, lambda: self._part(output, block, worst))

@@ -20,7 +20,7 @@ from fastgrad.distributed.causes import explained
 from fastgrad.distributed.placements import Placement, Space, difference, dual, mismatch, whole_of
 from fastgrad.distributed.session import Member, Session, follow, whole_function
 from fastgrad.problem.arguments import as_tuple, refuse_function_class
-from fastgrad.problem.caller_state import keeps_the_callers_state
+from fastgrad.problem.caller_state import restores_caller_state
 from fastgrad.problem.signature import function_name
 from fastgrad.report.report import Report
 
@@ -43,7 +43,7 @@ class _About:
     parts: tuple[Tensor, ...]
 
 
-@keeps_the_callers_state
+@restores_caller_state
 def check(
     func: Callable[..., Any],
     inputs: Any,

@@ -26,7 +26,7 @@ def row_blocks(
     plan: Plan,
     first: int,
     columns: Tensor,
-    at_hand: Sequence[Rows] = (),
+    known_rows: Sequence[Rows] = (),
 ) -> Iterator[Iterator[JacobianBlock]]:
     """One pass of reverse mode: all rows against the numerical columns from `first` on.
 
@@ -41,7 +41,7 @@ def row_blocks(
     """
     inputs = _inputs_within(problem, first, columns)
     for number, (output, part) in enumerate(row_parts(problem.outputs)):
-        known = at_hand[number] if at_hand else None
+        known = known_rows[number] if known_rows else None
         yield _row_blocks(problem, plan, output, part, inputs, first, columns, known)
 
 

@@ -300,7 +300,7 @@ def make_plan(problem: Problem, settings: Settings, look: FirstLook | None) -> P
     """
     column_bytes = 8 * max(1, problem.m)
     limit = _memory_limit(settings, column_bytes * problem.n, problem.device)
-    batch, replayed, said = _way(problem, settings, look) if look is not None else (None, False, "")
+    batch, replayed, said = _column_strategy(problem, settings, look) if look is not None else (None, False, "")
     held = 0
     if batch is not None:
         from fastgrad.engines import vmapped
@@ -308,7 +308,7 @@ def make_plan(problem: Problem, settings: Settings, look: FirstLook | None) -> P
         held = batch * vmapped.column_bytes(problem)
     room = limit - held if settings.memory_limit is not None else limit
     columns = max(FEWEST_COLUMNS, min(problem.n, room // column_bytes))
-    rows_replayed, also_said = _rows_way(problem, settings, look) if look is not None else (False, "")
+    rows_replayed, also_said = _row_strategy(problem, settings, look) if look is not None else (False, "")
     # A device has no cache worth a small block, and ranks wait for each other.
     is_large = rows_replayed or problem.ranks > 1
     block_bytes = max(BLOCK_BYTES, min(DEVICE_BLOCK_BYTES, limit // 8)) if is_large else BLOCK_BYTES
@@ -344,7 +344,7 @@ def small_plan(n: int, m: int, engine: Engine) -> Plan:
     return Plan("dense", columns, rows, True, _reason(engine), memory=memory)
 
 
-def _way(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int | None, bool, str]:
+def _column_strategy(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int | None, bool, str]:
     """The size of vmapped batches, or whether columns come from replays, if either is faster than one by one.
 
     Also returns a text on this for the reason of the plan.
@@ -391,7 +391,7 @@ def _way(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int | N
     return *found, said
 
 
-def _rows_way(problem: Problem, settings: Settings, look: FirstLook) -> tuple[bool, str]:
+def _row_strategy(problem: Problem, settings: Settings, look: FirstLook) -> tuple[bool, str]:
     """Whether replays of a VJP give rows faster than single VJPs; also a text on this for the reason of the plan."""
     are_run = problem.has_graph and settings.check_backward_ad
     if (

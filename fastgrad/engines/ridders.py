@@ -50,7 +50,7 @@ WIDER = 64.0
 ROUNDED = 2.0**-6
 """The largest rounding inside func, relative to its change at eps; beyond it, the rounded function is func itself."""
 
-FINEST = 4
+FINEST_STEPS = 4
 """Steps whose scatter measures the noise of func."""
 
 AT_ONCE = 1 << 16
@@ -403,7 +403,7 @@ def _extrapolated(
         estimates[k:, k] = fine + (fine - coarse) / (ratio ** (2 * k) - 1)
         differences[k:, k] = np.maximum(np.abs(estimates[k:, k] - fine), np.abs(estimates[k:, k] - coarse))
     # In units of func's values: how the finest steps scatter around a line of their own.
-    finest = taken & (taken.sum(0) - taken.cumsum(0) < FINEST)
+    finest = taken & (taken.sum(0) - taken.cumsum(0) < FINEST_STEPS)
     width = np.where(finest, widths, 0.0)
     line = (slopes * width**2).sum(0) / (width**2).sum(0)
     noise = np.maximum(rounding, np.nan_to_num(np.abs((slopes - line) * width)).max(0))

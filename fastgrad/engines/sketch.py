@@ -19,7 +19,7 @@ from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING, excess
 from fastgrad.core.random import SKETCH_COTANGENTS, SKETCH_DIRECTIONS
 from fastgrad.core.tensors import largest
-from fastgrad.engines.probes import CONSTANT, EXPANDED, GAPPED, HALVED, SPARSE, thin_out
+from fastgrad.engines.grad_output_kinds import CONSTANT, EXPANDED, GAPPED, HALVED, SPARSE, thin_out
 from fastgrad.problem.problem import Problem
 from fastgrad.report.settings import Settings
 

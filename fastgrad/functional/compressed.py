@@ -127,7 +127,7 @@ def entries_by_structure(
         return None
     maps = _Maps(rows, columns, symmetric)
     try:
-        for pattern in _Patterns(maps).candidates():
+        for pattern in _LinearMapPatterns(maps).candidates():
             for scheme in maps.schemes(pattern):
                 values = scheme.values()
                 if _is_certified(rows, pattern, values):
@@ -183,7 +183,7 @@ def _star_scheme(rows: LinearMap, pattern: Pattern, groups: int) -> _Scheme | No
     return _Scheme(rows, colors, np.where(alone, colors[j], colors[i]), np.where(alone, i, j))
 
 
-class _Patterns(Detection):
+class _LinearMapPatterns(Detection):
     """Of a map's matrix, by products with its rows and, if the transpose was made, columns."""
 
     def __init__(self, maps: _Maps) -> None:

@@ -40,7 +40,7 @@ from fastgrad.functional.numerical import (
     numerical_jvp,
     numerical_vjp,
 )
-from fastgrad.problem.caller_state import keeps_the_callers_state
+from fastgrad.problem.caller_state import restores_caller_state
 
 Func = Callable[..., Any]
 Strategy = Literal["reverse-mode", "forward-mode"]
@@ -59,7 +59,7 @@ class _Options:
     sparse: Sparse
 
 
-@keeps_the_callers_state
+@restores_caller_state
 def jacobian(
     func: Func,
     inputs: Any,
@@ -144,7 +144,7 @@ def jacobian(
     return nested(parts, outputs_are_tuple, is_tuple)
 
 
-@keeps_the_callers_state
+@restores_caller_state
 def hessian(
     func: Func,
     inputs: Any,
@@ -221,7 +221,7 @@ def hessian(
     return nested(parts, is_tuple, is_tuple)
 
 
-@keeps_the_callers_state
+@restores_caller_state
 def vjp(
     func: Func,
     inputs: Any,
@@ -263,7 +263,7 @@ def vjp(
     return _product("vjp", func, inputs, v, create_graph, strict, numerical, return_error)
 
 
-@keeps_the_callers_state
+@restores_caller_state
 def jvp(
     func: Func,
     inputs: Any,
@@ -305,7 +305,7 @@ def jvp(
     return _product("jvp", func, inputs, v, create_graph, strict, numerical, return_error)
 
 
-@keeps_the_callers_state
+@restores_caller_state
 def vhp(
     func: Func,
     inputs: Any,
@@ -347,7 +347,7 @@ def vhp(
     return _product("vhp", func, inputs, v, create_graph, strict, numerical, return_error)
 
 
-@keeps_the_callers_state
+@restores_caller_state
 def hvp(
     func: Func,
     inputs: Any,

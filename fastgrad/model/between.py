@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from fastgrad.core import torch_private
-from fastgrad.model.end_to_end import Along, Whole
-from fastgrad.model.recorder import Cut, Recorder, full_name
+from fastgrad.model.end_to_end import DirectionalComparison, LossDerivatives
+from fastgrad.model.recorder import DetachedPath, Recorder, full_name
 from fastgrad.model.saved import Saved
 from fastgrad.model.step import Step
 from fastgrad.report.model_data import Finding, Site
@@ -86,7 +86,7 @@ def _copy(value: Any) -> Any:
 
 
 @dataclass
-class Between:
+class LossErrorExperiments:
     """Experiments on one step, in its current precision.
 
     Attributes
@@ -95,26 +95,26 @@ class Between:
         Proven errors.
     remarks
         Other observations.
-    intended_cuts
+    intended_detached
         Values that torch's own modules treat as constants.
     """
 
     step: Step
-    whole: Whole
+    whole: LossDerivatives
     memory_limit: int
     findings: list[Finding] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
-    intended_cuts: list[Cut] = field(default_factory=list)
+    intended_detached: list[DetachedPath] = field(default_factory=list)
 
     @contextmanager
     def holding_intended_constants(self) -> Iterator[None]:
         """A context in which constants of torch's modules (spectral norm's vectors) are held fixed."""
-        self.intended_cuts = [cut for cut in self._record()[0].cuts if cut.is_intended]
+        self.intended_detached = [cut for cut in self._record()[0].detached if cut.is_intended]
         held = self._holding([])
-        if held is None or not self.intended_cuts:
+        if held is None or not self.intended_detached:
             yield
             return
-        names = ", ".join(dict.fromkeys(cut.site.module or "the model" for cut in self.intended_cuts))
+        names = ", ".join(dict.fromkeys(cut.site.module or "the model" for cut in self.intended_detached))
         self.remarks.append(f"held constant: values that are computed without gradients by design, in {names}")
         with self.step.inside(held):
             yield
@@ -132,17 +132,17 @@ class Between:
             return
         names = tuple(self.step.names[i] for i in moving)
         recorder, _ = self._record()
-        cuts = [cut for cut in _unintended(recorder) if set(recorder.parameters_of(cut.parameters)) & set(moving)]
-        alone = [cut for cut in cuts[:MOST_CUTS] if self._stills([cut], moving)]
-        ends = alone or (cuts if cuts and self._stills(cuts, moving) else [])
+        detached = [cut for cut in _unintended(recorder) if set(recorder.parameters_of(cut.parameters)) & set(moving)]
+        alone = [cut for cut in detached[:MOST_CUTS] if self._stills([cut], moving)]
+        ends = alone or (detached if detached and self._stills(detached, moving) else [])
         text = f"{_listed(list(names))} gets no gradient, but the loss depends on it"
         if ends:
             text += f": the path ends in {ends[0].name}{at(ends[0].site)}"
         self.findings.append(Finding("detached", text, _sites(ends), "", names, 1.0))
 
-    def _stills(self, cuts: Sequence[Cut], which: Sequence[int]) -> bool:
+    def _stills(self, detached: Sequence[DetachedPath], which: Sequence[int]) -> bool:
         """Whether the loss no longer depends on some parameters if the values of these cuts are held fixed."""
-        held = self._holding(cuts)
+        held = self._holding(detached)
         if held is None:
             return False
         try:
@@ -151,9 +151,9 @@ class Between:
         except _DivergedError:
             return False
 
-    def _holding(self, cuts: Sequence[Cut]) -> Callable[[], AbstractContextManager[None]] | None:
+    def _holding(self, detached: Sequence[DetachedPath]) -> Callable[[], AbstractContextManager[None]] | None:
         """Makes contexts in which cuts keep their values at the current parameters."""
-        around = partial(_holding, {cut.event: cut.name for cut in [*cuts, *self.intended_cuts]}, {})
+        around = partial(_holding, {cut.event: cut.name for cut in [*detached, *self.intended_detached]}, {})
         try:
             with self.step.inside(around):
                 self.step.loss()
@@ -161,7 +161,7 @@ class Between:
             return None
         return around
 
-    def explain(self, along: Along) -> None:
+    def explain(self, along: DirectionalComparison) -> None:
         """Finds the reason for a wrong derivative along a direction."""
         wrong = self._wrong_parameters()
         names = tuple(self.step.names[i] for i in wrong)
@@ -170,10 +170,10 @@ class Between:
         numbers = frozenset(one.number for one in saved)
         restored = self._record(kept_saved=numbers)[1] if saved else None
         behind = set(wrong or range(len(self.step.parameters)))
-        cuts = [cut for cut in _unintended(recorder) if behind & set(recorder.parameters_of(cut.parameters))]
+        detached = [cut for cut in _unintended(recorder) if behind & set(recorder.parameters_of(cut.parameters))]
         muted = self._record(mutes_hooks=True)[1] if hooks else None
         both = self._record(mutes_hooks=True, kept_saved=numbers)[1] if hooks and saved else None
-        held = self._difference_holding(cuts, along) if cuts else None
+        held = self._difference_holding(detached, along) if detached else None
         present = [name for name, there in (("hook", hooks), ("saved", saved), ("cut", held)) if there]
         explained: tuple[str, ...] = ()
         for some in (some for size in (1, 2, 3) for some in combinations(present, size)):
@@ -195,11 +195,13 @@ class Between:
         if "saved" in explained:
             self._add_saved(saved, along, names, error)
         if "cut" in explained:
-            self._add_cuts(cuts, along, names, error)
+            self._add_detached(detached, along, names, error)
         if not explained:
             self._add_unexplained(recorder, names, error)
 
-    def _add_saved(self, saved: Sequence[Saved], along: Along, names: tuple[str, ...], error: float) -> None:
+    def _add_saved(
+        self, saved: Sequence[Saved], along: DirectionalComparison, names: tuple[str, ...], error: float
+    ) -> None:
         counting = []
         for one in saved[:MOST_SAVED]:
             gradients = self._record(kept_saved=frozenset({one.number}))[1]
@@ -216,13 +218,15 @@ class Between:
             text = f"a tensor that was saved for backward{at(one.site)} was changed before backward read it, by {by}"
             self.findings.append(Finding("saved tensor", text, (one.site,), "", names, error))
 
-    def _add_cuts(self, cuts: Sequence[Cut], along: Along, names: tuple[str, ...], error: float) -> None:
+    def _add_detached(
+        self, detached: Sequence[DetachedPath], along: DirectionalComparison, names: tuple[str, ...], error: float
+    ) -> None:
         counting = []
-        for cut in cuts[:MOST_CUTS]:
+        for cut in detached[:MOST_CUTS]:
             held = self._difference_holding([cut], along)
             if held is not None and abs(held.numerical - along.numerical) > along.allowed:
                 counting.append(cut)
-        counting = counting or list(cuts)
+        counting = counting or list(detached)
         text = (
             f"autograd treats the result of {counting[0].name}{at(counting[0].site)} as a constant, although it "
             "depends on parameters; with this result held fixed, differences agree with the gradients"
@@ -236,8 +240,10 @@ class Between:
         text += f"; not checked: {', '.join(foreign)}" if foreign else ""
         self.findings.append(Finding("end to end", text, (), "", names, error))
 
-    def _difference_holding(self, cuts: Sequence[Cut], along: Along) -> Along | None:
-        held = self._holding(cuts)
+    def _difference_holding(
+        self, detached: Sequence[DetachedPath], along: DirectionalComparison
+    ) -> DirectionalComparison | None:
+        held = self._holding(detached)
         if held is None:
             return None
         try:
@@ -272,8 +278,8 @@ def watched(step: Step, recorder: Recorder) -> Iterator[None]:
         yield
 
 
-def _unintended(recorder: Recorder) -> list[Cut]:
-    return [cut for cut in recorder.cuts if not cut.is_intended]
+def _unintended(recorder: Recorder) -> list[DetachedPath]:
+    return [cut for cut in recorder.detached if not cut.is_intended]
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -289,5 +295,5 @@ def at(site: Site) -> str:
     return where + (f" in {site.module}" if site.module else "")
 
 
-def _sites(cuts: Sequence[Cut]) -> tuple[Site, ...]:
-    return tuple(dict.fromkeys(cut.site for cut in cuts))[:MOST_SITES]
+def _sites(detached: Sequence[DetachedPath]) -> tuple[Site, ...]:
+    return tuple(dict.fromkeys(cut.site for cut in detached))[:MOST_SITES]

@@ -19,8 +19,8 @@ from fastgrad.api.settings import settings_of
 from fastgrad.checks.description import environment
 from fastgrad.core.memory import free_bytes
 from fastgrad.core.torch_private import hidden_from_dynamo
-from fastgrad.model.between import Between, at, record
-from fastgrad.model.end_to_end import Along, Whole, enter_precise
+from fastgrad.model.between import LossErrorExperiments, at, record
+from fastgrad.model.end_to_end import DirectionalComparison, LossDerivatives, enter_precise
 from fastgrad.model.operations import SCREEN_ERROR, check_operation
 from fastgrad.model.recorder import Recorder
 from fastgrad.model.step import Step
@@ -154,19 +154,19 @@ def _whole(
     has_wrong: bool,
     remarks: list[str],
     explains: bool = False,
-) -> tuple[EndToEnd, Between]:
+) -> tuple[EndToEnd, LossErrorExperiments]:
     """The derivative of the loss, and parameters without a gradient; with explains, also the reason for an error."""
-    whole = Whole(step, settings.seed)
-    between = Between(step, whole, limit)
+    whole = LossDerivatives(step, settings.seed)
+    between = LossErrorExperiments(step, whole, limit)
     with ExitStack() as stack:
         why = enter_precise(step, whole, stack)
         if why:
             remarks.append(f"the end-to-end test ran the model in its own dtype, not in double precision: {why}")
-        if any(cut.is_intended for cut in recorder.cuts):
+        if any(cut.is_intended for cut in recorder.detached):
             stack.enter_context(between.holding_intended_constants())
         found = [whole.quickly_along(whole.direction(number)) for number in range(DIRECTIONS)]
         between.look_at_missing()
-        wrong: Along | None = next((one for one in found if not one.agrees), None)
+        wrong: DirectionalComparison | None = next((one for one in found if not one.agrees), None)
         if explains and wrong is not None:
             between.explain(wrong)
         elif has_wrong and wrong is not None:

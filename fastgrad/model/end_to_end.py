@@ -42,7 +42,7 @@ DEPENDS = 256.0
 
 
 @dataclass
-class Along:
+class DirectionalComparison:
     """A direction of the parameters, and the derivative along it."""
 
     vectors: list[Tensor | None]
@@ -59,7 +59,7 @@ class Along:
         return abs(self.analytical - self.numerical) <= self.allowed
 
 
-class Whole:
+class LossDerivatives:
     """Derivatives of a step's loss; within `precise`, in double precision if the model supports it.
 
     Attributes
@@ -104,21 +104,21 @@ class Whole:
         stream = SKETCH_DIRECTIONS + 16 * (number * len(self._step.parameters) + i)
         return uniform_like(parameter.detach(), self._seed, stream) * max(size, SMALLEST_MOVE)
 
-    def along(self, vectors: list[Tensor | None]) -> Along:
+    def along(self, vectors: list[Tensor | None]) -> DirectionalComparison:
         """Both derivatives along a direction, from eight evaluations: at the step with less noise."""
         found = []
         for step in self._steps():
             coarse, change = self._difference(vectors, 2 * step)
             fine, _ = self._difference(vectors, step)
             noise = abs(fine - coarse) + self._rounding(change, step)
-            found.append(Along(vectors, (4 * fine - coarse) / 3, noise, 0.0, 0.0, 0.0))
+            found.append(DirectionalComparison(vectors, (4 * fine - coarse) / 3, noise, 0.0, 0.0, 0.0))
         return self.compared(min(found, key=lambda one: one.noise), self.gradients)
 
-    def quickly_along(self, vectors: list[Tensor | None]) -> Along:
+    def quickly_along(self, vectors: list[Tensor | None]) -> DirectionalComparison:
         """As `along`, but from two evaluations if they agree with autograd."""
         for step in self._steps():
             numerical, change = self._difference(vectors, step)
-            made = Along(vectors, numerical, self._rounding(change, step), 0.0, 0.0, 0.0)
+            made = DirectionalComparison(vectors, numerical, self._rounding(change, step), 0.0, 0.0, 0.0)
             found = self.compared(made, self.gradients)
             if found.agrees:
                 return found
@@ -131,7 +131,7 @@ class Whole:
     def _rounding(self, change: float, step: float) -> float:
         return torch.finfo(self.dtype).eps * change / step
 
-    def compared(self, along: Along, gradients: Sequence[Tensor | None]) -> Along:
+    def compared(self, along: DirectionalComparison, gradients: Sequence[Tensor | None]) -> DirectionalComparison:
         """The same difference, compared with other gradients."""
         pairs = zip(gradients, along.vectors, strict=True)
         terms = [_real_product(g, u) for g, u in pairs if g is not None and u is not None]
@@ -162,7 +162,7 @@ class Whole:
         """The parameters without a gradient, or with a zero gradient."""
         return [i for i, g in enumerate(self.gradients) if g is None or not bool(g.any())]
 
-    def result(self, found: Sequence[Along]) -> EndToEnd:
+    def result(self, found: Sequence[DirectionalComparison]) -> EndToEnd:
         """The result for the report."""
         return EndToEnd(
             tuple(one.analytical for one in found),
@@ -174,7 +174,7 @@ class Whole:
         )
 
 
-def enter_precise(step: Step, whole: Whole, stack: ExitStack) -> str:
+def enter_precise(step: Step, whole: LossDerivatives, stack: ExitStack) -> str:
     """Measures the gradients in double precision, for as long as the stack is open, or else in the model's dtype.
 
     Returns the reason why double precision is impossible; empty otherwise.

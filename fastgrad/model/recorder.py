@@ -78,7 +78,7 @@ class Call:
 
 
 @dataclass(eq=False)
-class Cut:
+class DetachedPath:
     """An unrecorded event whose result depends on parameters."""
 
     event: int
@@ -140,14 +140,14 @@ class Recorder(torch_private.EagerDispatchMode):  # type: ignore[no-untyped-call
         self.places = Places(model)
         self.saved = SavedWatch(self.places, kept_saved, watched)
         self.hooks = HookWatch(model, self.places, mutes_hooks)
-        self.cuts: list[Cut] = []
+        self.detached: list[DetachedPath] = []
         self.foreign: dict[str, Site] = {}
         self._left = memory_limit
         self._keeps_calls = keeps_calls
         self._parameters = list(parameters)
         self._inside = 0  # of how many custom Functions
         self._masks: dict[int, tuple[weakref.ref[Tensor], int, tuple[Call, int] | None]] = {}
-        self._aliases: dict[int, Cut] = {}
+        self._aliases: dict[int, DetachedPath] = {}
         self._memory: dict[int, int] = {}  # masks, by the address of a storage
         for bit, parameter in enumerate(parameters):
             self._follow(parameter, 1 << bit, None)
@@ -201,8 +201,8 @@ class Recorder(torch_private.EagerDispatchMode):  # type: ignore[no-untyped-call
         stops = mask and not self._inside and self._stops(func, outputs, recording, needs_grad, lost)
         if stops:
             alias = weakref.ref(outputs[0]) if len(outputs) == 1 else None
-            self.cuts.append(
-                Cut(
+            self.detached.append(
+                DetachedPath(
                     self.saved.events,
                     full_name(func),
                     self.places.site(),
@@ -244,7 +244,7 @@ class Recorder(torch_private.EagerDispatchMode):  # type: ignore[no-untyped-call
     def _use(self, tensor: Tensor) -> None:
         cut = self._aliases.pop(id(tensor), None)
         if cut is not None and cut.alias is not None and cut.alias() is tensor:
-            self.cuts.append(cut)
+            self.detached.append(cut)
         known = self._masks.get(id(tensor))
         if known is not None and known[0]() is tensor and known[2] is not None:
             known[2][0].used.add(known[2][1])
@@ -329,8 +329,8 @@ class Recorder(torch_private.EagerDispatchMode):  # type: ignore[no-untyped-call
         return call
 
     def _pack(self, tensor: Tensor) -> Saved:
-        if self.cuts and self.cuts[-1].alias is not None and self.cuts[-1].alias() is tensor:
-            self._aliases[id(tensor)] = self.cuts.pop()  # autograd's own detach, unless the result is used
+        if self.detached and self.detached[-1].alias is not None and self.detached[-1].alias() is tensor:
+            self._aliases[id(tensor)] = self.detached.pop()  # autograd's own detach, unless the result is used
         return self.saved.pack(tensor)
 
 

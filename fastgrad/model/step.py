@@ -19,7 +19,7 @@ from fastgrad.lowprecision.reference import without_autocast
 from fastgrad.lowprecision.references import Doubled
 from fastgrad.lowprecision.rounding import DOUBLE
 from fastgrad.problem.arguments import Buffers
-from fastgrad.problem.caller_state import Kept
+from fastgrad.problem.caller_state import SavedState
 
 _CASTS = frozenset({Tensor.float, Tensor.half, Tensor.bfloat16})
 
@@ -53,7 +53,7 @@ class Step:
         self.parameters = [one for _, one in named]
         self.evaluations = 0
         self.around: Callable[[], AbstractContextManager[Any]] = nullcontext
-        self._kept = Kept([*model.parameters(), *model.buffers()], inputs, self._kwargs)
+        self._kept = SavedState([*model.parameters(), *model.buffers()], inputs, self._kwargs)
         self._buffers = Buffers(model)
         self._random = _RandomStates()
         self._modules = [(module, module.training) for module in model.modules()]

@@ -27,7 +27,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """An integer dtype to compare bits, by the size of an element in bytes."""
 
 
-class Kept:
+class SavedState:
     """The state of all tensors in some values, including containers and modules.
 
     `restore` writes only what has changed since. As a context manager it restores on leaving, whatever is raised.
@@ -37,7 +37,7 @@ class Kept:
         self._is_recording = torch.is_grad_enabled()
         self._tensors = [native.KeptTensor.keep(tensor) or _KeptTensor(tensor) for tensor in _tensors_in(values, {})]
 
-    def __enter__(self) -> Kept:
+    def __enter__(self) -> SavedState:
         return self
 
     def __exit__(
@@ -53,7 +53,7 @@ class Kept:
             kept.restore()
 
 
-def keeps_the_callers_state(entry: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+def restores_caller_state(entry: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Decorates a function that calls the caller's func: restores the caller's tensors afterwards.
 
     So they are kept before func can have been called, however the function comes to an end.
@@ -62,7 +62,7 @@ def keeps_the_callers_state(entry: Callable[Parameters, Result]) -> Callable[Par
     @functools.wraps(entry)
     def keeping(*arguments: Parameters.args, **keywords: Parameters.kwargs) -> Result:
         __tracebackhide__ = True  # under pytest a failure shows the caller's line
-        kept = Kept(*arguments, *keywords.values())
+        kept = SavedState(*arguments, *keywords.values())
         try:
             return entry(*arguments, **keywords)
         finally:

@@ -12,7 +12,7 @@ from torch import Tensor
 from fastgrad.core import native
 from fastgrad.core.random import GRAD_OUTPUT_STREAM, uniform_like
 from fastgrad.problem.arguments import as_tuple
-from fastgrad.problem.caller_state import Kept
+from fastgrad.problem.caller_state import SavedState
 from fastgrad.problem.evaluation import evaluated_and_restored
 from fastgrad.problem.validation import disabled_gradients
 from fastgrad.report.settings import GradOutputs
@@ -60,7 +60,7 @@ def grad_outputs_for(
     func: Callable[..., Any], inputs: tuple[Any, ...], made: GradOutputs, seed: int
 ) -> tuple[Tensor, ...]:
     """Makes one grad_output per output that requires grad. Calls func."""
-    with Kept(inputs):
+    with SavedState(inputs):
         outputs = differentiable_outputs(evaluated_and_restored(func, inputs))
     if made == "ones":
         return tuple(torch.ones_like(output, requires_grad=False) for output in outputs)

@@ -118,7 +118,7 @@ class Environment:
     device: str
 
 
-_SAID = "failure", "settings", "n", "m", "input_names", "output_names", "pairs", "undecided"
+_COMPARED_FIELDS = "failure", "settings", "n", "m", "input_names", "output_names", "pairs", "undecided"
 """The fields that equality of reports compares."""
 
 
@@ -174,4 +174,4 @@ class ReportData(EqualByContent):
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 
     def _content(self) -> str:
-        return json.dumps([plain(getattr(self, name)) for name in _SAID], allow_nan=False)
+        return json.dumps([plain(getattr(self, name)) for name in _COMPARED_FIELDS], allow_nan=False)

@@ -24,19 +24,19 @@ _NONDET_NOTE = (
 MOST_CAUSES = 3
 """Number of probable causes that are printed."""
 
-_PLACES = {"region", "slice", "boundary", "last tile", "triangle", "modes disagree", "both modes wrong"}
-_VALUES = {"constant factor", "sign", "zero gradient", "missing conjugate", "complex factor"}
+_POSITION_CAUSES = {"region", "slice", "boundary", "last tile", "triangle", "modes disagree", "both modes wrong"}
+_VALUE_CAUSES = {"constant factor", "sign", "zero gradient", "missing conjugate", "complex factor"}
 
 BY_ROUNDING = ("beyond rounding", "biased", "not finite")
 """The kinds of failure of a check in which the allowed difference is measured rounding."""
 
-SURE = 0.85
+HEADLINE_CONFIDENCE = 0.85
 """Least confidence of a cause that is included in the first line."""
 
 MOST_PAIRS = 8
 """Number of pairs that a summary lists."""
 
-FEW = 4
+MOST_LISTED_INDICES = 4
 """Number of indices along a dimension that an extent lists one by one."""
 
 
@@ -165,7 +165,7 @@ def _index_of(span: Span, entries: int) -> str:
         return str(span.first)
     # More than two neighboring indices, or more than three with a constant step, are unlikely to result from chance.
     is_slice = span.step is not None and (span.count > 2 if span.step == 1 else span.count > 3)
-    if span.count < span.size and (is_slice or (span.count <= FEW and 2 * span.count <= entries)):
+    if span.count < span.size and (is_slice or (span.count <= MOST_LISTED_INDICES and 2 * span.count <= entries)):
         return places_text(span)
     return ":"
 
@@ -233,7 +233,7 @@ def _first_line(report: ReportData, failure: Failure, comparison: Comparison) ->
 
 def _with_cause(report: ReportData, line: str) -> str:
     """A first line, with the most probable cause if it is almost certain."""
-    sure = report.causes and report.causes[0].confidence >= SURE
+    sure = report.causes and report.causes[0].confidence >= HEADLINE_CONFIDENCE
     return f"{line}; probable cause: {report.causes[0].text}" if sure else line
 
 
@@ -259,7 +259,11 @@ _HEADLINES: dict[FailureKind, str] = {
 def _headline(report: ReportData, failure: Failure) -> str:
     """The first line of a failure without compared entries: function, failure, and the cause if known."""
     function = _function(report, report.subject or Subject())
-    if failure.kind in ("nonlinear", "nondeterministic") and report.causes and report.causes[0].confidence >= SURE:
+    if (
+        failure.kind in ("nonlinear", "nondeterministic")
+        and report.causes
+        and report.causes[0].confidence >= HEADLINE_CONFIDENCE
+    ):
         return f"{function}: {report.causes[0].text}"  # the cause is more specific than the texts above
     output, input_ = names_of(report, failure)
     derivative, vector = ("the jvp", "tangent") if failure.mode == "forward" else ("backward", "grad_output")
@@ -503,7 +507,7 @@ def _causes(report: ReportData) -> list[str]:
     lines: list[str] = []
     for cause in report.causes[:MOST_CAUSES]:
         head = "looks like" if not lines else "or like   "
-        if lines and report.causes[0].name in _PLACES and cause.name in _VALUES:
+        if lines and report.causes[0].name in _POSITION_CAUSES and cause.name in _VALUE_CAUSES:
             head = "and there "
         lines.append(f"  {head} {cause.text} ({cause.measure})")
     return lines

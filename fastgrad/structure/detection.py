@@ -146,7 +146,7 @@ class Detection(ABC):
         return entries <= min(self._budget.paying_entries, self._budget.admitted_entries)
 
 
-class Patterns(Detection):
+class ProblemPatterns(Detection):
     """Of a problem's Jacobian: a product with columns is an evaluation, one with rows a VJP."""
 
     def __init__(

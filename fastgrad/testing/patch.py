@@ -143,7 +143,7 @@ def estimate() -> Iterator[list[float]]:
 def _in_force(session: _Session) -> Iterator[_Session]:
     with _lock:
         if not _sessions:
-            _divert()
+            _redirect()
         _sessions.append(session)
     try:
         yield session
@@ -236,7 +236,7 @@ def _gradgradcheck(
     return _forward("gradgradcheck", (func, inputs, grad_outputs, *arguments), keywords)
 
 
-class _Diversion:
+class _Redirection:
     """One of torch's checkers, a copy of the original, and the replacement of its body."""
 
     def __init__(self, function: FunctionType, body: Any) -> None:
@@ -275,16 +275,16 @@ def _torchs_own(name: str) -> FunctionType:
 
 
 _BODIES = {"gradcheck": _gradcheck, "gradgradcheck": _gradgradcheck}
-_TORCH: dict[str, _Diversion] = {}
+_TORCH: dict[str, _Redirection] = {}
 """The session of the last `patch`, for threads that are still in a call when it ends."""
 _lock = threading.Lock()
 _sessions: list[_Session] = []
 
 
-def _divert() -> None:
+def _redirect() -> None:
     functions = {name: _torchs_own(name) for name in _BODIES}  # all or none
     for name, body in _BODIES.items():
-        _TORCH[name] = _Diversion(functions[name], body)
+        _TORCH[name] = _Redirection(functions[name], body)
 
 
 def _restore() -> None:

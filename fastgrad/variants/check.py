@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any
 
 from fastgrad.api.checkers import check
-from fastgrad.problem.caller_state import Kept, keeps_the_callers_state
+from fastgrad.problem.caller_state import SavedState, restores_caller_state
 from fastgrad.problem.signature import function_name
 from fastgrad.report.variants import VariantRow, VariantsReport, VariantVerdict
 from fastgrad.variants import compilation, derivatives, layouts, points, state
@@ -26,7 +26,7 @@ _NOT_THERE = (
 """Phrases of exceptions that mean that a kind of derivative does not exist."""
 
 
-@keeps_the_callers_state
+@restores_caller_state
 def check_variants(
     func: Callable[..., Any],
     inputs: Any,
@@ -90,7 +90,7 @@ def check_variants(
         if begin - start > seconds:
             rows.append(VariantRow(variant.family, variant.name, "not run", f"{seconds:g} s have elapsed", 0.0))
             continue
-        with Kept(func, subject.inputs):  # modules' buffers among them
+        with SavedState(func, subject.inputs):  # modules' buffers among them
             found = _outcome(variant, subject, {**keywords, "seed": seed})
         took = time.perf_counter() - begin
         rows.append(VariantRow(variant.family, variant.name, found.verdict, found.detail, took, found.report))

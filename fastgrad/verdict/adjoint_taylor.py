@@ -12,9 +12,9 @@ from torch import Tensor
 
 from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.precision import ROUNDING
-from fastgrad.core.random import OPINION_STREAM, direction
+from fastgrad.core.random import DUALITY_STREAM, direction
 from fastgrad.problem.arguments import as_tuple
-from fastgrad.problem.caller_state import keeps_the_callers_state
+from fastgrad.problem.caller_state import restores_caller_state
 from fastgrad.problem.problem import Problem
 from fastgrad.report.json_form import EqualByContent
 
@@ -24,7 +24,7 @@ LARGEST_STEP = 2.0**-6
 HALVINGS = 18
 """Down to LARGEST_STEP 2^-18: 6e-8, where the remainder of a function with curvatures of order 1 is rounding."""
 
-FINEST = 3
+SMALLEST_REMAINDERS = 3
 """Remainders that give the rate: the smallest that are more than rounding."""
 
 LEAST_RATE = 1.5
@@ -108,7 +108,7 @@ class TaylorTest(EqualByContent):
         return f"<TaylorTest: {'passed' if self.passed else 'failed'}, rate {self.rate:.3g}, {len(self.steps)} steps>"
 
 
-@keeps_the_callers_state
+@restores_caller_state
 def adjoint_test(
     func: Callable[..., Any],
     inputs: Any,
@@ -170,7 +170,7 @@ def adjoint_test(
         return adjoint(problem, trials, rtol, seed)
 
 
-@keeps_the_callers_state
+@restores_caller_state
 def taylor_test(
     func: Callable[..., Any],
     inputs: Any,
@@ -299,7 +299,9 @@ def _rate(steps: list[float], remainders: list[float], rounding: float) -> float
     finite = [(h, remainder) for h, remainder in zip(steps, remainders, strict=True) if math.isfinite(remainder)]
     if len(finite) < 2:
         return math.nan
-    usable = [(math.log2(h), math.log2(remainder)) for h, remainder in finite if remainder > rounding][-FINEST:]
+    usable = [(math.log2(h), math.log2(remainder)) for h, remainder in finite if remainder > rounding][
+        -SMALLEST_REMAINDERS:
+    ]
     if len(usable) < 2:
         return math.inf
     mean_h, mean_r = (sum(values) / len(usable) for values in zip(*usable, strict=True))
@@ -309,6 +311,6 @@ def _rate(steps: list[float], remainders: list[float], rounding: float) -> float
 
 def _pair(problem: Problem, seed: int, number: int) -> tuple[Tensor, Tensor]:
     """A random u in R^n and v in R^m."""
-    u = direction(problem.n, seed, OPINION_STREAM + 16 * (2 * number))
-    v = direction(problem.m, seed, OPINION_STREAM + 16 * (2 * number + 1))
+    u = direction(problem.n, seed, DUALITY_STREAM + 16 * (2 * number))
+    v = direction(problem.m, seed, DUALITY_STREAM + 16 * (2 * number + 1))
     return u.to(problem.device), v.to(problem.device)

@@ -17,8 +17,8 @@ from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.tensors import PIECE, largest
 from fastgrad.engines import compressed
 from fastgrad.engines.compressed import Compression
+from fastgrad.engines.grad_output_kinds import DENSE, GAPPED, GRAD_OUTPUT_KINDS, NOT_EXPANDED, GradOutputKind
 from fastgrad.engines.plan import dense_is_small
-from fastgrad.engines.probes import DENSE, GAPPED, NOT_EXPANDED, PROBES, Probe
 from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Certificate
@@ -26,7 +26,7 @@ from fastgrad.report.failure import Failure
 from fastgrad.report.settings import Settings
 from fastgrad.structure.coloring import Indices
 from fastgrad.verdict.linearity import (
-    LinearityProof,
+    LinearityTest,
     groups_failure,
     linearity_certificate,
     movement_between,
@@ -76,8 +76,8 @@ class AnalyticalCertificate:
         self._row_failure = row_failure
         self._calls = calls
         self._replaced: dict[int, Tensor] = {}
-        self._proofs: Sequence[LinearityProof] = ()
-        self._proven_probes: tuple[Probe, ...] = ()
+        self._tests: Sequence[LinearityTest] = ()
+        self._tested_kinds: tuple[GradOutputKind, ...] = ()
         self.values = values
         self.bound = 0.0
         self.changed_by = 0.0
@@ -89,7 +89,7 @@ class AnalyticalCertificate:
     def certificate(self) -> Certificate:
         """The certificate if nothing is missing."""
         claim = "the analytical entries outside the sparsity pattern are zero, and backward is linear in grad_output"
-        return linearity_certificate(claim, self._proven_probes, self.bound)
+        return linearity_certificate(claim, self._tested_kinds, self.bound)
 
     def compare_rows(self) -> Failure | Incomplete:
         """Rows that were run separately before against those that were computed together with others."""
@@ -120,42 +120,42 @@ class AnalyticalCertificate:
         """Tests that VJPs equal the sums of the analytical entries."""
         learnt = []
         resolution = 0.0
-        self._proven_probes = self._all_probes if self._proofs else self._probes
-        proofs, self._proofs = self._proofs or self._proofs_of(self._proven_probes), ()
-        for proof in itertools.chain(proofs, self._contiguous_proofs()):
-            found = self._proven(proof)
+        self._tested_kinds = self._all_kinds if self._tests else self._kinds
+        early, self._tests = self._tests or self._tests_of(self._tested_kinds), ()
+        for linearity in itertools.chain(early, self._contiguous_tests()):
+            found = self._result_of(linearity)
             if isinstance(found, Failure) or found.ends:
                 return found
             learnt.append((found.rows, found.columns))
-            resolution = max(resolution, proof.resolution)
+            resolution = max(resolution, linearity.resolution)
         found = self._proven_more(resolution, asked)
         return found if isinstance(found, Failure) or not found.is_nothing else incomplete(learnt)
 
-    def _contiguous_proofs(self) -> Iterator[LinearityProof]:
-        """For a custom backward, a proof by a dense and contiguous cotangent: it may be wrong for such ones alone."""
+    def _contiguous_tests(self) -> Iterator[LinearityTest]:
+        """For a custom backward, a test by a dense and contiguous cotangent: it may be wrong for such ones alone."""
         if not self._problem.is_custom:
             return
-        self._proven_probes = (*self._proven_probes, DENSE)
-        for proof in self._proofs_of((DENSE,)):
+        self._tested_kinds = (*self._tested_kinds, DENSE)
+        for linearity in self._tests_of((DENSE,)):
             known = self._calls.product if self._calls is not None and not self._compression.leaves_out else None
             if known is not None:
-                proof.take(known, 0.0)
-            yield proof
+                linearity.take(known, 0.0)
+            yield linearity
 
-    def _proven(self, proof: LinearityProof) -> Failure | Incomplete:
-        """The result of a proof."""
+    def _result_of(self, linearity: LinearityTest) -> Failure | Incomplete:
+        """The result of a test."""
         try:
-            proof.gradients()
+            linearity.gradients()
         except Exception as error:
             raise_unless_of_func(error)
-            failure = proof.failure()  # says for which grad_output it raised, or raises again
+            failure = linearity.failure()  # says for which grad_output it raised, or raises again
             assert failure is not None
             return failure
         if self._calls is not None:
-            self._calls.add(proof.cotangents, proof.gradients())
-        found = self._follow_columns(proof)
+            self._calls.add(linearity.cotangents, linearity.gradients())
+        found = self._follow_columns(linearity)
         if isinstance(found, Incomplete) and found.is_nothing:
-            return proof.failure() or found
+            return linearity.failure() or found
         return found
 
     def _proven_more(self, resolution: float, asked: float) -> Failure | Incomplete:
@@ -168,14 +168,14 @@ class AnalyticalCertificate:
         chance = 4 * (1 - self._settings.confidence)
         count = 1
         while resolution > asked * chance ** (1 / count) and count < MOST_COTANGENTS:
-            found = self._proven(next(self._proofs_of((GAPPED,), count)))
+            found = self._result_of(next(self._tests_of((GAPPED,), count)))
             if isinstance(found, Failure) or not found.is_nothing:
                 return found
             count += 1
         self.bound = resolution / chance ** (1 / count)
         return incomplete([])
 
-    def _follow_columns(self, proof: LinearityProof) -> Failure | Incomplete:
+    def _follow_columns(self, linearity: LinearityTest) -> Failure | Incomplete:
         """Finds the wrong entry, or what the pattern lacks, until the entries explain each product.
 
         A product is unexplained because of an entry that the pattern lacks, or one that was computed together with
@@ -183,13 +183,13 @@ class AnalyticalCertificate:
         """
         learnt: list[tuple[Indices, Indices]] = []
         for _ in range(MOST_ROWS):
-            suspects = proof.suspects()
+            suspects = linearity.suspects()
             if not suspects:
                 return incomplete(learnt)
             if dense_is_small(self._problem, self._settings):
                 return incomplete(learnt, refuted=True)
             which, column = suspects[0]
-            row, gradient = self._locate_row(proof.cotangent(which), column)
+            row, gradient = self._locate_row(linearity.cotangent(which), column)
             known = self._row(row)
             change = gradient - known
             if not abs(change[column].item()) > SAME * abs(gradient[column].item()):
@@ -198,15 +198,15 @@ class AnalyticalCertificate:
             if failure is not None:
                 return failure
             self._replace_row(row, gradient)
-            proof.replace_row(row, change)
+            linearity.replace_row(row, change)
             columns = np.flatnonzero(gradient.cpu().numpy())
             learnt.append((np.full(columns.size, row), columns))
         else:
             return incomplete(learnt, refuted=True)
-        failure = proof.failure()
+        failure = linearity.failure()
         if failure is not None:
             return failure
-        return incomplete([], unexplained=2 * proof.error_at(which, column))
+        return incomplete([], unexplained=2 * linearity.error_at(which, column))
 
     def _locate_row(self, cotangent: Tensor, column: int) -> tuple[int, Tensor]:
         """A row that a component of a VJP shows to differ from the known one, and its gradient."""
@@ -249,45 +249,45 @@ class AnalyticalCertificate:
         self.values[mine] = gradient[self._compression.columns[mine]]
 
     @property
-    def _all_probes(self) -> tuple[Probe, ...]:
+    def _all_kinds(self) -> tuple[GradOutputKind, ...]:
         """The kinds of grad_output that can be used: an expanded one has no zeros, so it cannot leave out rows."""
-        return PROBES if self._compression.excluded_rows is None else NOT_EXPANDED
+        return GRAD_OUTPUT_KINDS if self._compression.excluded_rows is None else NOT_EXPANDED
 
     @property
-    def _probes(self) -> tuple[Probe, ...]:
-        """The probes to run: not the expanded one if the second run of the only row group was one."""
+    def _kinds(self) -> tuple[GradOutputKind, ...]:
+        """The kinds to run: not the expanded one if the second run of the only row group was one."""
         outputs = self._problem.outputs
         whole = len(outputs) == 1 and not outputs[0].is_complex and self._compression.row_groups[0].count == 1
-        return NOT_EXPANDED if whole else self._all_probes
+        return NOT_EXPANDED if whole else self._all_kinds
 
     def explains_products(self) -> bool:
         """Whether products equal the sums of the entries, to rounding; keeps the products."""
-        self._proofs = list(self._proofs_of(self._all_probes))
+        self._tests = list(self._tests_of(self._all_kinds))
         if self._calls is not None:
-            for proof in self._proofs:
-                self._calls.add(proof.cotangents, proof.gradients())
-        return not any(proof.suspects() for proof in self._proofs)
+            for linearity in self._tests:
+                self._calls.add(linearity.cotangents, linearity.gradients())
+        return not any(linearity.suspects() for linearity in self._tests)
 
     def first_product(self) -> tuple[Tensor, Tensor]:
         """A cotangent of those, and its VJP: float64, shapes (m,) and (n,)."""
-        proof = self._proofs[0]
-        return proof.cotangent(0), proof.gradients()[0]
+        linearity = self._tests[0]
+        return linearity.cotangent(0), linearity.gradients()[0]
 
-    def _proofs_of(self, probes: tuple[Probe, ...], number: int = 0) -> Iterator[LinearityProof]:
-        """One of all probes or, if vectors take much memory, one per probe."""
+    def _tests_of(self, kinds: tuple[GradOutputKind, ...], number: int = 0) -> Iterator[LinearityTest]:
+        """One of all kinds or, if vectors take much memory, one per kind."""
         is_small = self._problem.n + self._problem.m <= PIECE
-        for some in [probes] if is_small else [(probe,) for probe in probes]:
+        for some in [kinds] if is_small else [(kind,) for kind in kinds]:
             excluded = self._compression.excluded_rows, self._compression.excluded_columns
-            proof = LinearityProof(
+            linearity = LinearityTest(
                 self._problem, self._settings, self._repeats_all, self._moving_group, some, *excluded, number
             )
-            proof.add_entries(
+            linearity.add_entries(
                 self._compression.rows, self._compression.columns, self.values, self._compression.most_in_column
             )
             for row, gradient in self._replaced.items():
                 gradient = gradient.index_fill(0, self._compression.columns[self._compression.entries_of_row(row)], 0.0)
-                proof.replace_row(row, gradient)
-            yield proof
+                linearity.replace_row(row, gradient)
+            yield linearity
 
     @property
     def _repeats_all(self) -> bool:

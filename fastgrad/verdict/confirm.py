@@ -19,7 +19,7 @@ from fastgrad.report.failure import Comparison, Entry, Extent, Failure, Mode, Pa
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.comparison import MOST_WORST, Findings, PairComparison, spans
 from fastgrad.verdict.locate import locate
-from fastgrad.verdict.remeasure import Survivor, Suspects, not_finite, surviving
+from fastgrad.verdict.remeasure import RemeasuredEntry, Suspects, not_finite, worst_remeasured
 
 WORST = 64
 """Entries that are re-measured before all others."""
@@ -42,7 +42,7 @@ class Found:
     row: int
     columns: tuple[int, ...]
     errors: list[float]
-    survivor: Survivor | None
+    remeasured: RemeasuredEntry | None
     unresolved: float = 0.0
 
 
@@ -130,17 +130,17 @@ def _confirm(
     differences = [problem.difference_columns(j, 1, settings.eps, True)[0] for j in columns]
     numerical = [difference[i].item() for difference in differences for i in rows]
     wanted, got = (complex(*values) for values in (numerical, analytical))
-    own, survivor, unresolved = settings.of(block.index), None, 0.0
+    own, remeasured, unresolved = settings.of(block.index), None, 0.0
     found, expected = (torch.tensor([value], dtype=torch.complex128, device=problem.device) for value in (got, wanted))
     if not torch.isclose(found, expected, rtol=own.rtol, atol=own.atol):
         inputs, outputs = (torch.tensor([places], device=problem.device) for places in (columns, rows))
         elements = (inputs[:, 0] - block.first) // block.width, (outputs[:, 0] - output.first) // output.width
         suspects = Suspects(inputs, outputs, found, expected, *elements)
-        survivor = not_finite(problem, True, settings, suspects)
-        if survivor is None:
-            survivor, _, unresolved = surviving(problem, True, settings, [suspects])
+        remeasured = not_finite(problem, True, settings, suspects)
+        if remeasured is None:
+            remeasured, _, unresolved = worst_remeasured(problem, True, settings, [suspects])
     errors = [number - value for number, value in zip(numerical, analytical, strict=True)]
-    return Found(output, block, part, mode, rows[0], columns, errors, survivor, unresolved)
+    return Found(output, block, part, mode, rows[0], columns, errors, remeasured, unresolved)
 
 
 def _element_coordinates(block: Block, coordinate: int) -> tuple[int, ...]:
@@ -154,18 +154,18 @@ def located_failure(found: list[Found]) -> Failure:
     """The first confirmed entry's failure; the others of the same pair count."""
     head = found[0]
     same = [entry for entry in found if (entry.output, entry.input, entry.part) == (head.output, head.input, head.part)]
-    survivors = [entry.survivor for entry in same if entry.survivor is not None]
-    worst = max(survivors, key=lambda survivor: _excess(survivor.entry))
+    remeasured_entries = [entry.remeasured for entry in same if entry.remeasured is not None]
+    worst = max(remeasured_entries, key=lambda remeasured: _excess(remeasured.entry))
     width = head.input.width
     entries = head.output.tensor.numel() * (head.input.size // width)
-    pairs = [(survivor.entry.analytical, survivor.entry.numerical) for survivor in survivors]
+    pairs = [(remeasured.entry.analytical, remeasured.entry.numerical) for remeasured in remeasured_entries]
     product = sum((complex(a) * complex(n).conjugate() for a, n in pairs), 0j)
-    wrong = sorted((survivor.entry for survivor in survivors), key=_excess, reverse=True)
+    wrong = sorted((remeasured.entry for remeasured in remeasured_entries), key=_excess, reverse=True)
     comparison = Comparison(
         entries=entries,
         mismatches=len(same),
         worst=worst.entry,
-        largest_absolute=max(survivor.entry.difference for survivor in survivors),
+        largest_absolute=max(remeasured.entry.difference for remeasured in remeasured_entries),
         largest_relative=max(_relative(a, n) for a, n in pairs),
         sum_analytical=sum(modulus(a) * modulus(a) for a, _ in pairs),
         sum_numerical=sum(modulus(n) * modulus(n) for _, n in pairs),
@@ -228,7 +228,7 @@ def _relative(analytical: complex, numerical: complex) -> float:
 
 def _survivor(
     problem: Problem, record_graph: bool, settings: Settings, suspects: Suspects, groups: Tensor
-) -> tuple[Survivor | None, Tensor, float]:
+) -> tuple[RemeasuredEntry | None, Tensor, float]:
     """The first suspected entry that is wrong after re-measuring, and which ones were: bool, shape (entries,).
 
     Last, the possible error of entries that no step resolves to the tolerance. groups: the number of each entry's
@@ -250,21 +250,21 @@ def _survivor(
             some = torch.cat(chosen)
             measured[some] = True
             for quickly in (True, False) if count == 1 else (False,):
-                survivor, wrong, off = surviving(
+                remeasured, wrong, off = worst_remeasured(
                     problem, record_graph, settings, [suspects.of(own) for own in chosen], quickly
                 )
                 unresolved = max(unresolved, off)
-                if survivor is not None and several:
+                if remeasured is not None and several:
                     accused = suspects.of(some[wrong])
-                    others = (survivor.entry, *survivor.others)
-                    survivor, alone, off = _survivor(problem, record_graph, settings, accused, accused.input_elements)
+                    others = (remeasured.entry, *remeasured.others)
+                    remeasured, alone, off = _survivor(problem, record_graph, settings, accused, accused.input_elements)
                     unresolved = max(unresolved, off)
-                    if survivor is not None:
+                    if remeasured is not None:
                         known = {block.element_index(int(element)) for element in accused.input_elements[alone]}
                         others = tuple(entry for entry in others if entry.input_index not in known)
-                        survivor = replace(survivor, others=survivor.others + others)
-                if survivor is not None:
-                    return survivor, measured, unresolved
+                        remeasured = replace(remeasured, others=remeasured.others + others)
+                if remeasured is not None:
+                    return remeasured, measured, unresolved
                 if not bool(wrong.any()):
                     break  # all were measured, not only those that a few steps accused
             in_turn, count = in_turn[count:], min(MOST_GROUPS, count * 4)
@@ -293,10 +293,10 @@ def entries_failure(
         got, wanted = (one[own].to(torch.complex128) for one in (analytical, numerical))
         places = columns[own].unsqueeze(1), rows[own].unsqueeze(1)
         suspects = Suspects(*places, got, wanted, elements[0][own], elements[1][own])
-        survivor, _, off = _survivor(problem, True, settings, suspects, groups[own])
+        remeasured, _, off = _survivor(problem, True, settings, suspects, groups[own])
         unresolved = max(unresolved, off)
-        if survivor is not None:
-            found = Found(output, block, "all", "reverse", 0, (), [], survivor)
+        if remeasured is not None:
+            found = Found(output, block, "all", "reverse", 0, (), [], remeasured)
             return located_failure([found]), unresolved
     return None, unresolved
 
@@ -325,7 +325,7 @@ def _worst_remeasured(
     settings: Settings,
     findings: Findings,
     group_of: Callable[[int], int] | None,
-) -> tuple[Survivor | None, tuple[Entry, ...]]:
+) -> tuple[RemeasuredEntry | None, tuple[Entry, ...]]:
     """The worst of the entries that differ at eps, if it differs after re-measuring, too; and the worst entries."""
     elements = suspects.input_elements
     if group_of is None:
@@ -333,20 +333,20 @@ def _worst_remeasured(
     else:
         numbers = [group_of(coordinate) for coordinate in suspects.inputs[:, 0].tolist()]
         groups = torch.tensor(numbers, device=elements.device)
-    survivor = not_finite(problem, plan.record_graph, settings, suspects)
+    remeasured = not_finite(problem, plan.record_graph, settings, suspects)
     measured = torch.zeros_like(groups, dtype=torch.bool)
-    if survivor is None:
-        survivor, measured, unresolved = _survivor(problem, plan.record_graph, settings, suspects, groups)
+    if remeasured is None:
+        remeasured, measured, unresolved = _survivor(problem, plan.record_graph, settings, suspects, groups)
         if unresolved:
             findings.note_undecided(unresolved)
-    if survivor is None:
+    if remeasured is None:
         return None, ()
-    worst = [survivor.entry, *sorted(survivor.others, key=_excess, reverse=True)]
+    worst = [remeasured.entry, *sorted(remeasured.others, key=_excess, reverse=True)]
     others = (~measured).nonzero().reshape(-1)[: MOST_WORST + len(worst)].tolist()
     entries = [suspects.entry(problem, which, settings.of(pair.input.index)) for which in others]
     named = {(entry.output_index, entry.input_index) for entry in worst}
     worst += [entry for entry in entries if (entry.output_index, entry.input_index) not in named]
-    return survivor, tuple(worst[:MOST_WORST])
+    return remeasured, tuple(worst[:MOST_WORST])
 
 
 def mismatch_failure(
@@ -366,10 +366,10 @@ def mismatch_failure(
         findings.add_pair(pair.pair(part, agrees=True))
         return None
     comparison = pair.result()
-    survivor: Survivor | None = None
+    remeasured: RemeasuredEntry | None = None
     if not pair.unspecified:
-        survivor, worst = _worst_remeasured(problem, plan, pair, pair.suspects(part), settings, findings, group_of)
-        if survivor is None:
+        remeasured, worst = _worst_remeasured(problem, plan, pair, pair.suspects(part), settings, findings, group_of)
+        if remeasured is None:
             findings.notes.append(
                 f"{pair.mismatches} of {pair.entries} entries of output {pair.output.index} with respect to input "
                 f"{pair.input.index} differ at eps={settings.of(pair.input.index).eps:g} and agree once re-measured "
@@ -377,7 +377,7 @@ def mismatch_failure(
             )
             findings.add_pair(pair.pair(part, agrees=True))
             return None
-        comparison = replace(comparison, worst=survivor.entry, worst_entries=worst)
+        comparison = replace(comparison, worst=remeasured.entry, worst_entries=worst)
     findings.add_pair(pair.pair(part, agrees=False))
     findings.sample = pair.sample()
     return Failure(
@@ -389,7 +389,7 @@ def mismatch_failure(
         part=part,
         mode=pair.mode,
         comparison=comparison,
-        detail=survivor.detail if survivor else "",
-        trouble=survivor.trouble if survivor else None,
-        convergence=survivor.convergence if survivor else (),
+        detail=remeasured.detail if remeasured else "",
+        trouble=remeasured.trouble if remeasured else None,
+        convergence=remeasured.convergence if remeasured else (),
     )

@@ -81,13 +81,13 @@ def _is_zero(gradient: Tensor, masked: bool = False) -> bool:
 
 
 @phase("undefined grad_outputs")
-def check_undefined_grads(problem: Problem, at_hand: Sequence[Sequence[Tensor | None]] | None = None) -> Failure | None:
+def check_undefined_grads(problem: Problem, known: Sequence[Sequence[Tensor | None]] | None = None) -> Failure | None:
     """Undefined grad_outputs, all of them and then one at a time, must work and count as zeros.
 
-    at_hand: the gradients that they gave, if known.
+    known: the gradients that they gave, if known.
     """
-    if at_hand is not None:
-        return next(filter(None, (_undefined_failure(problem, gradients) for gradients in at_hand)), None)
+    if known is not None:
+        return next(filter(None, (_undefined_failure(problem, gradients) for gradients in known)), None)
     for only in (None, *(problem.outputs if len(problem.outputs) > 1 else ())):
         try:
             gradients = problem.undefined_gradients(only)

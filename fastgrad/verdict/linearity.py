@@ -24,7 +24,7 @@ from fastgrad.core.precision import ROUNDING
 from fastgrad.core.random import COTANGENT_STREAM
 from fastgrad.core.tensors import differ, largest
 from fastgrad.engines.blocks import REPEAT_SCALE, REPEATED_ROWS, JacobianBlock, one_hot_elements
-from fastgrad.engines.probes import GAPPED, PROBES, Probe
+from fastgrad.engines.grad_output_kinds import GAPPED, GRAD_OUTPUT_KINDS, GradOutputKind
 from fastgrad.problem.coordinates import Block, block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Certificate
@@ -54,15 +54,15 @@ than half of the digits is not rounding: the backward is not linear."""
 
 
 @lru_cache(8)
-def linearity_certificate(claim: str, probes: tuple[Probe, ...], bound: float) -> Certificate:
-    """What some probes certify, once v^T J was found to be their VJP."""
-    names = ", ".join(probe.short for probe in probes)
-    return Certificate(claim, f"v^T J against the VJP of v, {len(probes)} cotangents: {names}", bound)
+def linearity_certificate(claim: str, kinds: tuple[GradOutputKind, ...], bound: float) -> Certificate:
+    """What grad_outputs of some kinds certify, once v^T J was found to be their VJP."""
+    names = ", ".join(kind.short for kind in kinds)
+    return Certificate(claim, f"v^T J against the VJP of v, {len(kinds)} cotangents: {names}", bound)
 
 
-def linear_backward(probes: tuple[Probe, ...], bound: float) -> Certificate:
+def linear_backward(kinds: tuple[GradOutputKind, ...], bound: float) -> Certificate:
     """That a backward is linear."""
-    return linearity_certificate("backward is linear in grad_output", probes, bound)
+    return linearity_certificate("backward is linear in grad_output", kinds, bound)
 
 
 def moving_repeat(problem: Problem, block: JacobianBlock, settings: Settings) -> Failure | None:
@@ -242,18 +242,18 @@ def disagreement(
     return which, component, allowed
 
 
-def proof_cotangents(
-    m: int, seed: int, device: torch.device, probes: tuple[Probe, ...] = PROBES, number: int = 0
+def linearity_cotangents(
+    m: int, seed: int, device: torch.device, kinds: tuple[GradOutputKind, ...] = GRAD_OUTPUT_KINDS, number: int = 0
 ) -> Tensor:
-    """The cotangents of a `LinearityProof`, the `number`th of their probes: float64, shape (probes, m)."""
-    cotangents = torch.empty(len(probes), m, dtype=torch.float64, device=device)
-    for probe, cotangent in zip(probes, cotangents.unbind(), strict=True):
-        probe.fill_(cotangent, seed, COTANGENT_STREAM + 16 * (probe.stream + len(PROBES) * number))
+    """The cotangents of a `LinearityTest`, the `number`th of each kind: float64, shape (kinds, m)."""
+    cotangents = torch.empty(len(kinds), m, dtype=torch.float64, device=device)
+    for kind, cotangent in zip(kinds, cotangents.unbind(), strict=True):
+        kind.fill_(cotangent, seed, COTANGENT_STREAM + 16 * (kind.stream + len(GRAD_OUTPUT_KINDS) * number))
     return cotangents
 
 
-class LinearityProof:
-    """Compares v^T J with the VJP of v, by default for the PROBES v in R^m, over all outputs at once.
+class LinearityTest:
+    """Compares v^T J with the VJP of v, by default for v of GRAD_OUTPUT_KINDS in R^m, over all outputs at once.
 
     A single row, m = 1, needs no proof: it was repeated at another scale.
     """
@@ -264,7 +264,7 @@ class LinearityProof:
         settings: Settings,
         rows_repeated: bool,
         moving: Callable[[], Failure | None],
-        probes: tuple[Probe, ...] = PROBES,
+        kinds: tuple[GradOutputKind, ...] = GRAD_OUTPUT_KINDS,
         excluded_rows: Tensor | None = None,
         excluded_columns: Tensor | None = None,
         number: int = 0,
@@ -272,19 +272,19 @@ class LinearityProof:
         """The arguments.
 
         rows_repeated: whether all rows were run twice. moving: runs all rows twice, if one may differ from run to run.
-        probes: the v. excluded_rows, excluded_columns: those that J leaves out, shapes (m,) and (n,); if rows are left
-        out, no v is expanded. number: as in `proof_cotangents`.
+        kinds: those of v. excluded_rows, excluded_columns: those that J leaves out, shapes (m,) and (n,); if rows are
+        left out, no v is expanded. number: as in `linearity_cotangents`.
         """
         self._problem = problem
         self._settings = settings
         self._rows_repeated = rows_repeated
         self._moving = moving
-        self._probes = probes
-        self._cotangents = proof_cotangents(problem.m, settings.seed, problem.device, probes, number)
+        self._kinds = kinds
+        self._cotangents = linearity_cotangents(problem.m, settings.seed, problem.device, kinds, number)
         if excluded_rows is not None:
             self._cotangents.masked_fill_(excluded_rows, 0.0)
         self._excluded_columns = excluded_columns
-        self._sums = torch.zeros(len(probes), problem.n, dtype=torch.float64, device=problem.device)
+        self._sums = torch.zeros(len(kinds), problem.n, dtype=torch.float64, device=problem.device)
         self._squares = torch.zeros_like(self._sums)
         self._gradients: Tensor | None = None
         self._moves_by = 0.0
@@ -298,7 +298,7 @@ class LinearityProof:
     def certificate(self) -> Certificate:
         """What it certifies if it found no failure."""
         error = (self.gradients() - self._sums).nan_to_num(0.0, 0.0, 0.0)  # infinite ones were compared
-        return linear_backward(self._probes, max(self._settings.atol, largest(error)))
+        return linear_backward(self._kinds, max(self._settings.atol, largest(error)))
 
     def add(self, block: JacobianBlock) -> None:
         """Takes a block of analytical rows into v^T J."""
@@ -328,12 +328,12 @@ class LinearityProof:
         return self._nonlinear(gradients) or self._movement(gradients)
 
     def gradients(self) -> Tensor:
-        """The VJPs of the cotangents: float64, shape (probes, n)."""
+        """The VJPs of the cotangents: float64, shape (kinds, n)."""
         if self._gradients is None:
             self._gradients = self._vjps()
             if self._excluded_columns is not None:
                 self._sums = torch.where(self._excluded_columns, self._gradients, self._sums)
-            if self._probes[0] is GAPPED and not self._rows_repeated:
+            if self._kinds[0] is GAPPED and not self._rows_repeated:
                 # At once, from the same graph.
                 self._moves_by = movement_between(self._vjp(0), self._gradients[:1])
         return self._gradients
@@ -369,7 +369,7 @@ class LinearityProof:
         self._sums.addr_(self._cotangents[:, row], change)
 
     def _measured_rounding(self, gradients: Tensor) -> Tensor:
-        """Rounding of a backward, and its differences from run to run if allowed: float64, shape (probes, n)."""
+        """Rounding of a backward, and its differences from run to run if allowed: float64, shape (kinds, n)."""
         rounding = torch.zeros_like(gradients)
         for factor in RESCALED:
             scaled = self._vjps(factor).div_(factor)
@@ -384,7 +384,7 @@ class LinearityProof:
         return _term_sizes(self._squares, self._sums)
 
     def _movement_allowed(self, gradients: Tensor) -> Tensor:
-        """Allowed error of VJPs that may vary from run to run: float64, shape (probes, n)."""
+        """Allowed error of VJPs that may vary from run to run: float64, shape (kinds, n)."""
         moved = torch.zeros_like(gradients)
         for _ in range(RERUNS):
             moved = torch.maximum(moved, (self._vjps() - gradients).abs_())
@@ -393,7 +393,7 @@ class LinearityProof:
 
     @property
     def cotangents(self) -> Tensor:
-        """All of them: float64, shape (probes, m)."""
+        """All of them: float64, shape (kinds, m)."""
         return self._cotangents
 
     def cotangent(self, which: int) -> Tensor:
@@ -408,20 +408,20 @@ class LinearityProof:
 
     def _vjps(self, scale: float = 1.0) -> Tensor:
         cotangents = self._cotangents if scale == 1.0 else self._cotangents * scale
-        return self._problem.vjp(cotangents, [probe.layout for probe in self._probes])
+        return self._problem.vjp(cotangents, [kind.layout for kind in self._kinds])
 
     def _vjp(self, which: int) -> Tensor:
         """One of the VJPs again, shape (1, n)."""
-        return self._problem.vjp(self._cotangents.narrow(0, which, 1), [self._probes[which].layout])
+        return self._problem.vjp(self._cotangents.narrow(0, which, 1), [self._kinds[which].layout])
 
     def _raised(self, error: Exception) -> Failure:
         """The failure for a cotangent at which backward raises. Raises if zeros raise too, or nothing raises again."""
-        for which, probe in enumerate(self._probes):
+        for which, kind in enumerate(self._kinds):
             try:
                 self._vjp(which)
             except Exception as again:
                 self._problem.vjp(torch.zeros_like(self._cotangents[:1]))  # raises if any grad_output would
-                detail = f"it raised {type(again).__name__} for {probe.text}"
+                detail = f"it raised {type(again).__name__} for {kind.text}"
                 return Failure("nonlinear", detail=detail, cause=again)
         raise error
 
@@ -458,14 +458,14 @@ class LinearityProof:
         block = block_with(self._problem.inputs, coordinate)
         if differ(self._vjp(which), gradients[which : which + 1], self._settings.nondet_tol, False):
             return Failure("nondeterministic", input=block.index, input_position=block.position)
-        kind = self._probes[which].text
-        if self._probes[which].layout != Layout.CONTIGUOUS:
+        text = self._kinds[which].text
+        if self._kinds[which].layout != Layout.CONTIGUOUS:
             contiguous = self._problem.vjp(self._cotangents[which : which + 1])
             if bool(((contiguous[0] - self._sums[which]).abs() <= allowed[which]).all()):
-                kind += ", though not for a contiguous copy"
+                text += ", although not for a contiguous copy"
         index = block.index_at(coordinate)
         detail = (
-            f"for {kind}, the gradient of input {block.index} at {list(index)} is "
+            f"for {text}, the gradient of input {block.index} at {list(index)} is "
             f"{gradients[which, coordinate].item():.6g}, but the rows of the Jacobian add up to "
             f"{self._sums[which, coordinate].item():.6g} (allowed difference {allowed[which, coordinate].item():.2g})"
         )

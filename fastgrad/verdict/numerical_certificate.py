@@ -60,7 +60,7 @@ more do, outputs are watched bit by bit instead."""
 MOST_SEPARATED = 64
 """Most outputs that may hide entries, and most columns of these, to examine separately."""
 
-HOPELESS = 1 / 4
+MOST_WRONG_SHARE = 1 / 4
 """Share of the rows: if more are wrong, kinks are not the reason, and smaller steps do not help."""
 
 
@@ -169,7 +169,7 @@ class NumericalCertificate:
         self._explained, self._unresolved = 0.0, 0.0
 
     @property
-    def hides(self) -> bool:
+    def may_hide_entries(self) -> bool:
         """Whether rounding, or noise, may hide entries that matter."""
         return self.bound > self.asked
 
@@ -240,7 +240,7 @@ class NumericalCertificate:
         learnt: list[tuple[Indices, Indices]] = []
         for row in rows[:MOST_SUSPECTS]:
             gradient = row_of(row)
-            found = self._peeled(row, gradient)
+            found = self._subtracted_entries(row, gradient)
             if not isinstance(found, list):
                 return found
             columns = np.union1d(np.flatnonzero(gradient.cpu().numpy()), [j for entry in found for j in entry.columns])
@@ -259,7 +259,7 @@ class NumericalCertificate:
             return None
         found = row_entry(self._problem, self._settings, row, gradient, column)
         self._unresolved = max(self._unresolved, found.unresolved)
-        return located_failure([found]) if found.survivor is not None else None
+        return located_failure([found]) if found.remeasured is not None else None
 
     def _unexplained_rows(self, count: int, analytical: Tensor | None, excluded: _Excluded | None = None) -> list[int]:
         """Outputs that do not move as entries predict, worst first; notes those that may hide entries.
@@ -291,7 +291,7 @@ class NumericalCertificate:
                 known = known.where(excluded.are_rows, 0.0)
             rows, hiding = known.isinf(), known / self._margin > self.asked
             unexplained = int(rows.sum())
-            if not bool(hiding.any()) or (step == 1.0 and unexplained > HOPELESS * rows.numel()):
+            if not bool(hiding.any()) or (step == 1.0 and unexplained > MOST_WRONG_SHARE * rows.numel()):
                 break
             if step == 1.0:
                 steps += [*SMALLER, *LARGER] if unexplained else [*LARGER, *SMALLER]
@@ -340,7 +340,7 @@ class NumericalCertificate:
         self._unresolved = max(self._unresolved, unresolved)
         return None, self._unexplained_rows(count, analytical, excluded)
 
-    def _peeled(self, row: int, gradient: Tensor) -> list[Found] | Failure | Incomplete:
+    def _subtracted_entries(self, row: int, gradient: Tensor) -> list[Found] | Failure | Incomplete:
         """The harmless entries that explain, with its gradient, how a row's output moves along all directions."""
         problem, settings = self._problem, self._settings
         step = self._refuting[row]
@@ -366,7 +366,7 @@ class NumericalCertificate:
                 break
             where = row, gradient, differences.directions[k], differences.eps, errors[k].item(), explained
             entry = entry_in_row(problem, settings, *where)
-            if entry.survivor is not None:
+            if entry.remeasured is not None:
                 return located_failure([entry])
             self._unresolved = max(self._unresolved, entry.unresolved)
             if any(entry.columns == known.columns for known in found):

@@ -76,7 +76,7 @@ class Suspects:
 
 
 @dataclass(frozen=True)
-class Survivor:
+class RemeasuredEntry:
     """An entry that is wrong also at other steps, or whose derivative no step settles, for the report.
 
     convergence: its measurements, large steps first. others: more such entries, of those that were
@@ -90,7 +90,7 @@ class Survivor:
     others: tuple[Entry, ...] = ()
 
 
-def not_finite(problem: Problem, record_graph: bool, settings: Settings, suspects: Suspects) -> Survivor | None:
+def not_finite(problem: Problem, record_graph: bool, settings: Settings, suspects: Suspects) -> RemeasuredEntry | None:
     """The first of some suspected entries that no step can settle: func, x or the analytical one is not finite."""
     base = problem.evaluate(record_graph, torch.zeros(problem.n, dtype=torch.float64, device=problem.device))
     values, x = base[suspects.outputs], problem.coordinates()[suspects.inputs]
@@ -117,7 +117,7 @@ def not_finite(problem: Problem, record_graph: bool, settings: Settings, suspect
     else:
         value = complex(suspects.analytical[worst])
         detail = f"the analytical derivative is not finite: {value if value.imag else value.real:g}, where {where}"
-    return Survivor(entry, detail, "not finite", (), tuple(entries[1:]))
+    return RemeasuredEntry(entry, detail, "not finite", (), tuple(entries[1:]))
 
 
 def _number(coordinates: Tensor) -> str:
@@ -127,9 +127,9 @@ def _number(coordinates: Tensor) -> str:
 
 
 @phase("re-measuring")
-def surviving(
+def worst_remeasured(
     problem: Problem, record_graph: bool, settings: Settings, groups: Sequence[Suspects], quickly: bool = True
-) -> tuple[Survivor | None, Tensor, float]:
+) -> tuple[RemeasuredEntry | None, Tensor, float]:
     """The worst of some suspected entries, if any is wrong after re-measuring; and which ones are: bool, end to end.
 
     Last, the possible error of entries that agree within the error of their derivatives, but not to the tolerance.
@@ -230,7 +230,7 @@ def _rows_of(suspects: Suspects, entry: int) -> range:
 
 def _survivor_of(
     problem: Problem, suspects: Suspects, columns: list[Refinement], wrong: Tensor, own: Tolerances
-) -> Survivor:
+) -> RemeasuredEntry:
     """The worst of the wrong entries, and further wrong entries, for the report."""
     values, errors, converged = _values_and_errors(suspects, columns)
     difference, allowed = (suspects.analytical - values).abs(), own.atol + own.rtol * values.abs()
@@ -249,7 +249,9 @@ def _survivor_of(
     trouble = _trouble(columns, suspects, worst, bool(converged[worst]), own)
     if not trouble[0] and bool(moved[worst]):
         trouble = "func is not deterministic: evaluated again at the same points, it gives another difference", None
-    return Survivor(entries[0], *trouble, _convergence(columns, suspects.outputs.shape, worst), tuple(entries[1:]))
+    return RemeasuredEntry(
+        entries[0], *trouble, _convergence(columns, suspects.outputs.shape, worst), tuple(entries[1:])
+    )
 
 
 def _convergence(columns: list[Refinement], shape: torch.Size, entry: int) -> tuple[Difference, ...]:

@@ -14,7 +14,7 @@ from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING
 from fastgrad.core.tensors import differ, largest
 from fastgrad.engines.blocks import MOST_AT_ONCE, MOST_CACHED, JacobianBlock
-from fastgrad.engines.probes import GAPPED, PROBES, SPARSE
+from fastgrad.engines.grad_output_kinds import GAPPED, GRAD_OUTPUT_KINDS, SPARSE
 from fastgrad.problem.coordinates import Block, block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.problem.small_backward import SmallBackward
@@ -22,7 +22,7 @@ from fastgrad.report.data import Certificate
 from fastgrad.report.failure import Failure
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.comparison import tolerances
-from fastgrad.verdict.linearity import by_inputs, nondeterministic, proof_cotangents
+from fastgrad.verdict.linearity import by_inputs, linearity_cotangents, nondeterministic
 
 FIRST_PRODUCT, LAST_PRODUCT = GAPPED, SPARSE
 """Kinds of cotangents, all contiguous here, that are run before and after the rows: a product of all rows, and of few.
@@ -111,16 +111,16 @@ class RepeatedCalls:
         return slice(1, -1) if self._problem.m > 1 else slice(None)
 
     def take(self, jacobian: Tensor, products: Tensor) -> None:
-        """Takes them from VJPs that were the first of all: the Jacobian's rows, and products of `proof_cotangents`.
+        """Takes them from VJPs that were the first of all: the Jacobian's rows, and products of `linearity_cotangents`.
 
-        jacobian: float64, shape (m, n). products: those of PROBES, which need not be of the same layout.
+        jacobian: float64, shape (m, n). products: those of GRAD_OUTPUT_KINDS, which need not be of the same layout.
         """
         if not self._is_needed:
             return
         if self._problem.m == 1:
             self._known = jacobian
             return
-        first, last = (products[PROBES.index(kind)] for kind in (FIRST_PRODUCT, LAST_PRODUCT))
+        first, last = (products[GRAD_OUTPUT_KINDS.index(kind)] for kind in (FIRST_PRODUCT, LAST_PRODUCT))
         self._known = torch.stack([first, *jacobian[self._rows], last])
         self._product_tolerance = min(own.atol for own in self._settings.inputs or (self._settings,))
 
@@ -325,7 +325,7 @@ def _cotangents_of(m: int, seed: int, device: torch.device, rows: Sequence[int],
             cotangent[rows[call - 1]] = 1.0
         else:
             kind = LAST_PRODUCT if call else FIRST_PRODUCT
-            cotangent.copy_(proof_cotangents(m, seed, device, (kind,))[0])
+            cotangent.copy_(linearity_cotangents(m, seed, device, (kind,))[0])
     return cotangents
 
 

@@ -26,11 +26,11 @@ def nondeterministic_jvp(output: Block, detail: str) -> Failure:
 
 
 LINEAR_JVP = "jvp is linear in its tangent", "J u against the JVP of u, 2 tangents: dense, half of it zero"
-"""The claim and the method of a `TangentProof`'s certificate."""
+"""The claim and the method of a `TangentLinearityTest`'s certificate."""
 
 
 def tangent_directions(n: int, seed: int, device: torch.device) -> Tensor:
-    """The two tangents of a `TangentProof`: float64, shape (2, n)."""
+    """The two tangents of a `TangentLinearityTest`: float64, shape (2, n)."""
     directions = torch.empty(2, n, dtype=torch.float64, device=device)
     for which, one in enumerate(directions):
         ops.direction_(one, seed, TANGENT_STREAM, 0, which == 1)
@@ -67,7 +67,7 @@ def sums_certificate(count: int, atol: float) -> Certificate:
     return Certificate(claim, method, atol)
 
 
-class TangentProof:
+class TangentLinearityTest:
     """J u, summed from one-hot columns, against the JVP of u, for two u in R^n over all inputs at once.
 
     The first u is dense, with components +-[0.5, 1.5); the second is REPEAT_SCALE times the first with

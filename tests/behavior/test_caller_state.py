@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import fastgrad
-from fastgrad.problem.caller_state import Kept, keeps_the_callers_state
+from fastgrad.problem.caller_state import SavedState, restores_caller_state
 from tests.properties.interrupts import ERRORS, Fuse, State, outcome, run_one, writes_past_counters
 
 Func = Callable[..., Any]
@@ -97,7 +97,7 @@ def test_tensors_of_any_kind_in_containers_are_kept() -> None:
     state = State((counter, table, resized))
 
     def write() -> None:
-        with Kept(counter, [{"inside": (table, resized)}], moved):
+        with SavedState(counter, [{"inside": (table, resized)}], moved):
             counter.add_(1)
             table.mul_(-1).clamp_(max=0.0)
             resized.resize_(2).zero_()
@@ -211,7 +211,7 @@ def test_what_func_draws_and_sets_is_its_own() -> None:
 
 
 def test_every_public_function_that_calls_func_keeps_the_callers_state() -> None:
-    kept = keeps_the_callers_state(lambda: None).__code__
+    kept = restores_caller_state(lambda: None).__code__
     for module in (fastgrad, fastgrad.functional):
         for name in module.__all__:
             function = getattr(module, name)

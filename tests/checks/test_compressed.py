@@ -113,7 +113,7 @@ def test_a_guess_costs_seventeen_evaluations_and_seven_vjps() -> None:
 
 
 def test_blind_costs_sixty_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastgrad.structure.detection.Patterns.guess", lambda self: None)
+    monkeypatch.setattr("fastgrad.structure.detection.ProblemPatterns.guess", lambda self: None)
     report = check(torch.sin, (normal(100_000),), Settings())
     assert report.passed
     assert report.plan is not None
@@ -167,7 +167,7 @@ def _changed(values: Tensor, where: int, by: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", SIN)
 def test_wrong_gradients_fail(name: str, blind: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if blind:
-        monkeypatch.setattr("fastgrad.structure.detection.Patterns.guess", lambda self: None)
+        monkeypatch.setattr("fastgrad.structure.detection.ProblemPatterns.guess", lambda self: None)
     backward, entry = SIN[name]
     report = compressed(function(torch.sin, backward), normal(2000))
     assert report.failure is not None

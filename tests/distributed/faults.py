@@ -156,10 +156,10 @@ def run(fault: Fault) -> list[str]:
             )
             for rank in range(fault.count)
         ]
-        survivors = [rank for rank in range(fault.count) if rank != fault.rank or fault.kind not in LOST]
+        remeasured_entries = [rank for rank in range(fault.count) if rank != fault.rank or fault.kind not in LOST]
         end, problems = time.monotonic() + 20.0 + LIMIT, []  # 20 s to begin with: imports
         try:
-            for rank in survivors:
+            for rank in remeasured_entries:
                 try:
                     ranks[rank].wait(max(0.1, end - time.monotonic()))
                 except subprocess.TimeoutExpired:

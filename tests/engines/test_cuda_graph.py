@@ -704,15 +704,15 @@ def test_which_rows_are_replayed(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) ->
     outputs = [SimpleNamespace(tensor=torch.empty(size)) for size in (10, 800)]
     problem: Any = SimpleNamespace(m=810, device=CUDA0, ranks=1, outputs=outputs, has_graph=True)
     look: Any = SimpleNamespace(measured=1e-3)
-    assert plan._rows_way(problem, Settings(), look) == (True, "; replays of a VJP: 2 times as fast as one by one")
+    assert plan._row_strategy(problem, Settings(), look) == (True, "; replays of a VJP: 2 times as fast as one by one")
     assert asked == [50]
-    assert not plan._rows_way(problem, Settings(check_backward_ad=False), look)[0]
+    assert not plan._row_strategy(problem, Settings(check_backward_ad=False), look)[0]
     problem.has_graph = False
-    assert not plan._rows_way(problem, Settings(), look)[0]
+    assert not plan._row_strategy(problem, Settings(), look)[0]
     problem.has_graph, look.measured = True, 1e-6
-    assert not plan._rows_way(problem, Settings(), look)[0]
+    assert not plan._row_strategy(problem, Settings(), look)[0]
     look.measured, problem.device = 1.0, torch.device("cpu")
-    assert not plan._rows_way(problem, Settings(), look)[0]
+    assert not plan._row_strategy(problem, Settings(), look)[0]
     assert asked == [50]
 
 
@@ -880,7 +880,7 @@ def test_the_faster_way_is_chosen(
         records_differences=True, n=1000, device=CUDA0, ranks=1, inputs=[block], difference_columns=torch.empty
     )
     look: Any = SimpleNamespace(record_graph=record_graph, measured=1.0)
-    *found, said = plan._way(problem, Settings(), look)
+    *found, said = plan._column_strategy(problem, Settings(), look)
     assert tuple(found) == chosen
     if None in (batches, replays):
         assert "func raises ValueError" in said

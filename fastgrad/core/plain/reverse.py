@@ -117,7 +117,7 @@ class Graph:
 
 
 class KeptTensor:
-    """None is kept here: `Kept` does it."""
+    """None is kept here: `SavedState` does it."""
 
     @staticmethod
     def keep(_: object) -> None:

@@ -19,7 +19,7 @@ take another path, and a prime shares no period with the sizes of tensors."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Probe:
+class GradOutputKind:
     """A kind of grad_output. Its VJP must be the sum of the rows of the Jacobian with its elements as weights.
 
     Attributes
@@ -58,14 +58,14 @@ class Probe:
             thin_out(vector, seed)
 
 
-GAPPED = Probe(
+GAPPED = GradOutputKind(
     "random",
     Layout.GAPPED,
     "a random grad_output, dense and non-contiguous",
     "dense and non-contiguous",
     stream=0,
 )
-HALVED = Probe(
+HALVED = GradOutputKind(
     "half zero",
     Layout.CONTIGUOUS,
     "a random grad_output, with half of its elements zero",
@@ -73,21 +73,21 @@ HALVED = Probe(
     stream=1,
     scale=REPEAT_SCALE,
 )
-SPARSE = Probe(
+SPARSE = GradOutputKind(
     "mostly zero",
     Layout.OFFSET,
     "a random grad_output at a storage offset, with most of its elements zero",
     "most of it zero and at a storage offset",
     stream=2,
 )
-EXPANDED = Probe(
+EXPANDED = GradOutputKind(
     "constant",
     Layout.EXPANDED,
     "a constant grad_output, expanded with stride 0",
     "constant and expanded",
     stream=3,
 )
-DENSE = Probe(
+DENSE = GradOutputKind(
     "random",
     Layout.CONTIGUOUS,
     "a random grad_output, dense and contiguous",
@@ -95,7 +95,7 @@ DENSE = Probe(
     stream=0,  # it differs from GAPPED only in layout
 )
 
-PROBES = GAPPED, HALVED, SPARSE, EXPANDED
+GRAD_OUTPUT_KINDS = GAPPED, HALVED, SPARSE, EXPANDED
 """Those that every backward is run with."""
 
 NOT_EXPANDED = GAPPED, HALVED, SPARSE
