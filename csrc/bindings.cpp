@@ -92,6 +92,7 @@ PYBIND11_MODULE(_C, module) {
       .def("inputs_changed", torch::wrap_pybind_function(&Evaluator::inputs_changed))
       .def("restore", torch::wrap_pybind_function(&Evaluator::restore))
       .def_property_readonly("evaluations", &Evaluator::evaluations)
+      .def_property_readonly("modified_tangent", &Evaluator::modified_tangent)
       .def_property("mutates_inputs", &Evaluator::mutates_inputs, &Evaluator::set_mutates_inputs)
       .def_property("records_differences", &Evaluator::records_differences, &Evaluator::set_records_differences);
   py::class_<Graph>(module, "Graph")
@@ -148,7 +149,7 @@ PYBIND11_MODULE(_C, module) {
       .def("tangents", torch::wrap_pybind_function(&SmallProblem::tangents))
       .def("batched_tangents", torch::wrap_pybind_function(&SmallProblem::batched_tangents))
       .def("tangent_errors", torch::wrap_pybind_function(&SmallProblem::tangent_errors))
-      .def("is_same_unrecorded", torch::wrap_pybind_function(&SmallProblem::is_same_unrecorded));
+      .def("negates_unrecorded", torch::wrap_pybind_function(&SmallProblem::negates_unrecorded));
   py::class_<fastgrad::UnspecifiedEntry>(module, "UnspecifiedEntry")
       .def_readonly("row", &fastgrad::UnspecifiedEntry::row)
       .def_readonly("element", &fastgrad::UnspecifiedEntry::element)

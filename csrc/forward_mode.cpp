@@ -82,12 +82,18 @@ std::tuple<std::optional<std::tuple<int64_t, int64_t, py::object>>, bool> Evalua
   return {std::nullopt, domains_match};
 }
 
-py::tuple Evaluator::dual_arguments(const std::function<at::Tensor(size_t, const at::Tensor&)>& tangent_of) const {
+py::tuple Evaluator::dual_arguments(
+    const std::function<at::Tensor(size_t, const at::Tensor&)>& tangent_of, std::vector<GivenTangent>* given) const {
   py::tuple arguments = arguments_;
   for (size_t b = 0; b < blocks_.size(); ++b) {
     const at::Tensor primal = blocks_[b].argument.detach();
     const at::Tensor tangent = tangent_of(b, primal);
     const at::Tensor dual = tangent.defined() ? at::_make_dual(primal, tangent, /*level=*/0) : primal;
+    if (given != nullptr && tangent.defined()) {
+      const BelowAutograd guard;
+      const at::Tensor& inside = dual._fw_grad(/*level=*/0);  // a copy, if the input is a view
+      given->push_back({static_cast<int64_t>(b), inside, inside.clone()});
+    }
     arguments = replaced(blocks_[b], std::move(arguments), py::cast(dual));
   }
   return arguments;
@@ -112,14 +118,22 @@ std::tuple<std::optional<Changed>, bool> Evaluator::jvps(
   for (size_t k = 0; k < count; ++k) {
     const auto row = static_cast<int64_t>(k);
     const at::Tensor direction = directions.select(0, row);
-    const py::object result = evaluate_at(dual_arguments([&](size_t b, const at::Tensor& primal) {
+    const auto tangent_of = [&](size_t b, const at::Tensor& primal) {
       if (!undefined.empty() && undefined[k] == static_cast<int64_t>(b)) {
         return at::Tensor();
       }
       const at::Tensor& tangent = tangents[b].next([&] { return at::empty_like(primal); });
       unflatten_(tangent, direction.narrow(0, blocks_[b].first, coordinate_count(blocks_[b].origin)));
       return tangent;
-    }));
+    };
+    std::vector<GivenTangent> given;
+    const py::object result = evaluate_at(dual_arguments(tangent_of, &given));
+    for (const GivenTangent& one : given) {
+      const BelowAutograd guard;
+      if (modified_tangent_ < 0 && !mutates_inputs_ && !have_equal_values(one.tangent, one.values)) {
+        modified_tangent_ = one.input;
+      }
+    }
     if (const auto changed = visit_tangents(result, outputs, products.select(0, row), domains_match)) {
       return {std::make_tuple(row, changed->first, changed->second), domains_match};
     }

@@ -211,6 +211,10 @@ class Evaluator {
   bool mutates_inputs() const { return mutates_inputs_; }
   void set_mutates_inputs(bool mutates) { mutates_inputs_ = mutates; }
 
+  // The first input whose tangent was another one after a call of `jvps` than before; -1: none. A func that changes its
+  // inputs changes their tangents, too, and is not asked.
+  int64_t modified_tangent() const { return modified_tangent_; }
+
   // Whether func at perturbed inputs records gradients where it is asked to: not, where its values are the same
   // without.
   bool records_differences() const { return records_differences_; }
@@ -236,8 +240,17 @@ class Evaluator {
   void perturb_together(
       const Groups& groups, int64_t g, const std::vector<at::Tensor>& copies, int64_t sign, double eps);
 
-  // func's arguments with tangents: tangent_of(b, primal) is that of input number b; undefined: it gets none.
-  pybind11::tuple dual_arguments(const std::function<at::Tensor(size_t, const at::Tensor&)>& tangent_of) const;
+  // A tangent that func gets, and its values before.
+  struct GivenTangent {
+    int64_t input;
+    at::Tensor tangent, values;
+  };
+
+  // func's arguments with tangents: tangent_of(b, primal) is that of input number b; undefined: it gets none. Those are
+  // added to `given`, unless it is null.
+  pybind11::tuple dual_arguments(
+      const std::function<at::Tensor(size_t, const at::Tensor&)>& tangent_of,
+      std::vector<GivenTangent>* given = nullptr) const;
 
   // The arguments with another tensor in each place of an input.
   pybind11::tuple replaced(const InputBlock& block, pybind11::tuple arguments, const pybind11::object& by) const;
@@ -250,6 +263,7 @@ class Evaluator {
   std::vector<InputBlock> blocks_;
   int64_t size_ = 0;  // the coordinates of all inputs
   int64_t evaluations_ = 0;
+  int64_t modified_tangent_ = -1;
   bool mutates_inputs_ = false;
   bool records_differences_ = true;
 };

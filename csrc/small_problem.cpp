@@ -4,8 +4,11 @@
 #include "rows.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/equal.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/TensorOperators.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/core/InferenceMode.h>
@@ -366,18 +369,22 @@ std::vector<double> SmallProblem::ulps() const {
   return std::vector<double>(specs_.size(), std::numeric_limits<double>::epsilon());
 }
 
-bool SmallProblem::is_same_unrecorded() const {
-  TORCH_CHECK(base_.defined(), "is_same_unrecorded: the values of the first evaluation were not kept");
-  const py::object result = evaluator_->evaluate(/*record_graph=*/false);
-  std::vector<at::Tensor> tensors;
-  for (const OutputSpec& output : specs_) {
-    PyObject* const value = output_at(result.ptr(), output.position);
-    if (!looks_like(value, output.like) || !is_double_on_cpu(THPVariable_Unpack(value))) {
-      return false;
+bool SmallProblem::negates_unrecorded(int64_t first) const {
+  TORCH_CHECK(base_.defined(), "negates_unrecorded: the values of the first evaluation were not kept");
+  const at::Tensor displacement = at::zeros({n_}, base_.options());
+  bool negated = false;
+  for (size_t k = 0; k < blocks_.size(); ++k) {
+    if (std::get<0>(inputs_[k]) >= first) {
+      const at::Tensor values = real_coordinates(blocks_[k].origin).reshape(-1);
+      displacement.narrow(0, blocks_[k].first, values.numel()).copy_(values).mul_(-2);
+      negated = true;
     }
-    tensors.push_back(THPVariable_Unpack(value));
   }
-  return at::equal(flattened(tensors), base_);
+  const at::Tensor values = at::empty_like(base_);
+  if (evaluator_->values_along(displacement, {1.0}, {values}, specs_, /*record_graph=*/false)) {
+    return false;
+  }
+  return at::equal(values, negated ? -base_ : base_);
 }
 
 }  // namespace fastgrad

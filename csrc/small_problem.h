@@ -99,9 +99,10 @@ class SmallProblem {
   std::optional<std::vector<std::vector<std::pair<double, double>>>> tangent_errors(
       const at::Tensor& tangents, const at::Tensor& columns, double atol, double rtol) const;
 
-  // Whether func at x returns the same bits where it records no gradients. One evaluation. The values of the first one
-  // are kept where records_differences is false, and only then can this be asked.
-  bool is_same_unrecorded() const;
+  // Whether func without a graph, and with its arguments number first, first + 1, ... negated in place, returns the
+  // values of the first evaluation, negated if there are such arguments, bit by bit. One evaluation. Those values are
+  // kept where records_differences is false, and only then can this be asked.
+  bool negates_unrecorded(int64_t first) const;
 
  private:
   bool take_outputs();

@@ -49,9 +49,9 @@ from fastgrad.verdict.grad_outputs import (
     check_zero_grad_output,
 )
 from fastgrad.verdict.linearity import nondeterministic
-from fastgrad.verdict.recording import check_recorded_gradients
+from fastgrad.verdict.recording import check_new_grad_outputs, check_recorded_gradients
 from fastgrad.verdict.repeated_calls import RepeatedCalls
-from fastgrad.verdict.tangents import nondeterministic_jvp, repeated_tangents_failure
+from fastgrad.verdict.tangents import modified_tangent, nondeterministic_jvp, repeated_tangents_failure
 
 if TYPE_CHECKING:
     from fastgrad.sharding.problem import Partition
@@ -69,6 +69,7 @@ def complete_check(
 ) -> Report:
     """The check, from what a small one found, if there was one; start: its beginning by `time.perf_counter`."""
     make_problem: Callable[..., Problem] = Problem if partition is None else partition.problem
+    backward = func if isinstance(func, Backward) else None
     if small is not None:
         make_problem = partial(Problem, traced=small.problem)
     with (
@@ -83,13 +84,13 @@ def complete_check(
             _scales(settings) if settings.inputs else (),
             # Differences of a backward use gradients without a graph, as in training; check_recorded_gradients compares
             # gradients with a graph with them.
-            records_differences=not isinstance(func, Backward),
+            records_differences=backward is None,
         ) as problem,
     ):
         findings = Findings() if small is None else _findings_of_small_check(small, problem, settings)
 
         def run() -> Report:
-            report = _report(problem, settings, names, findings, notes, start, isinstance(func, Backward))
+            report = _report(problem, settings, names, findings, notes, start, backward)
             if not explain or report.failure is None:
                 return report
             return _diagnosed(problem, replace(report, subject=subject(func, problem)), findings.sample)
@@ -124,13 +125,13 @@ def _report(
     findings: Findings,
     notes: list[str],
     start: float,
-    of_backward: bool,
+    backward: Backward | None,
 ) -> Report:
     """The report without causes; notes: on libraries; start: when the check began, by `time.perf_counter`."""
     seconds = {"first evaluation": time.perf_counter() - start}
     worth_it = problem.n >= TIMED_COLUMNS or seconds["first evaluation"] >= TIMED_SECONDS
     with Stopwatch(seconds) if worth_it else nullcontext():
-        plan, failure = _first_failure(problem, settings, findings, of_backward)
+        plan, failure = _first_failure(problem, settings, findings, backward)
     if failure is not None and failure.comparison is not None and all(pair.agrees for pair in findings.pairs):
         findings.add_pair(located_pair(failure, failure.comparison))
     if problem.device.type == "cuda":
@@ -188,9 +189,9 @@ def _scales(settings: Settings) -> list[tuple[float, float]]:
 
 
 def _first_failure(
-    problem: Problem, settings: Settings, findings: Findings, is_backward: bool
+    problem: Problem, settings: Settings, findings: Findings, backward: Backward | None
 ) -> tuple[Plan, Failure | None]:
-    if is_backward and problem.has_graph:
+    if backward is not None and problem.has_graph:
         problem.base()  # now, while the first evaluation gives it
     if sketches(problem, settings) and findings.backward is None:
         runs_backward = problem.has_graph and settings.check_backward_ad
@@ -210,10 +211,12 @@ def _first_failure(
     if (
         (failure is None or failure.kind == "mismatch")
         and problem.has_graph
-        and is_backward
+        and backward is not None
         and torch.is_grad_enabled()
     ):
         failure = check_recorded_gradients(problem, settings) or failure
+        if failure is None:
+            failure = check_new_grad_outputs(problem, settings, backward)
     if failure is None and settings.check_forward_ad:
         failure = _forward_failure(problem, settings, findings)
     if failure is None and findings.moved:
@@ -237,8 +240,9 @@ def _forward_failure(problem: Problem, settings: Settings, findings: Findings) -
 
 def _attribute_failure(problem: Problem, settings: Settings, findings: Findings) -> Failure | None:
     """The checks besides the Jacobians: undefined, zero and batched grad_outputs and tangents."""
-    failure, backward = None, findings.backward
-    if settings.check_forward_ad and settings.check_undefined_grad:
+    backward, block = findings.backward, problem.modified_tangent
+    failure = None if block is None else modified_tangent(block)
+    if failure is None and settings.check_forward_ad and settings.check_undefined_grad:
         failure = check_undefined_tangents(problem, settings)
     if failure is None and settings.check_batched_forward_grad:
         failure = check_batched_tangents(problem, settings)

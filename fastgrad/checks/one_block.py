@@ -91,7 +91,8 @@ def product_at_hand(
     cotangents = _cotangents(problem.m, settings.seed, problem.device)
     if problem.m > 1:
         return cotangents, backward.products, GRAD_OUTPUT_KINDS.index(HALVED)
-    return torch.ones(1, 1, dtype=torch.float64, device=problem.device), backward.parts[0].rows, 0
+    only = next(part.rows for part in backward.parts if part.rows.shape[0])
+    return torch.ones(1, 1, dtype=torch.float64, device=problem.device), only, 0
 
 
 def same_afterwards(

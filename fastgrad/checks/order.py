@@ -12,7 +12,6 @@ from fastgrad.checks.small_result import SmallCheck
 from fastgrad.engines.grad_output_kinds import GRAD_OUTPUT_KINDS
 from fastgrad.engines.plan import make_sketch_plan, small_plan
 from fastgrad.problem.arguments import as_tuple
-from fastgrad.problem.second_order import Backward
 from fastgrad.report.data import Certificate
 from fastgrad.report.report import Report
 from fastgrad.report.settings import Settings
@@ -74,7 +73,7 @@ def _checked(
 ) -> Report | SmallCheck:
     """A small check if it passes; otherwise the report of the complete check."""
     arguments = as_tuple(inputs)
-    small = small_check(func, arguments, settings, isinstance(func, Backward)) if partition is None else None
+    small = small_check(func, arguments, settings) if partition is None else None
     if small is not None and small.passes:
         return small
     from fastgrad.checks.complete import complete_check  # imported here to keep `import fastgrad` fast

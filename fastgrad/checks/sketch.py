@@ -486,8 +486,11 @@ def _repeat_failure(
 
 
 def _moves(settings: Settings, gradient: Tensor, earlier: Tensor) -> bool:
-    """Whether a VJP differs from an earlier one of the same cotangent; not tested if nondet_tol allows differences."""
-    return not settings.nondet_tol and differ(gradient[None], earlier[None], 0.0, False)
+    """Whether a VJP on another graph differs from an earlier one of the same cotangent by more than atol.
+
+    Not tested if nondet_tol allows differences.
+    """
+    return not settings.nondet_tol and differ(gradient[None], earlier[None], settings.atol, False)
 
 
 class _Search:

@@ -28,6 +28,7 @@ from fastgrad.core.precision import relative_step
 from fastgrad.engines.blocks import MOST_AT_ONCE
 from fastgrad.engines.plan import is_one_block, looks_first, sketches
 from fastgrad.problem.arguments import refuse_function_class
+from fastgrad.problem.second_order import Backward
 from fastgrad.problem.small_backward import SmallBackward
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.grad_outputs import BATCH, batched_difference
@@ -36,19 +37,15 @@ from fastgrad.verdict.repeated_calls import RepeatedCalls
 RELATIVE_STEP = relative_step(torch.float64)
 
 
-def small_check(
-    func: Callable[..., Any], arguments: tuple[Any, ...], settings: Settings, is_backward: bool
-) -> SmallCheck | None:
-    """Runs a small check if func and the settings allow it; otherwise returns None without calling func.
-
-    is_backward: whether func is the backward of a function; if so, its gradients with and without a graph are compared.
-    """
+def small_check(func: Callable[..., Any], arguments: tuple[Any, ...], settings: Settings) -> SmallCheck | None:
+    """Runs a small check if func and the settings allow it; otherwise returns None without calling func."""
     if (
         settings.inputs or settings.progress or settings.engine == "compressed" or torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     ):
         return None
     refuse_function_class(func)
-    problem = SmallProblem.trace(func, arguments, RELATIVE_STEP, not is_backward)
+    backward = func if isinstance(func, Backward) else None
+    problem = SmallProblem.trace(func, arguments, RELATIVE_STEP, backward is None)
     if problem is None:
         return None
     check = SmallCheck(problem)
@@ -58,7 +55,7 @@ def small_check(
     try:
         with Stopwatch(check.seconds) if worth_it else nullcontext():
             if _values_pass(check, settings):
-                check.passes = _attributes_pass(check, settings, is_backward)
+                check.passes = _attributes_pass(check, settings, backward)
     except OUT_OF_MEMORY:
         return SmallCheck(problem)  # the complete check asks for less
     except BaseException as error:
@@ -88,15 +85,18 @@ def _values_pass(check: SmallCheck, settings: Settings) -> bool:
     return not settings.check_forward_ad or forward_agrees(check, settings)
 
 
-def _attributes_pass(check: SmallCheck, settings: Settings, is_backward: bool) -> bool:
-    """Whether batched derivatives agree and, if func is a backward, its gradients are the same without a graph."""
+def _attributes_pass(check: SmallCheck, settings: Settings, backward: Backward | None) -> bool:
+    """Whether batched derivatives agree and, if func is a backward, its gradients are the same without a graph.
+
+    Those are for negated grad_outputs: gradients that are kept by the address or identity of grad_output differ.
+    """
     problem = check.problem
     if settings.check_batched_forward_grad and not batched_tangents_agree(check, settings):
         return False
     if settings.check_backward_ad and settings.check_batched_grad:
         check.batched = batched_difference(problem.graph, problem.graph.outputs, settings)
         check.vjps += (BATCH + 1) * len(problem.outputs)
-    return check.batched is None and not (is_backward and not problem.is_same_unrecorded())
+    return check.batched is None and (backward is None or problem.negates_unrecorded(backward.count))
 
 
 def _rows_agree(check: SmallCheck, settings: Settings) -> bool:

@@ -141,6 +141,8 @@ def _jvps(check: SmallCheck, settings: Settings, made: _Directions) -> Tensor | 
     if changed is not None:
         check.jvp_moved = True
         return None
+    if check.problem.evaluator.modified_tangent >= 0:
+        return None
     check.tangents = made.rows, made.undefined, products
     check.domains_match = domains_match or not settings.check_grad_dtypes
     return products if check.domains_match else None

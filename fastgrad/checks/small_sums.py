@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 
@@ -210,7 +210,7 @@ def _all_vjps(
             check.moved = bool((beyond > 0).any()) and bool(beyond.isfinite().all())
             return None
     # A call of each graph may be wrong: this one is the tenth or so.
-    if problem.is_custom and not _repeat(check, settings, made, gradients, [REPEATED]):
+    if problem.is_custom and _repeat(check, settings, made, gradients, [REPEATED], run_again=[REPEATED]) is None:
         return None
     if not problem.is_custom and not _zeros_are_zero(check, settings):
         return None
@@ -226,11 +226,11 @@ def _same_as_early(
     # Some bits differ. The complete check decides about small differences, by rounding say.
     problem, sums = check.problem, plain.early.abs().sum(1).tolist()
     rounding = ROUNDING * problem.unit_roundoff * problem.m**0.5 * largest(early[0].nan_to_num(0.0, 0.0, 0.0))
-    allowed = [max(4 * settings.atol, rounding), 0.0]  # one-hot ones have nothing to add up
-    check.moved = any(
-        differ(again[row : row + 1], early[row : row + 1], own + settings.nondet_tol * total, False)
-        for row, (own, total) in enumerate(zip(allowed, sums, strict=False))
-    )
+    allowed = max(4 * settings.atol, rounding) + settings.nondet_tol * sums[0]
+    check.moved = differ(again[:1], early[:1], allowed, False)
+    if problem.is_custom:
+        close = torch.isclose(again[1], early[1], settings.rtol, settings.atol + settings.nondet_tol, equal_nan=True)
+        check.moved = check.moved or not bool(close.all())
     return False
 
 
@@ -261,26 +261,36 @@ def _same_on_third(
     if not check.problem.record_again():
         check.moved = True
         return None
-    if not _repeat(check, settings, made, gradients, [made.again, REPEATED]):
+    rounding = _repeat(check, settings, made, gradients, [made.again, REPEATED])
+    if rounding is None:
         return None
     what = "a dense and a one-hot grad_output"
-    check.certificates.append(repeated_calls_certificate(what, check.vjps, settings.nondet_tol))
+    check.certificates.append(repeated_calls_certificate(what, check.vjps, max(settings.nondet_tol, rounding)))
     return gradients if _zeros_are_zero(check, settings) else None
 
 
 def _repeat(
-    check: SmallCheck, settings: Settings, made: ScreeningGradOutputs, gradients: Tensor, order: list[int]
-) -> bool:
-    """Whether rows give the same gradients again."""
+    check: SmallCheck,
+    settings: Settings,
+    made: ScreeningGradOutputs,
+    gradients: Tensor,
+    order: list[int],
+    run_again: Sequence[int] = (),
+) -> float | None:
+    """The difference of gradients from those of the same rows before that counts as rounding; None: another gradient.
+
+    run_again: as in `first_moving`.
+    """
     again = SmallBackward(check.problem, check.vjps)
-    moving = first_moving(
+    moving, rounding = first_moving(
         again,
         settings,
         made.vectors,
         made.only,
-        gradients,
+        gradients.clone(),
         order,
         lambda row: settings.nondet_tol * float(made.vectors[row].abs().sum()),
+        run_again,
     )
     check.vjps, check.moved = again.vjps, moving is not None
-    return not check.moved
+    return None if check.moved else rounding

@@ -206,10 +206,10 @@ def _of_backward(failure: Failure, evidence: Evidence, settings: Settings) -> It
         yield _modified(evidence)
     else:
         yield from layout
-    yield from _of_sums(evidence)
+    yield from _of_terms(evidence)
 
 
-def _of_sums(evidence: Evidence) -> Iterator[Cause]:
+def _of_terms(evidence: Evidence) -> Iterator[Cause]:
     """Whether gradients for the terms of a grad_output add up to its gradient."""
     if evidence.added is not None and not evidence.added <= LEAST_DEVIATION:
         yield Cause(

@@ -302,7 +302,7 @@ class Hypotheses:
 
     def _gradient_with(self, block: Block, leaf: Tensor, v: Tensor) -> Tensor:
         """v^T J with respect to a tensor in place of an input: float64, shape (coordinates,)."""
-        output = self._problem.evaluate_with(block, leaf)[self._output.index]
+        output = self._problem.evaluate_with([block], [leaf])[self._output.index]
         own = v[self._output.slice]
         inputs = [native.InputBlock(leaf, 0, 0.0)]
         products, _ = native.vjp_coordinates(native.Graph((output,), (leaf,)), inputs, own.unsqueeze(0))

@@ -100,7 +100,7 @@ def obstacle(problem: Problem, eps: float) -> str | None:
     for block in problem.inputs:
         point = block.tensor.detach() + eps * block.step
         observed = _Observed(point)
-        evaluate = partial(problem.evaluate_with, block, point)
+        evaluate = partial(problem.evaluate_with, [block], [point])
         try:
             with torch.no_grad(), warnings.catch_warnings(), observed:
                 warnings.simplefilter("ignore")  # func's own were heard before
@@ -172,7 +172,7 @@ def _evaluated(problem: Problem, block: Block, first: int, count: int, eps: floa
     transformed = func.by_transforms() if isinstance(func, Backward) else nullcontext()
     with torch.no_grad(), transformed, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch's own: that it is slow, say; func's were heard before
-        found = torch.func.vmap(lambda point: problem.evaluate_with(block, point))(points)
+        found = torch.func.vmap(lambda point: problem.evaluate_with([block], [point]))(points)
     values = torch.empty(2 * count, problem.m, dtype=torch.float64, device=problem.device)
     for output, batch in zip(problem.outputs, found, strict=True):
         result = batch.detach()  # func may record by itself

@@ -335,10 +335,11 @@ class Evaluation:
             return values
         return self._flat(self._selected(self._evaluator.evaluate(record_graph)))
 
-    def evaluate_with(self, block: Block, tensor: Tensor) -> tuple[Tensor, ...]:
-        """The outputs of func with a tensor in place of an input."""
+    def evaluate_with(self, blocks: Sequence[Block], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The outputs of func with other tensors in place of some inputs."""
         self._recorded = None
-        arguments = tuple(tensor if value is block.tensor else value for value in self._arguments)
+        others = {id(block.tensor): tensor for block, tensor in zip(blocks, tensors, strict=True)}
+        arguments = tuple(others.get(id(value), value) for value in self._arguments)
         return self._selected(self._evaluator.evaluate_at(arguments))
 
     def base(self) -> Tensor:

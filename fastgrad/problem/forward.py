@@ -12,6 +12,7 @@ from torch import Tensor
 from fastgrad.core import native, torch_private
 from fastgrad.core.memory import raises_memory_error
 from fastgrad.core.phases import phase
+from fastgrad.problem.coordinates import Block
 from fastgrad.problem.evaluation import Evaluation
 from fastgrad.problem.validation import changed_message
 
@@ -102,6 +103,12 @@ class ForwardMode(Evaluation):
             _, output, found = changed
             raise AssertionError(changed_message(self.outputs[output], found, "evaluated again"))
         return products
+
+    @property
+    def modified_tangent(self) -> Block | None:
+        """The first input whose tangent a call of `jvps_of` changed."""
+        number = self._evaluator.modified_tangent
+        return self.inputs[number] if number >= 0 else None
 
     def jvp_coordinates(self, direction: Tensor) -> Tensor:
         """J u for one direction u, shape (n,): shape (m,)."""

@@ -248,8 +248,10 @@ _HEADLINES: dict[FailureKind, str] = {
     "undefined grad raises": "backward raises for an undefined grad_output",
     "undefined grad not zero": "the gradient of {input} is not zero for an undefined grad_output",
     "tangent dtype": "the jvp returns a complex tangent for a real output, or a real tangent for a complex output",
+    "modified tangent": "the jvp modifies the tangent of {input} in place",
     "undefined tangent": "the jvp does not treat an undefined tangent of {input} as zero",
     "recorded gradient": "the gradients differ between create_graph=True and create_graph=False",
+    "kept gradient": "the gradients differ between two grad_outputs with the same values",
     "batched raises": "{derivative} raises under vmap",
     "batched differs": "{derivative} gives different values under vmap",
 }
@@ -364,6 +366,8 @@ _NONLINEAR = "backward is not linear in grad_output"
 _DIFFERENT = {
     "ranks differ": "Different ranks give different values to the same tensor",
     "recorded gradient": "Backward gives different gradients with and without create_graph=True",
+    "kept gradient": "Backward keeps gradients by the address or identity of grad_output. Two tensors with the same "
+    "values give different ones",
 }
 
 
@@ -399,7 +403,7 @@ def key_phrase(report: ReportData, failure: Failure) -> str:
         case "nonlinear":
             what = "jvp is not linear in its tangent" if failure.mode == "forward" else _NONLINEAR
             return f"{what}: {failure.detail}."
-        case "ranks differ" | "recorded gradient":
+        case "ranks differ" | "recorded gradient" | "kept gradient":
             return f"{_DIFFERENT[failure.kind]}: {failure.detail}."
         case "not multiplied by grad_output":
             return (
@@ -417,19 +421,28 @@ def key_phrase(report: ReportData, failure: Failure) -> str:
                 "Expected all input grads to be undefined or zero when all output grads are undefined or zero, but the "
                 f"gradient of {input_} is not. {_UNDEFINED_NOTE}"
             )
-        case "tangent dtype":
-            return "Forward AD gradient has dtype mismatch: only one of the tangent and its output is complex."
-        case "undefined tangent":
-            return (
-                f"Mismatch in tangent values for output with index: {failure.output} when the tangent of {input_} is "
-                f"undefined, which stands for zero: {failure.detail}."
-            )
+        case "tangent dtype" | "modified tangent" | "undefined tangent":
+            return _tangent_phrase(failure)
         case "beyond rounding" | "biased" | "not finite":
             return _rounding_phrase(failure, report.precision)
         case "batched raises":
             return f"While computing batched gradients, got: {failure.detail}\n\n{_batched_note(failure)}"
         case "batched differs":
             return f"For {output} and {input_}:\n\n{_batched_note(failure)}\n\n{failure.detail}"
+
+
+def _tangent_phrase(failure: Failure) -> str:
+    if failure.kind == "tangent dtype":
+        return "Forward AD gradient has dtype mismatch: only one of the tangent and its output is complex."
+    if failure.kind == "modified tangent":
+        return (
+            f"Mismatch in tangent values of input {failure.input} before and after a call of the jvp. Other operators "
+            "that use this tangent get a wrong one."
+        )
+    return (
+        f"Mismatch in tangent values for output with index: {failure.output} when the tangent of input {failure.input} "
+        f"is undefined, which stands for zero: {failure.detail}."
+    )
 
 
 def _mismatch_phrase(failure: Failure) -> str:

@@ -172,6 +172,18 @@ def by_inputs(
         yield settings.of(block.index), left.narrow(*within), right.narrow(*within)
 
 
+def gradients_agree(inputs: Sequence[Block], settings: Settings, left: Tensor, right: Tensor, of_rows: bool) -> bool:
+    """Whether VJPs on two graphs, shape (count, n), agree within the tolerances of entries.
+
+    func may have rounded its values otherwise for the second graph. of_rows: whether they are rows of the Jacobian;
+    rtol does not apply to sums of rows.
+    """
+    return all(
+        bool(torch.isclose(a, b, own.rtol if of_rows else 0.0, own.atol, equal_nan=True).all())
+        for own, a, b in by_inputs(inputs, settings, left, right)
+    )
+
+
 def moving_row(problem: Problem, settings: Settings, rows_per_block: int) -> Failure | None:
     """Two runs of each row that was run once only: the first that moves by more than nondet_tol."""
     for output in problem.outputs:

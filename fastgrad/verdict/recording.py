@@ -1,12 +1,16 @@
-"""Whether gradients that are recorded, for a second derivative, are those that are not."""
+"""Whether gradients of a backward depend on what they must not: on recording, or on the tensor that grad_output is."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
+from fastgrad.core.native import flattened, ops
+from fastgrad.core.random import NEW_GRAD_OUTPUT_STREAM, direction
 from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.problem import Problem
-from fastgrad.report.failure import Failure
+from fastgrad.problem.second_order import Backward
+from fastgrad.report.failure import Failure, FailureKind
 from fastgrad.report.settings import Settings
 
 
@@ -15,18 +19,48 @@ def check_recorded_gradients(problem: Problem, settings: Settings) -> Failure | 
 
     Training uses those without, and a second derivative is that of those with.
     """
-    recorded, plain = problem.base(), problem.base_without_graph()
-    if torch.equal(recorded, plain):
+    return _difference(
+        problem, settings, "recorded gradient", "with it", problem.base(), "without", problem.base_without_graph()
+    )
+
+
+def check_new_grad_outputs(problem: Problem, settings: Settings, backward: Backward) -> Failure | None:
+    """The gradients of a backward for grad_outputs that are moved in place, and for new tensors with these values.
+
+    They differ if gradients are kept by the address or identity of grad_output. Differences of such a backward vanish,
+    because they move grad_outputs in place. Not asked if the caller gave grad_outputs: func may refer to these.
+    """
+    blocks = [block for block in problem.inputs if block.position >= backward.count]
+    if backward.made == "given" or not blocks:
         return None
-    difference = (recorded - plain).abs()
-    allowed = settings.atol + settings.nondet_tol + settings.rtol * plain.abs()
-    wrong = ~((difference <= allowed) | (recorded == plain) | (recorded.isnan() & plain.isnan()))
+    displacement = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
+    new = []
+    for block in blocks:
+        own = direction(block.size, settings.seed, NEW_GRAD_OUTPUT_STREAM, block.first, device=problem.device)
+        displacement[block.slice] = own
+        tensor = torch.empty_like(block.tensor.detach())
+        ops.unflatten_(tensor, problem.coordinates()[block.slice] + own)
+        new.append(tensor)
+    moved = problem.evaluate(True, displacement)
+    found = problem.evaluate_with(blocks, new)
+    return _difference(problem, settings, "kept gradient", "for one", moved, "for the other", flattened(list(found)))
+
+
+def _difference(
+    problem: Problem, settings: Settings, kind: FailureKind, first: str, left: Tensor, second: str, right: Tensor
+) -> Failure | None:
+    """The failure of two sets of gradients, float64, shape (m,), that differ by more than their tolerances."""
+    if torch.equal(left, right):
+        return None
+    difference = (left - right).abs()
+    allowed = settings.atol + settings.nondet_tol + settings.rtol * right.abs()
+    wrong = ~((difference <= allowed) | (left == right) | (left.isnan() & right.isnan()))
     if not bool(wrong.any()):
         return None
     worst = int(torch.where(wrong, difference.nan_to_num(torch.inf), -1.0).argmax())
     output = block_with(problem.outputs, worst)
     detail = (
-        f"{recorded[worst].item():.6g} with it, {plain[worst].item():.6g} without, in output {output.index} of the "
+        f"{left[worst].item():.6g} {first}, {right[worst].item():.6g} {second}, in output {output.index} of the "
         f"backward, at the worst of {int(wrong.sum())} elements"
     )
-    return Failure("recorded gradient", output=output.index, output_position=output.position, detail=detail)
+    return Failure(kind, output=output.index, output_position=output.position, detail=detail)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -22,7 +22,7 @@ from fastgrad.report.data import Certificate
 from fastgrad.report.failure import Failure
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.comparison import tolerances
-from fastgrad.verdict.linearity import by_inputs, linearity_cotangents, nondeterministic
+from fastgrad.verdict.linearity import by_inputs, gradients_agree, linearity_cotangents, nondeterministic
 
 FIRST_PRODUCT, LAST_PRODUCT = GAPPED, SPARSE
 """Kinds of cotangents, all contiguous here, that are run before and after the rows: a product of all rows, and of few.
@@ -79,7 +79,7 @@ class RepeatedCalls:
         self._summed: _SummedProducts | None = None
         self._last = 0
         self._known: Tensor | None = None
-        self._product_tolerance = 0.0
+        self._product_tolerance = self._rounding = 0.0
         self._is_needed = problem.is_custom and problem.m > 0
         if not self._is_needed:
             return
@@ -183,13 +183,15 @@ class RepeatedCalls:
             if other or not 0 <= which < count:
                 continue
             known = gradient[None, start : start + block.analytical.shape[1]]
-            if differ(block.analytical[which : which + 1], known, self._settings.nondet_tol, False):
+            own = self._settings.of(block.input.index)
+            allowed = own.atol + self._settings.nondet_tol
+            if not torch.isclose(block.analytical[which : which + 1], known, own.rtol, allowed, equal_nan=True).all():
                 self._moved = block.output
 
     def see_all(self, jacobian: Tensor) -> None:
         """Compares all rows with those of a whole Jacobian, float64, shape (m, n), that was run meanwhile."""
         for row, known in self.rows.items():
-            if self._moves(jacobian[row : row + 1], known[None], self._settings.nondet_tol):
+            if not gradients_agree(self._problem.inputs, self._settings, jacobian[row : row + 1], known[None], True):
                 self._moved = block_with(self._problem.outputs, row)
 
     @phase("repeated calls")
@@ -225,7 +227,7 @@ class RepeatedCalls:
     def _first_moved(self, known: Tensor, order: list[int]) -> Block | None:
         """The output of the first call in this order that gives another gradient."""
         if self._at_once == len(self._calls):
-            return first_moving(
+            moving, self._rounding = first_moving(
                 self._problem,
                 self._settings,
                 self._cotangents(self._calls),
@@ -234,9 +236,10 @@ class RepeatedCalls:
                 order,
                 partial(self._tolerance, known),
             )
-        for call in order:
+            return moving
+        for number, call in enumerate(order):
             within, tolerance = slice(call, call + 1), self._tolerance(known, call)
-            moving = first_moving(
+            moving, rounding = first_moving(
                 self._problem,
                 self._settings,
                 self._cotangents(range(call, call + 1)),
@@ -244,7 +247,9 @@ class RepeatedCalls:
                 known[within],
                 [0],
                 {0: tolerance}.__getitem__,
+                run_again=[0] if call in order[:number] else [],
             )
+            self._rounding = max(self._rounding, rounding)
             if moving is not None:
                 return moving
         return None
@@ -262,7 +267,8 @@ class RepeatedCalls:
         if not self._last:
             return []
         what = "the only row" if self._problem.m == 1 else f"{len(self._rows)} rows and two products"
-        return [repeated_calls_certificate(what, self._last, max(self._settings.nondet_tol, self._product_tolerance))]
+        tolerance = max(self._settings.nondet_tol, self._product_tolerance, self._rounding)
+        return [repeated_calls_certificate(what, self._last, tolerance)]
 
     def _sum_moves(self, summed: _SummedProducts) -> bool:
         """Whether one of the VJPs that were not compared with rows was wrong by the allclose rule."""
@@ -273,9 +279,6 @@ class RepeatedCalls:
         # Values that are not finite must be so again, whatever the largest size allows.
         close = ((again - gradient).abs() <= allowed) & again.isfinite() & gradient.isfinite()
         return not bool((close | (again == gradient) | (again.isnan() & gradient.isnan())).all())
-
-    def _moves(self, again: Tensor, gradient: Tensor, tolerance: float) -> bool:
-        return _moves(self._problem, self._settings, again, gradient, tolerance)
 
 
 def repeated_calls_certificate(what: str, last: int, tolerance: float) -> Certificate:
@@ -292,19 +295,34 @@ def first_moving(
     known: Tensor,
     order: Sequence[int],
     tolerance: Callable[[int], float],
-) -> Block | None:
-    """Runs VJPs of rows of cotangents in order; the output of the first one that gives another gradient than before.
+    run_again: Collection[int] = (),
+) -> tuple[Block | None, float]:
+    """Runs VJPs of rows of cotangents in order, up to the first one that gives another gradient than before.
 
-    cotangents, only, order, known: as in `Problem.first_other_vjp`. tolerance: per row, of a gradient.
+    Returns the output of that one, and the largest difference from `known` that counted as rounding.
+
+    cotangents, only, order: as in `Problem.first_other_vjp`. tolerance: per row, of a gradient.
+    known: the gradients, shape (rows, n). If they are those of another graph, whose values func may have rounded
+    otherwise, the first VJP of a row may differ from them as entries may. It then takes their place.
+    run_again: rows whose gradients are those of the same graph.
     """
     done = 0
+    of_this_graph = set(run_again)
+    rounding = 0.0
     while done < len(order):
         run, other = problem.first_other_vjp(cotangents, only, order[done:], known)
+        of_this_graph.update(order[done : done + run - 1])
         done += run
         row = order[done - 1]
-        if other is not None and _moves(problem, settings, other, known[row : row + 1], tolerance(row)):
-            return problem.outputs[max(0, only[row])]
-    return None
+        before = known[row : row + 1]
+        if other is not None and _moves(problem, settings, other, before, tolerance(row)):
+            is_row = int(cotangents[row].count_nonzero()) == 1
+            if row in of_this_graph or not gradients_agree(problem.inputs, settings, other, before, is_row):
+                return problem.outputs[max(0, only[row])], rounding
+            rounding = max(rounding, largest((other - before).nan_to_num(0.0, 0.0, 0.0)))
+            before.copy_(other)
+        of_this_graph.add(row)
+    return None, rounding
 
 
 def _moves(

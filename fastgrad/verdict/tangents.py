@@ -25,6 +25,11 @@ def nondeterministic_jvp(output: Block, detail: str) -> Failure:
     return Failure("nondeterministic", output.index, None, output.position, mode="forward", detail=detail)
 
 
+def modified_tangent(block: Block) -> Failure:
+    """That a jvp changes the tangent of an input: what func computes from it afterwards is wrong."""
+    return Failure("modified tangent", input=block.index, input_position=block.position, mode="forward")
+
+
 LINEAR_JVP = "jvp is linear in its tangent", "J u against the JVP of u, 2 tangents: dense, half of it zero"
 """The claim and the method of a `TangentLinearityTest`'s certificate."""
 

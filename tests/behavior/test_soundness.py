@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -737,3 +738,97 @@ def test_tangents_that_are_kept_by_the_identity_or_address_of_a_tangent(
 
     x = torch.randn(n, dtype=torch.float64, requires_grad=True)
     assert not fastgrad.gradcheck(KeepsTangents.apply, (x,), check_forward_ad=True, raise_exception=False, **keywords)
+
+
+@pytest.mark.parametrize("fast_mode", [False, True])
+@pytest.mark.parametrize("n", [1, 3, 40, 600])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@pytest.mark.parametrize("key", [Tensor.data_ptr, id])
+def test_gradients_of_a_grad_output_that_is_kept_by_its_identity_fail(
+    key: Callable[[Tensor], int], dtype: torch.dtype, n: int, fast_mode: bool
+) -> None:
+    """Differences and gradients with respect to grad_output are both zero: only another tensor shows it."""
+    kept: dict[int, Tensor] = {}
+
+    def backward(g: Tensor, x: Tensor) -> Tensor:
+        return 2 * x.conj() * kept.setdefault(key(g), g.detach().clone())
+
+    x = torch.randn(n, dtype=dtype, generator=torch.Generator().manual_seed(n)).requires_grad_()
+    report = fastgrad.check(custom(torch.square, backward), x, order=2, fast_mode=fast_mode)
+    assert report.failure is not None
+    right = custom(torch.square, lambda g, x: 2 * x.conj() * g)
+    assert fastgrad.check(right, x, order=2, fast_mode=fast_mode).passed
+
+
+@pytest.mark.parametrize("keywords", [{}, {"fast_mode": True}, {"check_undefined_grad": False}], ids=str)
+@pytest.mark.parametrize("n", [1, 3, 400])
+@pytest.mark.parametrize("change", [lambda t: t.mul_(3), lambda t: t.zero_(), lambda t: t.data.mul_(2)])
+def test_a_jvp_that_modifies_its_tangent_fails(
+    change: Callable[[Tensor], Tensor], n: int, keywords: dict[str, Any]
+) -> None:
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(x: Tensor, y: Tensor) -> Tensor:
+            return x * y
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+            ctx.save_for_forward(*inputs)
+
+        @staticmethod
+        def jvp(ctx: Any, x_tangent: Tensor, y_tangent: Tensor) -> Tensor:
+            x, y = ctx.saved_tensors
+            result = x_tangent * y + x * y_tangent
+            if is_wrong:
+                change(y_tangent)
+            return result
+
+    x, y = (torch.randn(n, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    forward = {"check_forward_ad": True, "check_backward_ad": False} | keywords
+    for is_wrong in (True, False):
+        report = fastgrad.check(Product.apply, (x, y), **forward)
+        assert report.passed is not is_wrong
+    is_wrong = True
+    report = fastgrad.check(Product.apply, (x, y), **forward)
+    assert report.failure is not None
+    assert report.failure.kind == "modified tangent"
+    assert "modifies the tangent of" in str(report)
+
+
+@pytest.mark.parametrize("second_order", [False, True])
+@pytest.mark.parametrize("fast_mode", [False, True])
+def test_an_empty_output_before_one_with_a_single_element(fast_mode: bool, second_order: bool) -> None:
+    empty, one = (torch.randn(n, dtype=torch.float64, requires_grad=True) for n in (0, 1))
+    checker = fastgrad.gradgradcheck if second_order else fastgrad.gradcheck
+    torchs = torch.autograd.gradgradcheck if second_order else torch.autograd.gradcheck
+    for check in (checker, torchs):
+        assert check(lambda x, y: (x * 2, y * y), (empty, one), fast_mode=fast_mode)
+    assert checker(lambda x, y: x.sum() * y.sum(), (empty, one), fast_mode=fast_mode)
+    wrong = custom(torch.square, lambda g, x: (3 * x * g).detach())
+    assert not checker(lambda x, y: (x * 2, wrong(y)), (empty, one), fast_mode=fast_mode, raise_exception=False)
+
+
+@pytest.mark.parametrize("fast_mode", [False, True])
+@pytest.mark.parametrize("n", [2, 9, 40])
+@pytest.mark.parametrize("noise", [1e-15, 1e-13])
+def test_a_backward_that_rounds_otherwise_in_each_call_is_not_accused(noise: float, n: int, fast_mode: bool) -> None:
+    """As with atomic additions in another order. Runs of the same graph must still agree bit by bit, as in torch."""
+    generator = random.Random(n)
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, g: Tensor) -> Tensor:
+            ctx.save_for_backward(x, g)
+            return 2 * x * g
+
+        @staticmethod
+        def backward(ctx: Any, h: Tensor) -> tuple[Tensor, Tensor]:
+            x, g = ctx.saved_tensors
+            return 2 * h * g, 2 * x * h
+
+    rounded = custom(torch.square, lambda g, x: Product.apply(x, g) * (1 + noise * generator.random()))
+    x = torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(n)).requires_grad_()
+    assert torch.autograd.gradgradcheck(rounded, x, fast_mode=fast_mode)
+    assert fastgrad.gradgradcheck(rounded, x, fast_mode=fast_mode)
+    varying = custom(torch.square, lambda g, x: 2 * x * g * (1 + noise * generator.random()))
+    assert not fastgrad.gradcheck(varying, x, fast_mode=fast_mode, raise_exception=False)

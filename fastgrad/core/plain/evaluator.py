@@ -201,6 +201,7 @@ class Evaluator:
         self._size = sum(block.size for block in self._blocks)
         self.evaluations = 0
         self.mutates_inputs = False
+        self.modified_tangent = -1
         self.records_differences = True
 
     def _versions(self) -> list[int]:
@@ -448,15 +449,24 @@ class Evaluator:
             )
         domains_match, tangents = True, dict[int, Tensor]()
         for k, (direction, product) in enumerate(zip(directions, products, strict=True)):
-            duals = self._dual_arguments(direction, undefined[k] if undefined else -1, tangents)
-            changed, match = _visit_tangents(self.evaluate_at(duals), outputs, product)
+            given: list[tuple[int, Tensor, Tensor]] = []
+            duals = self._dual_arguments(direction, undefined[k] if undefined else -1, tangents, given)
+            result = self.evaluate_at(duals)
+            if self.modified_tangent < 0 and not self.mutates_inputs:
+                self.modified_tangent = next((b for b, now, values in given if not torch.equal(now, values)), -1)
+            changed, match = _visit_tangents(result, outputs, product)
             domains_match = domains_match and match
             if changed:
                 return (k, *changed), domains_match
         return None, domains_match
 
-    def _dual_arguments(self, direction: Tensor, undefined: int, tangents: dict[int, Tensor]) -> tuple[Any, ...]:
-        """Arguments with tangents; tangents: those of the last call, by input, which are reused."""
+    def _dual_arguments(
+        self, direction: Tensor, undefined: int, tangents: dict[int, Tensor], given: list[tuple[int, Tensor, Tensor]]
+    ) -> tuple[Any, ...]:
+        """Arguments with tangents; tangents: those of the last call, by input, which are reused.
+
+        Adds to `given` the number of the input, the tangent that func gets, and a copy of it.
+        """
         duals = {}
         for b, block in enumerate(self._blocks):
             dual = block.argument.detach()
@@ -464,6 +474,9 @@ class Evaluator:
                 tangents[b] = reused(tangents.get(b), torch.empty_like(dual))
                 ops.unflatten_(tangents[b], direction[block.first : block.first + block.size])
                 dual = make_dual(dual, tangents[b])
+                inside = tangent_of(dual)  # a copy, if the input is a view
+                if inside is not None:
+                    given.append((b, inside, inside.clone()))
             duals[id(block.argument)] = dual
         return tuple(duals.get(id(value), value) for value in self._arguments)
 
