@@ -96,9 +96,7 @@ PYBIND11_MODULE(_C, module) {
       .def_property("mutates_inputs", &Evaluator::mutates_inputs, &Evaluator::set_mutates_inputs)
       .def_property("records_differences", &Evaluator::records_differences, &Evaluator::set_records_differences);
   py::class_<Graph>(module, "Graph")
-      .def(
-          py::init<std::vector<at::Tensor>, std::vector<at::Tensor>, bool>(), py::arg("outputs"), py::arg("inputs"),
-          py::arg("is_tried") = false)
+      .def(py::init<std::vector<at::Tensor>, std::vector<at::Tensor>>(), py::arg("outputs"), py::arg("inputs"))
       .def("vjp", torch::wrap_pybind_function(&vjp_of_all))
       .def_property_readonly("inputs", &Graph::inputs)
       .def_property_readonly("outputs", &Graph::outputs)

@@ -13,13 +13,12 @@
 namespace fastgrad {
 
 // Computes vjp(outputs, inputs, cotangents, false) repeatedly. The engine computes the first VJP, and so do direct
-// calls of the nodes. If both agree bit for bit, and the nodes take no longer, later VJPs call only the nodes, in the
-// engine's order. The engine runs all VJPs of a graph with custom Functions or hooks, of more than a few nodes, or
-// with anything but plain CPU tensors, and those for which a node raises.
+// calls of the nodes. If both agree bit for bit, later VJPs, and all VJPs of graphs with the same nodes and edges, call
+// only the nodes, in the engine's order. The engine runs all VJPs of a graph with custom Functions or hooks, of more
+// than a few nodes, or with anything but plain CPU tensors, and those for which a node raises.
 class GraphRunner {
  public:
-  // is_tried: a graph of the same function was tried before.
-  GraphRunner(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs, bool is_tried);
+  GraphRunner(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs);
 
   // Whether later VJPs call the nodes alone.
   bool bypasses_engine() const { return state_ == State::nodes; }
@@ -42,6 +41,9 @@ class GraphRunner {
 
   bool find_steps();
 
+  // The types of the nodes and the edges between them, outputs and inputs.
+  std::vector<uint64_t> structure() const;
+
   // The results of the nodes; an undefined cotangent is passed on as such.
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& cotangents) const;
 
@@ -49,7 +51,6 @@ class GraphRunner {
   std::optional<std::vector<at::Tensor>> try_run(const std::vector<at::Tensor>& cotangents);
 
   State state_ = State::untried;
-  bool is_tried_;
   std::vector<at::Tensor> outputs_, inputs_;
   torch::autograd::edge_list roots_;
   std::vector<Step> steps_;                              // each after all that it gets gradients from
@@ -59,8 +60,7 @@ class GraphRunner {
 // The graph behind some outputs, for VJPs of all of them and of each alone with respect to some inputs.
 class Graph {
  public:
-  // is_tried: as in GraphRunner.
-  Graph(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs, bool is_tried);
+  Graph(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs);
 
   // Refuses numbers of outputs that do not exist.
   GraphRunner& all() { return get(-1); }
@@ -73,7 +73,6 @@ class Graph {
   GraphRunner& get(int64_t which);
 
   std::vector<at::Tensor> outputs_, inputs_;
-  bool is_tried_;
   std::map<int64_t, GraphRunner> runners_;  // by output; -1: all
 };
 

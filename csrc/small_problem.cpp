@@ -184,7 +184,7 @@ bool SmallProblem::take_outputs() {
     return false;
   }
   is_custom_ = !runs_no_custom_code(outputs, inputs);
-  graph_ = std::make_unique<Graph>(std::move(outputs), std::move(inputs), /*is_tried=*/false);
+  graph_ = std::make_unique<Graph>(std::move(outputs), std::move(inputs));
   return true;
 }
 
@@ -211,7 +211,7 @@ bool SmallProblem::record_again() {
     }
     outputs.push_back(THPVariable_Unpack(value));
   }
-  graph_ = std::make_unique<Graph>(std::move(outputs), arguments_of(blocks_), /*is_tried=*/true);
+  graph_ = std::make_unique<Graph>(std::move(outputs), arguments_of(blocks_));
   return true;
 }
 

@@ -94,7 +94,7 @@ UnrecordedBackward::Forward UnrecordedBackward::forward(
     const BelowAutograd guard;
     values.push_back(input.clone());
   }
-  return {Graph(std::move(outputs), inputs, bypasses_engine_), inputs, std::move(values)};
+  return {Graph(std::move(outputs), inputs), inputs, std::move(values)};
 }
 
 std::vector<at::Tensor> UnrecordedBackward::call(const py::tuple& arguments) {
@@ -125,7 +125,6 @@ std::vector<at::Tensor> UnrecordedBackward::call(const py::tuple& arguments) {
     kept_ = forward(given, grad_outputs, inputs);
   }
   std::vector<at::Tensor> gradients = kept_->graph.all().vjp(cotangents);
-  bypasses_engine_ = kept_->graph.all().bypasses_engine();
   if (is_kept && !reuses_) {
     std::vector<at::Tensor> again = forward(given, grad_outputs, inputs).graph.all().vjp(cotangents);
     reuses_ = std::equal(

@@ -43,7 +43,6 @@ class UnrecordedBackward {
   int64_t count_;
   std::vector<int64_t> inputs_, grad_outputs_;
   bool record_;
-  bool bypasses_engine_ = false;
   std::optional<bool> reuses_;  // nothing: not tried yet
   std::optional<Forward> kept_;
 };

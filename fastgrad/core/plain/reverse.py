@@ -95,7 +95,7 @@ class Graph:
 
     bypasses_engine = False
 
-    def __init__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], is_tried: bool = False) -> None:
+    def __init__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         self.outputs, self.inputs = list(outputs), list(inputs)
 
     def vjp(self, cotangents: Sequence[Tensor | None]) -> Gradients:
