@@ -13,6 +13,7 @@
 #include <ATen/ops/_add_batch_dim.h>
 #include <ATen/ops/_make_dual.h>
 #include <ATen/ops/_remove_batch_dim.h>
+#include <ATen/ops/allclose.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
@@ -41,6 +42,13 @@ std::optional<std::pair<int64_t, py::object>> visit_tangents(
     domains_match = domains_match && tangent.is_complex() == outputs[o].like.is_complex();
     flatten_(segment, with_domain_of(outputs[o].like, tangent));
   });
+}
+
+// Whether all values are equal; a NaN, which is the tangent of an infinite input, equals a NaN.
+bool are_same(const at::Tensor& left, const at::Tensor& right) {
+  return have_equal_values(left, right) ||
+         (left.sizes() == right.sizes() && left.scalar_type() == right.scalar_type() &&
+          at::allclose(real_coordinates(left), real_coordinates(right), /*rtol=*/0, /*atol=*/0, /*equal_nan=*/true));
 }
 
 }  // namespace
@@ -130,7 +138,7 @@ std::tuple<std::optional<Changed>, bool> Evaluator::jvps(
     const py::object result = evaluate_at(dual_arguments(tangent_of, &given));
     for (const GivenTangent& one : given) {
       const BelowAutograd guard;
-      if (modified_tangent_ < 0 && !mutates_inputs_ && !have_equal_values(one.tangent, one.values)) {
+      if (modified_tangent_ < 0 && !mutates_inputs_ && !are_same(one.tangent, one.values)) {
         modified_tangent_ = one.input;
       }
     }

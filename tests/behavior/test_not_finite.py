@@ -181,3 +181,11 @@ def test_the_first_wrong_entries_decide() -> None:
     x = torch.linspace(0.1, 1, n, dtype=torch.float64).requires_grad_()
     report = fastgrad.check(lambda v: 1.5 * v.sin() - 0.5 * v.sin().detach(), x, engine="dense")
     assert report.evaluations <= 2 * n + 3 * 50
+
+
+@pytest.mark.parametrize("fast_mode", [False, True])
+@pytest.mark.parametrize("undefined", [False, True])
+def test_the_tangent_of_an_infinite_input_is_not_modified(fast_mode: bool, undefined: bool) -> None:
+    x = torch.tensor([[0.3, -torch.inf, 0.7], [-0.2, 0.4, -torch.inf]], dtype=torch.float64, requires_grad=True)
+    forward = {"check_forward_ad": True, "check_backward_ad": False, "check_undefined_grad": undefined}
+    assert fastgrad.gradcheck(lambda x: x.softmax(-1), x, **forward, fast_mode=fast_mode)

@@ -453,7 +453,7 @@ class Evaluator:
             duals = self._dual_arguments(direction, undefined[k] if undefined else -1, tangents, given)
             result = self.evaluate_at(duals)
             if self.modified_tangent < 0 and not self.mutates_inputs:
-                self.modified_tangent = next((b for b, now, values in given if not torch.equal(now, values)), -1)
+                self.modified_tangent = next((b for b, now, values in given if not _are_same(now, values)), -1)
             changed, match = _visit_tangents(result, outputs, product)
             domains_match = domains_match and match
             if changed:
@@ -479,6 +479,11 @@ class Evaluator:
                     given.append((b, inside, inside.clone()))
             duals[id(block.argument)] = dual
         return tuple(duals.get(id(value), value) for value in self._arguments)
+
+
+def _are_same(left: Tensor, right: Tensor) -> bool:
+    """Whether all values are equal; a NaN, which is the tangent of an infinite input, equals a NaN."""
+    return left.shape == right.shape and torch.allclose(left, right, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def reused(last: Tensor | None, new: Tensor) -> Tensor:
