@@ -17,6 +17,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <limits>
 #include <utility>
 
@@ -369,7 +370,7 @@ std::vector<double> SmallProblem::ulps() const {
   return std::vector<double>(specs_.size(), std::numeric_limits<double>::epsilon());
 }
 
-bool SmallProblem::negates_unrecorded(int64_t first) const {
+bool SmallProblem::negates_unrecorded(int64_t first, double rounding) const {
   TORCH_CHECK(base_.defined(), "negates_unrecorded: the values of the first evaluation were not kept");
   const at::Tensor displacement = at::zeros({n_}, base_.options());
   bool negated = false;
@@ -384,7 +385,15 @@ bool SmallProblem::negates_unrecorded(int64_t first) const {
   if (evaluator_->values_along(displacement, {1.0}, {values}, specs_, /*record_graph=*/false)) {
     return false;
   }
-  return at::equal(values, negated ? -base_ : base_);
+  const auto* const now = values.const_data_ptr<double>();
+  const auto* const before = base_.const_data_ptr<double>();
+  double largest = 0;
+  for (int64_t i = 0; i < m_; ++i) {
+    largest = std::max(largest, std::abs(before[i]));
+  }
+  const double sign = negated ? -1 : 1;
+  return std::equal(
+      now, now + m_, before, [=](double a, double b) { return std::abs(a - sign * b) <= rounding * largest; });
 }
 
 }  // namespace fastgrad

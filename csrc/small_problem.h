@@ -100,9 +100,10 @@ class SmallProblem {
       const at::Tensor& tangents, const at::Tensor& columns, double atol, double rtol) const;
 
   // Whether func without a graph, and with its arguments number first, first + 1, ... negated in place, returns the
-  // values of the first evaluation, negated if there are such arguments, bit by bit. One evaluation. Those values are
-  // kept where records_differences is false, and only then can this be asked.
-  bool negates_unrecorded(int64_t first) const;
+  // values of the first evaluation, negated if there are such arguments. Differences of up to `rounding` times the
+  // largest value do not count. One evaluation. Those values are kept where records_differences is false, and only then
+  // can this be asked.
+  bool negates_unrecorded(int64_t first, double rounding) const;
 
  private:
   bool take_outputs();

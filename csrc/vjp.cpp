@@ -155,6 +155,10 @@ std::vector<at::Tensor> with_undefined_grads(const std::vector<at::Tensor>& outp
 bool is_plain_zero(const at::Tensor& gradient, const at::Tensor& input) {
   // Up to this number, testing elements one by one takes less time than an operator, or not much more.
   constexpr int64_t most = 1 << 14;
+  if (gradient._is_zerotensor()) {
+    return gradient.scalar_type() == input.scalar_type() && gradient.device() == input.device() &&
+           gradient.sizes() == input.sizes();
+  }
   if (gradient.is_conj() || gradient.is_neg()) {
     if (gradient.layout() != at::kStrided || !gradient.is_cpu() ||
         bytes_reached(gradient) > static_cast<int64_t>(gradient.storage().nbytes())) {

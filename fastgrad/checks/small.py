@@ -24,7 +24,7 @@ from fastgrad.core.errors import as_raised, raise_unless_of_func
 from fastgrad.core.memory import OUT_OF_MEMORY
 from fastgrad.core.native import SmallProblem, WholeBackward
 from fastgrad.core.phases import TIMED_COLUMNS, TIMED_SECONDS, Stopwatch, phase
-from fastgrad.core.precision import relative_step
+from fastgrad.core.precision import ROUNDING, relative_step
 from fastgrad.engines.blocks import MOST_AT_ONCE
 from fastgrad.engines.plan import is_one_block, looks_first, sketches
 from fastgrad.problem.arguments import refuse_function_class
@@ -96,7 +96,8 @@ def _attributes_pass(check: SmallCheck, settings: Settings, backward: Backward |
     if settings.check_backward_ad and settings.check_batched_grad:
         check.batched = batched_difference(problem.graph, problem.graph.outputs, settings)
         check.vjps += (BATCH + 1) * len(problem.outputs)
-    return check.batched is None and (backward is None or problem.negates_unrecorded(backward.count))
+    rounding = ROUNDING * problem.unit_roundoff
+    return check.batched is None and (backward is None or problem.negates_unrecorded(backward.count, rounding))
 
 
 def _rows_agree(check: SmallCheck, settings: Settings) -> bool:

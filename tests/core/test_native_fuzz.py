@@ -250,7 +250,7 @@ class Scene:
             "SmallProblem.vjps": (small.vjps, (f64(2, 5), [1, 2], [-1, 1])),
             "SmallProblem.are_zeros_zero": (small.are_zeros_zero, (True,)),
             "SmallProblem.screening_derivatives": (self.small_screening, self.along_arguments(2)[:1]),
-            "SmallProblem.negates_unrecorded": (small.negates_unrecorded, (1,)),
+            "SmallProblem.negates_unrecorded": (small.negates_unrecorded, (1, 1e-14)),
             "SmallProblem.release": (self.small_released, whole),
             "Groups": (self.groups_used, groups_arguments()),
             "InputBlock": (self.block_used, block_arguments()),
@@ -357,7 +357,7 @@ class Scene:
         if small is not None and small.is_plain:
             small.are_zeros_zero(True)
             small.difference_columns(1e-6)
-            small.negates_unrecorded(1)
+            small.negates_unrecorded(1, 1e-14)
 
     def groups_used(self, *given: Any) -> None:
         self.groups_used_in(native.Groups(*given))
