@@ -210,7 +210,7 @@ std::optional<std::vector<at::Tensor>> GraphRunner::try_run(const std::vector<at
 
 std::vector<at::Tensor> GraphRunner::vjp(const std::vector<at::Tensor>& cotangents) {
   static std::set<std::vector<uint64_t>> known_structures;  // read and written with the GIL held
-  constexpr size_t most_structures = 10000;                 // a kilobyte each, at most a few
+  constexpr size_t most_structures = 10000;                 // of up to some kilobytes each
   std::vector<uint64_t> own;
   if (state_ == State::untried) {
     if (find_steps()) {
