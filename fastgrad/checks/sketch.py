@@ -490,7 +490,8 @@ def _moves(settings: Settings, gradient: Tensor, earlier: Tensor) -> bool:
 
     Not tested if nondet_tol allows differences.
     """
-    return not settings.nondet_tol and differ(gradient[None], earlier[None], settings.atol, False)
+    atol = min(own.atol for own in settings.inputs or (settings,))
+    return not settings.nondet_tol and differ(gradient[None], earlier[None], atol, False)
 
 
 class _Search:
