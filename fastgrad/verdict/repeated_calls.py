@@ -182,17 +182,21 @@ class RepeatedCalls:
             which, other = divmod(row - first, width)
             if other or not 0 <= which < count:
                 continue
-            known = gradient[None, start : start + block.analytical.shape[1]]
+            known, again = (
+                gradient[None, start : start + block.analytical.shape[1]],
+                block.analytical[which : which + 1],
+            )
             own = self._settings.of(block.input.index)
-            allowed = own.atol + self._settings.nondet_tol
-            if not torch.isclose(block.analytical[which : which + 1], known, own.rtol, allowed, equal_nan=True).all():
+            if not torch.isclose(again, known, own.rtol, own.atol + self._settings.nondet_tol, equal_nan=True).all():
                 self._moved = block.output
+            self._rounding = max(self._rounding, _largest_difference(again, known))
 
     def see_all(self, jacobian: Tensor) -> None:
         """Compares all rows with those of a whole Jacobian, float64, shape (m, n), that was run meanwhile."""
         for row, known in self.rows.items():
             if not gradients_agree(self._problem.inputs, self._settings, jacobian[row : row + 1], known[None], True):
                 self._moved = block_with(self._problem.outputs, row)
+            self._rounding = max(self._rounding, _largest_difference(jacobian[row], known))
 
     @phase("repeated calls")
     def failure(self, one_round: bool = False) -> Failure | None:
@@ -227,7 +231,7 @@ class RepeatedCalls:
     def _first_moved(self, known: Tensor, order: list[int]) -> Block | None:
         """The output of the first call in this order that gives another gradient."""
         if self._at_once == len(self._calls):
-            moving, self._rounding = first_moving(
+            moving, rounding = first_moving(
                 self._problem,
                 self._settings,
                 self._cotangents(self._calls),
@@ -236,6 +240,7 @@ class RepeatedCalls:
                 order,
                 partial(self._tolerance, known),
             )
+            self._rounding = max(self._rounding, rounding)
             return moving
         for number, call in enumerate(order):
             within, tolerance = slice(call, call + 1), self._tolerance(known, call)
@@ -319,10 +324,14 @@ def first_moving(
             is_row = int(cotangents[row].count_nonzero()) == 1
             if row in of_this_graph or not gradients_agree(problem.inputs, settings, other, before, is_row):
                 return problem.outputs[max(0, only[row])], rounding
-            rounding = max(rounding, largest((other - before).nan_to_num(0.0, 0.0, 0.0)))
+            rounding = max(rounding, _largest_difference(other, before))
             before.copy_(other)
         of_this_graph.add(row)
     return None, rounding
+
+
+def _largest_difference(left: Tensor, right: Tensor) -> float:
+    return largest((left - right).nan_to_num(0.0, 0.0, 0.0))
 
 
 def _moves(
