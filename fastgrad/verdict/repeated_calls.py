@@ -182,10 +182,8 @@ class RepeatedCalls:
             which, other = divmod(row - first, width)
             if other or not 0 <= which < count:
                 continue
-            known, again = (
-                gradient[None, start : start + block.analytical.shape[1]],
-                block.analytical[which : which + 1],
-            )
+            again = block.analytical[which : which + 1]
+            known = gradient[None, start : start + again.shape[1]]
             own = self._settings.of(block.input.index)
             if not torch.isclose(again, known, own.rtol, own.atol + self._settings.nondet_tol, equal_nan=True).all():
                 self._moved = block.output
