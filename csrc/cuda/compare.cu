@@ -19,19 +19,12 @@ __device__ Entry entry_at(const Matrix<const double>& block, int64_t row, int64_
                          : Entry{block.at(row, entry), 0.0};
 }
 
-// A call, as few entries need it: then it takes no registers of the loop.
-template <bool complex_entries>
-FASTGRAD_NOINLINE __device__ void take(
-    ComparisonStatistics& statistics, Entry analytical, Entry numerical, int64_t row, int64_t column, double atol,
-    double rtol, bool equal_nan) {
-  if (!complex_entries) {
-    analytical.im = numerical.im = 0.0;  // which the compiler cannot know here
-  }
-  reduce(statistics, analytical, numerical, row, column, atol, rtol, equal_nan);
-}
+// Blocks that a multiprocessor should hold, so that enough loads are in flight: the few entries that change something
+// spill some registers instead.
+constexpr int blocks_held = 4;
 
 template <bool complex_entries>
-__global__ void compare_kernel(
+__global__ void __launch_bounds__(threads_per_block, blocks_held) compare_kernel(
     ComparisonStatistics* __restrict__ partial, Matrix<const double> analytical, Matrix<const double> numerical,
     int64_t rows, int64_t entries, double atol, double rtol, bool equal_nan) {
   // In shared memory, because few entries change them.
@@ -65,9 +58,17 @@ __global__ void compare_kernel(
       a[e] = exists ? entry_at<complex_entries>(analytical, i, k) : Entry{0.0, 0.0};  // equal entries change nothing
       n[e] = exists ? entry_at<complex_entries>(numerical, i, k) : Entry{0.0, 0.0};
     }
+    unsigned changing = 0;
     for (int e = 0; e < entries_per_thread; ++e) {
-      if (may_change<complex_entries>(maxima, a[e], n[e], atol, rtol)) {
-        take<complex_entries>(own, a[e], n[e], first + e * rows_at_once, k, atol, rtol, equal_nan);
+      changing |= static_cast<unsigned>(may_change<complex_entries>(maxima, a[e], n[e], atol, rtol)) << e;
+    }
+    // Few entries: they are read again, so that the loop above need not keep its own.
+    for (int e = 0; changing != 0; ++e, changing /= 2) {
+      if (changing % 2 != 0) {
+        const int64_t i = first + e * rows_at_once;
+        reduce(
+            own, entry_at<complex_entries>(analytical, i, k), entry_at<complex_entries>(numerical, i, k), i, k, atol,
+            rtol, equal_nan);
         maxima = maxima_of(own);
       }
     }

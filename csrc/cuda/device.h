@@ -4,10 +4,7 @@
 
 #include "launch.h"
 
-#ifdef FASTGRAD_EMULATE_CUDA
-#define FASTGRAD_NOINLINE
-#else
-#define FASTGRAD_NOINLINE __noinline__
+#ifndef FASTGRAD_EMULATE_CUDA
 #define FASTGRAD_SHARED(type, name, count) __shared__ type name[count]
 #define FASTGRAD_LAUNCH(kernel, grid, block, stream, ...) kernel<<<(grid), (block), 0, (stream)>>>(__VA_ARGS__)
 #endif

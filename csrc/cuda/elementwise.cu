@@ -47,28 +47,48 @@ struct Unflatten {
   __device__ void operator()(int64_t c) const { values[c] = static_cast<T>(coordinates[c * stride]); }
 };
 
-// A group of four coordinates shares its random words. The components are computed in registers and written once.
+// Calls use(c, component) for component first + c of a direction, c in [0, size). A thread draws the random words of a
+// group of four coordinates. The words go through shared memory, so that neighboring threads take neighboring
+// coordinates: a warp that writes to four places each costs four times as many memory transactions.
 template <typename Use>
-__device__ void for_each_component(
-    int64_t g, int64_t size, int64_t seed, int64_t stream, int64_t first, bool halved, const Use& use) {
-  const int64_t group = first / 4 + g;
-  const Words4 words = direction_words(seed, stream, group);
-  for (int64_t coordinate = 4 * group; coordinate < 4 * group + 4; ++coordinate) {
-    if (coordinate >= first && coordinate < first + size) {
-      use(coordinate - first, component_of(words, coordinate, halved));
+__global__ void components_kernel(Use use, int64_t size, int64_t seed, int64_t stream, int64_t first, bool halved) {
+  FASTGRAD_SHARED(uint32_t, words, (4 * threads_per_block));
+  const int64_t groups = direction_groups(first, size);
+  for (int64_t done = static_cast<int64_t>(blockIdx.x) * threads_per_block; done < groups; done += element_step()) {
+    const int64_t group = first / 4 + done;
+    const Words4 own = direction_words(seed, stream, group + threadIdx.x);
+    for (int k = 0; k < 4; ++k) {
+      words[4 * threadIdx.x + k] = own.word[k];
     }
+    __syncthreads();
+    for (int k = 0; k < 4; ++k) {
+      const int64_t place = k * threads_per_block + threadIdx.x;
+      const int64_t coordinate = 4 * group + place;
+      if (coordinate >= first && coordinate < first + size) {
+        use(coordinate - first, component_of(words[place], coordinate, halved));
+      }
+    }
+    __syncthreads();  // the memory serves the next groups, too
   }
+}
+
+template <typename Use>
+cudaError_t for_each_component(
+    int64_t size, int64_t seed, int64_t stream, int64_t first, bool halved, cudaStream_t cuda_stream, const Use& use) {
+  if (size == 0) {
+    return cudaSuccess;
+  }
+  FASTGRAD_LAUNCH(
+      components_kernel, blocks_for(direction_groups(first, size)), threads_per_block, cuda_stream, use, size, seed,
+      stream, first, halved);
+  return cudaGetLastError();
 }
 
 struct Direction {
   double* __restrict__ out;
-  int64_t stride, size, seed, stream, first;
-  bool halved;
+  int64_t stride;
 
-  __device__ void operator()(int64_t g) const {
-    for_each_component(
-        g, size, seed, stream, first, halved, [&](int64_t c, double component) { out[c * stride] = component; });
-  }
+  __device__ void operator()(int64_t c, double component) const { out[c * stride] = component; }
 };
 
 template <typename T>
@@ -76,16 +96,13 @@ struct Realize {
   double* __restrict__ displacement;
   double* __restrict__ realized;
   const T* __restrict__ origin;
-  int64_t size, seed, stream, first;
   double eps, relative_step;
 
-  __device__ void operator()(int64_t g) const {
-    for_each_component(g, size, seed, stream, first, /*halved=*/false, [&](int64_t c, double component) {
-      const T x = origin[c];
-      const double step = component * directional_step(x, eps, relative_step);
-      displacement[c] = step;
-      realized[c] = realized_component(x, step, eps);
-    });
+  __device__ void operator()(int64_t c, double component) const {
+    const T x = origin[c];
+    const double step = component * directional_step(x, eps, relative_step);
+    displacement[c] = step;
+    realized[c] = realized_component(x, step, eps);
   }
 };
 
@@ -150,8 +167,8 @@ struct CentralDifference {
   int64_t coordinate;
   double eps, relative_step;
 
-  __device__ void operator()(int64_t i) const {
-    column[i * stride] = difference_quotient(column[i * stride], minus[i], width());
+  __device__ void operator()(int64_t i, double width) const {
+    column[i * stride] = difference_quotient(column[i * stride], minus[i], width);
   }
 
   // On the device, so that nothing waits for it. All threads take the same branch, which replaces a kernel for each
@@ -169,6 +186,15 @@ struct CentralDifference {
     }
   }
 };
+
+// The width is computed once per thread: it takes more instructions than an element.
+template <typename T>
+__global__ void central_difference_kernel(CentralDifference<T> difference, int64_t count) {
+  const double width = difference.width();
+  for (int64_t i = first_element(); i < count; i += element_step()) {
+    difference(i, width);
+  }
+}
 
 struct Richardson {
   double* __restrict__ derivative;
@@ -225,8 +251,7 @@ cudaError_t launch_unflatten(
 cudaError_t launch_direction(
     double* out, int64_t stride, int64_t size, int64_t seed, int64_t stream, int64_t first, bool halved,
     cudaStream_t cuda_stream) {
-  const int64_t groups = size == 0 ? 0 : direction_groups(first, size);
-  return for_each(groups, cuda_stream, Direction{out, stride, size, seed, stream, first, halved});
+  return for_each_component(size, seed, stream, first, halved, cuda_stream, Direction{out, stride});
 }
 
 cudaError_t launch_perturb_coordinate(
@@ -272,12 +297,10 @@ cudaError_t launch_displace(
 cudaError_t launch_realize(
     double* displacement, double* realized, const void* origin, RealType type, int64_t size, int64_t seed,
     int64_t stream, int64_t first, double eps, double relative_step, cudaStream_t cuda_stream) {
-  const int64_t groups = size == 0 ? 0 : direction_groups(first, size);
   return with_real_type(type, [&](auto zero) {
     using T = decltype(zero);
-    const Realize<T> realize{displacement, realized,     static_cast<const T*>(origin), size, seed, stream, first,
-                             eps,          relative_step};
-    return for_each(groups, cuda_stream, realize);
+    const Realize<T> realize{displacement, realized, static_cast<const T*>(origin), eps, relative_step};
+    return for_each_component(size, seed, stream, first, /*halved=*/false, cuda_stream, realize);
   });
 }
 
@@ -288,7 +311,10 @@ cudaError_t launch_central_difference(
     using T = decltype(zero);
     const CentralDifference<T> difference{
         column, stride, static_cast<const T*>(minus), origin, origin_type, coordinate, eps, relative_step};
-    return for_each(size, cuda_stream, difference);
+    if (size > 0) {
+      FASTGRAD_LAUNCH(central_difference_kernel<T>, blocks_for(size), threads_per_block, cuda_stream, difference, size);
+    }
+    return cudaGetLastError();
   });
 }
 

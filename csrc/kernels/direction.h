@@ -21,8 +21,7 @@ FASTGRAD_HOST_DEVICE int64_t direction_groups(int64_t first, int64_t size) {
 // hidden, and not all of one size, so that two rarely cancel. With `halved`, a random half of the
 // components is zero, never that of coordinate 0, so that a short direction does not vanish. Every operation is
 // exact, so all devices agree bit for bit. No branch depends on a random bit: half of them would be mispredicted.
-FASTGRAD_HOST_DEVICE double component_of(const Words4& words, int64_t coordinate, bool halved) {
-  const uint32_t word = words.word[coordinate & 3];
+FASTGRAD_HOST_DEVICE double component_of(uint32_t word, int64_t coordinate, bool halved) {
   const double magnitude = 0.5 + static_cast<int32_t>(word >> 2) * (1.0 / 1073741824.0);
   const int32_t sign = 2 * static_cast<int32_t>(word & 1u) - 1;
   const int32_t kept = 1 - static_cast<int32_t>((word >> 1) & static_cast<uint32_t>(halved && coordinate != 0));
@@ -31,7 +30,7 @@ FASTGRAD_HOST_DEVICE double component_of(const Words4& words, int64_t coordinate
 
 // One component alone. `seed` keys the generator, `stream` numbers the directions of one check.
 FASTGRAD_HOST_DEVICE double direction_component(int64_t seed, int64_t stream, int64_t coordinate, bool halved = false) {
-  return component_of(direction_words(seed, stream, coordinate >> 2), coordinate, halved);
+  return component_of(direction_words(seed, stream, coordinate >> 2).word[coordinate & 3], coordinate, halved);
 }
 
 }  // namespace fastgrad

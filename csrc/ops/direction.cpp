@@ -32,7 +32,7 @@ void write_direction(
 #endif
     const Words4 words = direction_words(seed, stream, group);
     const auto write = [&](int64_t coordinate) {
-      out[(coordinate - first) * stride] = component_of(words, coordinate, halved);
+      out[(coordinate - first) * stride] = component_of(words.word[coordinate & 3], coordinate, halved);
     };
     if (own >= first && own + 4 <= end) {
       for (int64_t k = 0; k < 4; ++k) {

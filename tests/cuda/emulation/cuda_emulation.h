@@ -29,6 +29,7 @@
 #endif
 
 #define __global__
+#define __launch_bounds__(...)
 #define __device__
 #define __host__
 
