@@ -27,14 +27,12 @@ profiler_is_enabled: Callable[[], bool] = _profiler_enabled
 
 MKLDNN: torch.layout = torch._mkldnn  # type: ignore[attr-defined]
 
-DispatchMode = TorchDispatchMode
-"""A mode that intercepts the operators called below autograd on its thread."""
 
+class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that intercepts the operators called below autograd on its thread.
 
-class EagerDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """As DispatchMode, but its first call does not import the compiler, which takes two seconds.
-
-    That import hides `__torch_dispatch__` from the compiler: subclasses decorate theirs with `hidden_from_dynamo`.
+    Its first call does not import the compiler, as that of torch's own class does to hide `__torch_dispatch__` from it,
+    which takes two seconds: subclasses decorate theirs with `hidden_from_dynamo`.
     """
 
     @classmethod

@@ -396,6 +396,7 @@ class _Watch(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
         self._made: set[int] = set()
         self._kept: list[Tensor] = []
 
+    @torch_private.hidden_from_dynamo
     def __torch_dispatch__(
         self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

@@ -90,6 +90,7 @@ class Arithmetic(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
         self._decompositions = torch_private.decompositions() if decomposes else {}
         self.failures = set()
 
+    @torch_private.hidden_from_dynamo
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -38,7 +38,7 @@ class _DivergedError(Exception):
     """The model ran different operations than in the recorded step."""
 
 
-class _Held(torch_private.EagerDispatchMode):  # type: ignore[no-untyped-call]
+class _Held(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
     """A mode in which some events return their recorded results."""
 
     def __init__(self, names: dict[int, str], values: dict[int, Any]) -> None:

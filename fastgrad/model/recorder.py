@@ -92,7 +92,7 @@ class DetachedPath:
     """Whether a module of torch does this intentionally, for example spectral norm."""
 
 
-class Recorder(torch_private.EagerDispatchMode):  # type: ignore[no-untyped-call]
+class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
     """A mode that records operations in the thread in which it was made.
 
     Attributes

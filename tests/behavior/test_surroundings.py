@@ -315,14 +315,26 @@ def test_a_check_inside_a_compiled_function_is_not_compiled(check: Any) -> None:
         torch.compile(func, backend=backend, fullgraph=True)(x)
 
 
-def test_the_compiler_is_not_imported() -> None:
-    code = """
-        import sys, torch, fastgrad
+@pytest.mark.parametrize(
+    "used",
+    [
+        "fastgrad.gradcheck(torch.sin, (x,)) and fastgrad.gradgradcheck(torch.sin, (x,))",
+        "watch(lambda: x.sin())",
+        "fastgrad.lowprecision.rounding.Arithmetic(torch.bfloat16, 0).__enter__() and x.sin() is not None",
+    ],
+)
+def test_the_compiler_is_not_imported(used: str) -> None:
+    code = f"""
+        import sys, torch, fastgrad, fastgrad.lowprecision.rounding
+        from fastgrad.engines import cuda_graph
         x = torch.ones(3, dtype=torch.float64, requires_grad=True)
-        assert fastgrad.gradcheck(torch.sin, (x,)) and fastgrad.gradgradcheck(torch.sin, (x,))
+        cuda_graph.cuda.current_stream = lambda device: None
+        def watch(call):
+            {"    "}with cuda_graph._Watch(x.device, "func"): return call() is not None
+        assert {used}
         print("torch._dynamo" in sys.modules)
     """
-    lines = "\n".join(line.strip() for line in code.splitlines())
+    lines = "\n".join(line[8:] for line in code.splitlines())
     found = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, check=True).stdout
     assert found == "False\n"
 
