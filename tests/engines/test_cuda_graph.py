@@ -239,14 +239,14 @@ def test_order_of_streams_and_life_of_the_graph(cuda: Cuda) -> None:
 
 @pytest.mark.parametrize("rest", [0, 5])
 def test_many_columns_are_captured_several_at_a_time(cuda: Cuda, rest: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graph, "FEWEST_REPLAYS", 10)
-    size = cuda_graph.EAGER_STEPS + 9 * 8 + rest
+    monkeypatch.setattr(cuda_graph, "FEWEST_REPLAYS", 25)
+    size = cuda_graph.EAGER_STEPS + 72 + rest
     calls = Counted(10**6, torch.exp)
     with Problem(calls, (leaf(size),)) as problem:
         single = problem.difference_columns(0, size, EPS, False)
         calls.calls = 0
         assert torch.equal(cuda_graph.difference_columns(problem, 0, size, EPS, False), single)
-    together = size // 10
+    together = size // 25
     replays, eager = divmod(size - cuda_graph.EAGER_STEPS, together)
     assert 1 < together < cuda_graph.MOST_TOGETHER
     assert cuda.log.count("replay") == replays
@@ -255,11 +255,11 @@ def test_many_columns_are_captured_several_at_a_time(cuda: Cuda, rest: int, monk
 
 def test_a_graph_holds_a_bounded_number_of_steps(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graph, "FEWEST_REPLAYS", 1)
-    size = cuda_graph.EAGER_STEPS + 2 * cuda_graph.MOST_TOGETHER
+    size = cuda_graph.EAGER_STEPS + 4 * cuda_graph.MOST_TOGETHER
     with Problem(lambda x: x.cumsum(0), (leaf(size),)) as problem:
         single = problem.difference_columns(0, size, EPS, False)
         assert torch.equal(cuda_graph.difference_columns(problem, 0, size, EPS, False), single)
-    assert cuda.log.count("replay") == 2
+    assert cuda.log.count("replay") == 4
 
 
 def test_a_func_that_raises_after_the_replays(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
