@@ -25,6 +25,7 @@ from benchmarks.measure import RESULTS
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "gpu-ci.md"
 RESULT = RESULTS / "cuda-registers.json"
+ON_A_DEVICE = RESULTS / "nvidia-h200.json"
 BEGIN, END = "<!-- registers: begin -->\n", "<!-- registers: end -->\n"
 
 THREADS, BLOCK = 2048, 256
@@ -46,7 +47,7 @@ ELEMENT_BYTES = {
     "dots_kernel": (16, 16),
     "Decompress": (40, 40),
     "Richardson": (64, 64),
-    "CentralDifference<double>": (40, 24),  # the origin's coordinate, in one of four dtypes, stays in the cache
+    "central_difference_kernel<double>": (24, 24),
     "Realize<double>": (24, 24),
     "Displace<double>": (24, 24),
     "PerturbCoordinates<double>": (24, 24),
@@ -57,6 +58,19 @@ ELEMENT_BYTES = {
 }
 """Per element of a kernel in float64: the bytes that its code reads and writes, and the part of them that memory
 moves."""
+
+MEASURED = {
+    "compare_kernel<false>": "compare",
+    "dots_kernel": "dots, 3 rows",
+    "Decompress": "decompress_",
+    "Richardson": "richardson_",
+    "central_difference_kernel<double>": "central_difference_",
+    "Displace<double>": "displace_",
+    "PerturbCoordinates<double>": "perturb_coordinates_, all",
+    "Direction": "direction_",
+    "Flatten<double>": "flatten_",
+}
+"""The row of bench_cuda's result that measures a kernel."""
 
 INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*)([^;]*);")
 WIDTHS = {"64": 8, "128": 16, "U8": 1, "S8": 1, "U16": 2, "S16": 2}
@@ -126,7 +140,7 @@ def _width(name: str) -> int:
 def short(name: str) -> str:
     """A kernel's name without namespaces, or the functor's where it is one."""
     name = re.sub(r"fastgrad::|cuda::|\(anonymous namespace\)::", "", name)
-    functor = re.search(r"elementwise_kernel<(\w+(?:<[\w ]+>)?)", name)
+    functor = re.search(r"(?:elementwise|components)_kernel<(\w+(?:<[\w ]+>)?)", name)
     return functor[1] if functor else re.sub(r"^void |\(.*", "", name)
 
 
@@ -168,17 +182,17 @@ def table(result: dict[str, Any]) -> str:
     head = (
         f"Kernels for `float64`, as {result['compiler']} compiles them for sm_90 "
         "(`python -m benchmarks.cuda_registers`). "
-        f"All {len(result['rows'])} kernels, including those for lower dtypes, spill {spilled} bytes of registers. "
-        "Instructions are those of the inner loop per element, on all its paths, of which `CentralDifference` "
-        "takes one in four. Bytes are those that memory moves per element. The last column is predicted, not "
-        "measured: the fraction of an H200's memory bandwidth that the number of instructions allows, without "
-        "latencies. A copy is assumed to reach all of it."
+        f"The {len(result['rows'])} kernels, including those for lower dtypes, spill {spilled} bytes of registers in "
+        "all. Instructions are those of the inner loop per element, on all its paths. Bytes are those that memory "
+        "moves per element. Bandwidths are relative to that of a copy: first predicted from the number of "
+        "instructions, without latencies, then measured on an H200 (`benchmarks/results/nvidia-h200.json`)."
     )
+    measured = {row["kernel"]: row["of_copy"] for row in json.loads(ON_A_DEVICE.read_text())["rows"] if "kernel" in row}
     lines = [
         *textwrap.wrap(head, 120),
         "",
-        "| kernel | registers | shared bytes | occupancy | instructions | of float64 | bytes | expected bandwidth |",
-        "| --- " * 8 + "|",
+        "| kernel | registers | shared bytes | occupancy | instructions | of float64 | bytes | predicted | measured |",
+        "| --- " * 9 + "|",
     ]
     for row in result["rows"]:
         if any(dtype in row["kernel"] for dtype in ("float>", "Float16", "BFloat16")):
@@ -189,9 +203,9 @@ def table(result: dict[str, Any]) -> str:
             if "bandwidth" in row
             else "- | - | - | -"
         )
-        lines.append(
-            f"| `{row['kernel']}` | {row['registers']} | {row['shared']} | {row['occupancy']:.2f} | {element} |"
-        )
+        found = f"{measured[MEASURED[row['kernel']]]:.2f}" if row["kernel"] in MEASURED else "-"
+        fields = row["registers"], row["shared"], f"{row['occupancy']:.2f}", element, found
+        lines.append(f"| `{row['kernel']}` | {' | '.join(map(str, fields))} |")
     return "\n".join(lines) + "\n"
 
 

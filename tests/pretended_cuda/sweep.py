@@ -1,6 +1,7 @@
-"""Verdicts on the pretended CUDA device against those on the CPU, over torch's operator samples.
+"""Verdicts on a CUDA device, pretended or real, against those on the CPU, over torch's operator samples.
 
-`make sweep-pretended-cuda`. A process of its own a part of the operators: the device is loaded before torch.
+`make sweep-pretended-cuda`; with --real, on a machine with a GPU. Each part of the operators has its own process, since
+the pretended device is loaded before torch.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-MOST_ENTRIES = 40_000
-"""Of the Jacobians that are checked: a call on this device costs fifty times as much as on the CPU."""
+MOST_ENTRIES = {"pretended": 40_000, "real": 400_000}
+"""Of the Jacobians that are checked: a call on the pretended device costs fifty times as much as on the CPU."""
 
 UNLIKE = {
     "nn.functional.scaled_dot_product_attention": "has other kernels on CUDA, which the CPU's stand for in part",
@@ -25,7 +26,9 @@ UNLIKE = {
 """Operators that are left out, and why."""
 
 
-def compare_operator(op: Any, dtype: Any, limit: int, fast_mode: bool) -> list[tuple[str, str, str]]:
+def compare_operator(
+    op: Any, dtype: Any, limit: int, fast_mode: bool, most_entries: int = MOST_ENTRIES["pretended"]
+) -> list[tuple[str, str, str]]:
     """(sample, verdict on the CPU, on the device) of samples of an operator; with messages where they differ."""
     import fastgrad
     from benchmarks.cases import entries, operator_cases
@@ -33,7 +36,7 @@ def compare_operator(op: Any, dtype: Any, limit: int, fast_mode: bool) -> list[t
 
     found = []
     for place, moved in zip(operator_cases(op, dtype, limit), operator_cases(op, dtype, limit, "cuda:0"), strict=True):
-        if entries(place) > MOST_ENTRIES:
+        if entries(place) > most_entries:
             continue
         cpu, device = (verdict(fastgrad.gradcheck, case, fast_mode=fast_mode) for case in (place, moved))
         differ = cpu[0] != device[0]
@@ -41,7 +44,7 @@ def compare_operator(op: Any, dtype: Any, limit: int, fast_mode: bool) -> list[t
     return found
 
 
-def sweep(part: int, parts: int, limit: int, dtypes: list[str], match: str) -> Counter[str]:
+def sweep(part: int, parts: int, limit: int, dtypes: list[str], match: str, most_entries: int) -> Counter[str]:
     import torch
 
     from benchmarks.cases import operators
@@ -54,7 +57,7 @@ def sweep(part: int, parts: int, limit: int, dtypes: list[str], match: str) -> C
             if match not in op.name or op.name in UNLIKE:
                 continue
             for fast_mode in (False, True):
-                for name, cpu, cuda in compare_operator(op, getattr(torch, dtype), limit, fast_mode):
+                for name, cpu, cuda in compare_operator(op, getattr(torch, dtype), limit, fast_mode, most_entries):
                     counts["samples"] += 1
                     if cpu != cuda:
                         counts["different"] += 1
@@ -69,17 +72,18 @@ def main() -> int:
     parser.add_argument("--match", default="", help="only operators whose name contains this")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--part", type=int, help="of so many jobs, which one: in a process of its own")
+    parser.add_argument("--real", action="store_true", help="the GPU of this machine instead of the pretended device")
     options = parser.parse_args()
     if options.part is None:
         command = [sys.executable, "-m", "tests.pretended_cuda.sweep", *sys.argv[1:]]
         children = [subprocess.Popen([*command, "--part", str(part)]) for part in range(options.jobs)]
         return max([child.wait() for child in children])
-    from tests.pretended_cuda import plugin  # noqa: F401  (before torch)
+    if not options.real:
+        from tests.pretended_cuda import plugin  # noqa: F401  (before torch)
 
-    counts = sweep(options.part, options.jobs, options.limit, options.dtypes, options.match)
-    print(
-        f"{counts['samples']} samples, {counts['different']} with another verdict on the pretended device", flush=True
-    )
+    most_entries = MOST_ENTRIES["real" if options.real else "pretended"]
+    counts = sweep(options.part, options.jobs, options.limit, options.dtypes, options.match, most_entries)
+    print(f"{counts['samples']} samples, {counts['different']} with another verdict on the device", flush=True)
     return 1 if counts["different"] else 0
 
 
