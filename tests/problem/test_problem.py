@@ -564,6 +564,8 @@ def test_bad_inputs() -> None:
         fastgrad.gradcheck(lambda v: None, (leaf(2),))
     with pytest.raises(ValueError, match="Sparse output is not supported at gradcheck yet"):
         fastgrad.gradcheck(lambda v: v.to_sparse(), (leaf(2),))
+    with pytest.raises(ValueError, match="Sparse output is not supported at gradcheck yet"):
+        fastgrad.gradcheck(lambda v: v.detach().to_sparse_csr(), (leaf(2, 2),))  # no result requires grad
     with pytest.warns(UserWarning, match="Input #0 requires gradient and is not a double precision"):
         fastgrad.gradcheck(torch.sin, (leaf(2, dtype=torch.float32),), eps=1e-2, atol=1e-2)
 
