@@ -21,7 +21,7 @@ FILE = Path(__file__).with_name("gallery.md")
 HEAD = """# A gallery of mistakes
 
 Each of these 24 functions is wrong in a way that is seen in practice, and the message of its check follows. Times are
-left out, as are, except for the first, the two matrices at the end. `make gallery` writes this file.
+left out. The two matrices at the end of a message are shown only for the first one. `make gallery` writes this file.
 """
 
 

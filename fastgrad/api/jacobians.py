@@ -169,7 +169,7 @@ def _check_strided(problem: Problem) -> None:
     for block in problem.inputs:
         if block.tensor.layout is not torch.strided:
             raise ValueError(
-                f"Jacobians are of strided inputs; input {block.position} has layout {block.tensor.layout}."
+                f"Jacobians require strided inputs; input {block.position} has layout {block.tensor.layout}."
             )
 
 

@@ -67,7 +67,7 @@ def complete_check(
     partition: Partition | None,
     start: float,
 ) -> Report:
-    """The check, from what a small one found, if there was one; start: its beginning by `time.perf_counter`."""
+    """Runs the check, with the results of a small one, if any; start: when it began, by `time.perf_counter`."""
     make_problem: Callable[..., Problem] = Problem if partition is None else partition.problem
     backward = func if isinstance(func, Backward) else None
     if small is not None:
@@ -166,7 +166,7 @@ def _notes(problem: Problem) -> list[str]:
 
 def _diagnosed(problem: Problem, report: Report, known_sample: Sample | None) -> Report:
     """The report of a failed check, with evidence and probable causes."""
-    from fastgrad.diagnosis.evidence import diagnosed  # only here: a check that passes needs none
+    from fastgrad.diagnosis.evidence import diagnosed  # imported here: a check that passes does not need it
 
     return diagnosed(problem, report, known_sample)
 
@@ -192,7 +192,7 @@ def _first_failure(
     problem: Problem, settings: Settings, findings: Findings, backward: Backward | None
 ) -> tuple[Plan, Failure | None]:
     if backward is not None and problem.has_graph:
-        problem.base()  # now, while the first evaluation gives it
+        problem.base()  # now, because the first evaluation still provides it
     if sketches(problem, settings) and findings.backward is None:
         runs_backward = problem.has_graph and settings.check_backward_ad
         calls = RepeatedCalls(problem, settings) if runs_backward else None
@@ -222,12 +222,12 @@ def _first_failure(
     if failure is None and findings.moved:
         failure = nondeterministic(problem.outputs[0])
     if failure is None and findings.early is not None:
-        raise findings.early  # backward raised early, and not again in the order of the checks
+        raise findings.early  # backward raised early, but did not raise again when the checks ran in order
     return plan, failure
 
 
 def _forward_failure(problem: Problem, settings: Settings, findings: Findings) -> Failure | None:
-    """The failure of JVPs that do not come again, and of tangents whose domain was wrong in some calls."""
+    """The failure of JVPs that differ when repeated, and of tangents whose domain was wrong in some calls."""
     failure = None
     if findings.tangents is not None:
         failure = repeated_tangents_failure(problem, settings, *findings.tangents)
@@ -260,10 +260,10 @@ def _attribute_failure(problem: Problem, settings: Settings, findings: Findings)
 
 
 def _exact(problem: Problem, settings: Settings, findings: Findings) -> tuple[Plan, Failure | None]:
-    """Compares every entry of every Jacobian, and a few VJPs from before with the same VJPs afterwards."""
+    """Compares every entry of every Jacobian; runs a few VJPs before and again afterwards, and compares these too."""
     runs_backward = problem.has_graph and settings.check_backward_ad
     calls = RepeatedCalls(problem, settings) if runs_backward else None
-    # This must be on the first graph. If nothing else runs before whole_backward, its VJPs are the first ones.
+    # The early VJPs must use the first graph. If nothing runs before whole_backward, its VJPs are the first ones.
     at_once = is_small(problem, settings) and runs_single_rows(problem) and not looks_first(problem, settings)
     if calls is not None and findings.backward is not None:
         take_calls(problem, findings.backward, calls)
@@ -322,7 +322,7 @@ def _out_of_memory_message(problem: Problem, plan: Plan, settings: Settings, err
 
 
 def _screened(problem: Problem, settings: Settings, findings: Findings) -> tuple[Plan, Failure | None]:
-    """Fast mode; the exact engine decides what it leaves open, if that is affordable."""
+    """Fast mode; the exact engine decides what the sketch leaves open, if that is affordable."""
     from fastgrad.checks.sketch import (  # imported here to keep `import fastgrad` fast
         screen,
         screen_constant,
@@ -358,7 +358,7 @@ def _screened(problem: Problem, settings: Settings, findings: Findings) -> tuple
             raise found.raised
         if found.failure is not None and found.failure.kind == "nonlinear" and is_affordable(problem):
             # The exact engine names the output and the input of the entry.
-            exact_plan, failure = exactly("which entry a backward that is not linear gets wrong")
+            exact_plan, failure = exactly("the wrong entry of a backward that is not linear")
             return (plan, found.failure) if failure is None else (exact_plan, failure)
         if found.failure is not None:
             return plan, found.failure

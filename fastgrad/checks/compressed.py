@@ -78,7 +78,7 @@ def check_by_structure(
 ) -> Outcome | None:
     """The verdict on all Jacobians in reverse mode; None if no structure makes it cheaper than the dense engine.
 
-    calls: has rows and a product that were run before; takes products that may not be compared with the entries.
+    calls: holds rows and a product that were run before; receives products that may not be compared with the entries.
     """
     if look.reacted is None or not bool(look.base.isfinite().all()):
         return None
@@ -105,7 +105,7 @@ def _attempt(
     candidates: _Candidates,
     compression: Compression,
 ) -> Outcome | Next:
-    """Measures, compares and certifies the Jacobians by one pattern."""
+    """Measures, compares and certifies the Jacobians on one pattern."""
     column_groups = compression.column_groups.count
     row_groups = sum(grouping.count for grouping in compression.row_groups)
     by_columns = prefers_columns(column_groups, row_groups)
@@ -117,7 +117,7 @@ def _attempt(
     make_verdict = partial(_Verdict, problem, settings, plan, compression, look, calls)
     try:
         verdict = make_verdict()
-    except Exception as error:  # of func, which may accept single steps only
+    except Exception as error:  # raised by func, which may accept only single steps
         raise_if_transient(error, make_verdict)
         return Next.DENSE_ENGINE
     if verdict.numerical_suspects and dense_is_small(problem, settings):
@@ -178,7 +178,7 @@ class _Candidates:
     Attributes
     ----------
     is_guess
-        Whether the present pattern, or the one that it grew from, was guessed.
+        Whether the present pattern, or the one that it extends, was guessed.
     """
 
     def __init__(self, problem: Problem, settings: Settings, look: FirstLook, calls: RepeatedCalls) -> None:
@@ -220,7 +220,7 @@ class _Candidates:
         self._pattern = None
 
     def exclude_columns(self) -> bool:
-        """Has dense columns, which keep rows in different groups, certified instead; whether there are any."""
+        """Marks dense columns, which keep rows in different groups, to be certified; returns whether there are any."""
         if not (self._certifies and self._may_exclude_columns) or self._pattern is None:
             return False
         self._may_exclude_columns, dense = False, self._pattern.dense_columns()
@@ -232,7 +232,7 @@ class _Candidates:
         self._certifies, self._excluded_columns = False, None
 
     def learn(self, found: Incomplete, may_hide_entries: bool) -> None:
-        """Adds what the present pattern lacks; hides: whether rounding may hide entries of gradients."""
+        """Adds what the present pattern lacks; may_hide_entries: whether rounding may hide entries of gradients."""
         if self._pattern is None:
             return
         if found.refuted and not self._pattern.is_numerical and may_hide_entries:
@@ -268,7 +268,7 @@ def analytical_entries(problem: Problem, settings: Settings, look: FirstLook) ->
 
 
 def _compressions(problem: Problem, settings: Settings, look: FirstLook) -> Iterator[tuple[Compression, _Verdict]]:
-    """The results by guesses and by probing, as far as they find a pattern and it pays off."""
+    """The results for each pattern that guesses and probing find, if it pays off."""
     if look.reacted is None or not bool(look.base.isfinite().all()):
         return
     patterns = ProblemPatterns(problem, settings, look, detection_budget(problem, settings, look))
@@ -321,7 +321,7 @@ class _Verdict:
         return self._of_func.values
 
     def _measure_one_by_one(self, why: str) -> None:
-        """Measures by evaluations one by one, instead of by replays."""
+        """Measures by single evaluations instead of replays."""
         self.plan = replace(self.plan, replayed=False, reason=f"{self.plan.reason}; no replays: {why}")
         self._measure()
 
@@ -351,7 +351,7 @@ class _Verdict:
         try:
             if not self._of_backward.explains_products():
                 return False, None
-        except Exception as error:  # for some layout
+        except Exception as error:  # backward raised for some layout
             raise_unless_of_func(error)
             return False, None
         failure = one_hot_failure(problem, self._settings)
@@ -369,7 +369,7 @@ class _Verdict:
             raise_unless_of_func(error)
             try:
                 compressed.analytical_entries(problem, compression, repeat=False)
-            except Exception as another:  # one-hot grad_outputs may not raise
+            except Exception as another:  # single rows may not raise
                 raise_unless_of_func(another)
                 return incomplete([], refuted=True)
             detail = f"it raised {type(error).__name__} for a constant grad_output, or for a larger one"
@@ -394,7 +394,7 @@ class _Verdict:
                     repeat = self._of_func.row_failure(first, self._of_backward.row_alone(first)) or repeat
                 own = self._settings.loosest()
                 if repeat is None and not match.movement <= own.atol + own.rtol * largest(values):
-                    repeat = Failure("nondeterministic", *places)  # it did not come again
+                    repeat = Failure("nondeterministic", *places)  # it did not recur
         if repeat is not None and repeat.kind == "nondeterministic":
             return repeat
         return self._judged(repeat)
@@ -402,7 +402,8 @@ class _Verdict:
     def moved(self) -> Failure | None:
         """The failure if row groups of a rejected pattern give other values when they run again.
 
-        A group that is wrong only once makes a right pattern look wrong, and the next pattern has other groups.
+        A group that is wrong only once makes a right pattern look wrong. The next pattern has other groups, which may
+        not show the error.
         """
         before = self._values_of_groups
         if before is None:
@@ -418,7 +419,7 @@ class _Verdict:
         """The comparison of all entries, then a failure of repeated groups, then the certificates."""
         differs = self._differs()
         if differs and self.plan.replayed:
-            self._measure_one_by_one("a mismatch is followed up one by one")
+            self._measure_one_by_one("a mismatch is checked again by single calls")
             differs = self._differs()
         measured = (self._of_backward.values.clone(), self.numerical.clone()) if differs else ()
         failure = self._mismatch() if differs and not self._only_mixed() else None
@@ -441,7 +442,7 @@ class _Verdict:
         return AnalyticalCertificate(self._problem, self._settings, self._compression, values, row_failure, self._calls)
 
     def _certified(self) -> Failure | Incomplete | None:
-        """That nothing lies outside of the pattern, and that the backward is linear."""
+        """Certifies that nothing lies outside of the pattern, and that the backward is linear."""
         of_func, of_backward = self._of_func, self._of_backward
         certifications: tuple[Callable[[], Failure | Incomplete], ...] = (
             lambda: of_func.follow(self.numerical_suspects, of_backward.row_alone),
@@ -480,7 +481,7 @@ class _Verdict:
                 self.findings.note_undecided(screening.bound)
         if compression.excluded_columns is None:
             return Screening()
-        # One by one, if they are few: next to the entry of another column, a small one would be lost in rounding.
+        # A few are screened one by one: next to the entry of another column, a small entry would be lost in rounding.
         columns = compression.excluded_columns.nonzero().reshape(-1)
         for some in torch.split(columns, 1 if columns.numel() <= HANDFUL else columns.numel()):
             selected = torch.zeros_like(compression.excluded_columns).index_fill_(0, some, True)
@@ -515,7 +516,7 @@ class _Verdict:
                     continue
                 pair = PairComparison(output, block, self._settings.atol, self._settings.rtol, on_pattern=True)
                 if len(inputs) == len(outputs) == 1:
-                    # The comparison that found no difference was of this very pair.
+                    # The comparison of all entries was the comparison of this pair.
                     pair.add_statistics(columns.numel() // block.width, self._statistics)
                 elif len(inputs) == 1:
                     pair.add_agreeing(*entries)
@@ -576,7 +577,7 @@ class _Verdict:
     def _mismatch(self) -> Failure | None:
         """Every entry of the pattern under the allclose rule, in torch's order of judging."""
         problem = self._problem
-        self.findings = Findings()  # entries outside of the pattern may have been mixed in before
+        self.findings = Findings()  # entries outside of the pattern may have been added to entries on it before
         for output, part in row_parts(problem.outputs):
             for block in problem.inputs:
                 values, own = self._of_backward.values, self._settings.of(block.index)

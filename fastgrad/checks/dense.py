@@ -52,7 +52,7 @@ def dense_check(
     findings: Findings,
     calls: RepeatedCalls | None,
 ) -> tuple[Plan, Failure | None]:
-    """The failure of any entry, and the plan by which it was found: one by one where batches or replays show one."""
+    """The failure of any entry, and the plan that found it: single calls if batches or replays show a failure."""
     judge = _jacobian_failure if problem.has_graph else _nonzero_numerical
     if plan.batch is not None or plan.replayed or plan.rows_replayed:
         if calls is not None:
@@ -61,12 +61,12 @@ def dense_check(
         try:
             failure = judge(problem, plan, settings, own, calls)
         except RefusedError as error:
-            reason = f"one by one after all: {error}"
+            reason = f"single calls instead: {error}"
         else:
             if failure is None:
                 findings.add(own)
                 return plan, None
-            reason = "a mismatch is followed up one by one"
+            reason = "a mismatch is checked again by single calls"
         reason = f"{plan.reason}; {reason}"
         plan = replace(plan, batch=None, replayed=False, rows_replayed=False, reason=reason)
     elif is_small(problem, settings) and findings.backward is None and findings.early is None:
@@ -153,7 +153,7 @@ def _jacobian_failure(
 
 
 def _linearity_failure(problem: Problem, linearity: LinearityTest, settings: Settings) -> Failure | None:
-    """The failure of the test, or that of a gradient with a wrong layout: converting it to strided may raise."""
+    """The failure of the linearity test, or of a gradient with a wrong layout: its conversion to strided may raise."""
     try:
         return linearity.failure()
     except RuntimeError:
@@ -180,7 +180,7 @@ class ForwardComparison:
         tangents, domains_match = self._problem.tangent_columns(first, columns.shape[0])
         self._domains_match &= domains_match
         for block in dense.tangent_blocks(self._problem, first, columns, tangents):
-            # In torch's order of judging: imaginary parts come, with the real inputs, before real parts.
+            # In torch's order of comparison: real inputs and imaginary parts come before real parts.
             key = block.part == "real", block.output.index, block.input.index
             if key not in self._pairs:
                 own = self._settings.of(block.input.index)
@@ -190,7 +190,7 @@ class ForwardComparison:
             self._linearity.add(block)
 
     def failure(self) -> Failure | None:
-        """The verdict, once all columns are in."""
+        """The verdict, after all columns were added."""
         if self._settings.check_grad_dtypes and not self._domains_match:
             return Failure("tangent dtype", mode="forward")
         for key in sorted(self._pairs):

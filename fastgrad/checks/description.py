@@ -1,4 +1,4 @@
-"""What a report says of the checked function and of where it was checked."""
+"""The description in a report of the checked function, the versions and the device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fastgrad.report.failure import Subject
 
 
 def subject(func: Callable[..., Any], problem: Problem) -> Subject:
-    """Checked function, for a report."""
+    """The checked function, for a report."""
     parameters = parameter_names(func)
     if isinstance(func, Backward):
         parameters = parameters[: func.count]  # grad_outputs come after them

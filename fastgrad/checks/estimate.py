@@ -23,7 +23,7 @@ def estimated_seconds(func: Callable[..., Any], inputs: Any, settings: Settings)
         if not problem.m or not problem.n:
             return problem.seconds
         look = first_look(problem, settings)
-        look = replace(look, seconds=max(look.seconds, look.measured))  # by the clock: this chooses no engine
+        look = replace(look, seconds=max(look.seconds, look.measured))  # measured time: no engine is chosen by it
         if sketches(problem, settings):
             return problem.seconds + cost_model.COSTS.sketch_seconds + cost_model.COSTS.sketch_calls * look.seconds
         return problem.seconds + dense_seconds(problem, look)

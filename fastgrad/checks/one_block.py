@@ -1,4 +1,4 @@
-"""Small problems: all VJPs in one call, from the graph at hand; and one look at Jacobians that agree."""
+"""Small problems: all VJPs in one call, on the current graph, and one comparison for Jacobians that agree."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from fastgrad.verdict.linearity import linear_backward, linearity_cotangents
 from fastgrad.verdict.repeated_calls import RepeatedCalls
 
 FEWEST_VECTORIZED, FEWEST_VECTORIZED_ON_DEVICES = 12, 6
-"""Rows from which one vectorized VJP takes less time than as many single ones. On the CPU single ones call the nodes of
-a small graph: between 12 rows (a graph of five nodes) and more than 60 (one node), measured with sin, softmax, layer
-norm and a chain of five operators."""
+"""Least number of rows for which one vectorized VJP takes less time than as many single ones. On the CPU, single VJPs
+call the nodes of a small graph, and the number is between 12 (a graph of five nodes) and more than 60 (one node),
+measured with sin, softmax, layer norm and a chain of five operators."""
 
 SHARED_SECONDS = 0.1
-"""Seconds from which the rows of a small problem are shared among ranks; below, rank 0 runs them in one call."""
+"""Least seconds for which the rows of a small problem are shared among ranks; below, rank 0 runs them in one call."""
 
 
 def is_small(problem: Problem, settings: Settings) -> bool:
@@ -47,18 +47,18 @@ def is_small(problem: Problem, settings: Settings) -> bool:
 
 @lru_cache(16)
 def _cotangents(m: int, seed: int, device: torch.device) -> Tensor:
-    # A single row needs no proof: it is repeated at another scale.
+    # A single row needs no further test: it is repeated at another scale.
     return linearity_cotangents(m, seed, device, GRAD_OUTPUT_KINDS if m > 1 else ())
 
 
 def whole_backward(problem: Problem | SmallProblem, settings: Settings, seconds: float) -> WholeBackward:
-    """All VJPs of a check of a problem that is small, vectorized where that can be; seconds: of one evaluation."""
+    """All VJPs of a check of a small problem, vectorized if possible; seconds: the time of one evaluation."""
     m, fewest = problem.m, _fewest_vectorized(problem)
     vectorized = fewest <= m <= most_vectorized_rows(problem, seconds)
     return problem.whole_backward(
         _cotangents(m, settings.seed, problem.device),
         [kind.layout for kind in GRAD_OUTPUT_KINDS] if m > 1 else (),
-        0 if vectorized else REPEATED_ROWS,  # the products show what varies or is not homogeneous
+        0 if vectorized else REPEATED_ROWS,  # the products detect rows that vary or are not homogeneous
         REPEAT_SCALE,
         settings.check_undefined_grad,
         fewest if vectorized else 0,
@@ -114,9 +114,10 @@ def same_afterwards(
 
 
 def single_rows(backward: WholeBackward) -> Sequence[Rows]:
-    """The rows, if they are as the dense engine would run them.
+    """The rows, if they were run as in the dense engine.
 
-    None if some were vectorized, which may be at fault, or should have been: then none were run twice.
+    Nothing if vectorized rows were used, because these may cause a failure, or were planned, because then no row was
+    run twice.
     """
     usual = all(part.repeated.shape[0] == min(part.rows.shape[0], REPEATED_ROWS) for part in backward.parts)
     return backward.parts if usual else ()
@@ -138,7 +139,7 @@ def jacobian(problem: Problem | SmallBackward, backward: WholeBackward) -> Tenso
 
 @phase("comparison")
 def agrees(problem: Problem, settings: Settings, backward: WholeBackward, columns: Tensor, findings: Findings) -> bool:
-    """Whether all entries agree, and the data that came with the rows too: then no part remains to be judged.
+    """Whether all entries agree, and the properties of the rows are right too: then no part remains to be judged.
 
     columns: all of the numerical Jacobian, float64, shape (n, m).
     """

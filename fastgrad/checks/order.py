@@ -1,4 +1,4 @@
-"""The order of the checks: a small check, natively, where that passes; otherwise the complete one."""
+"""The order of the checks: a small check in native code and, if it does not pass, the complete check."""
 
 from __future__ import annotations
 

@@ -48,19 +48,19 @@ from fastgrad.verdict.tangents import sums_certificate, tangent_parts
 
 MOST_STEPS = 5
 SMALLER, LARGER = 2.0**-5, 2.0**6
-"""From one step to the next: smaller where joint steps cross kinks, larger where rounding dominates."""
+"""Factors from one step size to the next: smaller if joint steps cross kinks, larger if rounding dominates."""
 
 SMALL_BOUND, SMALL_BOUND_STEPS = 16, 3
-"""Bound to reach for selected rows, in units of atol, and steps to try for it."""
+"""The bound to aim at for selected rows, in units of atol, and the number of step sizes to try for it."""
 
 MOST_ENTRIES = 8
-"""Wrong entries to look for."""
+"""Largest number of wrong entries to look for."""
 
 MOST_SUSPECTS = 8
-"""Outputs that look wrong in a sum and prove right, before another step is tried."""
+"""Number of outputs that look wrong in a sum but prove right before another step size is tried."""
 
 MOST_SINGLE = 4
-"""Outputs to examine one by one, if no step made them verifiable."""
+"""Largest number of outputs to examine one by one, if they could not be verified at any step size."""
 
 
 @dataclass
@@ -222,7 +222,7 @@ class _Screen:
         return self._one_after_another(differences, weight, tentative, sketch.gradients)
 
     def _repeats(self, small: SmallSketch) -> Failure | None:
-        """Whether the VJP of a small sketch that was run several times moves, or depends on the outputs given."""
+        """The failure if the repeated VJP of a small sketch varies, or is not the sum of those for single outputs."""
         gradient = small.sketch.gradients[REPEATED]
         return _repeat_failure(self._problem, self._settings, small.vector, gradient, small.repeats, small.separate)
 
@@ -240,7 +240,7 @@ class _Screen:
         return _row_by_row(self._problem, self._settings, differences, rows, self._attempt == 0, tentative, earlier)
 
     def _moved(self, gradients: Mapping[int, Tensor], weight: Tensor) -> Failure | None:
-        """Whether VJPs, by the numbers of their cotangents, differ from the same run at once: weights may change."""
+        """The failure if VJPs, by the numbers of their cotangents, differ when run again now, before weights change."""
         rows = list(cotangents(self._settings.seed, weight, self._count, self._attempt))
         for number, gradient in gradients.items():
             again = self._problem.vjp(rows[number].vector().unsqueeze(0), [rows[number].layout])[0]
@@ -292,7 +292,7 @@ class _Screen:
         return None
 
     def _func_moves(self, differences: Differences) -> bool:
-        """Whether derivatives come out otherwise when they are repeated: the first one and, if it is quiet, all."""
+        """Whether derivatives differ when they are repeated: the first one and, if that is much less noisy, all."""
         for count in (1, self._count):
             again = directional_differences(
                 self._problem,
@@ -325,7 +325,7 @@ def _verified(settings: Settings, count: int, bound: float, unresolved: float) -
 
 
 def certificates_of(settings: Settings, bound: float) -> tuple[Certificate, ...]:
-    """The certificates of a sketch without a flag, whose sums show an error of this size."""
+    """The certificates of a sketch in which no sum is flagged; bound: the size of an error that the sums show."""
     return _verified(settings, sketch_size(settings.confidence), bound, 0.0).certificates
 
 
@@ -355,7 +355,7 @@ def _noise(problem: Problem, settings: Settings, differences: Differences) -> tu
 def _one_hot(
     problem: Problem, settings: Settings, search: _Search, differences: Differences, small: SmallSketch | None
 ) -> Failure | None:
-    """How the backward fails for a one-hot grad_output of each output, in itself or against differences.
+    """The failure for one-hot grad_outputs of each output: of the backward in itself, or compared with differences.
 
     small: earlier results of the same grad_outputs.
     """
@@ -398,7 +398,7 @@ def _seen_before(
 
 
 def _next_step(problem: Problem, settings: Settings, differences: Differences, base: Tensor, pending: Tensor) -> float:
-    """A smaller step where most pending outputs are noisier than rounding makes them; otherwise a larger one."""
+    """A smaller step if any pending output is noisier than rounding explains; otherwise a larger one."""
     rounding = differences.rounding * base.abs()
     rough = ~(differences.noise <= 2 * rounding)[pending]
     if bool(rough.any()) and differences.eps <= settings.eps:
@@ -457,7 +457,7 @@ def _row_by_row(
             if failure is not None:
                 return sketch, failure
         if cotangent.expanded and not (looks_wrong and tentative):
-            continue  # it has no weights: it only tests its layout
+            continue  # it has no weights, and only tests its layout
         sketch.cotangents.append(cotangent)
         sketch.values.append(values)
         sketch.allowed.append(allowed)
@@ -476,7 +476,7 @@ def _repeat_failure(
     repeats: Iterable[Tensor],
     separate: Tensor | None = None,
 ) -> Failure | None:
-    """Whether a VJP, run again, moves, or is not that of each output alone, added up."""
+    """The failure if a VJP differs when it is run again, or is not the sum of the VJPs for each output alone."""
     failure = separate_failure(problem, settings, vector, gradient, separate)
     tolerance = settings.nondet_tol * float(vector.abs().sum()) if settings.nondet_tol else 0.0
     moved = [again for again in repeats if not torch.equal(again, gradient)]
@@ -495,7 +495,7 @@ def _moves(settings: Settings, gradient: Tensor, earlier: Tensor) -> bool:
 
 
 class _Search:
-    """Follows up a flagged sketch: to a row, to a column, to a single entry."""
+    """Traces a flagged sum to a row, then to a column, which gives a single entry."""
 
     def __init__(self, problem: Problem, settings: Settings, differences: Differences) -> None:
         self._problem = problem
@@ -520,7 +520,7 @@ class _Search:
                 found.append(entry)
                 sketch.subtract(entry.row, self._explained(entry))
                 if abs(sketch.values[which][k]) > before / 2:
-                    break  # wrong all over: more entries would add no information
+                    break  # many entries are wrong: more of them would add no information
                 continue
             if found:
                 break
@@ -538,7 +538,7 @@ class _Search:
     def _nonlinear(self, cotangent: Cotangent, dense: Cotangent) -> Failure | None:
         vector = cotangent.vector()
         gradient = self._problem.vjp(vector.unsqueeze(0))[0]
-        # A cotangent with zeros is split into a dense part and the rest: two halves of it would be wrong alike.
+        # A cotangent with zeros is split into a dense part and the rest: two halves would be wrong in the same way.
         part = dense.vector() if cotangent.scale != 1.0 else None
         return linearity_failure(self._problem, self._settings, vector, gradient, cotangent.kind, part)
 
@@ -650,13 +650,13 @@ def _forward_entry(
 
 
 def _jvp_not_linear(problem: Problem, settings: Settings, u: Tensor, tangent: Tensor) -> Failure | None:
-    """Whether a JVP is not what those of the parts of its tangent add up to."""
+    """The failure if a JVP is not the sum of the JVPs for the parts of its tangent."""
     tangents, shares = tangent_parts(u, settings.seed)
     parts = problem.jvps_of(tangents) * shares[:, None]
     total = parts.sum(0)
-    # Directions are in the unit of each input's own atol.
+    # Directions are in units of each input's own atol.
     allowed = settings.atol + settings.loosest().rtol * parts.abs().sum(0)
-    # One that is not finite was compared with differences; for a share of it, that does not count as an overflow.
+    # Not where the JVP is infinite or near overflow: there it was compared with differences.
     wrong = ~((tangent - total).abs() <= allowed) & (tangent * REPEAT_SCALE).isfinite()
     if not bool(wrong.any()):
         return None
@@ -671,13 +671,13 @@ def _jvp_not_linear(problem: Problem, settings: Settings, u: Tensor, tangent: Te
 
 
 def screen_constant(problem: Problem, settings: Settings) -> Screening:
-    """If no output requires grad: func must not move with its inputs."""
+    """The verdict if no output requires grad: func must not depend on its inputs."""
     for attempt, eps in enumerate((settings.eps, settings.eps * SMALLER)):
         for k in range(sketch_size(settings.confidence)):
             u = direction(problem.n, settings.seed, SKETCH_DIRECTIONS + 16 * (16 * attempt + k)).to(problem.device)
             displacement = problem.displacement(u, eps)
             plus, minus = (problem.evaluate(False, displacement, sign) for sign in (1.0, -1.0))
-            moved = plus - minus != 0  # as slow mode has it: infinite values differ by NaN
+            moved = plus - minus != 0  # as in slow mode: infinite values differ by NaN
             if not bool(moved.any()):
                 continue
             row = int(moved.nonzero()[0])

@@ -57,7 +57,7 @@ def small_check(func: Callable[..., Any], arguments: tuple[Any, ...], settings: 
             if _values_pass(check, settings):
                 check.passes = _attributes_pass(check, settings, backward)
     except OUT_OF_MEMORY:
-        return SmallCheck(problem)  # the complete check asks for less
+        return SmallCheck(problem)  # the complete check needs less memory
     except BaseException as error:
         problem.evaluator.restore()
         raised = as_raised(error)
@@ -88,7 +88,7 @@ def _values_pass(check: SmallCheck, settings: Settings) -> bool:
 def _attributes_pass(check: SmallCheck, settings: Settings, backward: Backward | None) -> bool:
     """Whether batched derivatives agree and, if func is a backward, its gradients are the same without a graph.
 
-    Those are for negated grad_outputs: gradients that are kept by the address or identity of grad_output differ.
+    These gradients are for negated grad_outputs, so gradients kept by the address or identity of grad_output differ.
     """
     problem = check.problem
     if settings.check_batched_forward_grad and not batched_tangents_agree(check, settings):
@@ -106,7 +106,7 @@ def _rows_agree(check: SmallCheck, settings: Settings) -> bool:
 
 
 def _exact(check: SmallCheck, settings: Settings) -> bool:
-    """Compares all entries; whether nothing is left to be judged."""
+    """Compares all entries; returns whether nothing is left to judge."""
     problem = check.problem
     try:
         check.backward = _backward(problem, settings)

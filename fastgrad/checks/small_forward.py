@@ -22,7 +22,7 @@ from fastgrad.verdict.grad_outputs import BATCH, batch_vectors
 from fastgrad.verdict.tangents import LINEAR_JVP, PARTS, sums_certificate, tangent_directions, tangent_parts
 
 MOST_COLUMNS = 256
-"""Columns of which all one-hot tangents may be held at once: half a megabyte."""
+"""Largest number of columns for which all one-hot tangents are held at once: half a megabyte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class _Directions:
     rows
         Float64, shape (count, n).
     undefined
-        By row, the input that gets no tangent, and has zeros in the row before; -1: all get one.
+        By row, the input that gets no tangent here and a zero tangent in the row before; -1: all inputs get one.
     shares
-        Of the parts of the first row, as of `tangent_parts`; empty if there are none.
+        Shares of the parts of the first row, as from `tangent_parts`; empty if there are none.
     """
 
     rows: Tensor
@@ -88,7 +88,7 @@ def _products_agree(check: SmallCheck, settings: Settings, differences: Derivati
     products = _jvps(check, settings, made)
     if products is None:
         return False
-    if earlier is not None:  # of nearly the same tangents, at another step
+    if earlier is not None:  # JVPs of nearly the same tangents, at another step
         rows, which, known = earlier
         check.tangents = torch.cat([rows, made.rows]), which + made.undefined, torch.cat([known, products])
         if differ(known, products, settings.atol, False):
@@ -149,13 +149,13 @@ def _jvps(check: SmallCheck, settings: Settings, made: _Directions) -> Tensor | 
 
 
 def _as_zero(products: Tensor) -> bool:
-    """Whether undefined tangents, which are every second row, give what zeros give."""
+    """Whether undefined tangents, in every second row, give the same as zero tangents."""
     return torch.equal(products[::2], products[1::2])
 
 
 @lru_cache(32)
 def _one_hot_directions(sizes: tuple[int, ...], seed: int, undefined: bool) -> _Directions:
-    """One-hot ones of all coordinates, the two of `TangentLinearityTest`, and those of undefined tangents."""
+    """One-hot tangents of all coordinates, the two of `TangentLinearityTest`, and those for undefined tangents."""
     n = sum(sizes)
     dense = tangent_directions(n, seed, torch.device("cpu"))
     rows = torch.cat([torch.eye(n, dtype=torch.float64), dense])
@@ -163,7 +163,7 @@ def _one_hot_directions(sizes: tuple[int, ...], seed: int, undefined: bool) -> _
 
 
 def _random_directions(directions: Tensor, sizes: tuple[int, ...], settings: Settings) -> _Directions:
-    """The given ones, the parts of the first one, and those of undefined tangents."""
+    """The given directions, the parts of the first one, and those for undefined tangents."""
     parts, shares = tangent_parts(directions[0], settings.seed)
     rows = torch.cat([directions, parts])
     return _with_undefined(rows, directions[0], sizes, settings.check_undefined_grad, shares)
@@ -172,7 +172,7 @@ def _random_directions(directions: Tensor, sizes: tuple[int, ...], settings: Set
 def _with_undefined(
     rows: Tensor, dense: Tensor, sizes: tuple[int, ...], undefined: bool, shares: Tensor
 ) -> _Directions:
-    """The rows, and for each input the dense one twice without its coordinates: zero, and then undefined."""
+    """The rows and, for each input, the dense row twice without the input's coordinates: first zero, then undefined."""
     which = [-1] * rows.shape[0]
     if not undefined:
         return _Directions(rows, which, shares)

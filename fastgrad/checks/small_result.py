@@ -29,19 +29,19 @@ class SmallCheck:
     columns
         The numerical Jacobian: float64, shape (n, m); or where and what func returned instead of its outputs.
     moved
-        Whether a VJP was seen that does not fit the others, or has another size or dtype, or func returned outputs of
-        another kind: the complete check names the fault, or it was one of some calls only.
+        Whether a VJP was not consistent with the others, or had a wrong size or dtype, or func returned outputs of
+        another kind. The complete check names the error; if it finds none, only some calls were wrong.
     jvp_moved
-        Whether JVPs were seen that do not fit each other, or func returned outputs of another kind in forward mode.
+        Whether JVPs were not consistent with each other, or func returned outputs of another kind in forward mode.
     domains_match
-        Whether tangents of the outputs were complex where these are and real where these are real, if that counts.
+        Whether complex outputs had complex tangents and real outputs real ones, if that is checked.
     batched
         Where batched gradients differ from single ones.
     errors
         By output and part, and by input, the largest absolute and relative error; None if something remains to be
         judged.
     tangent_errors
-        By input and part, and by output, the same of forward mode.
+        By input and part, and by output, the same for forward mode.
     products
         If sums were compared, grad_outputs and their VJPs: float64, shapes (rows, m) and (rows, n).
     tangents
@@ -50,7 +50,7 @@ class SmallCheck:
     differences
         Directional derivatives that agree with VJPs, if their noise is too small to matter.
     bound
-        The error of an entry that sums show.
+        The size of an error of one entry that the sums show.
     certificates
         What repeated calls of a custom backward certify.
     vjps, jvps

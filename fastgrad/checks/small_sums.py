@@ -1,4 +1,4 @@
-"""Fast mode of a small check: random sums of entries, from as few calls as answer all questions."""
+"""Fast mode of a small check: random sums of entries, from as few calls as possible."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ are 64 times smaller. Rounding of values up to about 100 is still within the thr
 
 
 NOISE_MARGIN = 4.0
-"""Noise is measured along the first direction alone: along others it may be as many times as large."""
+"""Noise is measured only along the first direction; along others, it may be up to this many times as large."""
 
 
 def sums_agree(check: SmallCheck, settings: Settings) -> bool:
@@ -86,8 +86,8 @@ def differences_by_step(check: SmallCheck, settings: Settings) -> Iterator[tuple
         if weighed is not None:
             yield differences, *weighed
         elif _weight(check, settings, differences, SMALLER_STEP**2) is None:
-            # Curvature alone would be that much less at the smaller step: this is a kink, rounding, or other values of
-            # func for the same inputs.
+            # Noise from curvature alone would be small enough at the smaller step. So the reason is a kink, rounding,
+            # or a func that returns other values for the same inputs.
             repeat = partial(_differences, check, settings, step, budget)
             if _func_moves(check, settings, differences, settings.eps * step, repeat):
                 check.moved = True
@@ -101,7 +101,7 @@ def _func_moves(
     step: float,
     repeat: Callable[..., Derivatives | None],
 ) -> bool:
-    """Whether noisy differences at a step come out otherwise when they are repeated, along one direction at first."""
+    """Whether noisy differences at a step are different when they are repeated, first along one direction."""
     problem = check.problem
     rounding = (
         2
@@ -140,7 +140,7 @@ def _differences(
 ) -> Derivatives | None:
     """Derivatives from the fewest evaluations; step: relative to eps; budget: 0 for central differences alone.
 
-    count: of directions; None: those of a sketch.
+    count: number of directions; None: as many as for a sketch.
     """
     streams = [SKETCH_DIRECTIONS + 16 * k for k in range(count or sketch_size(settings.confidence))]
     along = RandomDirections(settings.seed, streams, [], settings.eps * step, min(1.0, step))
@@ -163,7 +163,7 @@ def _weight(
 
     None if noise may hide errors beyond the tolerance.
 
-    share: of the noise, which counts.
+    share: the share of the noise that counts.
     """
     norm, size = differences.sizes or (math.inf, math.inf)
     rounding = ROUNDING * check.problem.unit_roundoff * size * check.problem.m**0.5
@@ -183,7 +183,7 @@ def _weight(
 def _all_vjps(
     check: SmallCheck, settings: Settings, made: ScreeningGradOutputs, plain: ScreeningGradOutputs, early: Tensor
 ) -> Tensor | None:
-    """The VJPs of all rows, on a graph of its own; None if they do not fit together."""
+    """The VJPs of all rows, on a graph of their own; None if they are not consistent."""
     problem = check.problem
     if not problem.record_again():
         check.moved = True
@@ -209,7 +209,7 @@ def _all_vjps(
         if not bool((beyond <= 0).all()):
             check.moved = bool((beyond > 0).any()) and bool(beyond.isfinite().all())
             return None
-    # A call of each graph may be wrong: this one is the tenth or so.
+    # Any call on a graph may be wrong; this is about the tenth.
     if (problem.is_custom or not torch.equal(again, early)) and _repeat(
         check, settings, made, gradients, [REPEATED], run_again=[REPEATED]
     ) is None:
@@ -228,7 +228,7 @@ def _same_as_early(
     problem, sums = check.problem, plain.early.abs().sum(1).tolist()
     rounding = ROUNDING * problem.unit_roundoff * problem.m**0.5 * largest(early[0].nan_to_num(0.0, 0.0, 0.0))
     if not problem.is_custom and not differ(again, early, rounding, False):
-        return True  # a built-in backward may round otherwise at another scale
+        return True  # a built-in backward may round differently at another scale
     # The complete check decides about small differences.
     allowed = max(4 * settings.atol, rounding) + settings.nondet_tol * sums[0]
     check.moved = differ(again[:1], early[:1], allowed, False)
@@ -242,14 +242,14 @@ def _agree(settings: Settings, differences: Derivatives, made: ScreeningGradOutp
     norm = differences.sizes[0] if differences.sizes else math.inf
     residuals = largest_residuals(made.vectors, differences.derivatives, gradients, differences.directions)
     allowed = [share * settings.atol / 4 for share in made.shares]
-    allowed[made.expanded] += 8 * CONSTANT * norm  # no weights here
+    allowed[made.expanded] += 8 * CONSTANT * norm  # it has no weights
     for row, coordinate in made.one_hot.items():
         allowed[row] += 4 * float(differences.noise[coordinate])
     return all(residual <= most for residual, most in zip(residuals, allowed, strict=True))
 
 
 def _zeros_are_zero(check: SmallCheck, settings: Settings) -> bool:
-    """Whether zero and undefined grad_outputs give zeros. Run last, as a wrong factor does not show in them."""
+    """Whether zero and undefined grad_outputs give zeros. Run last, because they do not show a wrong factor."""
     outputs = len(check.problem.outputs)
     check.vjps += 1 + ((1 + (outputs if outputs > 1 else 0)) if settings.check_undefined_grad else 0)
     are_zero = check.problem.are_zeros_zero(settings.check_undefined_grad)
@@ -261,7 +261,7 @@ def _zeros_are_zero(check: SmallCheck, settings: Settings) -> bool:
 def _same_on_third(
     check: SmallCheck, settings: Settings, made: ScreeningGradOutputs, gradients: Tensor
 ) -> Tensor | None:
-    """Whether a custom backward gives a one-hot row and a product again on a third graph: then these gradients."""
+    """The gradients if a custom backward gives the same one-hot row and product on a third graph; otherwise None."""
     if not check.problem.record_again():
         check.moved = True
         return None
@@ -281,7 +281,7 @@ def _repeat(
     order: list[int],
     run_again: Sequence[int] = (),
 ) -> float | None:
-    """The difference of gradients from those of the same rows before that counts as rounding; None: another gradient.
+    """The difference from earlier gradients of the same rows that counts as rounding; None if gradients differ by more.
 
     run_again: as in `first_moving`.
     """

@@ -259,7 +259,7 @@ def _of_layouts(evidence: Evidence, linear: bool) -> Iterator[Cause]:
 def _modified(evidence: Evidence) -> Cause:
     error = evidence.gapped_error or evidence.offset_error or evidence.expanded_error
     if evidence.modified is not None and evidence.modified > LEAST_DEVIATION:
-        measure = f"relative difference {evidence.modified:.1e} from the gradient for copies of grad_output"
+        measure = f"the gradient differs by {evidence.modified:.1e}, relatively, if backward gets copies of grad_output"
     else:
         measure = "a dense grad_output has different values after the call"
         measure += f"; for other layouts {error}" if error else ""

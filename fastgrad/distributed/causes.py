@@ -100,7 +100,9 @@ def _causes(sampled: Sequence[_Sampled], space: Space) -> list[Cause]:
     total = sum(one.found for one in sampled) if partial or replicated else None
     alike = all(_same(one.found, sampled[0].found) for one in sampled)
     if replicated and not alike and _same(total, sampled[0].numerical):
-        text = "the gradients of the ranks add up to the right one: an all_reduce is missing, or they are Partial()"
+        text = (
+            "the gradients of the ranks add up to the right one: an all_reduce is missing, or the placement Partial()"
+        )
         return [_cause("reduction missing between ranks", text)]
     if _same(found, own) and not _same(found, numerical) and not (partial or alike):
         text = "each rank has only the part of its own results: in backward the sum over ranks is missing"
@@ -108,7 +110,7 @@ def _causes(sampled: Sequence[_Sampled], space: Space) -> list[Cause]:
     if partial and _same(found, numerical):
         text = (
             f"each rank has the whole gradient, which is counted {count} times as Partial(): it was reduced once too "
-            "often, or is Replicate()"
+            "often, or its placement is Replicate()"
         )
         return [_cause("reduced twice", text)]
     joined, right = (total, sampled[0].numerical) if partial else (found, numerical)

@@ -258,6 +258,6 @@ def _refuse_what_does_not_fit(ranks: Sequence[_About], checked: Sequence[int]) -
         apart = difference(parts, space.placement)
         if apart is not None:
             raise ValueError(
-                f"input {i} is Replicate(), and at {apart.index} it is {apart.on_first} on rank 0 and {apart.found} on "
+                f"input {i} is Replicate(), but at {apart.index} it is {apart.on_first} on rank 0 and {apart.found} on "
                 f"rank {apart.rank}."
             )

@@ -72,7 +72,7 @@ def held_by(placement: Placement, parts: Sequence[torch.Size], index: Sequence[i
             own[placement.dim] -= first
             return [(rank, own)]
         first += size
-    raise IndexError(f"index {list(index)} is beyond all parts, of shapes {[list(shape) for shape in parts]}")
+    raise IndexError(f"index {list(index)} is outside of all parts; their shapes: {[list(shape) for shape in parts]}")
 
 
 def mismatch(placement: Placement, shapes: Sequence[torch.Size]) -> str:

@@ -11,19 +11,20 @@ from fastgrad.problem.coordinates import Block
 from fastgrad.report.failure import Part
 
 REPEATED_ROWS = 2
-"""Rows of each part of an output that are run twice, to find a backward that is not deterministic in these rows.
-Torch's checker runs all rows twice; for the others see `certify`."""
+"""Number of rows of each part of an output that are run twice, to detect a backward that is not deterministic in these
+rows. Torch's checker runs all rows twice; for the other rows see `certify`."""
 
 REPEAT_SCALE = -4.0
-"""The second cotangent against the first: another sign and size, so that a clamp up to some 5, a sign or
-a square of grad_output shows too; a power of two, so that a linear backward gives the same bits."""
+"""The factor of the cotangent in the second run. Its sign and size differ from 1, so that a backward that clamps
+grad_output (at up to about 5), takes its sign or squares it is detected too. It is a power of two, so that a linear
+backward gives the same bits."""
 
 MOST_AT_ONCE = 1 << 14
-"""Coordinates of inputs and outputs up to which many VJPs are run in one call of native code."""
+"""Largest number of coordinates of inputs and outputs for which many VJPs are run in one call of native code."""
 
 MOST_CACHED = 1 << 10
-"""Coordinates of the outputs up to which grad_outputs are kept, 40 kB: a suite checks many functions of the same
-shapes."""
+"""Largest number of output coordinates for which grad_outputs are cached (40 kB), because a test suite checks many
+functions of the same shapes."""
 
 
 @dataclass(slots=True)
@@ -39,8 +40,8 @@ class JacobianBlock:
     analytical, numerical
         float64, shape (rows, columns), columns being real coordinates of the input.
     repeated
-        The first rows once more: each VJP was run again at once with REPEAT_SCALE times its cotangent
-        and divided by that, which is exact. Float64, shape (repeated rows, columns).
+        The first rows again: each VJP was run a second time, directly after the first, with REPEAT_SCALE times its
+        cotangent, and divided by REPEAT_SCALE, which is exact. Float64, shape (repeated rows, columns).
     match
         Properties of the gradients behind these rows, of all inputs, and whether the second run
         gave equal values.
@@ -84,7 +85,7 @@ class TangentBlock:
 
 
 def row_parts(outputs: tuple[Block, ...]) -> list[tuple[Block, Part]]:
-    """Outputs in the order of judging: imaginary parts come, with the real outputs, before real parts."""
+    """Outputs in the order of comparison: first real outputs and imaginary parts of complex ones, then real parts."""
     groups: list[tuple[Block, Part]] = [(output, "imaginary" if output.is_complex else "all") for output in outputs]
     return groups + [(output, "real") for output in outputs if output.is_complex]
 
@@ -92,8 +93,8 @@ def row_parts(outputs: tuple[Block, ...]) -> list[tuple[Block, Part]]:
 def one_hot_elements(elements: int, seed: int) -> list[int]:
     """The elements of an output that get a one-hot grad_output: one anywhere and the last.
 
-    Code that treats the end of a tensor separately, such as a kernel's tail, may do so for sparse grad_outputs only. A
-    backward may return what it kept of the first one.
+    Code that treats the end of a tensor separately, such as a kernel's tail, may do so for sparse grad_outputs only.
+    There are two because a backward may return a gradient that it kept from the first one.
     """
     anywhere = seed % elements
     last = elements - 1 if anywhere != elements - 1 else 0

@@ -28,7 +28,7 @@ from fastgrad.structure.coloring import Indices
 from fastgrad.structure.sparsity import Mask, Pattern
 
 REPEATED_GROUPS = 2
-"""Row groups of each output that are run twice; for the others see `certify`."""
+"""Number of row groups of each output that are run twice; for the other groups see `certify`."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Grouping:
         return self.starts.size - 1
 
     def entries(self) -> tuple[Tensor, ...]:
-        """Those of the Jacobian in each group."""
+        """The entries of the Jacobian in each group."""
         return torch.split(self.groups.entries, self.groups.entry_starts.diff().tolist())
 
     def members(self, group: int) -> Indices:
@@ -60,13 +60,13 @@ class Compression:
     Attributes
     ----------
     rows, columns
-        Of each entry, on the device of the values: int64, shape (nnz,).
+        The row and column of each entry, on the device of the values: int64, shape (nnz,).
     row_groups
         One per output; its coordinates count from the output's first.
     column_colors
-        The group of each column: shape (n,); -1: of none.
+        The group of each column: shape (n,); -1: none.
     excluded_rows, excluded_columns
-        Dense ones that the pattern leaves out, and whose coordinates no group has: shapes (m,) and (n,); None: none.
+        Masks of dense rows and columns that are in neither the pattern nor a group: shapes (m,) and (n,); None: none.
     """
 
     pattern: Pattern
@@ -80,7 +80,7 @@ class Compression:
 
     @property
     def leaves_out(self) -> bool:
-        """Whether there are any."""
+        """Whether dense rows or columns are left out."""
         return self.excluded_rows is not None or self.excluded_columns is not None
 
     def leaves_out_pair(self, output: Block, block: Block) -> bool:
@@ -94,12 +94,12 @@ class Compression:
 
     @cached_property
     def most_in_column(self) -> int:
-        """Entries of the fullest column."""
+        """Number of entries of the fullest column."""
         return int(np.bincount(self.pattern.columns).max(initial=0))
 
     @cached_property
     def most_in_row(self) -> int:
-        """Entries of the fullest row."""
+        """Number of entries of the fullest row."""
         return int(np.diff(self.pattern.starts).max(initial=0))
 
     def entries_of_row(self, row: int) -> slice:
@@ -118,7 +118,7 @@ def compress(
     """Colors columns and rows, except those to leave out: shapes (m,) and (n,)."""
     if excluded_rows is not None or excluded_columns is not None:
         pattern = pattern.without(excluded_rows, excluded_columns)
-    # One group, and one entry per row, make many of these; none is written to.
+    # With one group, or one entry per row, many ranges are equal. They are shared, because none is written to.
     arange = lru_cache(np.arange) if problem.n + problem.m > PIECE else np.arange
     rows, columns = (torch.from_numpy(values).to(problem.device) for values in (pattern.rows(), pattern.columns))
     if np.diff(pattern.starts).max(initial=0) <= 1:
@@ -145,7 +145,7 @@ def compress(
 
 
 def _by_step(problem: Problem, colors: Indices) -> Indices:
-    """Colors such that columns of inputs that take different steps have different ones."""
+    """Splits colors, so that columns of inputs with different steps have different colors."""
     steps = np.repeat([block.step for block in problem.inputs], [block.size for block in problem.inputs])
     _, kinds = np.unique(steps, return_inverse=True)
     pairs = colors.astype(np.int64) * (1 + kinds.max(initial=0)) + kinds
@@ -180,7 +180,7 @@ def numerical_entries(problem: Problem, plan: Plan, compression: Compression, ep
     Raises
     ------
     RefusedError
-        The plan says to replay, and func cannot be captured.
+        The plan requires replays, and func cannot be captured.
     """
     if plan.replayed:
         from fastgrad.engines import cuda_graph  # imported here to keep `import fastgrad` fast
@@ -203,7 +203,7 @@ def linear_entries(problem: Problem, compression: Compression) -> Tensor:
     """
     values = torch.zeros(compression.pattern.nnz, dtype=torch.float64, device=problem.device)
     grouping = compression.column_groups
-    members = torch.from_numpy(grouping.order).to(problem.device)  # once: a copy to a device waits for it
+    members = torch.from_numpy(grouping.order).to(problem.device)  # copied once, because a copy to a device waits
     groups = (members[first:last] for first, last in pairwise(grouping.starts.tolist()))
     for product, entries in zip(problem.columns_of_backward(groups), grouping.entries(), strict=True):
         ops.decompress_(values, product, None, compression.rows, entries)
@@ -213,7 +213,7 @@ def linear_entries(problem: Problem, compression: Compression) -> Tensor:
 def analytical_entries(
     problem: Problem, compression: Compression, repeat: bool = True
 ) -> tuple[Tensor, list[tuple[Block, int, GradientsMatch]]]:
-    """Entries by VJPs: float64, shape (nnz,); and, for each output, how many groups ran twice, and with what result.
+    """Entries by VJPs: float64, shape (nnz,); and, for each output, how many groups ran twice and the result.
 
     One evaluation, one VJP per row group, and one more for each group that is repeated, REPEAT_SCALE
     times as large.

@@ -1,4 +1,4 @@
-"""What calls, patterns and trials cost: the figures by which an engine is chosen. No verdict depends on them."""
+"""The costs of calls, patterns and trials, by which an engine is chosen. No verdict depends on them."""
 
 from __future__ import annotations
 
@@ -9,50 +9,52 @@ from dataclasses import dataclass
 class CostModel:
     """Costs in seconds, evaluations of func or bytes; shares; and how much a trial must gain.
 
-    `python -m benchmarks.bench_costs` measures those that can be measured, beside the defaults, which are of one core
-    of an AMD EPYC. Where the true costs differ, an engine may be chosen that is not the fastest; nothing else changes.
+    `python -m benchmarks.bench_costs` measures the costs that can be measured and prints them next to the defaults,
+    which were measured on one core of an AMD EPYC. If the true costs differ, the chosen engine may not be the fastest;
+    nothing else changes.
 
     Attributes
     ----------
     vjp_seconds
         Seconds that autograd takes for a VJP, however quick backward is.
     vjp_evaluations
-        Evaluations of func that take as long as a VJP, that beside.
+        Evaluations of func that take as long as a VJP without vjp_seconds.
     vectorized_rows, vectorized_seconds
-        Rows of one vectorized VJP, and seconds of an evaluation times rows, at most: beyond, memory may not suffice.
+        Upper limits for one vectorized VJP: its rows, and the seconds of an evaluation times its rows. Beyond them,
+        memory may not suffice.
     sketch_seconds, sketch_calls
-        A sketch: seconds that it takes beside its calls, and the evaluations that take as long as these.
+        Seconds that a sketch takes in addition to its calls, and the evaluations that take as long as its calls.
     small_sketch_seconds, small_sketch_calls
-        The same where functions are plain and small, beyond what the dense engine runs in addition to rows and columns:
-        about 7 evaluations and 9 VJPs, against 2 and 6.
+        The same for a small check of plain functions. The calls that the dense engine makes in addition to rows and
+        columns are subtracted: a small sketch makes about 7 evaluations and 9 VJPs, the dense engine 2 and 6.
     guess_seconds
-        Seconds for guessing a pattern and computing by it, beside the calls, and something to spare.
+        Seconds for guessing a pattern and computing with it, without the calls, plus a margin.
     probe_seconds
-        Seconds for probing, beside the calls.
+        Seconds for probing, without the calls.
     certificate_evaluations
         Evaluations that take as long as all certificates of a pattern.
     linear_column_evaluations, linear_start_evaluations
-        Analytical columns by differentiating the backward: evaluations that take as long as one of them, and as its
-        proof and graph.
+        Analytical columns by differentiating the backward: evaluations that take as long as one column, and as the
+        verification and the graph of all columns.
     single_calls_seconds
-        Seconds that columns, or rows, may take one by one before the few dense ones among them are certified instead.
+        If columns, or rows, would take more seconds than this one by one, the few dense ones among them are certified.
     entry_bytes
-        Bytes of an entry of a compressed Jacobian with its indices and what coloring needs: six numbers of 8 bytes at a
-        time, and some room.
+        Bytes per entry of a compressed Jacobian, with its indices and the memory of coloring: six numbers of 8 bytes at
+        a time, plus a margin.
     exploring_share, likely_share
-        One in so many calls of the dense engine may be spent on looking for a structure; on one that is likely, because
-        most entries are ruled out.
+        One in this many calls of the dense engine may be spent on sparsity detection; likely_share applies if most
+        entries are ruled out, so that a sparse pattern is likely.
     paying_share, large_paying_share
-        What the compressed engine may cost, relative to the dense one; and where its pattern takes more memory than two
-        whole Jacobians.
+        Largest cost of the compressed engine, relative to the dense one; large_paying_share applies if its pattern
+        takes more memory than two whole Jacobians.
     trial_columns, trial_seconds
-        Columns, and seconds that they take one by one, from which vmapped batches, or CUDA graphs, are tried.
+        Least number of columns, and least seconds that they take one by one, for trying vmapped batches or CUDA graphs.
     trial_backward
-        The factor of trial_seconds in second order, where a batch runs backward by torch.func.
+        The factor of trial_seconds for second derivatives, for which a batch runs backward by torch.func.
     trial_share
-        One in so many columns, or rows, is tried.
+        One in this many columns, or rows, is tried.
     trial_gain
-        How many times as fast as one by one batches or replays must be.
+        How many times as fast as single calls batches or replays must be.
     """
 
     vjp_seconds: float = 4.3e-6
@@ -82,4 +84,4 @@ class CostModel:
 
 
 COSTS = CostModel()
-"""Those of all checks."""
+"""The costs that all checks use."""

@@ -1,18 +1,18 @@
-"""Columns, groups of them, or rows, by replays of a CUDA graph: a captured step reads its number from the device.
+"""Columns, column groups or rows by replays of a CUDA graph, whose steps read their numbers from the device.
 
-For a column, the step puts back the coordinate before its own, moves its own to either side and writes the difference
-of func into a row; for a group, it moves those of one color; for a row, it runs the VJP of a one-hot cotangent. A graph
-holds several steps if there are many. The numbers of columns, colors and rows live on the device and are increased
-there, so that a replay needs nothing of the host, and nothing waits.
+For a column, the step restores the previous coordinate, perturbs its own coordinate in both directions and writes the
+difference of func into a row. For a column group, it perturbs the coordinates of one color. For a row, it runs the VJP
+of a one-hot cotangent. If there are many steps, a graph holds several of them. The numbers of columns, colors and rows
+are kept on the device and increased there, so a replay needs nothing from the host and waits for nothing.
 
 A graph repeats what func launched on the stream while it was captured. If func reads values, takes another path,
-draws random numbers, touches memory of the host or works on a stream of its own, a replay is not an evaluation. So
-operators are watched for this beforehand, an invalid capture is refused, `trial` compares the columns with plain
-evaluations, and a certificate compares the groups.
+draws random numbers, touches memory of the host or works on a stream of its own, a replay is not an evaluation.
+Therefore operators are inspected for this before the capture, an invalid capture is refused, `executor.agree` compares
+the columns with plain evaluations, and a certificate compares the groups.
 
-Backward runs on a thread of autograd's, and each of its nodes on the stream that was current when the forward made it.
-So the graph to differentiate is made on the capturing stream, and foreign nodes in it prevent the capture. The guard
-of the capture against unsafe calls covers all threads: if other threads may make one, nothing is captured.
+Autograd runs backward on a thread of its own, and each node on the stream that was current when forward made the node.
+So the graph to differentiate is made on the capturing stream, and nodes of other streams prevent the capture. The
+capture of backward forbids unsafe calls in all threads: if another thread may make one, backward is not captured.
 """
 
 from __future__ import annotations
@@ -35,24 +35,25 @@ from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
 
 EAGER_STEPS = 3
-"""Steps taken on the capturing stream first, so that func's caches, library handles and autotuning are settled."""
+"""Steps that are run before the capture, on its stream, to settle func's caches, library handles and autotuning."""
 
 FEWEST = 16
-"""Steps from which capturing pays off."""
+"""Least number of steps for which capturing pays off."""
 
 MOST_TOGETHER = 4
-"""Steps in one graph, at most: the host launches so many in less time than the device takes for them. To capture more
-takes more time than it saves: on an H200, 31 steps of ten kernels each took half the time of 1,000 columns."""
+"""Largest number of steps in one graph. The host launches this many in less time than the device takes to run them.
+Capturing more takes more time than it saves: on an H200, capturing 31 steps of ten kernels each took half the time of
+1,000 columns."""
 
 FEWEST_REPLAYS = 32
-"""Least number of replays of a graph with several steps: the host captures a step as slowly as it runs one."""
+"""Least number of replays of a graph with several steps: capturing a step takes the host as long as running it."""
 
 _ERROR_MODES = {"func": "thread_local", "backward": "global"}
-"""Whose unsafe calls end a capture. Never "relaxed": every replay would write to memory that was freed behind torch's
-back."""
+"""The threads whose unsafe calls end a capture. Never "relaxed": every replay would write to memory that was freed
+without torch's knowledge."""
 
 _CALLS = {"func": 2, "backward": 1}
-"""In a step."""
+"""Calls in a step."""
 
 _UNFIT = {
     torch.Tag.data_dependent_output: "reads values of tensors",
@@ -61,21 +62,21 @@ _UNFIT = {
 }
 
 _QUIET = frozenset({"IPython", "_pydevd_bundle", "debugpy", "ipykernel", "tqdm"})
-"""Packages whose threads draw progress bars, or serve notebooks and debuggers: they make no CUDA calls of their own."""
+"""Packages whose threads serve progress bars, notebooks and debuggers, and make no CUDA calls of their own."""
 
 Step = Callable[[Tensor, Tensor, Tensor], None]
-"""Takes the number of the step before it and its own, int64 of shape (1,), and fills a row of shape (coordinates,)."""
+"""Takes the previous step's number and its own, int64 of shape (1,), and fills a row of shape (coordinates,)."""
 
 _abandoned: list[Any] = []
-"""The graph whose capture was invalid: torch's pool of pinned memory may still query it. No other graph is captured
-then, as the memory reserved for it may be lost."""
+"""The graph whose capture was invalid. It is kept because torch's pool of pinned memory may still query it. After that,
+no graph is captured, because the memory that is reserved for a capture may be lost."""
 
 
 def obstacle(problem: Problem) -> str | None:
     """What prevents func from being captured, as far as is known without calling it; None if nothing does."""
     device = problem.device
     if device.type != "cuda" or torch.version.hip is not None:
-        return "it runs on no NVIDIA device"
+        return "it does not run on an NVIDIA device"
     if any(block.tensor.device != device for block in (*problem.inputs, *problem.outputs)):
         return "it uses several devices"
     if _abandoned:
@@ -83,14 +84,14 @@ def obstacle(problem: Problem) -> str | None:
     if cuda.get_allocator_backend() != "native":
         return "torch's own allocator is not in use"
     if torch.is_autocast_enabled("cuda") and torch.is_autocast_cache_enabled():
-        return "autocast keeps what a capture never computed"
+        return "autocast caches results that a capture does not compute"
     with cuda.device(device):
         return "a capture is under way" if cuda.is_current_stream_capturing() else None
 
 
 @phase("numerical columns")
 def difference_columns(problem: Problem, first: int, count: int, eps: float, record_graph: bool) -> Tensor:
-    """Columns as `Problem.difference_columns` gives them, up to rounding; inputs of few columns are evaluated plainly.
+    """The columns of `Problem.difference_columns`, up to rounding; inputs of few columns are evaluated by single calls.
 
     Raises
     ------
@@ -112,14 +113,14 @@ def difference_columns(problem: Problem, first: int, count: int, eps: float, rec
 def difference_groups(
     problem: Problem, colors: Tensor, count: int, rows: Tensor, columns: Tensor, eps: float, record_graph: bool
 ) -> Tensor:
-    """Entries as `Problem.difference_groups` gives them, up to rounding: float64, shape (entries,).
+    """The entries of `Problem.difference_groups`, up to rounding: float64, shape (entries,).
 
     Parameters
     ----------
     colors
-        The group of each column, of `count`; -1: of none. int64, shape (n,).
+        The group of each column, one of `count`; -1: none. int64, shape (n,).
     rows, columns
-        Of each entry: int64, shape (entries,).
+        The row and column of each entry: int64, shape (entries,).
 
     Raises
     ------
@@ -142,7 +143,7 @@ def difference_groups(
 def analytical_rows(
     problem: Problem, output: Block, imaginary: bool, first: int, counts: Sequence[int], inputs: Sequence[Block]
 ) -> Iterator[Tensor]:
-    """Blocks of rows as `Problem.analytical_rows` gives them, none of them repeated; if few, they are run plainly.
+    """Blocks of rows as from `Problem.analytical_rows`, none of them run twice; a few rows are run by single calls.
 
     Backward is captured once, for all blocks.
 
@@ -167,7 +168,7 @@ def analytical_rows(
             first += count
         return
     if any(map(_may_use_cuda, threading.enumerate())):
-        raise RefusedError("other threads run, and a capture of backward is not to disturb them")
+        raise RefusedError("other Python threads run, and a capture of backward could disturb them")
     device = problem.device
     tensors = [block.tensor for block in inputs]
     like = [(tensor.shape, tensor.dtype, tensor.layout) for tensor in tensors]
@@ -203,7 +204,7 @@ def analytical_rows(
 
 def _may_use_cuda(thread: threading.Thread) -> bool:
     """Whether another thread may do what a capture for all threads forbids."""
-    # Autograd's own, which run Python now and then, are known as dummies: they wait for us.
+    # Autograd's own threads, which run Python at times, are known as dummy threads. They wait for this thread.
     if thread is threading.current_thread() or isinstance(thread, threading._DummyThread):
         return False
     runs = getattr(thread, "_target", None) or type(thread)
@@ -212,7 +213,7 @@ def _may_use_cuda(thread: threading.Thread) -> bool:
 
 @lru_cache(None)
 def _side_stream(device: torch.device) -> Any:
-    """The one that captures: memory of a stream, and what libraries keep for it, serve that stream only."""
+    """The stream for captures, one per device: memory of a stream, and of libraries for it, serves that stream only."""
     return cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
@@ -233,7 +234,7 @@ def _replay(problem: Problem, block: Block, first: int, rows: Tensor, eps: float
 
 
 class _Replays:
-    """Steps of func or backward: the first EAGER_STEPS are taken eagerly, others by replays of one graph."""
+    """Steps of func or backward: the first EAGER_STEPS are run eagerly, the others by replays of one graph."""
 
     def __init__(
         self,
@@ -280,7 +281,7 @@ class _Replays:
                 count -= EAGER_STEPS
             side.wait_stream(current)
             try:
-                with cuda.stream(side):  # whose memory the captured steps use
+                with cuda.stream(side):  # the captured steps use memory of this stream
                     for _ in range(count // self._together):
                         self._graph.replay()
                         problem.progress.step(_CALLS[who] * self._together)
@@ -307,16 +308,16 @@ class _Replays:
         if self._graph is None:
             return
         self._graph.reset()
-        del self._watch  # with what replays used
+        del self._watch  # and the tensors that replays used
         if self._who == "func":
-            self._problem.restore()  # no step puts back what the last one moved
+            self._problem.restore()  # no step restores the coordinate that the last one perturbed
 
 
 class _Steps:
     """Steps that read their step numbers from the device; their results are written into rows together."""
 
     def __init__(self, step: Step, first: int, most: int, rows: Tensor) -> None:
-        """Most: steps taken together, at most."""
+        """Most: the largest number of steps that are taken together."""
         self._step, self._rows = step, rows
         self._from_zero = torch.arange(-1, most, device=rows.device)
         self._numbers = torch.stack([self._from_zero + first, self._from_zero])
@@ -331,12 +332,12 @@ class _Steps:
         self._numbers.add_(count)
 
     def fill_from_the_first(self) -> None:
-        """Has the next step fill the first row."""
+        """Makes the next step fill the first row."""
         self._numbers[1].copy_(self._from_zero)
 
 
 def _run_eagerly(problem: Problem, steps: _Steps, who: str) -> None:
-    """The first steps, watched."""
+    """Runs the first steps; the operators of the very first one are inspected."""
     generator = cuda.default_generators[problem.device.index]
     drawn = generator.get_state()
     with _Watch(problem.device, who):
@@ -352,10 +353,10 @@ def _run_eagerly(problem: Problem, steps: _Steps, who: str) -> None:
 def _capture(step: Callable[[], None], device: torch.device, error_mode: str) -> Any:
     """The step as a CUDA graph, on the current stream; nothing of it is executed.
 
-    error_mode: whose unsafe calls end it. After a failure, stream, generator and allocator are as before. Torch ends a
-    valid capture properly; of an invalid one, some versions end little more than the stream's part. From torch 2.15
-    on, the capture may end properly and the instantiation of the graph fail: then the allocator reports that it no
-    longer knows the pool.
+    error_mode: the threads whose unsafe calls end it. After a failure, stream, generator and allocator are as before.
+    Torch ends a valid capture properly. After an invalid capture, some versions reset little more than the stream.
+    From torch 2.15 on, the capture may end properly while the instantiation of the graph fails; then the allocator
+    reports that it no longer knows the pool.
     """
     generator = cuda.default_generators[device.index]
     state = generator.clone_state()
@@ -384,9 +385,9 @@ def _capture(step: Callable[[], None], device: torch.device, error_mode: str) ->
 
 
 class _Watch(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses func, or backward, if an operator does what a replay would not; and keeps what it found.
+    """Refuses func, or backward, if an operator does what a replay would not do; keeps tensors made before the capture.
 
-    A replay reads and writes where the capture did: tensors that were made before must outlive it.
+    A replay reads and writes the memory that the capture used, so these tensors must outlive it.
     """
 
     def __init__(self, device: torch.device, who: str) -> None:
@@ -409,7 +410,7 @@ class _Watch(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
             raise RefusedError(f"{self._who} uses streams of its own")
         result = op(*args, **kwargs)
         for given in torch_private.tensors_in((args, kwargs)):
-            # A CPU scalar is part of the launch, the same in every replay, if it is not copied.
+            # A CPU scalar that is not copied is part of the launch, and the same in every replay.
             if given.device != self._device and (given.dim() > 0 or "copy" in op.__name__):
                 raise RefusedError(f"{self._who} uses memory of another device")
             if _memory(given) not in self._made:
@@ -422,5 +423,5 @@ class _Watch(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _memory(tensor: Tensor) -> int:
-    """The same number for all tensors of one storage, during its lifetime."""
+    """A number that identifies the storage of a tensor during its lifetime."""
     return int(tensor.untyped_storage()._cdata)

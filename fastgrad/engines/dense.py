@@ -1,6 +1,6 @@
-"""The dense engine: every column by differences, every row by VJPs, block against block.
+"""The dense engine: every column by differences and every row by VJPs, compared block by block.
 
-Numerical columns are held, as many as the memory limit admits; analytical rows stream past them.
+It holds as many numerical columns as the memory limit admits, and computes the analytical rows one block at a time.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def row_blocks(
 ) -> Iterator[Iterator[JacobianBlock]]:
     """One pass of reverse mode: all rows against the numerical columns from `first` on.
 
-    In torch's order of comparison: by output and part, one iterator each, so that nothing of the next is
-    computed before the last one is compared; then rows, input. Costs one evaluation, m VJPs, and one more
-    for each repeated row; nothing if all of them are at hand.
+    The blocks come in torch's order of comparison: by output and part, then by rows, then by input. There is one
+    iterator per output and part, so that nothing is computed for the next before this one is compared. This takes one
+    evaluation, m VJPs, and one more VJP per repeated row; no calls if all rows are known.
 
     Raises
     ------
@@ -63,7 +63,7 @@ def tangent_blocks(problem: Problem, first: int, columns: Tensor, tangents: Tens
 def _rows(
     problem: Problem, plan: Plan, output: Block, part: Part, inputs: list[Block]
 ) -> Iterator[tuple[Tensor, Tensor, GradientsMatch]]:
-    """Block by block; each is computed on demand."""
+    """The rows of one output or part, block by block; each block is computed on demand."""
     imaginary, elements = part == "imaginary", output.tensor.numel()
     starts = range(0, elements, plan.rows_per_block)
     counts = [min(plan.rows_per_block, elements - row) for row in starts]
@@ -74,7 +74,7 @@ def _rows(
         return
     from fastgrad.engines import cuda_graph  # imported here to keep `import fastgrad` fast
 
-    # Repeated rows are run plainly. For replays, the sums of all rows are certified.
+    # Repeated rows are run by single calls. Rows from replays are certified by sums of all rows.
     once = [count - twice for count, twice in zip(counts, repeats, strict=True)]
     replays = cuda_graph.analytical_rows(problem, output, imaginary, sum(repeats), once, inputs)
     for row, twice in zip(starts, repeats, strict=True):
@@ -88,7 +88,7 @@ def _inputs_within(problem: Problem, first: int, columns: Tensor) -> list[Block]
         block
         for block in problem.inputs
         if (block.first < last and first < block.end)
-        # Nothing is specified, but gradients of the rest must still be zero.
+        # A sparse input without specified elements: the gradients of its other elements must still be zero.
         or (block.size == first == 0 and block.elements is not None)
     ]
 
@@ -132,7 +132,7 @@ def _columns(problem: Problem, plan: Plan, settings: Settings, first: int, count
 
 def columns_one_by_one(problem: Problem, settings: Settings, first: int, count: int, record_graph: bool) -> Tensor:
     """`Problem.difference_columns`; those from a checkpoint are computed again unless they agree with evaluations."""
-    while True:  # a checkpoint gives each column once only
+    while True:  # a checkpoint gives each column only once
         problem.restores = False
         columns = problem.difference_columns(first, count, settings.eps, record_graph)
         if not problem.restores or _agree(problem, settings, first, columns, record_graph):
@@ -173,8 +173,8 @@ def _row_blocks(
         start = 0
         for k, block in enumerate(inputs):
             low, high = max(block.first, first), min(block.end, last)
-            size = max(0, high - low)  # an input with nothing specified may lie behind this pass
-            # A block of one input is the whole: a view of it costs more than comparing it, if small.
+            size = max(0, high - low)  # an input without specified elements may lie before this pass
+            # With one input, its block is the whole matrix. Making a view costs more than comparing a small block.
             whole = size == rows.shape[1]
             within = 1, start + low - block.first, size
             yield JacobianBlock(

@@ -16,7 +16,7 @@ from fastgrad.core.random import TRIAL_STREAM, direction, uniform
 from fastgrad.problem.problem import Problem
 
 DIRECTIONS = 2
-"""Random directions along which the columns of one pass must add up: in one, errors of two columns may cancel."""
+"""Random directions along which the columns of one pass must add up: along one, errors of two columns may cancel."""
 
 SCALES = (1.0, -1.0, 0.5, -0.5)
 
@@ -41,7 +41,7 @@ def obstacle(problem: Problem) -> str | None:
         type(block.tensor) not in (Tensor, torch.nn.Parameter) or block.tensor.layout is not torch.strided
         for block in problem.inputs
     ):
-        return "an input is no plain strided tensor"
+        return "an input is not a plain strided tensor"
     return None
 
 
@@ -64,18 +64,18 @@ def speedup(
     Raises
     ------
     RefusedError
-        They differ; or as `several` does.
+        The results differ, or `several` raises it.
     """
     singles = min(SINGLES, count)
     last = first + count - singles
-    several(last, 1)  # refused at little cost, or warmed up
+    several(last, 1)  # raises early, at little cost, or warms up
     begin = clock(problem.device)
     expected = single(last, singles)
     between = clock(problem.device)
     found = several(first, count)
     end = clock(problem.device)
     if not torch.allclose(found[-singles:], expected, rtol=0.0, atol=atol):
-        raise RefusedError("other values than one by one")
+        raise RefusedError("the values differ from those of single calls")
     return (between - begin) / singles * count / (end - between)
 
 
@@ -83,11 +83,11 @@ def speedup(
 def agree(
     problem: Problem, first: int, columns: Tensor, eps: float, atol: float, seed: int, record_graph: bool
 ) -> bool:
-    """Whether columns first, ... add up to differences of func along random directions, and some are single columns.
+    """Whether columns first, ... add up to differences of func along random directions, and some equal single columns.
 
     An entry that is wrong by more than SHARE of atol is detected, unless other errors cancel it. Errors of single steps
-    that joint steps do not show, for example a result that func keeps for all inputs that begin alike, are detected in
-    the first and last column of each input and in SINGLES others.
+    that joint steps do not show, for example a result that func caches for all inputs with the same first elements, are
+    detected in the first and last column of each input and in SINGLES others.
 
     Parameters
     ----------

@@ -14,8 +14,8 @@ CONSTANT = 1.25
 """The elements of a constant grad_output: not 1, so that a constant 1 in its place is detected."""
 
 SPARSE_STRIDE = 17
-"""A sparse grad_output has one nonzero element per this many. More than three quarters are zero, for which kernels may
-take another path, and a prime shares no period with the sizes of tensors."""
+"""A sparse grad_output has one nonzero element per this many elements. More than three quarters are zero, for which
+kernels may take another path. The number is prime, so that sizes of tensors are rarely multiples of it."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -25,8 +25,8 @@ class GradOutputKind:
     Attributes
     ----------
     values
-        Random, +-[0.5, 1.5); the same with a random half zero, or with all but one per SPARSE_STRIDE zero; or all
-        CONSTANT.
+        Random, with magnitudes in [0.5, 1.5); the same with a random half zero, or with all but one per SPARSE_STRIDE
+        zero; or all CONSTANT.
     layout
         How the tensor lies in memory.
     text
@@ -96,13 +96,13 @@ DENSE = GradOutputKind(
 )
 
 GRAD_OUTPUT_KINDS = GAPPED, HALVED, SPARSE, EXPANDED
-"""Those that every backward is run with."""
+"""The kinds that every backward is run with."""
 
 NOT_EXPANDED = GAPPED, HALVED, SPARSE
 
 
 def thin_out(vector: Tensor, seed: int) -> None:
-    """Leaves one in SPARSE_STRIDE components of a vector, shape (size,), and at least one, if there are any."""
+    """Sets all but one in SPARSE_STRIDE components of a vector, shape (size,), to zero; keeps at least one, if any."""
     first = seed % max(1, min(vector.numel(), SPARSE_STRIDE))
     kept = vector[first::SPARSE_STRIDE].clone()
     vector.zero_()[first::SPARSE_STRIDE] = kept

@@ -22,63 +22,64 @@ from fastgrad.structure.detection import Budget
 from fastgrad.structure.sparsity import few
 
 BLOCK_BYTES = 1 << 20
-"""Analytical rows held at a time: a few blocks of this size stay in the cache."""
+"""Bytes of analytical rows that are held at a time: a few blocks of this size stay in the cache."""
 
 FEWEST_COLUMNS = 2
 """Least number of numerical columns at a time: the two coordinates of a complex element are judged together."""
 
 DEVICE_BLOCK_BYTES = 64 << 20
-"""Those that replays of a CUDA graph, or several ranks, give at a time."""
+"""Bytes of analytical rows that replays of a CUDA graph, or several ranks, compute at a time."""
 
 FREE_MEMORY_SHARE = 0.5
-"""The default memory limit, as a share of what is free; func and its graph have the rest."""
+"""The default memory limit, as a share of the free memory; the rest is for func and its graph."""
 
 SMALL_BYTES = 64 << 20
-"""What Jacobians may take without asking the system how much is free."""
+"""Bytes that Jacobians may take without asking the system how much memory is free."""
 
 TINY = 24
-"""Evaluations and VJPs of the dense engine up to which it costs no more than a sketch."""
+"""Largest number of evaluations and VJPs for which the dense engine costs no more than a sketch."""
 
 TINY_OF_CUSTOM = 5
 """The same for a small check of a custom backward, most of whose rows and products the dense engine runs twice."""
 
 EXACT_CALLS = 256
-"""Evaluations and VJPs of the dense engine up to which it decides what the first step size leaves open: the others, and
-entries measured by themselves, take as many."""
+"""Largest number of evaluations and VJPs for which the dense engine decides what the first step size of a sketch leaves
+open: the other step sizes, and entries that are measured separately, take as many."""
 
 AFFORDABLE_ENTRIES = 4_000_000
 AFFORDABLE_CALLS = 20_000
 
 PAIR_RATIO = 4000.0
-"""Errors that cancel in a row or a column are found from this many times the threshold on."""
+"""Errors that cancel in a row or a column are found if they are at least this many times the threshold."""
 
 SMALL_CALLS = 1000
-"""Evaluations and VJPs up to which the dense engine runs instead of re-measuring entries, which takes fifty each."""
+"""Largest number of evaluations and VJPs for which the dense engine runs instead of re-measuring entries, which takes
+fifty per entry."""
 
 MOST_DENSE_CALLS = 400_000
-"""Evaluations and VJPs of the dense engine up to which it decides what no pattern explains; above, the check is
-undecided. Of a function that takes a millisecond, they take some minutes."""
+"""Largest number of evaluations and VJPs for which the dense engine decides what no pattern explains; above, the check
+is undecided. If a call of the function takes a millisecond, this many take some minutes."""
 
 COLUMNS_WORTH_PROBING = 32
-"""Columns from which probing may pay off, and from which a guess that the first look did not test is worth one more
-evaluation."""
+"""Least number of columns for which probing may pay off, and for which a guess that the first look did not test is
+worth one more evaluation."""
 
 COLUMNS_WORTH_A_LOOK = 12
-"""Columns from which it pays off to test, by two evaluations, whether differences need a graph: without one, the two
-evaluations of each column are cheaper."""
+"""Least number of columns for which it pays off to test, by two evaluations, whether differences need a graph: without
+one, the two evaluations per column are cheaper."""
 
 FEWEST_PROBES = 14
-"""With fewer, at three halvings, probing ends before it finds anything."""
+"""Least number of calls for probing: with fewer, blocks are halved three times at most, and no pattern is found."""
 
 
 def _memory_limit(settings: Settings, needed: int, device: torch.device | None = None) -> int:
-    """Bytes for the Jacobians, on a device; asks the system only where `needed` could matter."""
+    """Bytes for the Jacobians, on a device; asks the system only if `needed` could matter."""
     if settings.memory_limit is not None:
         return settings.memory_limit
     if needed <= SMALL_BYTES:
         return needed
     if device is not None and device.type == "cuda":
-        # What torch holds and does not use is free, too.
+        # Memory that torch has reserved and does not use is free, too.
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(FREE_MEMORY_SHARE * (torch.cuda.mem_get_info(device)[0] + held))
     return int(FREE_MEMORY_SHARE * free_bytes())
@@ -140,7 +141,7 @@ def tries_structure(problem: Problem, settings: Settings, look: FirstLook) -> bo
 
 
 def dense_seconds(problem: Problem, look: FirstLook) -> float:
-    """What the dense engine would take."""
+    """Seconds that the dense engine would take."""
     return _dense_seconds(problem, look.seconds)
 
 
@@ -149,7 +150,7 @@ def _dense_seconds(problem: Problem | SmallProblem, seconds: float) -> float:
     if problem.m <= most_vectorized_rows(problem, seconds):
         rows = cost_model.COSTS.vjp_evaluations * max(
             0.0, seconds - cost_model.COSTS.vjp_seconds
-        )  # what calls take is shared by all
+        )  # all rows share the cost of one call
     return 2 * seconds * problem.n + rows * problem.m
 
 
@@ -174,7 +175,7 @@ def detection_budget(problem: Problem, settings: Settings, look: FirstLook) -> B
 
 
 def _probes(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int, int]:
-    """How many evaluations and VJPs may be spent on finding a pattern; and on one that begins to show."""
+    """How many evaluations and VJPs may be spent on finding a pattern, and how many if one begins to show."""
     calls = 2 * problem.n + problem.m
     if settings.engine == "compressed":
         return max(64, calls), max(64, calls)
@@ -186,7 +187,7 @@ def _probes(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int,
 
 
 def _paying_entries(problem: Problem, settings: Settings, look: FirstLook) -> int:
-    """Entries up to which a pattern may pay off: k entries in a row or a column need at least k groups.
+    """Most entries with which a pattern may pay off: k entries in a row or a column need at least k groups.
 
     A pattern that takes more memory than two whole Jacobians must save many calls. If single calls would take long, a
     few dense rows and columns may be left out of the groups.
@@ -202,7 +203,7 @@ def _paying_entries(problem: Problem, settings: Settings, look: FirstLook) -> in
 
 
 def _entries_worth(n: int, m: int, cost: float) -> int:
-    """Number of entries whose groups would cost this much, by rows or by columns, if all were equally full."""
+    """Number of entries for which groups of rows, or columns, would cost this much if all were equally full."""
     by_rows = (cost - cost_model.COSTS.certificate_evaluations) / (2 / m + cost_model.COSTS.vjp_evaluations / n)
     by_columns = (
         (cost - cost_model.COSTS.certificate_evaluations - cost_model.COSTS.linear_start_evaluations)
@@ -213,12 +214,12 @@ def _entries_worth(n: int, m: int, cost: float) -> int:
 
 
 def admitted_entries(settings: Settings, most: int) -> int:
-    """Entries of a sparse matrix, out of `most`, that memory admits."""
+    """Number of entries of a sparse matrix, out of `most`, that memory admits."""
     return _memory_limit(settings, cost_model.COSTS.entry_bytes * most) // cost_model.COSTS.entry_bytes
 
 
 def replays_groups(problem: Problem, settings: Settings, look: FirstLook, count: int) -> bool:
-    """Whether so many column groups are worth replays of a CUDA graph, and there is room for them."""
+    """Whether replays of a CUDA graph pay off for this many column groups, and there is memory for them."""
     if problem.device.type != "cuda" or 2 * count * look.measured < cost_model.COSTS.trial_seconds:
         return False
     from fastgrad.engines import cuda_graph  # imported here to keep `import fastgrad` fast
@@ -241,12 +242,12 @@ def prefers_columns(columns: int, rows: int) -> bool:
 
 
 def takes_long(evaluations: float, look: FirstLook) -> bool:
-    """Whether so many evaluations take so long that certifying by random vectors is better."""
+    """Whether this many evaluations take so long that certifying by random vectors is better."""
     return evaluations * look.seconds > cost_model.COSTS.single_calls_seconds
 
 
 def pays_to_compress(problem: Problem, settings: Settings, columns: int, rows: int | None) -> bool:
-    """Whether so many column groups and row groups (None: no need of any) cost less than the dense engine."""
+    """Whether this many column groups and row groups (None: none are needed) cost less than the dense engine."""
     if settings.engine == "compressed":
         return True
     analytical = (
@@ -278,7 +279,7 @@ def most_vectorized_rows(problem: Problem | SmallProblem, seconds: float) -> int
 
 
 def with_less_memory(problem: Problem, plan: Plan) -> Plan | None:
-    """A dense plan for when one ran out of memory: a quarter of its columns; None: there are no fewer."""
+    """A dense plan in place of one that ran out of memory: a quarter of its columns; None: it has too few already."""
     columns = max(FEWEST_COLUMNS, plan.columns_per_pass // 4)
     if columns >= min(plan.columns_per_pass, problem.n):
         return None
@@ -294,7 +295,7 @@ def with_less_memory(problem: Problem, plan: Plan) -> Plan | None:
 
 
 def make_plan(problem: Problem, settings: Settings, look: FirstLook | None) -> Plan:
-    """The plan of the dense engine for a problem whose outputs are known; look: where there was one.
+    """The plan of the dense engine for a problem whose outputs are known; look: the first look, if there was one.
 
     May evaluate a few columns, to time them.
     """
@@ -309,7 +310,7 @@ def make_plan(problem: Problem, settings: Settings, look: FirstLook | None) -> P
     room = limit - held if settings.memory_limit is not None else limit
     columns = max(FEWEST_COLUMNS, min(problem.n, room // column_bytes))
     rows_replayed, also_said = _row_strategy(problem, settings, look) if look is not None else (False, "")
-    # A device has no cache worth a small block, and ranks wait for each other.
+    # On a device, small blocks gain nothing from a cache; with several ranks, each block costs waiting.
     is_large = rows_replayed or problem.ranks > 1
     block_bytes = max(BLOCK_BYTES, min(DEVICE_BLOCK_BYTES, limit // 8)) if is_large else BLOCK_BYTES
     rows = max(1, block_bytes // (8 * max(1, problem.n)))
@@ -332,8 +333,8 @@ def make_plan(problem: Problem, settings: Settings, look: FirstLook | None) -> P
 
 
 def _reason(engine: Engine) -> str:
-    """Why the dense engine runs, where nothing was tried."""
-    return "engine='dense' was asked for" if engine == "dense" else "no structure makes another cheaper"
+    """Why the dense engine runs, if nothing else was tried."""
+    return "engine='dense' was requested" if engine == "dense" else "no structure makes another engine cheaper"
 
 
 @lru_cache(64)
@@ -345,7 +346,7 @@ def small_plan(n: int, m: int, engine: Engine) -> Plan:
 
 
 def _column_strategy(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int | None, bool, str]:
-    """The size of vmapped batches, or whether columns come from replays, if either is faster than one by one.
+    """The size of vmapped batches, or whether columns come from replays, if either is faster than single calls.
 
     Also returns a text on this for the reason of the plan.
     """
@@ -377,7 +378,7 @@ def _column_strategy(problem: Problem, settings: Settings, look: FirstLook) -> t
         if reason is None:
             ways.append((None, True, "replays of a CUDA graph", replay, cuda_graph.FEWEST, problem.n))
     found: tuple[int | None, bool] = None, False
-    best = cost_model.COSTS.trial_gain * problem.ranks  # batches and replays are rank 0's alone
+    best = cost_model.COSTS.trial_gain * problem.ranks  # only rank 0 uses batches and replays
     for columns_a_batch, replayed, name, columns, fewest, most in ways:
         count = _sample(block.size, fewest, most)
         try:
@@ -385,7 +386,7 @@ def _column_strategy(problem: Problem, settings: Settings, look: FirstLook) -> t
         except executor.RefusedError as error:
             said += f"; {name}: {error}"
             continue
-        said += f"; {name}: {gain:.2g} times as fast as one by one"
+        said += f"; {name}: {gain:.2g} times as fast as single calls"
         if gain >= best:
             found, best = (columns_a_batch, replayed), gain
     return *found, said
@@ -418,10 +419,10 @@ def _row_strategy(problem: Problem, settings: Settings, look: FirstLook) -> tupl
         gain = executor.speedup(problem, settings.atol, 0, count, single, replay)
     except executor.RefusedError as error:
         return False, f"; replays of a VJP: {error}"
-    except Exception as error:  # of backward: the check itself raises it
+    except Exception as error:  # backward raised it: the check itself will raise it
         raise_unless_of_func(error)
         return False, ""
-    said = f"; replays of a VJP: {gain:.2g} times as fast as one by one"
+    said = f"; replays of a VJP: {gain:.2g} times as fast as single calls"
     return gain >= cost_model.COSTS.trial_gain * problem.ranks, said
 
 

@@ -30,14 +30,14 @@ SMALLEST_STEP = 1e-13
 """Relative to |x|; at least 4 ulp of x."""
 
 RATIO = 4.0
-"""Of a step to the next smaller one."""
+"""The ratio of a step to the next smaller one."""
 
 QUICK_RATIO = 64.0
 """The same where only a few steps around eps are taken."""
 
 QUICK_STEPS = 4
-"""The number of these, from QUICK_RATIO times eps on: they end where rounding of func in double precision begins to
-matter, 2e-10 for the default eps."""
+"""The number of these steps. The first is QUICK_RATIO times eps. The last is where rounding of func in double precision
+begins to matter: 2e-10 for the default eps."""
 
 ORDER = 4
 STRAIGHT = 0.2
@@ -45,7 +45,7 @@ STRAIGHT = 0.2
 the refined slope."""
 
 WIDER = 64.0
-"""Up to this many times eps func must be straight, for its slope at eps to count."""
+"""Up to this many times eps, func must be a straight line for its slope at eps to count."""
 
 ROUNDED = 2.0**-6
 """The largest rounding inside func, relative to its change at eps; beyond it, the rounded function is func itself."""
@@ -73,10 +73,10 @@ class Refinement:
     left, right
         One-sided derivatives with the step eps: float64, shape (entries,).
     at_eps
-        The plain difference of `Problem.difference_columns`, evaluated anew: float64, shape (entries,). NaN if func
-        raises, or if the step is another one there because x is large.
+        The plain difference of `Problem.difference_columns`, evaluated again: float64, shape (entries,). NaN if func
+        raises, or if that method takes another step because x is large.
     moves
-        By how much that may differ from run to run, by rounding inside func: float64, shape (entries,).
+        By how much at_eps may differ from run to run, because of rounding inside func: float64, shape (entries,).
     doubtful
         Whether func is straight at steps of eps and larger, with another slope than `values`, so that `values`
         come from rounding inside func: bool, shape (entries,).
@@ -102,7 +102,7 @@ class Refinement:
     widths: Tensor
 
     def of(self, entries: slice) -> Refinement:
-        """That of some of the entries."""
+        """The refinement of some of the entries."""
         return Refinement(*(getattr(self, field.name)[entries] for field in fields(self)))
 
     def is_kink(self, entry: int, atol: float, rtol: float) -> bool:
@@ -120,13 +120,13 @@ class Measured:
     Attributes
     ----------
     rounding
-        Its effect on the outputs: float64, shape (entries,).
+        The effect of rounding on the outputs: float64, shape (entries,).
     left, right, at_eps
         One-sided derivatives with the step eps, and the plain difference there: float64, shape (entries,).
     eps
         That step.
     ratio
-        Of a step to the next smaller one.
+        The ratio of a step to the next smaller one.
     steps, widths, changes, bends
         From large to small steps h: h itself; the distance of the two points, zero if the coordinate takes no step as
         small as this; f(x + h) - f(x - h); f(x + h) - 2 f(x) + f(x - h). Shape (steps, entries) each.
@@ -164,9 +164,10 @@ def refine(
 def measured(
     problem: Problem, inputs: Tensor, outputs: Tensor, record_graph: bool, eps: float, quickly: bool = False
 ) -> Measured:
-    """The evaluations behind `refine`: two per step, and three; at most some 90.
+    """Makes the evaluations for `refine`: two per step and three more, at most about 90.
 
-    quickly: eleven, with a few steps around eps. They can show that an entry is wrong, and not that it is right.
+    quickly: eleven evaluations, with a few steps around eps. They can show that an entry is wrong, but not that it is
+    right.
     """
     inputs, outputs = _plain(inputs), _plain(outputs)
     where, owner = torch.unique(inputs, return_inverse=True)
@@ -175,7 +176,7 @@ def measured(
     ulp = spacing(block.tensor.dtype)
     smallest = torch.maximum(SMALLEST_STEP * x, 4 * ulp * x.clamp(min=2.0**-40))
     displacement = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
-    # Like all other values of a copy with all elements specified, if an input is sparse.
+    # If an input is sparse, this evaluates a copy with all elements specified, like all evaluations below.
     base = problem.evaluate(record_graph, displacement)[outputs]
     ratio = QUICK_RATIO if quickly else RATIO
     largest = QUICK_RATIO * eps * block.step * torch.ones_like(x) if quickly else LARGEST_STEP * x.clamp(min=1.0)
@@ -202,8 +203,8 @@ def measured(
 def _runs(largest: Tensor, smallest: Tensor, ratio: float, most: int | None) -> list[tuple[Tensor, range]]:
     """Masks of the coordinates that take the step largest * ratio**-power, and the range of powers of each mask.
 
-    A coordinate takes steps down to `smallest`, `most` at most. All have shape (coordinates,). Consecutive masks
-    differ.
+    A coordinate takes steps down to `smallest`, but no more than `most` steps. All have shape (coordinates,).
+    Consecutive masks differ.
     """
     found: list[tuple[Tensor, range]] = []
     power = 0
@@ -256,7 +257,7 @@ def settled(found: Sequence[Measured], atol: float, rtol: float) -> Refinement:
     doubtful = _is_rounded(slopes, steps, left, right, values, eps, atol, rtol)
     some = doubtful.nonzero().reshape(-1)
     if some.numel():
-        # Rounding of func: how far smaller steps deviate from its slope at eps, if that is little.
+        # Rounding of func: how far smaller steps deviate from its slope at eps, if the deviation is small.
         slope = (left + right)[some] / 2
         finer = torch.where(steps[:, some] <= eps, widths[:, some], 0.0)
         noise = ((slopes[:, some] - slope) * finer).abs().amax(0)
@@ -286,11 +287,11 @@ def _is_rounded(
     atol: float,
     rtol: float,
 ) -> Tensor:
-    """Whether func goes straight through x at eps and larger steps, with another slope than the values."""
+    """Whether func is a straight line through x at eps and larger steps, with a slope that differs from `values`."""
     wider = (steps >= RATIO * eps) & (steps <= WIDER * eps)
-    # Next to a kink the two sides differ; under curvature, they or the wider steps do.
+    # Next to a kink, the one-sided slopes differ; if func is curved, they or the slopes of wider steps differ.
     middle = (left + right) / 2
-    distance = (middle - values).abs().nan_to_num(torch.inf)  # a value that is open excuses nothing
+    distance = (middle - values).abs().nan_to_num(torch.inf)  # NaN is no estimate, and excuses nothing
     bent = torch.where(wider, (slopes - middle).abs(), (left - right).abs())
     straight = (bent <= STRAIGHT * torch.minimum(distance, middle.abs())).all(0) & wider.any(0)
     return straight & (distance > atol + rtol * values.abs().nan_to_num())
@@ -310,7 +311,7 @@ def _is_curved(bends: Tensor, steps: Tensor, taken: Tensor, at_eps: Tensor, eps:
 
 
 def _rounding(problem: Problem, rows: Tensor, base: Tensor, x: Tensor, changes: Tensor) -> Tensor:
-    """Rounding of each output: one ulp of it or, if larger, of its coordinate |x| or of 1; at most that seen in func.
+    """Rounding of each output: the largest ulp of it, of |x| and of 1; the last two at most as seen in func.
 
     An output near zero may be the difference of two numbers of order 1. For example, at x = 0, exp(x) - 1 does not
     change for steps below 1e-16, but its derivative is not zero. Such an output changes by multiples of 1e-16 only.
@@ -318,7 +319,7 @@ def _rounding(problem: Problem, rows: Tensor, base: Tensor, x: Tensor, changes: 
     Parameters
     ----------
     changes
-        Of the outputs, for steps of many sizes: float64, shape (steps, entries).
+        Changes of the outputs for steps of many sizes: float64, shape (steps, entries).
     """
     ulp = torch.empty(problem.m, dtype=torch.float64, device=base.device)
     for block in problem.outputs:
@@ -353,19 +354,19 @@ def _at_eps(
 def extrapolate(
     slopes: Tensor, widths: Tensor, rounding: Tensor, atol: float, rtol: float, ratio: float = RATIO
 ) -> tuple[Tensor, Tensor]:
-    """The best estimate of each entry and its error; NaN, infinite, where there is none.
+    """The best estimate of each entry and its error; NaN and infinity if there is none.
 
     Parameters
     ----------
     slopes, widths
-        Plain differences and their divisors: shape (steps, entries), large steps first. A step
-        that an entry did not take, one of the last, has width zero.
+        Plain differences and their divisors: shape (steps, entries), large steps first. The last steps may have
+        width zero: the entry did not take them.
     ratio
-        Of a step to the next smaller one.
+        The ratio of a step to the next smaller one.
     """
     if not widths.numel():
         return torch.full_like(rounding, torch.nan), torch.full_like(rounding, torch.inf)
-    # A few numbers each: NumPy takes a quarter of the time that operators do.
+    # These are few numbers: NumPy takes a quarter of the time that torch's operators take.
     slope, width, noise = (_plain(tensor).detach().cpu().numpy() for tensor in (slopes, widths, rounding))
     found = []
     for first in range(0, rounding.numel(), TOGETHER):
@@ -377,7 +378,7 @@ def extrapolate(
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """The tensor or, of a subclass, which may have no memory of its own, a copy of its values."""
+    """The tensor or, for a subclass, which may have no memory of its own, a copy of its values."""
     if type(tensor) is Tensor:
         return tensor
     values = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -391,18 +392,18 @@ def _extrapolated(
     values = np.full_like(rounding, np.nan)
     errors_of_values = np.full_like(rounding, np.inf)
     taken = widths != 0
-    # Of every step and order: shape (steps, ORDER + 1, entries); an estimate of order k rests on k larger steps.
+    # By step and order: shape (steps, ORDER + 1, entries); an estimate of order k uses k larger steps too.
     estimates = np.full((len(widths), ORDER + 1, rounding.size), np.nan)
     differences = np.full_like(estimates, np.nan)
     estimates[:, 0] = slopes
-    # If no smaller step moves func, a kink lies between the larger step and this one.
+    # Slopes that are zero from one step on do not scatter: any kink lies beyond these steps.
     still = np.logical_and.accumulate((slopes == 0)[::-1], 0)[::-1]
     differences[1:, 0] = np.where(still[1:], 0.0, np.abs(np.diff(slopes, axis=0)))
     for k in range(1, min(len(widths) - 1, ORDER) + 1):
         coarse, fine = estimates[k - 1 : -1, k - 1], estimates[k:, k - 1]
         estimates[k:, k] = fine + (fine - coarse) / (ratio ** (2 * k) - 1)
         differences[k:, k] = np.maximum(np.abs(estimates[k:, k] - fine), np.abs(estimates[k:, k] - coarse))
-    # In units of func's values: how the finest steps scatter around a line of their own.
+    # How the finest steps scatter around the line through them, in units of func's values.
     finest = taken & (taken.sum(0) - taken.cumsum(0) < FINEST_STEPS)
     width = np.where(finest, widths, 0.0)
     line = (slopes * width**2).sum(0) / (width**2).sum(0)
@@ -419,7 +420,7 @@ def _extrapolated(
         step, order = np.divmod(best, ORDER + 1)
         estimate, error, width = estimates[step, order, open_], errors[step, order, open_], widths[:, open_]
         off = np.abs((slopes[:, open_] - estimate) * width)
-        # In slopes at smaller steps the error is no larger: in func's values it shrinks with them.
+        # The error of a slope is no larger at smaller steps, so in func's values it shrinks with the step.
         near = off <= 8 * np.maximum(noise[open_], error * width)
         agrees = (near | (place < step) | (width == 0)).all(0)
         values[open_[agrees]], errors_of_values[open_[agrees]] = estimate[agrees], error[agrees]

@@ -24,7 +24,7 @@ from fastgrad.problem.problem import Problem
 from fastgrad.report.settings import Settings
 
 NOISE_SHARE = 16
-"""The noise of a cotangent's sum stays within atol over this; the threshold is atol / 4."""
+"""The noise of the sum for a cotangent is at most atol divided by this; the threshold is atol / 4."""
 
 EXTRAPOLATED, CENTRAL = 4, 2
 """Number of evaluations per directional derivative, with Richardson extrapolation and without."""
@@ -42,13 +42,13 @@ class Differences:
     eps
         The nominal step.
     directions
-        As rounding realized them, times the weights of the inputs: float64, shape (count, n).
+        The directions after rounding of the points, times the weights of the inputs: float64, shape (count, n).
     derivatives
         J u, Richardson-extrapolated where there are four evaluations: float64, shape (count, m).
     noise
-        Bound of their error: float64, shape (m,), the largest over the directions, as far as these show.
+        Bound of their error: float64, shape (m,), the largest over the directions for which it was estimated.
     rounding
-        How far two units of rounding of an output take a derivative, relative to the output.
+        The error of a derivative from two units of rounding of an output, relative to the output.
     sizes
         The norm of noise, and the largest derivative, if they are at hand.
     """
@@ -67,7 +67,7 @@ class Differences:
 
     @property
     def largest(self) -> float:
-        """The largest |J u| of all outputs and directions; NaN where there is one."""
+        """The largest |J u| of all outputs and directions; NaN if one of them is NaN."""
         return self.sizes[1] if self.sizes else largest(self.derivatives)
 
     def size(self) -> Tensor:
@@ -79,7 +79,7 @@ class Differences:
 def derivatives_move(settings: Settings, again: Tensor, derivative: Tensor, rounding: Tensor | float) -> bool:
     """Whether differences, shape (..., m), differ from repeated ones: func returned other values.
 
-    rounding: of the differences, by one ulp of func's values; the same func may round otherwise from run to run.
+    rounding: the error of the differences from one ulp of func's values, which may be rounded differently in each run.
     """
     own = settings.loosest()
     allowed = own.atol + own.rtol * torch.maximum(again.abs(), derivative.abs()) + ROUNDING * rounding
@@ -98,15 +98,15 @@ def directional_differences(
     fixed: Tensor | None = None,
     first: int = 0,
 ) -> Differences:
-    """Differences along random directions; `attempt` numbers the sets of directions of one check, first one of a set.
+    """Differences along random directions, from direction number `first` of set number `attempt` on.
 
     The first `extrapolated` directions take four evaluations each and measure their noise. The others take two,
     and are off by about as much as these unless there is a kink. That is enough to find that nothing is wrong: the
     error of a difference does not make a wrong entry look right. It is not enough to find that something is wrong.
 
-    Inputs that take different steps move one after the other, and their derivatives add up; so do inputs of
-    different weights, each of which counts in the unit of its own tolerance. Coordinates that are `fixed`, shape
-    (n,), do not move.
+    Inputs with different steps or weights are perturbed one after the other, and their derivatives are added. The
+    weights express each input in units of its own tolerance. Coordinates that are `fixed`, shape (n,), are not
+    perturbed.
     """
     points = [EXTRAPOLATED if k < extrapolated else CENTRAL for k in range(count)]
     streams = [SKETCH_DIRECTIONS + 16 * (attempt * count + first + k) for k in range(count)]
@@ -167,9 +167,9 @@ def all_count_fully(weight: Tensor) -> bool:
 
 @dataclass(slots=True)
 class Cotangent:
-    """A row of V: what makes its vector in R^m, how autograd gets it, and how much of the threshold it scales.
+    """A row of V: the function that makes its vector in R^m, the layout for autograd, and the factor of its threshold.
 
-    The vector is made on demand, the same every time: that costs less than the memory.
+    The vector is made again at each use, with the same values. This costs less than keeping it in memory.
     """
 
     vector: Callable[[], Tensor]
@@ -179,12 +179,12 @@ class Cotangent:
 
     @property
     def expanded(self) -> bool:
-        """Whether it is one value, expanded."""
+        """Whether the vector is one value, expanded."""
         return self.layout == Layout.EXPANDED
 
 
 def cotangents(seed: int, weight: Tensor, count: int, attempt: int) -> Iterator[Cotangent]:
-    """Random ones, weighed, the first non-contiguous; in the first attempt, some with zeros and an expanded one too."""
+    """Random cotangents, weighted, the first non-contiguous; in the first attempt, two with zeros and one expanded."""
     plain = all_count_fully(weight)
 
     def weighed(number: int, halve: bool = False, scale: float = 1.0) -> Tensor:
@@ -248,7 +248,7 @@ def residual_row(
     """One row of the sketch, for a cotangent and its vector; its allowed error; the VJP behind it (shape (n,))."""
     gradient = problem.vjp(vector.unsqueeze(0), [cotangent.layout])[0]
     sums = ops.dots(differences.derivatives, vector), ops.dots(differences.directions, gradient)
-    # A few numbers each: compared here in less time than by operators, and fetched from a device at once.
+    # A few numbers each: Python compares them faster than operators do, and one copy fetches them from a device.
     pairs = list(zip(*torch.stack(sums).tolist(), strict=True))
     values = [numerical[0] - analytical[0] for numerical, analytical in pairs]
     slack = allowed_in_row(settings, differences, cotangent)
@@ -261,7 +261,7 @@ def residual_row(
 
 
 def _rounding(problem: Problem, norms: Sequence[float]) -> float:
-    """Rounding of sums of terms, whose errors have random signs; norms: of the terms."""
+    """Rounding of sums of terms whose errors have random signs; norms: the norms of the terms."""
     return ROUNDING * problem.unit_roundoff * math.hypot(*norms)
 
 
@@ -269,7 +269,7 @@ def allowed_in_row(settings: Settings, differences: Differences, cotangent: Cota
     """Allowed error of a row, apart from rounding."""
     slack = cotangent.scale * settings.atol / 4
     if cotangent.expanded:
-        # No weights here.
+        # This cotangent has no weights.
         noise = differences.noise_norm
         slack += 8 * CONSTANT * (math.inf if math.isnan(noise) else noise)
     return slack

@@ -17,8 +17,8 @@ from fastgrad.problem.problem import Problem
 from fastgrad.report.settings import Settings
 
 REPEATED, RUNS = 1, 3
-"""The cotangent whose VJP is run several times, and how often: this also shows gradients that change every second or
-third time."""
+"""The number of the cotangent whose VJP is run several times, and the number of runs. This also detects gradients that
+change every second or third time."""
 
 _Layout = tuple[tuple[int, int, int], ...]
 """For each output: its first coordinate, the number of coordinates per element, and the number of elements."""
@@ -33,15 +33,15 @@ class _GradOutputs:
     vectors
         Float64, shape (rows, m).
     layouts, only
-        Per row, its layout, and the output that gets one; -1: all.
+        Per row, its layout, and the only output that gets a grad_output; -1: all outputs get one.
     cotangents, rows
         The cotangents of the sketch, and the row of each.
     repeats, separate
         Rows that hold cotangent REPEATED again, for all outputs and for each output alone.
     one_hot
-        By coordinate, the row that is 1 there.
+        By coordinate, the row that is 1 at this coordinate.
     scaled
-        By coordinate, the row that is REPEAT_SCALE there.
+        By coordinate, the row that is REPEAT_SCALE at this coordinate.
     """
 
     vectors: Tensor
@@ -65,8 +65,8 @@ class SmallSketch:
         Gradients by the number of their cotangent. The other fields are empty if all sums are within their tolerances,
         even without an allowance for rounding.
     one_hot_agree
-        Whether those of one-hot grad_outputs have the sizes and dtypes of the inputs, are homogeneous and agree with
-        the differences.
+        Whether gradients for one-hot grad_outputs have the sizes and dtypes of the inputs, are homogeneous and agree
+        with the differences.
     match
         Properties of the gradients of all rows.
     """
@@ -84,12 +84,12 @@ class SmallSketch:
 
     @property
     def repeats(self) -> list[Tensor]:
-        """Its VJPs, from the second on: shape (n,) each."""
+        """VJPs of cotangent REPEATED, from the second run on: shape (n,) each."""
         return [self._gradients[row] for row in self._made.repeats]
 
     @property
     def separate(self) -> Tensor | None:
-        """Its VJPs for each output alone: shape (outputs, n); None for a single output."""
+        """VJPs of cotangent REPEATED for each output alone: shape (outputs, n); None for a single output."""
         rows = self._made.separate
         return torch.stack([self._gradients[row] for row in rows]) if rows else None
 
@@ -109,7 +109,7 @@ def small_sketch(
 ) -> SmallSketch:
     """The sketch at the first step size.
 
-    weight: per output, shape (m,); count: of random cotangents; all_count: whether all weights are 1.
+    weight: one per output, shape (m,); count: number of random cotangents; all_count: whether all weights are 1.
     """
     layout = tuple((block.first, block.width, block.tensor.numel()) for block in problem.outputs)
     plain = problem.m <= MOST_CACHED and all_count
@@ -209,7 +209,7 @@ def _grad_outputs(layout: _Layout, seed: int, count: int, weight: Tensor) -> _Gr
 
 
 def _one_hot_coordinates(layout: _Layout, seed: int) -> list[tuple[int, int, bool]]:
-    """Coordinates with a one-hot grad_output, its output, and whether a multiple of it is run, too."""
+    """For each one-hot grad_output: its coordinate, its output, and whether a multiple of it is run, too."""
     found = []
     for imaginary in (1, 0):
         for output, (first, width, elements) in enumerate(layout):
@@ -225,18 +225,18 @@ class ScreeningGradOutputs:
     """The grad_outputs of a small check in fast mode, each of which answers several questions.
 
     The random cotangents of the sketch are contiguous or not, have a random half of their elements zero, are mostly
-    zero, or are expanded. For several outputs, there is one for each of them alone. For custom code, which may do
-    anything, there are one-hot ones in addition; otherwise the mostly zero one has the last element of each output,
-    where kernels may take another path.
+    zero, or are expanded. With several outputs, there is also one for each output alone. For custom code, which may do
+    anything, there are one-hot grad_outputs in addition. Otherwise the mostly zero one is nonzero at the last element
+    of each output, where kernels may take another path.
 
     Attributes
     ----------
     vectors
         Float64, shape (rows, m).
     layouts, only
-        Per row, its layout, and the output that gets one; -1: all.
+        Per row, its layout, and the only output that gets a grad_output; -1: all outputs get one.
     shares
-        Per row, the allowed error of its sums, relative to those of a dense cotangent; infinite: they are not compared.
+        Per row, the allowed error of its sums, relative to that of a dense cotangent; infinite: no comparison.
     early, early_only
         For the first graph: REPEAT_SCALE times row REPEATED and, of custom code, row `again`.
     again
@@ -274,14 +274,14 @@ def screening_grad_outputs(layout: _Layout, seed: int, count: int, is_custom: bo
 def weighted_grad_outputs(
     layout: _Layout, seed: int, count: int, is_custom: bool, weight: Tensor
 ) -> ScreeningGradOutputs:
-    """The same with a weight of each output, shape (m,); one-hot ones and the expanded one have none."""
+    """The same with a weight per output, shape (m,); one-hot rows and the expanded row have no weights."""
     random = list(cotangents(seed, weight, count, 0))
     rows = [(one.vector(), one.layout, -1, abs(one.scale)) for one in random]
     expanded, repeated = len(rows) - 1, rows[REPEATED][0]
     one_hot: dict[int, int] = {}
     if is_custom:
         found = {coordinate: output for coordinate, output, _ in _one_hot_coordinates(layout, seed)}
-        # One inside of the outputs, which may have nothing but zeros at the ends.
+        # One more inside of the outputs, because there may be nothing but zeros at the ends.
         found.setdefault((seed + weight.numel() // 2) % weight.numel(), -1)
         for coordinate, output in found.items():
             one = torch.zeros_like(weight)

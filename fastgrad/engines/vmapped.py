@@ -28,26 +28,26 @@ from fastgrad.problem.problem import Problem
 from fastgrad.problem.second_order import Backward
 
 FEWEST = 4
-"""Columns of a batch, at least."""
+"""Least number of columns of a batch."""
 
 TRIED = 16
-"""Columns of a trial, at least: with fewer, the time of the call itself hides the time of each column."""
+"""Least number of columns of a trial: with fewer, the time of the call itself hides the time of each column."""
 
 MOST = 512
-"""Columns of a batch, at most."""
+"""Largest number of columns of a batch."""
 
 HOST_BYTES = 4 << 20
 DEVICE_BYTES = 64 << 20
-"""Of the inputs and outputs of one batch: near what a cache holds, and what keeps a GPU busy."""
+"""Bytes of the inputs and outputs of one batch: about what a cache holds, and enough to keep a GPU busy."""
 
 
 def column_bytes(problem: Problem) -> int:
-    """What one column of a batch takes, outputs and their copies included; func's own memory is not known."""
+    """Bytes that one column of a batch takes, with outputs and their copies; func's own memory is not known."""
     return 16 * (max(block.size for block in problem.inputs) + 2 * problem.m)
 
 
 def largest(problem: Problem, limit: int | None) -> int:
-    """Columns of a batch that memory admits, of a limit in bytes at most an eighth; less than FEWEST: none."""
+    """Most columns of a batch that fit in an eighth of the memory limit, in bytes; fewer than FEWEST: no batches."""
     room = DEVICE_BYTES if problem.device.type == "cuda" else HOST_BYTES
     room = room if limit is None else min(room, limit // 8)
     return min(MOST, problem.n, room // column_bytes(problem))
@@ -63,7 +63,7 @@ READING = frozenset(
 
 
 class _Observed(TorchFunctionMode):
-    """Follows what torch's functions return: results that are alive after func has returned were kept.
+    """Tracks the results of torch's functions: those that are alive after func has returned were kept by func.
 
     reads_values: whether any of them was in READING.
     """
@@ -93,9 +93,10 @@ class _Observed(TorchFunctionMode):
 def obstacle(problem: Problem, eps: float) -> str | None:
     """Why func must not be called in batches, in words; None if nothing is known.
 
-    Tensors that it keeps, say a sum of its losses, would be batched tensors afterwards; and if it reads values, it
-    raises, perhaps at a point where it leaves a flag set. Evaluates func once per input, with all elements of the input
-    moved: what func keeps by the values of its inputs, it keeps anew. Tensors that func changes in place count as kept.
+    Tensors that func keeps, for example a sum of its losses, would be batched tensors afterwards. If func reads values,
+    it raises, perhaps at a point where it leaves a flag set. This evaluates func once per input, with all elements of
+    the input perturbed, so that func keeps again whatever it keeps by the values of its inputs. Tensors that func
+    changes in place count as kept.
     """
     for block in problem.inputs:
         point = block.tensor.detach() + eps * block.step
@@ -103,7 +104,7 @@ def obstacle(problem: Problem, eps: float) -> str | None:
         evaluate = partial(problem.evaluate_with, [block], [point])
         try:
             with torch.no_grad(), warnings.catch_warnings(), observed:
-                warnings.simplefilter("ignore")  # func's own were heard before
+                warnings.simplefilter("ignore")  # earlier calls have shown func's warnings
                 evaluate()
         except Exception as error:
             raise_if_transient(error, evaluate)
@@ -122,15 +123,15 @@ def obstacle(problem: Problem, eps: float) -> str | None:
 def difference_columns(
     problem: Problem, first: int, count: int, size: int, eps: float, single: Callable[[int, int], Tensor] | None = None
 ) -> Tensor:
-    """Columns as `Problem.difference_columns` gives them, up to rounding: `size` of them in one call of func.
+    """The columns of `Problem.difference_columns`, up to rounding: `size` of them in one call of func.
 
     Func records no graph. The points are the same, bit for bit.
 
     Parameters
     ----------
     single
-        Gives columns one by one, from the number of the first and their count, of inputs for whose batches func raises:
-        others may admit them. None: all must.
+        Computes columns one by one, from the number of the first and their count. It is used for inputs for which func
+        raises if they are batched, because batches of other inputs may work. None: all inputs must allow batches.
 
     Raises
     ------
@@ -147,7 +148,7 @@ def difference_columns(
             try:
                 plus, minus = evaluate()
             except OUT_OF_MEMORY as error:
-                raise RefusedError("out of memory") from error  # single calls take less
+                raise RefusedError("out of memory") from error  # single calls need less memory
             except Exception as error:
                 raise_if_transient(error, evaluate)
                 if single is None:
@@ -171,11 +172,11 @@ def _evaluated(problem: Problem, block: Block, first: int, count: int, eps: floa
     func = problem.func
     transformed = func.by_transforms() if isinstance(func, Backward) else nullcontext()
     with torch.no_grad(), transformed, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch's own: that it is slow, say; func's were heard before
+        warnings.simplefilter("ignore")  # torch's, for example that it is slow; earlier calls have shown func's
         found = torch.func.vmap(lambda point: problem.evaluate_with([block], [point]))(points)
     values = torch.empty(2 * count, problem.m, dtype=torch.float64, device=problem.device)
     for output, batch in zip(problem.outputs, found, strict=True):
-        result = batch.detach()  # func may record by itself
+        result = batch.detach()  # func may record a graph by itself
         real = torch.view_as_real(result.resolve_conj()) if output.is_complex else result
         values[:, output.slice] = real.reshape(2 * count, output.size)
     return values[:count], values[count:]

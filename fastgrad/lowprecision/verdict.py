@@ -84,7 +84,7 @@ def judge(problem: Problem, products: Products, probes: Probes, outcome: Outcome
         if comparison.excused:
             outcome.notes.append(
                 f"{comparison.excused} entries are accurate only relative to the largest entry: they are within "
-                "rounding once inputs are perturbed by the unit of the largest of their tensor"
+                "rounding only if inputs are perturbed by the rounding unit of the largest element of their tensor"
             )
     outcome.note(draws=comparison.draws, second_look=comparison.excused)
     _judge_entries(problem, products, probes, comparison, outcome)

@@ -93,7 +93,7 @@ def _check_memory(inputs: tuple[Any, ...], positions: list[int], names: tuple[st
                 pair = f"{names[j]} and {names[i]}" if names else f"Inputs {j} and {i}"
                 raise RuntimeError(
                     f"{pair} are different tensors that overlap in memory: perturbing one would change the other "
-                    "behind autograd's back; pass the same tensor twice, or copies."
+                    "without autograd's knowledge; pass the same tensor twice, or copies."
                 )
 
 

@@ -367,7 +367,7 @@ _DIFFERENT = {
     "ranks differ": "Different ranks give different values to the same tensor",
     "recorded gradient": "Backward gives different gradients with and without create_graph=True",
     "kept gradient": "Backward keeps gradients by the address or identity of grad_output. Two tensors with the same "
-    "values give different ones",
+    "values give different gradients",
 }
 
 

@@ -109,5 +109,5 @@ def test_bad_arguments() -> None:
         fastgrad.numerical_jacobian(torch.sin, normal(3), layout=torch.sparse_bsr)
     with pytest.raises(ValueError, match="mode must be 'reverse' or 'forward', got 'both'"):
         fastgrad.analytical_jacobian(torch.sin, normal(3), "both")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"Jacobians are of strided inputs; input 0 has layout torch\.sparse_coo"):
+    with pytest.raises(ValueError, match=r"Jacobians require strided inputs; input 0 has layout torch\.sparse_coo"):
         fastgrad.numerical_jacobian(lambda s: s.to_dense(), normal(3, 3).detach().to_sparse().requires_grad_())

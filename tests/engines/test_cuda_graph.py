@@ -487,7 +487,7 @@ def test_a_wrong_gradient_fails_one_by_one(replaying: Cuda, monkeypatch: pytest.
     assert report.failure.comparison == alone.failure.comparison
     assert report.plan is not None
     assert not report.plan.replayed
-    assert "one by one" in report.plan.reason
+    assert "single calls" in report.plan.reason
 
 
 def test_refused_replays_are_told(replaying: Cuda) -> None:
@@ -495,7 +495,7 @@ def test_refused_replays_are_told(replaying: Cuda) -> None:
     assert report.passed
     assert report.plan is not None
     assert not report.plan.replayed
-    assert "one by one after all: func reads values of tensors" in report.plan.reason
+    assert "single calls instead: func reads values of tensors" in report.plan.reason
 
 
 def rows_of(problem: Problem, first: int, count: int, replayed: bool) -> list[Tensor]:
@@ -587,7 +587,7 @@ def test_rows_beside_other_threads_are_refused(cuda: Cuda) -> None:
     thread = threading.Thread(target=done.wait)
     thread.start()
     try:
-        refused = pytest.raises(executor.RefusedError, match="other threads")
+        refused = pytest.raises(executor.RefusedError, match="other Python threads")
         with Problem(lambda x: x.cumsum(0), (leaf(40),)) as problem, refused:
             rows_of(problem, 0, 40, replayed=True)
     finally:
@@ -666,7 +666,7 @@ def test_a_wrong_row_fails_one_by_one(replaying_rows: Cuda, monkeypatch: pytest.
     assert report.failure.comparison == alone.failure.comparison
     assert report.plan is not None
     assert not report.plan.rows_replayed
-    assert "one by one" in report.plan.reason
+    assert "single calls" in report.plan.reason
 
 
 def test_rows_that_replays_get_wrong_are_run_one_by_one(replaying_rows: Cuda) -> None:
@@ -688,7 +688,7 @@ def test_rows_that_cannot_be_captured_are_run_one_by_one(replaying_rows: Cuda) -
     assert report.passed
     assert report.plan is not None
     assert not report.plan.rows_replayed
-    assert "one by one after all: backward reads values of tensors" in report.plan.reason
+    assert "single calls instead: backward reads values of tensors" in report.plan.reason
 
 
 def test_which_rows_are_replayed(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -704,7 +704,10 @@ def test_which_rows_are_replayed(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) ->
     outputs = [SimpleNamespace(tensor=torch.empty(size)) for size in (10, 800)]
     problem: Any = SimpleNamespace(m=810, device=CUDA0, ranks=1, outputs=outputs, has_graph=True)
     look: Any = SimpleNamespace(measured=1e-3)
-    assert plan._row_strategy(problem, Settings(), look) == (True, "; replays of a VJP: 2 times as fast as one by one")
+    assert plan._row_strategy(problem, Settings(), look) == (
+        True,
+        "; replays of a VJP: 2 times as fast as single calls",
+    )
     assert asked == [50]
     assert not plan._row_strategy(problem, Settings(check_backward_ad=False), look)[0]
     problem.has_graph = False
@@ -831,10 +834,10 @@ def test_obstacles(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "get_allocator_backend", lambda: backend, raising=False)
     monkeypatch.setattr(cuda, "is_current_stream_capturing", lambda: capturing, raising=False)
     assert cuda_graph.obstacle(on(CUDA0, CUDA0)) is None
-    assert cuda_graph.obstacle(on(torch.device("cpu"))) == "it runs on no NVIDIA device"
+    assert cuda_graph.obstacle(on(torch.device("cpu"))) == "it does not run on an NVIDIA device"
     assert cuda_graph.obstacle(on(CUDA0, torch.device("cuda", 1))) == "it uses several devices"
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: True)
-    assert cuda_graph.obstacle(on(CUDA0)) == "autocast keeps what a capture never computed"
+    assert cuda_graph.obstacle(on(CUDA0)) == "autocast caches results that a capture does not compute"
     monkeypatch.setattr(torch, "is_autocast_cache_enabled", lambda: False)
     assert cuda_graph.obstacle(on(CUDA0)) is None
     cuda_graph._abandoned.append("a graph")

@@ -152,7 +152,7 @@ REFUSING: list[tuple[str, Callable[[Tensor], Tensor], str]] = [
     ("keeps its argument", lambda x: kept(x).cumsum(0), "func keeps tensors"),
     ("keeps a result", lambda x: kept(x.cumsum(0)), "func keeps tensors"),
     ("adds up results", summed, "func keeps tensors"),
-    ("ignores its argument", lambda _: CAPTURED.cumsum(0), "other values"),
+    ("ignores its argument", lambda _: CAPTURED.cumsum(0), "values differ"),
     ("a wrong rule", WrongRule.apply, "do not agree"),
     ("returns what it should not", lambda x: x.cumsum(0) if x.requires_grad else x.sum(), "func raises"),
 ]
@@ -162,7 +162,7 @@ REFUSING: list[tuple[str, Callable[[Tensor], Tensor], str]] = [
 @pytest.mark.parametrize(("func", "reason"), [case[1:] for case in REFUSING], ids=[case[0] for case in REFUSING])
 def test_refused_where_batches_are_not_the_function(func: Callable[[Tensor], Tensor], reason: str) -> None:
     state = torch.get_rng_state()
-    x = CAPTURED if reason == "other values" else leaf(80)
+    x = CAPTURED if reason == "values differ" else leaf(80)
     bits = x.detach().clone()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -216,7 +216,7 @@ def test_right_gradients_pass(func: Callable[..., Any], inputs: tuple[Any, ...],
     assert report.passed
     assert report.plan is not None
     assert report.plan.batch is not None
-    assert "times as fast as one by one" in report.plan.reason
+    assert "times as fast as single calls" in report.plan.reason
     assert report.evaluations < report.n
 
 
@@ -235,7 +235,7 @@ def test_a_failure_is_told_from_evaluations_one_by_one(monkeypatch: pytest.Monke
     alone = check(wrong, inputs, DENSE)
     assert report.plan is not None
     assert report.plan.batch is None
-    assert "one by one" in report.plan.reason
+    assert "single calls" in report.plan.reason
     assert report.failure is not None
     assert alone.failure is not None
     assert report.failure.input == alone.failure.input == 1
@@ -383,7 +383,7 @@ def test_a_func_that_differs_under_transforms(wrong: bool) -> None:
     assert report.passed is not wrong
     assert report.plan is not None
     assert report.plan.batch is None
-    assert "other values than one by one" in report.plan.reason
+    assert "the values differ from those of single calls" in report.plan.reason
 
 
 @pytest.mark.usefixtures("always")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 
 import fastgrad
 from fastgrad.problem.second_order import random_grad_outputs
+from tests.costs import set_costs
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -112,7 +114,8 @@ def test_no_output_with_a_gradient_is_an_error() -> None:
         fastgrad.gradgradcheck(torch.exp, (leaf(2),))
 
 
-def test_the_forward_pass_is_not_run_again_where_only_grad_outputs_move() -> None:
+def test_the_forward_pass_is_not_run_again_where_only_grad_outputs_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_costs(monkeypatch, trial_seconds=math.inf)  # on a busy machine, vmapped batches would be tried
     x = torch.linspace(0.1, 1, 5, dtype=torch.float64).requires_grad_()
     calls = 0
 
