@@ -203,7 +203,8 @@ def table(result: dict[str, Any]) -> str:
             if "bandwidth" in row
             else "- | - | - | -"
         )
-        found = f"{measured[MEASURED[row['kernel']]]:.2f}" if row["kernel"] in MEASURED else "-"
+        own = measured.get(MEASURED.get(row["kernel"], ""))
+        found = "-" if own is None else f"{own:.2f}"
         fields = row["registers"], row["shared"], f"{row['occupancy']:.2f}", element, found
         lines.append(f"| `{row['kernel']}` | {' | '.join(map(str, fields))} |")
     return "\n".join(lines) + "\n"
