@@ -205,7 +205,7 @@ class _LinearMapPatterns(Detection):
 
     def _guesses(self) -> Iterator[Pattern | None]:
         rows = self._maps.rows
-        yield sparsity.guess(*self._blocks)
+        yield sparsity.guess_pointwise(*self._blocks)
         if self._budget.probes and len(rows.sources) == len(rows.targets) == 1:
             yield sparsity.guess_band(self._reacting_inputs, rows.m, rows.n, self._maps.symmetric)
 

@@ -168,7 +168,7 @@ class ProblemPatterns(Detection):
         self._base = look.base.view(torch.int64)
 
     def _guesses(self) -> Iterator[Pattern | None]:
-        yield sparsity.guess(*self._blocks)
+        yield sparsity.guess_pointwise(*self._blocks)
         if any(block.is_complex for side in self._blocks for block in side):
             return  # an entry would be four coordinates
         yield sparsity.guess_in_order(*self._blocks)

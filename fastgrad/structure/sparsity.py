@@ -165,7 +165,7 @@ def _starts(counts: Indices | Mask) -> Indices:
     return starts
 
 
-def guess(inputs: Sequence[Block], outputs: Sequence[Block]) -> Pattern | None:
+def guess_pointwise(inputs: Sequence[Block], outputs: Sequence[Block]) -> Pattern | None:
     """The pattern of a pointwise function of inputs that broadcast to each output, if they all do.
 
     A complex element depends on both coordinates of a complex one.

@@ -346,7 +346,8 @@ CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
     ),
     "not finite": ("looks like func is not finite: output 0 at [1] is -inf, and input 0 at [1] is 0",),
     "constant part": (
-        "looks like backward treats the result of mean (LINE) as a constant: its contribution to the gradient is missing",
+        "looks like backward treats the result of mean (LINE) as a constant: its contribution to the gradient is "
+        "missing",
     ),
 }
 

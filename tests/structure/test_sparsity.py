@@ -5,21 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastgrad.problem.coordinates import Block
 from fastgrad.structure.sparsity import (
+    BAND,
     Mask,
     Pattern,
     Refinement,
     decode,
     decoded,
     explains_look,
-    guess,
+    guess_band,
     guess_in_order,
     guess_moved,
+    guess_pointwise,
     refined,
 )
 
@@ -53,20 +56,20 @@ def probe(matrix: np.ndarray, inputs: list[Block], outputs: list[Block], budget:
 
 
 def test_a_pointwise_guess() -> None:
-    pattern = guess(blocks((3, 4), (4,)), blocks((3, 4)))
+    pattern = guess_pointwise(blocks((3, 4), (4,)), blocks((3, 4)))
     assert pattern is not None
     expected = np.concatenate([np.eye(12, dtype=bool), np.tile(np.eye(4, dtype=bool), (3, 1))], 1)
     assert (dense(pattern) == expected).all()
 
 
 def test_a_complex_element_depends_on_both_coordinates() -> None:
-    pattern = guess(blocks((3,), dtype=torch.complex128), blocks((3,), dtype=torch.complex128))
+    pattern = guess_pointwise(blocks((3,), dtype=torch.complex128), blocks((3,), dtype=torch.complex128))
     assert pattern is not None
     assert (dense(pattern) == np.kron(np.eye(3), np.ones((2, 2))).astype(bool)).all()
 
 
 def test_no_guess_where_shapes_do_not_broadcast() -> None:
-    assert guess(blocks((3, 4)), blocks((4, 3))) is None
+    assert guess_pointwise(blocks((3, 4)), blocks((4, 3))) is None
 
 
 def test_what_splits_and_joins_is_guessed_in_order() -> None:
@@ -74,6 +77,18 @@ def test_what_splits_and_joins_is_guessed_in_order() -> None:
     assert pattern is not None
     assert (dense(pattern) == np.eye(14, dtype=bool)).all()
     assert guess_in_order(blocks((3, 4)), blocks((11,))) is None
+
+
+@pytest.mark.parametrize("is_symmetric", [False, True])
+def test_a_band_is_guessed_from_one_product(is_symmetric: bool) -> None:
+    n = 3 * BAND
+    matrix = np.eye(n, dtype=bool) | np.eye(n, k=2, dtype=bool)
+    pattern = guess_band(oracle(matrix)[1], n, n, is_symmetric)
+    assert pattern is not None
+    assert (dense(pattern) == (matrix | matrix.T if is_symmetric else matrix)).all()
+    assert pattern.origin == "guessed from one product: a band"
+    assert guess_band(lambda rows: np.zeros(n, dtype=bool), n, n, is_symmetric) is None
+    assert guess_band(lambda rows: np.ones(n, dtype=bool), n, n, is_symmetric) is None
 
 
 @settings(deadline=None)
@@ -101,7 +116,7 @@ def test_equal_values_do_not_say_which_was_moved() -> None:
 
 
 def test_one_look_refutes_a_guess() -> None:
-    pattern = guess(blocks((8,)), blocks((8,)))
+    pattern = guess_pointwise(blocks((8,)), blocks((8,)))
     assert pattern is not None
     moved = np.arange(8) % 2 == 0
     assert explains_look(pattern, moved, np.arange(8) % 4 == 0)
@@ -109,7 +124,7 @@ def test_one_look_refutes_a_guess() -> None:
 
 
 def test_entries_can_be_added() -> None:
-    pattern = guess(blocks((3,)), blocks((3,)))
+    pattern = guess_pointwise(blocks((3,)), blocks((3,)))
     assert pattern is not None
     more = pattern.with_entries(np.array([2, 0, 1]), np.array([0, 2, 1]))
     assert more.starts.tolist() == [0, 2, 3, 5]
