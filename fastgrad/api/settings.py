@@ -46,6 +46,9 @@ _SECOND_ORDER = {
 _NAMES = {True: tuple(_FIRST_ORDER.values()), False: tuple(_SECOND_ORDER.values())}
 """The keywords of settings; True: of gradcheck, False: of gradgradcheck."""
 
+_FLAGS = frozenset(field.name for field in fields(Settings) if field.type == "bool")
+"""Fields that are true or false; callers may pass anything with a truth value."""
+
 _PLAIN = frozenset({float, int, bool, str, type(None)})
 
 
@@ -96,7 +99,8 @@ def _new_settings(made: GradOutputs | None, *given: Any) -> Settings:
     values["eps"] = _number("eps", keywords["eps"], zero=False)
     for name in ("atol", "rtol", "nondet_tol"):
         values[name] = _number(name, keywords[name])
-    values["masked"] = bool(keywords["masked"])
+    for name in _FLAGS.intersection(values):
+        values[name] = bool(values[name])
     values["seed"] = 0 if seed is None else seed
     values["confidence"] = Settings.confidence if confidence is None else float(confidence)
     return Settings(**values, grad_outputs=made, order=1 if made is None else 2)

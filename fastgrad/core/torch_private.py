@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -38,6 +39,11 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+def compiler_is_imported() -> bool:
+    """Whether torch's compiler has been imported, which takes about two seconds."""
+    return "torch._dynamo" in sys.modules
 
 
 def may_overlap_itself(tensor: Tensor) -> bool:

@@ -614,6 +614,8 @@ def _names(report: Report, failure: Failure) -> tuple[str, str]:
 def _of_precision(sample: Sample) -> Iterator[Cause]:
     """The cause if a lower dtype represents all analytical entries exactly, and their errors are about its rounding."""
     a, n = sample.analytical, sample.numerical
+    if bool((sample.failing & ((a == 0) | (n == 0))).any()):
+        return  # rounding makes no entry zero
     if a.is_complex():
         a, n = torch.view_as_real(a).reshape(-1), torch.view_as_real(n).reshape(-1)
     nonzero = (a != 0) & (n != 0) & a.isfinite()

@@ -51,6 +51,8 @@ class CostModel:
         Least number of columns, and least seconds that they take one by one, for trying vmapped batches or CUDA graphs.
     trial_backward
         The factor of trial_seconds for second derivatives, for which a batch runs backward by torch.func.
+    compiler_seconds
+        Seconds of importing torch's compiler, as torch.func.vjp does when it is first used in a process.
     trial_share
         One in this many columns, or rows, is tried.
     trial_gain
@@ -79,6 +81,7 @@ class CostModel:
     trial_columns: int = 64
     trial_seconds: float = 10e-3
     trial_backward: float = 3.0
+    compiler_seconds: float = 2.0
     trial_share: int = 16
     trial_gain: float = 1.25
 

@@ -10,6 +10,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
+from fastgrad.core import torch_private
 from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.memory import free_bytes
 from fastgrad.core.native import SmallProblem
@@ -367,7 +368,10 @@ def _column_strategy(problem: Problem, settings: Settings, look: FirstLook) -> t
     replay = partial(cuda_graph.difference_columns, problem, eps=eps, record_graph=record_graph)
     ways: list[tuple[int | None, bool, str, Callable[[int, int], Tensor], int, int]] = []
     said = ""
-    if not record_graph and size >= vmapped.FEWEST:
+    imports = not (problem.records_differences or torch_private.compiler_is_imported())
+    if imports and 2 * problem.n * look.measured < costs.compiler_seconds:
+        said += "; no vmapped batches: torch.func.vjp would import torch's compiler, which takes longer"
+    elif not record_graph and size >= vmapped.FEWEST:
         reason = vmapped.obstacle(problem, eps)
         said += f"; no vmapped batches: {reason}" if reason is not None else ""
         if reason is None:

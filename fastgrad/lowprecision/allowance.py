@@ -174,8 +174,8 @@ class Blocks:
 
 def _each(blocks: Sequence[Block], of_dtype: object, device: torch.device) -> Tensor:
     values = [of_dtype(block.tensor.dtype) for block in blocks]  # type: ignore[operator]
-    sizes = torch.tensor([block.size for block in blocks])
-    return torch.tensor(values, dtype=torch.float64).repeat_interleave(sizes).to(device)
+    sizes = torch.tensor([block.size for block in blocks], device="cpu")
+    return torch.tensor(values, dtype=torch.float64, device="cpu").repeat_interleave(sizes).to(device)
 
 
 def _moduli(coordinates: Tensor, blocks: Sequence[Block]) -> Tensor:

@@ -258,9 +258,9 @@ def rounded_entry(
 
 def _largest(blocks: tuple[Block, ...], device: torch.device) -> Tensor:
     """The largest finite number of the dtype of each coordinate."""
-    sizes = torch.tensor([block.size for block in blocks])
+    sizes = torch.tensor([block.size for block in blocks], device="cpu")
     values = [largest_number(block.tensor.dtype) for block in blocks]
-    return torch.tensor(values, dtype=torch.float64).repeat_interleave(sizes).to(device)
+    return torch.tensor(values, dtype=torch.float64, device="cpu").repeat_interleave(sizes).to(device)
 
 
 def _element(vector: Tensor, coordinate: int, block: Block) -> complex:

@@ -60,7 +60,7 @@ def one_row(problem: Problem, row: int) -> Probes:
     """The grad_output that is one at one output coordinate."""
     cotangent = torch.zeros(1, problem.m, dtype=torch.float64, device=problem.device)
     cotangent[0, row] = 1
-    return Probes(cotangent, torch.tensor([row]), f"row {row}", dense=0)
+    return Probes(cotangent, torch.tensor([row], device="cpu"), f"row {row}", dense=0)
 
 
 def probes_of(problem: Problem, fast_mode: bool, vectorizes: bool, seed: int) -> Probes:
@@ -68,18 +68,18 @@ def probes_of(problem: Problem, fast_mode: bool, vectorizes: bool, seed: int) ->
     dense = _dense(problem, seed)
     m = problem.m
     if fast_mode:
-        return Probes(dense, torch.full((DENSE,), -1), f"{DENSE} random grad_outputs")
+        return Probes(dense, torch.full((DENSE,), -1, device="cpu"), f"{DENSE} random grad_outputs")
     most = min(MOST_ROWS if vectorizes else MOST_SINGLE_ROWS, max(16, MOST_ENTRIES // max(problem.n, m)))
     if m <= most:
         rows = torch.eye(m, dtype=torch.float64, device=problem.device)
-        numbers = torch.cat([torch.full((DENSE,), -1), torch.arange(m)])
+        numbers = torch.cat([torch.full((DENSE,), -1, device="cpu"), torch.arange(m, device="cpu")])
         return Probes(torch.cat([dense, rows]), numbers, f"{DENSE} random grad_outputs and all {m} rows")
     # Every most-th row: rows of neighboring outputs, which share inputs, lie in different groups.
     groups = torch.zeros(most, m, dtype=torch.float64, device=problem.device)
     every = torch.arange(m, device=problem.device)
     groups[every % most, every] = rounded(problem, _random(problem, seed, DENSE))
     text = f"{DENSE} random grad_outputs and all {m} rows, in {most} groups"
-    return Probes(torch.cat([dense, groups]), torch.full((DENSE + most,), -1), text)
+    return Probes(torch.cat([dense, groups]), torch.full((DENSE + most,), -1, device="cpu"), text)
 
 
 def half_of(problem: Problem, seed: int) -> Tensor:

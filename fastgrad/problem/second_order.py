@@ -14,7 +14,7 @@ from fastgrad.core.random import GRAD_OUTPUT_STREAM, uniform_like
 from fastgrad.problem.arguments import as_tuple
 from fastgrad.problem.caller_state import SavedState
 from fastgrad.problem.evaluation import evaluated_and_restored
-from fastgrad.problem.validation import disabled_gradients
+from fastgrad.problem.validation import differentiable_inputs, disabled_gradients
 from fastgrad.report.settings import GradOutputs
 
 
@@ -60,6 +60,9 @@ def grad_outputs_for(
     func: Callable[..., Any], inputs: tuple[Any, ...], made: GradOutputs, seed: int
 ) -> tuple[Tensor, ...]:
     """Makes one grad_output per output that requires grad. Calls func."""
+    checked = [value for value in inputs if isinstance(value, Tensor) and value.requires_grad]
+    if not checked or any(value.is_meta or value.is_nested for value in checked):
+        differentiable_inputs(inputs, (), False)  # raises before func does
     with SavedState(inputs):
         outputs = differentiable_outputs(evaluated_and_restored(func, inputs))
     if made == "ones":

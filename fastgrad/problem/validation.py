@@ -11,6 +11,14 @@ from fastgrad.core import torch_private
 from fastgrad.core.errors import warn
 from fastgrad.problem.coordinates import Block, overlap, overlaps_itself, own_values
 
+_SUPPORTED = frozenset(
+    (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+        *(torch.complex128, torch.complex64, torch.complex32),
+    )
+)
+"""Dtypes whose elements the native core perturbs and reads."""
+
 _SPARSE_LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
@@ -67,6 +75,8 @@ def _check_values(value: Tensor, name: str, subject: str) -> None:
         )
     if value.is_meta:
         raise ValueError(f"{subject} is on the meta device: a gradient check needs values.")
+    if value.dtype not in _SUPPORTED:
+        raise NotImplementedError(f"fastgrad does not support {value.dtype}, the dtype of {name}.")
     values = own_values(value)
     if values is None or (values.is_contiguous() and values.numel()):
         return  # out of reach; or free of overlap
@@ -109,11 +119,15 @@ def check_outputs(results: tuple[Any, ...]) -> None:
             )
     # If none requires grad, the differences of all are computed, which must be zero.
     compares_all = not any(isinstance(value, Tensor) and value.requires_grad for value in results)
-    for value in results:
-        if not isinstance(value, Tensor) or value.layout is torch.strided:
+    for i, value in enumerate(results):
+        if not isinstance(value, Tensor) or not (value.requires_grad or (compares_all and is_differentiable(value))):
             continue
-        if not (value.requires_grad or (compares_all and is_differentiable(value))):
-            continue
+        if value.is_nested:
+            raise NotImplementedError(f"fastgrad does not support nested tensors; result {i} of func is one.")
+        if value.is_meta:
+            raise ValueError(f"Result {i} of func is on the meta device: a gradient check needs values.")
+        if value.dtype not in _SUPPORTED:
+            raise NotImplementedError(f"fastgrad does not support {value.dtype}, the dtype of result {i} of func.")
         kind = (
             "Sparse" if value.layout in _SPARSE_LAYOUTS else "MKLDNN" if value.layout is torch_private.MKLDNN else None
         )

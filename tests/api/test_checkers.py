@@ -186,6 +186,13 @@ def test_engines_and_fast_mode() -> None:
         fastgrad.gradcheck(lambda v: v.detach() * v, (x(),), fast_mode=True)  # tiny
 
 
+@pytest.mark.parametrize("given", ["yes", [], 2, None, torch.tensor(True)])
+def test_flags_may_be_anything_with_a_truth_value(given: Any) -> None:
+    flags = ("check_undefined_grad", "check_grad_dtypes", "check_batched_grad", "fast_mode", "masked")
+    for check in (fastgrad.gradcheck, fastgrad.gradgradcheck):
+        assert all(check(torch.sin, (x(),), **{flag: given}) for flag in flags)
+
+
 def test_check_undefined_grad() -> None:
     class NeedsGradOutput(torch.autograd.Function):
         @staticmethod

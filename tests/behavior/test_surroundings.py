@@ -319,6 +319,7 @@ def test_a_check_inside_a_compiled_function_is_not_compiled(check: Any) -> None:
     "used",
     [
         "fastgrad.gradcheck(torch.sin, (x,)) and fastgrad.gradgradcheck(torch.sin, (x,))",
+        "fastgrad.gradgradcheck(lambda x: x.cumsum(0) * x, (torch.linspace(0, 1, 300).double().requires_grad_(),))",
         "watch(lambda: x.sin())",
         "fastgrad.lowprecision.rounding.Arithmetic(torch.bfloat16, 0).__enter__() and x.sin() is not None",
     ],

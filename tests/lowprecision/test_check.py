@@ -282,6 +282,27 @@ def test_complex64() -> None:
     assert report.verdict == "failed"
 
 
+@each_mode
+@pytest.mark.parametrize("missing", [10.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.complex64, *DTYPES], ids=str)
+def test_a_missing_derivative_is_no_sign_of_low_precision(dtype: torch.dtype, missing: float, fast_mode: bool) -> None:
+    """All entries of this backward, zeros among them, are exact in the dtype of x."""
+    report = fastgrad.check(lambda x: x * x + missing * x.roll(1).detach(), normal(4, dtype=dtype), fast_mode=fast_mode)
+    assert report.verdict == "failed"
+    assert report.causes[0].name == "constant part"
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, *DTYPES], ids=str)
+def test_the_default_device_does_not_matter(dtype: torch.dtype) -> None:
+    x, w = normal(5, dtype=dtype), normal(5, dtype=dtype, seed=1)
+    with torch.device("meta"):
+        for fast_mode in (False, True):
+            assert fastgrad.gradcheck(torch.mul, (x, w), fast_mode=fast_mode)
+            with pytest.raises(fastgrad.GradcheckError):
+                fastgrad.gradcheck(lambda x: x * x.roll(1).detach(), (x,), fast_mode=fast_mode)
+        assert fastgrad.gradgradcheck(torch.mul, (x, w))
+
+
 class _WrongConjugate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -566,6 +566,23 @@ def test_bad_inputs() -> None:
         fastgrad.gradcheck(lambda v: v.to_sparse(), (leaf(2),))
     with pytest.raises(ValueError, match="Sparse output is not supported at gradcheck yet"):
         fastgrad.gradcheck(lambda v: v.detach().to_sparse_csr(), (leaf(2, 2),))  # no result requires grad
+    for check in (fastgrad.gradcheck, fastgrad.gradgradcheck):
+        with pytest.raises(ValueError, match="The 0th input is on the meta device"):
+            check(torch.sin, (torch.ones(2, device="meta", requires_grad=True),))
+        with pytest.raises(NotImplementedError, match="fastgrad does not support nested tensors; input 0 is one"):
+            check(torch.sin, (torch.nested.nested_tensor([leaf(3)], requires_grad=True),))
+        with pytest.raises(NotImplementedError, match=r"does not support torch\.float8_e5m2, the dtype of input 0"):
+            check(lambda v: v.float(), (leaf(2).detach().to(torch.float8_e5m2).requires_grad_(),))
+        with pytest.raises(ValueError, match="expects at least one input tensor to require gradient"):
+            check(lambda v: v, ())
+    with pytest.raises(ValueError, match="Result 0 of func is on the meta device"):
+        fastgrad.gradcheck(lambda v: v.to("meta"), (leaf(2),))
+    with pytest.raises(
+        NotImplementedError, match=r"does not support torch\.float8_e5m2, the dtype of result 0 of func"
+    ):
+        fastgrad.gradcheck(lambda v: v.to(torch.float8_e5m2), (leaf(2),))
+    with pytest.raises(NotImplementedError, match="does not support nested tensors; result 0 of func is one"):
+        fastgrad.gradcheck(lambda v: torch.nested.as_nested_tensor([v, v]), (leaf(2),))
     with pytest.warns(UserWarning, match="Input #0 requires gradient and is not a double precision"):
         fastgrad.gradcheck(torch.sin, (leaf(2, dtype=torch.float32),), eps=1e-2, atol=1e-2)
 
