@@ -368,8 +368,8 @@ def _column_strategy(problem: Problem, settings: Settings, look: FirstLook) -> t
     replay = partial(cuda_graph.difference_columns, problem, eps=eps, record_graph=record_graph)
     ways: list[tuple[int | None, bool, str, Callable[[int, int], Tensor], int, int]] = []
     said = ""
-    imports = not (problem.records_differences or torch_private.compiler_is_imported())
-    if imports and 2 * problem.n * look.measured < costs.compiler_seconds:
+    imports_compiler = not (problem.records_differences or torch_private.compiler_is_imported())
+    if imports_compiler and 2 * problem.n * look.measured < costs.compiler_seconds:
         said += "; no vmapped batches: torch.func.vjp would import torch's compiler, which takes longer"
     elif not record_graph and size >= vmapped.FEWEST:
         reason = vmapped.obstacle(problem, eps)

@@ -487,7 +487,7 @@ def test_a_wrong_gradient_fails_one_by_one(replaying: Cuda, monkeypatch: pytest.
     assert report.failure.comparison == alone.failure.comparison
     assert report.plan is not None
     assert not report.plan.replayed
-    assert "single calls" in report.plan.reason
+    assert "a mismatch is checked again by single calls" in report.plan.reason
 
 
 def test_refused_replays_are_told(replaying: Cuda) -> None:
@@ -666,7 +666,7 @@ def test_a_wrong_row_fails_one_by_one(replaying_rows: Cuda, monkeypatch: pytest.
     assert report.failure.comparison == alone.failure.comparison
     assert report.plan is not None
     assert not report.plan.rows_replayed
-    assert "single calls" in report.plan.reason
+    assert "a mismatch is checked again by single calls" in report.plan.reason
 
 
 def test_rows_that_replays_get_wrong_are_run_one_by_one(replaying_rows: Cuda) -> None:
