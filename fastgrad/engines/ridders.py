@@ -77,6 +77,9 @@ class Refinement:
         raises, or if that method takes another step because x is large.
     moves
         By how much at_eps may differ from run to run, because of rounding inside func: float64, shape (entries,).
+    drift
+        By how much func's values at x differed before and after these measurements, divided by the width of the
+        difference at eps: float64, shape (entries,).
     doubtful
         Whether func is straight at steps of eps and larger, with another slope than `values`, so that `values`
         come from rounding inside func: bool, shape (entries,).
@@ -95,6 +98,7 @@ class Refinement:
     right: Tensor
     at_eps: Tensor
     moves: Tensor
+    drift: Tensor
     doubtful: Tensor
     curved: Tensor
     steps: Tensor
@@ -123,6 +127,9 @@ class Measured:
         The effect of rounding on the outputs: float64, shape (entries,).
     left, right, at_eps
         One-sided derivatives with the step eps, and the plain difference there: float64, shape (entries,).
+    drift
+        The difference of func's values at x before and after the measurements: float64, shape (entries,). Zero if they
+        were made quickly.
     eps
         That step.
     ratio
@@ -136,6 +143,7 @@ class Measured:
     left: Tensor
     right: Tensor
     at_eps: Tensor
+    drift: Tensor
     eps: float
     ratio: float
     steps: Tensor
@@ -164,7 +172,7 @@ def refine(
 def measured(
     problem: Problem, inputs: Tensor, outputs: Tensor, record_graph: bool, eps: float, quickly: bool = False
 ) -> Measured:
-    """Makes the evaluations for `refine`: two per step and three more, at most about 90.
+    """Makes the evaluations for `refine`: two per step and four more, at most about 90.
 
     quickly: eleven evaluations, with a few steps around eps. They can show that an entry is wrong, but not that it is
     right.
@@ -197,7 +205,10 @@ def measured(
     left, right, at_eps = _at_eps(problem, where, owner, outputs, base, record_graph, eps)
     found = [torch.stack(some) if some else base.new_empty(0, base.numel()) for some in (steps, widths, changes, bends)]
     rounding = _rounding(problem, outputs, base, x[owner], found[2])
-    return Measured(rounding, left, right, at_eps, eps * block.step, ratio, *found)
+    drift = torch.zeros_like(base)
+    if not quickly:
+        drift = (problem.evaluate(record_graph, torch.zeros_like(displacement))[outputs] - base).abs()
+    return Measured(rounding, left, right, at_eps, drift, eps * block.step, ratio, *found)
 
 
 def _runs(largest: Tensor, smallest: Tensor, ratio: float, most: int | None) -> list[tuple[Tensor, range]]:
@@ -243,8 +254,8 @@ def _pairs(
 def settled(found: Sequence[Measured], atol: float, rtol: float) -> Refinement:
     """The derivatives from measurements of inputs with the same step size, concatenated."""
     most = max(len(one.steps) for one in found)
-    rounding, left, right, at_eps = (
-        torch.cat([getattr(one, name) for one in found]) for name in ("rounding", "left", "right", "at_eps")
+    rounding, left, right, at_eps, drift = (
+        torch.cat([getattr(one, name) for one in found]) for name in ("rounding", "left", "right", "at_eps", "drift")
     )
     steps, widths, changes, bends = (
         torch.cat([pad(getattr(one, name), (0, 0, 0, most - len(one.steps))) for one in found], 1)
@@ -272,8 +283,9 @@ def settled(found: Sequence[Measured], atol: float, rtol: float) -> Refinement:
     converged = errors <= atol + rtol * values.abs()
     curved = _is_curved(bends, steps, taken, (right - left).abs(), eps)
     moves = ROUNDING * rounding / eps
+    measurements = steps.t(), changes.t(), widths.t()
     return Refinement(
-        values, errors, converged, left, right, at_eps, moves, doubtful, curved, steps.t(), changes.t(), widths.t()
+        values, errors, converged, left, right, at_eps, moves, drift / (2 * eps), doubtful, curved, *measurements
     )
 
 

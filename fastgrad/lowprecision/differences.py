@@ -41,6 +41,12 @@ DENSE = 2
 ROWS = 6
 """Numbers of combinations of all outputs, and of rows of the Jacobian, that are tested."""
 
+PERTURBED = 4
+"""Number of points next to x at which a gradient is computed to measure how far its own rounding may move it."""
+
+PERTURBED = 4
+"""Number of points next to x at which an entry of a gradient is computed to measure its condition."""
+
 MOST_ENTRIES = 16
 """Number of entries of a wrong row that are tested separately, those with the largest contribution first."""
 
@@ -174,8 +180,41 @@ def entry_of(problem: Problem, row: int, seed: int) -> tuple[int, Finding] | Non
         alone[coordinate] = scale[coordinate]
         finding = _finding(problem, row, w, gradient, alone)
         if finding is not None and finding.is_wrong:
-            return coordinate, finding
+            movement = _movement(problem, row, coordinate, seed) * finding.step
+            if abs(finding.error) > finding.allowed + movement:
+                return coordinate, finding
     return None
+
+
+def _movement(problem: Problem, row: int, coordinate: int, seed: int) -> float:
+    """How far an entry moves if all elements of the inputs are perturbed by their unit roundoff, times SURE.
+
+    The rounding of a right gradient is that large if the gradient is ill-conditioned.
+    """
+    own, output = block_with(problem.inputs, coordinate), block_with(problem.outputs, row)
+    generator = torch.Generator().manual_seed(seed)
+    entries = [float(problem.vjp(one_row(problem, row).cotangents)[0, coordinate])]
+    for _ in range(PERTURBED):
+        points = [_perturbed(block.tensor, generator) for block in problem.inputs]
+        try:
+            result = _part(problem.evaluate_with(problem.inputs, points)[output.index], row - output.first)
+            (gradient,) = torch.autograd.grad(result, points[own.index])
+        except Exception as error:
+            raise_unless_of_func(error)
+            continue  # beyond the domain of func
+        entries.append(float(_part(gradient, coordinate - own.first)))
+    return SURE * max(abs(entry - entries[0]) for entry in entries)
+
+
+def _perturbed(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    signs = torch.randint(2, tensor.shape, generator=generator, device="cpu").mul(2).sub(1).to(tensor.device)
+    return (tensor.detach() * (1 + unit_roundoff(tensor.dtype) * 2 * signs)).to(tensor.dtype).requires_grad_()
+
+
+def _part(tensor: Tensor, coordinate: int) -> Tensor:
+    """One of the tensor's own real coordinates: shape ()."""
+    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return real.reshape(-1)[coordinate]
 
 
 def _scales(problem: Problem) -> Tensor:

@@ -164,13 +164,14 @@ def worst_remeasured(
 
 
 def _moved(suspects: Suspects, columns: list[Refinement], own: Tolerances) -> Tensor:
-    """Which entries have another difference at eps than before: func returned other values for the same inputs."""
-    again, moves = (
+    """Which entries func's values for equal inputs do not determine: at eps, or at x between the measurements."""
+    again, moves, drift = (
         _entries([getattr(column, name).reshape(suspects.outputs.shape) for column in columns])
-        for name in ("at_eps", "moves")
+        for name in ("at_eps", "moves", "drift")
     )
     size = torch.maximum(again.abs(), suspects.numerical.abs())
-    return (again - suspects.numerical).abs() > own.atol + own.rtol * size + moves.abs()
+    allowed = own.atol + own.rtol * size + moves.abs()
+    return ((again - suspects.numerical).abs() > allowed) | (drift.abs() > allowed)
 
 
 def _refined(
@@ -248,7 +249,7 @@ def _survivor_of(
     worst = order[0]
     trouble = _trouble(columns, suspects, worst, bool(converged[worst]), own)
     if not trouble[0] and bool(moved[worst]):
-        trouble = "func is not deterministic: evaluated again at the same points, it gives another difference", None
+        trouble = "func is not deterministic: evaluated again at the same points, it gives other values", None
     return RemeasuredEntry(
         entries[0], *trouble, _convergence(columns, suspects.outputs.shape, worst), tuple(entries[1:])
     )

@@ -832,3 +832,40 @@ def test_a_backward_that_rounds_otherwise_in_each_call_is_not_accused(noise: flo
     assert fastgrad.gradgradcheck(rounded, x, fast_mode=fast_mode)
     varying = custom(torch.square, lambda g, x: 2 * x * g * (1 + noise * generator.random()))
     assert not fastgrad.gradcheck(varying, x, fast_mode=fast_mode, raise_exception=False)
+
+
+class Drifting:
+    """sin, with values that grow from call to call: central differences repeat, and shrink with larger steps."""
+
+    def __init__(self, drift: float) -> None:
+        self.drift, self.calls = drift, 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x.sin() + self.calls * self.drift
+
+
+@pytest.mark.parametrize("keywords", [{}, {"fast_mode": True}, {"engine": "compressed"}, {"engine": "dense"}], ids=str)
+@pytest.mark.parametrize("n", [5, 40])
+@pytest.mark.parametrize("drift", [1e-10, 1e-9, 1e-8, 1e-7])
+def test_values_that_drift_from_call_to_call(drift: float, n: int, keywords: dict[str, Any]) -> None:
+    x = torch.linspace(0.3, 0.9, n, dtype=torch.float64).requires_grad_()
+    assert not torch.autograd.gradcheck(Drifting(drift), x, raise_exception=False)
+    report = fastgrad.check(Drifting(drift), x, **keywords)
+    assert (report.verdict, report.causes[0].name) in [("failed", "race"), ("not converged", "race")]
+    # Too small for the differences of both.
+    assert torch.autograd.gradcheck(Drifting(1e-13), x)
+    assert fastgrad.check(Drifting(1e-13), x, **keywords).verdict == "passed"
+
+
+def test_a_func_that_returns_the_same_graph_again() -> None:
+    """Torch's checker runs a VJP that frees the graph, and takes the RuntimeError of the next for a wrong gradient."""
+    known: dict[tuple[float, ...], Tensor] = {}
+
+    def memoized(x: Tensor) -> Tensor:
+        return known.setdefault(tuple(x.tolist()), x.sin())
+
+    x = torch.linspace(0.3, 0.9, 5, dtype=torch.float64).requires_grad_()
+    assert not torch.autograd.gradcheck(memoized, x, raise_exception=False)
+    known.clear()
+    assert fastgrad.gradcheck(memoized, x)

@@ -51,6 +51,34 @@ def test_right_and_wrong_functions(dtype: torch.dtype) -> None:
         assert worst.found.real == pytest.approx(factor * worst.expected.real, rel=0.1, abs=1e-6)
 
 
+class OneComplexDtype(torch.autograd.Function):
+    """z conj(z) z, which has no kernel for complex128; the derivatives with respect to z and conj(z) times factors."""
+
+    factors = (1.0, 1.0)
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor) -> Tensor:
+        if z.dtype is not torch.complex64:
+            raise TypeError(f"there is no kernel for {z.dtype}")
+        ctx.save_for_backward(z)
+        return z * z.conj() * z
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (z,) = ctx.saved_tensors
+        holomorphic, other = OneComplexDtype.factors
+        return holomorphic * grad * (2 * z * z.conj()).conj() + other * (grad.conj() * z * z)
+
+
+@pytest.mark.parametrize("factors", [(1.0, 1.0), (0.0, 1.0), (1.0, 0.0), (1.0, -1.0), (1.001, 1.0), (1.0, 1.001)])
+def test_complex_functions(factors: tuple[float, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OneComplexDtype, "factors", factors)
+    report = fastgrad.check(OneComplexDtype.apply, normal(3, 4, dtype=torch.complex64))
+    assert report.verdict == ("passed" if factors == (1.0, 1.0) else "failed"), str(report)
+    assert report.precision is not None
+    assert report.precision.reference == ""
+
+
 def test_an_error_of_a_thousandth_in_float32() -> None:
     slope = lambda g, x: 1.001 * tanh_slope(g, x)  # noqa: E731
     report = fastgrad.check(in_this_dtype_only(torch.float32, slope), normal(3, 4, dtype=torch.float32))

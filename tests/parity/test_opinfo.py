@@ -8,7 +8,7 @@ import torch
 from benchmarks.cases import operators
 from tests.parity.sweep import CHECKS, DTYPES, compare_operator
 
-EVERY = {"auto": 29, "compressed": 41, "sketch": 37}  # of the operators; `make parity` runs them all
+EVERY = {"auto": 47, "compressed": 61, "sketch": 53}  # of the operators; `make parity` runs them all
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -24,6 +24,6 @@ def test_verdicts_are_torchs(engine: str, check: str, dtype: str) -> None:
     finally:
         torch.set_num_threads(threads)
     compared = [row for row in rows if "fastgrad" in row]
-    assert len(compared) >= 7
+    assert len(compared) >= 5
     assert sum(row["torch"] == "pass" for row in compared) > 0.8 * len(compared)
     assert [row for row in compared if row["torch"] != row["fastgrad"] and not row["evidence"]] == []

@@ -9,7 +9,7 @@ from tests.properties.oracle import compare
 from tests.properties.programs import KINDS, Program, programs
 
 FEW = settings(
-    max_examples=100,
+    max_examples=60,
     derandomize=True,
     database=None,
     deadline=None,
