@@ -35,7 +35,6 @@ from fastgrad.problem.problem import Problem
 from fastgrad.problem.second_order import Backward
 from fastgrad.problem.validation import disabled_gradients
 from fastgrad.report.data import Plan
-from fastgrad.report.evidence import Sample
 from fastgrad.report.failure import Failure
 from fastgrad.report.report import Report
 from fastgrad.report.settings import Settings
@@ -54,6 +53,7 @@ from fastgrad.verdict.repeated_calls import RepeatedCalls
 from fastgrad.verdict.tangents import modified_tangent, nondeterministic_jvp, repeated_tangents_failure
 
 if TYPE_CHECKING:
+    from fastgrad.report.evidence import Sample
     from fastgrad.sharding.problem import Partition
 
 

@@ -155,7 +155,7 @@ class Layout(IntEnum):
     """How a grad_output lies in memory; `csrc/loops.h` says more."""
 
     CONTIGUOUS = 0
-    GAPPED = 1
+    NON_CONTIGUOUS = 1
     OFFSET = 2
     EXPANDED = 3
 

@@ -101,7 +101,7 @@ class BackwardExperiments(Experiments):
     def _layouts(self, v: Tensor) -> None:
         contiguous = self._try(1, lambda: self._vjp(v))
         if contiguous is not None and self._left() > 0:
-            deviation, error = _deviation_or_error(lambda: self._vjp(v, [Layout.GAPPED]), contiguous)
+            deviation, error = _deviation_or_error(lambda: self._vjp(v, [Layout.NON_CONTIGUOUS]), contiguous)
             self._note(gapped=deviation, gapped_error=error)
             deviation, error = _deviation_or_error(lambda: self._vjp(v, [Layout.OFFSET]), contiguous)
             self._note(offset=deviation, offset_error=error)

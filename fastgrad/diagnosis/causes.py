@@ -470,8 +470,8 @@ def _of_sample(sample: Sample, report: Report, failure: Failure, settings: Toler
     structure = list(structure_causes(sample, settings))
     found = [*structure, *values]
     # These also explain the right entries, so no cause from the positions of the wrong ones is needed.
-    explained = {"transposed", "rolled", "permuted", "overwritten", "wrong dimension"}
-    if not any(cause.name in explained for cause in structure):
+    replaces_places = {"transposed", "rolled", "permuted", "overwritten", "wrong dimension"}
+    if not any(cause.name in replaces_places for cause in structure):
         found += place_causes(sample, _names(report, failure), settings)
     found += _of_precision(sample)
     return found

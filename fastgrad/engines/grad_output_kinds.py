@@ -58,9 +58,9 @@ class GradOutputKind:
             thin_out(vector, seed)
 
 
-GAPPED = GradOutputKind(
+NON_CONTIGUOUS = GradOutputKind(
     "random",
-    Layout.GAPPED,
+    Layout.NON_CONTIGUOUS,
     "a random grad_output, dense and non-contiguous",
     "dense and non-contiguous",
     stream=0,
@@ -92,13 +92,13 @@ DENSE = GradOutputKind(
     Layout.CONTIGUOUS,
     "a random grad_output, dense and contiguous",
     "dense and contiguous",
-    stream=0,  # it differs from GAPPED only in layout
+    stream=0,  # it differs from NON_CONTIGUOUS only in layout
 )
 
-GRAD_OUTPUT_KINDS = GAPPED, HALVED, SPARSE, EXPANDED
+GRAD_OUTPUT_KINDS = NON_CONTIGUOUS, HALVED, SPARSE, EXPANDED
 """The kinds that every backward is run with."""
 
-NOT_EXPANDED = GAPPED, HALVED, SPARSE
+NOT_EXPANDED = NON_CONTIGUOUS, HALVED, SPARSE
 
 
 def thin_out(vector: Tensor, seed: int) -> None:

@@ -19,7 +19,7 @@ from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING, excess
 from fastgrad.core.random import SKETCH_COTANGENTS, SKETCH_DIRECTIONS
 from fastgrad.core.tensors import largest
-from fastgrad.engines.grad_output_kinds import CONSTANT, EXPANDED, GAPPED, HALVED, SPARSE, thin_out
+from fastgrad.engines.grad_output_kinds import CONSTANT, EXPANDED, HALVED, NON_CONTIGUOUS, SPARSE, thin_out
 from fastgrad.problem.problem import Problem
 from fastgrad.report.settings import Settings
 
@@ -196,8 +196,8 @@ def cotangents(seed: int, weight: Tensor, count: int, attempt: int) -> Iterator[
 
     for number in range(count):
         vector = partial(weighed, attempt * (count + 1) + number)
-        layout = Layout.CONTIGUOUS if number else GAPPED.layout
-        yield Cotangent(vector, "a random grad_output" if number else GAPPED.text, layout=layout)
+        layout = Layout.CONTIGUOUS if number else NON_CONTIGUOUS.layout
+        yield Cotangent(vector, "a random grad_output" if number else NON_CONTIGUOUS.text, layout=layout)
     if attempt:
         return
     yield Cotangent(partial(weighed, count, True, HALVED.scale), HALVED.text, abs(HALVED.scale), HALVED.layout)

@@ -24,7 +24,7 @@ MOST_ENTRIES = 1 << 21
 DENSE = 5
 """Dense grad_outputs, as `_dense` describes them."""
 
-LAYOUTS = Layout.GAPPED, Layout.CONTIGUOUS, Layout.CONTIGUOUS, Layout.OFFSET, Layout.EXPANDED
+LAYOUTS = Layout.NON_CONTIGUOUS, Layout.CONTIGUOUS, Layout.CONTIGUOUS, Layout.OFFSET, Layout.EXPANDED
 """Their memory layouts."""
 
 SCALED = 2

@@ -33,7 +33,7 @@ MOST_HIDDEN = 0.9
 """Largest share of the significant entries that rounding may hide; with more, the check is undecided."""
 
 _LAYOUT_NAMES = {
-    Layout.GAPPED: "has gaps between its elements",
+    Layout.NON_CONTIGUOUS: "has gaps between its elements",
     Layout.OFFSET: "has a storage offset",
     Layout.EXPANDED: "is expanded, with stride 0",
 }

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from fastgrad.report.evidence import Cause, Evidence, Sample
 from fastgrad.report.failure import Failure, Mode, Part, Subject
 from fastgrad.report.json_form import SCHEMA, EqualByContent, plain
-from fastgrad.report.low_precision import LowPrecision
 from fastgrad.report.settings import Settings
+
+if TYPE_CHECKING:  # a check that passes does not need these modules
+    from fastgrad.report.evidence import Cause, Evidence, Sample
+    from fastgrad.report.low_precision import LowPrecision
 
 Verdict = Literal["passed", "failed", "not converged", "undecided"]
 """The outcome of a check; "undecided" where random vectors found nothing, and cannot exclude errors below a bound;

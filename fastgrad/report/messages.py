@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from fastgrad.report import rounding_text
 from fastgrad.report.data import Certificate, Pair, ReportData
 from fastgrad.report.failure import Comparison, Entry, Extent, Failure, FailureKind, Span, Subject
-from fastgrad.report.low_precision import LowPrecision
 from fastgrad.report.rounding_text import index_text
 from fastgrad.report.settings import Settings
+
+if TYPE_CHECKING:
+    from fastgrad.report.low_precision import LowPrecision
 
 _UNDEFINED_NOTE = (
     "An undefined grad_output means zero. It is passed to backward as None, or as zeros with "
@@ -105,8 +108,8 @@ def verdict_line(report: ReportData) -> str:
     failure = report.failure
     if failure is not None and failure.comparison is not None:
         wrong = failure.comparison.mismatches
-        be = "is" if wrong == 1 else "are"
-        return f"{name} failed: {_extent(failure.comparison)} of {jacobian_name(report, failure)} {be} wrong"
+        verb = "is" if wrong == 1 else "are"
+        return f"{name} failed: {_extent(failure.comparison)} of {jacobian_name(report, failure)} {verb} wrong"
     if failure is not None:
         return f"{name} failed: {failure.kind}"
     if report.precision is not None:

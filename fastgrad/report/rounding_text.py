@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from fastgrad.report.failure import FailureKind
-from fastgrad.report.low_precision import LowPrecision, RoundedEntry
+
+if TYPE_CHECKING:
+    from fastgrad.report.low_precision import LowPrecision, RoundedEntry
 
 
 def passed(precision: LowPrecision) -> str:

@@ -17,7 +17,7 @@ from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.tensors import PIECE, largest
 from fastgrad.engines import compressed
 from fastgrad.engines.compressed import Compression
-from fastgrad.engines.grad_output_kinds import DENSE, GAPPED, GRAD_OUTPUT_KINDS, NOT_EXPANDED, GradOutputKind
+from fastgrad.engines.grad_output_kinds import DENSE, GRAD_OUTPUT_KINDS, NON_CONTIGUOUS, NOT_EXPANDED, GradOutputKind
 from fastgrad.engines.plan import dense_is_small
 from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.problem import Problem
@@ -168,7 +168,7 @@ class AnalyticalCertificate:
         chance = 4 * (1 - self._settings.confidence)
         count = 1
         while resolution > asked * chance ** (1 / count) and count < MOST_COTANGENTS:
-            found = self._result_of(next(self._tests_of((GAPPED,), count)))
+            found = self._result_of(next(self._tests_of((NON_CONTIGUOUS,), count)))
             if isinstance(found, Failure) or not found.is_nothing:
                 return found
             count += 1

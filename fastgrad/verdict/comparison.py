@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,13 +16,15 @@ from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
 from fastgrad.problem.small_backward import SmallBackward
 from fastgrad.report.data import Certificate, Pair
-from fastgrad.report.evidence import Sample
 from fastgrad.report.failure import Comparison, Entry, Extent, Mode, Part, Span, modulus
 from fastgrad.report.messages import undecided_text
 from fastgrad.report.settings import Settings
 from fastgrad.structure import coloring
 from fastgrad.verdict.grad_outputs import BatchedDifference
 from fastgrad.verdict.remeasure import Suspects
+
+if TYPE_CHECKING:
+    from fastgrad.report.evidence import Sample
 
 SMALL = 256
 """Jacobians of at most this many entries are kept whole for the message."""
@@ -347,6 +349,8 @@ class PairComparison:
         """All entries of a sparse Jacobian, right and wrong ones; None of a dense one, whose blocks are gone."""
         if self.entries_at_hand is None:
             return None
+        from fastgrad.report.evidence import Sample  # imported here: a check that passes does not need it
+
         analytical, numerical, rows, columns = self.entries_at_hand
         width = self._width()
         values = [_matrix(block.unsqueeze(0), width)[0].cpu() for block in (analytical, numerical)]

@@ -24,7 +24,7 @@ from fastgrad.core.precision import ROUNDING
 from fastgrad.core.random import COTANGENT_STREAM
 from fastgrad.core.tensors import differ, largest
 from fastgrad.engines.blocks import REPEAT_SCALE, REPEATED_ROWS, JacobianBlock, one_hot_elements
-from fastgrad.engines.grad_output_kinds import GAPPED, GRAD_OUTPUT_KINDS, GradOutputKind
+from fastgrad.engines.grad_output_kinds import GRAD_OUTPUT_KINDS, NON_CONTIGUOUS, GradOutputKind
 from fastgrad.problem.coordinates import Block, block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Certificate
@@ -345,7 +345,7 @@ class LinearityTest:
             self._gradients = self._vjps()
             if self._excluded_columns is not None:
                 self._sums = torch.where(self._excluded_columns, self._gradients, self._sums)
-            if self._kinds[0] is GAPPED and not self._rows_repeated:
+            if self._kinds[0] is NON_CONTIGUOUS and not self._rows_repeated:
                 # At once, from the same graph.
                 self._moves_by = movement_between(self._vjp(0), self._gradients[:1])
         return self._gradients

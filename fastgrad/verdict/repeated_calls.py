@@ -14,7 +14,7 @@ from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING
 from fastgrad.core.tensors import differ, largest
 from fastgrad.engines.blocks import MOST_AT_ONCE, MOST_CACHED, JacobianBlock
-from fastgrad.engines.grad_output_kinds import GAPPED, GRAD_OUTPUT_KINDS, SPARSE
+from fastgrad.engines.grad_output_kinds import GRAD_OUTPUT_KINDS, NON_CONTIGUOUS, SPARSE
 from fastgrad.problem.coordinates import Block, block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.problem.small_backward import SmallBackward
@@ -24,7 +24,7 @@ from fastgrad.report.settings import Settings
 from fastgrad.verdict.comparison import tolerances
 from fastgrad.verdict.linearity import by_inputs, gradients_agree, linearity_cotangents, nondeterministic
 
-FIRST_PRODUCT, LAST_PRODUCT = GAPPED, SPARSE
+FIRST_PRODUCT, LAST_PRODUCT = NON_CONTIGUOUS, SPARSE
 """Kinds of cotangents, all contiguous here, that are run before and after the rows: a product of all rows, and of few.
 
 If the first calls on every graph are wrong, these are the product and the last row at first, and other rows when calls

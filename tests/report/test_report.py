@@ -23,6 +23,7 @@ from torch import Tensor
 import fastgrad
 from fastgrad.checks.order import check
 from fastgrad.core.phases import TIMED_COLUMNS, TIMED_SECONDS, Stopwatch, phase
+from fastgrad.report import evidence, low_precision
 from fastgrad.report.data import Certificate, Environment, Pair, Plan
 from fastgrad.report.evidence import Cause, Sample
 from fastgrad.report.failure import Comparison, Difference, Entry, Extent, Failure, Span, Subject
@@ -498,11 +499,12 @@ def fields_of(kind: Any) -> set[str]:
 
 def held_by(kind: Any) -> dict[str, Any]:
     """The classes of this project that a report holds, by annotations and with itself, by name."""
+    imported_for_types = vars(evidence) | vars(low_precision)
     found, todo = {}, [kind]
     while todo:
         one = todo.pop()
         found[one.__name__] = one
-        for hint in typing.get_type_hints(one).values():
+        for hint in typing.get_type_hints(one, localns=imported_for_types).values():
             stack = [hint]
             while stack:
                 part = stack.pop()
