@@ -599,6 +599,7 @@ def screen_forward(problem: Problem, settings: Settings) -> Screening:
     base = problem.base()
     pending = torch.ones(problem.m, dtype=torch.bool, device=problem.device)
     limit = unresolved = 0.0
+    bound = settings.atol
     eps = settings.eps
     for attempt in range(MOST_STEPS):
         differences = directional_differences(problem, settings, base, eps, count, attempt, extrapolated=count)
@@ -618,7 +619,8 @@ def screen_forward(problem: Problem, settings: Settings) -> Screening:
                 return Screening(failure)
         errors = (tangents - differences.derivatives).abs()
         rounding = ROUNDING * problem.unit_roundoff * (tangents.abs() + differences.derivatives.abs())
-        times = (errors / (settings.atol / 2 + 4 * differences.noise + rounding)).nan_to_num(torch.inf)
+        allowed = settings.atol / 4 + 4 * differences.noise + rounding
+        times = (errors / allowed).nan_to_num(torch.inf)
         times = torch.where(pending, times, 0.0)
         for row in times.amax(0).argsort(descending=True)[:MOST_SUSPECTS].tolist():
             k = int(times[:, row].argmax())
@@ -629,11 +631,15 @@ def screen_forward(problem: Problem, settings: Settings) -> Screening:
                 return Screening(located_failure([found]))
             limit, unresolved = max(limit, 4 * errors[k, row].item()), max(unresolved, found.unresolved)
         verified = 4 * differences.noise <= settings.atol + settings.rtol * differences.size()
-        pending &= ~(verified & (times <= 1).all(0))
+        decided = pending & verified & (times <= 1).all(0)
+        if bool(decided.any()):
+            # The components of a direction are at least 1/2, and its difference is off by the noise.
+            bound = max(bound, 2 * float((allowed + differences.noise)[:, decided].amax()))
+        pending &= ~decided
         if not bool(pending.any()):
             if unresolved:
                 return Screening(undecided=unresolved)
-            return Screening(certificates=(sums_certificate(count, settings.atol),))
+            return Screening(certificates=(sums_certificate(count, bound),))
         eps = _next_step(problem, settings, differences, base, pending)
     return Screening(
         undecided=max(limit, unresolved, 4 * float(differences.noise[pending].nan_to_num(torch.inf).amax()))

@@ -48,7 +48,7 @@ class SmallCheck:
         Tangents of the inputs, shape (rows, n); by row the input that has none instead, or -1; and the JVPs, shape
         (rows, m).
     differences
-        Directional derivatives that agree with VJPs, if their noise is too small to matter.
+        Directional derivatives that agree with VJPs; the weight of each output, empty if all are 1; and the bound.
     bound
         The size of an error of one entry that the sums show.
     certificates
@@ -73,7 +73,7 @@ class SmallCheck:
     tangent_errors: list[list[tuple[float, float]]] | None = None
     products: tuple[Tensor, Tensor] | None = None
     tangents: tuple[Tensor, list[int], Tensor] | None = None
-    differences: Derivatives | None = None
+    differences: tuple[Derivatives, Tensor, float] | None = None
     bound: float = 0.0
     certificates: list[Certificate] = field(default_factory=list)
     vjps: int = 0

@@ -70,7 +70,7 @@ def sums_agree(check: SmallCheck, settings: Settings) -> bool:
                 return False
             done = made, gradients
         if _agree(settings, differences, *done):
-            check.bound, check.differences = bound, None if weight.numel() else differences
+            check.bound, check.differences = bound, (differences, weight, bound)
             third = partial(_same_on_third, check, settings, *done)
             return not problem.is_custom or _raised_noted(check, third) is not None
     return False

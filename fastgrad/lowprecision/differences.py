@@ -42,9 +42,6 @@ ROWS = 6
 """Numbers of combinations of all outputs, and of rows of the Jacobian, that are tested."""
 
 PERTURBED = 4
-"""Number of points next to x at which a gradient is computed to measure how far its own rounding may move it."""
-
-PERTURBED = 4
 """Number of points next to x at which an entry of a gradient is computed to measure its condition."""
 
 MOST_ENTRIES = 16

@@ -65,11 +65,11 @@ def tangent_parts(u: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     return torch.stack([some * REPEAT_SCALE, others - some, one_hot]), shares
 
 
-def sums_certificate(count: int, atol: float) -> Certificate:
+def sums_certificate(count: int, bound: float) -> Certificate:
     """What products with `count` random tangents certify."""
     claim = "no single entry of forward mode is wrong by more than its tolerance"
     method = f"{count} random directions: J u by forward mode against differences, output by output"
-    return Certificate(claim, method, atol)
+    return Certificate(claim, method, bound)
 
 
 class TangentLinearityTest:

@@ -869,3 +869,40 @@ def test_a_func_that_returns_the_same_graph_again() -> None:
     assert not torch.autograd.gradcheck(memoized, x, raise_exception=False)
     known.clear()
     assert fastgrad.gradcheck(memoized, x)
+
+
+def scaled_sines(scale: float, error: float) -> Func:
+    """The function s sin(s x) + s x[0], s = scale; its jvp adds error times the tangent of the last element."""
+
+    class ScaledSines(torch.autograd.Function):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return (scale * x[:-1]).sin() * scale + scale * x[:1]
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            ctx.save_for_forward(*inputs)
+
+        @staticmethod
+        def jvp(ctx: Any, tangent: Tensor) -> Tensor:  # type: ignore[override]
+            (x,) = ctx.saved_tensors
+            slope = scale**2 * (scale * x[:-1]).cos()
+            return slope * tangent[:-1] + scale * tangent[:1] + error * tangent[-1:]
+
+    return ScaledSines.apply
+
+
+@pytest.mark.parametrize("n", [20, 50, 400, 3000])
+@pytest.mark.parametrize("scale", [1.0, 100.0, 1e4])
+def test_the_bound_of_fast_forward_mode_is_true(scale: float, n: int) -> None:
+    """Large derivatives hide small errors, and the certificate says so."""
+    x = torch.linspace(0.3, 0.9, n, dtype=torch.float64).requires_grad_()
+    keywords = {"fast_mode": True, "check_forward_ad": True, "check_backward_ad": False}
+    keywords |= {"check_undefined_grad": False, "check_batched_grad": False}
+    right = fastgrad.check(scaled_sines(scale, 0.0), x, **keywords)
+    assert right.verdict == "passed", str(right)
+    (bound,) = (certificate.bound for certificate in right.certificates if "forward mode is wrong" in certificate.claim)
+    for sign in (1.0, -1.0):
+        for seed in range(3):
+            wrong = fastgrad.check(scaled_sines(scale, 1.05 * sign * bound), x, seed=seed, **keywords)
+            assert not wrong.passed
