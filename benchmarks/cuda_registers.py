@@ -183,9 +183,10 @@ def table(result: dict[str, Any]) -> str:
         f"Kernels for `float64`, as {result['compiler']} compiles them for sm_90 "
         "(`python -m benchmarks.cuda_registers`). "
         f"The {len(result['rows'])} kernels, including those for lower dtypes, spill {spilled} bytes of registers in "
-        "all. Instructions are those of the inner loop per element, on all its paths. Bytes are those that memory "
-        "moves per element. Bandwidths are relative to that of a copy: first predicted from the number of "
-        "instructions, without latencies, then measured on an H200 (`benchmarks/results/nvidia-h200.json`)."
+        "all. The instructions of the inner loop are counted per element, on all its paths; those in float64 also "
+        "separately. Bytes are the memory traffic per element. The last two columns are bandwidths relative to that "
+        "of a copy: predicted from the number of instructions, without latencies, and measured on an H200 "
+        "(`benchmarks/results/nvidia-h200.json`)."
     )
     measured = {row["kernel"]: row["of_copy"] for row in json.loads(ON_A_DEVICE.read_text())["rows"] if "kernel" in row}
     lines = [

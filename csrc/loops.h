@@ -356,11 +356,11 @@ GradientsMatch vjp_rows(
     Graph& graph, int64_t output, const std::vector<InputBlock>& inputs, int64_t first, bool imaginary,
     const at::Tensor& rows, const at::Tensor& repeated, double repeat_scale);
 
-// Analytical entries of the rows of one output in a sparse Jacobian: entry e becomes the gradient at
-// its column, the cotangent being 1 (at imaginary coordinates: 1j) on all rows of its group. Each of
-// the first `repeated` groups is run again with `repeat_scale`, a power of two, times its cotangent,
-// with `expand` handed over expanded with stride 0 where the group is the whole of a real output;
-// `repeats` of what is returned says whether all gave equal gradients, as above.
+// Analytical entries of the rows of one output in a sparse Jacobian. Entry e becomes the component at its column of
+// the VJP whose cotangent is 1 (at imaginary coordinates: 1j) on all rows of the entry's group. The VJP of each of the
+// first `repeated` groups is run again with `repeat_scale` (plus or minus a power of two) times its cotangent. With
+// `expand`, this scaled cotangent is expanded with stride 0 if the group consists of all rows of a real output.
+// `repeats` of the result: whether all second runs, divided by their scale, gave equal gradients.
 // values: float64, shape (entries of the Jacobian,), mutated in place; n: coordinates of all inputs.
 GradientsMatch vjp_groups(
     Graph& graph, int64_t output, const std::vector<InputBlock>& inputs, const Groups& groups, const at::Tensor& values,

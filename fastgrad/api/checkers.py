@@ -140,7 +140,7 @@ def gradcheck(
         Seed of the random cotangents and evaluation points; 0 by default. Torch's generators are not used.
     confidence
         Probability that fast mode finds two errors of at least 1000 atol that cancel in a row or a column;
-        1 - 1e-9 by default. Single errors above the tolerance are always found.
+        1 - 1e-9 by default. Single errors above the bound of the certificate are always found.
     progress
         Show a progress bar of the calls of func and backward (tqdm). By default it is shown on a terminal
         if the check is expected to take long and tqdm is installed.

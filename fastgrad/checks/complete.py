@@ -47,7 +47,7 @@ from fastgrad.verdict.grad_outputs import (
     check_undefined_tangents,
     check_zero_grad_output,
 )
-from fastgrad.verdict.linearity import nondeterministic
+from fastgrad.verdict.linearity import nondeterministic, nondeterministic_func
 from fastgrad.verdict.recording import check_new_grad_outputs, check_recorded_gradients
 from fastgrad.verdict.repeated_calls import RepeatedCalls
 from fastgrad.verdict.tangents import modified_tangent, nondeterministic_jvp, repeated_tangents_failure
@@ -221,6 +221,8 @@ def _first_failure(
         failure = _forward_failure(problem, settings, findings)
     if failure is None and findings.moved:
         failure = nondeterministic(problem.outputs[0])
+    if failure is None and findings.irreproducible:
+        failure = nondeterministic_func(problem.outputs[0], findings.irreproducible[0])
     if failure is None and findings.early is not None:
         raise findings.early  # backward raised early, but did not raise again when the checks ran in order
     return plan, failure
@@ -286,6 +288,8 @@ def _all_entries(
     look, obstacle = None, ""
     try:
         look = first_look(problem, settings) if looks_first(problem, settings) else None
+        if look is not None:
+            findings.irreproducible = look.irreproducible  # shared: the look extends it
         if look is not None and calls is not None and tries_structure(problem, settings, look):
             from fastgrad.checks.compressed import check_by_structure  # imported here to keep `import fastgrad` fast
 

@@ -20,7 +20,7 @@ from fastgrad.checks.sketch import SMALL_BOUND, Screening, screen
 from fastgrad.core.errors import raise_if_transient, raise_unless_of_func
 from fastgrad.core.native import ops
 from fastgrad.core.phases import phase
-from fastgrad.core.tensors import largest
+from fastgrad.core.tensors import checksum, largest
 from fastgrad.engines import compressed, cost_model
 from fastgrad.engines.blocks import row_parts
 from fastgrad.engines.compressed import Compression
@@ -44,7 +44,7 @@ from fastgrad.structure.detection import ProblemPatterns
 from fastgrad.structure.sparsity import HANDFUL, Mask, Pattern
 from fastgrad.verdict.analytical_certificate import AnalyticalCertificate
 from fastgrad.verdict.comparison import Findings, PairComparison, tolerances
-from fastgrad.verdict.confirm import mismatch_failure
+from fastgrad.verdict.confirm import entries_failure, mismatch_failure
 from fastgrad.verdict.linearity import groups_failure, movement_between, one_hot_failure, separate_failure
 from fastgrad.verdict.numerical_certificate import MOST_SUSPECTS, Incomplete, NumericalCertificate, incomplete
 from fastgrad.verdict.repeated_calls import RepeatedCalls
@@ -84,16 +84,18 @@ def check_by_structure(
         return None
     problem.forget_outputs()
     candidates = _Candidates(problem, settings, look, calls)
-    for _ in range(ATTEMPTS):
+    answer: Outcome | Next = Next.PATTERN
+    attempts = 0
+    while answer is Next.PATTERN and attempts < ATTEMPTS:
         compression = candidates.compress()
         if compression is None:
-            return None
+            break
         answer = _attempt(problem, settings, look, calls, findings, candidates, compression)
-        if isinstance(answer, Outcome):
-            return answer
-        if answer is Next.DENSE_ENGINE:
-            return None
-    return None
+        attempts += 1
+    outcome = answer if isinstance(answer, Outcome) else None
+    if outcome is None or outcome.failure is None:
+        candidates.repeat_suspects()
+    return outcome
 
 
 def _attempt(
@@ -121,8 +123,10 @@ def _attempt(
         raise_if_transient(error, make_verdict)
         return Next.DENSE_ENGINE
     if verdict.numerical_suspects and dense_is_small(problem, settings):
+        verdict.repeat_differences()
         return Next.DENSE_ENGINE
     if candidates.is_guess and len(verdict.numerical_suspects) > MOST_SUSPECTS:
+        verdict.repeat_differences()
         candidates.drop()
         return Next.PATTERN
     found: Failure | Incomplete | None = None
@@ -135,7 +139,7 @@ def _attempt(
             return Next.DENSE_ENGINE
         found = verdict.by_rows()
     if found is None and compression.leaves_out:
-        screening = verdict.screen_excluded()
+        screening = _screen_excluded(problem, settings, compression, verdict.findings)
         if screening.undecided is not None:
             candidates.exclude_nothing()
             return Next.PATTERN
@@ -156,6 +160,7 @@ def _answer(
     """The next step after a failure, after entries that a pattern lacks, or if nothing is wrong."""
     if isinstance(found, Incomplete):
         found = verdict.moved() or found
+        verdict.repeat_differences()
     if isinstance(found, Incomplete):
         if found.unexplained is None:
             if dense_is_small(problem, settings):
@@ -214,6 +219,10 @@ class _Candidates:
             dense = self._pattern.dense_rows()
             rows = dense if dense.any() else None
         return compressed.compress(self._problem, self._pattern, rows, self._excluded_columns)
+
+    def repeat_suspects(self) -> None:
+        """As of `ProblemPatterns`."""
+        self._patterns.repeat_suspects()
 
     def drop(self) -> None:
         """The present pattern is wrong."""
@@ -303,7 +312,7 @@ class _Verdict:
         self._calls = calls
         self.findings = Findings()
         self._values_of_groups: Tensor | None = None
-        self._of_func = NumericalCertificate(problem, settings, compression, look.base)
+        self._of_func = NumericalCertificate(problem, settings, compression, look)
         try:
             self._measure()
         except RefusedError as error:
@@ -311,8 +320,12 @@ class _Verdict:
         if self.plan.replayed and self.numerical_suspects != []:
             self._measure_one_by_one("they do not add up to evaluations one by one")
 
+    def _entries(self) -> Tensor:
+        return compressed.numerical_entries(self._problem, self.plan, self._compression, self._settings.eps)
+
     def _measure(self) -> None:
-        numerical = compressed.numerical_entries(self._problem, self.plan, self._compression, self._settings.eps)
+        numerical = self._entries()
+        self._measured = checksum(numerical)
         self.numerical_suspects = self._of_func.screen(numerical)
 
     @property
@@ -399,6 +412,12 @@ class _Verdict:
             return repeat
         return self._judged(repeat)
 
+    def repeat_differences(self) -> None:
+        """Measures the column groups of a rejected pattern again, and notes it if func gave other values before."""
+        now = checksum(self._entries())
+        if now != self._measured and now == checksum(self._entries()):  # otherwise it rounds differently in each run
+            self._look.irreproducible.append("at steps of several inputs")
+
     def moved(self) -> Failure | None:
         """The failure if row groups of a rejected pattern give other values when they run again.
 
@@ -422,7 +441,7 @@ class _Verdict:
             self._measure_one_by_one("a mismatch is checked again by single calls")
             differs = self._differs()
         measured = (self._of_backward.values.clone(), self.numerical.clone()) if differs else ()
-        failure = self._mismatch() if differs and not self._only_mixed() else None
+        failure = self._confirmed_mismatch() if differs else None
         failure = failure or repeat
         if failure is not None:
             return failure
@@ -462,40 +481,12 @@ class _Verdict:
 
     def _certify_func(self) -> Failure | Incomplete:
         """Compares derivatives of outputs with the analytical entries, which products have confirmed before."""
-        rows = self._of_func.certify(self._of_backward.values)
+        rows = self._of_func.certify(self._of_backward.values, self._of_backward.row_alone)
         if rows is None:
             return incomplete([], refuted=True)
         if isinstance(rows, Failure):
             return rows
         return self._of_func.follow(rows, self._of_backward.row_alone)
-
-    def screen_excluded(self) -> Screening:
-        """Fast mode's verdict on the dense rows and columns that are in no group; a pass is certified."""
-        settings, compression = self._settings, self._compression
-        if compression.excluded_rows is not None:
-            screening = _screen(self._problem, settings, rows=compression.excluded_rows)
-            if screening.failure is not None or screening.undecided is not None:
-                return screening
-            self._note_certified(int(compression.excluded_rows.sum()), "row", screening)
-            if screening.bound > SMALL_BOUND * settings.atol:
-                self.findings.note_undecided(screening.bound)
-        if compression.excluded_columns is None:
-            return Screening()
-        # A few are screened one by one: next to the entry of another column, a small entry would be lost in rounding.
-        columns = compression.excluded_columns.nonzero().reshape(-1)
-        for some in torch.split(columns, 1 if columns.numel() <= HANDFUL else columns.numel()):
-            selected = torch.zeros_like(compression.excluded_columns).index_fill_(0, some, True)
-            screening = _screen(self._problem, settings, columns=selected)
-            if screening.failure is not None or screening.undecided is not None:
-                return screening
-        self._note_certified(columns.numel(), "column", screening)
-        return screening
-
-    def _note_certified(self, count: int, kind: str, screening: Screening) -> None:
-        names = f"{count} dense {kind}{'s' if count > 1 else ''}"
-        self.findings.notes.append(f"{names} certified by random vectors, not compared entry by entry")
-        for certificate in screening.certificates:
-            self.findings.certificates.append(replace(certificate, claim=f"in {names}, {certificate.claim}"))
 
     def record(self) -> None:
         """For a check that passed: what was compared, and what the certificates cover."""
@@ -537,30 +528,47 @@ class _Verdict:
         self._statistics = ops.compare(*entries, *tolerances, domains == {True}, False).tolist()
         return bool(self._statistics[0])
 
-    def _only_mixed(self) -> bool:
-        """Whether the worst entries differ only because entries outside of the pattern were added to them.
+    def _confirmed_mismatch(self) -> Failure | None:
+        """The failure of entries that differ, unless entries outside of the pattern were only added to them.
 
         An analytical entry is added to another one in its column, a numerical entry to another one in its row.
-        The worst rows are computed separately and, if entries still differ, so are their columns.
+        The worst rows are computed separately and, if entries still differ, so are their columns. If this changes
+        entries, others may be such sums, too: then only an entry that was computed alone is reported.
         """
         rows, columns = self._compression.rows, self._compression.columns
         excess = self._excesses(slice(None))
         differing = (~(excess <= 1)).nonzero().reshape(-1)
         worst = differing[excess[differing].nan_to_num(torch.inf).argsort(descending=True)]
         measured: set[int] = set()
+        are_sums = False
         for row in list(dict.fromkeys(rows[worst[: 16 * MOST_SUSPECTS]].tolist()))[:MOST_SUSPECTS]:
             mine = (rows == row).nonzero().reshape(-1)
+            before = self._of_backward.values[mine], self.numerical[mine]
             self._of_backward.values[mine] = self._of_backward.row_alone(row)[columns[mine]]
-            still = mine[~(self._excesses(mine) <= 1)]
-            for column in columns[still[:MOST_SUSPECTS]].tolist():
+            still = mine[~(self._excesses(mine) <= 1)][:MOST_SUSPECTS]
+            for column in columns[still].tolist():
                 if column not in measured:
                     measured.add(column)
                     within = columns == column
                     difference = self._single_difference(column)
                     self.numerical[within] = difference[rows[within]]
-            if bool((~(self._excesses(mine) <= 1)).any()):
-                return False
-        return True
+            change = _largest_change(before, (self._of_backward.values[mine], self.numerical[mine]))
+            are_sums = are_sums or not change <= self._settings.atol
+            wrong = still[~(self._excesses(still) <= 1)]
+            if not wrong.numel():
+                continue
+            if not are_sums or any(block.is_complex for block in (*self._problem.inputs, *self._problem.outputs)):
+                return self._mismatch()
+            failure, unresolved = entries_failure(
+                self._problem,
+                self._settings,
+                *(values[wrong] for values in (rows, columns, self._of_backward.values, self.numerical)),
+            )
+            if failure is not None:
+                return failure
+            if unresolved:
+                self.findings.note_undecided(unresolved)
+        return None
 
     def _excesses(self, entries: Tensor | slice) -> Tensor:
         """|analytical - numerical| over the allowed error, coordinate by coordinate."""
@@ -587,6 +595,35 @@ class _Verdict:
                 if failure is not None:
                     return failure
         return None
+
+
+def _screen_excluded(problem: Problem, settings: Settings, compression: Compression, findings: Findings) -> Screening:
+    """Fast mode's verdict on the dense rows and columns that are in no group; a pass is certified."""
+    if compression.excluded_rows is not None:
+        screening = _screen(problem, settings, rows=compression.excluded_rows)
+        if screening.failure is not None or screening.undecided is not None:
+            return screening
+        _note_certified(findings, int(compression.excluded_rows.sum()), "row", screening)
+        if screening.bound > SMALL_BOUND * settings.atol:
+            findings.note_undecided(screening.bound)
+    if compression.excluded_columns is None:
+        return Screening()
+    # A few are screened one by one: next to the entry of another column, a small entry would be lost in rounding.
+    columns = compression.excluded_columns.nonzero().reshape(-1)
+    for some in torch.split(columns, 1 if columns.numel() <= HANDFUL else columns.numel()):
+        selected = torch.zeros_like(compression.excluded_columns).index_fill_(0, some, True)
+        screening = _screen(problem, settings, columns=selected)
+        if screening.failure is not None or screening.undecided is not None:
+            return screening
+    _note_certified(findings, columns.numel(), "column", screening)
+    return screening
+
+
+def _note_certified(findings: Findings, count: int, kind: str, screening: Screening) -> None:
+    names = f"{count} dense {kind}{'s' if count > 1 else ''}"
+    findings.notes.append(f"{names} certified by random vectors, not compared entry by entry")
+    for certificate in screening.certificates:
+        findings.certificates.append(replace(certificate, claim=f"in {names}, {certificate.claim}"))
 
 
 def _are_close(again: Tensor, before: Tensor, atol: float, rtol: float) -> bool:

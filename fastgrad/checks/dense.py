@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -54,6 +54,7 @@ def dense_check(
 ) -> tuple[Plan, Failure | None]:
     """The failure of any entry, and the plan that found it: single calls if batches or replays show a failure."""
     judge = _jacobian_failure if problem.has_graph else _nonzero_numerical
+    suspected: Plan | None = None
     if plan.batch is not None or plan.replayed or plan.rows_replayed:
         if calls is not None:
             calls.run_first()
@@ -68,6 +69,7 @@ def dense_check(
                 return plan, None
             reason = "a mismatch is checked again by single calls"
         reason = f"{plan.reason}; {reason}"
+        suspected = plan
         plan = replace(plan, batch=None, replayed=False, rows_replayed=False, reason=reason)
     elif is_small(problem, settings) and findings.backward is None and findings.early is None:
         findings.on_first_graph = problem.evaluations == 1
@@ -79,7 +81,20 @@ def dense_check(
         else:
             if calls is not None:
                 take_calls(problem, findings.backward, calls)
-    return plan, judge(problem, plan, settings, findings, calls)
+    failure = judge(problem, plan, settings, findings, calls)
+    if failure is not None or suspected is None or look is None:
+        return plan, failure
+    # Batches or replays are to blame only if they are wrong again.
+    if _passes(partial(judge, problem, suspected, settings, Findings(), calls)):
+        look.irreproducible.append("in batches or replays")
+    return plan, None
+
+
+def _passes(run: Callable[[], Failure | None]) -> bool:
+    try:
+        return run() is None
+    except RefusedError:
+        return False
 
 
 def _nonzero_numerical(

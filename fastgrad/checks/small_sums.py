@@ -101,7 +101,7 @@ def _func_moves(
     step: float,
     repeat: Callable[..., Derivatives | None],
 ) -> bool:
-    """Whether noisy differences at a step are different when they are repeated, first along one direction."""
+    """Whether noisy differences at a step change when they are repeated. One direction is repeated first, then all."""
     problem = check.problem
     rounding = (
         2

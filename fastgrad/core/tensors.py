@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
@@ -55,6 +56,11 @@ def differ(left: Tensor, right: Tensor, tolerance: float, complex_entries: bool)
         if all(bool((pair[0][some] - pair[1][some]).abs_().max() <= tolerance) for some in every):
             return False
     return bool(ops.compare(left, right, tolerance, 0.0, complex_entries, True).tolist()[0])
+
+
+def checksum(values: Tensor) -> int:
+    """The CRC-32 of the bits of a strided tensor."""
+    return zlib.crc32(values.detach().cpu().contiguous().numpy().data)
 
 
 def largest(values: Tensor) -> float:

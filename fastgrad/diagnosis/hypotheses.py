@@ -84,8 +84,9 @@ class Hypotheses:
         names = ", ".join(self._name_of(other) for other in dependent)
         return self._explained(
             "dependent inputs",
-            f"{names} was computed from {self._name_of(block)}; autograd includes this dependence, and differences "
-            "do not: pass independent tensors, tensor.detach().requires_grad_()",
+            f"{names} {'was' if len(dependent) == 1 else 'were'} computed from {self._name_of(block)}; autograd "
+            "includes this dependence, and differences do not: pass independent tensors, "
+            "tensor.detach().requires_grad_()",
             lambda one: (one.u[self._own] * self._gradient_with(block, leaf, one.v), one.v * one.slope),
         )
 

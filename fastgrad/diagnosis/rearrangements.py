@@ -301,7 +301,7 @@ def _of_dimensions(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
             "wrong dimension",
             f"backward sums, or scans, along dimension {instead}; in func elements depend on each other along "
             f"dimension {along}",
-            f"no nonzero entry of backward couples elements along dimension {along}",
+            f"no nonzero analytical entry couples elements along dimension {along}",
             0.93,
         )
 

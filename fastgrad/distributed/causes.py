@@ -1,4 +1,4 @@
-"""Probable causes of a wrong gradient of a distributed function: the rank, and the error between ranks."""
+"""Probable causes of a wrong gradient of a distributed function: the rank, and the error in communication."""
 
 from __future__ import annotations
 

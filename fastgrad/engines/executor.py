@@ -79,6 +79,15 @@ def speedup(
     return (between - begin) / singles * count / (end - between)
 
 
+def is_possible(trial: Callable[[], object]) -> bool:
+    """Whether a trial that was refused is not refused when it is repeated: then func gave other values in it once."""
+    try:
+        trial()
+    except RefusedError:
+        return False
+    return True
+
+
 @phase("trial of columns")
 def agree(
     problem: Problem, first: int, columns: Tensor, eps: float, atol: float, seed: int, record_graph: bool

@@ -184,7 +184,10 @@ def _probes(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int,
         return 0, 0
     is_likely = look.reacted is not None and not look.reacted.all()
     budget = calls // (cost_model.COSTS.likely_share if is_likely else cost_model.COSTS.exploring_share)
-    return (budget, calls // cost_model.COSTS.likely_share) if budget >= FEWEST_PROBES else (0, 0)
+    if budget < FEWEST_PROBES:
+        return 0, 0
+    # Three evaluations precede the probes; a VJP, on a graph that is recorded again, tests them afterwards.
+    return budget - 5, calls // cost_model.COSTS.likely_share - 5
 
 
 def _paying_entries(problem: Problem, settings: Settings, look: FirstLook) -> int:
@@ -385,10 +388,13 @@ def _column_strategy(problem: Problem, settings: Settings, look: FirstLook) -> t
     best = cost_model.COSTS.trial_gain * problem.ranks  # only rank 0 uses batches and replays
     for columns_a_batch, replayed, name, columns, fewest, most in ways:
         count = _sample(block.size, fewest, most)
+        trial = partial(executor.speedup, problem, settings.atol, block.first, count, single, columns)
         try:
-            gain = executor.speedup(problem, settings.atol, block.first, count, single, columns)
+            gain = trial()
         except executor.RefusedError as error:
             said += f"; {name}: {error}"
+            if executor.is_possible(trial):
+                look.irreproducible.append(f"in {name}")
             continue
         said += f"; {name}: {gain:.2g} times as fast as single calls"
         if gain >= best:

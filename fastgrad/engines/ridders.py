@@ -126,12 +126,12 @@ class Measured:
     rounding
         The effect of rounding on the outputs: float64, shape (entries,).
     left, right, at_eps
-        One-sided derivatives with the step eps, and the plain difference there: float64, shape (entries,).
+        One-sided and central differences with the step eps: float64, shape (entries,).
     drift
-        The difference of func's values at x before and after the measurements: float64, shape (entries,). Zero if they
-        were made quickly.
+        The modulus of the change of func's values at x during the measurements: float64, shape (entries,). Zero after
+        quick measurements.
     eps
-        That step.
+        The step of left, right and at_eps.
     ratio
         The ratio of a step to the next smaller one.
     steps, widths, changes, bends

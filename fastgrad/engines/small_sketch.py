@@ -100,7 +100,7 @@ class SmallSketch:
 
     @property
     def scaled(self) -> dict[int, Tensor]:
-        """Gradients, shape (n,), by the coordinate at which their grad_output is REPEAT_SCALE, divided by that."""
+        """Gradients divided by REPEAT_SCALE, shape (n,), by the coordinate where grad_output is REPEAT_SCALE."""
         return {coordinate: self._gradients[row] / REPEAT_SCALE for coordinate, row in self._made.scaled.items()}
 
 
@@ -140,8 +140,8 @@ def _compare(
 ) -> bool:
     """Compares sums of analytical entries with differences.
 
-    If a sum is not within its tolerance without an allowance for rounding, this fills in the sketch. Returns whether
-    the one-hot rows agree.
+    If a sum exceeds its tolerance before rounding is allowed for, this fills in the sketch. Returns whether the
+    one-hot rows agree.
     """
     of_one_hot = settings.atol / 4
     allowed = dict.fromkeys(made.one_hot.values(), of_one_hot)

@@ -122,7 +122,7 @@ def _mean_square(
 
 
 class _MeanSquare:
-    """The root mean square of the finite elements of some tensors; infinite where none is."""
+    """The root mean square over several tensors, element by element, of the finite values; infinite if none is."""
 
     def __init__(self) -> None:
         self._sum: Tensor | None = None

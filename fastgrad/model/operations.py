@@ -123,7 +123,7 @@ def _found(call: Call, func: Callable[..., Any], leaves: list[Tensor], settings:
     fewer = _fewer_rows(call, func, leaves) if screen is not None and screen.agrees else None
     if fewer is not None:
         leaves, func = fewer
-    # If all entries are much smaller than atol, for example those of a mean, no error would exceed atol: scale it.
+    # If all entries are much smaller than atol, for example those of a mean, no error would exceed atol: reduce atol.
     scale = min(1.0, screen.scale) if screen is not None and screen.scale > 0 else 1.0
     report = _checked(func, leaves, settings, scale)
     if report.failure is not None and report.failure.trouble == "kink":

@@ -167,7 +167,7 @@ class _Parameter:
     was_replaced: bool = False
 
     def put(self, tensor: Tensor) -> None:
-        """Makes the module use a tensor; torch.func.functional_call does not restore aliased modules."""
+        """Puts a tensor in the parameter's place; torch.func.functional_call does not restore aliased modules."""
         self.was_replaced = True
         for owner, name in self.places:
             owner._parameters[name] = tensor  # type: ignore[assignment]  # a dual tensor is no Parameter

@@ -13,7 +13,9 @@ from torch import Tensor
 from fastgrad.core.errors import raise_if_transient
 from fastgrad.core.native import SmallProblem
 from fastgrad.core.phases import clock
+from fastgrad.core.precision import ROUNDING
 from fastgrad.core.random import GRAPH_STREAM, direction
+from fastgrad.core.tensors import differ, largest
 from fastgrad.problem.problem import Problem
 from fastgrad.report.settings import Settings
 
@@ -49,6 +51,8 @@ class FirstLook:
         Always by the clock: for estimates and trials; it chooses no engine.
     obstacles
         Why no other engine than the dense one could be used, as text; extended during the check.
+    irreproducible
+        Evaluations that gave other values when they were repeated, as text; extended during the check.
     """
 
     record_graph: bool
@@ -58,6 +62,7 @@ class FirstLook:
     seconds: float
     measured: float
     obstacles: list[str] = field(default_factory=list)
+    irreproducible: list[str] = field(default_factory=list)
 
 
 def first_look(problem: Problem, settings: Settings) -> FirstLook:
@@ -83,6 +88,12 @@ def first_look(problem: Problem, settings: Settings) -> FirstLook:
         usual = usual_seconds(problem, min(problem.seconds, *seconds))
         return FirstLook(record, base, moved, reacted, usual, seconds[-1])
 
+    def gives_again(values: Tensor, record: bool) -> bool:
+        again = torch.empty_like(values)
+        evaluate(again, record)
+        rounding = max(ROUNDING * problem.unit_roundoff * largest(base), settings.eps * settings.atol)
+        return not differ(again[None], values[None], rounding, False)
+
     try:
         seconds = evaluate(next_to_x, True)
     except Exception as error:  # it accepts single steps only
@@ -97,6 +108,11 @@ def first_look(problem: Problem, settings: Settings) -> FirstLook:
             return look(True, reacted, seconds)
         if torch.equal(next_to_x, plain):
             return look(False, reacted, seconds, without)
+        # The mode explains a difference only if each mode gives its values again.
+        found = look(True, reacted, seconds)
+        if not (gives_again(plain, False) and gives_again(next_to_x, True)):
+            found.irreproducible.append("next to the inputs")
+        return found
     return look(True, reacted, seconds)
 
 

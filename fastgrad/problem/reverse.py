@@ -57,8 +57,8 @@ class ReverseMode(Evaluation):
     ) -> tuple[Tensor, Tensor, native.GradientsMatch]:
         """Rows of the analytical Jacobian of one output, by VJPs with one-hot cotangents.
 
-        The cotangents are 1 or, for `imaginary`, 1j at elements first, ..., first + count - 1. Each of
-        the first `repeated` is run again at once, `scale` (a power of two) times as large.
+        The cotangents are 1 or, for `imaginary`, 1j at elements first, ..., first + count - 1. The VJPs of the first
+        `repeated` are each run again immediately, with `scale` (plus or minus a power of two) times the cotangent.
 
         Returns
         -------

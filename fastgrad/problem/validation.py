@@ -70,8 +70,8 @@ def _check_values(value: Tensor, name: str, subject: str) -> None:
         raise NotImplementedError(f"fastgrad does not support nested tensors; {name} is one.")
     if value.is_inference() and not torch.is_inference_mode_enabled():
         raise RuntimeError(
-            f"{subject} was created under torch.inference_mode, so autograd does not record operations on it: pass a "
-            "copy, input.detach().clone().requires_grad_()."
+            f"{subject} was created under torch.inference_mode, so autograd does not record all operations on it: pass "
+            "a copy, input.detach().clone().requires_grad_()."
         )
     if value.is_meta:
         raise ValueError(f"{subject} is on the meta device: a gradient check needs values.")

@@ -22,6 +22,7 @@ FailureKind = Literal[
     "dtype",
     "size",
     "nondeterministic",
+    "nondeterministic func",
     "nonlinear",
     "not multiplied by grad_output",
     "incorrect gradient",

@@ -230,7 +230,8 @@ def _first_line(report: ReportData, failure: Failure, comparison: Comparison) ->
     kind = f" ({details})" if details else ""
     verdict = f"is wrong in {_extent(comparison)}"
     if failure.trouble == "not converged":
-        what, verdict = f"numerical {what}", f"does not converge; it differs in {_extent(comparison)}"
+        what = "numerical gradient of" if failure.mode == "reverse" else "numerical derivative with respect to"
+        verdict = f"does not converge; it differs from the analytical one in {_extent(comparison)}"
     return _with_cause(report, f"{function}: {what} {input_}{kind}{through} {verdict}")
 
 
@@ -245,6 +246,7 @@ _HEADLINES: dict[FailureKind, str] = {
     "dtype": "the dtype of a gradient differs from that of its input",
     "size": "the size of a gradient differs from that of its input",
     "nondeterministic": "two runs of {derivative} with the same {vector} differ",
+    "nondeterministic func": "func gives different values for the same inputs",
     "nonlinear": "{derivative} is not linear",
     "not multiplied by grad_output": "the gradient of {input} is not zero for a zero grad_output",
     "incorrect gradient": "gradient of {input}: {detail}",
@@ -401,6 +403,8 @@ def key_phrase(report: ReportData, failure: Failure) -> str:
             return f"Gradient has dtype mismatch: a gradient of {output} does not have the dtype of its input."
         case "size":
             return f"Analytical gradient has incorrect size for {output}."
+        case "nondeterministic func":
+            return f"func is not deterministic: {failure.detail}."
         case "nondeterministic":
             return _nondeterministic_phrase(failure, report.settings)
         case "nonlinear":

@@ -11,12 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from fastgrad.core.errors import raise_if_transient
+from fastgrad.core.errors import raise_if_transient, raise_unless_of_func
 from fastgrad.core.phases import phase
+from fastgrad.core.precision import ROUNDING
 from fastgrad.core.random import PROBE_COTANGENT, PROBE_DIRECTION, direction
+from fastgrad.core.tensors import checksum, differ, largest
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.first_look import FirstLook
 from fastgrad.problem.problem import Problem
@@ -48,6 +51,57 @@ class Budget:
     paying_entries: int
     admitted_entries: int
     looks_again: bool
+
+
+CURVED = 2.0**-7
+"""Largest share of the change of func along probes by which it may deviate from a VJP; beyond it, probes are repeated.
+Curvature within steps of eps explains far less, but kinks may explain more."""
+
+
+class ProbedEvaluations:
+    """The evaluations of a search for a pattern: no entry is compared with them, so their sum is compared with a VJP.
+
+    If the two differ, because of curvature, a wrong gradient or a func that returned other values once, every
+    evaluation is repeated: only the last changes its values.
+    """
+
+    def __init__(self, problem: Problem, steps: Tensor, look: FirstLook) -> None:
+        self._problem, self._steps, self._look = problem, steps, look
+        self._step, self._change = torch.zeros_like(steps), torch.zeros_like(look.base)
+        self._seen: list[tuple[bytes, int]] = []
+
+    def values(self, moved: Mask) -> Tensor:
+        """The outputs, shape (m,), where some of the inputs are moved; included in the sum."""
+        values = self._evaluate(moved)
+        weight = 1.0 - 0.5 / (1 + len(self._seen))  # unequal, so that opposite changes do not cancel
+        self._step += weight * self._displacement(moved)
+        self._change += weight * (values - self._look.base)
+        self._seen.append((np.packbits(moved).tobytes(), checksum(values)))
+        return values
+
+    def change_when_repeated(self, vjp: Callable[[Tensor], Tensor], cotangent: Tensor, tolerance: float) -> bool:
+        """Whether func gives other values than before; tolerance: of an entry of the Jacobian."""
+        if not self._seen or self._explains(vjp(cotangent[None])[0], cotangent, tolerance):
+            return False
+        for packed, digest in self._seen:
+            moved = np.unpackbits(np.frombuffer(packed, np.uint8), count=self._problem.n).astype(bool)
+            if checksum(self._evaluate(moved)) != digest:
+                return True
+        return False
+
+    def _explains(self, gradient: Tensor, cotangent: Tensor, tolerance: float) -> bool:
+        change, expected = float(cotangent @ self._change), gradient * self._step
+        size = float(torch.linalg.vector_norm(expected))
+        step = float(torch.linalg.vector_norm(self._step))
+        noise = ROUNDING * self._problem.unit_roundoff * largest(self._look.base) * self._problem.m**0.5
+        allowed = CURVED * size + tolerance * step + noise * len(self._seen)
+        return bool(abs(change - float(expected.sum())) <= allowed)
+
+    def _displacement(self, moved: Mask) -> Tensor:
+        return torch.where(torch.from_numpy(moved).to(self._problem.device), self._steps, 0.0)
+
+    def _evaluate(self, moved: Mask) -> Tensor:
+        return self._problem.evaluate(self._look.record_graph, self._displacement(moved))
 
 
 class Detection(ABC):
@@ -165,6 +219,7 @@ class ProblemPatterns(Detection):
         self._look = look
         assert look.reacted is not None  # guesses are tested by the first look; without it, none can be rejected
         self._reacted = look.reacted
+        self._probes_columns = False
         self._base = look.base.view(torch.int64)
 
     def _guesses(self) -> Iterator[Pattern | None]:
@@ -217,7 +272,13 @@ class ProblemPatterns(Detection):
     @cached_property
     def _is_steady(self) -> bool:
         """Whether evaluations at x are equal bit for bit; otherwise probing is impossible."""
-        return torch.equal(self._problem.evaluate(self._look.record_graph).view(torch.int64), self._base)
+        values = self._problem.evaluate(self._look.record_graph)
+        is_steady = torch.equal(values.view(torch.int64), self._base)
+        rounding = ROUNDING * self._problem.unit_roundoff * largest(self._look.base)
+        allowed = max(rounding, self._settings.eps * self._settings.atol)
+        if not is_steady and differ(values[None], self._look.base[None], allowed, False):
+            self._look.irreproducible.append("at the inputs")
+        return is_steady
 
     @cached_property
     def _steps(self) -> Tensor:
@@ -225,12 +286,28 @@ class ProblemPatterns(Detection):
         return self._problem.displacement(u.to(self._problem.device), self._settings.eps)
 
     @cached_property
+    def _probed(self) -> ProbedEvaluations:
+        return ProbedEvaluations(self._problem, self._steps, self._look)
+
+    def repeat_suspects(self) -> None:
+        """Repeats the evaluations of detection if their sum is not that of a VJP; notes it if func's values change."""
+        if not self._probes_columns:
+            return
+        try:
+            changed = self._probed.change_when_repeated(self._vjp, self._cotangent, self._settings.atol)
+        except Exception as error:
+            raise_unless_of_func(error)
+            return  # a backward that accepts one-hot cotangents only, or a func that raises: other checks say so
+        if changed:
+            self._look.irreproducible.append("while a sparsity pattern was sought")
+
+    @cached_property
     def _cotangent(self) -> Tensor:
         return direction(self._problem.m, self._settings.seed, PROBE_COTANGENT).to(self._problem.device)
 
     def _reacting_outputs(self, moved: Mask) -> Mask:
-        displacement = torch.where(torch.from_numpy(moved).to(self._problem.device), self._steps, 0.0)
-        values = self._problem.evaluate(self._look.record_graph, displacement).view(torch.int64)
+        self._probes_columns = True
+        values = self._probed.values(moved).view(torch.int64)
         reacting: Mask = (values != self._base).cpu().numpy()
         return reacting
 

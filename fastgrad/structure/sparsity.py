@@ -539,7 +539,7 @@ class Refinement:
         self._starts = np.concatenate([rest_starts, starts[1:] + rest_members.size])
 
     def targets(self) -> tuple[Indices, Indices]:
-        """The targets of each source, which are those of its block: CSR over the sources, each list rising."""
+        """The targets of each source, which are those of its block: CSR over the sources, each list ascending."""
         in_order = np.argsort(self._first)
         block = np.empty(self._sources, dtype=np.int64)
         block[self._order] = np.repeat(in_order, (self._last - self._first)[in_order])

@@ -17,7 +17,7 @@ def _by(**keywords: Any) -> Callable[[Subject], Case]:
 
 
 def _reverse_over_forward(subject: Subject) -> Case:
-    """The derivative of forward mode's derivative along a direction, as a function of the inputs."""
+    """The JVP along a random direction as a function of the inputs: its gradient is reverse over forward mode."""
     generator = torch.Generator().manual_seed(subject.seed)
     tangents = tuple(
         torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor) for tensor in subject.tensors()

@@ -59,6 +59,8 @@ class Findings:
         Whether a VJP is known to have given two gradients.
     jvp_moved
         The same of a JVP.
+    irreproducible
+        As of `FirstLook`.
     domains_match
         Whether no tangent is known to be complex where its output is real, or the reverse.
     products
@@ -81,6 +83,7 @@ class Findings:
     batched: BatchedDifference | None = None
     moved: bool = False
     jvp_moved: bool = False
+    irreproducible: list[str] = field(default_factory=list)
     domains_match: bool = True
     products: tuple[Tensor, Tensor] | None = None
     tangents: tuple[Tensor, list[int], Tensor] | None = None
@@ -93,6 +96,7 @@ class Findings:
         self.sample = other.sample or self.sample
         self.backward, self.early = other.backward or self.backward, other.early or self.early
         self.moved = self.moved or other.moved
+        self.irreproducible += other.irreproducible
         if other.undecided is not None:
             self.undecided = max(other.undecided, self.undecided or 0.0)
 

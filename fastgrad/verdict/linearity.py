@@ -163,6 +163,12 @@ def nondeterministic(output: Block) -> Failure:
     return Failure("nondeterministic", output.index, None, output.position)
 
 
+def nondeterministic_func(output: Block, where: str) -> Failure:
+    """That func returned two results for the same inputs in calls with which no entry was compared."""
+    detail = f"evaluated again {where}, it gives other values"
+    return Failure("nondeterministic func", output.index, None, output.position, detail=detail)
+
+
 def by_inputs(
     inputs: Sequence[Block], settings: Settings, left: Tensor, right: Tensor
 ) -> Iterator[tuple[Tolerances, Tensor, Tensor]]:
@@ -185,7 +191,7 @@ def gradients_agree(inputs: Sequence[Block], settings: Settings, left: Tensor, r
 
 
 def moving_row(problem: Problem, settings: Settings, rows_per_block: int) -> Failure | None:
-    """Two runs of each row that was run once only: the first that moves by more than nondet_tol."""
+    """Runs each row that was not repeated before twice; the failure if two runs differ by more than nondet_tol."""
     for output in problem.outputs:
         parts: tuple[Part, ...] = ("imaginary", "real") if output.is_complex else ("all",)
         elements = output.tensor.numel()

@@ -6,18 +6,20 @@ alone or added to another entry of its row that was measured together with it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fastgrad.core.native import ops
-from fastgrad.core.tensors import largest
+from fastgrad.core.tensors import checksum, largest
 from fastgrad.engines.compressed import Compression
 from fastgrad.engines.sketch import Differences, directional_differences
+from fastgrad.problem.first_look import FirstLook
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Certificate
 from fastgrad.report.failure import Failure
@@ -159,12 +161,12 @@ class NumericalCertificate:
 
     values: Tensor
 
-    def __init__(self, problem: Problem, settings: Settings, compression: Compression, base: Tensor) -> None:
-        """With the outputs at x: float64, shape (m,)."""
+    def __init__(self, problem: Problem, settings: Settings, compression: Compression, look: FirstLook) -> None:
         self._problem = problem
+        self._look = look
         self._settings = settings
         self._compression = compression
-        self._base = base
+        self._base = look.base
         self.bound, self._margin, self._shares = 0.0, 1.0, (1.0, 1.0)
         self._explained, self._unresolved = 0.0, 0.0
 
@@ -191,14 +193,18 @@ class NumericalCertificate:
         self._first = self._differences_along(self._start, 1, extrapolated=1)
         if not bool(self._compared(self._first, values, self._entry_rounding).wrong.any()):
             return []
+        self._repeat({0: checksum(self._first.derivatives)})
         return self._unexplained_rows(1, None)
 
-    def certify(self, analytical: Tensor | None) -> Failure | list[int] | None:
+    def certify(
+        self, analytical: Tensor | None, row_of: Callable[[int], Tensor] | None = None
+    ) -> Failure | list[int] | None:
         """That outputs move along random directions as entries predict: analytical ones, or else numerical ones.
 
         Analytical entries, which products explain, are known better than numerical ones, and no entry that func has
-        and the backward lacks adds to them. Returns a failure, or the outputs that do not move so; None if so many
-        outputs may hide entries that the pattern must be found in another way.
+        and the backward lacks adds to them. row_of: gives a row of the backward, run alone. Returns a failure, or the
+        outputs that do not move so; None if so many outputs may hide entries that the pattern must be found in another
+        way.
         """
         watched = self._compression.pattern.is_numerical
         count = DIRECTIONS_WATCHED if watched else DIRECTIONS
@@ -209,6 +215,7 @@ class NumericalCertificate:
         self._shares = (self._margin / together, 1.0)
         entries, rounding = (self.values, self._entry_rounding) if analytical is None else (analytical, None)
         noise, found = self._first.noise, self._compared(self._first, entries, rounding)
+        seen = {0: checksum(self._first.derivatives)}
         del self._first  # the memory of several vectors
         for k in range(1, count):
             if bool(found.wrong.any()):
@@ -218,14 +225,16 @@ class NumericalCertificate:
             if not more:
                 differences = replace(differences, noise=torch.maximum(differences.noise, noise), sizes=None)
             found = self._compared(differences, entries, rounding)
+            seen[k] = checksum(differences.derivatives)
         rows: list[int] = []
         explained = not bool(found.wrong.any())
         if explained:
             self._explained_to(found.allowed / self._margin)
         if not explained or self._hiding.numel():
+            self._repeat(seen)
             rows = self._unexplained_rows(count, analytical)
-            if analytical is not None:
-                failure, rows = self._separated(rows, count, analytical)
+            if analytical is not None and row_of is not None:
+                failure, rows = self._separated(rows, count, analytical, row_of)
                 if failure is not None:
                     return failure
         if watched:
@@ -309,7 +318,9 @@ class NumericalCertificate:
         self._hiding = (sizes > self.asked).nonzero().reshape(-1)
         self.bound = max(self._explained, largest(sizes), self._unresolved)
 
-    def _separated(self, unexplained: list[int], count: int, analytical: Tensor) -> tuple[Failure | None, list[int]]:
+    def _separated(
+        self, unexplained: list[int], count: int, analytical: Tensor, row_of: Callable[[int], Tensor]
+    ) -> tuple[Failure | None, list[int]]:
         """Examines again outputs that are not explained or may hide entries, if they are few; as `certify`.
 
         These may be next to kinks: their own columns, moved together with others, cross them at every step for which
@@ -330,7 +341,17 @@ class NumericalCertificate:
         differences = self._problem.difference_columns
         found = torch.stack([differences(column, 1, self._settings.eps, True)[0][rows] for column in columns.tolist()])
         atol, rtol = tolerances(self._problem, self._settings, columns.unsqueeze(1))
-        which = (~((expected - found).abs() <= atol + rtol * found.abs())).nonzero(as_tuple=True)
+        allowed = atol + rtol * found.abs()
+        differs = ~((expected - found).abs() <= allowed)
+        lacking = rows[differs.any(0)].tolist()
+        for row in lacking:  # with entries outside of the pattern, or entries to which such ones were added
+            expected[:, int(torch.searchsorted(rows, row))] = row_of(row)[columns]
+        differs = ~((expected - found).abs() <= allowed)
+        if lacking and not bool(differs.any()):
+            for row in lacking:
+                self._refuting.setdefault(row, 1.0)
+            return None, list(dict.fromkeys((*lacking, *unexplained)))
+        which = differs.nonzero(as_tuple=True)
         coordinates = rows[which[1]], columns[which[0]]
         failure, unresolved = entries_failure(
             self._problem, self._settings, *coordinates, expected[which], found[which]
@@ -372,7 +393,7 @@ class NumericalCertificate:
             if any(entry.columns == known.columns for known in found):
                 break
             found.append(entry)
-        return incomplete([], unexplained=2 * abs(errors[k].item()))
+        return incomplete([], unexplained=math.inf)  # harmless entries may cancel one that is not
 
     @cached_property
     def asked(self) -> float:
@@ -413,6 +434,18 @@ class NumericalCertificate:
                 values.masked_fill_(compression.excluded_rows, 0.0)
             differences.sizes = None
         return differences
+
+    def _repeat(self, seen: dict[int, int]) -> None:
+        """Repeats differences that decided nothing, and notes it if func's values were others before.
+
+        seen: by numbers of directions, their checksums.
+        """
+        for first, before in seen.items():
+            extrapolated = 1 if first == 0 else int(self._start > LARGEST_TWO_POINT)
+            again = partial(self._differences_along, self._start, 1, extrapolated=extrapolated, first=first)
+            now = checksum(again().derivatives)
+            if now != before and now == checksum(again().derivatives):  # otherwise it rounds differently in each run
+                self._look.irreproducible.append("along a random direction")
 
     def _compared(self, differences: Differences, entries: Tensor, rounding: float | None) -> _Discrepancies:
         """Derivatives along random directions against the sums of entries, which have rounding errors themselves."""

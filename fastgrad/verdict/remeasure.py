@@ -182,7 +182,7 @@ def _refined(
     own: Tolerances,
     quickly: bool,
 ) -> list[Refinement]:
-    """Derivatives of the suspects' coordinates, one refinement per part of an input; quickly: as of `measured`."""
+    """Derivatives at the suspects, one refinement per part (real, imaginary) of the inputs; quickly: see `measured`."""
     columns = []
     for part in range(groups[0].inputs.shape[1]):
         found = [

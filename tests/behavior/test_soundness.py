@@ -906,3 +906,106 @@ def test_the_bound_of_fast_forward_mode_is_true(scale: float, n: int) -> None:
         for seed in range(3):
             wrong = fastgrad.check(scaled_sines(scale, 1.05 * sign * bound), x, seed=seed, **keywords)
             assert not wrong.passed
+
+
+def nearly_diagonal(n: int, seed: int, dtype: torch.dtype) -> Tensor:
+    """The identity with one to nine other entries, in a corner or anywhere."""
+    generator = random.Random(seed)
+    matrix = torch.eye(n, dtype=dtype)
+    rows, columns = (3, 4) if generator.random() < 0.6 else (n, n)
+    for _ in range(generator.randint(1, 9)):
+        entry = complex(generator.choice([0.5, -1.3, 0.02]), 0.7 if dtype.is_complex else 0.0)
+        matrix[generator.randrange(rows), generator.randrange(columns)] = entry if dtype.is_complex else entry.real
+    return matrix
+
+
+@pytest.mark.parametrize("engine", ["auto", "compressed"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
+@pytest.mark.parametrize("seed", range(12))
+def test_entries_next_to_those_of_a_pointwise_function(seed: int, dtype: torch.dtype, engine: str) -> None:
+    """The guessed pattern lacks them, so that other entries are sums of two: no sum is reported as an entry."""
+    n = 800 if dtype is torch.float64 else 300
+    matrix = nearly_diagonal(n, seed, dtype)
+    x = torch.randn(n, dtype=dtype, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    right = custom(lambda x: matrix @ x, lambda grad, x: matrix.mH @ grad)
+    assert fastgrad.check(right, x, engine=engine).verdict == "passed"
+    wrong_matrix = matrix.clone()
+    row, column = random.Random(seed).choice(matrix.nonzero().tolist())
+    wrong_matrix[row, column] *= 1.05
+    report = fastgrad.check(custom(lambda x: matrix @ x, lambda grad, x: wrong_matrix.mH @ grad), x, engine=engine)
+    assert report.failure is not None
+    assert report.failure.comparison is not None
+    worst = report.failure.comparison.worst
+    assert worst is not None
+    assert (*worst.output_index, *worst.input_index) == (row, column)
+    assert "not deterministic" not in str(report)
+
+
+@pytest.mark.parametrize("n", [400, 5000])
+@pytest.mark.parametrize(
+    "func",
+    [
+        lambda x: torch.cat([x[:2].softmax(0), x[2:].sigmoid()]),
+        lambda x: torch.cat([x[:2].sum()[None], x[:2].sum()[None], x[2:].sin()]),
+        lambda x: torch.cat([x[:-3].tanh(), x[-3:].softmax(0)]),
+    ],
+)
+def test_functions_that_are_pointwise_nearly_everywhere(func: Func, n: int) -> None:
+    x = torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    for keywords in ({}, {"engine": "compressed"}):
+        assert fastgrad.check(func, x, **keywords).verdict == "passed"
+
+
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("n", [30, 1000])
+def test_a_few_columns_with_many_entries(n: int, order: int) -> None:
+    matrix = torch.zeros(3, n, dtype=torch.float64)
+    matrix[:, :3] = torch.tensor([[0.7, 0, 0], [1.1, 0.9, 0], [0.6, 1.3, 0.8]], dtype=torch.float64)
+    x, g = (torch.linspace(0.3, 1.2, size, dtype=torch.float64).requires_grad_() for size in (n, 3))
+    for keywords in ({}, {"engine": "compressed"}):
+        assert fastgrad.check(lambda x: matrix @ (x * x), x, order=order, **keywords).verdict == "passed"
+        assert fastgrad.check(lambda x, g: x * (matrix.t() @ g), (x, g), order=order, **keywords).verdict == "passed"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_complex_outputs_of_products_with_conjugates(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    a, q = (
+        torch.randn(4, 300, dtype=torch.complex128, generator=generator)
+        * (torch.rand(4, 300, generator=generator) < 0.3)
+        for _ in range(2)
+    )
+    x = torch.randn(300, dtype=torch.complex128, generator=generator).requires_grad_()
+    assert fastgrad.check(lambda x: a @ x + q @ x.conj(), x, engine="compressed").verdict == "passed"
+
+
+ONCE = {
+    "pointwise": lambda x: x.sin(),
+    "banded": lambda x: (x[1:] * x[:-1]).sin(),
+    "permuted": lambda x: x.sin().flip(0) * x.roll(7),
+    "row sums": lambda x: x.reshape(30, 10).sin().sum(1),
+}
+
+
+@pytest.mark.parametrize("name", ONCE)
+def test_other_values_in_one_call_of_a_search_for_a_pattern(name: str) -> None:
+    """The call is one of those with which no entry is compared: next to x, at x, at probes, and at rejected patterns.
+
+    Not found: calls that record a graph for VJPs of which only zeros count, and some of those of certificates.
+    """
+    func = ONCE[name]
+    x = torch.linspace(0.3, 0.9, 300, dtype=torch.float64).requires_grad_()
+    made = wrong_call = 0
+
+    def once(x: Tensor) -> Tensor:
+        nonlocal made
+        made += 1
+        return func(x) * (1.01 if made == wrong_call else 1.0)
+
+    assert fastgrad.check(once, x, engine="compressed").verdict == "passed"
+    passed = []
+    for call in range(2, min(made, 60) + 1):
+        made, wrong_call = 0, call
+        if fastgrad.check(once, x, engine="compressed").verdict == "passed":
+            passed.append(call)
+    assert len(passed) <= 6, passed

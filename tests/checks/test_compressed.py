@@ -381,7 +381,7 @@ def test_neighbors_closer_than_eps_are_measured_one_by_one() -> None:
     """Closest values 4.5e-10 apart: steps that do not swap them are so small that rounding hides what is below 6e-5."""
     report = fastgrad.check(lambda v: v.sort()[0], uniform(20_000, seed=4), engine="compressed")
     assert report.passed
-    assert report.evaluations <= 220
+    assert report.evaluations <= 240
     assert all(certificate.bound <= 1e-5 for certificate in report.certificates)
 
 
@@ -391,7 +391,7 @@ def test_what_no_step_resolves_to_the_tolerance_is_left_open() -> None:
     assert report.verdict == "undecided"
     assert report.undecided is not None
     assert 1e-5 < report.undecided < 1.3e-5
-    assert report.evaluations <= 350
+    assert report.evaluations <= 360
 
 
 class SortOffByOne(torch.autograd.Function):
