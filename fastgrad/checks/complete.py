@@ -289,6 +289,7 @@ def _all_entries(
     try:
         look = first_look(problem, settings) if looks_first(problem, settings) else None
         if look is not None:
+            look.irreproducible.extend(findings.irreproducible)
             findings.irreproducible = look.irreproducible  # shared: the look extends it
         if look is not None and calls is not None and tries_structure(problem, settings, look):
             from fastgrad.checks.compressed import check_by_structure  # imported here to keep `import fastgrad` fast

@@ -160,8 +160,8 @@ def _answer(
     """The next step after a failure, after entries that a pattern lacks, or if nothing is wrong."""
     if isinstance(found, Incomplete):
         found = verdict.moved() or found
-        verdict.repeat_differences()
     if isinstance(found, Incomplete):
+        verdict.repeat_differences()
         if found.unexplained is None:
             if dense_is_small(problem, settings):
                 return Next.DENSE_ENGINE

@@ -91,8 +91,7 @@ def first_look(problem: Problem, settings: Settings) -> FirstLook:
     def gives_again(values: Tensor, record: bool) -> bool:
         again = torch.empty_like(values)
         evaluate(again, record)
-        rounding = max(ROUNDING * problem.unit_roundoff * largest(base), settings.eps * settings.atol)
-        return not differ(again[None], values[None], rounding, False)
+        return not is_moved(problem, settings, again, values)
 
     try:
         seconds = evaluate(next_to_x, True)
@@ -114,6 +113,12 @@ def first_look(problem: Problem, settings: Settings) -> FirstLook:
             found.irreproducible.append("next to the inputs")
         return found
     return look(True, reacted, seconds)
+
+
+def is_moved(problem: Problem, settings: Settings, again: Tensor, values: Tensor) -> bool:
+    """Whether repeated outputs, shape (m,), differ by more than rounding, and than the tolerance of a difference."""
+    allowed = max(ROUNDING * problem.unit_roundoff * largest(values), settings.eps * settings.atol)
+    return differ(again[None], values[None], allowed, False)
 
 
 def usual_seconds(problem: Problem | SmallProblem, measured: float) -> float:

@@ -19,9 +19,9 @@ from fastgrad.core.errors import raise_if_transient, raise_unless_of_func
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING
 from fastgrad.core.random import PROBE_COTANGENT, PROBE_DIRECTION, direction
-from fastgrad.core.tensors import checksum, differ, largest
+from fastgrad.core.tensors import checksum, largest
 from fastgrad.problem.coordinates import Block
-from fastgrad.problem.first_look import FirstLook
+from fastgrad.problem.first_look import FirstLook, is_moved
 from fastgrad.problem.problem import Problem
 from fastgrad.report.settings import Settings
 from fastgrad.structure import sparsity
@@ -274,9 +274,7 @@ class ProblemPatterns(Detection):
         """Whether evaluations at x are equal bit for bit; otherwise probing is impossible."""
         values = self._problem.evaluate(self._look.record_graph)
         is_steady = torch.equal(values.view(torch.int64), self._base)
-        rounding = ROUNDING * self._problem.unit_roundoff * largest(self._look.base)
-        allowed = max(rounding, self._settings.eps * self._settings.atol)
-        if not is_steady and differ(values[None], self._look.base[None], allowed, False):
+        if not is_steady and is_moved(self._problem, self._settings, values, self._look.base):
             self._look.irreproducible.append("at the inputs")
         return is_steady
 
