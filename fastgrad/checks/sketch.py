@@ -44,7 +44,7 @@ from fastgrad.verdict.linearity import (
     separate_failure,
 )
 from fastgrad.verdict.locate import locate
-from fastgrad.verdict.tangents import sums_certificate, tangent_parts
+from fastgrad.verdict.tangents import combined_tangents, sums_certificate
 
 MOST_STEPS = 5
 SMALLER, LARGER = 2.0**-5, 2.0**6
@@ -614,7 +614,7 @@ def screen_forward(problem: Problem, settings: Settings) -> Screening:
             detail = f"it raised {type(error).__name__} for a random tangent"
             return Screening(Failure("nonlinear", mode="forward", detail=detail, cause=error))
         if attempt == 0:
-            failure = _jvp_not_linear(problem, settings, differences.directions[0], tangents[0])
+            failure = _jvp_not_linear(problem, settings, differences.directions, tangents)
             if failure is not None:
                 return Screening(failure)
         errors = (tangents - differences.derivatives).abs()
@@ -655,23 +655,23 @@ def _forward_entry(
     return column_entry(problem, settings, row, locate(residual, differences.directions[k], value))
 
 
-def _jvp_not_linear(problem: Problem, settings: Settings, u: Tensor, tangent: Tensor) -> Failure | None:
-    """The failure if a JVP is not the sum of the JVPs for the parts of its tangent."""
-    tangents, shares = tangent_parts(u, settings.seed)
-    parts = problem.jvps_of(tangents) * shares[:, None]
-    total = parts.sum(0)
+def _jvp_not_linear(problem: Problem, settings: Settings, directions: Tensor, tangents: Tensor) -> Failure | None:
+    """The failure if the JVP of a sum is not the sum of JVPs; tangents: the JVPs of directions."""
+    combined, shares = combined_tangents(directions, settings.seed)
+    terms = torch.cat([tangents[:2], problem.jvps_of(combined)]) * shares[:, None]
     # Directions are in units of each input's own atol.
-    allowed = settings.atol + settings.loosest().rtol * parts.abs().sum(0)
-    # Not where the JVP is infinite or near overflow: there it was compared with differences.
-    wrong = ~((tangent - total).abs() <= allowed) & (tangent * REPEAT_SCALE).isfinite()
+    allowed = settings.atol + settings.loosest().rtol * terms.abs().sum(0)
+    # Not where a JVP is infinite or near overflow: there it was compared with differences.
+    wrong = ~(terms.sum(0).abs() <= allowed) & (tangents[:2] * REPEAT_SCALE).isfinite().all(0)
     if not bool(wrong.any()):
         return None
     coordinate = int(wrong.nonzero()[0])
     output = block_with(problem.outputs, coordinate)
     index = output.index_at(coordinate)
+    own, total = -terms[2, coordinate].item(), (terms[:2].sum(0) + terms[3])[coordinate].item()
     detail = (
-        f"for a random tangent, the tangent of output {output.index} at {list(index)} is "
-        f"{tangent[coordinate].item():.6g}, but those of its parts add up to {total[coordinate].item():.6g}"
+        f"for a sum of random tangents, the tangent of output {output.index} at {list(index)} is {own:.6g}, but those of "
+        f"its terms add up to {total:.6g}"
     )
     return Failure("nonlinear", output.index, None, output.position, None, mode="forward", detail=detail)
 

@@ -19,7 +19,7 @@ from fastgrad.core.tensors import differ
 from fastgrad.report.data import Certificate
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.grad_outputs import BATCH, batch_vectors
-from fastgrad.verdict.tangents import LINEAR_JVP, PARTS, sums_certificate, tangent_directions, tangent_parts
+from fastgrad.verdict.tangents import LINEAR_JVP, combined_tangents, sums_certificate, tangent_directions
 
 MOST_COLUMNS = 256
 """Largest number of columns for which all one-hot tangents are held at once: half a megabyte."""
@@ -36,7 +36,7 @@ class _Directions:
     undefined
         By row, the input that gets no tangent here and a zero tangent in the row before; -1: all inputs get one.
     shares
-        Shares of the parts of the first row, as from `tangent_parts`; empty if there are none.
+        As from `combined_tangents`; empty if there are none of these.
     """
 
     rows: Tensor
@@ -94,13 +94,14 @@ def _products_agree(
         check.tangents = torch.cat([rows, made.rows]), which + made.undefined, torch.cat([known, products])
         if differ(known, products, settings.atol, False):
             return False
-    tangents, parts, undefined = products.tensor_split([count, count + PARTS])
+    tangents, combined, undefined = products.tensor_split([count, count + 2])
+    sums = made.shares[None, :2] @ tangents[:2], -made.shares[None, 2:] @ combined
     expected = differences.derivatives
     if weight.numel():
         tangents, expected = tangents * weight, expected * weight
     if differ(tangents, expected, settings.atol / 4, False) or not _as_zero(undefined):
         return False
-    if differ(made.shares[None] @ parts, products[:1], settings.atol, False):
+    if differ(*sums, settings.atol, False):
         return False
     check.certificates.append(sums_certificate(count, bound))
     return True
@@ -167,9 +168,9 @@ def _one_hot_directions(sizes: tuple[int, ...], seed: int, undefined: bool) -> _
 
 
 def _random_directions(directions: Tensor, sizes: tuple[int, ...], settings: Settings) -> _Directions:
-    """The given directions, the parts of the first one, and those for undefined tangents."""
-    parts, shares = tangent_parts(directions[0], settings.seed)
-    rows = torch.cat([directions, parts])
+    """The given directions, combinations of the first two, and those for undefined tangents."""
+    combined, shares = combined_tangents(directions, settings.seed)
+    rows = torch.cat([directions, combined])
     return _with_undefined(rows, directions[0], sizes, settings.check_undefined_grad, shares)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.native import ops
 from fastgrad.core.phases import phase
-from fastgrad.core.random import TANGENT_STREAM, direction
+from fastgrad.core.random import TANGENT_STREAM
 from fastgrad.engines.blocks import REPEAT_SCALE, TangentBlock
 from fastgrad.problem.coordinates import Block, block_with
 from fastgrad.problem.problem import Problem
@@ -44,25 +44,21 @@ def tangent_directions(n: int, seed: int, device: torch.device) -> Tensor:
     return directions
 
 
-PARTS = 3
-"""Of a tangent, by `tangent_parts`."""
+def combined_tangents(directions: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """Two tangents whose JVPs follow, by linearity, from those of the first two of `directions`, shape (count, n).
 
-
-def tangent_parts(u: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Tangents that add up to u (float64, shape (n,)), each times its share: shapes (PARTS, n) and (PARTS,).
-
-    A random half of u, times REPEAT_SCALE; the rest of it; and one of its coordinates, as a one-hot tangent.
+    Returns the tangents, shape (2, n): the first direction plus REPEAT_SCALE times the second, but zero at one
+    coordinate; and the one-hot tangent of that coordinate. And the shares of the first two directions and of these two
+    in a sum of JVPs that is zero, shape (4,).
     """
-    if not u.numel():
-        return torch.zeros(PARTS, 0, dtype=torch.float64, device=u.device), torch.zeros(PARTS, dtype=torch.float64)
-    alone = seed % u.numel()
-    one_hot = torch.zeros_like(u)
-    one_hot[alone] = 1.0
-    others = u - one_hot * u[alone]
-    some = torch.where(direction(u.numel(), seed, TANGENT_STREAM, halved=True).to(u.device) == 0, 0.0, others)
-    shares = torch.tensor([1 / REPEAT_SCALE, 1.0, 0.0], dtype=torch.float64, device=u.device)
-    shares[2] = u[alone]
-    return torch.stack([some * REPEAT_SCALE, others - some, one_hot]), shares
+    shares = [1.0, REPEAT_SCALE, -1.0, 0.0]
+    combined = directions.new_zeros(2, directions.shape[1])
+    torch.add(directions[0], directions[1], alpha=REPEAT_SCALE, out=combined[0])
+    if directions.shape[1]:
+        alone = seed % directions.shape[1]
+        shares[3] = -combined[0, alone].item()
+        combined[0, alone], combined[1, alone] = 0.0, 1.0
+    return combined, torch.tensor(shares, dtype=torch.float64, device=directions.device)
 
 
 def sums_certificate(count: int, bound: float) -> Certificate:

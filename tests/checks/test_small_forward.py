@@ -93,9 +93,10 @@ def test_costs() -> None:
     # The first evaluation; two per column; the columns, two that prove linearity, and zero and undefined tangents.
     report = fastgrad.check(torch.sin, leaf(3), **FORWARD)
     assert (report.evaluations, report.vjps, report.jvps) == (1 + 6 + 7, 0, 3 + 2 + 2)
-    # Three along the first direction and one along the others; the three directions, and three that add up to it.
+    # Three along the first direction and one along the others; the three directions, and two that with the
+    # first two add up to zero.
     report = fastgrad.check(torch.sin, leaf(30), **FORWARD, fast_mode=True)
-    assert (report.evaluations, report.vjps, report.jvps) == (1 + 5 + 8, 0, 3 + 3 + 2)
+    assert (report.evaluations, report.vjps, report.jvps) == (1 + 5 + 7, 0, 3 + 2 + 2)
 
 
 @pytest.mark.parametrize("fast_mode", [False, True])
@@ -155,7 +156,7 @@ def test_a_tangent_that_is_complex_once_or_only_if_dense_fails(wrong: int, n: in
     assert report.failure.kind == "tangent dtype"
 
 
-@pytest.mark.parametrize("wrong", range(1, 15))
+@pytest.mark.parametrize("wrong", range(1, 13))
 def test_a_jvp_that_is_wrong_once_at_either_step_fails(wrong: int) -> None:
     """An output that is curved along the second direction only: the first step disagrees there."""
     n = 30
