@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -15,6 +13,7 @@ from torch import Tensor
 
 import fastgrad
 from fastgrad.core import torch_private
+from tests import processes
 
 each_check = pytest.mark.parametrize("check", [fastgrad.gradcheck, fastgrad.gradgradcheck], ids=lambda f: f.__name__)
 
@@ -336,8 +335,8 @@ def test_the_compiler_is_not_imported(used: str) -> None:
         print("torch._dynamo" in sys.modules)
     """
     lines = "\n".join(line[8:] for line in code.splitlines())
-    found = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, check=True).stdout
-    assert found == "False\n"
+    found = processes.run(lines)
+    assert found.stdout == "False\n", found.stderr
 
 
 def test_the_profiler_shows_the_phases() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import fastgrad
 from fastgrad.core.memory import UNKNOWN_BYTES, free_bytes, raises_memory_error
+from tests import processes
 
 GIB = 1 << 30
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -255,7 +256,5 @@ def test_a_memory_limit_holds_a_sparse_jacobian() -> None:
 def test_address_space(tmp_path: Path) -> None:
     free = "import resource; resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30)); "
     free += "import fastgrad.core.memory as m; "
-    found = subprocess.run(
-        [sys.executable, "-c", free + "print(m.free_bytes())"], capture_output=True, text=True, check=True
-    )
+    found = processes.run(free + "print(m.free_bytes())")
     assert 0 < int(found.stdout) < 8 << 30

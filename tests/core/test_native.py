@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import fastgrad
+from tests.processes import run
 
 FAKE = """
 import sys, types
@@ -17,10 +18,6 @@ build.TORCH, build.CUDA = {torch!r}, {cuda!r}
 sys.modules["fastgrad._build"] = build
 import fastgrad
 """
-
-
-def run(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize(("torch_version", "cuda"), [("2.12.0+cpu", None), (None, "12.1")])
@@ -61,8 +58,10 @@ def test_the_version_is_stated_once() -> None:
 def test_import_costs_little_beyond_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # With bytecode, as installed. Processor time, compared with importing torch: machines differ in speed.
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
-    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path))
-    clock = "time.process_time()"
-    code = f"import time; s = {clock}; import torch; t = {clock}; import fastgrad; print(({clock} - t) / (t - s))"
-    # The first run writes the bytecode.
-    assert min(float(run(code).stdout) for _ in range(3)) < 1 / 16
+    clock, folder = "time.process_time()", f"sys.pycache_prefix = {str(tmp_path)!r}"
+    code = f"import sys, time; s = {clock}; import torch; t = {clock}; {folder}; import fastgrad"
+    command = [sys.executable, "-c", f"{code}; print(({clock} - t) / (t - s))"]
+    ratios: list[float] = []
+    while len(ratios) < 3 and min(ratios, default=1.0) >= 1 / 16:  # the first run writes the bytecode
+        ratios.append(float(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+    assert min(ratios) < 1 / 16, ratios

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 
 from fastgrad.core import native
 from fastgrad.core.plain import operators, patterns
+from tests import processes
 from tests.core.test_ops import samples
 
 pytestmark = pytest.mark.skipif(not native.IS_NATIVE, reason="compares with the compiled module")
@@ -135,8 +134,7 @@ print(json.dumps([native.IS_NATIVE, found]))
 
 
 def run(code: str, choice: str) -> subprocess.CompletedProcess[str]:
-    variables = {**os.environ, "FASTGRAD_NATIVE": choice}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=variables)
+    return processes.run(code, FASTGRAD_NATIVE=choice)
 
 
 def test_verdicts_and_their_first_lines_are_the_same() -> None:

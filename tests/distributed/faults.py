@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,7 +26,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import fastgrad.distributed
 from fastgrad.sharding import workers
-from tests.distributed.ranks import ROOT
+from tests.distributed.ranks import started_ranks
 from tests.planted.distributed import leaf, numbers, operator, own, same, total
 
 SECONDS = 2.0
@@ -144,25 +143,13 @@ def run(fault: Fault) -> list[str]:
     """What is wrong with how the surviving ranks ended; nothing where all is well."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rank"
-        # As torchrun has it: the store is in a process of its own, and outlives rank 0.
-        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(fault.count)}
-        address["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.distributed.faults", json.dumps(asdict(fault)), str(out)],
-                env={**os.environ, **address, "RANK": str(rank), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-                stderr=subprocess.DEVNULL,
-            )
-            for rank in range(fault.count)
-        ]
-        remeasured_entries = [rank for rank in range(fault.count) if rank != fault.rank or fault.kind not in LOST]
-        end, problems = time.monotonic() + 20.0 + LIMIT, []  # 20 s to begin with: imports
-        try:
-            for rank in remeasured_entries:
+        survivors = [rank for rank in range(fault.count) if rank != fault.rank or fault.kind not in LOST]
+        with started_ranks(fault.count, "tests.distributed.faults", json.dumps(asdict(fault)), str(out)) as started:
+            end, problems = time.monotonic() + 20.0 + LIMIT, []  # 20 s to begin with: imports
+            for rank in survivors:
                 try:
-                    ranks[rank].wait(max(0.1, end - time.monotonic()))
-                except subprocess.TimeoutExpired:
+                    started[rank].wait(max(0.1, end - time.monotonic()))
+                except TimeoutError:
                     problems.append(f"rank {rank} did not end")
                     continue
                 path = out.with_suffix(f".{rank}")
@@ -176,10 +163,6 @@ def run(fault: Fault) -> list[str]:
                     problems.append(f"inputs of rank {rank} are not as they were")
                 if str(fault.rank) not in said["error"]:
                     problems.append(f"rank {rank} does not name rank {fault.rank}: {said['error']}")
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
         return problems
 
 

@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastgrad.sharding import checkpoint, problem, workers
-from tests.distributed.ranks import ROOT
+from tests.distributed.ranks import started_ranks
 from tests.distributed.run_sharded import checks, outcome
 
 NAMES = (
@@ -70,16 +69,11 @@ def take_part(name: str, call: int, path: Path, out: Path) -> None:
 
 def run(name: str, call: int, ranks: int, path: Path) -> tuple[int, dict[str, Any]] | None:
     """The calls of func that rank 0 made, and its report; None where it was killed."""
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(ranks)}
-    address["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     out = path.with_suffix(".json")
     out.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "tests.distributed.kills", name, str(call), str(path), str(out)]
-    environment = {**os.environ, **address, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    processes = [subprocess.Popen(command, env={**environment, "RANK": str(rank)}) for rank in range(ranks)]
-    for process in processes:
-        process.wait(60)
+    with started_ranks(ranks, "tests.distributed.kills", name, str(call), str(path), str(out)) as started:
+        for process in started:
+            process.wait(60)
     calls, found = json.loads(out.read_text()) if out.exists() else (0, {"raised": "RankError"})
     return None if found.get("raised") == "RankError" else (calls, found)
 

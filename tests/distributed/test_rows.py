@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.ranks import torchrun
+from tests.distributed.ranks import run_ranks
 from tests.planted.distributed import rows
 
 FAST, SECOND = {"fast_mode": True}, {"order": 2}
@@ -50,7 +50,7 @@ def run(count: int, runs: Runs) -> Said:
     """What each rank says of each row, by its name and the keywords."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows"
-        torchrun(count, "tests.distributed.run_rows", str(out), json.dumps(runs))
+        run_ranks(count, "tests.distributed.run_rows", str(out), json.dumps(runs), err=f"{out}.err")
         found: Said = {}
         for rank in range(count):
             for line in out.with_suffix(f".{rank}").read_text().splitlines():

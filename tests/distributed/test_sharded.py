@@ -17,7 +17,7 @@ from fastgrad.sharding.calls import described, refuse_differences
 from fastgrad.sharding.workers import workers_of
 from fastgrad.tools import cli
 from tests.distributed.faults import Fault, run
-from tests.distributed.ranks import torchrun
+from tests.distributed.ranks import run_ranks
 from tests.distributed.run_sharded import RAISED, SIZES, checks
 
 NOT_SHARED = ("fast", "lower dtype", "forward mode, right", "second derivatives, fast")
@@ -29,7 +29,7 @@ def said() -> dict[str, dict[tuple[int, int], tuple[int, dict[str, Any]]]]:
     """By the name of a check: by the number of ranks, 0 for none, and the rank, the parts done there and the report."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "said"
-        torchrun(max(SIZES), "tests.distributed.run_sharded", str(out))
+        run_ranks(max(SIZES), "tests.distributed.run_sharded", str(out), err=f"{out}.err")
         found: dict[str, dict[tuple[int, int], tuple[int, dict[str, Any]]]] = {}
         for rank in range(max(SIZES)):
             for line in out.with_suffix(f".{rank}").read_text().splitlines():

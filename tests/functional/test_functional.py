@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +16,7 @@ from fastgrad import functional
 from fastgrad.functional import compressed
 from fastgrad.structure import sparsity
 from fastgrad.structure.sparsity import Pattern
+from tests import processes
 from tests.properties.programs import generate
 
 SPARSE = [False, True, "auto"]
@@ -637,4 +636,5 @@ def test_it_is_an_attribute_imported_when_asked_for() -> None:
         "import sys, fastgrad; assert 'fastgrad.functional' not in sys.modules; "
         "assert 'fastgrad.functional.compressed' not in sys.modules; fastgrad.functional.jacobian"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    found = processes.run(code)
+    assert found.returncode == 0, found.stderr

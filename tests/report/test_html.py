@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from html.parser import HTMLParser
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -18,6 +17,7 @@ from fastgrad.report.evidence import Sample
 from fastgrad.report.failure import FailureKind
 from fastgrad.report.report import Report
 from fastgrad.report.settings import Tolerances
+from tests import processes
 from tests.report.test_report import run, scaled, synthetic, uniform
 
 
@@ -303,5 +303,5 @@ def test_pictures_cost_nothing_until_they_are_asked_for() -> None:
         "fastgrad.gradcheck(torch.sin, x)\n"
         "print([name for name in ('matplotlib', 'fastgrad.report.html', 'html') if name in sys.modules])"
     )
-    found: Any = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout == "[]\n"
+    found = processes.run(code)
+    assert found.stdout == "[]\n", found.stderr

@@ -6,7 +6,6 @@ import functools
 import gc
 import inspect
 import pickle
-import subprocess
 import sys
 import threading
 import warnings
@@ -22,6 +21,7 @@ from torch.testing._internal import common_utils
 
 import fastgrad
 from fastgrad.testing.patch import DisagreementError
+from tests import processes
 
 
 class Rolled(torch.autograd.Function):
@@ -239,7 +239,9 @@ def test_what_fastgrad_does_not_check_torch_does_not_either(kind: str) -> None:
 
 
 WRAPPED = """
-import functools, torch
+import functools, torch, warnings
+
+warnings.simplefilter("ignore")
 
 calls = []
 
@@ -309,8 +311,7 @@ WRAPPERS = {
 
 @pytest.mark.parametrize("wrapper", WRAPPERS.values(), ids=WRAPPERS)
 def test_checkers_that_somebody_wrapped_before(wrapper: str) -> None:
-    code = WRAPPED.format(wrapper=wrapper.strip())
-    result = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+    result = processes.run(WRAPPED.format(wrapper=wrapper.strip()))
     assert result.returncode == 0, result.stderr
 
 
