@@ -51,12 +51,12 @@ def combined_tangents(directions: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     coordinate; and the one-hot tangent of that coordinate. And the shares of the first two directions and of these two
     in a sum of JVPs that is zero, shape (4,).
     """
-    shares = [1.0, REPEAT_SCALE, -1.0, 0.0]
+    shares = [1 / REPEAT_SCALE, 1.0, -1 / REPEAT_SCALE, 0.0]
     combined = directions.new_zeros(2, directions.shape[1])
     torch.add(directions[0], directions[1], alpha=REPEAT_SCALE, out=combined[0])
     if directions.shape[1]:
         alone = seed % directions.shape[1]
-        shares[3] = -combined[0, alone].item()
+        shares[3] = -combined[0, alone].item() / REPEAT_SCALE
         combined[0, alone], combined[1, alone] = 0.0, 1.0
     return combined, torch.tensor(shares, dtype=torch.float64, device=directions.device)
 
