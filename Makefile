@@ -176,6 +176,7 @@ $(VENV)/.tools: $(VENV)/.built pyproject.toml
 	$(RUN) -m pip install -q --group test --group lint --group bench
 	touch $@
 
-$(VENV)/.docs: $(VENV)/.built pyproject.toml
+# After the tools: two runs of pip must not write into one environment.
+$(VENV)/.docs: $(VENV)/.tools pyproject.toml
 	$(RUN) -m pip install -q --group docs
 	touch $@
