@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import tokenize
 from pathlib import Path
 
 import pytest
 
-from docs.packages import MODULES, ROOT, arrows, imports, module_name, module_order, package, with_picture
+from docs import packages
+from docs.packages import MODULES, ROOT, arrows, module_name, module_order, package, with_picture
 
 # From the bottom up.
 PACKAGES = [
@@ -31,6 +33,7 @@ PACKAGES = [
 
 
 ARROWS = arrows()
+imports = functools.cache(packages.imports)
 
 
 @pytest.mark.parametrize("name", sorted(ARROWS))

@@ -15,7 +15,9 @@ from torch.autograd import Function
 import fastgrad
 from tests.planted.adversary import ATTACKS
 
-SEEDS = 10
+SEEDS = {("auto", 12): 10, ("auto", 600): 5, ("dense", 12): 2, ("compressed", 12): 2}
+"""By the engine and the number of elements; otherwise one."""
+
 LARGE_SEEDS = 3
 
 Func = Callable[..., Any]
@@ -285,7 +287,7 @@ def test_wrong_gradients_fail_and_right_ones_pass(name: str, engine: str) -> Non
     for n in (12, 600):
         if "100th" in name and torch_calls(n) < 100:
             continue  # no checker calls it as often
-        for seed in range(SEEDS if engine == "auto" else 2):
+        for seed in range(SEEDS.get((engine, n), 1)):
             wrong, right = verdicts(BY_NAME[name], n, seed, engine=engine)
             # With no dense engine to go to, what no search explains is left undecided.
             undecided = engine == "compressed" and name == "one entry among harmless ones"
@@ -487,16 +489,15 @@ WINDOW_ERRORS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("outputs", [1, 2])
 @pytest.mark.parametrize("error", WINDOW_ERRORS)
-@pytest.mark.parametrize("n", [40, 64, 200])
+@pytest.mark.parametrize(("n", "outputs"), [(40, 1), (40, 2), (64, 1), (64, 2), (200, 2)])
 def test_a_backward_that_is_wrong_in_a_few_calls_of_the_compressed_engine(n: int, error: str, outputs: int) -> None:
     x = torch.rand(n, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    assert fastgrad.gradcheck(cube_wrong_between(1, 0, WINDOW_ERRORS[error], outputs), x)
     for first in range(1, 20):
-        for length in (0, 1, 4):
+        for length in (1, 4):
             func = cube_wrong_between(first, first + length - 1, WINDOW_ERRORS[error], outputs)
-            passed = fastgrad.gradcheck(func, x, raise_exception=False)
-            assert passed == (length == 0), (first, length)
+            assert not fastgrad.gradcheck(func, x, raise_exception=False), (first, length)
 
 
 def neighbors_wrong_between(first: int, last: int, spoil: Callable[[Tensor], Any]) -> Func:
@@ -525,7 +526,7 @@ def neighbors_wrong_between(first: int, last: int, spoil: Callable[[Tensor], Any
 
 
 @pytest.mark.parametrize("error", WINDOW_ERRORS)
-@pytest.mark.parametrize("n", [65, 400])
+@pytest.mark.parametrize("n", [65, 200])
 def test_a_backward_of_several_row_groups_that_is_wrong_in_one_call(n: int, error: str) -> None:
     x = torch.rand(n, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     for engine in ("auto", "compressed"):

@@ -72,11 +72,10 @@ def test_wrong_gradients_fail(name: str, wrong: str) -> None:
         assert not fast(func, normal(2000), seed=seed).passed
 
 
-@pytest.mark.parametrize("error", [1e-3, 1e-1, 10.0])
-def test_one_wrong_entry_among_a_million_is_named(error: float) -> None:
+@pytest.mark.parametrize(("error", "n"), [(1e-3, 10**6), (1e-1, 10**5), (10.0, 10**5)])
+def test_one_wrong_entry_among_many_is_named(error: float, n: int) -> None:
     """Torch's fast mode passes all three."""
-    n = 10**6
-    where = 123_456
+    where = n // 8
 
     class Scale(torch.autograd.Function):
         @staticmethod

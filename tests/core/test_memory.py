@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -223,7 +221,9 @@ print(1024 * (after - before), report.plan.memory, report.plan.engine)
 def measured(setup: str, keywords: str = "") -> tuple[int, int, str]:
     """The growth of a fresh process's largest resident size in one check, what the plan said of it, and the engine."""
     script = MEASURE.format(setup=setup, keywords=keywords)
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    done = processes.run(script)
+    assert done.returncode == 0, done.stderr
+    found = done.stdout.split()
     return int(found[0]), int(found[1]), found[2]
 
 

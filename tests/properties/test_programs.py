@@ -9,7 +9,7 @@ from tests.properties.oracle import compare
 from tests.properties.programs import KINDS, Program, programs
 
 FEW = settings(
-    max_examples=60,
+    max_examples=40,
     derandomize=True,
     database=None,
     deadline=None,

@@ -177,7 +177,8 @@ def test_compare_fails_where_the_verdicts_differ_whatever_the_test_makes_of_it(s
     )
 
 
-def test_reports_of_failing_checks(suite: pytest.Pytester) -> None:
+def test_reports_of_failing_checks(suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # plots take a second each; other tests have some
     long = "x" * 300
     suite.makepyfile(
         test_suite=f"""
@@ -225,6 +226,7 @@ def test_reports_of_failing_checks(suite: pytest.Pytester) -> None:
 
 def test_workers_of_xdist_hand_over_what_they_counted(suite: pytest.Pytester) -> None:
     suite.makepyfile(
+        conftest="import sys; sys.modules['matplotlib'] = None",
         test_suite="""
         import pytest
         import torch
@@ -240,7 +242,7 @@ def test_workers_of_xdist_hand_over_what_they_counted(suite: pytest.Pytester) ->
 
         def test_planted():
             rolled(gradcheck)
-        """
+        """,
     )
     result = run(suite, "-n", "2", "--fastgrad=compare", "--fastgrad-report=reports")
     result.assert_outcomes(passed=6, failed=2)
