@@ -19,7 +19,7 @@ from torch import Tensor
 from fastgrad.core import native
 from tests.core.test_ops import call, samples
 
-CALLS = int(os.environ.get("FASTGRAD_FUZZ_CALLS", "100"))
+CALLS = int(os.environ.get("FASTGRAD_FUZZ_CALLS", "50"))
 """Calls of each function: so few take some seconds in all."""
 
 SEED = int(os.environ.get("FASTGRAD_FUZZ_SEED", "0"))
