@@ -372,11 +372,12 @@ Peak resident memory of the process in MiB, minus the memory before the check. F
 ERRORS = """
 ## Wrong gradients that are found
 
-{count} wrong gradients of functions with {n} inputs (2 sin(x), unless the name of the error says otherwise). The
-number of inputs is small because numdifftools is slow; with more inputs, tools that compare one number miss larger
-errors of one entry. In jax, the errors are implemented by `custom_vjp`; its arrays have no strides. For "by hand",
-differences use only the forward, because `torch.func.vmap` has no rule for the custom Function. Tools that support
-only real numbers get real and imaginary parts as coordinates.
+{count} wrong gradients of functions with {n} inputs (2 sin(x), unless the name of the error says otherwise). The number
+of inputs is small because numdifftools is slow; with more inputs, tools that compare one number miss larger errors
+of one entry. In jax, the errors are implemented by `custom_vjp`. jax arrays have no strides, so one of the errors
+cannot occur there ("-"). For "by hand", the differences are computed from the forward alone, because
+`torch.func.vmap` has no rule for the custom Function. Tools that support only real numbers get real and imaginary
+parts as coordinates.
 
 * **entry**: the check fails, and the message names a wrong entry.
 * **kind**: no entry is wrong; the check fails, and the message names the error (not linear in grad_output, not

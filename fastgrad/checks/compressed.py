@@ -221,7 +221,7 @@ class _Candidates:
         return compressed.compress(self._problem, self._pattern, rows, self._excluded_columns)
 
     def repeat_suspects(self) -> None:
-        """As of `ProblemPatterns`."""
+        """As in `ProblemPatterns`."""
         self._patterns.repeat_suspects()
 
     def drop(self) -> None:
@@ -413,7 +413,7 @@ class _Verdict:
         return self._judged(repeat)
 
     def repeat_differences(self) -> None:
-        """Measures the column groups of a rejected pattern again, and notes it if func gave other values before."""
+        """Measures the column groups of a rejected pattern again, and records if func now gives different values."""
         now = checksum(self._entries())
         if now != self._measured and now == checksum(self._entries()):  # otherwise it rounds differently in each run
             self._look.irreproducible.append("at steps of several inputs")

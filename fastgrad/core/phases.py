@@ -69,10 +69,10 @@ running = _Running()
 
 
 def phase(name: str) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """Decorates a function: times it as a phase of the running check, and shows it in torch.profiler.
+    """Decorates a function: its time is measured as a phase of the running check.
 
-    The range there is `fastgrad: name`. It costs eight microseconds, a phase without a range half of one. An error of
-    the CPU's allocator becomes a MemoryError.
+    While torch.profiler runs, it shows the phase as a range named `fastgrad: ...`. A phase costs about one microsecond,
+    and eight more with a range. An error of the CPU's allocator becomes a MemoryError.
     """
 
     def decorate(func: Callable[Parameters, Result]) -> Callable[Parameters, Result]:

@@ -15,9 +15,9 @@ STEP = 64
 
 
 class Progress:
-    """A progress bar, if it is wanted; `wanted` is the keyword; None: for long checks on a terminal.
+    """The progress bar of a check: a context manager that closes the bar at the end.
 
-    A context manager: the bar is closed on leaving it.
+    wanted: the keyword `progress` of the check; None: the bar is shown for long checks on a terminal.
     """
 
     def __init__(self, wanted: bool | None) -> None:

@@ -66,7 +66,7 @@ def _lower_dtype(report: Report, others: Sequence[Cause]) -> Cause | None:
     for dtype in LOWER:
         name = str(dtype).removeprefix("torch.")
         if any(kind.startswith(f"{name}[") for kind in report.subject.inputs):
-            text = f"the inputs are {name}: rounding to {name} is larger than the differences of func over eps"
+            text = f"the inputs are {name}: rounding to {name} is larger than the change of func over a step of eps"
             measure = 'to test this, repeat the call with reference="float64", or with inputs in double precision'
             return Cause("low precision", text, measure, max([0.5, *(cause.confidence for cause in others)]))
     return None
@@ -215,7 +215,8 @@ def _of_terms(evidence: Evidence) -> Iterator[Cause]:
         yield Cause(
             "nonlinear backward",
             "backward is not additive in grad_output: a quantization, a maximum, or a product of its elements",
-            f"the gradients for two dense grad_outputs do not sum to that for the sum: deviation {evidence.added:.1e}",
+            "the gradients for two dense grad_outputs do not add up to the gradient for their sum: "
+            f"deviation {evidence.added:.1e}",
             0.94,
         )
     elif evidence.split is not None and not evidence.split <= LEAST_DEVIATION:
@@ -224,7 +225,8 @@ def _of_terms(evidence: Evidence) -> Iterator[Cause]:
             "sparse grad_output",
             "backward depends on which elements of grad_output are zero: it is right only for a grad_output "
             + ("without zeros" if right_if_dense else "with a single nonzero element, if at all"),
-            f"the gradients for parts of a grad_output do not add up to its gradient: deviation {evidence.split:.1e}",
+            "the gradients for parts of a grad_output do not add up to the gradient for the whole: "
+            f"deviation {evidence.split:.1e}",
             0.92,
         )
 
@@ -243,7 +245,7 @@ def _of_layouts(evidence: Evidence, linear: bool) -> Iterator[Cause]:
         if error is not None or deviation is None:
             measure = error or ""
         elif math.isinf(deviation):
-            measure = "only one of the two gradients is zero or not finite"
+            measure = "one of the two gradients is zero or not finite, and the other is not"
         else:
             measure = f"relative difference {deviation:.1e} of the two gradients"
         yield Cause(
@@ -259,7 +261,7 @@ def _of_layouts(evidence: Evidence, linear: bool) -> Iterator[Cause]:
 def _modified(evidence: Evidence) -> Cause:
     error = evidence.gapped_error or evidence.offset_error or evidence.expanded_error
     if evidence.modified is not None and evidence.modified > LEAST_DEVIATION:
-        measure = f"the gradient differs by {evidence.modified:.1e}, relatively, if backward gets copies of grad_output"
+        measure = f"relative difference {evidence.modified:.1e} of the gradient if backward gets a copy of grad_output"
     else:
         measure = "a dense grad_output has different values after the call"
         measure += f"; for other layouts {error}" if error else ""
@@ -281,7 +283,7 @@ def _of_runs(evidence: Evidence, settings: Settings) -> Iterator[Cause]:
         yield Cause(
             "saved tensor",
             "backward changes a tensor that forward saved: a second backward of the same graph gives different values, "
-            "and after another forward it gives the first values again",
+            "and after another forward, backward gives the first values again",
             measure,
             0.96,
         )
@@ -310,7 +312,7 @@ def _how_nonlinear(scaled: tuple[tuple[float, float, float], ...]) -> str:
     if powers and max(powers) - min(powers) < 0.01:
         power = round(sum(powers) / len(powers), 2)
         if abs(power) < 0.01:
-            return "backward ignores the magnitude of grad_output: it uses its sign(), or ignores grad_output"
+            return "backward ignores the magnitude of grad_output: it uses only the sign, or ignores grad_output"
         return f"backward raises grad_output to the power {power:g}"
     return "backward is not linear in grad_output: for example a clamp, rounding, or a product of two grad_outputs"
 
@@ -536,7 +538,7 @@ def _constant_difference(a: Tensor, n: Tensor) -> Iterator[Cause]:
             "missing term",
             f"{difference:.4g} is missing from the gradient wherever it is wrong: backward omits a term "
             "of func that is linear in the input, for example a residual connection",
-            f"{a.numel()} entries, off from that by {spread:.0e}",
+            f"in {a.numel()} entries, to within {spread:.0e}",
             0.9,
         )
 

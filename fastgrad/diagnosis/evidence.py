@@ -34,7 +34,7 @@ def diagnosed(problem: Problem, report: Report, known_sample: Sample | None = No
     Parameters
     ----------
     report
-        Of the check that failed, with its failure, plan, calls and seconds.
+        The report of the check that failed, with its failure, plan, calls and seconds.
     known_sample
         Entries of the failing pair that its engine had; values outside of a pattern may be mixed in.
     """

@@ -23,7 +23,7 @@ from fastgrad.problem.problem import Problem
 from fastgrad.report.evidence import CauseName, Explanation
 
 HYPOTHESIS_CALLS = 10
-"""Of func and backward that most of them take."""
+"""Calls of func and backward that most hypotheses take."""
 
 NEAR = 1e-7
 """Largest relative error of random sums with which a hypothesis is accepted; without it the error must be 100 times

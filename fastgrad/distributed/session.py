@@ -185,7 +185,7 @@ class Graph:
     inputs, outputs
         Their placements.
     input_like, output_like
-        Of each, tensors with the shapes and dtypes of its parts.
+        For each input and output, tensors with the shapes and dtypes of its parts.
     """
 
     number: int
@@ -198,7 +198,7 @@ class Graph:
 
 @dataclass
 class Results:
-    """Of each output of a graph, its parts, and whether it requires grad on any rank."""
+    """The outputs of a graph: for each its parts, and whether it requires grad on any rank."""
 
     graph: Graph
     parts: list[Parts]
@@ -211,7 +211,7 @@ class Session:
     Attributes
     ----------
     base
-        Of each input, its parts as they are.
+        For each input, its parts with their original values.
     is_single
         Whether func returned a tensor, and not several.
     broken

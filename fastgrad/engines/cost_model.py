@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CostModel:
-    """Costs in seconds, evaluations of func or bytes; shares; and how much a trial must gain.
+    """The constants that decide between the engines: costs of their parts, and limits for trials.
+
+    Costs are in seconds, bytes, or evaluations of func that take as long.
 
     `python -m benchmarks.bench_costs` measures the costs that can be measured and prints them next to the defaults,
     which were measured on one core of an AMD EPYC. If the true costs differ, the chosen engine may not be the fastest;
@@ -18,7 +20,7 @@ class CostModel:
     vjp_seconds
         Seconds that autograd takes for a VJP, however quick backward is.
     vjp_evaluations
-        Evaluations of func that take as long as a VJP without vjp_seconds.
+        Evaluations of func that take as long as the rest of a VJP.
     vectorized_rows, vectorized_seconds
         Upper limits for one vectorized VJP: its rows, and the seconds of an evaluation times its rows. Beyond them,
         memory may not suffice.
@@ -42,7 +44,7 @@ class CostModel:
         Bytes per entry of a compressed Jacobian, with its indices and the memory of coloring: six numbers of 8 bytes at
         a time, plus a margin.
     exploring_share, likely_share
-        One in this many calls of the dense engine may be spent on sparsity detection; likely_share applies if most
+        Sparsity detection may take one call for this many calls of the dense engine; likely_share applies if most
         entries are ruled out, so that a sparse pattern is likely.
     paying_share, large_paying_share
         Largest cost of the compressed engine, relative to the dense one; large_paying_share applies if its pattern
@@ -54,9 +56,9 @@ class CostModel:
     compiler_seconds
         Seconds of importing torch's compiler, as torch.func.vjp does when it is first used in a process.
     trial_share
-        One in this many columns, or rows, is tried.
+        A trial computes one in this many columns or rows.
     trial_gain
-        How many times as fast as single calls batches or replays must be.
+        Batches or replays must be this many times as fast as single calls.
     """
 
     vjp_seconds: float = 4.3e-6

@@ -126,7 +126,7 @@ def _columns(problem: Problem, plan: Plan, settings: Settings, first: int, count
     else:
         columns = cuda_graph.difference_columns(problem, first, count, eps, record_graph)
     if not _agree(problem, settings, first, columns, record_graph):
-        raise executor.RefusedError("columns do not agree with evaluations one by one")
+        raise executor.RefusedError("the columns do not agree with columns computed one by one")
     return columns
 
 

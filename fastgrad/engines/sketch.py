@@ -77,9 +77,9 @@ class Differences:
 
 @phase("directional differences")
 def derivatives_move(settings: Settings, again: Tensor, derivative: Tensor, rounding: Tensor | float) -> bool:
-    """Whether differences, shape (..., m), differ from repeated ones: func returned other values.
+    """Whether repeated differences, shape (..., m), differ from the first ones: then func returned different values.
 
-    rounding: the error of the differences from one ulp of func's values, which may be rounded differently in each run.
+    rounding: the error of a difference if func's values are off by one ulp, as they may be from run to run.
     """
     own = settings.loosest()
     allowed = own.atol + own.rtol * torch.maximum(again.abs(), derivative.abs()) + ROUNDING * rounding

@@ -67,7 +67,7 @@ class Entries:
     n: int
 
     def transposed(self) -> Entries:
-        """That of shape (n, m)."""
+        """The transpose, of shape (n, m)."""
         order, _ = coloring.bucket(self.columns.cpu().numpy(), self.n)
         chosen = torch.from_numpy(order).to(self.values.device)
         return Entries(self.columns[chosen], self.rows[chosen], self.values[chosen], self.n, self.m)
@@ -80,7 +80,7 @@ class _Scheme:
     Attributes
     ----------
     group_of, positions
-        Of each entry: the group, and the element of its product. Shape (nnz,).
+        The group of each entry, and the element of the group's product: shape (nnz,).
     """
 
     map: LinearMap
@@ -184,7 +184,7 @@ def _star_scheme(rows: LinearMap, pattern: Pattern, groups: int) -> _Scheme | No
 
 
 class _LinearMapPatterns(Detection):
-    """Of a map's matrix, by products with its rows and, if the transpose was made, columns."""
+    """Patterns of a map's matrix, from products with its rows and, if the transpose was made, with its columns."""
 
     def __init__(self, maps: _Maps) -> None:
         self._maps = maps

@@ -212,8 +212,8 @@ def hessian(
                 if strict and not gradient.requires_grad:
                     raise RuntimeError(
                         "While computing the hessian, found that the jacobian of the user-provided function with "
-                        f"respect to input {i} is independent of the input. This is not allowed in strict mode; a "
-                        "linear function does it."
+                        f"respect to input {i} is independent of the input. This is not allowed in strict mode. "
+                        "It happens if the function is linear."
                     )
             return filled
 
@@ -239,7 +239,7 @@ def vjp(
     func, inputs, create_graph, strict, numerical, return_error
         As for `jacobian`. A numerical product costs what the numerical Jacobian does.
     v
-        Of the shapes of func's outputs; may be left out where func returns a single element.
+        Vectors of the shapes of func's outputs; may be left out if func returns a single element.
 
     Returns
     -------
@@ -283,7 +283,7 @@ def jvp(
     func, inputs, create_graph, strict, numerical, return_error
         As for `jacobian`. A numerical product takes about 40 evaluations in all.
     v
-        Of the shapes of the inputs; may be left out where they are a single element.
+        Vectors of the shapes of the inputs; may be left out if these are a single element.
 
     Returns
     -------
@@ -325,7 +325,7 @@ def vhp(
     inputs, create_graph, strict, numerical, return_error
         As for `hessian`. A numerical product of n elements takes 2 n + 1 times 22 evaluations.
     v
-        Of the shapes of the inputs; may be left out where they are a single element.
+        Vectors of the shapes of the inputs; may be left out if these are a single element.
 
     Returns
     -------
@@ -553,7 +553,7 @@ def _rows(outputs: Tensors, inputs: Tensors) -> Rows:
             rows = torch.empty(count, size, dtype=torch.float64, device=output.device)
             match = native.vjp_rows(graph, o, natives, first, False, rows, rows[:0], 1.0)
             if not match.sizes:
-                raise RuntimeError(f"The backward of output {o} gave a gradient of another size than its input's.")
+                raise RuntimeError(f"The backward of output {o} returned a gradient of another size than the input.")
             parts, start = [], 0
             for value in inputs:
                 width = 2 if value.is_complex() else 1

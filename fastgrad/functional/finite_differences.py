@@ -28,10 +28,11 @@ from fastgrad.problem.problem import Problem
 from fastgrad.report.settings import Settings
 
 SECOND_STEPS = tuple(2.0 ** -(3 + 2 * k) for k in range(11))
-"""Of second differences, relative to the size of a coordinate, or 1: the last ones show rounding alone."""
+"""Steps of second differences, relative to max(|x|, 1) of a coordinate. The last ones show only rounding."""
 
 CLOSER = 2.0**-6
-"""Of the step of one-sided derivatives: at a kink, the gap between them stays; on a curve, it shrinks with the step."""
+"""Factor from one step of one-sided derivatives to a smaller one. At a kink, the gap between the derivatives stays; on
+a smooth curve, it shrinks with the step."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,13 @@ class Differences:
     Attributes
     ----------
     inputs, outputs
-        Where each tensor's coordinates start; outputs that are no floating or complex tensors are not there.
+        The coordinates of each tensor; outputs that are neither floating nor complex tensors are left out.
     is_compressed
         Whether a structure was found, so that not all entries are listed.
     rows, columns
-        Of each entry: int64, shape (entries,).
+        The row and column of each entry: int64, shape (entries,).
     values, errors
-        float64, shape (entries,). An error is infinite where no two steps agree.
+        The entries and their estimated errors: float64, shape (entries,). An error is infinite if no two steps agree.
     """
 
     inputs: tuple[Block, ...]
@@ -103,7 +104,7 @@ def _refined(problem: Problem, columns: Tensor, rows: Tensor, record_graph: bool
 
 
 def _gap_closer(problem: Problem, columns: Tensor, rows: Tensor, record_graph: bool) -> Tensor:
-    """Of one-sided derivatives with smaller steps than those of `refine`: float64, as its entries."""
+    """The gap between one-sided derivatives with smaller steps than in `refine`: float64, shape (entries,)."""
     direction = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
     direction[columns] = 1.0
     displacement = problem.displacement(direction, Settings().eps)

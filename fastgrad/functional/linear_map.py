@@ -30,7 +30,7 @@ class LinearMap:
     m, n
         Elements of the sources, and of the targets.
     dtype, device
-        Of products: the promoted dtype of all targets.
+        Dtype and device of products: the promoted dtype of all targets.
     spacing
         One ulp of 1, of the coarsest dtype among them.
     """

@@ -216,7 +216,7 @@ class LowerCheck:
             self._outcome.notes.append(f"the reference was checked next to x, because at x {nearby}")
         if report.failure is not None and _computes_coarsely(report) and self._settings.reference is None:
             self._outcome.note(reference="")
-            raise IncomparableError(f"{reference.name} computes in a lower dtype inside")
+            raise IncomparableError(f"{reference.name} computes in a lower dtype internally")
         self._outcome.note(reference_report=report.to_dict())
         if report.failure is None:
             return None
@@ -324,7 +324,7 @@ class LowerCheck:
 
 
 def _computes_coarsely(report: Report) -> bool:
-    """Whether a reference in double precision computes in a lower dtype inside."""
+    """Whether a reference in double precision computes in a lower dtype internally."""
     coarse = report.evidence is not None and report.evidence.output_dtype is not None
     named = any(cause.name == "low precision" for cause in report.causes[:1])
     return coarse or named or (report.failure is not None and report.failure.trouble == "low precision")

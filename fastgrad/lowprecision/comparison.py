@@ -185,9 +185,9 @@ class Comparison:
         return rounded_entry(self._problem, row, coordinate, found, exact, limit)
 
     def smallest_errors(self) -> tuple[float, float, float] | None:
-        """Relative errors that would have been found for certain, in half, and in nine of ten significant entries.
+        """Relative errors that would certainly have been found in half, and in 90 %, of the significant entries.
 
-        Last the share of those that might be zero. None if no entry is significant.
+        And the share of these entries that could be zero without being detected. None if no entry is significant.
         """
         if not self.size.numel():
             return None

@@ -33,7 +33,7 @@ class Reference:
     func
         Takes the arguments, returns what the function returns, in double precision.
     arguments
-        Those of the function, its floating tensors in double precision with the same values.
+        The arguments of the function, with floating tensors converted to double precision.
     name
         What messages call it.
     """
@@ -63,9 +63,9 @@ class Products:
     Attributes
     ----------
     values
-        Its outputs: float64, shape (m,).
+        The outputs of the reference: float64, shape (m,).
     dtypes
-        Of these, as the reference returned them.
+        The dtypes of these outputs, as the reference returned them.
     vectorizes
         Whether many VJPs run at once.
     failures

@@ -88,8 +88,9 @@ def reference_for_call(
     shapes = [tensor.shape for tensor in call.tensors]
     if shapes != [tensor.shape for tensor in checked]:
         raise TypeError(
-            f"The reference has {len(shapes)} checked tensors and func has {len(checked)}, or their shapes differ: a "
-            "module as reference needs the same parameters as the module that is checked."
+            "The reference needs as many checked tensors as func, with the same shapes: it has "
+            f"{len(shapes)}, and func has {len(checked)}. A module as reference needs the same parameters as the "
+            "module that is checked."
         )
     with torch.no_grad():
         for own, tensor in zip(call.tensors, checked, strict=True):

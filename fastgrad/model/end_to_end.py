@@ -65,9 +65,9 @@ class LossDerivatives:
     Attributes
     ----------
     dtype
-        Of the loss.
+        Dtype of the loss.
     gradients
-        Of the parameters.
+        Gradients of the parameters.
     """
 
     def __init__(self, step: Step, seed: int) -> None:
@@ -132,7 +132,7 @@ class LossDerivatives:
         return torch.finfo(self.dtype).eps * change / step
 
     def compared(self, along: DirectionalComparison, gradients: Sequence[Tensor | None]) -> DirectionalComparison:
-        """The same difference, compared with other gradients."""
+        """The derivative `along` by differences, compared with other gradients."""
         pairs = zip(gradients, along.vectors, strict=True)
         terms = [_real_product(g, u) for g, u in pairs if g is not None and u is not None]
         analytical = math.fsum(float(one.sum()) for one in terms)

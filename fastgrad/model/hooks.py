@@ -32,7 +32,7 @@ class HookWatch:
     Attributes
     ----------
     hooks
-        Those that existed before or were registered meanwhile.
+        The hooks that existed before or were registered meanwhile.
 
     Parameters
     ----------

@@ -30,7 +30,7 @@ SCREEN_ERROR = 1e-6
 differences in double precision for smooth functions, a thousandth of the allowed error of entries."""
 
 SCREEN_STEPS = (1.0, 2.0**-7)
-"""Of eps: the smaller one, where rounding is still 1e-8, meets a hundredth of the kinks."""
+"""Steps, relative to eps. The smaller one meets a hundredth of the kinks, and its rounding is still only 1e-8."""
 
 
 NEXT_TO = 1e-2
@@ -50,7 +50,7 @@ ON_FEWER_ROWS = "v^T J u agrees for all rows; only the first rows were checked i
 @dataclass
 class _Screen:
     error: float
-    """Of v^T J u, relative to the root of the sum of squares of its terms."""
+    """The error of v^T J u, relative to the root of the sum of squares of its terms."""
     scale: float
     """A typical entry of J^T v, or of the differences in its place."""
     agrees: bool

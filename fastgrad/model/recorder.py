@@ -350,7 +350,7 @@ def _name_of(func: Any) -> str:
 
 
 def full_name(func: Any) -> str:
-    """Of an operator, with its overload if that is not the default."""
+    """The name of an operator, with its overload if that is not the default."""
     return str(func).removesuffix(".default")
 
 

@@ -33,7 +33,7 @@ class Step:
     Attributes
     ----------
     names, parameters
-        Those that require grad, a shared one once.
+        The parameters that require grad and their names. A shared parameter occurs once.
     evaluations
         Calls of the model.
     around

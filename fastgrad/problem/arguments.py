@@ -91,7 +91,7 @@ class Call:
     tensors, names
         The checked tensors: inputs, then keyword arguments, then parameters; and their names in messages.
     output_names
-        Of the tensors that func returned the first time.
+        Names of the tensors that func returned the first time.
     differentiable
         Whether each of these required grad.
     """

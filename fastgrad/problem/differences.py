@@ -58,7 +58,7 @@ class Differences(Evaluation):
         Parameters
         ----------
         rows, columns
-            Of each entry: int64, shape (entries,).
+            The row and column of each entry: int64, shape (entries,).
 
         Returns
         -------

@@ -35,12 +35,12 @@ def dual_arguments(
 
 
 class ForwardMode(Evaluation):
-    """Jacobian-vector products.
+    """Jacobian-vector products by forward-mode AD.
 
     Attributes
     ----------
     domains_match
-        Whether the tangents of `jvps_of` so far were complex where their outputs are and real where they are real.
+        Whether all tangents of `jvps_of` so far were complex for complex outputs and real for real outputs.
     """
 
     domains_match = True

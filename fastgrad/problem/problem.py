@@ -25,7 +25,7 @@ class Problem(Differences, ReverseMode, ForwardMode):
     vectorizes
         Whether VJPs may be vectorized: where no such code is.
     nodes, custom_nodes
-        Of the graph behind the outputs; of custom Functions.
+        Number of nodes of the graph behind the outputs, and of custom Functions among them.
     records_differences
         Whether func next to x records gradients.
     n, m
@@ -33,7 +33,7 @@ class Problem(Differences, ReverseMode, ForwardMode):
     device
         Where Jacobian blocks live: with the outputs.
     seconds
-        Of the first evaluation.
+        Seconds of the first evaluation.
     ranks
         The processes that compute columns and rows.
     has_checkpoint, restores

@@ -19,7 +19,7 @@ from fastgrad.report.settings import GradOutputs
 
 
 def differentiable_outputs(result: Any) -> tuple[Tensor, ...]:
-    """Those of func's results that require grad."""
+    """The results of func that require grad."""
     results = as_tuple(result)
     return tuple([results[position] for position in _differentiable(results)])
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:  # a check that passes does not need these modules
     from fastgrad.report.low_precision import LowPrecision
 
 Verdict = Literal["passed", "failed", "not converged", "undecided"]
-"""The outcome of a check; "undecided" where random vectors found nothing, and cannot exclude errors below a bound;
-"not converged" if an entry differs and its numerical derivative does not converge."""
+"""The outcome of a check. It is "undecided" if no error was found but errors below a bound may be hidden, and "not
+converged" if an entry differs and its numerical derivative does not converge."""
 
 
 @dataclass(frozen=True)
@@ -29,30 +29,30 @@ class Plan:
     engine
         "dense", "compressed" or "sketch".
     columns_per_pass
-        Of the dense engine: numerical columns held at a time; every pass repeats the VJPs.
+        Number of numerical columns that the dense engine holds at a time. Each pass repeats the VJPs.
     rows_per_block
-        Of the dense engine: analytical rows computed, and compared, at a time.
+        Number of analytical rows that the dense engine computes and compares at a time.
     record_graph
         Whether func must record gradients while it is evaluated for differences.
     reason
-        Why this engine, or where the pattern came from.
+        Why this engine was chosen, or how the pattern was found.
     detection_limit
-        Fast mode finds errors that cancel each other in a row or a column from this size on, with the
-        probability ``Settings.confidence``; single ones from their tolerance on.
+        Fast mode finds errors that cancel each other in a row or a column if they are at least this large, with the
+        probability ``Settings.confidence``. It finds a single error if it exceeds the tolerance of its entry.
     column_groups
-        Of a compressed Jacobian: one difference serves a group.
+        Number of column groups of a compressed Jacobian. One difference gives the columns of a group.
     row_groups
-        Of a compressed Jacobian: one VJP serves a group. Without any, analytical columns come from
-        differentiating the backward once more.
+        Number of row groups of a compressed Jacobian. One VJP gives the rows of a group. If there are only column
+        groups, analytical columns are computed by differentiating the backward once more.
     memory
-        Bytes that Jacobians take at a time, estimated; None in fast mode, which holds vectors alone.
+        Estimated bytes that Jacobians take at a time; None in fast mode, which holds only vectors.
     batch
-        Of the dense engine: columns whose differences come from one vmapped call of func; None: every
-        evaluation is a call.
+        Number of columns that the dense engine computes in one vmapped call of func; None: every evaluation is
+        one call.
     replayed
         Whether evaluations for numerical columns, or groups of them, are replays of a CUDA graph.
     rows_replayed
-        Whether VJPs for the rows of the dense engine are.
+        Whether VJPs for the rows of the dense engine are replays of a CUDA graph.
     """
 
     engine: str
@@ -72,8 +72,8 @@ class Plan:
 class Pair(NamedTuple):
     """An output and an input whose Jacobian was compared.
 
-    The places, part and mode are as in ``Failure``, the numbers as in ``Comparison``; agrees says that no entry is
-    wrong: those that differ at eps agreed once re-measured.
+    The positions, part and mode are as in ``Failure``, and the numbers are as in ``Comparison``. agrees: no entry is
+    wrong; entries that differ at eps agreed when they were re-measured.
     """
 
     # Not a dataclass: every check that passes makes one, and a frozen one of as many fields takes ten times as long.
@@ -100,9 +100,9 @@ class Certificate:
     claim
         A sentence without its period.
     method
-        The vectors, and what they were compared with.
+        The random vectors, and the quantity with which their products were compared.
     bound
-        An error of one entry is detected from this size on, apart from rounding.
+        The smallest error of one entry that is detected, apart from rounding.
     """
 
     claim: str
@@ -121,7 +121,7 @@ class Environment:
 
 
 _COMPARED_FIELDS = "failure", "settings", "n", "m", "input_names", "output_names", "pairs", "undecided"
-"""The fields that equality of reports compares."""
+"""The fields that are compared by `==` between reports."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -44,9 +44,9 @@ def svg(
     Parameters
     ----------
     shape
-        Of the tensor.
+        Shape of the tensor.
     numbers, excess
-        Of each error: the number of its element in C order, and its ratio to the allowed error.
+        For each error, the number of its element in C order, and the ratio of the error to the allowed error.
     words
         The hover text of an error, by its place in numbers.
     """

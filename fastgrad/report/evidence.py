@@ -63,7 +63,7 @@ class Cause:
     name
         One of the names above.
     text
-        A sentence for people, without its period.
+        A sentence without its period.
     measure
         The evidence, for example a residual or a count.
     confidence
@@ -83,13 +83,13 @@ class Sample(EqualByContent):
     Attributes
     ----------
     output_shape
-        Of the output.
+        Shape of the output.
     input_shape
-        Of the input.
+        Shape of the input.
     outputs
-        The element of the output that each entry is about, in C order: int64, shape (entries,).
+        The number, in C order, of the output element of each entry: int64, shape (entries,).
     inputs
-        The same of the input.
+        The number, in C order, of the input element of each entry: int64, shape (entries,).
     analytical
         The derivatives by autograd: float64 or complex128, shape (entries,).
     numerical
@@ -97,11 +97,11 @@ class Sample(EqualByContent):
     failing
         Which entries differ by more than their tolerance: bool, shape (entries,).
     input_values
-        The elements of the input at x, shape (entries,).
+        The value of the input element of each entry, shape (entries,).
     output_values
-        The elements of the output at x, shape (entries,).
+        The value of the output element of each entry at x, shape (entries,).
     complete
-        Whether the entries that are not here are zero on both sides.
+        Whether all other entries are zero in both Jacobians.
     """
 
     output_shape: tuple[int, ...]
@@ -125,7 +125,7 @@ class Explanation:
     name
         The cause.
     text
-        What would have happened.
+        Description of the hypothesis.
     error
         The error of the sums, relative to the moduli of their terms.
     """
@@ -137,47 +137,48 @@ class Explanation:
 
 @dataclass(frozen=True, eq=False)
 class Evidence(EqualByContent):
-    """Results of the experiments after a failure; None: not made, over the budget, or raised.
+    """Results of the experiments after a failure; None if an experiment was not run, exceeded the budget, or raised.
 
-    Gradients are VJPs of one random dense cotangent v with respect to all inputs, and deviations the largest
-    difference between two of them over the largest component, unless something else is said.
+    If nothing else is said, a gradient is the VJP of one random dense cotangent v with respect to all inputs. A
+    deviation is the largest difference between two gradients, divided by the largest component.
 
     Attributes
     ----------
     calls
-        Of func and backward, in addition to those that the report counts.
+        Number of calls of func and backward, in addition to those that the report counts.
     func_moves
         The largest difference between outputs of two evaluations at x.
     runs
-        Deviations of some runs on one graph, then on a new one, and so on, from the first run.
+        Per graph, the deviations of its runs from the first run.
     vanishes
-        Whether the gradient is zero at all elements of the input that failing entries are about.
+        Whether the gradient is zero at the input elements of all failing entries.
     after_others
-        Deviation of a gradient from a graph made before func was evaluated at another point.
+        Deviation of a gradient whose graph was made before func was evaluated at another point.
     scaled
-        Scales c, the deviation of the gradient for c v, over c, and its size over that for v.
+        Scale c, the deviation of the gradient for c v divided by c, and its size relative to that for v.
     at_zero
         The largest component of the gradient for a zero cotangent.
     split
         Deviation of the sum of the gradients for three parts of v, one of them a single element.
     added
-        The same for v as the sum of two dense vectors.
+        Deviation of the sum of the gradients for two dense vectors that add up to v.
     gapped
-        Deviation for a non-contiguous v from its contiguous copy; infinite where one of them is not finite.
+        Deviation of the gradient for a non-contiguous v from that for its contiguous copy; infinite if only one of
+        them is finite, or the latter is zero.
     offset
-        Deviation for a v at a storage offset from its copy.
+        The same for a v at a storage offset.
     expanded
-        Deviation for a constant v, expanded with stride 0, from its copy.
+        The same for a constant v, expanded with stride 0.
     gapped_error
-        The exception for a non-contiguous v, where its contiguous copy raises none; gapped is None then.
+        The exception for a non-contiguous v, if its contiguous copy raises none; gapped is then None.
     offset_error, expanded_error
-        The same for one at an offset, and for an expanded v.
+        The exception for a v at a storage offset, and for an expanded v.
     modified
-        If a backward writes into its grad_output: deviation of the gradient from that of backwards with copies.
+        If a backward writes into its grad_output: deviation of the gradient from that of a backward that gets a copy.
     dense_error
-        ``|v^T J u - v . (difference along u)|``, over the sum of the moduli of its terms, for one random u.
+        ``|v^T J u - v . (difference along u)|`` for one random u, divided by the sum of the moduli of its terms.
     output_dtype
-        The narrowest dtype, narrower than double, that all outputs next to x fit in without rounding.
+        The narrowest dtype that represents all outputs next to x exactly, if it is narrower than double.
     slopes
         Large steps, and central differences of the worst entry there.
     rounding
@@ -185,12 +186,12 @@ class Evidence(EqualByContent):
     other_mode
         The worst entry by the mode of AD that did not fail.
     adjoint_error
-        As `fastgrad.AdjointTest.error`.
+        As in `fastgrad.AdjointTest.error`.
     other_part
         The worst entry of the part of a complex output that did not fail, analytical and numerical.
     explanation
-        A rearrangement of the numerical Jacobian that the analytical one is, or another problem whose gradient
-        it is.
+        A hypothesis that explains the analytical Jacobian: for example a rearrangement of the numerical one, or the
+        Jacobian of another function.
     """
 
     calls: int = 0

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastgrad.report.json_form import EqualByContent
 
 Part = Literal["all", "real", "imaginary"]
-"""Of a complex output, which is judged part by part; in forward mode, of a complex input. Real ones have "all"."""
+"""The checked part of a complex output; in forward mode, of a complex input. "all" for real tensors."""
 
 Mode = Literal["reverse", "forward"]
 """The mode of AD whose derivatives were compared."""
@@ -92,13 +92,13 @@ class Span:
     Attributes
     ----------
     size
-        Of the dimension.
+        Size of the dimension.
     count
         Number of distinct indices.
     first
-        The first of them.
+        The smallest of these indices.
     last
-        The last of them.
+        The largest of these indices.
     step
         The distance between neighboring indices, if it is constant; otherwise None.
     places
@@ -136,11 +136,11 @@ class Difference:
     Attributes
     ----------
     step
-        By which the input was moved to either side; for a complex entry, its first coordinate.
+        The distance by which the input was moved to each side; for a complex entry, that of its first coordinate.
     change
-        The change of func in between; for a complex entry, combined from its two coordinates.
+        The difference of the two values of func; for a complex entry, combined from its two coordinates.
     estimate
-        The derivative that follows: change over the realized distance.
+        The resulting derivative: change divided by the distance of the two points after rounding.
     """
 
     step: float
@@ -155,9 +155,9 @@ class Comparison(EqualByContent):
     Attributes
     ----------
     entries
-        How many there are.
+        Number of entries of this Jacobian.
     mismatches
-        How many differ at eps by more than their tolerance.
+        Number of entries that differ at eps by more than their tolerance.
     worst
         The worst entry, re-measured.
     largest_absolute
@@ -171,19 +171,19 @@ class Comparison(EqualByContent):
     sum_product
         The sum of ``a conj(n)``.
     analytical
-        The matrix, if it is small, in torch's layout: one row per input element, one column per output
+        The analytical matrix, if it is small, in torch's layout: one row per input element, one column per output
         element.
     numerical
-        The same.
+        The numerical matrix, in the same layout.
     exhaustive
-        Whether all entries were compared; otherwise some were located, and the numbers are about them.
+        Whether all entries were compared. If not, the numbers refer to the entries that were located.
     worst_entries
-        The worst first, as far as they are wrong (those with an error estimate) or look wrong at eps (those
-        without).
+        Some of the worst entries, the worst first. Those with an error estimate are wrong; those without differ at
+        eps.
     extent
-        Where mismatched entries lie.
+        The positions of the mismatched entries.
     on_pattern
-        Whether the entries are those of the Jacobian's pattern, outside of which it is zero.
+        Whether only the entries of the sparsity pattern are counted. All others are zero.
     """
 
     entries: int
@@ -213,14 +213,14 @@ class Subject:
     parameters
         Names of func's arguments, as far as known.
     inputs
-        Dtype and shape of each of func's arguments up to the last checked one, for example ``float64[3, 4]``; empty if
-        it is not checked.
+        Dtype and shape of each of func's arguments up to the last checked one, for example ``float64[3, 4]``; empty for
+        an argument that is not checked.
     outputs
-        The same of each differentiable output.
+        Dtype and shape of each differentiable output.
     source
         File and line of the custom backward, or of func if it has none: ``ops.py:12``; empty if unknown.
     test
-        The id of the test that runs, under pytest.
+        Under pytest, the id of the test that was running; otherwise empty.
     """
 
     function: str = ""
@@ -240,27 +240,27 @@ class Failure(EqualByContent):
     kind
         What failed.
     output
-        Counts the differentiable outputs, as torch's messages do.
+        Number of the output, counting only differentiable ones, as in torch's messages.
     input
-        Counts the differentiable inputs.
+        Number of the input, counting only differentiable ones.
     output_position
-        The place among func's results.
+        Position of the output among func's results.
     input_position
-        The place among func's arguments.
+        Position of the input among func's arguments.
     part
-        Of a complex output; in forward mode, of a complex input.
+        Part of a complex output; in forward mode, part of a complex input.
     mode
-        Of AD.
+        Mode of AD: "reverse" or "forward".
     comparison
         The entries of a mismatch.
     detail
         A clause of the message.
     cause
-        The exception behind the failure, if there was one.
+        The exception that caused the failure, if there was one.
     trouble
         Special properties of the worst entry's derivative.
     convergence
-        The differences behind the worst entry, large steps first, if it was re-measured.
+        The differences of the worst entry, large steps first, if it was re-measured.
     """
 
     kind: FailureKind

@@ -13,20 +13,20 @@ from fastgrad.report.json_form import EqualByContent
 
 @dataclass(frozen=True)
 class RoundedEntry:
-    """A component of a VJP in a lower dtype, against double precision.
+    """A component of a VJP in a lower dtype, compared with double precision.
 
     Attributes
     ----------
     output, output_position
-        Of the only output element whose grad_output was not zero, as in ``Failure``; None if all had one.
+        As in ``Failure``, for the only output element with a nonzero grad_output; None if all elements had one.
     output_index
-        That element.
+        The index of this element.
     input, input_position, input_index
-        The element whose gradient it is.
+        The input element of the gradient.
     found
-        By autograd, in the lower dtype.
+        The gradient by autograd in the lower dtype.
     expected
-        By the reference, or by differences.
+        The gradient by the reference, or by differences.
     allowed
         The allowed difference.
     unit
@@ -72,46 +72,47 @@ class LowPrecision(EqualByContent):
     Attributes
     ----------
     dtypes
-        Of the checked inputs.
+        Dtypes of the checked inputs.
     unit
         The largest unit roundoff of inputs and outputs.
     reference
-        Name of the reference; empty: differences in its own dtype.
+        Name of the reference; empty: the function was compared with differences in its own dtype.
     products
-        VJPs that were compared.
+        Number of VJPs that were compared.
     rows
         A description of their grad_outputs.
     entries
-        Components of them.
+        Number of components of these VJPs.
     draws
-        Runs in perturbed arithmetic that measured the rounding.
+        Number of runs in perturbed arithmetic that measured the rounding.
     rounded_once
-        Whether the function was seen to compute in a finer dtype and to round at the end, and was held to that.
+        Whether the function computes in a wider dtype internally, so that a smaller error was allowed.
     second_look
-        Entries that were within their allowance only once inputs were perturbed relative to the largest.
+        Number of entries that were within their allowance only after inputs were perturbed relative to the largest
+        element.
     out_of_range
-        Entries that were not compared, as the reference leaves the range of the dtype.
+        Number of entries that were not compared, because the reference leaves the range of the dtype.
     worst
         The worst entry.
     wrong
-        Entries beyond their allowance.
+        Number of entries with more than the allowed error.
     forward
-        The worst output's error, over the allowed one.
+        The error of the worst output, divided by the allowed error.
     smallest
-        The error, relative to an entry, that would have been found in half of the entries: those of at least a
-        hundredth of the largest of their VJP.
+        The relative error that would have been found in half of the entries. Only entries count that are at least a
+        hundredth of the largest entry of their VJP.
     smallest_most
-        The same in nine of ten entries.
+        The relative error that would have been found in 90 % of these entries.
     hidden
-        The share of these entries that might be zero, as rounding explains errors of their size.
+        The share of these entries that could be zero without being detected.
     smallest_scale
-        A common relative error of a whole gradient that would have been found; None if that was not tested.
+        The common relative error of a whole gradient that would have been found; None if this was not tested.
     undecided
         Why there is no verdict; empty if there is one.
     remedy
-        How to get one.
+        How to get a verdict.
     reference_report
-        Of the check of the reference itself, in double precision, in its plain form.
+        The report of the check of the reference itself, in double precision, as from `Report.to_dict`.
     """
 
     dtypes: tuple[str, ...] = ()

@@ -371,7 +371,7 @@ _NONLINEAR = "backward is not linear in grad_output"
 _DIFFERENT = {
     "ranks differ": "Different ranks give different values to the same tensor",
     "recorded gradient": "Backward gives different gradients with and without create_graph=True",
-    "kept gradient": "Backward keeps gradients by the address or identity of grad_output. Two tensors with the same "
+    "kept gradient": "Backward caches gradients by the address or identity of grad_output. Two tensors with the same "
     "values give different gradients",
 }
 
@@ -444,7 +444,7 @@ def _tangent_phrase(failure: Failure) -> str:
     if failure.kind == "modified tangent":
         return (
             f"Mismatch in tangent values of input {failure.input} before and after a call of the jvp. Other operators "
-            "that use this tangent get a wrong one."
+            "that use this tangent get wrong values."
         )
     return (
         f"Mismatch in tangent values for output with index: {failure.output} when the tangent of input {failure.input} "

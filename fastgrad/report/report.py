@@ -55,7 +55,7 @@ class Report(ReportData):
         The paths of the tensors that `Failure.input_position` counts, in `fastgrad.check`; empty in gradcheck,
         whose messages use numbers.
     output_names
-        The same for `Failure.output_position`.
+        The paths of the tensors that `Failure.output_position` counts.
     pairs
         The compared pairs of output and input, up to the pair that failed.
     certificates

@@ -18,7 +18,7 @@ def passed(precision: LowPrecision) -> str:
         return "all compared gradients are zero"
     text = (
         f"an error of {_percent(precision.smallest)} would have been found in half of the entries, and one of "
-        f"{_percent(precision.smallest_most)} in nine of ten"
+        f"{_percent(precision.smallest_most)} in 90 % of them"
     )
     if precision.smallest_scale is not None:
         text += f"; an error of {_percent(precision.smallest_scale)} common to all entries would have been found"
@@ -65,7 +65,7 @@ def verdict(kind: FailureKind, precision: LowPrecision) -> str:
 
 
 def key_phrase(kind: FailureKind, precision: LowPrecision | None) -> str:
-    """The end of the key phrase."""
+    """The end of the message's key phrase: how the gradient is wrong."""
     has_reference = precision is None or bool(precision.reference)
     if kind == "not finite":
         by = "the reference is in the range of the dtype" if has_reference else "the differences are"

@@ -41,20 +41,21 @@ class Settings(Tolerances):
     Attributes
     ----------
     confidence
-        Of fast mode.
+        Confidence of fast mode.
     grad_outputs
-        How gradgradcheck came by its grad_outputs; None in gradcheck.
+        Source of gradgradcheck's grad_outputs; None in gradcheck.
     order
-        Of the derivatives that are checked.
+        Order of the derivatives that are checked.
     inputs
         The tolerances of each checked input, if not all have the same; eps, atol and rtol are then the
         smallest of them.
     precision
-        "strict" where the tolerances hold for every dtype.
+        "strict": the tolerances apply to every dtype.
     reference
-        The name of the reference that was passed for a function of a lower dtype; None: itself, in double precision.
+        The name of the reference that was passed for a function in a lower dtype; None: the function itself, in double
+        precision.
     reference_device
-        The device that was passed for it; None: that of the function.
+        The device that was passed for the reference; None: that of the function.
     """
 
     nondet_tol: float = 0.0

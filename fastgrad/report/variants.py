@@ -57,7 +57,7 @@ class VariantsReport(EqualByContent):
     rows
         One row per variant, in the order in which they ran.
     seed
-        Of the check.
+        Seed of the check.
     seconds
         Time of the whole check.
 

@@ -201,7 +201,7 @@ class Detection(ABC):
 
 
 class ProblemPatterns(Detection):
-    """Of a problem's Jacobian: a product with columns is an evaluation, one with rows a VJP."""
+    """Patterns of a problem's Jacobian: a product with columns is an evaluation, a product with rows is a VJP."""
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ HUB_SHARE = 0.5
 """A target that more than this share of many blocks reach belongs to a dense row."""
 
 DENSE_SHARE = 1 / 16
-"""Of the entries of the fullest row: a row with more is dense, too."""
+"""A row with more than this share of the entries of the fullest row is dense, too."""
 
 FEW = 16
 """Number of results that are first looked up among the inputs' values."""

@@ -57,9 +57,9 @@ def target(
     keywords
         NAME=LITERAL, handed to the function; a bare word is a string.
     seed
-        Of the values of the tensors.
+        Seed of the values of the tensors.
     device
-        Of tensors and modules.
+        Device of tensors and modules.
 
     Raises
     ------

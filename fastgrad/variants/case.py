@@ -38,7 +38,7 @@ class Subject:
     rebuilds
         Replace the given tensors by others, in arguments and in keywords.
     seed
-        Of the random numbers.
+        Seed of the random numbers.
     """
 
     called: Callable[..., Any]
@@ -120,7 +120,7 @@ class Subject:
 
             if _is_finite(self.func, make(self.inputs)):
                 return make
-        raise NotApplicableError("next to the inputs func raises, or is not finite")
+        raise NotApplicableError("at inputs next to the given ones, func raises or is not finite")
 
 
 def _is_finite(func: Callable[..., Any], inputs: list[Any]) -> bool:

@@ -19,7 +19,7 @@ from fastgrad.problem.problem import Problem
 from fastgrad.report.json_form import EqualByContent
 
 LARGEST_STEP = 2.0**-6
-"""Of a Taylor test, relative to max(|x|, 1)."""
+"""The largest step of a Taylor test, relative to max(|x|, 1)."""
 
 HALVINGS = 18
 """Down to LARGEST_STEP 2^-18: 6e-8, where the remainder of a function with curvatures of order 1 is rounding."""
@@ -138,7 +138,7 @@ def adjoint_test(
     masked
         As in `gradcheck`.
     seed
-        Of u and v.
+        Seed of u and v.
 
     Returns
     -------
@@ -192,7 +192,7 @@ def taylor_test(
     mode
         The mode of AD that computes J u.
     seed
-        Of u and v.
+        Seed of u and v.
 
     Returns
     -------

@@ -48,9 +48,9 @@ class Findings:
     backward
         All VJPs of a small problem, if they were run at once.
     on_first_graph
-        Whether they are of the graph of the first evaluation.
+        Whether these VJPs ran on the graph of the first evaluation.
     early
-        The exception that was raised instead: it is raised later, in the order of the checks.
+        The exception that one of these VJPs raised. It is raised again later, in the order of the checks.
     columns
         The numerical Jacobian, if it is known: float64, shape (n, m).
     batched
@@ -58,11 +58,11 @@ class Findings:
     moved
         Whether a VJP is known to have given two gradients.
     jvp_moved
-        The same of a JVP.
+        The same for a JVP.
     irreproducible
-        As of `FirstLook`.
+        As in `FirstLook`.
     domains_match
-        Whether no tangent is known to be complex where its output is real, or the reverse.
+        False if a tangent is known to be complex although its output is real, or the reverse.
     products
         VJPs that were run of a custom backward and may not be compared with rows: cotangents and gradients, float64,
         shapes (count, m) and (count, n).
@@ -89,7 +89,7 @@ class Findings:
     tangents: tuple[Tensor, list[int], Tensor] | None = None
 
     def add(self, other: Findings) -> None:
-        """Adds those of a part of the check."""
+        """Adds the findings of a part of the check."""
         self.notes += other.notes
         self.pairs += other.pairs
         self.certificates += other.certificates
@@ -201,7 +201,7 @@ class PairComparison:
         self._take_in(*where, lambda _, entry: (rows[entry], columns[entry]))
 
     def add_statistics(self, entries: int, statistics: Sequence[float]) -> None:
-        """Of entries that are known to agree: how many, and the `statistics` of `ops.compare` of them."""
+        """Adds entries that are known to agree: their number, and their `statistics` from `ops.compare`."""
         self.entries += entries
         self.largest_absolute, self.largest_relative = statistics[4:6]
 

@@ -61,7 +61,7 @@ def linearity_certificate(claim: str, kinds: tuple[GradOutputKind, ...], bound: 
 
 
 def linear_backward(kinds: tuple[GradOutputKind, ...], bound: float) -> Certificate:
-    """That a backward is linear."""
+    """The certificate that a backward is linear."""
     return linearity_certificate("backward is linear in grad_output", kinds, bound)
 
 
@@ -159,12 +159,12 @@ def groups_failure(
 
 
 def nondeterministic(output: Block) -> Failure:
-    """That two runs of a VJP of an output differ."""
+    """The failure that two runs of a VJP of an output differ."""
     return Failure("nondeterministic", output.index, None, output.position)
 
 
 def nondeterministic_func(output: Block, where: str) -> Failure:
-    """That func returned two results for the same inputs in calls with which no entry was compared."""
+    """The failure that func returned two results for the same inputs, in calls that no entry was compared with."""
     detail = f"evaluated again {where}, it gives other values"
     return Failure("nondeterministic func", output.index, None, output.position, detail=detail)
 

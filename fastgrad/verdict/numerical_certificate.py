@@ -73,7 +73,7 @@ class Incomplete:
     Attributes
     ----------
     rows, columns
-        Of each entry: shape (entries,).
+        The row and column of each entry: shape (entries,).
     refuted
         Whether there are too many to list one by one.
     unexplained
@@ -99,7 +99,7 @@ class Incomplete:
 def incomplete(
     learnt: list[tuple[Indices, Indices]], refuted: bool = False, unexplained: float | None = None
 ) -> Incomplete:
-    """One of entries found in several places: (rows, columns) each."""
+    """The gap of entries that were found in several places: (rows, columns) each."""
     empty = np.empty(0, dtype=np.int64)
     rows, columns = zip(*learnt, strict=True) if learnt else ((empty,), (empty,))
     return Incomplete(np.concatenate(rows), np.concatenate(columns), refuted, unexplained)

@@ -21,12 +21,12 @@ from fastgrad.verdict.linearity import disagreement
 
 
 def nondeterministic_jvp(output: Block, detail: str) -> Failure:
-    """That two runs of a JVP differ in an output; detail: how."""
+    """The failure that two runs of a JVP differ in an output; detail: how they differ."""
     return Failure("nondeterministic", output.index, None, output.position, mode="forward", detail=detail)
 
 
 def modified_tangent(block: Block) -> Failure:
-    """That a jvp changes the tangent of an input: what func computes from it afterwards is wrong."""
+    """The failure that a jvp changes the tangent of an input: what func computes from it afterwards is wrong."""
     return Failure("modified tangent", input=block.index, input_position=block.position, mode="forward")
 
 
@@ -47,9 +47,14 @@ def tangent_directions(n: int, seed: int, device: torch.device) -> Tensor:
 def combined_tangents(directions: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     """Two tangents whose JVPs follow, by linearity, from those of the first two of `directions`, shape (count, n).
 
-    Returns the tangents, shape (2, n): the first direction plus REPEAT_SCALE times the second, but zero at one
-    coordinate; and the one-hot tangent of that coordinate. And the shares of the first two directions and of these two
-    in a sum of JVPs that is zero, shape (4,).
+    The first of them is directions[0] + REPEAT_SCALE * directions[1] with one coordinate set to zero. The second is the
+    one-hot tangent of that coordinate.
+
+    Returns
+    -------
+    tuple
+        The two tangents, shape (2, n). And four factors: if the JVPs of the two directions and of the two tangents are
+        multiplied by them, their sum must be zero.
     """
     shares = [1 / REPEAT_SCALE, 1.0, -1 / REPEAT_SCALE, 0.0]
     combined = directions.new_zeros(2, directions.shape[1])

@@ -132,7 +132,7 @@ def test_a_function_that_computes_in_float32_inside_is_no_reference(monkeypatch:
     inputs = tuple(torch.randn(4, 5, generator=generator).bfloat16().requires_grad_() for _ in range(2))
     report = fastgrad.check(WideInside.apply, inputs)
     assert (report.verdict, report.precision.reference) == ("passed", "")  # type: ignore[union-attr]
-    assert any("computes in a lower dtype inside" in note for note in report.notes)
+    assert any("computes in a lower dtype internally" in note for note in report.notes)
     monkeypatch.setattr(WideInside, "factor", 1.5)
     assert fastgrad.check(WideInside.apply, inputs).verdict == "failed"
 
