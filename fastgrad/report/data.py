@@ -171,9 +171,5 @@ class ReportData(EqualByContent):
         """
         return {"schema": SCHEMA, "verdict": self.verdict, "passed": self.passed, **plain(self)}
 
-    def to_json(self, indent: int | None = None) -> str:
-        """`to_dict` as strict JSON."""
-        return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
-
     def _content(self) -> str:
         return json.dumps([plain(getattr(self, name)) for name in _COMPARED_FIELDS], allow_nan=False)

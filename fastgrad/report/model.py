@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
 
 from fastgrad.report import model_text
 from fastgrad.report.model_data import ModelReportData
-from fastgrad.report.report import GradcheckError
+from fastgrad.report.report import Result
 
 
 @dataclass(frozen=True, eq=False)
-class ModelReport(ModelReportData):
+class ModelReport(ModelReportData, Result):
     """The result of `fastgrad.check_model`; true if no error was found.
 
     Attributes
@@ -39,22 +38,6 @@ class ModelReport(ModelReportData):
     >>> report.verdict, report.findings
     ('passed', ())
     """
-
-    def __bool__(self) -> bool:
-        """The value of `passed`."""
-        return self.passed
-
-    def raise_if_failed(self) -> None:
-        """Raises GradcheckError if an error was found.
-
-        Raises
-        ------
-        GradcheckError
-            With `str` of this report as its message, and this report as its ``report``.
-        """
-        __tracebackhide__ = True  # under pytest a failure shows the caller's line
-        if self.findings:
-            raise GradcheckError(str(self), cast(Any, self))
 
     def to_html(self) -> str:
         """The report as one self-contained HTML page."""

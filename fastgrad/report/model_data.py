@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -186,7 +185,3 @@ class ModelReportData(EqualByContent):
             **found,
             "end_to_end": {**found["end_to_end"], "verdict": self.end_to_end.verdict, "error": self.end_to_end.error},
         }
-
-    def to_json(self, indent: int | None = None) -> str:
-        """`to_dict` as strict JSON."""
-        return json.dumps(self.to_dict(), indent=indent, allow_nan=False)

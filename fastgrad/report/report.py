@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from torch.autograd.gradcheck import GradcheckError as TorchGradcheckError
 
@@ -14,8 +16,42 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+class Result(ABC):
+    """What the reports of all checks have in common."""
+
+    @property
+    @abstractmethod
+    def passed(self) -> bool:
+        """Whether no error was found."""
+
+    @abstractmethod
+    def to_dict(self) -> dict[str, Any]:
+        """The report as numbers, strings, lists and dicts."""
+
+    def __bool__(self) -> bool:
+        """The value of `passed`: ``assert fastgrad.check(func, inputs)``."""
+        return self.passed
+
+    def to_json(self, indent: int | None = None) -> str:
+        """`to_dict` as strict JSON."""
+        return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
+
+    def raise_if_failed(self) -> None:
+        """Raises GradcheckError if the check failed, as `gradcheck` does.
+
+        Raises
+        ------
+        GradcheckError
+            With `str` of this report as its message, and this report as its ``report``.
+        """
+        __tracebackhide__ = True  # under pytest a failure shows the caller's line
+        if not self.passed:
+            failure = getattr(self, "failure", None)  # a Report has one
+            raise GradcheckError(str(self), cast(Any, self)) from getattr(failure, "cause", None)
+
+
 @dataclass(frozen=True, eq=False)
-class Report(ReportData):
+class Report(ReportData, Result):
     """The result of one check; its truth value is `passed`.
 
     Two reports are equal if their settings, sizes, names, failures, bounds and largest errors are equal. Plan, calls,
@@ -79,22 +115,6 @@ class Report(ReportData):
     >>> report.verdict, report.failure.kind
     ('failed', 'mismatch')
     """
-
-    def __bool__(self) -> bool:
-        """The value of `passed`: ``assert fastgrad.check(func, inputs)``."""
-        return self.passed
-
-    def raise_if_failed(self) -> None:
-        """Raises GradcheckError if the check failed, as `gradcheck` does.
-
-        Raises
-        ------
-        GradcheckError
-            With `str` of this report as its message, and this report as its ``report``.
-        """
-        __tracebackhide__ = True  # under pytest a failure shows the caller's line
-        if self.failure is not None:
-            raise GradcheckError(str(self), self) from self.failure.cause
 
     def to_html(self) -> str:
         """The report as one self-contained HTML page; with figures if matplotlib is installed."""

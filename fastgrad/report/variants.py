@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from html import escape
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from fastgrad.report import html
 from fastgrad.report.json_form import SCHEMA, EqualByContent, plain
 from fastgrad.report.messages import seconds_text
-from fastgrad.report.report import GradcheckError, Report
+from fastgrad.report.report import Report, Result
 
 VariantVerdict = Literal["failed", "passed", "undecided", "no derivative", "not applicable", "raised", "not run"]
 """The verdict of a variant."""
@@ -49,7 +49,7 @@ class VariantRow:
 
 
 @dataclass(frozen=True, eq=False)
-class VariantsReport(EqualByContent):
+class VariantsReport(EqualByContent, Result):
     """The result of `fastgrad.check_variants`; true if no variant failed or raised.
 
     Attributes
@@ -84,22 +84,6 @@ class VariantsReport(EqualByContent):
         """The variants that failed, or whose backward raised."""
         return tuple(row for row in self.rows if row.verdict in ("failed", "raised"))
 
-    def __bool__(self) -> bool:
-        """`passed`."""
-        return self.passed
-
-    def raise_if_failed(self) -> None:
-        """Raises GradcheckError if a variant failed.
-
-        Raises
-        ------
-        GradcheckError
-            With `str` of this report for its message, and this as its ``report``.
-        """
-        __tracebackhide__ = True  # under pytest a failure shows the caller's line
-        if self.failed:
-            raise GradcheckError(str(self), cast(Any, self))
-
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data; each row's report as in `Report.to_dict`."""
         rows = [
@@ -107,10 +91,6 @@ class VariantsReport(EqualByContent):
             for row in self.rows
         ]
         return {"schema": SCHEMA, "passed": self.passed, "rows": rows, "seed": self.seed, "seconds": self.seconds}
-
-    def to_json(self, indent: int | None = None) -> str:
-        """`to_dict` as strict JSON."""
-        return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 
     def to_html(self) -> str:
         """The report as one self-contained HTML page: the table, and the reports of failures."""
