@@ -24,14 +24,14 @@ CELL, GAP = 16, 10
 DECADES = 4.0
 """Range of the ratio of error to tolerance that colors distinguish, in both directions."""
 
-_WITHIN, _BEYOND = ((198, 219, 231), (127, 178, 207)), ((244, 162, 89), (143, 29, 44))
+WITHIN, BEYOND = ((198, 219, 231), (127, 178, 207)), ((244, 162, 89), (143, 29, 44))
 """Colors, red, green and blue, of the smallest and the largest errors within the tolerance, and beyond it."""
 
 
 def color(excess: float) -> str:
     """The color of an error, by the ratio of error to tolerance."""
     decades = math.log10(excess) if 0 < excess < math.inf else math.copysign(math.inf, excess - 1)
-    low, high = _BEYOND if decades > 0 else _WITHIN
+    low, high = BEYOND if decades > 0 else WITHIN
     share = min(max(decades, -DECADES), DECADES) / DECADES + (decades <= 0)
     return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in zip(low, high, strict=True))
 

@@ -233,9 +233,8 @@ def _draw_map(axes: Axes, ink: str, entries: _Entries, names: tuple[str, str]) -
     seen[rows, columns] = True
     shades = np.ma.masked_array(np.clip(largest, -4, 4), mask=~seen)
     # Two scales that do not meet: within the tolerance, and beyond it.
-    within, beyond = ["#c6dbe7", "#7fb2cf"], ["#f4a259", "#8f1d2c"]
-    stops = [(0.0, within[0]), (0.5, within[1]), (0.5, beyond[0]), (1.0, beyond[1])]
-    colors = LinearSegmentedColormap.from_list("errors", stops)
+    stops = np.divide([*element_map.WITHIN, *element_map.BEYOND], 255)
+    colors = LinearSegmentedColormap.from_list("errors", list(zip((0.0, 0.5, 0.5, 1.0), stops, strict=True)))
     image = axes.imshow(
         shades, cmap=colors, vmin=-4, vmax=4, aspect="auto", interpolation="nearest", extent=(0, width, height, 0)
     )
@@ -286,14 +285,11 @@ def _draw_errors(axes: Axes, ink: str, entries: _Entries) -> None:
         axes.plot(ends, ends, color=ink, linewidth=1.2, label="error = tolerance")
         axes.set_xlim(*ends)
     axes.set_ylim(floor, high * 3)
-    for axis in (axes.xaxis, axes.yaxis):
-        _plain_ticks(axis)
     axes.set_xlabel("tolerance, atol + rtol |numerical|")
     axes.set_ylabel("error, |analytical - numerical|")
     if not finite.all():
         axes.set_title(f"without {int((~finite).sum())} entries that are not finite", fontsize="small")
-    _legend(axes, ink)
-    _ink(axes, ink)
+    _finish(axes, ink)
 
 
 def _draw_convergence(axes: Axes, ink: str, failure: Failure, worst: Entry, own: Tolerances) -> None:
@@ -320,10 +316,7 @@ def _draw_convergence(axes: Axes, ink: str, failure: Failure, worst: Entry, own:
         axes.set_yscale("symlog", linthresh=max(own.atol, 1e-12))
     axes.axvline(own.eps, color=ink, linestyle=":", linewidth=1.2, label=f"eps = {own.eps:g}")
     axes.set_xlabel("step")
-    for axis in (axes.xaxis, axes.yaxis):
-        _plain_ticks(axis)
-    _legend(axes, ink)
-    _ink(axes, ink)
+    _finish(axes, ink)
 
 
 def _plain_ticks(axis: Axis) -> None:
@@ -334,21 +327,22 @@ def _plain_ticks(axis: Axis) -> None:
     axis.set_minor_formatter(lambda value, _: f"{value:g}" if narrow and f"{value:e}"[0] in "25" else "")
 
 
-def _legend(axes: Axes, ink: str) -> None:
-    """Places the legend above the data."""
-    lines = axes.get_legend_handles_labels()[0]
-    if not lines:
-        return
-    axes.legend(
-        loc="lower center",
-        bbox_to_anchor=(0.5, 1.0),
-        ncols=2 if len(lines) == 4 else 3,
-        frameon=False,
-        labelcolor=ink,
-        fontsize="small",
-        handletextpad=0.4,
-        columnspacing=1.2,
-    )
+def _finish(axes: Axes, ink: str) -> None:
+    """Plain ticks, a legend above the data, and the colors."""
+    for axis in (axes.xaxis, axes.yaxis):
+        _plain_ticks(axis)
+    if lines := axes.get_legend_handles_labels()[0]:
+        axes.legend(
+            loc="lower center",
+            bbox_to_anchor=(0.5, 1.0),
+            ncols=2 if len(lines) == 4 else 3,
+            frameon=False,
+            labelcolor=ink,
+            fontsize="small",
+            handletextpad=0.4,
+            columnspacing=1.2,
+        )
+    _ink(axes, ink)
 
 
 STYLE = Path(__file__).with_name("style.css").read_text().replace(".fastgrad", ".fastgrad.fastgrad")

@@ -18,7 +18,6 @@ _UNDEFINED_NOTE = (
     "An undefined grad_output means zero. It is passed to backward as None, or as zeros with "
     "ctx.set_materialize_grads(True), the default."
 )
-_NONZERO_NOTE = "Numerical gradient for function expected to be zero, because no output requires grad. But for"
 _NONDET_NOTE = (
     "If the operator is nondeterministic by design (for example, because of atomic additions), pass nondet_tol; "
     "otherwise look for state or uninitialized memory in backward."
@@ -221,7 +220,6 @@ def _first_line(report: ReportData, failure: Failure, comparison: Comparison) ->
     """The function, the wrong gradient, the number of wrong entries, and the cause if it is almost certain."""
     output, input_ = names_of(report, failure)
     subject = report.subject or Subject()
-    function = _function(report, subject)
     what = "gradient of" if failure.mode == "reverse" else "forward-mode derivative with respect to"
     through = f" through {output}" if len(subject.outputs) > 1 else ""
     tensor = _input_kind(subject, failure)
@@ -232,7 +230,7 @@ def _first_line(report: ReportData, failure: Failure, comparison: Comparison) ->
     if failure.trouble == "not converged":
         what = "numerical gradient of" if failure.mode == "reverse" else "numerical derivative with respect to"
         verdict = f"does not converge; it differs from the analytical one in {_extent(comparison)}"
-    return _with_cause(report, f"{function}: {what} {input_}{kind}{through} {verdict}")
+    return _with_cause(report, f"{_function(report)}: {what} {input_}{kind}{through} {verdict}")
 
 
 def _with_cause(report: ReportData, line: str) -> str:
@@ -265,7 +263,7 @@ _HEADLINES: dict[FailureKind, str] = {
 
 def _headline(report: ReportData, failure: Failure) -> str:
     """The first line of a failure without compared entries: function, failure, and the cause if known."""
-    function = _function(report, report.subject or Subject())
+    function = _function(report)
     if (
         failure.kind in ("nonlinear", "nondeterministic")
         and report.causes
@@ -283,9 +281,10 @@ def _headline(report: ReportData, failure: Failure) -> str:
 _OF_ORDER = {1: "", 2: "backward of ", 3: "second backward of ", 4: "third backward of "}
 
 
-def _function(report: ReportData, subject: Subject) -> str:
+def _function(report: ReportData) -> str:
     """The function whose gradient was checked."""
-    return f"{_OF_ORDER[report.settings.order]}{subject.function or 'func'}"
+    name = report.subject.function if report.subject else ""
+    return f"{_OF_ORDER[report.settings.order]}{name or 'func'}"
 
 
 def _input_kind(subject: Subject, failure: Failure) -> str:
@@ -296,12 +295,10 @@ def _input_kind(subject: Subject, failure: Failure) -> str:
 
 def _rounded_line(report: ReportData, failure: Failure, precision: LowPrecision) -> str:
     """The first line of a failure in a lower dtype."""
-    subject = report.subject or Subject()
-    function = _function(report, subject)
-    kind = _input_kind(subject, failure)
+    kind = _input_kind(report.subject or Subject(), failure)
     tensor = f" ({kind})" if kind else ""
     what = rounding_text.verdict(failure.kind, precision)
-    return _with_cause(report, f"{function}: gradient of {names_of(report, failure)[1]}{tensor} {what}")
+    return _with_cause(report, f"{_function(report)}: gradient of {names_of(report, failure)[1]}{tensor} {what}")
 
 
 def _notes(report: ReportData) -> list[str]:
@@ -365,97 +362,63 @@ def engine_line(report: ReportData) -> str:
     )
 
 
-_NONLINEAR = "backward is not linear in grad_output"
-
-
-_DIFFERENT = {
-    "ranks differ": "Different ranks give different values to the same tensor",
-    "recorded gradient": "Backward gives different gradients with and without create_graph=True",
+_PHRASES: dict[FailureKind, str] = {
+    "mismatch": "{part}Jacobian {mode}mismatch for {output} with respect to {input}:",
+    "nonzero numerical gradient": "Numerical gradient for function expected to be zero, because no output requires "
+    "grad. But for {output} with respect to {input} it is {detail}.",
+    "dtype": "Gradient has dtype mismatch: a gradient of {output} does not have the dtype of its input.",
+    "size": "Analytical gradient has incorrect size for {output}.",
+    "nondeterministic func": "func is not deterministic: {detail}.",
+    "nonlinear": "{derivative} is not linear in {vector}: {detail}.",
+    "not multiplied by grad_output": "backward not multiplied by grad_output: with a zero grad_output the gradient of "
+    "{input} is not zero.",
+    "incorrect gradient": "{detail} for {input}.",
+    "undefined grad raises": "Expected backward function to handle undefined output grads, but it raised an error. "
+    + _UNDEFINED_NOTE,
+    "undefined grad not zero": "Expected all input grads to be undefined or zero when all output grads are undefined "
+    "or zero, but the gradient of {input} is not. " + _UNDEFINED_NOTE,
+    "tangent dtype": "Forward AD gradient has dtype mismatch: only one of the tangent and its output is complex.",
+    "modified tangent": "Mismatch in tangent values of {input} before and after a call of the jvp. Other operators "
+    "that use this tangent get wrong values.",
+    "undefined tangent": "Mismatch in tangent values for output with index: {number} when the tangent of {input} is "
+    "undefined, which stands for zero: {detail}.",
+    "ranks differ": "Different ranks give different values to the same tensor: {detail}.",
+    "recorded gradient": "Backward gives different gradients with and without create_graph=True: {detail}.",
     "kept gradient": "Backward caches gradients by the address or identity of grad_output. Two tensors with the same "
-    "values give different gradients",
+    "values give different gradients: {detail}.",
+    "batched raises": "While computing batched gradients, got: {detail}\n\n{batched}",
+    "batched differs": "For {output} and {input}:\n\n{batched}\n\n{detail}",
 }
-
-
-def _rounding_phrase(failure: Failure, precision: LowPrecision | None) -> str:
-    output = "" if failure.output is None else f"output {failure.output} with respect to "
-    place = f"{output}input {failure.input}"
-    return f"Jacobian mismatch for {place}: {rounding_text.key_phrase(failure.kind, precision)}."
-
-
-def _nondeterministic_phrase(failure: Failure, settings: Settings) -> str:
-    if failure.mode == "forward":
-        return f"The jvp is not deterministic: {failure.detail}."
-    return (
-        "Backward is not reentrant, i.e., two runs with the same inputs and grad_output give different values. "
-        f"The tolerance for nondeterminism was {settings.nondet_tol}.\n{_NONDET_NOTE}"
-    )
+"""The phrases of `key_phrase`, which has those of the other kinds."""
 
 
 def key_phrase(report: ReportData, failure: Failure) -> str:
     """The phrase that tests search for: that of torch, if torch makes the same check."""
     output, input_ = f"output {failure.output}", f"input {failure.input}"
-    match failure.kind:
-        case "mismatch":
-            return _mismatch_phrase(failure)
-        case "nonzero numerical gradient":
-            return f"{_NONZERO_NOTE} {output} with respect to {input_} it is {failure.detail}."
-        case "dtype":
-            return f"Gradient has dtype mismatch: a gradient of {output} does not have the dtype of its input."
-        case "size":
-            return f"Analytical gradient has incorrect size for {output}."
-        case "nondeterministic func":
-            return f"func is not deterministic: {failure.detail}."
-        case "nondeterministic":
-            return _nondeterministic_phrase(failure, report.settings)
-        case "nonlinear":
-            what = "jvp is not linear in its tangent" if failure.mode == "forward" else _NONLINEAR
-            return f"{what}: {failure.detail}."
-        case "ranks differ" | "recorded gradient" | "kept gradient":
-            return f"{_DIFFERENT[failure.kind]}: {failure.detail}."
-        case "not multiplied by grad_output":
-            return (
-                f"backward not multiplied by grad_output: with a zero grad_output the gradient of {input_} is not zero."
-            )
-        case "incorrect gradient":
-            return f"{failure.detail} for {input_}."
-        case "undefined grad raises":
-            return (
-                "Expected backward function to handle undefined output grads, but it raised an error. "
-                f"{_UNDEFINED_NOTE}"
-            )
-        case "undefined grad not zero":
-            return (
-                "Expected all input grads to be undefined or zero when all output grads are undefined or zero, but the "
-                f"gradient of {input_} is not. {_UNDEFINED_NOTE}"
-            )
-        case "tangent dtype" | "modified tangent" | "undefined tangent":
-            return _tangent_phrase(failure)
-        case "beyond rounding" | "biased" | "not finite":
-            return _rounding_phrase(failure, report.precision)
-        case "batched raises":
-            return f"While computing batched gradients, got: {failure.detail}\n\n{_batched_note(failure)}"
-        case "batched differs":
-            return f"For {output} and {input_}:\n\n{_batched_note(failure)}\n\n{failure.detail}"
-
-
-def _tangent_phrase(failure: Failure) -> str:
-    if failure.kind == "tangent dtype":
-        return "Forward AD gradient has dtype mismatch: only one of the tangent and its output is complex."
-    if failure.kind == "modified tangent":
+    forward = failure.mode == "forward"
+    if failure.kind in BY_ROUNDING:
+        place = input_ if failure.output is None else f"{output} with respect to {input_}"
+        return f"Jacobian mismatch for {place}: {rounding_text.key_phrase(failure.kind, report.precision)}."
+    if failure.kind == "nondeterministic":
+        if forward:
+            return f"The jvp is not deterministic: {failure.detail}."
         return (
-            f"Mismatch in tangent values of input {failure.input} before and after a call of the jvp. Other operators "
-            "that use this tangent get wrong values."
+            "Backward is not reentrant, i.e., two runs with the same inputs and grad_output give different values. "
+            f"The tolerance for nondeterminism was {report.settings.nondet_tol}.\n{_NONDET_NOTE}"
         )
-    return (
-        f"Mismatch in tangent values for output with index: {failure.output} when the tangent of input {failure.input} "
-        f"is undefined, which stands for zero: {failure.detail}."
-    )
-
-
-def _mismatch_phrase(failure: Failure) -> str:
-    side, mode = ("inputs", "computed with forward mode ") if failure.mode == "forward" else ("outputs", "")
+    side = "inputs" if forward else "outputs"
     part = "" if failure.part == "all" else f"While considering the {failure.part} part of complex {side} only, "
-    return f"{part}Jacobian {mode}mismatch for output {failure.output} with respect to input {failure.input}:"
+    return _PHRASES[failure.kind].format(
+        output=output,
+        input=input_,
+        number=failure.output,
+        detail=failure.detail,
+        part=part,
+        mode="computed with forward mode " if forward else "",
+        derivative="jvp" if forward else "backward",
+        vector="its tangent" if forward else "grad_output",
+        batched=_batched_note(failure),
+    )
 
 
 def _batched_note(failure: Failure) -> str:
