@@ -6,7 +6,6 @@ import functools
 import threading
 from collections.abc import Callable
 from time import perf_counter
-from types import TracebackType
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -53,9 +52,7 @@ class Stopwatch:
         running.watch = self
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         running.watch = self._before
 
 

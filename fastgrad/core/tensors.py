@@ -18,11 +18,11 @@ PIECE = 1 << 15
 """Coordinates per slice, so that temporaries stay in the cache."""
 
 
-def pieces(first: int, last: int, device: torch.device) -> Iterator[slice]:
-    """Consecutive slices that cover [first, last): of at most PIECE on the CPU, and a single one on other devices."""
-    size = PIECE if device.type == "cpu" else max(1, last - first)
-    for begin in range(first, last, size):
-        yield slice(begin, min(begin + size, last))
+def pieces(count: int, device: torch.device) -> Iterator[slice]:
+    """Consecutive slices that cover [0, count): of at most PIECE on the CPU, and a single one on other devices."""
+    size = PIECE if device.type == "cpu" else max(1, count)
+    for begin in range(0, count, size):
+        yield slice(begin, min(begin + size, count))
 
 
 def element_number(index: Sequence[int], shape: Sequence[int]) -> int:
@@ -52,7 +52,7 @@ def differ(left: Tensor, right: Tensor, tolerance: float, complex_entries: bool)
     if left.numel() > 2 * PIECE and not complex_entries and left.is_contiguous() and right.is_contiguous():
         # Most compared blocks are equal except for rounding; a NaN is handled below.
         pair = left.view(-1), right.view(-1)
-        every = pieces(0, left.numel(), left.device)
+        every = pieces(left.numel(), left.device)
         if all(bool((pair[0][some] - pair[1][some]).abs_().max() <= tolerance) for some in every):
             return False
     return bool(ops.compare(left, right, tolerance, 0.0, complex_entries, True).tolist()[0])

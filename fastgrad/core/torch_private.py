@@ -8,7 +8,7 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._C._autograd import _profiler_enabled
 from torch._vmap_internals import _vmap
 from torch.autograd import forward_ad
+from torch.autograd.graph import Node
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -54,6 +55,19 @@ def may_overlap_itself(tensor: Tensor) -> bool:
 def is_dispatched_to_python(tensor: Tensor) -> bool:
     """Whether a tensor's operators are implemented in Python (`__torch_dispatch__`), for example by a subclass."""
     return bool(torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python))
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written to; zero for inference tensors, which do not count it."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def bytes_needed(tensor: Tensor) -> int:
+    """Bytes of storage up to the last element of a strided tensor."""
+    if not tensor.numel():
+        return 0
+    last = sum(int(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.storage_offset() + last + 1) * tensor.element_size()
 
 
 def unconjugated(tensor: Tensor) -> Tensor:
@@ -272,6 +286,19 @@ def gradients_of(
 ) -> list[Tensor | None]:
     """`torch.autograd.grad` that keeps the graph; None if there is no gradient."""
     return list(torch.autograd.grad(outputs, inputs, cotangents, True, create_graph, allow_unused=True))
+
+
+def nodes_behind(tensors: Iterable[Tensor]) -> Iterator[Node]:
+    """The nodes of the graph that some tensors come from, each once."""
+    seen: set[Node] = set()
+    stack = [tensor.grad_fn for tensor in tensors]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        stack += [behind for behind, _ in node.next_functions]
 
 
 def is_custom_node(node: Any) -> bool:

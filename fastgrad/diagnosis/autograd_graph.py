@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
-
-def nodes_behind(tensors: Iterable[Tensor]) -> Iterator[Node]:
-    """The nodes of the graph that some tensors come from, each once."""
-    seen: set[Node] = set()
-    stack = [tensor.grad_fn for tensor in tensors]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        yield node
-        stack += [behind for behind, _ in node.next_functions]
+from fastgrad.core.torch_private import nodes_behind
 
 
 def depends_on(tensor: Tensor, other: Tensor) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -119,9 +118,7 @@ class Call:
     def __enter__(self) -> Call:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._buffers is not None:
             self._buffers.restore(thoroughly=True)
         for parameter in self._parameters:
@@ -225,22 +222,19 @@ class _Kept:
         self._tensor = tensor
         self._values = tensor.detach().clone()
         self._is_leaf = tensor.is_leaf
-        self._version = self._now()
+        self._version = torch_private.version_of(tensor)
         self._moves = False
-
-    def _now(self) -> int:
-        return 0 if self._tensor.is_inference() else self._tensor._version
 
     def restore(self, look: bool) -> None:
         tensor = self._tensor
         if look and not self._moves:
             self._moves = tensor.layout is not torch.strided or not torch.equal(tensor.detach(), self._values)
-        if self._moves or self._now() != self._version:
+        if self._moves or torch_private.version_of(tensor) != self._version:
             if self._is_leaf and not tensor.is_leaf:
                 tensor.detach_()  # it was updated by what gradients flow through
             # Past its version counter, which counts what the module does.
             tensor.data.copy_(self._values)
-            self._version = self._now()
+            self._version = torch_private.version_of(tensor)
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:

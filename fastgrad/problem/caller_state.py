@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from types import BuiltinFunctionType, FunctionType, MethodType, TracebackType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -40,9 +40,7 @@ class SavedState:
     def __enter__(self) -> SavedState:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.restore()
 
     def restore(self) -> None:
@@ -100,7 +98,7 @@ class _KeptTensor:
         self._has_gradient = tensor.is_leaf or tensor.retains_grad  # others warn
         self._gradient = tensor.grad if self._has_gradient else None
         self._kept_gradient = None if self._gradient is None else _KeptTensor(self._gradient)
-        self._version = _version(tensor)
+        self._version = torch_private.version_of(tensor)
         # Under a version counter of its own.
         self._alias = None if _is_opaque(tensor) else tensor.data
         self._memory = None if self._alias is None else _memory(self._alias, self._requires_grad)
@@ -125,7 +123,7 @@ class _KeptTensor:
     def _write(self, memory: Tensor, bits: Tensor) -> None:
         # Only func may write to unchecked tensors: they may be mapped read-only.
         if memory.layout is torch.strided and not _is_backed(memory):
-            memory.untyped_storage().resize_(_bytes_needed(memory))  # func freed it
+            memory.untyped_storage().resize_(torch_private.bytes_needed(memory))  # func freed it
         elif not self._requires_grad and torch.equal(memory, bits):
             return
         if memory.is_inference():
@@ -133,12 +131,8 @@ class _KeptTensor:
                 memory.copy_(bits)
         else:
             memory.copy_(bits)
-        if _version(self._tensor) != self._version:
+        if torch_private.version_of(self._tensor) != self._version:
             increment_version(self._tensor)  # graphs that func made may hold the values that it left
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
@@ -146,17 +140,9 @@ def _place(tensor: Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
-def _bytes_needed(tensor: Tensor) -> int:
-    """Bytes of storage up to the last element of a strided tensor."""
-    if not tensor.numel():
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return int(tensor.storage_offset() + last + 1) * tensor.element_size()
-
-
 def _is_backed(tensor: Tensor) -> bool:
     """Whether a strided tensor's storage is as large as its elements need."""
-    return tensor.untyped_storage().nbytes() >= _bytes_needed(tensor)
+    return tensor.untyped_storage().nbytes() >= torch_private.bytes_needed(tensor)
 
 
 def _is_opaque(tensor: Tensor) -> bool:

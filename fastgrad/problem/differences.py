@@ -79,7 +79,7 @@ class Differences(Evaluation):
                 self.raise_changed(*changed, own_eps)
             self.progress.step(2 * min(step, count - begin))
         widths = self.coordinate_widths(eps)
-        for some in pieces(0, values.numel(), values.device):
+        for some in pieces(values.numel(), values.device):
             values[some].div_(widths[columns[some]])
         return values
 

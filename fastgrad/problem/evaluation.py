@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -28,9 +27,6 @@ MOST_NODES = 256
 
 _UNKNOWN_NODES = 8
 """The assumed number of nodes if the outputs have no graph."""
-
-_ALIKE = ((1.0, 1.0),)
-"""The scales if all inputs have the same one."""
 
 
 @dataclass(slots=True)
@@ -88,8 +84,8 @@ class Evaluation:
         memories = {position: memory_of(arguments[position], masked) for position in positions}
         self._memories = memories
         self.inputs = blocks_of(arguments, positions, once=True, memories=memories, scales=scales)
-        self.scales = tuple(dict.fromkeys((block.step, block.weight) for block in self.inputs)) if scales else _ALIKE
-        self.mixes_inputs = self.scales is not _ALIKE and len(self.scales) > 1
+        self.scales = tuple(dict.fromkeys((block.step, block.weight) for block in self.inputs))
+        self.mixes_inputs = len(self.scales) > 1
         self._names = names
         self.n = self.inputs[-1].first + self.inputs[-1].size
         self.outputs: tuple[Block, ...] = ()
@@ -136,9 +132,7 @@ class Evaluation:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self.restore()
         raised = None if error is None else as_raised(error)
         if raised is not None and raised is not error:

@@ -141,10 +141,8 @@ class ReverseMode(Evaluation):
         Tensor
             The products: float64, shape (count, n); zero where an input does not matter.
         """
-        which = [] if only is None else [only.index] * cotangents.shape[0]
-        products, match = native.vjp_coordinates(self.vjp_graph(), self._natives, cotangents, layouts, which)
-        self._count(cotangents.shape[0], match)
-        return products
+        which = [-1 if only is None else only.index] * cotangents.shape[0]
+        return self.vjps_of(cotangents, which, layouts)[0]
 
     @raises_memory_error
     def vjps_of(

@@ -14,18 +14,11 @@ from torch import Tensor
 
 from fastgrad.core.plain import operators as ops
 from fastgrad.core.plain.operators import coordinate_count, real_coordinates, unseen
-from fastgrad.core.torch_private import MKLDNN, dual_level, is_dispatched_to_python, make_dual, tangent_of
+from fastgrad.core.torch_private import MKLDNN, bytes_needed, dual_level, is_dispatched_to_python, make_dual, tangent_of
 
 Result = TypeVar("Result")
 Changed = tuple[int, int, Any]
 _TURN = threading.RLock()
-
-
-def _bytes_reached(tensor: Tensor) -> int:
-    if tensor.numel() == 0:
-        return 0
-    last = sum(int(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return int(tensor.storage_offset() + last + 1) * tensor.element_size()
 
 
 def _storage_bytes(tensor: Tensor) -> int | None:
@@ -41,9 +34,9 @@ def _storage_bytes(tensor: Tensor) -> int | None:
 def check_storage(op: str, name: str, tensor: Tensor) -> None:
     """Refuses a tensor whose storage was freed or shrunk underneath it."""
     held = _storage_bytes(tensor)
-    if held is not None and _bytes_reached(tensor) > held:
+    if held is not None and bytes_needed(tensor) > held:
         raise RuntimeError(
-            f"{op}: {name} needs {_bytes_reached(tensor)} bytes of storage, which was freed or shrunk to {held}"
+            f"{op}: {name} needs {bytes_needed(tensor)} bytes of storage, which was freed or shrunk to {held}"
         )
 
 
@@ -55,7 +48,7 @@ def check_memory(inputs: Sequence[Tensor]) -> None:
 
 def _has_its_storage(tensor: Tensor) -> bool:
     held = _storage_bytes(tensor)
-    return held is None or _bytes_reached(tensor) <= held
+    return held is None or bytes_needed(tensor) <= held
 
 
 class InputBlock:
@@ -97,7 +90,7 @@ class InputBlock:
     def restore(self) -> None:
         for memory, origin in self.kept:
             if not _has_its_storage(memory):
-                memory.untyped_storage().resize_(_bytes_reached(memory))
+                memory.untyped_storage().resize_(bytes_needed(memory))
             memory.copy_(origin)
         if not self.is_in_place():
             self.argument.data = self.values

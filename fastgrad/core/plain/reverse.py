@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from fastgrad.core.torch_private import (
     is_custom_node,
     is_dispatched_to_python,
     modes_are_active,
+    nodes_behind,
     quiet_vmap,
     undefined_gradient,
 )
@@ -390,28 +391,16 @@ def _largest_difference(left: Tensor, right: Tensor) -> float:
     return math.inf if math.isnan(largest) else largest
 
 
-def _backward_nodes(outputs: Sequence[Tensor], ends: Sequence[Any] = ()) -> Iterator[Any]:
-    waiting, seen = [output.grad_fn for output in outputs], set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        yield node
-        if node not in ends:
-            waiting += [following for following, _ in node.next_functions]
-
-
 def runs_no_custom_code(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
     """As the compiled function, but hooks inside the graph are not visible from Python."""
     tensors = (*outputs, *inputs)
     if modes_are_active() or any(is_dispatched_to_python(x) or x._backward_hooks for x in tensors):
         return False
-    return all(number < 1000 and not is_custom_node(node) for number, node in enumerate(_backward_nodes(outputs)))
+    return all(number < 1000 and not is_custom_node(node) for number, node in enumerate(nodes_behind(outputs)))
 
 
 def count_nodes(outputs: Sequence[Tensor], most: int) -> tuple[int, int]:
-    found = [is_custom_node(node) for _, node in zip(range(most), _backward_nodes(outputs), strict=False)]
+    found = [is_custom_node(node) for _, node in zip(range(most), nodes_behind(outputs), strict=False)]
     return len(found), sum(found)
 
 
