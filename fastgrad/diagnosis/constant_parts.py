@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from fastgrad.problem.signature import place_name
+from fastgrad.problem.validation import is_differentiable
 
 _NOT_OF_THE_USER = tuple(str(Path(module.__file__ or "").parent) for module in (torch, sys.modules["fastgrad"]))
 
@@ -102,7 +103,7 @@ class ConstantParts(_Calls):
         sources = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         sources = [tensor for tensor in sources if tensor.requires_grad or id(tensor) in self._derived]
         call = self._call(func)
-        is_value = isinstance(result, float) or (isinstance(result, Tensor) and _is_differentiable(result))
+        is_value = isinstance(result, float) or is_differentiable(result)
         if call is None or not sources or not is_value or _is_in_place(call.name):
             return result
         if isinstance(result, Tensor):
@@ -171,10 +172,6 @@ def _copy(value: Any) -> Any:
 def _name_of(func: Callable[..., Any]) -> str:
     name = getattr(func, "__name__", "")
     return str(func.__self__.__name__) if name == "__get__" else name  # type: ignore[attr-defined]
-
-
-def _is_differentiable(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _is_in_place(name: str) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -146,14 +147,10 @@ class _Maps:
         self.rows = rows
         self.symmetric = symmetric
         self._make_columns = columns
-        self._columns: LinearMap | None = None
-        self._is_made = False
 
-    @property
+    @cached_property
     def columns(self) -> LinearMap | None:
-        if not self._is_made:
-            self._columns, self._is_made = self._make_columns(), True
-        return self._columns
+        return self._make_columns()
 
     def schemes(self, pattern: Pattern) -> list[_Scheme]:
         """The groupings of a pattern that save products, the one with the fewest first."""

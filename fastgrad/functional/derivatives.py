@@ -41,6 +41,7 @@ from fastgrad.functional.numerical import (
     numerical_vjp,
 )
 from fastgrad.problem.caller_state import restores_caller_state
+from fastgrad.problem.validation import is_differentiable
 
 Func = Callable[..., Any]
 Strategy = Literal["reverse-mode", "forward-mode"]
@@ -655,7 +656,7 @@ def _forward(name: str, func: Func, given: Tensors, options: _Options, symmetric
 
     dtypes = [[output.dtype for _ in primals] for output in outputs]
     found: Entries | None = None
-    if all(_is_plain(tensor, primals[0].device) and _is_differentiable(tensor) for tensor in (*outputs, *primals)):
+    if all(_is_plain(tensor, primals[0].device) and is_differentiable(tensor) for tensor in (*outputs, *primals)):
         is_real = not any(tensor.is_complex() for tensor in (*outputs, *primals))
         found = entries_by_structure(forward_map(tuple_of, primals, outputs), symmetric=symmetric and is_real)
     if found is not None:
@@ -680,7 +681,3 @@ def _forward(name: str, func: Func, given: Tensors, options: _Options, symmetric
     if options.sparse is True:
         parts = [[part.to_sparse() for part in row] for row in parts]
     return outputs_are_tuple, parts
-
-
-def _is_differentiable(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()

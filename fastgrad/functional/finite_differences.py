@@ -19,6 +19,7 @@ from torch import Tensor
 from fastgrad.checks.compressed import numerical_entries
 from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.precision import spacing
+from fastgrad.core.tensors import largest
 from fastgrad.engines.compressed import Compression
 from fastgrad.engines.plan import COLUMNS_WORTH_PROBING
 from fastgrad.engines.ridders import extrapolate, refine
@@ -123,7 +124,7 @@ def derivative_along(
     tuple
         The coordinates of the outputs; J u and its errors, float64, shape (coordinates,).
     """
-    sizes = [(_size(value), _size(tangent)) for value, tangent in zip(inputs, tangents, strict=True)]
+    sizes = [(largest(value.abs()), largest(tangent.abs())) for value, tangent in zip(inputs, tangents, strict=True)]
     longest = max(size for _, size in sizes)
     if not longest or not math.isfinite(longest):
         longest = 1.0
@@ -141,10 +142,6 @@ def derivative_along(
             return problem.outputs, every.double(), every.double()
         values, errors = _refined(problem, torch.zeros_like(every), every, first_look(problem, Settings()).record_graph)
         return problem.outputs, values / scale, errors / scale
-
-
-def _size(tensor: Tensor) -> float:
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
 def second_derivatives(
