@@ -150,8 +150,5 @@ def _deviation_or_error(run: Callable[[], Tensor], expected: Tensor) -> tuple[fl
     except OUT_OF_MEMORY:
         return None, None
     except Exception as error:
-        return None, f"{type(error).__name__}: {_first_sentence(str(error))}"
-
-
-def _first_sentence(text: str) -> str:
-    return text.strip().partition("\n")[0].partition(". ")[0].removesuffix(".")
+        sentence = str(error).strip().partition("\n")[0].partition(". ")[0].removesuffix(".")
+        return None, f"{type(error).__name__}: {sentence}"

@@ -266,9 +266,7 @@ def _slice(places: _WrongElements, name: str) -> Cause | None:
         if places.shape[dim] > 1 and bool((wrong[:, dim] == wrong[0, dim]).all())
     ]
     if not fixed or len(fixed) == len(places.shape):
-        fixed_all = len(fixed) == len(places.shape)
-        if not fixed or fixed_all:
-            return None
+        return None
     rules = sum(torch.unique(index[:, dim]).numel() for dim in range(len(places.shape)))
     for count in range(1, len(fixed) + 1):
         for dims in map(list, itertools.combinations(fixed, count)):

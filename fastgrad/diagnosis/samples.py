@@ -140,7 +140,7 @@ class Samples(Experiments):
         """A sample of two matrices, shape (output elements, input elements); some of the zeros are left out."""
         analytical, numerical = analytical.cpu(), numerical.cpu()
         own = self._settings.of(block.index)
-        failing = _failing(analytical, numerical, own.atol, own.rtol)
+        failing = ~torch.isclose(analytical, numerical, rtol=own.rtol, atol=own.atol)
         whole = rows is None and columns is None
         kept = failing | (analytical != 0) | (numerical != 0)
         if not whole or kept.numel() <= MOST_ENTRIES:
@@ -206,10 +206,6 @@ def _paired(coordinates: Tensor) -> Tensor:
 
 def _wide(values: Tensor) -> Tensor:
     return values.to(torch.complex128 if values.is_complex() else torch.float64)
-
-
-def _failing(analytical: Tensor, numerical: Tensor, atol: float, rtol: float) -> Tensor:
-    return ~torch.isclose(analytical, numerical, rtol=rtol, atol=atol)
 
 
 def _thinned(failing: Tensor, seed: int) -> Tensor:
