@@ -518,7 +518,7 @@ class _Search:
             entry = self.look_into(row, k, found)
             if entry is not None and entry.remeasured is not None:
                 found.append(entry)
-                sketch.subtract(entry.row, self._explained(entry))
+                sketch.subtract(entry.row, entry.along(self._differences.directions))
                 if abs(sketch.values[which][k]) > before / 2:
                     break  # many entries are wrong: more of them would add no information
                 continue
@@ -529,7 +529,8 @@ class _Search:
                 if failure is not None:
                     return failure
             error, _ = self._row_error(row)
-            if entry is None or bool((~((error - self._explained(entry)).abs() <= self._settings.atol / 4)).any()):
+            left = error if entry is None else error - entry.along(self._differences.directions)
+            if entry is None or not bool((left.abs() <= self._settings.atol / 4).all()):
                 self.doubtful.append(row)
             sketch.subtract(row, error)
             suspects += 1
@@ -542,19 +543,13 @@ class _Search:
         part = dense.vector() if cotangent.scale != 1.0 else None
         return linearity_failure(self._problem, self._settings, vector, gradient, cotangent.kind, part)
 
-    def _explained(self, entry: Found) -> Tensor:
-        """The contribution of a found entry to its row of (J_num - J_ana) U."""
-        columns = list(entry.columns)
-        errors = torch.tensor(entry.errors, dtype=torch.float64, device=self._differences.directions.device)
-        return self._differences.directions[:, columns] @ errors
-
     def _row(self, cotangent: Cotangent, k: int, value: float, found: list[Found]) -> int:
         derivatives, u = self._differences.derivatives[k : k + 1], self._differences.directions[k]
 
         def residual(vector: Tensor) -> float:
             numerical = ops.dots(derivatives, vector)[0, 0].item()
             total = float(numerical - (u @ self._problem.vjp(vector.unsqueeze(0))[0]).item())
-            return total - sum(vector[entry.row].item() * float(self._explained(entry)[k]) for entry in found)
+            return total - sum(vector[entry.row].item() * entry.along(u).item() for entry in found)
 
         return locate(residual, cotangent.vector(), value)
 
@@ -575,19 +570,11 @@ class _Search:
         error, gradient = self._row_error(row)
         u = self._differences.directions[k]
         eps = self._differences.eps
-        value = error[k].item() - sum(self._explained(entry)[k].item() for entry in found)
+        value = error[k].item() - sum(entry.along(u).item() for entry in found)
 
         if abs(value) <= self._settings.atol / 4:
             return None
-
-        def explained(vector: Tensor) -> float:
-            return sum(
-                vector[column].item() * error
-                for entry in found
-                for column, error in zip(entry.columns, entry.errors, strict=True)
-            )
-
-        entry = entry_in_row(self._problem, self._settings, row, gradient, u, eps, value, explained)
+        entry = entry_in_row(self._problem, self._settings, row, gradient, u, eps, value, found)
         self.unresolved = max(self.unresolved, entry.unresolved)
         return entry
 

@@ -189,7 +189,7 @@ class AnalyticalCertificate:
             if dense_is_small(self._problem, self._settings):
                 return incomplete(learnt, refuted=True)
             which, column = suspects[0]
-            row, gradient = self._locate_row(linearity.cotangent(which), column)
+            row, gradient = self._locate_row(linearity.cotangents[which], column)
             known = self._row(row)
             change = gradient - known
             if not abs(change[column].item()) > SAME * abs(gradient[column].item()):
@@ -271,7 +271,7 @@ class AnalyticalCertificate:
     def first_product(self) -> tuple[Tensor, Tensor]:
         """A cotangent of those, and its VJP: float64, shapes (m,) and (n,)."""
         linearity = self._tests[0]
-        return linearity.cotangent(0), linearity.gradients()[0]
+        return linearity.cotangents[0], linearity.gradients()[0]
 
     def _tests_of(self, kinds: tuple[GradOutputKind, ...], number: int = 0) -> Iterator[LinearityTest]:
         """One of all kinds or, if vectors take much memory, one per kind."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -45,6 +45,10 @@ class Found:
     remeasured: RemeasuredEntry | None
     unresolved: float = 0.0
 
+    def along(self, vectors: Tensor) -> Tensor:
+        """The contribution to (J_num - J_ana) u of its row, for vectors u: float64, from shape (..., n) to (...)."""
+        return vectors[..., list(self.columns)] @ vectors.new_tensor(self.errors)
+
 
 def entry_in_row(
     problem: Problem,
@@ -54,7 +58,7 @@ def entry_in_row(
     u: Tensor,
     eps: float,
     value: float,
-    explained: Callable[[Tensor], float] = lambda _: 0.0,
+    known: Sequence[Found] = (),
 ) -> Found:
     """The entry behind the difference between one output's derivative along u and gradient . u.
 
@@ -63,9 +67,9 @@ def entry_in_row(
     gradient
         The analytical row: float64, shape (n,).
     value
-        That difference, without the explained part.
-    explained
-        The contribution of known entries along a vector.
+        That difference, without the contributions of known entries.
+    known
+        Entries of this row that were found before.
     """
 
     def residual(vector: Tensor) -> float:
@@ -73,7 +77,8 @@ def entry_in_row(
         for part, step, weight in problem.parts_of(vector):
             width = problem.realized_width(part * (eps * step / weight), 1.0) / (2 * eps * step / weight)
             analytical += (width @ gradient).item()
-        return difference_along(problem, vector, eps, row) - analytical - explained(vector)
+        explained = sum(entry.along(vector).item() for entry in known)
+        return difference_along(problem, vector, eps, row) - analytical - explained
 
     return row_entry(problem, settings, row, gradient, locate(residual, u, value))
 

@@ -298,9 +298,9 @@ class LinearityTest:
         self._rows_repeated = rows_repeated
         self._moving = moving
         self._kinds = kinds
-        self._cotangents = linearity_cotangents(problem.m, settings.seed, problem.device, kinds, number)
+        self.cotangents = linearity_cotangents(problem.m, settings.seed, problem.device, kinds, number)
         if excluded_rows is not None:
-            self._cotangents.masked_fill_(excluded_rows, 0.0)
+            self.cotangents.masked_fill_(excluded_rows, 0.0)
         self._excluded_columns = excluded_columns
         self._sums = torch.zeros(len(kinds), problem.n, dtype=torch.float64, device=problem.device)
         self._squares = torch.zeros_like(self._sums)
@@ -323,7 +323,7 @@ class LinearityTest:
         width = block.output.width
         first_row = block.output.first + block.first_row * width + (1 if block.part == "imaginary" else 0)
         first_column = block.input.first + block.first_column
-        ops.project_rows_(self._sums, self._squares, self._cotangents, block.analytical, first_row, width, first_column)
+        ops.project_rows_(self._sums, self._squares, self.cotangents, block.analytical, first_row, width, first_column)
 
     def add_entries(self, rows: Tensor, columns: Tensor, analytical: Tensor, most_terms: int) -> None:
         """Takes the entries of a sparse Jacobian, at coordinates rows and columns, into v^T J.
@@ -331,7 +331,7 @@ class LinearityTest:
         most_terms: entries of the fullest column.
         """
         self._most_terms = float(most_terms)
-        each = (vectors.unbind() for vectors in (self._cotangents, self._sums, self._squares))
+        each = (vectors.unbind() for vectors in (self.cotangents, self._sums, self._squares))
         for cotangent, total, square in zip(*each, strict=True):
             ops.project_entries_(total, square, cotangent, rows, columns, analytical)
 
@@ -384,7 +384,7 @@ class LinearityTest:
 
     def replace_row(self, row: int, change: Tensor) -> None:
         """Takes a change of a row of J into v^T J: float64, shape (n,)."""
-        self._sums.addr_(self._cotangents[:, row], change)
+        self._sums.addr_(self.cotangents[:, row], change)
 
     def _measured_rounding(self, gradients: Tensor) -> Tensor:
         """Rounding of a backward, and its differences from run to run if allowed: float64, shape (kinds, n)."""
@@ -406,31 +406,22 @@ class LinearityTest:
         moved = torch.zeros_like(gradients)
         for _ in range(RERUNS):
             moved = torch.maximum(moved, (self._vjps() - gradients).abs_())
-        at_most = self._settings.nondet_tol * self._cotangents.abs().sum(1, keepdim=True)
+        at_most = self._settings.nondet_tol * self.cotangents.abs().sum(1, keepdim=True)
         return torch.minimum(moved * MEASURED, at_most)
-
-    @property
-    def cotangents(self) -> Tensor:
-        """All of them: float64, shape (kinds, m)."""
-        return self._cotangents
-
-    def cotangent(self, which: int) -> Tensor:
-        """One of the cotangents: float64, shape (m,)."""
-        return self._cotangents[which]
 
     def _nonlinear(self, gradients: Tensor) -> Failure | None:
         own = tolerances(self._problem, self._settings)
         measured = partial(self._movement_allowed, gradients)
-        found = disagreement(self._cotangents, gradients, self._sums, self._squares, self._settings, *own, measured)
+        found = disagreement(self.cotangents, gradients, self._sums, self._squares, self._settings, *own, measured)
         return self._diagnosed(*found[:2], gradients, found[2]) if found else None
 
     def _vjps(self, scale: float = 1.0) -> Tensor:
-        cotangents = self._cotangents if scale == 1.0 else self._cotangents * scale
+        cotangents = self.cotangents if scale == 1.0 else self.cotangents * scale
         return self._problem.vjp(cotangents, [kind.layout for kind in self._kinds])
 
     def _vjp(self, which: int) -> Tensor:
         """One of the VJPs again, shape (1, n)."""
-        return self._problem.vjp(self._cotangents.narrow(0, which, 1), [self._kinds[which].layout])
+        return self._problem.vjp(self.cotangents.narrow(0, which, 1), [self._kinds[which].layout])
 
     def _raised(self, error: Exception) -> Failure:
         """The failure for a cotangent at which backward raises. Raises if zeros raise too, or nothing raises again."""
@@ -438,20 +429,10 @@ class LinearityTest:
             try:
                 self._vjp(which)
             except Exception as again:
-                self._problem.vjp(torch.zeros_like(self._cotangents[:1]))  # raises if any grad_output would
+                self._problem.vjp(torch.zeros_like(self.cotangents[:1]))  # raises if any grad_output would
                 detail = f"it raised {type(again).__name__} for {kind.text}"
                 return Failure("nonlinear", detail=detail, cause=again)
         raise error
-
-    def _agree(self, gradients: Tensor) -> bool:
-        """Whether the VJPs equal the sums of the rows, except for rounding."""
-        tolerance = ROUNDING * self._problem.unit_roundoff * self._problem.m**0.5 * largest(self._sums)
-        return not differ(gradients, self._sums, tolerance, False)
-
-    @property
-    def _rounding(self) -> float:
-        """What adding up the same terms in another order may do, at most."""
-        return ROUNDING * self._problem.unit_roundoff * self._problem.m * largest(self._term_sizes)
 
     def _movement(self, gradients: Tensor) -> Failure | None:
         """Tests whether rows that were run only once are deterministic: runs the same cotangents again, bit for bit.
@@ -459,18 +440,17 @@ class LinearityTest:
         If the VJPs are equal, the rows are taken to be deterministic. If not, sums may have been added up in another
         order although no single row differs: only running all rows twice can tell.
         """
-        if not self._agree(gradients):
+        unit, m = ROUNDING * self._problem.unit_roundoff, self._problem.m
+        if differ(gradients, self._sums, unit * m**0.5 * largest(self._sums), False):
             self._moves_by = max(self._moves_by, *(movement_between(self._vjps(), gradients) for _ in range(RERUNS)))
         if not self._moves_by:
             return None
         failure = self._moving()
-        if failure is None and self._moves_by > max(self._rounding, self._settings.nondet_tol * self._sizes()):
+        rounding = unit * m * largest(self._term_sizes)  # of the same terms, added up in another order
+        movements = float(self.cotangents.abs().sum(1).amax())  # how often the movement of a row may count
+        if failure is None and self._moves_by > max(rounding, self._settings.nondet_tol * movements):
             return nondeterministic(self._problem.outputs[0])
         return failure
-
-    def _sizes(self) -> float:
-        """The largest sum of |v|, which is how often a movement of a row may count."""
-        return float(self._cotangents.abs().sum(1).amax())
 
     def _diagnosed(self, which: int, coordinate: int, gradients: Tensor, allowed: Tensor) -> Failure:
         block = block_with(self._problem.inputs, coordinate)
@@ -478,7 +458,7 @@ class LinearityTest:
             return Failure("nondeterministic", input=block.index, input_position=block.position)
         text = self._kinds[which].text
         if self._kinds[which].layout != Layout.CONTIGUOUS:
-            contiguous = self._problem.vjp(self._cotangents[which : which + 1])
+            contiguous = self._problem.vjp(self.cotangents[which : which + 1])
             if bool(((contiguous[0] - self._sums[which]).abs() <= allowed[which]).all()):
                 text += ", although not for a contiguous copy"
         index = block.index_at(coordinate)

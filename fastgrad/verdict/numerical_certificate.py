@@ -140,12 +140,8 @@ class _Discrepancies:
         return ~(self.error <= self.allowed)
 
 
-@dataclass(frozen=True)
-class _Excluded:
-    """Outputs that are examined separately (bool, shape (m,)), and the columns that are measured one by one."""
-
-    are_rows: Tensor
-    columns: Tensor
+_Excluded = tuple[Tensor, Tensor]
+"""Outputs that are examined separately (bool, shape (m,)), and the columns that are measured one by one."""
 
 
 class NumericalCertificate:
@@ -297,7 +293,7 @@ class NumericalCertificate:
             shown = torch.where((bounds <= refuted / 2) | (refuted == 0), bounds, torch.inf)
             known = torch.minimum(shown[0] * self._shares[0], shown[1] * self._shares[1])
             if excluded is not None:
-                known = known.where(excluded.are_rows, 0.0)
+                known = known.where(excluded[0], 0.0)
             rows, hiding = known.isinf(), known / self._margin > self.asked
             unexplained = int(rows.sum())
             if not bool(hiding.any()) or (step == 1.0 and unexplained > MOST_WRONG_SHARE * rows.numel()):
@@ -334,7 +330,7 @@ class NumericalCertificate:
         columns = torch.unique(compression.columns[mine])
         if not 0 < columns.numel() <= MOST_SEPARATED:
             return None, unexplained
-        excluded = _Excluded(torch.zeros_like(self._base, dtype=torch.bool).index_fill_(0, rows, True), columns)
+        excluded = torch.zeros_like(self._base, dtype=torch.bool).index_fill_(0, rows, True), columns
         expected = analytical.new_zeros(columns.numel(), rows.numel())
         places = zip((columns, rows), (compression.columns[mine], compression.rows[mine]), strict=True)
         expected[tuple(torch.searchsorted(known, own) for known, own in places)] = analytical[mine]
@@ -369,23 +365,14 @@ class NumericalCertificate:
         entries, rounding = self._against
         allowed = float(self._compared(differences, entries, rounding).allowed[row]) + NEGLIGIBLE * settings.atol
         found: list[Found] = []
-
-        def explained(vector: Tensor) -> float:
-            return sum(
-                vector[column].item() * error
-                for entry in found
-                for column, error in zip(entry.columns, entry.errors, strict=True)
-            )
-
+        errors = differences.derivatives[:, row] - differences.directions @ gradient
         while True:
-            along = differences.derivatives[:, row] - differences.directions @ gradient
-            errors = torch.stack([error - explained(u) for error, u in zip(along, differences.directions, strict=True)])
             k = int(errors.abs().nan_to_num(torch.inf).argmax())
             if abs(errors[k].item()) <= allowed:
                 return found
             if len(found) == MOST_PEELED:
                 break
-            where = row, gradient, differences.directions[k], differences.eps, errors[k].item(), explained
+            where = row, gradient, differences.directions[k], differences.eps, errors[k].item(), found
             entry = entry_in_row(problem, settings, *where)
             if entry.remeasured is not None:
                 return located_failure([entry])
@@ -393,6 +380,7 @@ class NumericalCertificate:
             if any(entry.columns == known.columns for known in found):
                 break
             found.append(entry)
+            errors = errors - entry.along(differences.directions)
         return incomplete([], unexplained=math.inf)  # harmless entries may cancel one that is not
 
     @cached_property
@@ -417,7 +405,7 @@ class NumericalCertificate:
         fixed = compression.excluded_columns
         if excluded is not None:
             none = torch.zeros(self._problem.n, dtype=torch.bool, device=self._problem.device)
-            fixed = (none if fixed is None else fixed).index_fill(0, excluded.columns, True)
+            fixed = (none if fixed is None else fixed).index_fill(0, excluded[1], True)
         differences = directional_differences(
             self._problem,
             self._settings,
