@@ -46,7 +46,7 @@ def explained(report: Report, session: Session, arguments: tuple[Any, ...], chec
         report = replace(report, failure=failure)
     if failure is None or failure.input is None or report.settings.grad_outputs is not None:
         return replace(report, notes=(*report.notes, *notes))
-    notes += _place(report, failure, session)
+    notes += _place(failure, session)
     inputs = [arguments[i].detach() for i in checked]
     found: list[Cause] = []
     if not any(tensor.is_complex() for tensor in inputs):
@@ -56,7 +56,7 @@ def explained(report: Report, session: Session, arguments: tuple[Any, ...], chec
     return replace(report, causes=(*found, *report.causes), notes=(*report.notes, *notes))
 
 
-def _place(report: Report, failure: Failure, session: Session) -> list[str]:
+def _place(failure: Failure, session: Session) -> list[str]:
     """Which ranks hold the worst entry."""
     worst = failure.comparison.worst if failure.comparison is not None else None
     if worst is None or failure.input is None:
@@ -65,7 +65,7 @@ def _place(report: Report, failure: Failure, session: Session) -> list[str]:
     name = f"input {failure.input}, {space.placement},"
     if not isinstance(space.placement, Shard):
         return [f"{name} is held by all ranks"]
-    rank, index = held_by(space.placement, [part.shape for part in parts], worst.input_index)[0]
+    rank, index = held_by(space.placement, [part.shape for part in parts], worst.input_index)
     return [f"{name} is wrong on rank {rank}, at {index} of its part"]
 
 

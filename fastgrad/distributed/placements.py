@@ -60,17 +60,15 @@ def parts_of(whole: Tensor, placement: Placement, like: Sequence[Tensor]) -> lis
     return [part + share for part, share in zip(like, shares, strict=True)]
 
 
-def held_by(placement: Placement, parts: Sequence[torch.Size], index: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """The ranks that hold an element, and its index in their parts."""
-    if not isinstance(placement, Shard):
-        return [(rank, list(index)) for rank in range(len(parts))]
+def held_by(placement: Shard, parts: Sequence[torch.Size], index: Sequence[int]) -> tuple[int, list[int]]:
+    """The rank that holds an element, and its index in that rank's part."""
     first = 0
     for rank, shape in enumerate(parts):
         size = shape[placement.dim]
         if index[placement.dim] < first + size:
             own = list(index)
             own[placement.dim] -= first
-            return [(rank, own)]
+            return rank, own
         first += size
     raise IndexError(f"index {list(index)} is outside of all parts; their shapes: {[list(shape) for shape in parts]}")
 

@@ -109,7 +109,7 @@ class Member:
     def _backward(self, order: Order, graph: _LocalGraph) -> Answer:
         self._set(graph.values)
         used = [
-            (output, _like(output, cotangent).requires_grad_(order.record))
+            (output, cotangent.to(output.device, output.dtype, copy=True).requires_grad_(order.record))
             for output, cotangent in zip(graph.outputs, order.cotangents, strict=True)
             if cotangent is not None and output is not None and output.requires_grad
         ]
@@ -161,10 +161,6 @@ def _placed_as(x: Tensor, gradient: Tensor | None) -> Tensor | None:
     if not isinstance(gradient, DTensor) or not isinstance(x, DTensor):
         return gradient
     return gradient.redistribute(placements=[dual(placement) for placement in x.placements]).to_local()
-
-
-def _like(output: Tensor, cotangent: Tensor) -> Tensor:
-    return cotangent.to(output.device, output.dtype, copy=True)
 
 
 def _answer(outputs: Sequence[Tensor | None]) -> Answer:
@@ -288,9 +284,10 @@ class Session:
             raise self.broken
         forget = tuple(self._forgotten)
         self._forgotten.clear()
+        orders = [replace(order, forget=forget) for order in orders]
         try:
-            self._ranks.order([_forgetting(order, forget) for order in orders])
-            answers: list[Any] = [_attempt(self._member, _forgetting(orders[0], forget), 0)]
+            self._ranks.order(orders)
+            answers: list[Any] = [_attempt(self._member, orders[0], 0)]
             answers += self._ranks.answers()
         except RankError as error:
             self.broken = error
@@ -327,10 +324,6 @@ def _attempt(member: Member, order: Order, rank: int) -> Answer | Trouble:
         return member.obey(order)
     except Exception as error:
         return trouble(rank, error)
-
-
-def _forgetting(order: Order, forget: tuple[int, ...]) -> Order:
-    return replace(order, forget=forget)
 
 
 def cotangent_parts(cotangent: Tensor, space: Space, like: Sequence[Tensor]) -> Parts:
