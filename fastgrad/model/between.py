@@ -58,7 +58,8 @@ class _Held(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
             self._values[event] = _copy(result)
             return result
         if func._schema.is_mutable:
-            for tensor, value in zip(_tensors(result), _tensors(self._values[event]), strict=True):
+            values = torch_private.tensors_in(self._values[event])
+            for tensor, value in zip(torch_private.tensors_in(result), values, strict=True):
                 tensor.copy_(value)
             return result
         return _copy(self._values[event])
@@ -73,10 +74,6 @@ def _holding(names: dict[int, str], values: dict[int, Any]) -> Iterator[None]:
 
 def _itself(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return torch_private.tensors_in(value)
 
 
 def _copy(value: Any) -> Any:
@@ -266,7 +263,7 @@ def record(step: Step, recorder: Recorder) -> Gradients:
     """Runs one step recorded; the gradients."""
     with watched(step, recorder), step.inside(recorder.recording):
         loss = step.loss()
-        recorder.finish(loss)
+        recorder.use(loss)
         return step.gradients(loss)
 
 

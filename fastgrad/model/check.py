@@ -131,7 +131,8 @@ def _checked(step: Step, settings: Settings, limit: int, start: float) -> ModelR
         if len(operations) == len(calls):
             end_to_end, between = _whole(step, settings, limit, recorder, has_wrong, remarks, explains=True)
     operations.sort(key=_order)
-    findings = [_finding(one) for one in operations if one.verdict == "wrong"]
+    wrong = (one for one in operations if one.verdict == "wrong")
+    findings = [Finding("operation", one.detail, one.sites, one.name, (), one.error) for one in wrong]
     findings += [_with_suspect(one, operations) for one in between.findings]
     if end_to_end.verdict != "wrong":
         remarks += _harmless(recorder, step)
@@ -178,10 +179,6 @@ def _order(operation: Operation) -> tuple[int, float]:
     """Sort key: wrong ones first, then by error."""
     verdicts = ["wrong", "undecided", "not checked", "right"]
     return verdicts.index(operation.verdict), -(operation.error or 0.0)
-
-
-def _finding(operation: Operation) -> Finding:
-    return Finding("operation", operation.detail, operation.sites, operation.name, (), operation.error)
 
 
 def _with_suspect(finding: Finding, operations: list[Operation]) -> Finding:

@@ -18,6 +18,7 @@ from fastgrad.engines.sketch import directional_differences
 from fastgrad.lowprecision.reference import without_autocast
 from fastgrad.lowprecision.rounding import DOUBLE
 from fastgrad.model.recorder import Call
+from fastgrad.model.step import as_double
 from fastgrad.problem.arguments import as_tuple
 from fastgrad.problem.problem import Problem
 from fastgrad.problem.signature import kind_of
@@ -249,7 +250,7 @@ def _product(left: Tensor, right: Tensor) -> tuple[float, float]:
 
 def _replay(call: Call, double: bool) -> tuple[list[Tensor], Callable[..., Any]]:
     """Leaves with the values of the tensors that require grad, and the operation as a function of them."""
-    values = [_cast(tensor, double) for tensor in call.tensors]
+    values = [as_double(tensor.detach()) if double else tensor.detach() for tensor in call.tensors]
     own = {id(tensor): i for i, tensor in enumerate(call.tensors)}  # one that is given twice is one leaf
     leaves = {own[id(call.tensors[i])]: values[i].detach().clone().requires_grad_() for i in call.differentiable}
     states = RandomState() if call.random else None
@@ -271,7 +272,7 @@ def _replay(call: Call, double: bool) -> tuple[list[Tensor], Callable[..., Any]]
         assert call.rebuild is not None
         args, kwargs = call.rebuild(iter(tensors))
         if double:
-            args, kwargs = _with_double(args), _with_double(kwargs)
+            args, kwargs = as_double(args), as_double(kwargs)
         with without_autocast(), torch.enable_grad():
             result = call.target.apply(*args) if call.is_custom else call.target(*args, **kwargs)
         results = as_tuple(result)
@@ -295,17 +296,3 @@ def _finite(result: Any, number: int, unbounded: dict[int, Tensor | None]) -> An
         unbounded[number] = mask if bool(mask.any()) else None
     infinite = unbounded[number]
     return result if infinite is None else result.masked_fill(infinite, 0.0)
-
-
-def _cast(tensor: Tensor, double: bool) -> Tensor:
-    return tensor.detach().to(DOUBLE[tensor.dtype]) if double and tensor.dtype in DOUBLE else tensor.detach()
-
-
-def _with_double(arguments: Any) -> Any:
-    """Arguments that are dtypes, in double precision."""
-    if isinstance(arguments, dict):
-        return {
-            key: DOUBLE.get(value, value) if isinstance(value, torch.dtype) else value
-            for key, value in arguments.items()
-        }
-    return tuple(DOUBLE.get(value, value) if isinstance(value, torch.dtype) else value for value in arguments)

@@ -175,10 +175,6 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
         if not self._inside:
             self.saved.look(writer)
 
-    def finish(self, loss: Tensor) -> None:
-        """Notes that the loss is used."""
-        self._use(loss)
-
     # Events: operators that run below autograd, in their order.
 
     @torch_private.hidden_from_dynamo
@@ -232,7 +228,7 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
         """The parameters on which some tensors depend; and whether one tensor is an alias unknown to autograd."""
         mask, lost = 0, False
         for tensor in tensors:
-            self._use(tensor)
+            self.use(tensor)
             known = self._masks.get(id(tensor))
             if known is not None and known[0]() is tensor:
                 mask |= known[1]
@@ -241,7 +237,8 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
                 lost = lost or not tensor.requires_grad
         return mask, lost
 
-    def _use(self, tensor: Tensor) -> None:
+    def use(self, tensor: Tensor) -> None:
+        """Notes that a tensor is used: by an operator, or as the loss."""
         cut = self._aliases.pop(id(tensor), None)
         if cut is not None and cut.alias is not None and cut.alias() is tensor:
             self.detached.append(cut)
@@ -268,7 +265,7 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
         elif needs_grad and not self._inside and not is_own and module != "torch.nn.modules._functions":
             self.foreign.setdefault(name, self.places.site())
         mask, _ = self._look_up(tensors)
-        versions = [_version(tensor) for tensor in tensors]
+        versions = [torch_private.version_of(tensor) for tensor in tensors]
         self._look(self.saved.by_nobody)
         self._inside += 1
         try:
@@ -276,7 +273,7 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._inside -= 1
         if kept is not None:
-            kept.written |= {i for i, tensor in enumerate(tensors) if _version(tensor) != versions[i]}
+            kept.written |= {i for i, tensor in enumerate(tensors) if torch_private.version_of(tensor) != versions[i]}
         for number, output in enumerate(torch_private.tensors_in(result)):
             self._follow(output, mask, (kept, number) if kept else None)
         self._look(lambda: f"{name} at {self.places.text()}")
@@ -368,7 +365,3 @@ def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
     schema = func._schema.arguments
     values = [*zip(schema, args, strict=False), *((one, kwargs.get(one.name)) for one in schema[len(args) :])]
     return [value for argument, value in values if argument.alias_info is not None and argument.alias_info.is_write]
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Module
@@ -69,9 +69,7 @@ class Step:
     def __enter__(self) -> Step:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             self._restore()
         except KeyboardInterrupt:
@@ -105,11 +103,9 @@ class Step:
     def _copied(self) -> list[tuple[Tensor, Tensor]]:
         return [(buffer, buffer.detach().clone()) for buffer in self.model.buffers() if not buffer.is_meta]
 
-    @contextmanager
-    def inside(self, around: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    def inside(self, around: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
         """Runs each call of the model in a context."""
-        with _swapped(self, "around", around):
-            yield
+        return _swapped(self, "around", around)
 
     def keeps_hooks(self) -> AbstractContextManager[None]:
         """A context in which the current hooks stay registered, for code that watches them."""
@@ -191,14 +187,10 @@ class _RandomStates(RandomState):
 
     def __init__(self) -> None:
         super().__init__()
-        import numpy as np
-
         self._python, self._numpy = random.getstate(), np.random.get_state()
 
     def restore(self) -> None:
         """Restores the state."""
-        import numpy as np
-
         super().restore()
         random.setstate(self._python)
         np.random.set_state(self._numpy)
@@ -218,18 +210,19 @@ class _InDouble(TorchFunctionMode):
             return func(*args, **kwargs)
         # Tensors that are written to must keep their identity.
         first, rest = (args[:1], args[1:]) if writes else ((), args)
-        return func(*first, *_doubled(rest), **_doubled(kwargs))
+        return func(*first, *as_double(rest), **as_double(kwargs))
 
 
-def _doubled(value: Any) -> Any:
+def as_double(value: Any) -> Any:
+    """A value with the tensors and dtypes that it holds in double precision."""
     if isinstance(value, Tensor):
         return value.to(DOUBLE[value.dtype]) if value.dtype in DOUBLE else value
     if isinstance(value, torch.dtype):
         return DOUBLE.get(value, value)
     if type(value) in (tuple, list):
-        return type(value)(_doubled(one) for one in value)
+        return type(value)(as_double(one) for one in value)
     if type(value) is dict:
-        return {key: _doubled(one) for key, one in value.items()}
+        return {key: as_double(one) for key, one in value.items()}
     return value
 
 
