@@ -442,7 +442,13 @@ def _report_of_call(
     with Call(func, inputs, kwargs, wrt) as call:
         if not call.tensors:
             raise ValueError(_NOTHING[wrt if isinstance(func, Module) else "inputs"])
-        make = partial(_reference_of, func, inputs, kwargs, wrt, call, reference, settings)
+
+        def make() -> Any:
+            from fastgrad.lowprecision import reference_for_call  # imported here to keep `import fastgrad` fast
+
+            given: dict[str, Any] = {"func": func, "inputs": inputs, "kwargs": kwargs, "wrt": wrt}
+            return reference_for_call(**given, checked=call.tensors, wanted=reference, device=settings.reference_device)
+
         if settings.order == 1:
             own_settings = with_own(settings, own, call.names)
             return _named(lambda: call.output_names, call, call.tensors, own_settings, make, call.names, partition)
@@ -488,21 +494,6 @@ def _named(
     if partition is not None and measures_rounding(arguments, settings):
         return partition.report(report)  # rank 0 calls func, and the others do not
     return report(partition)
-
-
-def _reference_of(
-    func: Callable[..., Any],
-    inputs: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    wrt: Wrt,
-    call: Call,
-    reference: Any,
-    settings: Settings,
-) -> Any:
-    from fastgrad.lowprecision import reference_for_call
-
-    own: dict[str, Any] = {"func": func, "inputs": inputs, "kwargs": kwargs, "wrt": wrt, "checked": call.tensors}
-    return reference_for_call(**own, wanted=reference, device=settings.reference_device)
 
 
 def _higher_order_report(

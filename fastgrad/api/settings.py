@@ -76,13 +76,8 @@ def _new_settings(made: GradOutputs | None, *given: Any) -> Settings:
         raise AssertionError(f"Setting check_batched_grad=True requires {reverse} to be True")
     if made is None and keywords["check_batched_forward_grad"] and not keywords[forward]:
         raise AssertionError(f"Setting check_batched_forward_grad=True requires {forward} to be True")
-    progress, engine, confidence, seed, memory_limit = (
-        keywords["progress"],
-        keywords["engine"],
-        keywords["confidence"],
-        keywords["seed"],
-        keywords["memory_limit"],
-    )
+    progress, engine = keywords["progress"], keywords["engine"]
+    confidence, seed, memory_limit = keywords["confidence"], keywords["seed"], keywords["memory_limit"]
     if progress is not None and not isinstance(progress, bool):
         raise TypeError(f"progress must be None, True or False, got {progress!r}.")
     if engine not in ("auto", "dense", "compressed", "sketch"):

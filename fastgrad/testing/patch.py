@@ -17,7 +17,7 @@ from fastgrad.core.random import RandomState
 from fastgrad.core.torch_private import hidden_from_dynamo
 from fastgrad.report.report import Report
 from fastgrad.testing import torch_reference
-from fastgrad.testing.torch_reference import Outcome, outcome_of
+from fastgrad.testing.torch_reference import Outcome, outcome_of, setting
 
 
 @dataclass(frozen=True)
@@ -178,13 +178,11 @@ def _forward(name: str, positional: tuple[Any, ...], keywords: dict[str, Any]) -
 
 
 def _estimated(name: str, positional: tuple[Any, ...], keywords: dict[str, Any]) -> float:
-    token = checkers.estimates.set(True)
-    try:
-        getattr(checkers, name)(*positional, **keywords)
-    except checkers.Estimate as found:
-        return found.seconds
-    finally:
-        checkers.estimates.reset(token)
+    with setting(checkers.estimates, True):
+        try:
+            getattr(checkers, name)(*positional, **keywords)
+        except checkers.Estimate as found:
+            return found.seconds
     return 0.0
 
 
@@ -196,11 +194,8 @@ def ask(name: str, positional: tuple[Any, ...], keywords: dict[str, Any]) -> Che
         __tracebackhide__ = True
         getattr(checkers, name)(*positional, **keywords | {"raise_exception": True})
 
-    token = checkers.watcher.set(reports.append)
-    try:
+    with setting(checkers.watcher, reports.append):
         ours = outcome_of(run)
-    finally:
-        checkers.watcher.reset(token)
     return Check(name, ours, None if ours.verdict == "raised" else reports[-1])
 
 

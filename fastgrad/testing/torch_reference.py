@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.autograd.gradcheck import GradcheckError
 
 from fastgrad.problem.arguments import as_tuple
 from fastgrad.problem.second_order import differentiable_outputs
+
+Value = TypeVar("Value")
 
 _asking: ContextVar[bool] = ContextVar("fastgrad_asks_torch", default=False)
 
@@ -63,7 +65,7 @@ def is_asked() -> bool:
 def torch_gradcheck(func: Callable[..., Any], inputs: Any, **keywords: Any) -> Outcome:
     """The outcome of torch's gradcheck for the same call, without keywords that only fastgrad has."""
     keywords = _spelled_for_torch(keywords)
-    with _asked():
+    with setting(_asking, True):
         return outcome_of(lambda: torch.autograd.gradcheck(func, inputs, **keywords))
 
 
@@ -78,17 +80,18 @@ def torch_gradgradcheck(func: Callable[..., Any], inputs: Any, grad_outputs: Any
             grads = tuple(torch.ones_like(output, requires_grad=False) for output in outputs)
         torch.autograd.gradgradcheck(func, inputs, grads, **keywords)
 
-    with _asked():
+    with setting(_asking, True):
         return outcome_of(check)
 
 
 @contextmanager
-def _asked() -> Iterator[None]:
-    token = _asking.set(True)
+def setting(variable: ContextVar[Value], value: Value) -> Iterator[None]:
+    """A context in which a context variable has another value."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _asking.reset(token)
+        variable.reset(token)
 
 
 def _spelled_for_torch(keywords: dict[str, Any]) -> dict[str, Any]:

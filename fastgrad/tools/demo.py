@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,17 +40,8 @@ class ForgottenFactor(SquaredReLU):
         return grad_output * x.clamp(min=0)
 
 
-@dataclass(frozen=True)
-class Operator:
-    """One row of the demo."""
-
-    name: str
-    func: Callable[..., Any]
-    inputs: tuple[Tensor, ...]
-
-
-def operators() -> list[Operator]:
-    """The demo's operators, with inputs from a generator of their own."""
+def operators() -> list[tuple[str, Callable[..., Any], tuple[Tensor, ...]]]:
+    """The names of the demo's operators, with their functions and inputs, from a generator of their own."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -67,14 +57,14 @@ def operators() -> list[Operator]:
         return torch.sigmoid(o) * torch.tanh(c), c
 
     return [
-        Operator("linear", F.linear, (normal(4, 6), normal(5, 6), normal(5))),
-        Operator("conv2d", F.conv2d, (normal(1, 2, 6, 6), normal(3, 2, 3, 3))),
-        Operator("layer norm", lambda x, w, b: F.layer_norm(x, (8,), w, b), (normal(5, 8), normal(8), normal(8))),
-        Operator("attention", attention, (normal(1, 2, 4, 3), normal(1, 2, 4, 3), normal(1, 2, 4, 3))),
-        Operator("LSTM cell", lstm_cell, (normal(2, 3), normal(2, 4), normal(2, 4), normal(3, 16), normal(4, 16))),
-        Operator("complex FFT", torch.fft.fft, (normal(3, 8, dtype=torch.complex128),)),
-        Operator("custom Function", SquaredReLU.apply, (normal(6, 8),)),
-        Operator("planted error", ForgottenFactor.apply, (normal(6, 8),)),
+        ("linear", F.linear, (normal(4, 6), normal(5, 6), normal(5))),
+        ("conv2d", F.conv2d, (normal(1, 2, 6, 6), normal(3, 2, 3, 3))),
+        ("layer norm", lambda x, w, b: F.layer_norm(x, (8,), w, b), (normal(5, 8), normal(8), normal(8))),
+        ("attention", attention, (normal(1, 2, 4, 3), normal(1, 2, 4, 3), normal(1, 2, 4, 3))),
+        ("LSTM cell", lstm_cell, (normal(2, 3), normal(2, 4), normal(2, 4), normal(3, 16), normal(4, 16))),
+        ("complex FFT", torch.fft.fft, (normal(3, 8, dtype=torch.complex128),)),
+        ("custom Function", SquaredReLU.apply, (normal(6, 8),)),
+        ("planted error", ForgottenFactor.apply, (normal(6, 8),)),
     ]
 
 
@@ -83,15 +73,15 @@ def main() -> int:
     print(f"{'check':<14} {'operator':<16} {'n':>4} {'m':>4}  {'verdict':<8}{'evals':>6} {'VJPs':>5} {'ms':>8}", end="")
     print(f"   {'torch':<8}{'ms':>9} {'ratio':>6}")
     as_expected, planted = True, None
-    for operator in operators():
+    for operator, func, inputs in operators():
         for checker in ("gradcheck", "gradgradcheck"):
             for _warm_up_first in range(2):
-                check = ask_both(checker, (operator.func, operator.inputs), {})
+                check = ask_both(checker, (func, inputs), {})
             assert check.report is not None
             assert check.torch is not None
-            print(_row(operator.name, check, check.report, check.torch))
+            print(_row(operator, check, check.report, check.torch))
             # The planted backward is a function like any other: its own derivative is right.
-            wrong = operator.name == "planted error" and checker == "gradcheck"
+            wrong = operator == "planted error" and checker == "gradcheck"
             planted = check.ours.error if wrong else planted
             as_expected &= check.ours.verdict == check.torch.verdict == ("failed" if wrong else "passed")
     print(f"\nThe message of the planted error:\n\n{planted}")

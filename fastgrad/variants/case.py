@@ -170,6 +170,11 @@ class Variant:
     is_elsewhere: bool = False
 
 
+def as_given(**keywords: Any) -> Callable[[Subject], Case]:
+    """Makes the case of the given function and inputs, checked with some keywords."""
+    return lambda subject: Case(subject.func, subject.inputs, keywords)
+
+
 def subject_of(func: Callable[..., Any], inputs: Any, kwargs: Mapping[str, Any], seed: int) -> Subject:
     """The subject of a call.
 

@@ -9,11 +9,7 @@ import torch
 from torch import Tensor
 
 from fastgrad.problem.arguments import as_tuple
-from fastgrad.variants.case import Case, NotApplicableError, Subject, Variant
-
-
-def _by(**keywords: Any) -> Callable[[Subject], Case]:
-    return lambda subject: Case(subject.func, subject.inputs, keywords)
+from fastgrad.variants.case import Case, NotApplicableError, Subject, Variant, as_given
 
 
 def _reverse_over_forward(subject: Subject) -> Case:
@@ -95,17 +91,17 @@ def of_inputs(subject: Subject) -> list[Variant]:
 
 
 VARIANTS = (
-    Variant("derivatives", "order 2", _by(order=2)),
-    Variant("derivatives", "order 3", _by(order=3)),
-    Variant("derivatives", "order 4", _by(order=4)),
-    Variant("derivatives", "forward mode", _by(check_forward_ad=True, check_backward_ad=False)),
+    Variant("derivatives", "order 2", as_given(order=2)),
+    Variant("derivatives", "order 3", as_given(order=3)),
+    Variant("derivatives", "order 4", as_given(order=4)),
+    Variant("derivatives", "forward mode", as_given(check_forward_ad=True, check_backward_ad=False)),
     Variant("derivatives", "reverse over forward", _reverse_over_forward),
     Variant(
         "derivatives",
         "forward over reverse",
-        _by(order=2, check_fwd_over_rev=True, check_rev_over_rev=False, check_undefined_grad=False),
+        as_given(order=2, check_fwd_over_rev=True, check_rev_over_rev=False, check_undefined_grad=False),
     ),
-    Variant("derivatives", "batched gradients", _by(check_batched_grad=True)),
+    Variant("derivatives", "batched gradients", as_given(check_batched_grad=True)),
     Variant("derivatives", "torch.func.vjp", _by_func_vjp),
     Variant("derivatives", "under vmap", _under_vmap),
 )

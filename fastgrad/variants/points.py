@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fastgrad.variants.case import Case, NotApplicableError, Subject, Variant
+from fastgrad.variants.case import Case, NotApplicableError, Subject, Variant, as_given
 
 LARGE, TINY = 1e3, 1e-3
 """Factors of the given values."""
@@ -71,12 +71,8 @@ def _first_rows(count: int) -> Callable[[Subject], Case]:
     return make
 
 
-def _given(subject: Subject) -> Case:
-    return Case(subject.func, subject.inputs)
-
-
 VARIANTS = (
-    Variant("points", "as given", _given),
+    Variant("points", "as given", as_given()),
     Variant("points", "zeros", _at(torch.zeros_like, False), True),
     Variant("points", "some zeros", _at(_with_zeros, False), True),
     Variant("points", "ones", _at(torch.ones_like), True),
