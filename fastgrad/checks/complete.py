@@ -328,11 +328,8 @@ def _out_of_memory_message(problem: Problem, plan: Plan, settings: Settings, err
 
 def _screened(problem: Problem, settings: Settings, findings: Findings) -> tuple[Plan, Failure | None]:
     """Fast mode; the exact engine decides what the sketch leaves open, if that is affordable."""
-    from fastgrad.checks.sketch import (  # imported here to keep `import fastgrad` fast
-        screen,
-        screen_constant,
-        screen_forward,
-    )
+    from fastgrad.checks.sketch import screen, screen_constant  # imported here to keep `import fastgrad` fast
+    from fastgrad.checks.sketch_forward import screen_forward
 
     def exactly(what: str) -> tuple[Plan, Failure | None]:
         findings.notes.append(f"{what} was decided by the exact engine")
@@ -363,7 +360,8 @@ def _screened(problem: Problem, settings: Settings, findings: Findings) -> tuple
             raise found.raised
         if found.failure is not None and found.failure.kind == "nonlinear" and is_affordable(problem):
             # The exact engine names the output and the input of the entry.
-            exact_plan, failure = exactly("the wrong entry of a backward that is not linear")
+            derivative = "jvp" if found.failure.mode == "forward" else "backward"
+            exact_plan, failure = exactly(f"the wrong entry of a {derivative} that is not linear")
             return (plan, found.failure) if failure is None else (exact_plan, failure)
         if found.failure is not None:
             return plan, found.failure

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING, excess
 from fastgrad.core.random import SKETCH_DIRECTIONS, direction
 from fastgrad.core.tensors import differ, largest
-from fastgrad.engines.blocks import MOST_AT_ONCE, REPEAT_SCALE
+from fastgrad.engines.blocks import MOST_AT_ONCE
 from fastgrad.engines.plan import EXACT_CALLS, detection_limit, sketch_size
 from fastgrad.engines.sketch import (
     NOISE_SHARE,
@@ -36,7 +36,7 @@ from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Certificate
 from fastgrad.report.failure import Failure, FailureKind
 from fastgrad.report.settings import Settings
-from fastgrad.verdict.confirm import Found, column_entry, difference_along, entry_in_row, located_failure
+from fastgrad.verdict.confirm import Found, difference_along, entry_in_row, located_failure
 from fastgrad.verdict.linearity import (
     linearity_failure,
     nondeterministic,
@@ -44,7 +44,6 @@ from fastgrad.verdict.linearity import (
     separate_failure,
 )
 from fastgrad.verdict.locate import locate
-from fastgrad.verdict.tangents import combined_tangents, sums_certificate
 
 MOST_STEPS = 5
 SMALLER, LARGER = 2.0**-5, 2.0**6
@@ -119,6 +118,7 @@ class _Screen:
         self._extrapolated = 1  # the fewest evaluations: they usually decide if all is well
         self._first: Differences | None = None
         self._earlier: tuple[Tensor, Mapping[int, Tensor]] | None = None
+        self._doubted: dict[int, float] = {}  # outputs as in _Search, and their smallest error
         self._suspected = 0.0  # the largest error that sums suggested and single entries did not confirm
         self._bound = settings.atol
         self._smallest_bound = math.inf
@@ -189,6 +189,8 @@ class _Screen:
                 return Screening(failure)
             flagged = sketch.worst()
         self._unresolved = max(self._unresolved, search.unresolved)
+        for row, size in search.doubtful.items():
+            self._doubted[row] = min(size, self._doubted.get(row, math.inf))
         if not problem.unspecified <= settings.atol / 4:
             return Screening(undecided=problem.unspecified)
         if flagged is not None:
@@ -266,8 +268,10 @@ class _Screen:
             return self._verified(self._bound)
         hidden = torch.where(weight > 0, (settings.atol + 4 * sketch.allowance) / weight, math.inf)
         verified = (hidden <= settings.atol + settings.rtol * differences.size()) & hidden.isfinite()
-        if search.doubtful:
-            verified[search.doubtful] = False
+        verified[[*search.doubtful]] = False
+        for row, size in self._doubted.items():
+            if float(hidden[row]) > size:  # this step size does not resolve what was seen at another one
+                verified[row] = False
         self._bound = max(self._bound, float(hidden.masked_fill_(~verified, 0.0).amax()))
         if bool((self._pending & ~verified).any()):
             self._pending &= ~verified
@@ -287,7 +291,7 @@ class _Screen:
             return Screening(nondeterministic(problem.outputs[0]))
         if not self._selected and self._eps == self._settings.eps and 2 * problem.n + problem.m <= EXACT_CALLS:
             return Screening(undecided=math.inf)
-        self._eps = _next_step(self._problem, self._settings, differences, self._base, self._pending)
+        self._eps = next_step(self._problem, self._settings, differences, self._base, self._pending)
         self._attempt += 1
         return None
 
@@ -373,7 +377,7 @@ def _one_hot(
         rounding = ROUNDING * problem.unit_roundoff * largest(gradient)
         if differ(search.row_alone(row)[None], gradient[None], max(rounding, settings.nondet_tol), False):
             return nondeterministic(problem.outputs[0])
-        search.doubtful.append(row)
+        search.doubtful[row] = largest(error)
     return failure
 
 
@@ -397,7 +401,7 @@ def _seen_before(
     return None
 
 
-def _next_step(problem: Problem, settings: Settings, differences: Differences, base: Tensor, pending: Tensor) -> float:
+def next_step(problem: Problem, settings: Settings, differences: Differences, base: Tensor, pending: Tensor) -> float:
     """A smaller step if any pending output is noisier than rounding explains; otherwise a larger one."""
     rounding = differences.rounding * base.abs()
     rough = ~(differences.noise <= 2 * rounding)[pending]
@@ -501,7 +505,7 @@ class _Search:
         self._problem = problem
         self._settings = settings
         self._differences = differences
-        self.doubtful: list[int] = []
+        self.doubtful: dict[int, float] = {}  # outputs that no wrong entry explains, and the error of their sums
         self.unresolved = 0.0
 
     def run(self, sketch: Sketch) -> Failure | None:
@@ -531,7 +535,7 @@ class _Search:
             error, _ = self._row_error(row)
             left = error if entry is None else error - entry.along(self._differences.directions)
             if entry is None or not bool((left.abs() <= self._settings.atol / 4).all()):
-                self.doubtful.append(row)
+                self.doubtful[row] = largest(left)
             sketch.subtract(row, error)
             suspects += 1
         return located_failure(found) if found else None
@@ -577,102 +581,6 @@ class _Search:
         entry = entry_in_row(self._problem, self._settings, row, gradient, u, eps, value, found)
         self.unresolved = max(self.unresolved, entry.unresolved)
         return entry
-
-
-@phase("forward-mode screen")
-def screen_forward(problem: Problem, settings: Settings) -> Screening:
-    """The verdict on all Jacobians in forward mode: J u against its difference, output by output."""
-    count = sketch_size(settings.confidence)
-    base = problem.base()
-    pending = torch.ones(problem.m, dtype=torch.bool, device=problem.device)
-    limit = unresolved = 0.0
-    bound = settings.atol
-    eps = settings.eps
-    for attempt in range(MOST_STEPS):
-        # First the fewest evaluations: they usually decide if all is well.
-        measure = partial(directional_differences, problem, settings, base, eps, count, attempt)
-        differences = measure(extrapolated=count if attempt else 1)
-        if attempt == 0 and problem.n:
-            _, domains_match = problem.tangent_columns(settings.seed % problem.n, 1)
-            if settings.check_grad_dtypes and not domains_match:
-                return Screening(Failure("tangent dtype", mode="forward"))
-        try:
-            tangents = problem.jvps_of(differences.directions)
-        except Exception as error:  # a one-hot tangent did not raise
-            raise_unless_of_func(error)
-            detail = f"it raised {type(error).__name__} for a random tangent"
-            return Screening(Failure("nonlinear", mode="forward", detail=detail, cause=error))
-        if attempt == 0:
-            failure = _jvp_not_linear(problem, settings, differences.directions, tangents)
-            if failure is not None:
-                return Screening(failure)
-        errors, allowed, times = _product_errors(problem, settings, differences, tangents, pending)
-        if attempt == 0 and bool((times > 1).any()):
-            differences = measure(extrapolated=count)  # these can prove that something is wrong
-            tangents = problem.jvps_of(differences.directions)
-            errors, allowed, times = _product_errors(problem, settings, differences, tangents, pending)
-        for row in times.amax(0).argsort(descending=True)[:MOST_SUSPECTS].tolist():
-            k = int(times[:, row].argmax())
-            if not times[k, row] > 1:
-                break
-            found = _forward_entry(problem, settings, differences, row, k, errors[k, row].item())
-            if found.remeasured is not None:
-                return Screening(located_failure([found]))
-            limit, unresolved = max(limit, 4 * errors[k, row].item()), max(unresolved, found.unresolved)
-        verified = 4 * differences.noise <= settings.atol + settings.rtol * differences.size()
-        decided = pending & verified & (times <= 1).all(0)
-        if bool(decided.any()):
-            # The components of a direction are at least 1/2, and its difference is off by the noise.
-            bound = max(bound, 2 * float((allowed + differences.noise)[:, decided].amax()))
-        pending &= ~decided
-        if not bool(pending.any()):
-            if unresolved:
-                return Screening(undecided=unresolved)
-            return Screening(certificates=(sums_certificate(count, bound),))
-        eps = _next_step(problem, settings, differences, base, pending)
-    return Screening(
-        undecided=max(limit, unresolved, 4 * float(differences.noise[pending].nan_to_num(torch.inf).amax()))
-    )
-
-
-def _product_errors(
-    problem: Problem, settings: Settings, differences: Differences, tangents: Tensor, pending: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Errors of J u, shape (count, m); the allowed ones; and their ratio, zero for outputs that are not pending."""
-    errors = (tangents - differences.derivatives).abs()
-    rounding = ROUNDING * problem.unit_roundoff * (tangents.abs() + differences.derivatives.abs())
-    allowed = settings.atol / 4 + 4 * differences.noise + rounding
-    return errors, allowed, torch.where(pending, (errors / allowed).nan_to_num(torch.inf), 0.0)
-
-
-def _forward_entry(
-    problem: Problem, settings: Settings, differences: Differences, row: int, k: int, value: float
-) -> Found:
-    def residual(vector: Tensor) -> float:
-        return difference_along(problem, vector, differences.eps, row) - problem.jvp_coordinates(vector)[row].item()
-
-    return column_entry(problem, settings, row, locate(residual, differences.directions[k], value))
-
-
-def _jvp_not_linear(problem: Problem, settings: Settings, directions: Tensor, tangents: Tensor) -> Failure | None:
-    """The failure if the JVP of a sum is not the sum of JVPs; tangents: the JVPs of directions."""
-    combined, shares = combined_tangents(directions, settings.seed)
-    terms = torch.cat([tangents[:2], problem.jvps_of(combined)]) * shares[:, None]
-    # Directions are in units of each input's own atol.
-    allowed = settings.atol + settings.loosest().rtol * terms.abs().sum(0)
-    # Not where a JVP is infinite or near overflow: there it was compared with differences.
-    wrong = ~(terms.sum(0).abs() <= allowed) & (tangents[:2] * REPEAT_SCALE).isfinite().all(0)
-    if not bool(wrong.any()):
-        return None
-    coordinate = int(wrong.nonzero()[0])
-    output = block_with(problem.outputs, coordinate)
-    index = output.index_at(coordinate)
-    own, total = -terms[2, coordinate].item(), (terms[:2].sum(0) + terms[3])[coordinate].item()
-    detail = (
-        f"for a sum of random tangents, the tangent of output {output.index} at {list(index)} is {own:.6g}, but those "
-        f"of its terms add up to {total:.6g}"
-    )
-    return Failure("nonlinear", output.index, None, output.position, None, mode="forward", detail=detail)
 
 
 def screen_constant(problem: Problem, settings: Settings) -> Screening:

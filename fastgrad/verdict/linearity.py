@@ -31,6 +31,7 @@ from fastgrad.report.data import Certificate
 from fastgrad.report.failure import Failure, Part
 from fastgrad.report.settings import Settings, Tolerances
 from fastgrad.verdict.comparison import tolerances
+from fastgrad.verdict.negation import linear_bound, unexplained_error_failure
 
 RERUNS = 3
 """Further runs of a VJP that was not exactly as expected: they show gradients that change every third time."""
@@ -315,8 +316,11 @@ class LinearityTest:
 
     def certificate(self) -> Certificate:
         """What it certifies if it found no failure."""
-        error = (self.gradients() - self._sums).nan_to_num(0.0, 0.0, 0.0)  # infinite ones were compared
-        return linear_backward(self._kinds, max(self._settings.atol, largest(error)))
+        return linear_backward(self._kinds, linear_bound(self._error, self._settings))
+
+    @property
+    def _error(self) -> Tensor:
+        return (self.gradients() - self._sums).nan_to_num(0.0, 0.0, 0.0)  # infinite ones were compared
 
     def add(self, block: JacobianBlock) -> None:
         """Takes a block of analytical rows into v^T J."""
@@ -343,7 +347,10 @@ class LinearityTest:
         except Exception as error:
             raise_unless_of_func(error)
             return self._raised(error)
-        return self._nonlinear(gradients) or self._movement(gradients)
+        failure = self._nonlinear(gradients) or self._movement(gradients)
+        if failure is not None:
+            return failure
+        return unexplained_error_failure(self._problem, self._settings, "reverse", self.cotangents, self._error)
 
     def gradients(self) -> Tensor:
         """The VJPs of the cotangents: float64, shape (kinds, n)."""

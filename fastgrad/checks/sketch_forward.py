@@ -1,0 +1,177 @@
+"""Fast mode in forward mode: JVPs of random tangents against differences, and against each other."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fastgrad.checks.sketch import MOST_STEPS, MOST_SUSPECTS, Screening, next_step
+from fastgrad.core.errors import raise_unless_of_func
+from fastgrad.core.phases import phase
+from fastgrad.core.precision import ROUNDING
+from fastgrad.core.random import TANGENT_STREAM, direction
+from fastgrad.engines.blocks import REPEAT_SCALE
+from fastgrad.engines.plan import sketch_size
+from fastgrad.engines.sketch import Differences, directional_differences
+from fastgrad.problem.coordinates import block_with
+from fastgrad.problem.problem import Problem
+from fastgrad.report.failure import Failure
+from fastgrad.report.settings import Settings
+from fastgrad.verdict.confirm import Found, column_entry, difference_along, located_failure
+from fastgrad.verdict.locate import locate
+from fastgrad.verdict.tangents import combined_tangents, sums_certificate
+
+SMALLEST_SHARE = 1 / 8
+"""Least share of the error of an entry, if it is wrong for tangents of one sign, in the sum of JVPs that must be zero:
+components are in [0.5, 1.5), and the second direction counts -4 times as much as the first."""
+
+
+@phase("forward-mode screen")
+def screen_forward(problem: Problem, settings: Settings) -> Screening:
+    """The verdict on all Jacobians in forward mode: J u against its difference, output by output."""
+    return _ForwardScreen(problem, settings).run()
+
+
+class _ForwardScreen:
+    """Compares products at one step size after another, until all outputs are verified or something is wrong.
+
+    An output that disagrees at one step size, without a wrong entry behind it, may be next to a kink that the joint
+    step crosses. Another step size verifies it only if it resolves an error of the size that was seen.
+    """
+
+    def __init__(self, problem: Problem, settings: Settings) -> None:
+        self._problem, self._settings = problem, settings
+        self._count = sketch_size(settings.confidence)
+        self._pending = torch.ones(problem.m, dtype=torch.bool, device=problem.device)
+        self._suspected = torch.zeros(problem.m, dtype=torch.float64, device=problem.device)
+        self._bound = settings.atol
+        self._unresolved = self._nonlinear = 0.0
+
+    def run(self) -> Screening:
+        """The verdict, after MOST_STEPS step sizes at most."""
+        problem, settings = self._problem, self._settings
+        base, eps = problem.base(), settings.eps
+        for attempt in range(MOST_STEPS):
+            # First the fewest evaluations: they usually decide if all is well.
+            measure = partial(directional_differences, problem, settings, base, eps, self._count, attempt)
+            differences = measure(extrapolated=self._count if attempt else 1)
+            if attempt == 0 and not self._domains_match():
+                return Screening(Failure("tangent dtype", mode="forward"))
+            try:
+                tangents = problem.jvps_of(differences.directions)
+            except Exception as error:  # a one-hot tangent did not raise
+                raise_unless_of_func(error)
+                detail = f"it raised {type(error).__name__} for a random tangent"
+                return Screening(Failure("nonlinear", mode="forward", detail=detail, cause=error))
+            failure = self._combination_failure(differences.directions, tangents) if attempt == 0 else None
+            if failure is None and attempt == 0 and bool((self._excess(differences, tangents) > 1).any()):
+                differences = measure(extrapolated=self._count)  # these can prove that something is wrong
+                tangents = problem.jvps_of(differences.directions)
+            failure = failure or self._compare(differences, tangents)
+            if failure is not None:
+                return Screening(failure)
+            if not bool(self._pending.any()):
+                return self._verified()
+            eps = next_step(problem, settings, differences, base, self._pending)
+        noise = differences.noise[self._pending].nan_to_num(torch.inf)
+        suspected = 4 * float(self._suspected[self._pending].amax())
+        return Screening(undecided=max(suspected, self._unresolved, self._nonlinear, 4 * float(noise.amax())))
+
+    def _domains_match(self) -> bool:
+        """Whether complex outputs have complex tangents and real outputs real ones, if that is checked."""
+        problem, settings = self._problem, self._settings
+        if not problem.n:
+            return True
+        _, match = problem.tangent_columns(settings.seed % problem.n, 1)
+        return match or not settings.check_grad_dtypes
+
+    def _verified(self) -> Screening:
+        hidden = max(self._unresolved, self._nonlinear)
+        if hidden:
+            return Screening(undecided=max(hidden, self._bound))
+        return Screening(certificates=(sums_certificate(self._count, self._bound, self._settings.atol),))
+
+    def _allowed(self, differences: Differences, tangents: Tensor) -> Tensor:
+        rounding = ROUNDING * self._problem.unit_roundoff * (tangents.abs() + differences.derivatives.abs())
+        return self._settings.atol / 4 + 4 * differences.noise + rounding
+
+    def _excess(self, differences: Differences, tangents: Tensor) -> Tensor:
+        """Errors of J u relative to the allowed ones, zero for outputs that are verified: shape (count, m)."""
+        errors = (tangents - differences.derivatives).abs() / self._allowed(differences, tangents)
+        return torch.where(self._pending, errors.nan_to_num(torch.inf), 0.0)
+
+    def _compare(self, differences: Differences, tangents: Tensor) -> Failure | None:
+        """The failure of a wrong entry, or of a JVP that is not linear; marks the outputs that are verified."""
+        settings = self._settings
+        excess, errors = self._excess(differences, tangents), differences.derivatives - tangents
+        for row in excess.amax(0).argsort(descending=True)[:MOST_SUSPECTS].tolist():
+            k = int(excess[:, row].argmax())
+            if not excess[k, row] > 1:
+                break
+            found = self._entry(differences, row, k, errors[k, row].item())
+            if found.remeasured is not None:
+                return located_failure([found])
+            failure = self._half_failure(differences.directions[k], tangents[k])
+            if failure is not None:
+                return failure
+            self._unresolved = max(self._unresolved, found.unresolved)
+        # The components of a direction are at least 1/2, and its difference is off by the noise.
+        resolution = 2 * (self._allowed(differences, tangents) + differences.noise).amax(0)
+        verified = 4 * differences.noise <= settings.atol + settings.rtol * differences.size()
+        verified &= self._pending & (excess <= 1).all(0) & ~((resolution > self._suspected) & (self._suspected > 0))
+        if bool(verified.any()):
+            self._bound = max(self._bound, float(resolution[verified].amax()))
+        wrong = torch.where(excess > 1, errors.abs().nan_to_num(torch.inf), 0.0).amax(0)
+        self._suspected = torch.maximum(self._suspected, wrong)
+        self._pending &= ~verified
+        return None
+
+    def _entry(self, differences: Differences, row: int, k: int, value: float) -> Found:
+        problem = self._problem
+
+        def residual(vector: Tensor) -> float:
+            return difference_along(problem, vector, differences.eps, row) - problem.jvp_coordinates(vector)[row].item()
+
+        return column_entry(problem, self._settings, row, locate(residual, differences.directions[k], value))
+
+    def _combination_failure(self, directions: Tensor, tangents: Tensor) -> Failure | None:
+        """The failure if the JVP of a combination of directions is not that of their JVPs, `tangents`."""
+        combined, shares = combined_tangents(directions, self._settings.seed)
+        products = torch.cat([tangents[:2], self._problem.jvps_of(combined)])
+        return self._sum_failure((products * shares[:, None]).roll(2, 0))
+
+    def _half_failure(self, u: Tensor, tangent: Tensor) -> Failure | None:
+        """The failure if the JVP of u, shape (n,), is not the sum of those of two halves, both of the other sign."""
+        some = direction(u.numel(), self._settings.seed, TANGENT_STREAM, halved=True).to(u.device)
+        half = torch.where(some == 0, 0.0, u)
+        products = self._problem.jvps_of(torch.stack([half, u - half]) * REPEAT_SCALE) / REPEAT_SCALE
+        return self._sum_failure(torch.cat([-tangent[None], products]))
+
+    def _sum_failure(self, terms: Tensor) -> Failure | None:
+        """The failure if JVPs, shape (count, m), do not add up to zero; the first is that of the sum of the others.
+
+        Notes the error that an entry may have for tangents of one sign, if they do not add up to zero to rounding.
+        """
+        error, sizes = terms.sum(0).abs(), terms.abs().sum(0)
+        # Not where a JVP is infinite or near overflow: there it was compared with differences.
+        finite = (terms * REPEAT_SCALE**2).isfinite().all(0)
+        # Directions are in units of each input's own atol.
+        wrong = finite & ~(error <= self._settings.atol + self._settings.loosest().rtol * sizes)
+        if bool(wrong.any()):
+            return self._nonlinear_failure(int(wrong.nonzero()[0]), terms)
+        rounding = ROUNDING * self._problem.unit_roundoff * sizes
+        doubtful = finite & (error > self._settings.atol * SMALLEST_SHARE + rounding)
+        self._nonlinear = max(self._nonlinear, float(torch.where(doubtful, error, 0.0).amax()) / SMALLEST_SHARE)
+        return None
+
+    def _nonlinear_failure(self, coordinate: int, terms: Tensor) -> Failure:
+        output = block_with(self._problem.outputs, coordinate)
+        index = output.index_at(coordinate)
+        own, total = -terms[0, coordinate].item(), terms[1:, coordinate].sum().item()
+        detail = (
+            f"for a sum of random tangents, the tangent of output {output.index} at {list(index)} is {own:.6g}, but "
+            f"those of its terms add up to {total:.6g}"
+        )
+        return Failure("nonlinear", output.index, None, output.position, None, mode="forward", detail=detail)

@@ -1,0 +1,101 @@
+"""Fast mode in forward mode: jvps that depend on signs, and entries whose errors have either sign."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastgrad
+from fastgrad.report.report import Report
+
+FORWARD: dict[str, Any] = {"check_forward_ad": True, "check_backward_ad": False}
+WRONG = 13
+
+
+def beside(weight: float, change: Callable[[Tensor], Tensor]) -> Any:
+    """The function x + weight * y, whose jvp changes the tangent of x."""
+
+    class Beside(torch.autograd.Function):
+        @staticmethod
+        def forward(x: Tensor, y: Tensor) -> Tensor:
+            return x + weight * y
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            pass
+
+        @staticmethod
+        def jvp(ctx: Any, tangent: Tensor, other: Tensor) -> Tensor:
+            return change(tangent.clone()) + weight * other
+
+    return Beside.apply
+
+
+def one_sided(sign: float, error: float) -> Callable[[Tensor], Tensor]:
+    def change(tangent: Tensor) -> Tensor:
+        if sign * tangent[WRONG] > 0:
+            tangent[WRONG] *= 1 + error
+        return tangent
+
+    return change
+
+
+def report(func: Any, n: int, seed: int = 0, **keywords: Any) -> Report:
+    inputs = [torch.full((n,), value, dtype=torch.float64, requires_grad=True) for value in (0.3, 0.5)]
+    return fastgrad.check(func, inputs, seed=seed, **FORWARD, **keywords)
+
+
+@pytest.mark.parametrize("fast_mode", [False, True])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize(("weight", "error"), [(1, 0.003), (20, 0.01), (1000, -1.0)])
+def test_a_jvp_that_is_wrong_for_one_sign_fails(weight: float, error: float, sign: float, fast_mode: bool) -> None:
+    """Next to larger derivatives, the sums of JVPs are off by less than the tolerance of their terms."""
+    for seed in range(6):
+        found = report(beside(weight, one_sided(sign, error)), 40, seed, fast_mode=fast_mode)
+        assert found.failure is not None, found
+        assert found.failure.kind in ("mismatch", "nonlinear"), found
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_large_function_that_is_wrong_for_one_sign_does_not_pass(sign: float) -> None:
+    for seed in range(3):
+        assert report(beside(20, one_sided(sign, 0.01)), 3000, seed, fast_mode=True).verdict in ("failed", "undecided")
+
+
+@pytest.mark.parametrize("n", [40, 3000])
+def test_right_ones_pass_with_the_smallest_bound(n: int) -> None:
+    found = report(beside(1000, lambda tangent: tangent), n, fast_mode=True)
+    assert found.passed
+    assert all(one.bound <= 1e-5 for one in found.certificates), found
+
+
+@pytest.mark.parametrize("error", [0.01, -0.01])
+def test_a_wrong_entry_of_a_sum_is_located(error: float) -> None:
+    """Whatever the sign of the error: some seeds located another entry, and a larger step verified the sum."""
+    generator = torch.Generator().manual_seed(1)
+    right = torch.randn(300, generator=generator, dtype=torch.float64)
+    wrong = right.clone()
+    wrong[7] *= 1 + error
+
+    class Weighted(torch.autograd.Function):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return (right * x).sum()[None]
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            pass
+
+        @staticmethod
+        def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+            return (wrong * tangent).sum()[None]
+
+    x = torch.rand(300, generator=generator, dtype=torch.float64).requires_grad_()
+    for seed in range(40):
+        found = fastgrad.check(Weighted.apply, x, fast_mode=True, seed=seed, **FORWARD)
+        assert found.failure is not None, f"seed {seed}: {found}"
+        assert "d inputs[0][7]" in str(found)
