@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastgrad.core.phases import phase
 from fastgrad.core.tensors import largest
 from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.problem import Problem
@@ -19,7 +18,6 @@ def linear_bound(error: Tensor, settings: Settings) -> float:
     return max(settings.atol, 2 * largest(error))  # the components of a vector are at least 1/2
 
 
-@phase("negated vectors")
 def unexplained_error_failure(
     problem: Problem, settings: Settings, mode: Mode, vectors: Tensor, error: Tensor
 ) -> Failure | None:
