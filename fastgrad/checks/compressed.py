@@ -45,7 +45,7 @@ from fastgrad.structure.sparsity import HANDFUL, Mask, Pattern
 from fastgrad.verdict.analytical_certificate import AnalyticalCertificate
 from fastgrad.verdict.comparison import Findings, PairComparison, tolerances
 from fastgrad.verdict.confirm import entries_failure, mismatch_failure
-from fastgrad.verdict.linearity import groups_failure, movement_between, one_hot_failure, separate_failure
+from fastgrad.verdict.linearity import groups_failure, movement_between, one_hot_rows, separate_failure
 from fastgrad.verdict.numerical_certificate import MOST_SUSPECTS, Incomplete, NumericalCertificate, incomplete
 from fastgrad.verdict.repeated_calls import RepeatedCalls
 
@@ -367,7 +367,7 @@ class _Verdict:
         except Exception as error:  # backward raised for some layout
             raise_unless_of_func(error)
             return False, None
-        failure = one_hot_failure(problem, self._settings)
+        failure, _ = one_hot_rows(problem, self._settings)
         if failure is None:
             failure = separate_failure(problem, self._settings, *self._of_backward.first_product())
         return True, failure or self._judged(None)

@@ -128,16 +128,7 @@ class _Screen:
     def run(self) -> Screening:
         """The verdict, after MOST_STEPS step sizes at most."""
         while self._attempt < MOST_STEPS:
-            differences = directional_differences(
-                self._problem,
-                self._settings,
-                self._base,
-                self._eps,
-                self._count,
-                self._attempt,
-                extrapolated=self._extrapolated,
-                fixed=self._fixed,
-            )
+            differences = self._differences(self._count)
             self._first = self._first or differences
             verdict = self._judge(differences)
             if verdict is not None:
@@ -147,6 +138,11 @@ class _Screen:
         assert self._first is not None
         hidden = max(self._suspected, self._unresolved)
         return _one_by_one(self._problem, self._settings, self._first, self._pending, hidden)
+
+    def _differences(self, count: int) -> Differences:
+        """Differences along the first directions at this step size."""
+        arguments = self._problem, self._settings, self._base, self._eps, count, self._attempt
+        return directional_differences(*arguments, extrapolated=min(count, self._extrapolated), fixed=self._fixed)
 
     def _judge(self, differences: Differences) -> Screening | None:
         """The verdict at this step size; None if it takes more differences, or another step size."""
@@ -298,16 +294,7 @@ class _Screen:
     def _func_moves(self, differences: Differences) -> bool:
         """Whether derivatives differ when they are repeated: the first one and, if that is much less noisy, all."""
         for count in (1, self._count):
-            again = directional_differences(
-                self._problem,
-                self._settings,
-                self._base,
-                self._eps,
-                count,
-                self._attempt,
-                extrapolated=min(count, self._extrapolated),
-                fixed=self._fixed,
-            )
+            again = self._differences(count)
             rounding = differences.rounding * self._base.abs()
             if derivatives_move(self._settings, again.derivatives, differences.derivatives[:count], rounding):
                 return True

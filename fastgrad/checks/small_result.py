@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastgrad.core.native import Derivatives, SmallProblem, WholeBackward
 from fastgrad.report.data import Certificate, Pair
-from fastgrad.report.failure import Part
+from fastgrad.report.failure import Mode, Part
 from fastgrad.verdict.grad_outputs import BatchedDifference
 
 
@@ -84,17 +84,9 @@ class SmallCheck:
     def pairs(self) -> list[Pair]:
         """What was compared, if all entries agree; nothing if sums were compared."""
         inputs, outputs = self.problem.inputs, self.problem.outputs
-        found = [
-            Pair(output, input_, position, of_input, part, "reverse", entries, 0, True, *largest, False)
-            for output, position, input_, of_input, part, entries, largest in _pairs(outputs, inputs, self.errors)
-        ]
-        forward = [
-            Pair(output, input_, of_output, position, part, "forward", entries, 0, True, *largest, False)
-            for input_, position, output, of_output, part, entries, largest in _pairs(
-                inputs, outputs, self.tangent_errors
-            )
-        ]
-        return found + sorted(forward, key=lambda pair: (pair.part == "real", pair.output, pair.input))
+        forward = list(_pairs(inputs, outputs, self.tangent_errors, "forward"))
+        forward.sort(key=lambda pair: (pair.part == "real", pair.output, pair.input))
+        return [*_pairs(outputs, inputs, self.errors, "reverse"), *forward]
 
 
 _Places = list[tuple[int, int, int]]
@@ -102,9 +94,9 @@ _Places = list[tuple[int, int, int]]
 
 
 def _pairs(
-    outer: _Places, inner: _Places, errors: list[list[tuple[float, float]]] | None
-) -> Iterator[tuple[int, int, int, int, Part, int, tuple[float, float]]]:
-    """By part of the outer side, and by tensor of the inner one: number and position of each, and what was compared."""
+    outer: _Places, inner: _Places, errors: list[list[tuple[float, float]]] | None, mode: Mode
+) -> Iterator[Pair]:
+    """What was compared, by part of the outer side (outputs in reverse mode), and by tensor of the inner one."""
     if errors is None:
         return
     numbered = list(enumerate(outer))
@@ -115,4 +107,5 @@ def _pairs(
     parts += [(number, position, elements, "real") for number, (position, elements, width) in numbered if width == 2]
     for (number, position, elements, part), largest in zip(parts, errors, strict=True):
         for other, ((place, size, _), own) in enumerate(zip(inner, largest, strict=True)):
-            yield number, position, other, place, part, elements * size, own
+            places = (number, other, position, place) if mode == "reverse" else (other, number, place, position)
+            yield Pair(*places, part, mode, elements * size, 0, True, *own, False)

@@ -19,7 +19,15 @@ from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING, excess
 from fastgrad.core.random import SKETCH_COTANGENTS, SKETCH_DIRECTIONS
 from fastgrad.core.tensors import largest
-from fastgrad.engines.grad_output_kinds import CONSTANT, EXPANDED, HALVED, NON_CONTIGUOUS, SPARSE, thin_out
+from fastgrad.engines.grad_output_kinds import (
+    CONSTANT,
+    DENSE,
+    EXPANDED,
+    HALVED,
+    NON_CONTIGUOUS,
+    SPARSE,
+    GradOutputKind,
+)
 from fastgrad.problem.problem import Problem
 from fastgrad.report.settings import Settings
 
@@ -187,28 +195,16 @@ def cotangents(seed: int, weight: Tensor, count: int, attempt: int) -> Iterator[
     """Random cotangents, weighted, the first non-contiguous; in the first attempt, two with zeros and one expanded."""
     plain = all_count_fully(weight)
 
-    def weighed(number: int, halve: bool = False, scale: float = 1.0) -> Tensor:
+    def values(kind: GradOutputKind, number: int) -> Tensor:
         vector = torch.empty_like(weight)
-        ops.direction_(vector, seed, SKETCH_COTANGENTS + 16 * number, 0, halve)
-        if not plain:
-            vector.mul_(weight)
-        return vector if scale == 1.0 else vector.mul_(scale)
+        kind.fill_(vector, seed, SKETCH_COTANGENTS + 16 * number)
+        return vector if plain or kind is EXPANDED else vector.mul_(weight)
 
     for number in range(count):
-        vector = partial(weighed, attempt * (count + 1) + number)
-        layout = Layout.CONTIGUOUS if number else NON_CONTIGUOUS.layout
-        yield Cotangent(vector, "a random grad_output" if number else NON_CONTIGUOUS.text, layout=layout)
-    if attempt:
-        return
-    yield Cotangent(partial(weighed, count, True, HALVED.scale), HALVED.text, abs(HALVED.scale), HALVED.layout)
-
-    def mostly_zero() -> Tensor:
-        vector = weighed(count)
-        thin_out(vector, seed)
-        return vector
-
-    yield Cotangent(mostly_zero, SPARSE.text, layout=SPARSE.layout)
-    yield Cotangent(partial(torch.full_like, weight, CONSTANT), EXPANDED.text, layout=EXPANDED.layout)
+        kind, text = (DENSE, "a random grad_output") if number else (NON_CONTIGUOUS, NON_CONTIGUOUS.text)
+        yield Cotangent(partial(values, kind, attempt * (count + 1) + number), text, layout=kind.layout)
+    for kind in () if attempt else (HALVED, SPARSE, EXPANDED):
+        yield Cotangent(partial(values, kind, count), kind.text, abs(kind.scale), kind.layout)
 
 
 @dataclass(slots=True)

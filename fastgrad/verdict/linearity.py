@@ -477,13 +477,11 @@ class LinearityTest:
         return Failure("nonlinear", input=block.index, input_position=block.position, detail=detail)
 
 
-def one_hot_failure(problem: Problem, settings: Settings) -> Failure | None:
-    """Dtype, size, determinism and homogeneity of the backward of each output, at one element of each part."""
-    return one_hot_rows(problem, settings)[0]
-
-
 def one_hot_rows(problem: Problem, settings: Settings) -> tuple[Failure | None, dict[int, Tensor]]:
-    """`one_hot_failure`, and the rows that it examined: float64, shape (n,), by their numbers."""
+    """Dtype, size, determinism and homogeneity of the backward of each output, at one element of each part.
+
+    Returns the failure, if any, and the rows that were examined: float64, shape (n,), by their numbers.
+    """
     found: dict[int, Tensor] = {}
     for imaginary in (True, False):
         for output in problem.outputs:
