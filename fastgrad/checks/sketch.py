@@ -41,6 +41,7 @@ from fastgrad.verdict.linearity import (
     linearity_failure,
     nondeterministic,
     one_hot_rows,
+    scaled_failure,
     separate_failure,
 )
 from fastgrad.verdict.locate import locate
@@ -184,6 +185,8 @@ class _Screen:
             if failure is not None:
                 return Screening(failure)
             flagged = sketch.worst()
+        if search.nonlinear:
+            return Screening(undecided=search.nonlinear)
         self._unresolved = max(self._unresolved, search.unresolved)
         for row, size in search.doubtful.items():
             self._doubted[row] = min(size, self._doubted.get(row, math.inf))
@@ -444,7 +447,7 @@ def _row_by_row(
             return sketch, failure
         looks_wrong = any(excess(*pair) > 1 for pair in zip(values, allowed, strict=True))
         if looks_wrong and not tentative and cotangent.layout != Layout.CONTIGUOUS:
-            failure = linearity_failure(problem, settings, vector, gradient, cotangent.kind)
+            failure, _ = linearity_failure(problem, settings, vector, gradient, cotangent.kind)
             if failure is not None:
                 return sketch, failure
         if cotangent.expanded and not (looks_wrong and tentative):
@@ -467,13 +470,13 @@ def _repeat_failure(
     repeats: Iterable[Tensor],
     separate: Tensor | None = None,
 ) -> Failure | None:
-    """The failure if a VJP differs when it is run again, or is not the sum of the VJPs for each output alone."""
+    """The failure if a VJP differs when it is run again or scaled, or is not the sum of those for each output alone."""
     failure = separate_failure(problem, settings, vector, gradient, separate)
     tolerance = settings.nondet_tol * float(vector.abs().sum()) if settings.nondet_tol else 0.0
     moved = [again for again in repeats if not torch.equal(again, gradient)]
     if any(differ(again[None], gradient[None], tolerance, False) for again in moved):
         return nondeterministic(problem.outputs[0])
-    return failure
+    return failure or scaled_failure(problem, settings, vector, gradient)
 
 
 def _moves(settings: Settings, gradient: Tensor, earlier: Tensor) -> bool:
@@ -494,6 +497,7 @@ class _Search:
         self._differences = differences
         self.doubtful: dict[int, float] = {}  # outputs that no wrong entry explains, and the error of their sums
         self.unresolved = 0.0
+        self.nonlinear = 0.0  # the error that a backward that is not linear, within its tolerance, may hide
 
     def run(self, sketch: Sketch) -> Failure | None:
         """The confirmed entries, up to MOST_ENTRIES; subtracts their contributions from the sketch."""
@@ -516,7 +520,7 @@ class _Search:
             if found:
                 break
             if entry is None:
-                failure = self._nonlinear(sketch.cotangents[which], sketch.cotangents[0])
+                failure = self._nonlinear(sketch.cotangents[which], sketch.cotangents[0], k, sketch.values[which][k])
                 if failure is not None:
                     return failure
             error, _ = self._row_error(row)
@@ -527,12 +531,17 @@ class _Search:
             suspects += 1
         return located_failure(found) if found else None
 
-    def _nonlinear(self, cotangent: Cotangent, dense: Cotangent) -> Failure | None:
+    def _nonlinear(self, cotangent: Cotangent, dense: Cotangent, k: int, value: float) -> Failure | None:
+        """The failure of a backward that is not linear; notes if it is not, within its tolerance, behind this value."""
         vector = cotangent.vector()
         gradient = self._problem.vjp(vector.unsqueeze(0))[0]
         # A cotangent with zeros is split into a dense part and the rest: two halves would be wrong in the same way.
         part = dense.vector() if cotangent.scale != 1.0 else None
-        return linearity_failure(self._problem, self._settings, vector, gradient, cotangent.kind, part)
+        failure, error = linearity_failure(self._problem, self._settings, vector, gradient, cotangent.kind, part)
+        along = abs(float(error @ self._differences.directions[k]))
+        if along >= abs(value) / 2:
+            self.nonlinear = max(self.nonlinear, 4 * along)
+        return failure
 
     def _row(self, cotangent: Cotangent, k: int, value: float, found: list[Found]) -> int:
         derivatives, u = self._differences.derivatives[k : k + 1], self._differences.directions[k]

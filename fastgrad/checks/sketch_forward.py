@@ -21,6 +21,7 @@ from fastgrad.report.failure import Failure
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.confirm import Found, column_entry, difference_along, located_failure
 from fastgrad.verdict.locate import locate
+from fastgrad.verdict.negation import unexplained_error_failure
 from fastgrad.verdict.tangents import combined_tangents, sums_certificate
 
 SMALLEST_SHARE = 1 / 8
@@ -46,8 +47,11 @@ class _ForwardScreen:
         self._count = sketch_size(settings.confidence)
         self._pending = torch.ones(problem.m, dtype=torch.bool, device=problem.device)
         self._suspected = torch.zeros(problem.m, dtype=torch.float64, device=problem.device)
+        self._nonlinear = torch.zeros_like(self._suspected)  # the error that a jvp that is not linear may hide
+        # The least of the errors that a step size leaves open.
+        self._hidden = torch.full_like(self._suspected, torch.inf)
         self._bound = settings.atol
-        self._unresolved = self._nonlinear = 0.0
+        self._unresolved = 0.0
 
     def run(self) -> Screening:
         """The verdict, after MOST_STEPS step sizes at most."""
@@ -72,12 +76,12 @@ class _ForwardScreen:
             failure = failure or self._compare(differences, tangents)
             if failure is not None:
                 return Screening(failure)
+            if bool((self._nonlinear > settings.atol + settings.rtol * differences.size()).any()):
+                return Screening(undecided=float(self._nonlinear.amax()))
             if not bool(self._pending.any()):
                 return self._verified()
             eps = next_step(problem, settings, differences, base, self._pending)
-        noise = differences.noise[self._pending].nan_to_num(torch.inf)
-        suspected = 4 * float(self._suspected[self._pending].amax())
-        return Screening(undecided=max(suspected, self._unresolved, self._nonlinear, 4 * float(noise.amax())))
+        return Screening(undecided=max(self._bound, self._unresolved, float(self._hidden[self._pending].amax())))
 
     def _domains_match(self) -> bool:
         """Whether complex outputs have complex tangents and real outputs real ones, if that is checked."""
@@ -88,9 +92,8 @@ class _ForwardScreen:
         return match or not settings.check_grad_dtypes
 
     def _verified(self) -> Screening:
-        hidden = max(self._unresolved, self._nonlinear)
-        if hidden:
-            return Screening(undecided=max(hidden, self._bound))
+        if self._unresolved:
+            return Screening(undecided=max(self._unresolved, self._bound))
         return Screening(certificates=(sums_certificate(self._count, self._bound, self._settings.atol),))
 
     def _allowed(self, differences: Differences, tangents: Tensor) -> Tensor:
@@ -104,7 +107,6 @@ class _ForwardScreen:
 
     def _compare(self, differences: Differences, tangents: Tensor) -> Failure | None:
         """The failure of a wrong entry, or of a JVP that is not linear; marks the outputs that are verified."""
-        settings = self._settings
         excess, errors = self._excess(differences, tangents), differences.derivatives - tangents
         for row in excess.amax(0).argsort(descending=True)[:MOST_SUSPECTS].tolist():
             k = int(excess[:, row].argmax())
@@ -119,14 +121,25 @@ class _ForwardScreen:
             self._unresolved = max(self._unresolved, found.unresolved)
         # The components of a direction are at least 1/2, and its difference is off by the noise.
         resolution = 2 * (self._allowed(differences, tangents) + differences.noise).amax(0)
-        verified = 4 * differences.noise <= settings.atol + settings.rtol * differences.size()
-        verified &= self._pending & (excess <= 1).all(0) & ~((resolution > self._suspected) & (self._suspected > 0))
-        if bool(verified.any()):
-            self._bound = max(self._bound, float(resolution[verified].amax()))
-        wrong = torch.where(excess > 1, errors.abs().nan_to_num(torch.inf), 0.0).amax(0)
-        self._suspected = torch.maximum(self._suspected, wrong)
-        self._pending &= ~verified
+        resolution = torch.maximum(resolution, self._nonlinear)
+        self._verify(differences, excess, errors.abs().nan_to_num(torch.inf), resolution)
         return None
+
+    def _verify(self, differences: Differences, excess: Tensor, errors: Tensor, resolution: Tensor) -> None:
+        """Marks the outputs that are verified, which may also be by errors that two step sizes leave open."""
+        allowed = self._settings.atol + self._settings.rtol * differences.size()
+        contradicts = (resolution > self._suspected) & (self._suspected > 0)
+        verified = (4 * differences.noise <= allowed) & (excess <= 1).all(0) & ~contradicts
+        left_open = torch.where(verified, resolution, torch.maximum(resolution, 4 * errors.amax(0)))
+        tried_before = self._hidden.isfinite()
+        self._hidden = torch.minimum(self._hidden, left_open.nan_to_num(torch.inf))
+        # Not at the first step size: another one may show that the error was one of the difference.
+        verified |= tried_before & (self._hidden <= allowed)
+        verified &= self._pending
+        if bool(verified.any()):
+            self._bound = max(self._bound, float(self._hidden[verified].amax()))
+        self._suspected = torch.maximum(self._suspected, torch.where(excess > 1, errors, 0.0).amax(0))
+        self._pending &= ~verified
 
     def _entry(self, differences: Differences, row: int, k: int, value: float) -> Found:
         problem = self._problem
@@ -140,19 +153,20 @@ class _ForwardScreen:
         """The failure if the JVP of a combination of directions is not that of their JVPs, `tangents`."""
         combined, shares = combined_tangents(directions, self._settings.seed)
         products = torch.cat([tangents[:2], self._problem.jvps_of(combined)])
-        return self._sum_failure((products * shares[:, None]).roll(2, 0))
+        return self._sum_failure((products * shares[:, None]).roll(2, 0), directions[1])
 
     def _half_failure(self, u: Tensor, tangent: Tensor) -> Failure | None:
         """The failure if the JVP of u, shape (n,), is not the sum of those of two halves, both of the other sign."""
         some = direction(u.numel(), self._settings.seed, TANGENT_STREAM, halved=True).to(u.device)
         half = torch.where(some == 0, 0.0, u)
         products = self._problem.jvps_of(torch.stack([half, u - half]) * REPEAT_SCALE) / REPEAT_SCALE
-        return self._sum_failure(torch.cat([-tangent[None], products]))
+        return self._sum_failure(torch.cat([-tangent[None], products]), u)
 
-    def _sum_failure(self, terms: Tensor) -> Failure | None:
+    def _sum_failure(self, terms: Tensor, u: Tensor) -> Failure | None:
         """The failure if JVPs, shape (count, m), do not add up to zero; the first is that of the sum of the others.
 
-        Notes the error that an entry may have for tangents of one sign, if they do not add up to zero to rounding.
+        If they do to the tolerance of the terms, but not to rounding, this looks for an entry that is wrong for
+        tangents of one sign, in the JVP of u, shape (n,), and notes the error that such an entry may have.
         """
         error, sizes = terms.sum(0).abs(), terms.abs().sum(0)
         # Not where a JVP is infinite or near overflow: there it was compared with differences.
@@ -163,8 +177,9 @@ class _ForwardScreen:
             return self._nonlinear_failure(int(wrong.nonzero()[0]), terms)
         rounding = ROUNDING * self._problem.unit_roundoff * sizes
         doubtful = finite & (error > self._settings.atol * SMALLEST_SHARE + rounding)
-        self._nonlinear = max(self._nonlinear, float(torch.where(doubtful, error, 0.0).amax()) / SMALLEST_SHARE)
-        return None
+        error = torch.where(doubtful, error, 0.0)
+        self._nonlinear = torch.maximum(self._nonlinear, error / SMALLEST_SHARE)
+        return unexplained_error_failure(self._problem, self._settings, "forward", u[None], error[None])
 
     def _nonlinear_failure(self, coordinate: int, terms: Tensor) -> Failure:
         output = block_with(self._problem.outputs, coordinate)

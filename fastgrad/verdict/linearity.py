@@ -515,8 +515,10 @@ def one_hot_rows(problem: Problem, settings: Settings) -> tuple[Failure | None, 
 
 def linearity_failure(
     problem: Problem, settings: Settings, cotangent: Tensor, gradient: Tensor, kind: str, part: Tensor | None = None
-) -> Failure | None:
-    """The failure if a VJP is not the sum of the VJPs of two parts of its cotangent, both contiguous tensors.
+) -> tuple[Failure | None, Tensor]:
+    """The failure if a VJP is not the sum of the VJPs of two parts of its cotangent, both contiguous and negated.
+
+    Returns it with the error of that sum, shape (n,).
 
     Parameters
     ----------
@@ -527,17 +529,28 @@ def linearity_failure(
     part
         One of the two parts, shape (m,); None: a random half of the elements.
     """
-    addends = "those of two grad_outputs that add up to it"
+    addends = "the negated gradients for two negated grad_outputs that add up to it"
     if part is None:
         half = torch.empty_like(cotangent)
         ops.direction_(half, settings.seed, COTANGENT_STREAM, 0, True)
-        part, addends = torch.where(half == 0, 0.0, cotangent), "those of its two halves"
-    both = torch.stack([part, cotangent - part])
-    parts = problem.vjp(both)
+        part, addends = torch.where(half == 0, 0.0, cotangent), "the negated gradients for its two negated halves"
+    both = torch.stack([part, cotangent - part]).neg_()
+    parts = -problem.vjp(both)
     failure = _sum_failure(problem, settings, gradient, parts, f"for {kind}", addends)
-    if failure is not None and differ(problem.vjp(both), parts, settings.nondet_tol, False):
-        return Failure("nondeterministic", problem.outputs[0].index, None, problem.outputs[0].position)
-    return failure
+    if failure is not None and differ(-problem.vjp(both), parts, settings.nondet_tol, False):
+        failure = nondeterministic(problem.outputs[0])
+    return failure, gradient - parts.sum(0)
+
+
+def scaled_failure(problem: Problem, settings: Settings, cotangent: Tensor, gradient: Tensor) -> Failure | None:
+    """The failure if a VJP, shape (n,), is not that of REPEAT_SCALE times its cotangent, divided by REPEAT_SCALE."""
+    scaled = problem.vjp((cotangent * REPEAT_SCALE).unsqueeze(0)) / REPEAT_SCALE
+    error = (gradient - scaled).nan_to_num(0.0, 0.0, 0.0)  # it may overflow
+    if largest(error) <= settings.atol + settings.nondet_tol * float(cotangent.abs().sum()):
+        return None
+    addends = f"gradients for {REPEAT_SCALE:g} times this grad_output, divided by {REPEAT_SCALE:g},"
+    failure = _sum_failure(problem, settings, gradient, scaled, "for a random grad_output", addends)
+    return failure or unexplained_error_failure(problem, settings, "reverse", cotangent.unsqueeze(0), error)
 
 
 def separate_failure(

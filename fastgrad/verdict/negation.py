@@ -56,7 +56,8 @@ def unexplained_error_failure(
     row, column = (component, element) if mode == "forward" else (element, component)
     output, block = block_with(problem.outputs, row), block_with(problem.inputs, column)
     own = settings.of(block.index)
-    if not abs(plus + minus) > own.atol + own.rtol * abs(plus) + settings.nondet_tol:
+    # Each of them may be off by the tolerance.
+    if not abs(plus + minus) > 2 * (own.atol + own.rtol * abs(plus)) + settings.nondet_tol:
         return None
     of_output = f"output {output.index} at {list(output.index_at(row))}"
     of_input = f"input {block.index} at {list(block.index_at(column))}"

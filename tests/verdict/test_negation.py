@@ -41,6 +41,32 @@ def test_a_backward_that_is_wrong_for_one_sign_fails(weight: float, error: float
         assert not found.passed, found
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("n", [40, 20_000])
+def test_fast_mode_finds_it_too(n: int, sign: float) -> None:
+    x = torch.full((n,), 0.3, dtype=torch.float64, requires_grad=True)
+    for seed in range(4):
+        assert not fastgrad.check(beside(1000, sign, -1.0), x, fast_mode=True, seed=seed).passed
+
+
+def test_one_sign_within_the_tolerance_is_no_other_gradient_for_the_same_input() -> None:
+    """Fast mode said that two runs with the same inputs gave different values."""
+
+    class Beyond(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            return grad * 2 * x + 0.1 * grad.clamp(min=0)
+
+    x = torch.tensor([1500.0, 300.0], dtype=torch.float64, requires_grad=True)
+    assert fastgrad.check(Beyond.apply, x, fast_mode=True).passed
+
+
 def test_the_entry_and_both_values_are_named() -> None:
     x = torch.full((40,), 0.3, dtype=torch.float64, requires_grad=True)
     found = fastgrad.check(beside(1000, -1.0, 0.01), x, engine="dense")
