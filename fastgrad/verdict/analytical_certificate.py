@@ -78,6 +78,8 @@ class AnalyticalCertificate:
         self._replaced: dict[int, Tensor] = {}
         self._tests: Sequence[LinearityTest] = ()
         self._tested_kinds: tuple[GradOutputKind, ...] = ()
+        self._chance = 4 * (1 - settings.confidence)
+        self._asked = 0.0
         self.values = values
         self.bound = 0.0
         self.changed_by = 0.0
@@ -120,6 +122,7 @@ class AnalyticalCertificate:
         """Tests that VJPs equal the sums of the analytical entries."""
         learnt = []
         resolution = 0.0
+        self._asked = asked
         self._tested_kinds = self._all_kinds if self._tests else self._kinds
         early, self._tests = self._tests or self._tests_of(self._tested_kinds), ()
         for linearity in itertools.chain(early, self._contiguous_tests()):
@@ -128,7 +131,7 @@ class AnalyticalCertificate:
                 return found
             learnt.append((found.rows, found.columns))
             resolution = max(resolution, linearity.resolution)
-        found = self._proven_more(resolution, asked)
+        found = self._proven_more(resolution)
         return found if isinstance(found, Failure) or not found.is_nothing else incomplete(learnt)
 
     def _contiguous_tests(self) -> Iterator[LinearityTest]:
@@ -158,21 +161,22 @@ class AnalyticalCertificate:
             return linearity.failure() or found
         return found
 
-    def _proven_more(self, resolution: float, asked: float) -> Failure | Incomplete:
+    def _proven_more(self, resolution: float) -> Failure | Incomplete:
         """Proofs by as many more cotangents as it takes to find what large entries may hide.
 
         An entry that was computed together with a larger one of its column enters a product times the difference of two
         components, which is as small as a share s with probability s. If only one of the two is zero, as in half of all
         halved cotangents, the entry counts fully.
         """
-        chance = 4 * (1 - self._settings.confidence)
         count = 1
-        while resolution > asked * chance ** (1 / count) and count < MOST_COTANGENTS:
-            found = self._result_of(next(self._tests_of((NON_CONTIGUOUS,), count)))
+        while resolution > self._asked * self._chance ** (1 / count) and count < MOST_COTANGENTS:
+            linearity = next(self._tests_of((NON_CONTIGUOUS,), count))
+            found = self._result_of(linearity)
             if isinstance(found, Failure) or not found.is_nothing:
                 return found
+            resolution = max(resolution, linearity.resolution)
             count += 1
-        self.bound = resolution / chance ** (1 / count)
+        self.bound = resolution / self._chance ** (1 / count)
         return incomplete([])
 
     def _follow_columns(self, linearity: LinearityTest) -> Failure | Incomplete:
@@ -206,7 +210,13 @@ class AnalyticalCertificate:
         failure = linearity.failure()
         if failure is not None:
             return failure
-        return incomplete([], unexplained=2 * linearity.error_at(which, column))
+        error = 2 * max(linearity.error_at(*suspect) for suspect in suspects)
+        if error <= self._asked * self._chance ** (1 / MOST_COTANGENTS):
+            # Further cotangents show what it may hide: rounding of a backward in a lower precision, for example.
+            linearity.resolution = max(linearity.resolution, error)
+            return incomplete(learnt)
+        self.bound = error
+        return incomplete([], unexplained=error)
 
     def _locate_row(self, cotangent: Tensor, column: int) -> tuple[int, Tensor]:
         """A row that a component of a VJP shows to differ from the known one, and its gradient."""
