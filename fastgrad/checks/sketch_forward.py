@@ -39,7 +39,8 @@ class _ForwardScreen:
     """Compares products at one step size after another, until all outputs are verified or something is wrong.
 
     An output that disagrees at one step size, without a wrong entry behind it, may be next to a kink that the joint
-    step crosses. Another step size verifies it only if it resolves an error of the size that was seen.
+    step crosses. Another step size verifies it only if it resolves an error of the size that was seen, or if the errors
+    that are left open are within the tolerance of the output; then they are the bound of the certificate.
     """
 
     def __init__(self, problem: Problem, settings: Settings) -> None:
