@@ -13,7 +13,7 @@ from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING
 from fastgrad.core.random import TANGENT_STREAM, direction
 from fastgrad.engines.blocks import REPEAT_SCALE
-from fastgrad.engines.plan import sketch_size
+from fastgrad.engines.plan import EXACT_CALLS, sketch_size
 from fastgrad.engines.sketch import Differences, directional_differences
 from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.problem import Problem
@@ -21,7 +21,7 @@ from fastgrad.report.failure import Failure
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.confirm import Found, column_entry, difference_along, located_failure
 from fastgrad.verdict.locate import locate
-from fastgrad.verdict.negation import unexplained_error_failure
+from fastgrad.verdict.negation import negation_failure
 from fastgrad.verdict.tangents import combined_tangents, sums_certificate
 
 SMALLEST_SHARE = 1 / 8
@@ -39,8 +39,7 @@ class _ForwardScreen:
     """Compares products at one step size after another, until all outputs are verified or something is wrong.
 
     An output that disagrees at one step size, without a wrong entry behind it, may be next to a kink that the joint
-    step crosses. Another step size verifies it only if it resolves an error of the size that was seen, or if the errors
-    that are left open are within the tolerance of the output; then they are the bound of the certificate.
+    step crosses. Another step size verifies it only if it resolves an error of the size that was seen.
     """
 
     def __init__(self, problem: Problem, settings: Settings) -> None:
@@ -48,11 +47,11 @@ class _ForwardScreen:
         self._count = sketch_size(settings.confidence)
         self._pending = torch.ones(problem.m, dtype=torch.bool, device=problem.device)
         self._suspected = torch.zeros(problem.m, dtype=torch.float64, device=problem.device)
-        self._nonlinear = torch.zeros_like(self._suspected)  # the error that a jvp that is not linear may hide
         # The least of the errors that a step size leaves open.
         self._hidden = torch.full_like(self._suspected, torch.inf)
         self._bound = settings.atol
         self._unresolved = 0.0
+        self._nonlinear = 0.0  # the error that a jvp that is not linear may hide
 
     def run(self) -> Screening:
         """The verdict, after MOST_STEPS step sizes at most."""
@@ -77,12 +76,13 @@ class _ForwardScreen:
             failure = failure or self._compare(differences, tangents)
             if failure is not None:
                 return Screening(failure)
-            if bool((self._nonlinear > settings.atol + settings.rtol * differences.size()).any()):
-                return Screening(undecided=float(self._nonlinear.amax()))
             if not bool(self._pending.any()):
                 return self._verified()
+            if attempt == 0 and (self._nonlinear or 2 * problem.n + problem.m <= EXACT_CALLS):
+                break  # another step size shows nothing else, or the exact engine costs no more
             eps = next_step(problem, settings, differences, base, self._pending)
-        return Screening(undecided=max(self._bound, self._unresolved, float(self._hidden[self._pending].amax())))
+        hidden = float(self._hidden[self._pending].amax())
+        return Screening(undecided=max(self._bound, self._unresolved, self._nonlinear, hidden))
 
     def _domains_match(self) -> bool:
         """Whether complex outputs have complex tangents and real outputs real ones, if that is checked."""
@@ -93,8 +93,8 @@ class _ForwardScreen:
         return match or not settings.check_grad_dtypes
 
     def _verified(self) -> Screening:
-        if self._unresolved:
-            return Screening(undecided=max(self._unresolved, self._bound))
+        if self._unresolved or self._nonlinear:
+            return Screening(undecided=max(self._unresolved, self._nonlinear, self._bound))
         return Screening(certificates=(sums_certificate(self._count, self._bound, self._settings.atol),))
 
     def _allowed(self, differences: Differences, tangents: Tensor) -> Tensor:
@@ -122,21 +122,16 @@ class _ForwardScreen:
             self._unresolved = max(self._unresolved, found.unresolved)
         # The components of a direction are at least 1/2, and its difference is off by the noise.
         resolution = 2 * (self._allowed(differences, tangents) + differences.noise).amax(0)
-        resolution = torch.maximum(resolution, self._nonlinear)
         self._verify(differences, excess, errors.abs().nan_to_num(torch.inf), resolution)
         return None
 
     def _verify(self, differences: Differences, excess: Tensor, errors: Tensor, resolution: Tensor) -> None:
-        """Marks the outputs that are verified, which may also be by errors that two step sizes leave open."""
+        """Marks the outputs that are verified, and notes the errors that are left open otherwise."""
         allowed = self._settings.atol + self._settings.rtol * differences.size()
         contradicts = (resolution > self._suspected) & (self._suspected > 0)
-        verified = (4 * differences.noise <= allowed) & (excess <= 1).all(0) & ~contradicts
+        verified = self._pending & (4 * differences.noise <= allowed) & (excess <= 1).all(0) & ~contradicts
         left_open = torch.where(verified, resolution, torch.maximum(resolution, 4 * errors.amax(0)))
-        tried_before = self._hidden.isfinite()
         self._hidden = torch.minimum(self._hidden, left_open.nan_to_num(torch.inf))
-        # Not at the first step size: another one may show that the error was one of the difference.
-        verified |= tried_before & (self._hidden <= allowed)
-        verified &= self._pending
         if bool(verified.any()):
             self._bound = max(self._bound, float(self._hidden[verified].amax()))
         self._suspected = torch.maximum(self._suspected, torch.where(excess > 1, errors, 0.0).amax(0))
@@ -167,7 +162,7 @@ class _ForwardScreen:
         """The failure if JVPs, shape (count, m), do not add up to zero; the first is that of the sum of the others.
 
         If they do to the tolerance of the terms, but not to rounding, this looks for an entry that is wrong for
-        tangents of one sign, in the JVP of u, shape (n,), and notes the error that such an entry may have.
+        tangents of one sign, in the JVP of u, shape (n,), and notes the error that may be hidden otherwise.
         """
         error, sizes = terms.sum(0).abs(), terms.abs().sum(0)
         # Not where a JVP is infinite or near overflow: there it was compared with differences.
@@ -178,9 +173,8 @@ class _ForwardScreen:
             return self._nonlinear_failure(int(wrong.nonzero()[0]), terms)
         rounding = ROUNDING * self._problem.unit_roundoff * sizes
         doubtful = finite & (error > self._settings.atol * SMALLEST_SHARE + rounding)
-        error = torch.where(doubtful, error, 0.0)
-        self._nonlinear = torch.maximum(self._nonlinear, error / SMALLEST_SHARE)
-        return unexplained_error_failure(self._problem, self._settings, "forward", u[None], error[None])
+        self._nonlinear = max(self._nonlinear, float(torch.where(doubtful, error, 0.0).amax()) / SMALLEST_SHARE)
+        return negation_failure(self._problem, self._settings, "forward", u) if bool(doubtful.any()) else None
 
     def _nonlinear_failure(self, coordinate: int, terms: Tensor) -> Failure:
         output = block_with(self._problem.outputs, coordinate)

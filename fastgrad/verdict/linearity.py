@@ -31,7 +31,7 @@ from fastgrad.report.data import Certificate
 from fastgrad.report.failure import Failure, Part
 from fastgrad.report.settings import Settings, Tolerances
 from fastgrad.verdict.comparison import tolerances
-from fastgrad.verdict.negation import linear_bound, unexplained_error_failure
+from fastgrad.verdict.negation import linear_bound, negation_failure
 
 RERUNS = 3
 """Further runs of a VJP that was not exactly as expected: they show gradients that change every third time."""
@@ -348,9 +348,9 @@ class LinearityTest:
             raise_unless_of_func(error)
             return self._raised(error)
         failure = self._nonlinear(gradients) or self._movement(gradients)
-        if failure is not None:
+        if failure is not None or largest(self._error) <= self._settings.atol:
             return failure
-        return unexplained_error_failure(self._problem, self._settings, "reverse", self.cotangents, self._error)
+        return negation_failure(self._problem, self._settings, "reverse", self.cotangents[0])
 
     def gradients(self) -> Tensor:
         """The VJPs of the cotangents: float64, shape (kinds, n)."""
@@ -548,7 +548,7 @@ def scaled_failure(problem: Problem, settings: Settings, cotangent: Tensor, grad
     error = (gradient - scaled).nan_to_num(0.0, 0.0, 0.0)  # it may overflow
     if largest(error) <= settings.atol + settings.nondet_tol * float(cotangent.abs().sum()):
         return None
-    failure = unexplained_error_failure(problem, settings, "reverse", cotangent.unsqueeze(0), error)
+    failure = negation_failure(problem, settings, "reverse", cotangent)
     atol, rtol = tolerances(problem, settings)
     allowed = 2 * (atol * largest(cotangent.abs()) + rtol * gradient.abs())  # both gradients may be off
     if failure is not None or bool((error.abs() <= allowed).all()):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -12,47 +14,53 @@ from fastgrad.report.failure import Failure, Mode
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.locate import locate
 
+MOST_COMPONENTS = 8
+"""Components of a product that are traced to an element: the worst ones."""
+
 
 def linear_bound(error: Tensor, settings: Settings) -> float:
-    """The error of an entry for vectors of one sign that sums show; error: of products, as below."""
+    """The error of an entry for vectors of one sign that sums show; error: the distance of products from sums."""
     return max(settings.atol, 2 * largest(error))  # the components of a vector are at least 1/2
 
 
-def unexplained_error_failure(
-    problem: Problem, settings: Settings, mode: Mode, vectors: Tensor, error: Tensor
-) -> Failure | None:
-    """The failure if a product differs from the sum of entries because an entry depends on the sign of its vector.
+def negation_failure(problem: Problem, settings: Settings, mode: Mode, vector: Tensor) -> Failure | None:
+    """The failure if an entry is another one for a negated vector: a tangent, shape (n,), or a grad_output, (m,).
 
-    Tolerances allow products an error relative to all of their terms, in which a wrong entry next to larger ones may
-    hide. A product that is off by more than atol is therefore compared with that of the negated vector; if they do not
-    add up to zero, this finds the element behind it, with about 4 log2(size) products.
-
-    Parameters
-    ----------
-    vectors
-        Tangents, shape (count, n), or grad_outputs, shape (count, m).
-    error
-        Of their products, shape (count, m) or (count, n).
+    The tolerance of a product is relative to all of its terms, and next to larger entries it hides a wrong one. But the
+    products of a vector and of the negated vector add up to zero to rounding, component by component. If one does not,
+    bisection finds the element behind it, with about 4 log2(size) products.
     """
-    if largest(error) <= settings.atol:
-        return None
-    vector_number, component = divmod(int(error.abs().argmax()), error.shape[1])
-    vector = vectors[vector_number]
 
-    def product(factors: Tensor) -> float:
-        products = problem.jvps_of(factors[None]) if mode == "forward" else problem.vjp(factors[None])
-        return products[0, component].item()
+    def products(factors: Tensor) -> Tensor:
+        return (problem.jvps_of(factors[None]) if mode == "forward" else problem.vjp(factors[None]))[0]
 
-    def even(factors: Tensor) -> float:
-        return product(factors) + product(-factors)
+    def even(factors: Tensor) -> Tensor:
+        return products(factors) + products(-factors)
 
-    value = even(vector)
-    if not abs(value) > settings.atol / 2 + settings.nondet_tol:
-        return None
-    element = locate(even, vector, value)
-    one_hot = torch.zeros_like(vector)
+    sums = even(vector)
+    sizes = sums.abs().nan_to_num(0.0, 0.0, 0.0)  # infinite ones were compared
+    for component in sizes.argsort(descending=True)[:MOST_COMPONENTS].tolist():
+        if not sizes[component] > settings.atol / 2 + settings.nondet_tol:
+            break
+        element = locate(lambda part, c=component: even(part)[c].item(), vector, sums[component].item())  # type: ignore[misc]
+        failure = _element_failure(problem, settings, mode, element, component, products)
+        if failure is not None:
+            return failure
+    return None
+
+
+def _element_failure(
+    problem: Problem,
+    settings: Settings,
+    mode: Mode,
+    element: int,
+    component: int,
+    products: Callable[[Tensor], Tensor],
+) -> Failure | None:
+    """The failure if a component of the product of a one-hot vector is not negated with the vector."""
+    one_hot = torch.zeros(problem.n if mode == "forward" else problem.m, dtype=torch.float64, device=problem.device)
     one_hot[element] = 1.0
-    plus, minus = product(one_hot), product(-one_hot)
+    plus, minus = (products(factors)[component].item() for factors in (one_hot, -one_hot))
     row, column = (component, element) if mode == "forward" else (element, component)
     output, block = block_with(problem.outputs, row), block_with(problem.inputs, column)
     own = settings.of(block.index)

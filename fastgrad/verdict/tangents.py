@@ -11,6 +11,7 @@ from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.native import ops
 from fastgrad.core.phases import phase
 from fastgrad.core.random import TANGENT_STREAM
+from fastgrad.core.tensors import largest
 from fastgrad.engines.blocks import REPEAT_SCALE, TangentBlock
 from fastgrad.problem.coordinates import Block, block_with
 from fastgrad.problem.problem import Problem
@@ -18,7 +19,7 @@ from fastgrad.report.data import Certificate
 from fastgrad.report.failure import Failure
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.linearity import disagreement
-from fastgrad.verdict.negation import linear_bound, unexplained_error_failure
+from fastgrad.verdict.negation import linear_bound, negation_failure
 
 
 def nondeterministic_jvp(output: Block, detail: str) -> Failure:
@@ -115,7 +116,9 @@ class TangentLinearityTest:
         wrong = disagreement(self._directions, products, self._sums, self._squares, self._settings, own.atol, own.rtol)
         self._error = (products - self._sums).nan_to_num_(0.0, 0.0, 0.0)  # infinite ones were compared
         if wrong is None:
-            return unexplained_error_failure(self._problem, self._settings, "forward", self._directions, self._error)
+            if largest(self._error) <= self._settings.atol:
+                return None
+            return negation_failure(self._problem, self._settings, "forward", self._directions[0])
         which, component, allowed = wrong
         output = block_with(self._problem.outputs, component)
         index = output.index_at(component)

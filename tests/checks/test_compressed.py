@@ -486,20 +486,9 @@ def test_second_order_of_a_convolution_is_probed_no_longer_than_it_pays_off() ->
 @pytest.mark.parametrize("n", [400, 4000])
 def test_a_backward_in_single_precision_is_certified_below_the_tolerance(n: int, engine: str) -> None:
     """Products differ from sums of rows by the rounding of single precision, which no row explains."""
-
-    class Single(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            ctx.save_for_backward(x)
-            return x.sin()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            (x,) = ctx.saved_tensors
-            return (grad.float() * x.cos().float()).double()
-
+    single = function(torch.sin, lambda x, g: (g.float() * x.cos().float()).double())
     x = torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    report = fastgrad.check(Single.apply, x, engine=engine)
+    report = fastgrad.check(single, x, engine=engine)
     assert report.passed, report
     assert report.plan is not None
     assert report.plan.engine == "compressed"
@@ -509,19 +498,8 @@ def test_a_backward_in_single_precision_is_certified_below_the_tolerance(n: int,
 
 def test_an_undecided_check_states_what_its_backward_may_hide() -> None:
     """The certificate said "errors of any size"."""
-
-    class Bent(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            ctx.save_for_backward(x)
-            return x.sin()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            (x,) = ctx.saved_tensors
-            return grad * x.cos() + 1e-5 * grad.abs()
-
+    bent = function(torch.sin, lambda x, g: g * x.cos() + 1e-5 * g.abs())
     x = torch.randn(40, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    report = fastgrad.check(Bent.apply, x, engine="compressed")
+    report = fastgrad.check(bent, x, engine="compressed")
     assert report.verdict == "undecided"
     assert all(one.bound >= 1e-5 for one in report.certificates if "backward is linear" in one.claim)

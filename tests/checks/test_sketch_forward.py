@@ -67,8 +67,10 @@ def test_a_large_function_that_is_wrong_for_one_sign_fails(n: int, sign: float) 
         assert report(beside(20, one_sided(sign, 0.01)), n, seed, fast_mode=True).failure is not None
 
 
-@pytest.mark.parametrize("n", [100, 2500])
-def test_a_jvp_in_single_precision_passes_with_the_bound_that_its_rounding_allows(n: int) -> None:
+@pytest.mark.parametrize(("n", "verdict"), [(100, "passed"), (2500, "undecided")])
+def test_a_jvp_in_single_precision_is_left_to_the_exact_engine(n: int, verdict: str) -> None:
+    """It is undecided below a small error if there are too many entries for that engine."""
+
     class Single(torch.autograd.Function):
         @staticmethod
         def forward(x: Tensor) -> Tensor:
@@ -85,8 +87,8 @@ def test_a_jvp_in_single_precision_passes_with_the_bound_that_its_rounding_allow
 
     x = (100 * torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(0))).requires_grad_()
     found = fastgrad.check(Single.apply, x, fast_mode=True, **FORWARD)
-    assert found.passed, found
-    assert 1e-5 < max(one.bound for one in found.certificates) < 0.5  # entries are up to 300
+    assert found.verdict == verdict, found
+    assert found.undecided is None or found.undecided < 0.5  # entries are up to 300
 
 
 @pytest.mark.parametrize("n", [40, 3000])

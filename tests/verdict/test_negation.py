@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import fastgrad
+from tests.planted.row import function
 
 WRONG = 13
 
@@ -16,19 +17,13 @@ WRONG = 13
 def beside(weight: float, sign: float, error: float) -> Any:
     """The functions x and weight * x, whose backward is wrong if an element of the first grad_output has that sign."""
 
-    class Beside(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-            return x.clone(), weight * x
+    def backward(first: Tensor, second: Tensor, x: Tensor) -> Tensor:
+        first = first.clone()
+        if sign * first[WRONG] > 0:
+            first[WRONG] *= 1 + error
+        return first + weight * second
 
-        @staticmethod
-        def backward(ctx: Any, first: Tensor, second: Tensor) -> Tensor:
-            first = first.clone()
-            if sign * first[WRONG] > 0:
-                first[WRONG] *= 1 + error
-            return first + weight * second
-
-    return Beside.apply
+    return function(lambda x: (x.clone(), weight * x), backward)
 
 
 @pytest.mark.parametrize("engine", ["dense", "auto", "compressed"])
@@ -51,20 +46,9 @@ def test_fast_mode_finds_it_too(n: int, sign: float) -> None:
 
 def test_one_sign_within_the_tolerance_is_no_other_gradient_for_the_same_input() -> None:
     """Fast mode said that two runs with the same inputs gave different values."""
-
-    class Beyond(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            ctx.save_for_backward(x)
-            return x * x
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            (x,) = ctx.saved_tensors
-            return grad * 2 * x + 0.1 * grad.clamp(min=0)
-
+    beyond = function(lambda x: x * x, lambda g, x: g * 2 * x + 0.1 * g.clamp(min=0))
     x = torch.tensor([1500.0, 300.0], dtype=torch.float64, requires_grad=True)
-    assert fastgrad.check(Beyond.apply, x, fast_mode=True).passed
+    assert fastgrad.check(beyond, x, fast_mode=True).passed
 
 
 def test_the_entry_and_both_values_are_named() -> None:
