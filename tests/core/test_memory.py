@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,6 @@ from torch import Tensor
 
 import fastgrad
 from fastgrad.core.memory import UNKNOWN_BYTES, free_bytes, raises_memory_error
-from tests import processes
 
 GIB = 1 << 30
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -221,9 +222,7 @@ print(1024 * (after - before), report.plan.memory, report.plan.engine)
 def measured(setup: str, keywords: str = "") -> tuple[int, int, str]:
     """The growth of a fresh process's largest resident size in one check, what the plan said of it, and the engine."""
     script = MEASURE.format(setup=setup, keywords=keywords)
-    done = processes.run(script)
-    assert done.returncode == 0, done.stderr
-    found = done.stdout.split()
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
     return int(found[0]), int(found[1]), found[2]
 
 
@@ -256,5 +255,7 @@ def test_a_memory_limit_holds_a_sparse_jacobian() -> None:
 def test_address_space(tmp_path: Path) -> None:
     free = "import resource; resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30)); "
     free += "import fastgrad.core.memory as m; "
-    found = processes.run(free + "print(m.free_bytes())")
+    found = subprocess.run(
+        [sys.executable, "-c", free + "print(m.free_bytes())"], capture_output=True, text=True, check=True
+    )
     assert 0 < int(found.stdout) < 8 << 30
