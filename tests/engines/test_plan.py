@@ -36,6 +36,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     set_costs(monkeypatch, probe_seconds=0.0)
     set_costs(monkeypatch, certificate_evaluations=0)
     set_costs(monkeypatch, trial_columns=10**9)
+    set_costs(monkeypatch, vectorized_rows=0)  # or the number of VJPs would depend on the time they take
 
 
 def run(func: Func, *inputs: Tensor, **keywords: Any) -> Report:
