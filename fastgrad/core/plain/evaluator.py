@@ -236,7 +236,11 @@ class Evaluator:
                 restore(*args)
 
     def _put_back(self, move: Callable[[int], None]) -> None:
-        self.restore() if self.mutates_inputs else move(0)
+        if self.mutates_inputs:
+            self.restore()
+        else:
+            check_in_place(self._blocks)  # no write to memory that was freed
+            move(0)
 
     def _restore_if_mutated(self) -> None:
         if self.mutates_inputs:
