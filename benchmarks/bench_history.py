@@ -52,8 +52,8 @@ Some gradients are wrong only for a non-contiguous grad_output; only a checker t
 gradient is wrong only if it is recorded (`create_graph=True`); only a checker that compares it with the unrecorded
 gradient can find it. jax's checker gets the same functions, with their backward as a custom derivative rule
 (`benchmarks/jax_checker.py`), and compares random combinations. The last row counts the errors that are found at the
-inputs of the issue, and the right twins that pass there. `python -m benchmarks.bench_history` makes this table, without
-jax if it is not installed; torch {torch}, fastgrad {fastgrad}.
+inputs of the issue, and the right versions of the same functions that pass there. `python -m benchmarks.bench_history`
+makes this table, without jax if it is not installed; torch {torch}, fastgrad {fastgrad}.
 
 """
 
@@ -94,7 +94,7 @@ def section(result: dict[str, Any]) -> str:
         of_tool = [row for row in rows if row["tool"] == tool]
         found = sum(row["func at inputs"] == "found" for row in of_tool)
         right = sum(row["twin at inputs"] == "passes" for row in of_tool)
-        totals.append(f"{found} found, {right} twins pass")
+        totals.append(f"{found} found, {right} right versions pass")
     lines.append(f"| of {len(titles)} | | " + " | ".join(totals) + " |")
     head = HEAD.format(count=len(titles), torch=environment["torch"], fastgrad=environment["fastgrad"])
     return BEGIN + head + "\n".join(lines) + "\n\n" + END

@@ -89,7 +89,8 @@ def gradcheck(
     requires grad is compared: ``|analytical - numerical| <= atol + rtol |numerical|``. For a complex
     output, its imaginary and its real part are checked as two real functions; for a complex input an
     entry is the conjugate Wirtinger derivative, and its modulus is compared. The backward must also
-    be deterministic, linear in grad_output and multiplied by it, and accept undefined grad_outputs.
+    be deterministic and linear in grad_output, return zeros for a grad_output of zeros, and accept
+    undefined grad_outputs.
 
     Parameters
     ----------
@@ -101,7 +102,7 @@ def gradcheck(
         floating or complex dtype (preferably double precision), are checked. Everything else is passed to
         func unchanged. The same tensor may be passed twice.
     eps
-        Step of the differences: a number, or a real tensor without dimensions, as are the tolerances.
+        Step of the differences: a number or a real tensor without dimensions (so are atol and rtol).
         Differences are divided by the step actually taken, rounded to the input's dtype.
     atol, rtol
         Absolute and relative tolerance.
@@ -114,7 +115,8 @@ def gradcheck(
     check_grad_dtypes
         Check that gradients have the dtypes of their inputs.
     check_batched_grad, check_batched_forward_grad
-        Check that gradients, or forward-mode derivatives, computed under vmap equal single ones.
+        Check that gradients, or forward-mode derivatives, computed under vmap equal those
+        computed one by one.
     check_forward_ad
         Also check the Jacobians of forward-mode AD. The jvp must be linear in its tangents and accept
         undefined ones (the latter with check_undefined_grad).

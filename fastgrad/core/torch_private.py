@@ -112,8 +112,8 @@ def tangent_of(dual: Tensor) -> Tensor | None:
 def hidden_from_dynamo(func: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Disables torch.compile for func and everything that it calls.
 
-    What torch.compiler.disable does, without importing the compiler (more than a second) and without a
-    frame of its own between func and its caller, at which warnings point.
+    Like torch.compiler.disable, but does not import the compiler (which takes more than a second), and adds
+    no frame between func and its caller, so that warnings still point at the caller.
     """
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP

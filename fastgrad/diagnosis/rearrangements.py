@@ -299,7 +299,7 @@ def _of_dimensions(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
         along, instead = (", ".join(map(str, sorted(dims))) for dims in (func, backward))
         yield Cause(
             "wrong dimension",
-            f"backward sums, or scans, along dimension {instead}; in func elements depend on each other along "
+            f"backward sums, or scans, along dimension {instead}; in func, elements depend on each other along "
             f"dimension {along}",
             f"no nonzero analytical entry couples elements along dimension {along}",
             0.93,

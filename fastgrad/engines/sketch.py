@@ -56,7 +56,7 @@ class Differences:
     noise
         Bound of their error: float64, shape (m,), the largest over the directions for which it was estimated.
     rounding
-        The error of a derivative from two units of rounding of an output, relative to the output.
+        The error of a derivative if rounding changes an output by two unit roundoffs, relative to the output.
     sizes
         The norm of noise, and the largest derivative, if they are at hand.
     """

@@ -154,7 +154,8 @@ def _is_opaque(tensor: Tensor) -> bool:
 def _memory(tensor: Tensor, is_written: bool) -> Tensor | None:
     """The memory of a tensor's values; None if it is not accessible.
 
-    Each place once. is_written: the values as they are; otherwise as integers, which are equal where all bits are.
+    A dimension of stride 0 is reduced to one element. is_written: returns the values as they are; otherwise returns
+    their bits as integers, so that values are equal exactly if all their bits are.
     """
     values = own_values(tensor)
     if values is None or (values.layout is torch.strided and not _is_backed(values)):

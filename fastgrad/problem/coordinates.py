@@ -22,11 +22,12 @@ from fastgrad.core import torch_private
 class Block:
     """The coordinates of one differentiable tensor.
 
-    index counts the differentiable tensors of its side (an input given twice has the index of its
-    first place); position is its place among func's arguments or results; coordinates run from
-    first to first + size. elements holds the flat (C order) number of each element that has
-    coordinates, if not all have: int64, shape (elements,). step is that of an input, relative to the
-    check's eps; weight is the factor of its errors in sums over inputs whose tolerances differ.
+    index is the tensor's number among the differentiable inputs, or among the differentiable outputs
+    (an input given twice has the index of its first place). position is its place among func's
+    arguments or results. Its coordinates run from first to first + size. If only some elements have
+    coordinates, elements holds their flat (C order) numbers: int64, shape (elements,). For an input,
+    step is its step relative to the check's eps, and weight is the factor of its errors in sums over
+    inputs whose tolerances differ.
     """
 
     index: int

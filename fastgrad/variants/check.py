@@ -53,8 +53,8 @@ def check_variants(
         Families ("state", "points", "layouts", "derivatives", "compiled"), or single variants ("points: zeros"); by
         default all except "compiled".
     compiled
-        Include the family "compiled": func under torch.compile (which takes seconds each), on fake tensors, and
-        `torch.library.opcheck` for a registered operator.
+        Include the family "compiled": func under torch.compile (each compilation takes seconds), func on fake
+        tensors, and `torch.library.opcheck` for a registered operator.
     seconds
         Time limit; variants that would begin later are "not run".
     seed

@@ -46,18 +46,18 @@ SAME = 1e-12
 
 
 class AnalyticalCertificate:
-    """That no entry of the backward lies outside of a pattern, and that the backward is linear in grad_output.
+    """Certifies that no entry of the backward lies outside a pattern, and that the backward is linear in grad_output.
 
     Attributes
     ----------
     values
         The entries on the pattern: float64, shape (nnz,). Those of rows that were run separately are replaced.
     has_changed
-        Whether any were.
+        Whether any entries were replaced.
     changed_by
         The largest difference between a row that was run separately and the same row run together with others.
     bound
-        The size from which an entry outside of the pattern shows, once `certify` has run.
+        The smallest size of an entry outside the pattern that is detected; known after `certify` has run.
     """
 
     def __init__(

@@ -323,9 +323,10 @@ class PairComparison:
         )
 
     def groups(self, elements: Tensor) -> Tensor:
-        """For each element of the input, the number of a group that may be moved together: int64, shape (elements,).
+        """For each element of the input, the number of its group: int64, shape (elements,).
 
-        An output whose entry for one element differs depends, at eps, on no other element of the same group.
+        The elements of a group may be perturbed together: if the entry of an output for one of them differs, this
+        output depends, at eps, on no other element of the group.
         """
         if self.is_crowded:
             return elements

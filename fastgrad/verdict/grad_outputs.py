@@ -201,9 +201,9 @@ def _known_batch_vectors(shape: torch.Size, dtype: torch.dtype, device: torch.de
 def check_batched_gradients(
     problem: Problem, settings: Settings, found: BatchedDifference | None = None
 ) -> Failure | None:
-    """The backward of each output under vmap must give what two runs of it give.
+    """Checks that a VJP of each output under vmap gives the same gradients as two separate VJPs.
 
-    found: where it does not, if that is known.
+    found: the first difference, if it is known already.
     """
     if found is None:
         graph = problem.vjp_graph()
@@ -214,7 +214,7 @@ def check_batched_gradients(
 
 @phase("batched tangents")
 def check_batched_tangents(problem: Problem, settings: Settings) -> Failure | None:
-    """The JVP of each input under vmap must give what two runs of it give; BATCH + 1 JVPs per input."""
+    """Checks that a JVP of each input under vmap gives the same as two separate JVPs; BATCH + 1 JVPs per input."""
     for k, block in enumerate(problem.inputs):
 
         def jvp(tangent: Tensor, k: int = k) -> tuple[Tensor, ...]:

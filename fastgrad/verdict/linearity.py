@@ -182,8 +182,8 @@ def by_inputs(
 def gradients_agree(inputs: Sequence[Block], settings: Settings, left: Tensor, right: Tensor, of_rows: bool) -> bool:
     """Whether VJPs on two graphs, shape (count, n), agree within the tolerances of entries and nondet_tol.
 
-    func may have rounded its values otherwise for the second graph. of_rows: whether they are rows of the Jacobian;
-    rtol does not apply to sums of rows.
+    They need not be equal, because func may have rounded its values differently for the second graph. of_rows: whether
+    the VJPs are rows of the Jacobian; rtol does not apply to sums of rows.
     """
     return all(
         bool(torch.isclose(a, b, own.rtol if of_rows else 0.0, own.atol + settings.nondet_tol, equal_nan=True).all())

@@ -18,18 +18,19 @@ SLACK = 0.01
 def locate(residual: Callable[[Tensor], float], vector: Tensor, value: float) -> int:
     """The coordinate that contributes most to a linear functional, which is zero if nothing is wrong.
 
-    The functional of the vector times a ramp from 0 to 1, over that of the vector, is the position of
-    a dominant contribution. Costs about 2 log(size) / log(WINDOW / 2) calls of residual for one
-    dominant contribution, log2(size) more at worst.
+    The functional is evaluated for the vector times a ramp from 0 to 1. This value, divided by the
+    functional of the vector itself, is the position of a dominant contribution. If one contribution
+    dominates, this takes about 2 log(size) / log(WINDOW / 2) calls of residual, and at worst log2(size)
+    more.
 
     Parameters
     ----------
     residual
-        The functional, for vectors with components of `vector` zeroed or scaled.
+        The functional. It is called with copies of `vector` in which components are zeroed or scaled.
     vector
         float64, shape (size,).
     value
-        residual(vector). NaN where a contribution is.
+        residual(vector); NaN if a contribution is NaN.
     """
     low, high = 0, vector.numel()
 

@@ -24,11 +24,14 @@ def linear_bound(error: Tensor, settings: Settings) -> float:
 
 
 def negation_failure(problem: Problem, settings: Settings, mode: Mode, vector: Tensor) -> Failure | None:
-    """The failure if an entry is another one for a negated vector: a tangent, shape (n,), or a grad_output, (m,).
+    """The failure if an entry has one value for a vector and another one for the negated vector.
 
-    The tolerance of a product is relative to all of its terms, and next to larger entries it hides a wrong one. But the
-    products of a vector and of the negated vector add up to zero to rounding, component by component. If one does not,
-    bisection finds the element behind it, with about 4 log2(size) products.
+    vector: a tangent, shape (n,), or a grad_output, shape (m,).
+
+    The tolerance of a product is relative to all of its terms, so it may hide a wrong entry next to larger ones. But
+    the products of a vector and of the negated vector add up to zero, up to rounding, component by component. If the
+    sum of a component is not zero, bisection finds the responsible element of the vector, with about 4 log2(size)
+    products.
     """
 
     def products(factors: Tensor) -> Tensor:

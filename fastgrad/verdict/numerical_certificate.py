@@ -145,14 +145,14 @@ _Excluded = tuple[Tensor, Tensor]
 
 
 class NumericalCertificate:
-    """That no entry of func lies outside of a pattern, and that the entries on it are those of func.
+    """Certifies that no entry of func lies outside a pattern, and that the entries on it are those of func.
 
     Attributes
     ----------
     values
         The entries on the pattern: float64, shape (nnz,).
     bound
-        The size from which an entry outside of the pattern shows, once `certify` has run.
+        The smallest size of an entry outside the pattern that is detected; known after `certify` has run.
     """
 
     values: Tensor

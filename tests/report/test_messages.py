@@ -295,7 +295,7 @@ CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
         "or like    " + ZERO,
     ),
     "wrong dimension": (
-        "looks like backward sums, or scans, along dimension 0; in func elements depend on each other along dimension "
+        "looks like backward sums, or scans, along dimension 0; in func, elements depend on each other along dimension "
         "1",
     ),
     "saved tensor": (
