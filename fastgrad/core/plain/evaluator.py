@@ -236,11 +236,7 @@ class Evaluator:
                 restore(*args)
 
     def _put_back(self, move: Callable[[int], None]) -> None:
-        if self.mutates_inputs:
-            self.restore()
-        else:
-            check_in_place(self._blocks)  # no write to memory that was freed
-            move(0)
+        self.restore() if self.mutates_inputs or not all(block.is_in_place() for block in self._blocks) else move(0)
 
     def _restore_if_mutated(self) -> None:
         if self.mutates_inputs:
