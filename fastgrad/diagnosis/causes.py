@@ -24,6 +24,14 @@ RESIDUAL = 1e-3
 EXACT = 1e-4
 """A factor is called 2, -1 or a size of a tensor if it differs from this number by at most this much, relatively."""
 
+NAMED_FACTORS = {
+    math.pi: "pi",
+    1 / math.pi: "1 / pi",
+    math.pi / 180: "pi / 180 (degrees to radians)",
+    180 / math.pi: "180 / pi (radians to degrees)",
+}
+"""Constants that are named if they are missing as a factor, with their inverses."""
+
 AS_ROUNDING = 1e-4
 """Differences between runs, relative to the gradient, that the order of additions may explain (1,000 float32 terms)."""
 
@@ -451,7 +459,10 @@ def _factor(k: float, residual: float, sizes: dict[str, int], confidence: float,
     known = [what for what, size in sizes.items() if size > 2 and abs(k / size - 1) <= EXACT]
     inverse = [what for what, size in sizes.items() if size > 2 and abs(k * size - 1) <= EXACT]
     why = f": the factor {1 / k:.4g} is missing"
-    if known:
+    named = [name for value, name in NAMED_FACTORS.items() if abs(k * value - 1) <= EXACT]
+    if named:
+        why += f", perhaps {named[0]}"
+    elif known:
         why += f", perhaps a mean over {known[0]}"
     elif inverse:
         why += f", perhaps a mean instead of a sum over {inverse[0]}"
@@ -499,7 +510,7 @@ def _of_values(sample: Sample, failure: Failure, evidence: Evidence, order: int)
         yield from _of_complex(a, n, failure, sizes)
         return
     k, residual = _fit(a, n)
-    lone = count == 1 and any(abs(k / value - 1) <= EXACT / 10 for value in (-1.0, 2.0, 0.5))
+    lone = count == 1 and any(abs(k / value - 1) <= EXACT / 10 for value in (-1.0, 2.0, 0.5, *NAMED_FACTORS))
     if residual > _most_unexplained(k):
         places = [torch.unique(elements[sample.failing]).numel() for elements in (sample.inputs, sample.outputs)]
         if places == [count, count]:

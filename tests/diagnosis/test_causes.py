@@ -239,6 +239,22 @@ def test_what_a_full_jacobian_tells(change: Callable[[Tensor], Tensor], cause: C
     assert first(report_of(change(N).contiguous(), N, SQUARE)) == cause
 
 
+@pytest.mark.parametrize(
+    ("factor", "text"),
+    [
+        (math.pi, "the factor 0.3183 is missing, perhaps 1 / pi"),
+        (1 / math.pi, "the factor 3.142 is missing, perhaps pi"),
+        (180 / math.pi, "the factor 0.01745 is missing, perhaps pi / 180 (degrees to radians)"),
+        (math.pi / 180, "the factor 57.3 is missing, perhaps 180 / pi (radians to degrees)"),
+        (3.1, "the factor 0.3226 is missing"),
+    ],
+)
+def test_named_factors(factor: float, text: str) -> None:
+    (cause,) = diagnose(report_of(factor * N, N, SQUARE))
+    assert cause.name == "constant factor"
+    assert cause.text.endswith(text)
+
+
 def test_what_a_square_input_tells() -> None:
     n = full(4, 9)
     swapped = n.reshape(4, 3, 3).mT.reshape(4, 9)

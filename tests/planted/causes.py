@@ -144,6 +144,16 @@ VALUES = [
         inputs=normal((3, 3)),
     ),
     Planted(
+        "angle in degrees, gradient in radians",
+        "constant factor",
+        **pair(
+            lambda x: x.deg2rad().sin(),
+            lambda g, x: g * x.deg2rad().cos(),
+            lambda g, x: g * x.deg2rad().cos() * math.pi / 180,
+        ),
+        inputs=normal((3, 4)),
+    ),
+    Planted(
         "subtrahend with the minuend's gradient",
         "sign",
         **pair(
