@@ -45,7 +45,13 @@ from fastgrad.structure.sparsity import HANDFUL, Mask, Pattern
 from fastgrad.verdict.analytical_certificate import AnalyticalCertificate
 from fastgrad.verdict.comparison import Findings, PairComparison, tolerances
 from fastgrad.verdict.confirm import entries_failure, mismatch_failure
-from fastgrad.verdict.linearity import groups_failure, movement_between, one_hot_rows, separate_failure
+from fastgrad.verdict.linearity import (
+    groups_failure,
+    movement_between,
+    nondeterministic,
+    one_hot_rows,
+    separate_failure,
+)
 from fastgrad.verdict.numerical_certificate import MOST_SUSPECTS, Incomplete, NumericalCertificate, incomplete
 from fastgrad.verdict.repeated_calls import RepeatedCalls
 
@@ -393,11 +399,11 @@ class _Verdict:
         repeat: Failure | None = None
         for output, repeated, match in matches:
             part: Part = "imaginary" if output.is_complex else "all"
-            places = output.index, None, output.position, None, part
+            failure = partial(Failure.at, output=output, part=part)
             if self._settings.check_grad_dtypes and not match.dtypes:
-                return Failure("dtype", *places)
+                return failure("dtype")
             if not match.sizes:
-                return Failure("size", *places)
+                return failure("size")
             if not match.repeats and repeat is None:
                 grouping = compression.row_groups[output.index]
                 groups = [grouping.members(g) for g in range(repeated)]
@@ -407,7 +413,7 @@ class _Verdict:
                     repeat = self._of_func.row_failure(first, self._of_backward.row_alone(first)) or repeat
                 own = self._settings.loosest()
                 if repeat is None and not match.movement <= own.atol + own.rtol * largest(values):
-                    repeat = Failure("nondeterministic", *places)  # it did not recur
+                    repeat = failure("nondeterministic")  # it did not recur
         if repeat is not None and repeat.kind == "nondeterministic":
             return repeat
         return self._judged(repeat)
@@ -431,8 +437,7 @@ class _Verdict:
         own = self._settings.loosest()
         if _are_close(again, before, own.atol + self._settings.nondet_tol * self._problem.m, own.rtol):
             return None
-        output = self._problem.outputs[0]
-        return Failure("nondeterministic", output.index, None, output.position)
+        return nondeterministic(self._problem.outputs[0])
 
     def _judged(self, repeat: Failure | None) -> Failure | Incomplete | None:
         """The comparison of all entries, then a failure of repeated groups, then the certificates."""

@@ -105,14 +105,7 @@ def _nonzero_numerical(
         if bool(columns.any()):
             column, row = (int(i) for i in columns.nonzero()[0])
             output, block = block_with(problem.outputs, row), block_with(problem.inputs, first + column)
-            return Failure(
-                "nonzero numerical gradient",
-                output=output.index,
-                input=block.index,
-                output_position=output.position,
-                input_position=block.position,
-                detail=f"{columns[column, row].item():.6g}",
-            )
+            return Failure.at("nonzero numerical gradient", output, block, detail=f"{columns[column, row].item():.6g}")
     findings.certificates.append(Certificate("func does not depend on its inputs", "every column, bit by bit", 0.0))
     return None
 
@@ -253,9 +246,9 @@ def _judge(
         if calls is not None:
             calls.see(block)
     if settings.check_grad_dtypes and not dtypes_match:
-        return Failure("dtype", output=block.output.index, output_position=block.output.position, part=block.part)
+        return Failure.at("dtype", block.output, part=block.part)
     if not sizes_match:
-        return Failure("size", output=block.output.index, output_position=block.output.position, part=block.part)
+        return Failure.at("size", block.output, part=block.part)
     if repeat is not None and repeat.kind == "nondeterministic":
         return repeat
     for pair in pairs.values():

@@ -34,7 +34,7 @@ from fastgrad.engines.small_sketch import REPEATED, RUNS, SmallSketch, small_ske
 from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Certificate
-from fastgrad.report.failure import Failure, FailureKind
+from fastgrad.report.failure import Failure
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.confirm import Found, difference_along, entry_in_row, located_failure
 from fastgrad.verdict.linearity import (
@@ -377,9 +377,9 @@ def _seen_before(
     """The failure if one call with all grad_outputs was wrong, but separate one-hot ones are right."""
     output = problem.outputs[0]
     if settings.check_grad_dtypes and not small.match.dtypes:
-        return Failure("dtype", output.index, None, output.position)
+        return Failure.at("dtype", output)
     if not small.match.sizes:
-        return Failure("size", output.index, None, output.position)
+        return Failure.at("size", output)
     for row, gradient in small.one_hot.items():
         if differ(gradient[None], rows[row][None], settings.nondet_tol, False):
             return nondeterministic(problem.outputs[0])
@@ -601,9 +601,7 @@ def screen_constant(problem: Problem, settings: Settings) -> Screening:
             value = problem.difference_columns(column, 1, settings.eps, False)[0, row].item()
             if value:
                 output, block = block_with(problem.outputs, row), block_with(problem.inputs, column)
-                kind: FailureKind = "nonzero numerical gradient"
-                places = output.index, block.index, output.position, block.position
-                return Screening(Failure(kind, *places, detail=f"{value:.6g}"))
+                return Screening(Failure.at("nonzero numerical gradient", output, block, detail=f"{value:.6g}"))
             break  # a joint step across a jump
         else:
             method = f"{sketch_size(settings.confidence)} random directions, bit by bit"

@@ -184,4 +184,4 @@ class _ForwardScreen:
             f"for a sum of random tangents, the tangent of output {output.index} at {list(index)} is {own:.6g}, but "
             f"those of its terms add up to {total:.6g}"
         )
-        return Failure("nonlinear", output.index, None, output.position, None, mode="forward", detail=detail)
+        return Failure.at("nonlinear", output, mode="forward", detail=detail)

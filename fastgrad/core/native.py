@@ -58,90 +58,12 @@ CUDA: str | None = _build.CUDA if IS_NATIVE else None
 """The versions that the compiled module was built against: torch, and CUDA if it has CUDA kernels."""
 
 if TYPE_CHECKING or IS_NATIVE:
-    from fastgrad._C import (
-        Derivatives,
-        Evaluator,
-        GradientsMatch,
-        Graph,
-        Groups,
-        InputBlock,
-        KeptTensor,
-        OutputSpec,
-        RandomDirections,
-        Rows,
-        SmallProblem,
-        UnrecordedBackward,
-        UnspecifiedEntry,
-        WholeBackward,
-        are_close,
-        at_dual_level,
-        backward_streams,
-        bucket,
-        check_memory,
-        color,
-        compare,
-        count_nodes,
-        direction_,
-        first_other_vjp,
-        flatten_,
-        flattened,
-        is_plain_zero,
-        largest_errors,
-        largest_residuals,
-        project_rows_,
-        runs_no_custom_code,
-        star_color,
-        transpose,
-        vectorized_vjp,
-        vjp,
-        vjp_coordinates,
-        vjp_groups,
-        vjp_rows,
-        whole_backward,
-    )
+    from fastgrad._C import *
 else:
-    from fastgrad.core.plain.evaluator import (
-        Derivatives,
-        Evaluator,
-        Groups,
-        InputBlock,
-        OutputSpec,
-        RandomDirections,
-        at_dual_level,
-        check_memory,
-        flattened,
-        largest_errors,
-        largest_residuals,
-    )
-    from fastgrad.core.plain.operators import (
-        compare,
-        direction_,
-        flatten_,
-        project_rows_,
-    )
-    from fastgrad.core.plain.patterns import bucket, color, star_color, transpose
-    from fastgrad.core.plain.reverse import (
-        GradientsMatch,
-        Graph,
-        KeptTensor,
-        Rows,
-        SmallProblem,
-        UnrecordedBackward,
-        UnspecifiedEntry,
-        WholeBackward,
-        are_close,
-        backward_streams,
-        count_nodes,
-        first_other_vjp,
-        is_plain_zero,
-        runs_no_custom_code,
-        vectorized_vjp,
-        vjp,
-        vjp_coordinates,
-        vjp_groups,
-        vjp_rows,
-        whole_backward,
-    )
+    from fastgrad.core.plain.evaluator import *
+    from fastgrad.core.plain.operators import *
+    from fastgrad.core.plain.patterns import *
+    from fastgrad.core.plain.reverse import *
 
     warnings.warn(
         "fastgrad runs in plain Python because its compiled module is missing. The verdicts are the same, but checks "
@@ -182,48 +104,3 @@ class ops:  # noqa: N801  (a namespace, like torch.ops.fastgrad)
     project_rows_ = staticmethod(project_rows_)
     richardson_ = _operator("richardson_")
     unflatten_ = _operator("unflatten_")
-
-
-__all__ = [
-    "BUILT_AGAINST",
-    "CUDA",
-    "IS_NATIVE",
-    "Derivatives",
-    "Evaluator",
-    "GradientsMatch",
-    "Graph",
-    "Groups",
-    "InputBlock",
-    "KeptTensor",
-    "Layout",
-    "OutputSpec",
-    "RandomDirections",
-    "Rows",
-    "SmallProblem",
-    "UnrecordedBackward",
-    "UnspecifiedEntry",
-    "WholeBackward",
-    "are_close",
-    "at_dual_level",
-    "backward_streams",
-    "bucket",
-    "check_memory",
-    "color",
-    "count_nodes",
-    "first_other_vjp",
-    "flatten_",
-    "flattened",
-    "is_plain_zero",
-    "largest_errors",
-    "largest_residuals",
-    "ops",
-    "runs_no_custom_code",
-    "star_color",
-    "transpose",
-    "vectorized_vjp",
-    "vjp",
-    "vjp_coordinates",
-    "vjp_groups",
-    "vjp_rows",
-    "whole_backward",
-]

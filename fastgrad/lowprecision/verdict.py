@@ -309,7 +309,7 @@ def _judge_common_errors(comparison: Comparison, outcome: Outcome) -> None:
             f"entries; rounding explains a relative error of {worst.allowed:.2g}"
         )
         block: Block = worst.block
-        outcome.failure = Failure("biased", input=block.index, input_position=block.position, detail=detail)
+        outcome.failure = Failure.at("biased", input=block, detail=detail)
         factor = f"the gradient is {1 + worst.error:.5g} times the right one"
         outcome.causes = (Cause("constant factor", factor, "the mean of relative errors", 0.9),)
 

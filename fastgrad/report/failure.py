@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -231,6 +231,16 @@ class Subject:
     test: str = ""
 
 
+class Place(Protocol):
+    """A differentiable input or output: its number among these, and its position among func's arguments or results."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def position(self) -> int: ...
+
+
 @dataclass(frozen=True, eq=False)
 class Failure(EqualByContent):
     """Why a check failed.
@@ -275,3 +285,15 @@ class Failure(EqualByContent):
     cause: Exception | None = None
     trouble: Trouble | None = None
     convergence: tuple[Difference, ...] = ()
+
+    @classmethod
+    def at(cls, kind: FailureKind, output: Place | None = None, input: Place | None = None, **others: Any) -> Failure:
+        """A failure of an output, an input, or an entry of both; others: the other fields, by name."""
+        return cls(
+            kind,
+            None if output is None else output.index,
+            None if input is None else input.index,
+            None if output is None else output.position,
+            None if input is None else input.position,
+            **others,
+        )

@@ -179,13 +179,11 @@ def located_failure(found: list[Found]) -> Failure:
         worst_entries=tuple(wrong[:MOST_WORST]),
         extent=_extent(wrong, head.output, head.input),
     )
-    return Failure(
+    return Failure.at(
         "mismatch",
-        head.output.index,
-        head.input.index,
-        head.output.position,
-        head.input.position,
-        head.part,
+        head.output,
+        head.input,
+        part=head.part,
         mode=head.mode,
         comparison=comparison,
         detail=worst.detail,
@@ -385,12 +383,10 @@ def mismatch_failure(
         comparison = replace(comparison, worst=remeasured.entry, worst_entries=worst)
     findings.add_pair(pair.pair(part, agrees=False))
     findings.sample = pair.sample()
-    return Failure(
+    return Failure.at(
         "mismatch",
-        output=pair.output.index,
-        input=pair.input.index,
-        output_position=pair.output.position,
-        input_position=pair.input.position,
+        pair.output,
+        pair.input,
         part=part,
         mode=pair.mode,
         comparison=comparison,

@@ -56,7 +56,7 @@ def _attribute_failure(block: Block, gradient: Tensor, masked: bool) -> Failure 
         detail = f"grad is incorrect size ({tuple(gradient.shape)} is not {tuple(expected.shape)})"
     else:
         return None
-    return Failure(kind, input=block.index, input_position=block.position, detail=detail)
+    return Failure.at(kind, input=block, detail=detail)
 
 
 def _layout_difference(gradient: Tensor, expected: Tensor) -> str:
@@ -102,7 +102,7 @@ def check_undefined_grads(problem: Problem, known: Sequence[Sequence[Tensor | No
 def _undefined_failure(problem: Problem, gradients: Sequence[Tensor | None]) -> Failure | None:
     for block, gradient in zip(problem.inputs, gradients, strict=True):
         if gradient is not None and not native.is_plain_zero(gradient, block.tensor) and not _is_zero(gradient):
-            return Failure("undefined grad not zero", input=block.index, input_position=block.position)
+            return Failure.at("undefined grad not zero", input=block)
     return None
 
 
@@ -115,15 +115,8 @@ def check_undefined_tangents(problem: Problem, settings: Settings) -> Failure | 
         with_zero, with_none = (problem.jvp([*random[:k], tangent, *random[k + 1 :]]) for tangent in (zero, None))
         for output, left, right in zip(problem.outputs, with_zero, with_none, strict=True):
             if not _allclose(left, right):
-                return Failure(
-                    "undefined tangent",
-                    output.index,
-                    block.index,
-                    output.position,
-                    block.position,
-                    mode="forward",
-                    detail=f"{right} for the undefined tangent, {left} for zero",
-                )
+                detail = f"{right} for the undefined tangent, {left} for zero"
+                return Failure.at("undefined tangent", output, block, mode="forward", detail=detail)
     return None
 
 
@@ -234,16 +227,8 @@ def check_batched_tangents(problem: Problem, settings: Settings) -> Failure | No
 def _batched_failure(problem: Problem, found: BatchedDifference, mode: Mode) -> Failure:
     output = None if found.output is None else problem.outputs[found.output]
     input_ = None if found.input is None else problem.inputs[found.input]
-    return Failure(
-        "batched differs" if output is not None and input_ is not None else "batched raises",
-        None if output is None else output.index,
-        None if input_ is None else input_.index,
-        None if output is None else output.position,
-        None if input_ is None else input_.position,
-        mode=mode,
-        detail=found.detail,
-        cause=found.cause,
-    )
+    kind: FailureKind = "batched raises" if output is None or input_ is None else "batched differs"
+    return Failure.at(kind, output, input_, mode=mode, detail=found.detail, cause=found.cause)
 
 
 def _batch_failure(

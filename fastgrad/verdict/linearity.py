@@ -70,7 +70,7 @@ def moving_repeat(problem: Problem, block: JacobianBlock, settings: Settings) ->
     """Whether the rows that are repeated, of all inputs, move from run to run by more than nondet_tol."""
     rows = problem, block.output, block.part, block.first_row, block.repeated.shape[0], settings.nondet_tol
     if any(_rows_move(*rows) for _ in range(RERUNS)):
-        return Failure("nondeterministic", block.output.index, None, block.output.position, None, block.part)
+        return Failure.at("nondeterministic", block.output, part=block.part)
     return None
 
 
@@ -90,7 +90,7 @@ def moved_once(block: JacobianBlock, again: tuple[Tensor, Tensor], settings: Set
     for before, after in zip(known, again, strict=True):
         within = after[:, start : start + before.shape[1]]
         if differ(before, within, settings.nondet_tol, block.input.is_complex):
-            return Failure("nondeterministic", block.output.index, None, block.output.position, None, block.part)
+            return Failure.at("nondeterministic", block.output, part=block.part)
     return None
 
 
@@ -110,15 +110,7 @@ def nonlinear_repeat(block: JacobianBlock, settings: Settings) -> Failure | None
         f"{list(block.input.element_index(block.first_column // width + entry))}, one of {REPEAT_SCALE:g} gives "
         f"{REPEAT_SCALE * block.repeated[row, entry * width].item():.6g}"
     )
-    return Failure(
-        "nonlinear",
-        block.output.index,
-        block.input.index,
-        block.output.position,
-        block.input.position,
-        block.part,
-        detail=detail,
-    )
+    return Failure.at("nonlinear", block.output, block.input, part=block.part, detail=detail)
 
 
 def groups_failure(
@@ -132,11 +124,10 @@ def groups_failure(
     for cotangent, group in zip(cotangents, groups, strict=True):
         cotangent[torch.from_numpy(group).to(problem.device) + output.first] = 1.0
     part: Part = "imaginary" if output.is_complex else "all"
-    places = output.index, None, output.position, None, part
     gradients = problem.vjp(cotangents, only=output)
     again = (problem.vjp(cotangents, only=output) for _ in range(RERUNS))
     if any(differ(gradients, gradient, settings.nondet_tol, False) for gradient in again):
-        return Failure("nondeterministic", *places)
+        return Failure.at("nondeterministic", output, part=part)
     expands = len(problem.outputs) == 1 and not output.is_complex
     whole = next((k for k, group in enumerate(groups) if expands and group.size == output.size), None)
     for expanded in (0, 1):
@@ -155,19 +146,19 @@ def groups_failure(
                 f"a grad_output that is 1 at some elements of output {output.index}, and one {REPEAT_SCALE:g} times as "
                 f"large{kind}, give gradients that are not multiples of each other"
             )
-            return Failure("nonlinear", *places, detail=detail)
+            return Failure.at("nonlinear", output, part=part, detail=detail)
     return None
 
 
 def nondeterministic(output: Block) -> Failure:
     """The failure that two runs of a VJP of an output differ."""
-    return Failure("nondeterministic", output.index, None, output.position)
+    return Failure.at("nondeterministic", output)
 
 
 def nondeterministic_func(output: Block, where: str) -> Failure:
     """The failure that func returned two results for the same inputs, in calls that no entry was compared with."""
     detail = f"evaluated again {where}, it gives other values"
-    return Failure("nondeterministic func", output.index, None, output.position, detail=detail)
+    return Failure.at("nondeterministic func", output, detail=detail)
 
 
 def by_inputs(
@@ -200,7 +191,7 @@ def moving_row(problem: Problem, settings: Settings, rows_per_block: int) -> Fai
             for first in range(REPEATED_ROWS, elements, rows_per_block):
                 count = min(rows_per_block, elements - first)
                 if _rows_move(problem, output, part, first, count, settings.nondet_tol):
-                    return Failure("nondeterministic", output.index, None, output.position, None, part)
+                    return Failure.at("nondeterministic", output, part=part)
     return None
 
 
@@ -462,7 +453,7 @@ class LinearityTest:
     def _diagnosed(self, which: int, coordinate: int, gradients: Tensor, allowed: Tensor) -> Failure:
         block = block_with(self._problem.inputs, coordinate)
         if differ(self._vjp(which), gradients[which : which + 1], self._settings.nondet_tol, False):
-            return Failure("nondeterministic", input=block.index, input_position=block.position)
+            return Failure.at("nondeterministic", input=block)
         text = self._kinds[which].text
         if self._kinds[which].layout != Layout.CONTIGUOUS:
             contiguous = self._problem.vjp(self.cotangents[which : which + 1])
@@ -474,7 +465,7 @@ class LinearityTest:
             f"{gradients[which, coordinate].item():.6g}, but the rows of the Jacobian add up to "
             f"{self._sums[which, coordinate].item():.6g} (allowed difference {allowed[which, coordinate].item():.2g})"
         )
-        return Failure("nonlinear", input=block.index, input_position=block.position, detail=detail)
+        return Failure.at("nonlinear", input=block, detail=detail)
 
 
 def one_hot_rows(problem: Problem, settings: Settings) -> tuple[Failure | None, dict[int, Tensor]]:
@@ -493,20 +484,20 @@ def one_hot_rows(problem: Problem, settings: Settings) -> tuple[Failure | None, 
                 output, imaginary, element, 1, problem.inputs, repeated=1, scale=REPEAT_SCALE
             )
             found[output.first + element * output.width + int(imaginary)] = rows[0]
-            places = output.index, None, output.position, None, part
+            failure = partial(Failure.at, output=output, part=part)
             if settings.check_grad_dtypes and not match.dtypes:
-                return Failure("dtype", *places), found
+                return failure("dtype"), found
             if not match.sizes:
-                return Failure("size", *places), found
+                return failure("size"), found
             if not match.repeats and _rows_move(problem, output, part, element, 1, settings.nondet_tol):
-                return Failure("nondeterministic", *places), found
+                return failure("nondeterministic"), found
             pairs = by_inputs(problem.inputs, settings, rows, again)
             if not match.repeats and any(differ(left, right, own.atol, False) for own, left, right in pairs):
                 detail = (
                     f"grad_outputs of 1 and of {REPEAT_SCALE:g} at element {list(output.element_index(element))} of "
                     f"output {output.index} give gradients that are not multiples of each other"
                 )
-                return Failure("nonlinear", *places, detail=detail), found
+                return failure("nonlinear", detail=detail), found
             for other in last:
                 rows, _, _ = problem.analytical_rows(output, imaginary, other, 1, problem.inputs, repeated=0, scale=1.0)
                 found[output.first + other * output.width + int(imaginary)] = rows[0]
@@ -590,4 +581,4 @@ def _sum_failure(
         f"{which}, the gradient of input {block.index} at {list(index)} is {gradient[coordinate].item():.6g}, but "
         f"{addends} add up to {total[coordinate].item():.6g}"
     )
-    return Failure("nonlinear", input=block.index, input_position=block.position, detail=detail)
+    return Failure.at("nonlinear", input=block, detail=detail)

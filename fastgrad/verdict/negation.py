@@ -78,4 +78,4 @@ def _element_failure(
         else f"for the one-hot grad_output of {of_output}, the gradient of {of_input}"
     )
     detail += f" is {plus:.6g}, but for the negated one it is {minus:.6g}"
-    return Failure("nonlinear", output.index, block.index, output.position, block.position, mode=mode, detail=detail)
+    return Failure.at("nonlinear", output, block, mode=mode, detail=detail)

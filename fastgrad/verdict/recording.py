@@ -63,4 +63,4 @@ def _difference(
         f"{left[worst].item():.6g} {first}, {right[worst].item():.6g} {second}, in output {output.index} of the "
         f"backward, at the worst of {int(wrong.sum())} elements"
     )
-    return Failure(kind, output=output.index, output_position=output.position, detail=detail)
+    return Failure.at(kind, output, detail=detail)

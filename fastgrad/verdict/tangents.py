@@ -24,12 +24,12 @@ from fastgrad.verdict.negation import linear_bound, negation_failure
 
 def nondeterministic_jvp(output: Block, detail: str) -> Failure:
     """The failure that two runs of a JVP differ in an output; detail: how they differ."""
-    return Failure("nondeterministic", output.index, None, output.position, mode="forward", detail=detail)
+    return Failure.at("nondeterministic", output, mode="forward", detail=detail)
 
 
 def modified_tangent(block: Block) -> Failure:
     """The failure that a jvp changes the tangent of an input: what func computes from it afterwards is wrong."""
-    return Failure("modified tangent", input=block.index, input_position=block.position, mode="forward")
+    return Failure.at("modified tangent", input=block, mode="forward")
 
 
 LINEAR_JVP = "jvp is linear in its tangent", "J u against the JVP of u, 2 tangents: dense, half of it zero"
@@ -128,7 +128,7 @@ class TangentLinearityTest:
             f"Jacobian add up to {self._sums[which, component].item():.6g} (allowed difference "
             f"{allowed[which, component].item():.2g})"
         )
-        return Failure("nonlinear", output.index, None, output.position, None, mode="forward", detail=detail)
+        return Failure.at("nonlinear", output, mode="forward", detail=detail)
 
 
 def repeated_tangents_failure(
