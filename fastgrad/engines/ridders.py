@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from fastgrad.core.errors import raise_if_transient, raise_unless_of_func
 from fastgrad.core.precision import ROUNDING, spacing
-from fastgrad.problem.coordinates import block_with
+from fastgrad.problem.coordinates import block_with, per_coordinate
 from fastgrad.problem.problem import Problem
 
 Array = NDArray[np.float64]
@@ -333,9 +333,7 @@ def _rounding(problem: Problem, rows: Tensor, base: Tensor, x: Tensor, changes: 
     changes
         Changes of the outputs for steps of many sizes: float64, shape (steps, entries).
     """
-    ulp = torch.empty(problem.m, dtype=torch.float64, device=base.device)
-    for block in problem.outputs:
-        ulp[block.slice] = spacing(block.tensor.dtype)
+    ulp = per_coordinate(problem.outputs, lambda block: spacing(block.tensor.dtype), base.device)
     mantissa, exponent = torch.frexp(torch.where(changes.isfinite(), changes, 0.0))
     digits = (mantissa.abs() * 2.0**53).to(torch.int64)
     quantum = torch.ldexp((digits & -digits).to(torch.float64), exponent - 53)  # the last binary digit that is set

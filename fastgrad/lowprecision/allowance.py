@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastgrad.lowprecision.reference import Perturbed, Products
 from fastgrad.lowprecision.rounding import Arithmetic, smallest_subnormal, unit_roundoff
-from fastgrad.problem.coordinates import Block
+from fastgrad.problem.coordinates import Block, per_coordinate
 
 DRAWS = 6
 """Runs in perturbed arithmetic, and as many again with perturbed inputs. The root mean square of so few is uncertain by
@@ -172,10 +172,8 @@ class Blocks:
         return _moduli(coordinates, self._outputs)
 
 
-def _each(blocks: Sequence[Block], of_dtype: object, device: torch.device) -> Tensor:
-    values = [of_dtype(block.tensor.dtype) for block in blocks]  # type: ignore[operator]
-    sizes = torch.tensor([block.size for block in blocks], device="cpu")
-    return torch.tensor(values, dtype=torch.float64, device="cpu").repeat_interleave(sizes).to(device)
+def _each(blocks: Sequence[Block], of_dtype: Callable[[torch.dtype], float], device: torch.device) -> Tensor:
+    return per_coordinate(blocks, lambda block: of_dtype(block.tensor.dtype), device)
 
 
 def _moduli(coordinates: Tensor, blocks: Sequence[Block]) -> Tensor:

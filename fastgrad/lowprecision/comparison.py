@@ -22,7 +22,7 @@ from fastgrad.lowprecision.allowance import (
 from fastgrad.lowprecision.probes import LAYOUTS, Probes
 from fastgrad.lowprecision.reference import Products
 from fastgrad.lowprecision.rounding import coarsest, largest_number, unit_roundoff
-from fastgrad.problem.coordinates import Block, block_with
+from fastgrad.problem.coordinates import Block, block_with, per_coordinate
 from fastgrad.problem.problem import Problem
 from fastgrad.report.low_precision import RoundedEntry
 
@@ -258,9 +258,7 @@ def rounded_entry(
 
 def _largest(blocks: tuple[Block, ...], device: torch.device) -> Tensor:
     """The largest finite number of the dtype of each coordinate."""
-    sizes = torch.tensor([block.size for block in blocks], device="cpu")
-    values = [largest_number(block.tensor.dtype) for block in blocks]
-    return torch.tensor(values, dtype=torch.float64, device="cpu").repeat_interleave(sizes).to(device)
+    return per_coordinate(blocks, lambda block: largest_number(block.tensor.dtype), device)
 
 
 def _element(vector: Tensor, coordinate: int, block: Block) -> complex:

@@ -14,7 +14,7 @@ from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.random import PRECISION_STREAM, direction
 from fastgrad.lowprecision.probes import one_row, rounded, row_behind
 from fastgrad.lowprecision.rounding import largest_number, unit_roundoff
-from fastgrad.problem.coordinates import block_with
+from fastgrad.problem.coordinates import block_with, per_coordinate
 from fastgrad.problem.problem import Problem
 
 Numbers = NDArray[np.float64]
@@ -253,7 +253,7 @@ def _points(
     per_halving, count = STEPS.get(dtype, STEPS[torch.float32])
     used = w != 0
     weights = w[used]
-    units = torch.cat([w.new_full((block.size,), unit_roundoff(block.tensor.dtype)) for block in problem.outputs])[used]
+    units = per_coordinate(problem.outputs, lambda block: unit_roundoff(block.tensor.dtype), w.device)[used]
     base, rows = problem.base()[used], []
     largest = problem.base().abs().nan_to_num(0.0, 0.0, 0.0).max()
     for number in range(count):

@@ -8,7 +8,7 @@ specified elements are coordinates, in the order of its values; otherwise all el
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,13 @@ class Block:
             index.append(element % size)
             element //= size
         return tuple(reversed(index))
+
+
+def per_coordinate(blocks: Sequence[Block], value: Callable[[Block], float], device: torch.device) -> Tensor:
+    """The value of each block, once for each of its coordinates: float64, shape (coordinates,)."""
+    sizes = torch.tensor([block.size for block in blocks], device="cpu")
+    values = torch.tensor([value(block) for block in blocks], dtype=torch.float64, device="cpu")
+    return values.repeat_interleave(sizes).to(device)
 
 
 def block_with(blocks: Sequence[Block], coordinate: int) -> Block:

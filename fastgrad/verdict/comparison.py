@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastgrad.core.native import WholeBackward, ops
 from fastgrad.core.phases import phase
-from fastgrad.problem.coordinates import Block
+from fastgrad.problem.coordinates import Block, per_coordinate
 from fastgrad.problem.problem import Problem
 from fastgrad.problem.small_backward import SmallBackward
 from fastgrad.report.data import Certificate, Pair
@@ -126,14 +126,9 @@ def tolerances(
     """The atol and rtol of coordinates of the inputs: float64, shape (columns,), or numbers where all are the same."""
     if not settings.inputs:
         return settings.atol, settings.rtol
-    sizes = torch.tensor([block.size for block in problem.inputs], device="cpu")
-    own = [settings.of(block.index) for block in problem.inputs]
-
-    def of_coordinates(values: list[float]) -> Tensor:
-        own = torch.tensor(values, dtype=torch.float64, device="cpu")
-        return own.repeat_interleave(sizes).to(problem.device)[columns]
-
-    return of_coordinates([one.atol for one in own]), of_coordinates([one.rtol for one in own])
+    atol = per_coordinate(problem.inputs, lambda block: settings.of(block.index).atol, problem.device)
+    rtol = per_coordinate(problem.inputs, lambda block: settings.of(block.index).rtol, problem.device)
+    return atol[columns], rtol[columns]
 
 
 @dataclass
