@@ -66,6 +66,9 @@ MOST_WRONG_SHARE = 1 / 4
 """Share of the rows: if more are wrong, kinks are not the reason, and smaller steps do not help."""
 
 
+NO_INDICES: Indices = np.empty(0, dtype=np.int64)
+
+
 @dataclass(frozen=True)
 class Incomplete:
     """A gap that a certificate found: entries that a pattern lacks, or a part that no entry explains.
@@ -100,9 +103,10 @@ def incomplete(
     learnt: list[tuple[Indices, Indices]], refuted: bool = False, unexplained: float | None = None
 ) -> Incomplete:
     """The gap of entries that were found in several places: (rows, columns) each."""
-    empty = np.empty(0, dtype=np.int64)
-    rows, columns = zip(*learnt, strict=True) if learnt else ((empty,), (empty,))
-    return Incomplete(np.concatenate(rows), np.concatenate(columns), refuted, unexplained)
+    if not learnt:
+        return Incomplete(NO_INDICES, NO_INDICES, refuted, unexplained)
+    rows, columns = (np.concatenate(numbers) for numbers in zip(*learnt, strict=True))
+    return Incomplete(rows, columns, refuted, unexplained)
 
 
 @dataclass(frozen=True)
