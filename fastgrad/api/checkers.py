@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -29,6 +30,7 @@ from fastgrad.core.errors import warn
 from fastgrad.problem.arguments import Call, Wrt, as_tuple, flatten, refuse_function_class
 from fastgrad.problem.caller_state import SavedState, restores_caller_state
 from fastgrad.problem.second_order import Backward, grad_outputs_for, made_by
+from fastgrad.problem.validation import check_kwargs
 from fastgrad.report.messages import undecided_text
 from fastgrad.report.report import Report
 from fastgrad.report.settings import Engine, GradOutputs, Precision, Settings
@@ -421,6 +423,9 @@ def _in_parts(
     """As `_report_of_call(*call)`, on the ranks of a group or with a checkpoint."""
     from fastgrad.sharding.check import in_parts  # imported here to keep `import fastgrad` fast
 
+    if not (checkpoint is None or isinstance(checkpoint, (str, os.PathLike))):
+        raise TypeError(f"checkpoint must be None or the path of a file, got {checkpoint!r}.")
+
     func, inputs, kwargs, wrt, grad_outputs, settings, own, reference = call
     values = {"wrt": wrt, "grad_outputs": grad_outputs, "reference": reference}
     values |= {f"inputs[{i}]": value for i, value in enumerate(inputs)}
@@ -575,6 +580,11 @@ _NOTHING = {
 """Messages if there is nothing to check, by wrt."""
 
 
+def default_keywords() -> dict[str, Any]:
+    """The keywords of `gradcheck` with their defaults."""
+    return {name: one.default for name, one in inspect.signature(gradcheck).parameters.items()}
+
+
 def _check_own_arguments(func: Callable[..., Any], order: object, kwargs: object, wrt: object) -> None:
     """Validates the arguments that only `check` has."""
     if order not in (1, 2, 3, 4) or isinstance(order, bool):
@@ -583,8 +593,9 @@ def _check_own_arguments(func: Callable[..., Any], order: object, kwargs: object
         raise ValueError(f"wrt must be 'inputs', 'parameters' or 'both', got {wrt!r}.")
     if wrt == "parameters" and not isinstance(func, Module):
         raise TypeError(f"wrt='parameters' needs a torch.nn.Module as func, got {type(func).__name__}.")
-    if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(key, str) for key in kwargs)):
-        raise TypeError(f"kwargs must be a mapping from names to func's keyword arguments, got {kwargs!r}.")
+    check_kwargs(kwargs)
+    if not callable(func):
+        raise TypeError(f"func must be callable, got {type(func).__name__}.")
 
 
 def _refuse_keywords_of_the_other_order(order: int, keywords: Mapping[str, Any]) -> None:

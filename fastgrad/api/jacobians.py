@@ -13,6 +13,7 @@ from fastgrad.problem.caller_state import restores_caller_state
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.first_look import first_look
 from fastgrad.problem.problem import Problem
+from fastgrad.problem.validation import check_seed, number_of
 from fastgrad.report.settings import Settings
 
 Jacobians = tuple[tuple[Tensor, ...], ...]
@@ -74,7 +75,8 @@ def numerical_jacobian(
     True
     """
     _check_layout(layout)
-    settings = Settings(eps=eps, seed=seed)
+    check_seed(seed)
+    settings = Settings(eps=number_of("eps", eps, zero=False), seed=seed)
     with Problem(func, as_tuple(inputs)) as problem:
         _check_strided(problem)
         look = first_look(problem, settings)
@@ -84,7 +86,7 @@ def numerical_jacobian(
             found = numerical_entries(problem, settings, look) if problem.has_graph else None
             if found is not None:
                 return _sparse(problem, found[0].rows, found[0].columns, found[1], layout)
-        return _dense(problem, problem.difference_columns(0, problem.n, eps, look.record_graph).t(), layout)
+        return _dense(problem, problem.difference_columns(0, problem.n, settings.eps, look.record_graph).t(), layout)
 
 
 @restores_caller_state
@@ -133,6 +135,7 @@ def analytical_jacobian(
     _check_layout(layout)
     if mode not in ("reverse", "forward"):
         raise ValueError(f"mode must be 'reverse' or 'forward', got {mode!r}.")
+    check_seed(seed)
     settings = Settings(seed=seed)
     with Problem(func, as_tuple(inputs)) as problem:
         _check_strided(problem)
@@ -183,7 +186,7 @@ def _dense(problem: Problem, matrix: Tensor, layout: torch.layout) -> Jacobians:
     def part(output: Block, block: Block) -> Tensor:
         own = matrix[output.slice, block.slice]
         if layout is torch.strided:
-            return own.reshape(*_shape(output), *_shape(block))
+            return own.reshape((*_shape(output), *_shape(block)))
         return own.to_sparse(layout=layout)
 
     return tuple(tuple(part(output, block) for block in problem.inputs) for output in problem.outputs)
@@ -200,7 +203,7 @@ def _sparse(problem: Problem, rows: Tensor, columns: Tensor, values: Tensor, lay
             indices, values[within], size, device=values.device, is_coalesced=True, check_invariants=False
         )
         if layout is torch.strided:
-            return found.to_dense().reshape(*_shape(output), *_shape(block))
+            return found.to_dense().reshape((*_shape(output), *_shape(block)))
         return found if layout is torch.sparse_coo else found.to_sparse_csr()
 
     return tuple(tuple(part(output, block) for block in problem.inputs) for output in problem.outputs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import lru_cache
@@ -16,6 +15,7 @@ from fastgrad.core.errors import warn
 from fastgrad.core.precision import LOWER
 from fastgrad.problem.arguments import refuse_function_class
 from fastgrad.problem.signature import function_name
+from fastgrad.problem.validation import check_seed, is_integer, number_of
 from fastgrad.report.settings import GradOutputs, Settings, Tolerances
 
 _DEFAULTS = (Tolerances.eps, Tolerances.atol, Tolerances.rtol)
@@ -84,16 +84,18 @@ def _new_settings(made: GradOutputs | None, *given: Any) -> Settings:
         raise ValueError(f"engine must be 'auto', 'dense', 'compressed' or 'sketch', got {engine!r}.")
     if engine == "sketch" and not keywords["fast_mode"]:
         raise ValueError("engine='sketch' compares sums of entries, not every entry: it needs fast_mode=True.")
-    if confidence is not None and not 0 < _number("confidence", confidence) < 1:
+    if confidence is not None and not isinstance(confidence, Real):
+        raise TypeError(f"confidence must be a number, got {confidence!r}.")
+    if confidence is not None and not 0 < float(confidence) < 1:
         raise ValueError(f"confidence must be None or between 0 and 1, got {confidence!r}.")
-    if seed is not None and not (_is_integer(seed) and -(2**63) <= seed < 2**63):
-        raise ValueError(f"seed must be None or an integer of 64 bits, got {seed!r}.")
-    if memory_limit is not None and not (_is_integer(memory_limit) and memory_limit > 0):
+    if seed is not None:
+        check_seed(seed, "None or an integer of 64 bits")
+    if memory_limit is not None and not (is_integer(memory_limit) and memory_limit > 0):
         raise ValueError(f"memory_limit must be None or a positive number of bytes, got {memory_limit!r}.")
     values = {name: keywords[keyword] for name, keyword in table.items()}
-    values["eps"] = _number("eps", keywords["eps"], zero=False)
+    values["eps"] = number_of("eps", keywords["eps"], zero=False)
     for name in ("atol", "rtol", "nondet_tol"):
-        values[name] = _number(name, keywords[name])
+        values[name] = number_of(name, keywords[name])
     for name in _FLAGS.intersection(values):
         values[name] = bool(values[name])
     values["seed"] = 0 if seed is None else seed
@@ -116,7 +118,10 @@ def with_precision(settings: Settings, reference: Any, reference_device: Any, pr
     if precision == "strict" and not (reference is None and reference_device is None):
         raise ValueError("precision='strict' uses tolerances, not a reference: do not pass reference=.")
     name = reference if reference is None or isinstance(reference, str) else function_name(reference) or "a function"
-    device = None if reference_device is None else str(torch.device(reference_device))
+    try:
+        device = None if reference_device is None else str(torch.device(reference_device))
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"reference_device must be None or a device of torch, got {reference_device!r}.") from error
     return replace(settings, precision=precision, reference=name, reference_device=device)
 
 
@@ -166,7 +171,9 @@ def _one_each(name: str, given: Any, names: Sequence[str]) -> list[float]:
                 f"{name} needs one number for each of the {len(names)} checked inputs ({', '.join(names)}), got "
                 f"{len(found)}."
             )
-    return [_number(f"{name} of {known}", value, zero=name != "eps") for known, value in zip(names, found, strict=True)]
+    return [
+        number_of(f"{name} of {known}", value, zero=name != "eps") for known, value in zip(names, found, strict=True)
+    ]
 
 
 def masked_by_old_name(masked: bool | None, check_sparse_nnz: bool) -> bool:
@@ -175,21 +182,3 @@ def masked_by_old_name(masked: bool | None, check_sparse_nnz: bool) -> bool:
     if masked is not None and masked != check_sparse_nnz:
         raise ValueError(f"masked={masked} and check_sparse_nnz={check_sparse_nnz} differ: pass only masked.")
     return check_sparse_nnz
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _number(name: str, value: Any, zero: bool = True) -> float:
-    """The value of a keyword as a float, if it is a number at least zero (or above zero)."""
-    if type(value) is float and (value >= 0 if zero else value > 0) and value < math.inf:
-        return value
-    if isinstance(value, Tensor) and value.ndim == 0 and not value.is_meta:
-        value = value.item()  # torch's arithmetic takes tensors of one number, too
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, got {value!r}.")
-    number = float(value)
-    if not (number >= 0 if zero else 0 < number < math.inf):
-        raise ValueError(f"{name} must be {'at least zero' if zero else 'positive and finite'}, got {value!r}.")
-    return number

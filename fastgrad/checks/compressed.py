@@ -265,11 +265,16 @@ def _plan(problem: Problem, settings: Settings, look: FirstLook, compression: Co
     return Plan("compressed", 0, 0, record, origin, column_groups=groups, memory=memory, replayed=replayed)
 
 
-def numerical_entries(problem: Problem, settings: Settings, look: FirstLook) -> tuple[Compression, Tensor] | None:
-    """The numerical Jacobian, compressed and certified: its pattern with groups, and the entries; None: not found."""
+def numerical_entries(
+    problem: Problem, settings: Settings, look: FirstLook
+) -> tuple[Compression, Tensor, float] | None:
+    """The numerical Jacobian, compressed and certified; None: no pattern was found.
+
+    Returns the pattern with its groups, the entries, and the size from which an entry outside the pattern is detected.
+    """
     for compression, verdict in _compressions(problem, settings, look):
         if verdict.is_certified_numerically():
-            return compression, verdict.numerical
+            return compression, verdict.numerical, verdict.numerical_bound
     return None
 
 
@@ -352,6 +357,11 @@ class _Verdict:
     def is_certified_numerically(self) -> bool:
         """Whether outputs move along random directions as the numerical entries predict."""
         return not self.numerical_suspects and self._of_func.certify(None) == []
+
+    @property
+    def numerical_bound(self) -> float:
+        """The size from which a numerical entry outside the pattern is detected."""
+        return self._of_func.bound
 
     def is_certified(self, values: Tensor) -> bool:
         """Whether analytical entries add up to products of the backward."""

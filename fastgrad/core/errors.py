@@ -15,7 +15,8 @@ PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _CALLS_FUNC = tuple(
     PACKAGE + path.replace("/", os.sep)
     for path in (
-        *("problem/", "functional/", "tools/", "testing/", "distributed/", "core/plain/", "core/native.py"),
+        *("problem/", "functional/", "tools/", "testing/", "distributed/", "variants/", "lowprecision/", "model/"),
+        *("core/plain/", "core/native.py"),
         *("core/torch_private.py", "engines/vmapped.py", "engines/cuda_graph.py", "verdict/grad_outputs.py"),
         *("checks/one_block.py", "checks/small.py", "checks/small_forward.py", "checks/small_sums.py"),
     )

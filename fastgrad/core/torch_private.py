@@ -57,6 +57,16 @@ def is_dispatched_to_python(tensor: Tensor) -> bool:
     return bool(torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python))
 
 
+def renew_weight_lists(module: torch.nn.Module) -> None:
+    """Makes the lists of weights anew that a recurrent module keeps besides its parameters.
+
+    It compares parameters with weak references of the last call, so it does not see that the same tensor is put in a
+    parameter's place a second time.
+    """
+    if isinstance(module, torch.nn.RNNBase):
+        module._init_flat_weights()
+
+
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was written to; zero for inference tensors, which do not count it."""
     return 0 if tensor.is_inference() else tensor._version
@@ -230,6 +240,11 @@ def backward_hooks(owner: Any) -> list[dict[Any, Callable[..., Any]]]:
     """The tables of functions that a tensor, or a module, calls with gradients in backward."""
     names = ("_backward_hooks", "_backward_pre_hooks") if isinstance(owner, torch.nn.Module) else ("_backward_hooks",)
     return [table for name in names if (table := getattr(owner, name))]
+
+
+def has_accumulation_hooks(parameter: Tensor) -> bool:
+    """Whether functions run after a gradient is accumulated into a parameter's grad."""
+    return bool(parameter._post_accumulate_grad_hooks)
 
 
 def hook_tables(owner: Any) -> dict[str, Any]:

@@ -112,9 +112,14 @@ def is_sparse_enough(found: Entries, sparse: Sparse) -> bool:
 
 
 def of_entries(
-    found: Entries, outputs: Tensors, inputs: Tensors, dtypes: list[list[torch.dtype]], sparse: bool
+    found: Entries,
+    outputs: Tensors,
+    inputs: Tensors,
+    dtypes: list[list[torch.dtype]],
+    sparse: bool,
+    elsewhere: float = 0.0,
 ) -> Parts:
-    """The parts of a sparse matrix of elements, in the requested layout."""
+    """The parts of a sparse matrix of elements, in the requested layout; elsewhere: the other elements, if dense."""
     parts: Parts = []
     row_start = 0
     for o, output in enumerate(outputs):
@@ -131,7 +136,7 @@ def of_entries(
             if sparse:
                 part = sparse_part(rows, columns, values, output.shape, value.shape)
             else:
-                part = zeros(output, value, dtype)
+                part = zeros(output, value, dtype).fill_(elsewhere)
                 part.view(-1)[rows * value.numel() + columns] = values
             parts[-1].append(part)
             column_start += value.numel()

@@ -107,7 +107,8 @@ def jacobian(
         Shape ``(*output.shape, *input.shape)``, dtype of the input, in forward mode of the output. If func
         returns a tuple, or inputs is one, a tuple of these; if both are, result[i][j] for output i and
         input j. With return_error, (result, error), of one form; errors are real, infinite where no two
-        steps agree.
+        steps agree. Entries outside a sparsity pattern that was found are zero. Their errors are zero if an entry
+        of 1e-5 would have been detected, otherwise the size from which an entry would have been (in dense results).
 
     Raises
     ------

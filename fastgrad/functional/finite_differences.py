@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
@@ -22,7 +22,7 @@ from fastgrad.core.precision import spacing
 from fastgrad.core.tensors import largest
 from fastgrad.engines.compressed import Compression
 from fastgrad.engines.plan import COLUMNS_WORTH_PROBING
-from fastgrad.engines.ridders import extrapolate, refine
+from fastgrad.engines.ridders import LARGEST_STEP, extrapolate, refine
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.first_look import first_look
 from fastgrad.problem.problem import Problem
@@ -50,6 +50,9 @@ class Differences:
         The row and column of each entry: int64, shape (entries,).
     values, errors
         The entries and their estimated errors: float64, shape (entries,). An error is infinite if no two steps agree.
+    error_elsewhere
+        The error of entries that are not listed, if rounding may hide more than the absolute tolerance of checks there;
+        otherwise zero.
     """
 
     inputs: tuple[Block, ...]
@@ -59,13 +62,13 @@ class Differences:
     columns: Tensor
     values: Tensor
     errors: Tensor
+    error_elsewhere: float
 
 
 def jacobian_by_differences(func: Callable[..., Any], inputs: Sequence[Tensor]) -> Differences:
     """The Jacobian of func, a tuple of Tensors, at strided inputs: about 40 evaluations per group of columns."""
     with _problem(func, inputs) as problem:
-        # A refined column takes forty evaluations: any structure pays off.
-        settings = Settings(engine="compressed" if problem.n >= COLUMNS_WORTH_PROBING else "auto")
+        settings = _detection_settings(problem)
         none = torch.zeros(0, dtype=torch.float64, device=problem.device)
         found, parts = None, [(none.long(), none.long(), none, none)]
         if problem.n and problem.m:
@@ -73,8 +76,26 @@ def jacobian_by_differences(func: Callable[..., Any], inputs: Sequence[Tensor]) 
             found = numerical_entries(problem, settings, look)
             for columns, rows in _groups(problem, None if found is None else found[0]):
                 parts.append((rows, columns, *_refined(problem, columns, rows, look.record_graph)))
-        sides = (torch.cat(side) for side in zip(*parts, strict=True))
-        return Differences(problem.inputs, problem.outputs, found is not None, *sides)
+        rows, columns, values, errors = (torch.cat(side) for side in zip(*parts, strict=True))
+        hidden = 0.0 if found is None or found[2] <= settings.atol else found[2]
+        return Differences(problem.inputs, problem.outputs, found is not None, rows, columns, values, errors, hidden)
+
+
+def _step(problem: Problem) -> float:
+    """The step around which func should look straight: the default of checks, or larger in lower precision."""
+    coarsest: float = max((spacing(block.tensor.dtype) for block in (*problem.inputs, *problem.outputs)), default=0.0)
+    return min(LARGEST_STEP, max(Settings().eps, math.sqrt(coarsest)))
+
+
+def _detection_settings(problem: Problem) -> Settings:
+    """Steps at which rounding hides no entry of atol outside of a pattern; at most the largest step of `refine`.
+
+    A refined column takes forty evaluations, so any structure pays off.
+    """
+    default = Settings()
+    resolving = 4 * problem.unit_roundoff * largest(problem.base()) / default.atol
+    eps = min(LARGEST_STEP, max(_step(problem), resolving))
+    return replace(default, eps=eps, engine="compressed" if problem.n >= COLUMNS_WORTH_PROBING else "auto")
 
 
 def _groups(problem: Problem, compression: Compression | None) -> Iterator[tuple[Tensor, Tensor]]:
@@ -90,25 +111,32 @@ def _groups(problem: Problem, compression: Compression | None) -> Iterator[tuple
 
 def _refined(problem: Problem, columns: Tensor, rows: Tensor, record_graph: bool) -> tuple[Tensor, Tensor]:
     """Derivatives and their errors: at a kink the mean of both sides, and half of the gap between them."""
-    settings = Settings()
-    # Tolerances that make the smallest absolute error the best.
-    found = refine(problem, columns, rows, record_graph, settings.eps, atol=1.0, rtol=0.0)
+    settings, eps = Settings(), _step(problem)
+    # Without rtol, the smallest absolute error is the best.
+    found = refine(problem, columns, rows, record_graph, eps, settings.atol, rtol=0.0)
     mean, gap = (found.left + found.right) / 2, (found.left - found.right).abs()
     is_open = found.values.isnan()
     values = torch.where(is_open, mean, found.values)
     size = torch.maximum(found.left.abs(), found.right.abs())
     errors = torch.where(is_open, torch.inf, found.errors)
+    # Small steps that are lost in the rounding inside func agree on another slope, often zero.
+    rounded = found.doubtful & ~is_open
+    if bool(rounded.any()):
+        first = (found.widths != 0).to(torch.int8).argmax(1, keepdim=True)
+        widest = (found.changes.gather(1, first) / found.widths.gather(1, first)).squeeze(1)
+        values = torch.where(rounded, widest, values)
+        errors = torch.where(rounded, (widest - mean).abs() + gap, errors)
     kink = gap > 2 * (settings.atol + settings.rtol * size)
     if bool(kink.any()):
-        kink &= _gap_closer(problem, columns, rows, record_graph) >= gap / 2
+        kink &= _gap_closer(problem, columns, rows, record_graph, eps) >= gap / 2
     return values, torch.where(kink, torch.maximum(errors.nan_to_num(posinf=0.0), gap / 2), errors)
 
 
-def _gap_closer(problem: Problem, columns: Tensor, rows: Tensor, record_graph: bool) -> Tensor:
-    """The gap between one-sided derivatives with smaller steps than in `refine`: float64, shape (entries,)."""
+def _gap_closer(problem: Problem, columns: Tensor, rows: Tensor, record_graph: bool, eps: float) -> Tensor:
+    """The gap between one-sided derivatives with smaller steps than eps: float64, shape (entries,)."""
     direction = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
     direction[columns] = 1.0
-    displacement = problem.displacement(direction, Settings().eps)
+    displacement = problem.displacement(direction, eps)
     base, plus, minus = (problem.evaluate(record_graph, displacement, scale * CLOSER) for scale in (0.0, 1.0, -1.0))
     bends = (plus - base - (base - minus)).abs()
     return bends[rows] / (displacement[columns] * CLOSER)
@@ -203,6 +231,8 @@ def _second_differences(problem: Problem, record_graph: bool, base: Tensor, dire
             plus, minus = (problem.evaluate(record_graph, direction, sign * step)[0] for sign in (1.0, -1.0))
         except Exception as error:  # outside of func's domain: a smaller step may be inside
             raise_unless_of_func(error)
+            if step == SECOND_STEPS[-1]:
+                raise
             continue
         bends[s] = (plus - base[0] + (minus - base[0])) / step**2
     return bends

@@ -48,7 +48,8 @@ def numerical_jacobian(
     if not return_error:
         return result
     real = [[dtype.to_real() if dtype.is_complex else dtype for dtype in row] for row in dtypes]
-    return result, nested(of_entries(errors, seen.outputs, inputs, real, is_sparse), seen.is_tuple, is_tuple)
+    of_errors = of_entries(errors, seen.outputs, inputs, real, is_sparse, found.error_elsewhere)
+    return result, nested(of_errors, seen.is_tuple, is_tuple)
 
 
 def numerical_hessian(func: Func, inputs: Tensors, is_tuple: bool, sparse: Sparse, return_error: bool) -> Any:
@@ -74,11 +75,13 @@ def numerical_vjp(func: Func, inputs: Tensors, is_tuple: bool, v: Any, return_er
     seen = _Seen(func, "vjp")
     found = jacobian_by_differences(seen, inputs)
     cotangents = vector(v, seen.outputs, seen.is_tuple, "vjp")
-    weights = torch.zeros(sum(block.size for block in found.outputs), dtype=torch.float64, device=found.values.device)
+    all_weights = torch.zeros(
+        sum(block.size for block in found.outputs), dtype=torch.float64, device=found.values.device
+    )
     for block in found.outputs:
         cotangent = cotangents[block.position].to(seen.outputs[block.position].dtype)
-        native.flatten_(weights[block.slice], cotangent)
-    weights = weights[found.rows]
+        native.flatten_(all_weights[block.slice], cotangent)
+    weights = all_weights[found.rows]
 
     def total(entries: Tensor) -> Tensor:
         size = sum(block.size for block in found.inputs)
@@ -86,6 +89,7 @@ def numerical_vjp(func: Func, inputs: Tensors, is_tuple: bool, v: Any, return_er
 
     # Zero times infinity is no error.
     errors = total(torch.where(weights == 0, 0.0, weights.abs() * found.errors))
+    errors += found.error_elsewhere * float(all_weights.abs().sum())
     output, values = form(seen.outputs, seen.is_tuple), total(weights * found.values)
     return _product(output, found.inputs, inputs, is_tuple, values, errors if return_error else None)
 

@@ -128,6 +128,12 @@ class LossErrorExperiments:
         if not moving:
             return
         names = tuple(self.step.names[i] for i in moving)
+        if not self.whole.repeats():
+            self.remarks.append(
+                f"{_listed(list(names))} gets no gradient; whether the loss depends on it is not known, because two "
+                "calls of the model from the same state give different losses"
+            )
+            return
         recorder, _ = self._record()
         detached = [cut for cut in _unintended(recorder) if set(recorder.parameters_of(cut.parameters)) & set(moving)]
         alone = [cut for cut in detached[:MOST_CUTS] if self._stills([cut], moving)]

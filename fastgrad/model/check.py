@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from fastgrad.api.checkers import gradcheck
+from fastgrad.api.checkers import default_keywords
 from fastgrad.api.settings import settings_of
 from fastgrad.checks.description import environment
+from fastgrad.core import torch_private
 from fastgrad.core.memory import free_bytes
 from fastgrad.core.torch_private import hidden_from_dynamo
 from fastgrad.model.between import LossErrorExperiments, at, record
@@ -25,6 +26,7 @@ from fastgrad.model.operations import SCREEN_ERROR, check_operation
 from fastgrad.model.recorder import Recorder
 from fastgrad.model.step import Step
 from fastgrad.problem.arguments import as_tuple
+from fastgrad.problem.validation import check_kwargs
 from fastgrad.report.model import ModelReport
 from fastgrad.report.model_data import EndToEnd, Finding, Operation
 from fastgrad.report.settings import Settings
@@ -100,8 +102,9 @@ def check_model(
     """
     start = time.perf_counter()
     _check_arguments(model, loss, kwargs, memory_limit)
-    keywords = {name: one.default for name, one in inspect.signature(gradcheck).parameters.items()}
-    settings = settings_of({**keywords, "eps": eps, "atol": atol, "rtol": rtol, "seed": seed, "fast_mode": True})
+    settings = settings_of(
+        {**default_keywords(), "eps": eps, "atol": atol, "rtol": rtol, "seed": seed, "fast_mode": True}
+    )
     limit = free_bytes() // 4 if memory_limit is None else memory_limit
     with Step(model, as_tuple(inputs), kwargs or {}, loss) as step:
         return _checked(step, settings, limit, start)
@@ -195,6 +198,12 @@ def _remarks(recorder: Recorder, step: Step) -> list[str]:
         f"{name} is a Function of torch that calls others: only the end-to-end test covers it"
         for name in recorder.foreign
     ]
+    accumulating = [name for name, one in step.model.named_parameters() if torch_private.has_accumulation_hooks(one)]
+    if accumulating:
+        remarks.append(
+            f"hooks of register_post_accumulate_grad_hook are not run, because no gradient is accumulated: those of "
+            f"{', '.join(accumulating)}"
+        )
     if any(type(module).__name__ == "OptimizedModule" for module in step.model.modules()):
         remarks.append("compiled parts of the model ran operator by operator while they were recorded")
     return remarks
@@ -222,12 +231,16 @@ def _check_arguments(model: object, loss: object, kwargs: object, memory_limit: 
         raise TypeError("model is wrapped in DistributedDataParallel: pass model.module.")
     if loss is not None and not callable(loss):
         raise TypeError(f"loss must be a function of the model's output, or None, got {type(loss).__name__}.")
-    if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(key, str) for key in kwargs)):
-        raise TypeError(f"kwargs must be a mapping from names to the model's keyword arguments, got {kwargs!r}.")
+    check_kwargs(kwargs)
     if memory_limit is not None and (isinstance(memory_limit, bool) or not isinstance(memory_limit, int)):
         raise TypeError(f"memory_limit must be a number of bytes, got {memory_limit!r}.")
     if memory_limit is not None and memory_limit < 0:
         raise ValueError(f"memory_limit must be at least zero, got {memory_limit}.")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError("model is a TorchScript module, whose operations cannot be recorded: pass the original module.")
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+        raise ValueError(f"check_model records gradients, so it cannot run under torch.{mode}().")
     lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
     if lazy:
         raise ValueError(f"Parameter {lazy[0]} of the model is uninitialized: call the model once before the check.")

@@ -158,6 +158,11 @@ class LossDerivatives:
                 return True
         return False
 
+    def repeats(self) -> bool:
+        """Whether two calls of the model from the same state give the same loss, up to rounding."""
+        difference, size = self._difference([None] * len(self._step.parameters), 0.5)
+        return abs(difference) <= DEPENDS * torch.finfo(self.dtype).eps * size
+
     def missing(self) -> list[int]:
         """The parameters without a gradient, or with a zero gradient."""
         return [i for i, g in enumerate(self.gradients) if g is None or not bool(g.any())]

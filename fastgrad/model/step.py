@@ -119,7 +119,9 @@ class Step:
             result = self.model(*self._inputs, **self._kwargs)
             loss = result if self._loss is None else self._loss(result)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            what = type(loss).__name__
+            if isinstance(loss, Tensor):
+                what = f"a tensor of dtype {loss.dtype} and shape {tuple(loss.shape)}"
             which = "model must return a loss, or pass loss=" if self._loss is None else "loss must return a number"
             raise TypeError(f"{which}: a real tensor of one element is needed, got {what}.")
         return loss

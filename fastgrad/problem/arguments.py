@@ -170,9 +170,10 @@ class _Parameter:
             owner._parameters[name] = tensor  # type: ignore[assignment]  # a dual tensor is no Parameter
 
     def assign(self) -> None:
-        """Assigns the parameter again if it was replaced: this also updates the lists of recurrent modules."""
+        """Assigns the parameter again if it was replaced, for modules that keep lists of their parameters."""
         for owner, name in self.places if self.was_replaced else []:
             setattr(owner, name, self.tensor)
+            torch_private.renew_weight_lists(owner)
 
 
 def _checked_parameters(module: torch.nn.Module) -> list[_Parameter]:

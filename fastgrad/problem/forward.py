@@ -121,6 +121,5 @@ class ForwardMode(Evaluation):
                 raise ValueError("MKLDNN inputs are not support for forward AD gradcheck.")
             if layout is not torch.strided:
                 raise NotImplementedError(
-                    f"torch has no forward-mode AD for sparse inputs, and {self.name_of(block)} has layout {layout}: "
-                    "do not pass check_forward_ad."
+                    f"torch has no forward-mode AD for sparse inputs, and {self.name_of(block)} has layout {layout}."
                 )

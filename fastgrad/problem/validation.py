@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -20,6 +23,37 @@ _SUPPORTED = frozenset(
 """Dtypes whose elements the native core perturbs and reads."""
 
 _SPARSE_LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+def is_integer(value: Any) -> bool:
+    """Whether an argument is an integer; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_seed(seed: Any, expected: str = "an integer of 64 bits") -> None:
+    """Raises a ValueError unless seed is an integer of 64 bits; expected: what the caller accepts, in words."""
+    if not (is_integer(seed) and -(2**63) <= seed < 2**63):
+        raise ValueError(f"seed must be {expected}, got {seed!r}.")
+
+
+def number_of(name: str, value: Any, zero: bool = True) -> float:
+    """The value of a keyword as a float, if it is a number at least zero (or above zero)."""
+    if type(value) is float and (value >= 0 if zero else value > 0) and value < math.inf:
+        return value
+    if isinstance(value, Tensor) and value.ndim == 0 and not value.is_meta:
+        value = value.item()  # torch's arithmetic takes tensors of one number, too
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r}.")
+    number = float(value)
+    if not (number >= 0 if zero else 0 < number < math.inf):
+        raise ValueError(f"{name} must be {'at least zero' if zero else 'positive and finite'}, got {value!r}.")
+    return number
+
+
+def check_kwargs(kwargs: object) -> None:
+    """Raises a TypeError unless kwargs can be keyword arguments of func."""
+    if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(key, str) for key in kwargs)):
+        raise TypeError(f"kwargs must be a mapping from names to keyword arguments, got {kwargs!r}.")
 
 
 def disabled_gradients() -> str | None:

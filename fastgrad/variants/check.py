@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from fastgrad.api.checkers import check
+from fastgrad.api.checkers import check, default_keywords
+from fastgrad.api.settings import settings_of, take_out_own, with_precision
 from fastgrad.problem.caller_state import SavedState, restores_caller_state
 from fastgrad.problem.signature import function_name
+from fastgrad.problem.validation import check_kwargs, check_seed
 from fastgrad.report.variants import VariantRow, VariantsReport, VariantVerdict
 from fastgrad.variants import compilation, derivatives, layouts, points, state
 from fastgrad.variants.case import Case, NotApplicableError, Outcome, Subject, Variant, subject_of
@@ -21,7 +23,13 @@ _NOT_THERE = (
     *("not implemented", "marked with @once_differentiable", "must override the setup_context"),
     *("does not require grad", "no output that requires grad", "with an output that requires grad"),
     *("does not support forward", "forward AD", "jvp", "functions with out=... arguments don't support"),
-    *("vmap over", "vmap: ", "incompatible with vmap", "generate_vmap_rule"),
+    *(
+        "torch.func.{grad, vjp, jacrev, hessian} don't yet support",
+        "vmap over",
+        "vmap: ",
+        "incompatible with vmap",
+        "generate_vmap_rule",
+    ),
 )
 """Phrases of exceptions that mean that a kind of derivative does not exist."""
 
@@ -81,7 +89,8 @@ def check_variants(
     True
     """
     start = time.perf_counter()
-    _check_arguments(seconds, keywords)
+    _check_arguments(seconds, kwargs, keywords)
+    check_seed(seed)
     subject = subject_of(func, inputs, kwargs or {}, seed)
     chosen = _chosen(_variants(subject), only, compiled)
     rows: list[VariantRow] = []
@@ -112,10 +121,14 @@ def _variants(subject: Subject) -> list[Variant]:
     return [first, *chain.from_iterable(tables), *compilation.REGISTERED, *compilation.VARIANTS]
 
 
-def _check_arguments(seconds: object, keywords: dict[str, Any]) -> None:
+def _check_arguments(seconds: object, kwargs: object, keywords: dict[str, Any]) -> None:
     unknown = sorted(set(keywords) - set(_KEYWORDS))
     if unknown:
         raise TypeError(f"check_variants does not take {', '.join(unknown)}; it takes {', '.join(_KEYWORDS)}.")
+    given = {**default_keywords(), **keywords}
+    take_out_own(given)
+    with_precision(settings_of(given), None, None, given.get("precision", "auto"))
+    check_kwargs(kwargs)
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
         raise TypeError(f"seconds must be a number, got {seconds!r}.")
     if not seconds >= 0:
@@ -125,8 +138,10 @@ def _check_arguments(seconds: object, keywords: dict[str, Any]) -> None:
 def _chosen(among: list[Variant], only: Sequence[str] | None, compiled: bool) -> list[Variant]:
     if only is None:
         return [one for one in among if compiled or one.family != "compiled"]
-    if isinstance(only, str) or not all(isinstance(name, str) for name in only):
+    if not isinstance(only, Sequence) or isinstance(only, str) or not all(isinstance(name, str) for name in only):
         raise TypeError(f"only must be a list of names of variants or families, got {only!r}.")
+    if not only:
+        raise ValueError("only must name at least one variant or family, got an empty list.")
     families = dict.fromkeys(variant.family for variant in among)
     known = {*families, *(f"{one.family}: {one.name}" for one in among)}
     unknown = [name for name in only if name not in known]

@@ -16,6 +16,7 @@ from fastgrad.core.random import DUALITY_STREAM, direction
 from fastgrad.problem.arguments import as_tuple
 from fastgrad.problem.caller_state import restores_caller_state
 from fastgrad.problem.problem import Problem
+from fastgrad.problem.validation import check_seed, is_integer, number_of
 from fastgrad.report.json_form import EqualByContent
 
 LARGEST_STEP = 2.0**-6
@@ -163,8 +164,11 @@ def adjoint_test(
     >>> fastgrad.adjoint_test(torch.cumsum, (x, 0)).passed
     True
     """
-    if trials < 1:
-        raise ValueError(f"trials must be at least 1, got {trials}.")
+    if not (is_integer(trials) and trials >= 1):
+        raise ValueError(f"trials must be an integer of at least 1, got {trials!r}.")
+    if rtol is not None:
+        rtol = number_of("rtol", rtol)
+    check_seed(seed)
     with Problem(func, as_tuple(inputs), masked) as problem:
         _need_graph(problem, "adjoint_test")
         return adjoint(problem, trials, rtol, seed)
@@ -220,6 +224,7 @@ def taylor_test(
     """
     if mode not in ("reverse", "forward"):
         raise ValueError(f"mode must be 'reverse' or 'forward', got {mode!r}.")
+    check_seed(seed)
     with Problem(func, as_tuple(inputs), masked) as problem:
         _need_graph(problem, "taylor_test")
         return taylor(problem, mode, seed)
@@ -287,6 +292,8 @@ def taylor(problem: Problem, mode: Literal["reverse", "forward"], seed: int) -> 
             change = problem.evaluate(True, unit, h) - base
         except Exception as error:  # for example outside of func's domain: a smaller step may be inside
             raise_unless_of_func(error)
+            if k == HALVINGS:
+                raise
             continue
         steps.append(h)
         remainders.append(abs(float(v @ change) - h * derivative))

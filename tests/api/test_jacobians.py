@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -104,7 +105,23 @@ def test_no_graph_is_a_zero_jacobian() -> None:
     assert torch.equal(jacobian, torch.zeros(3, 3, dtype=torch.float64))
 
 
+def test_scalars() -> None:
+    x = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    for jacobians in (fastgrad.numerical_jacobian(torch.sin, x), fastgrad.analytical_jacobian(torch.sin, x)):
+        assert jacobians[0][0].shape == ()
+        assert jacobians[0][0].item() == pytest.approx(math.cos(0.5))
+
+
+@pytest.mark.parametrize("eps", [0, -1.0, math.nan, math.inf])
+def test_a_bad_step_is_refused(eps: float) -> None:
+    with pytest.raises(ValueError, match="eps must be positive and finite, got"):
+        fastgrad.numerical_jacobian(torch.sin, normal(3), eps=eps)
+
+
 def test_bad_arguments() -> None:
+    for call in (fastgrad.numerical_jacobian, fastgrad.analytical_jacobian):
+        with pytest.raises(ValueError, match=r"seed must be an integer of 64 bits, got 1\.5"):
+            call(torch.sin, normal(3), seed=1.5)  # type: ignore[operator]
     with pytest.raises(ValueError, match=r"layout must be one of torch\.strided, torch\.sparse_coo, torch\.sparse_csr"):
         fastgrad.numerical_jacobian(torch.sin, normal(3), layout=torch.sparse_bsr)
     with pytest.raises(ValueError, match="mode must be 'reverse' or 'forward', got 'both'"):

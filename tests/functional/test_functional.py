@@ -628,6 +628,44 @@ def test_numerical_results_where_differences_are_poor() -> None:
     assert_same(product, 6 * x * x, 1e-9)
 
 
+@pytest.mark.parametrize(
+    ("func", "x", "derivative"),
+    [
+        (lambda x: x + 1e10, torch.linspace(-2, 2, 300, dtype=torch.float64), lambda x: torch.eye(300)),
+        (lambda x: x + 1e4, torch.linspace(-2, 2, 300), lambda x: torch.eye(300)),
+        (lambda x: x.sum(), torch.ones(300, dtype=torch.float16), torch.ones_like),
+        (lambda x: x.logsumexp(0), normal(300, dtype=torch.float32, seed=4), lambda x: x.softmax(0)),
+    ],
+)
+def test_no_numerical_entry_is_lost_in_rounding(
+    func: Callable[[Tensor], Tensor], x: Tensor, derivative: Callable[[Tensor], Tensor]
+) -> None:
+    found, error = functional.jacobian(func, x, numerical=True, return_error=True)
+    difference = (found.double() - derivative(x.double())).abs()
+    assert bool((difference <= 2 * error.double() + 1e-9).all())
+
+
+def test_steps_that_are_lost_in_the_rounding_of_a_sum_decide_nothing() -> None:
+    weight, x = normal(40, 300, dtype=torch.float32, seed=1), normal(300, dtype=torch.float32)
+    found = functional.jacobian(lambda x: weight @ x, x, numerical=True)
+    assert float((found - weight).abs().max()) < 0.03
+
+
+@pytest.mark.parametrize("product", [functional.hvp, functional.vhp])
+def test_exceptions_of_func_are_not_hidden(product: Any) -> None:
+    calls = 0
+
+    def func(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise ArithmeticError("planted")
+        return x.pow(3).sum()
+
+    with pytest.raises(ArithmeticError, match="planted"):
+        product(func, X, X, numerical=True)
+
+
 def test_it_is_an_attribute_imported_when_asked_for() -> None:
     assert fastgrad.functional is functional
     with pytest.raises(AttributeError, match="has no attribute 'functions'"):

@@ -268,7 +268,13 @@ def test_the_report_as_text_data_and_page() -> None:
     [
         ({"model": torch.tanh}, TypeError, "model must be a torch.nn.Module, got builtin_function_or_method"),
         ({"loss": 3}, TypeError, "loss must be a function of the model's output, or None, got int"),
-        ({"loss": None}, TypeError, r"a real tensor of one element is needed, got a tensor of shape \(8, 4\)"),
+        (
+            {"loss": None},
+            TypeError,
+            r"of one element is needed, got .* torch.float\d+ and shape \(8, 4\)",
+        ),
+        ({"loss": lambda y: y.sum() * 1j}, TypeError, r"tensor of one element is needed, got .* torch\.complex"),
+        ({"model": torch.jit.trace(nn.Linear(4, 4), torch.randn(8, 4))}, TypeError, "model is a TorchScript module"),
         ({"kwargs": 3}, TypeError, "kwargs must be a mapping"),
         ({"memory_limit": -1}, ValueError, "memory_limit must be at least zero, got -1"),
         ({"memory_limit": 1.5}, TypeError, "memory_limit must be a number of bytes, got 1.5"),
@@ -281,3 +287,35 @@ def test_bad_arguments(change: dict[str, Any], error: type[Exception], message: 
     arguments = {"model": nn.Linear(4, 4), "inputs": torch.randn(8, 4), "loss": squared, **change}
     with pytest.raises(error, match=message):
         check_model(**arguments)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_mode_without_gradients_is_refused(mode: Any) -> None:
+    with mode(), pytest.raises(ValueError, match=rf"cannot run under torch\.{mode.__name__}"):
+        check_model(nn.Linear(4, 4), torch.randn(8, 4), squared)
+
+
+def test_a_loss_that_differs_from_call_to_call_blames_no_parameter() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.unused, self.calls = nn.Linear(4, 4), nn.Parameter(torch.ones(2)), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            y: Tensor = self.linear(x) * (1 + 0.1 * (self.calls % 2))
+            return y
+
+    report = check_model(Counting(), torch.randn(8, 4), squared)
+    assert not [finding for finding in report.findings if finding.kind == "detached"]
+    assert any(
+        "unused gets no gradient; whether the loss depends on it is not known" in text for text in report.remarks
+    )
+
+
+def test_hooks_after_accumulation_are_mentioned() -> None:
+    model = nn.Linear(4, 4)
+    model.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    report = check_model(model, torch.randn(8, 4), squared)
+    assert report.passed
+    assert any("register_post_accumulate_grad_hook are not run" in text for text in report.remarks)

@@ -154,12 +154,30 @@ def test_time_that_is_over() -> None:
     assert {one.verdict for one in report.rows[1:]} == {"not run"}
 
 
+@pytest.mark.parametrize("kind", [torch.nn.RNN, torch.nn.GRU, torch.nn.LSTM])
+def test_weights_of_recurrent_modules_have_tangents(kind: Any) -> None:
+    module, x = kind(3, 2).double(), torch.randn(3, 2, 3, dtype=torch.float64)
+    only = ["derivatives: forward mode", "derivatives: forward over reverse"]
+    assert [row.verdict for row in fastgrad.check_variants(module, x, only=only).rows] == ["passed", "passed"]
+
+
+def test_a_layout_that_vmap_does_not_support_fails_nothing() -> None:
+    a, w = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((1, 2, 4, 4), (2, 2, 3, 3)))
+    (row,) = fastgrad.check_variants(F.conv2d, (a, w), only=["layouts: negated lazily"]).rows
+    assert row.verdict == "passed"
+
+
 @pytest.mark.parametrize(
     ("inputs", "keywords", "error", "text"),
     [
         (lambda: (torch.ones(2),), {}, ValueError, "needs a tensor with requires_grad=True"),
         (matrix, {"only": ["points: nowhere"]}, ValueError, "unknown names"),
         (matrix, {"only": "points"}, TypeError, "must be a list"),
+        (matrix, {"only": []}, ValueError, "only must name at least one variant or family, got an empty list"),
+        (matrix, {"only": 1}, TypeError, "must be a list"),
+        (matrix, {"eps": -1.0}, ValueError, "eps must be positive and finite"),
+        (matrix, {"seed": "a"}, ValueError, "seed must be an integer"),
+        (matrix, {"kwargs": 3}, TypeError, "kwargs must be a mapping"),
         (matrix, {"wrt": "inputs"}, TypeError, "does not take wrt"),
         (matrix, {"seconds": "a"}, TypeError, "seconds must be a number"),
         (matrix, {"seconds": -1.0}, ValueError, "at least zero"),

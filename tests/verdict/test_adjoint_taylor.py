@@ -116,7 +116,10 @@ def test_single_precision_has_its_own_tolerance() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "match"),
     [
-        (lambda: fastgrad.adjoint_test(torch.sin, leaf(2), trials=0), ValueError, "trials must be at least 1, got 0"),
+        (lambda: fastgrad.adjoint_test(torch.sin, leaf(2), trials=0), ValueError, "trials must be an integer of at"),
+        (lambda: fastgrad.adjoint_test(torch.sin, leaf(2), rtol=-1), ValueError, "rtol must be at least zero, got -1"),
+        (lambda: fastgrad.adjoint_test(torch.sin, leaf(2), seed=None), ValueError, "seed must be an integer"),  # type: ignore[arg-type]
+        (lambda: fastgrad.taylor_test(torch.sin, leaf(2), seed=2.5), ValueError, "seed must be an integer"),  # type: ignore[arg-type]
         (lambda: fastgrad.taylor_test(torch.sin, leaf(2), mode="both"), ValueError, "mode must be 'reverse' or"),  # type: ignore[arg-type]
         (lambda: fastgrad.taylor_test(lambda x: x.detach(), leaf(2)), ValueError, "an output that requires grad"),
         (lambda: fastgrad.adjoint_test(torch.sin, torch.ones(2)), ValueError, "at least one input tensor"),
@@ -125,6 +128,21 @@ def test_single_precision_has_its_own_tolerance() -> None:
 def test_usage_errors(call: Callable[[], Any], error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         call()
+
+
+@pytest.mark.parametrize("first", [3, 5])
+def test_exceptions_of_func_are_not_hidden(first: int) -> None:
+    calls = 0
+
+    def func(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls >= first:
+            raise ArithmeticError("planted")
+        return x.sin()
+
+    with pytest.raises(ArithmeticError, match="planted"):
+        fastgrad.taylor_test(func, leaf(3))
 
 
 def test_a_func_without_forward_mode_says_so() -> None:
