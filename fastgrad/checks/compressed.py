@@ -171,7 +171,7 @@ def _answer(
         if found.unexplained is None:
             if dense_is_small(problem, settings):
                 return Next.DENSE_ENGINE
-            candidates.learn(found, verdict.may_hide_entries)
+            candidates.learn(found, verdict.of_func.may_hide_entries)
             return Next.PATTERN
         if can_be_dense(problem, settings):
             return Next.DENSE_ENGINE
@@ -274,7 +274,7 @@ def numerical_entries(
     """
     for compression, verdict in _compressions(problem, settings, look):
         if verdict.is_certified_numerically():
-            return compression, verdict.numerical, verdict.numerical_bound
+            return compression, verdict.numerical, verdict.of_func.bound
     return None
 
 
@@ -304,7 +304,13 @@ def _compressions(problem: Problem, settings: Settings, look: FirstLook) -> Iter
 
 
 class _Verdict:
-    """The verdict that one pattern leads to."""
+    """The verdict that one pattern leads to.
+
+    Attributes
+    ----------
+    of_func
+        The certificate of the numerical entries.
+    """
 
     def __init__(
         self,
@@ -323,7 +329,7 @@ class _Verdict:
         self._calls = calls
         self.findings = Findings()
         self._values_of_groups: Tensor | None = None
-        self._of_func = NumericalCertificate(problem, settings, compression, look)
+        self.of_func = NumericalCertificate(problem, settings, compression, look)
         try:
             self._measure()
         except RefusedError as error:
@@ -337,35 +343,25 @@ class _Verdict:
     def _measure(self) -> None:
         numerical = self._entries()
         self._measured = checksum(numerical)
-        self.numerical_suspects = self._of_func.screen(numerical)
+        self.numerical_suspects = self.of_func.screen(numerical)
 
     @property
     def numerical(self) -> Tensor:
         """The numerical entries: float64, shape (nnz,)."""
-        return self._of_func.values
+        return self.of_func.values
 
     def _measure_one_by_one(self, why: str) -> None:
         """Measures by single evaluations instead of replays."""
         self.plan = replace(self.plan, replayed=False, reason=f"{self.plan.reason}; no replays: {why}")
         self._measure()
 
-    @property
-    def may_hide_entries(self) -> bool:
-        """Whether rounding, or noise, may hide entries that matter."""
-        return self._of_func.may_hide_entries
-
     def is_certified_numerically(self) -> bool:
         """Whether outputs move along random directions as the numerical entries predict."""
-        return not self.numerical_suspects and self._of_func.certify(None) == []
-
-    @property
-    def numerical_bound(self) -> float:
-        """The size from which a numerical entry outside the pattern is detected."""
-        return self._of_func.bound
+        return not self.numerical_suspects and self.of_func.certify(None) == []
 
     def is_certified(self, values: Tensor) -> bool:
         """Whether analytical entries add up to products of the backward."""
-        return self._certificate_of(values).explains_products()
+        return self._certificate_of(values, self._calls).explains_products()
 
     def by_columns(self) -> tuple[bool, Failure | Incomplete | None]:
         """Whether differentiating the backward gives columns that are verified; and the result, as from `by_rows`."""
@@ -376,7 +372,7 @@ class _Verdict:
         except Exception as error:  # it cannot be differentiated
             raise_unless_of_func(error)
             return False, None
-        self._of_backward = self._certificate_of(values)
+        self._of_backward = self._certificate_of(values, self._calls)
         try:
             if not self._of_backward.explains_products():
                 return False, None
@@ -403,7 +399,7 @@ class _Verdict:
                 return incomplete([], refuted=True)
             detail = f"it raised {type(error).__name__} for a constant grad_output, or for a larger one"
             return Failure("nonlinear", detail=detail, cause=error)
-        self._of_backward = self._certificate_of(values)
+        self._of_backward = self._certificate_of(values, self._calls)
         if problem.is_custom:
             self._values_of_groups = values.clone()
         repeat: Failure | None = None
@@ -420,7 +416,7 @@ class _Verdict:
                 repeat = groups_failure(problem, self._settings, output, groups)
                 if repeat is not None and repeat.kind == "nonlinear":
                     first = output.first + int(groups[0][0])
-                    repeat = self._of_func.row_failure(first, self._of_backward.row_alone(first)) or repeat
+                    repeat = self.of_func.row_failure(first, self._of_backward.row_alone(first)) or repeat
                 own = self._settings.loosest()
                 if repeat is None and not match.movement <= own.atol + own.rtol * largest(values):
                     repeat = failure("nondeterministic")  # it did not recur
@@ -457,9 +453,13 @@ class _Verdict:
             differs = self._differs()
         measured = (self._of_backward.values.clone(), self.numerical.clone()) if differs else ()
         failure = self._confirmed_mismatch() if differs else None
-        failure = failure or repeat
         if failure is not None:
-            return failure
+            certificate = self._certificate_of(self._of_backward.values, None)
+            return _with_entries_elsewhere(
+                self._problem, self.findings, failure, certificate.certify(self.of_func.asked)
+            )
+        if repeat is not None:
+            return repeat
         found = self._certified()
         if found is None:
             # Entries that change when measured alone, though no entry outside of the pattern was added to them.
@@ -471,13 +471,13 @@ class _Verdict:
             differs = self._differs()
         return found or (self._mismatch() if differs else None)
 
-    def _certificate_of(self, values: Tensor) -> AnalyticalCertificate:
-        row_failure = self._of_func.row_failure
-        return AnalyticalCertificate(self._problem, self._settings, self._compression, values, row_failure, self._calls)
+    def _certificate_of(self, values: Tensor, calls: RepeatedCalls | None) -> AnalyticalCertificate:
+        row_failure = self.of_func.row_failure
+        return AnalyticalCertificate(self._problem, self._settings, self._compression, values, row_failure, calls)
 
     def _certified(self) -> Failure | Incomplete | None:
         """Certifies that nothing lies outside of the pattern, and that the backward is linear."""
-        of_func, of_backward = self._of_func, self._of_backward
+        of_func, of_backward = self.of_func, self._of_backward
         certifications: tuple[Callable[[], Failure | Incomplete], ...] = (
             lambda: of_func.follow(self.numerical_suspects, of_backward.row_alone),
             of_backward.compare_rows,
@@ -496,18 +496,18 @@ class _Verdict:
 
     def _certify_func(self) -> Failure | Incomplete:
         """Compares derivatives of outputs with the analytical entries, which products have confirmed before."""
-        rows = self._of_func.certify(self._of_backward.values, self._of_backward.row_alone)
+        rows = self.of_func.certify(self._of_backward.values, self._of_backward.row_alone)
         if rows is None:
             return incomplete([], refuted=True)
         if isinstance(rows, Failure):
             return rows
-        return self._of_func.follow(rows, self._of_backward.row_alone)
+        return self.of_func.follow(rows, self._of_backward.row_alone)
 
     def record(self) -> None:
         """For a check that passed: what was compared, and what the certificates cover."""
-        self.findings.certificates += [self._of_func.certificate(), self._of_backward.certificate()]
-        bound = max(self._of_func.bound, self._of_backward.bound)
-        if bound > self._of_func.asked:
+        self.findings.certificates += [self.of_func.certificate(), self._of_backward.certificate()]
+        bound = max(self.of_func.bound, self._of_backward.bound)
+        if bound > self.of_func.asked:
             self.findings.note_undecided(bound)
         if self.findings.pairs:
             return  # some entries differed at eps, and all were compared one pair at a time
@@ -610,6 +610,30 @@ class _Verdict:
                 if failure is not None:
                     return failure
         return None
+
+
+def _with_entries_elsewhere(
+    problem: Problem, findings: Findings, failure: Failure, elsewhere: Failure | Incomplete
+) -> Failure:
+    """A mismatch on the pattern, or a larger one outside of it; if there may be more, the message says "at least".
+
+    elsewhere: what the certificate of the backward found outside of the pattern.
+    """
+    comparison = failure.comparison
+    if comparison is None:
+        return failure
+    if isinstance(elsewhere, Incomplete):
+        lacks_entries = elsewhere.refuted or elsewhere.rows.size > 0
+        if not lacks_entries and (elsewhere.unexplained or 0.0) <= comparison.largest_absolute:
+            return failure
+    findings.pairs = [pair for pair in findings.pairs if not pair.agrees]
+    other = elsewhere.comparison if isinstance(elsewhere, Failure) else None
+    if isinstance(elsewhere, Failure) and other and other.largest_absolute > comparison.largest_absolute:
+        findings.pairs = []
+        return elsewhere
+    output, block = problem.outputs[failure.output or 0], problem.inputs[failure.input or 0]
+    every = output.tensor.numel() * (block.size // block.width)
+    return replace(failure, comparison=replace(comparison, entries=every, exhaustive=False, on_pattern=False))
 
 
 def _screen_excluded(problem: Problem, settings: Settings, compression: Compression, findings: Findings) -> Screening:

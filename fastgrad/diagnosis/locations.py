@@ -34,7 +34,8 @@ class _WrongElements:
     """The elements of the output or the input: which have wrong entries, their values at x, and more.
 
     excess: the largest error there over the allowed one. mixing: as `_mixing`. share: of the entries about elements
-    that are wrong, how many are. entries: how many are wrong, and how many there are.
+    that are wrong, how many are. entries: how many are wrong, and how many there are. is_complete: whether all elements
+    were examined, not a sample.
     """
 
     side: str
@@ -46,6 +47,7 @@ class _WrongElements:
     mixing: frozenset[int] | None
     share: float
     entries: tuple[int, int]
+    is_complete: bool
 
     @property
     def index(self) -> Tensor:
@@ -90,7 +92,16 @@ def _places(sample: Sample, side: str, settings: Tolerances) -> _WrongElements |
     count = int(failing.sum())
     share = count / int(bad[number].sum())
     return _WrongElements(
-        side, shape, unique, bad, values, excess, _mixing(sample, nonzero), share, (count, failing.numel())
+        side,
+        shape,
+        unique,
+        bad,
+        values,
+        excess,
+        _mixing(sample, nonzero),
+        share,
+        (count, failing.numel()),
+        sample.complete or unique.numel() == math.prod(shape),
     )
 
 
@@ -164,7 +175,8 @@ def _rule(
     if likely > most:
         return None
     bad, total = int(places.bad.sum()), places.bad.numel()
-    of = f"{f'all {bad} wrong elements' if bad > 1 else 'the only wrong element'} of {total}, and no right one"
+    of = f"{f'all {bad} wrong elements' if bad > 1 else 'the only wrong element'} of {total}"
+    of += ", and no right one" if places.is_complete else " that were sampled, and no right one"
     return Cause(name, text, of, base * (1 - likely))
 
 

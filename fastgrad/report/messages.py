@@ -451,9 +451,10 @@ def _details(report: ReportData, failure: Failure, comparison: Comparison) -> li
             f"             |difference| {worst.difference:.3g}, allowed {worst.allowed:.2g} "
             f"= atol {own.atol:g} + rtol {own.rtol:g} * |numerical|",
         ]
+    found = "" if comparison.exhaustive else " found"
     lines += [
         f"  extent     {extent_line(names, comparison)}",
-        f"             largest absolute error {comparison.largest_absolute:.3g}, largest relative error "
+        f"             largest absolute error{found} {comparison.largest_absolute:.3g}, largest relative error{found} "
         f"{comparison.largest_relative:.3g}",
     ]
     return lines

@@ -502,3 +502,66 @@ def test_an_undecided_check_states_what_its_backward_may_hide() -> None:
     report = fastgrad.check(bent, x, engine="compressed")
     assert report.verdict == "undecided"
     assert all(one.bound >= 1e-5 for one in report.certificates if "backward is linear" in one.claim)
+
+
+def band(x: Tensor) -> Tensor:
+    return 3 * x + 2 * x.roll(1) + x[0]
+
+
+class WrongOnAndOffItsPattern(torch.autograd.Function):
+    """Wrong by 0.01 in an entry that func has, and by 7 in one that it has not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return band(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        gradient = 3 * g + 2 * g.roll(-1)
+        gradient[0] += g.sum()
+        gradient[7] += 0.01 * g[7]
+        gradient[2] += 7 * g[7]
+        return gradient
+
+
+class WrongInTwoInputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        return band(a) + 2 * b.roll(3)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        of_a, of_b = 3 * g + 2 * g.roll(-1), 2 * g.roll(-3)
+        of_a[0] += g.sum()
+        of_a[2] += 7 * g[7]
+        of_b[4] += 0.01 * g[7]
+        return of_a, of_b
+
+
+class WrongOnAndOffTheDiagonal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 3 * x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        gradient = 3 * g
+        gradient[0] += 0.01 * g[0]
+        gradient[5] += 7 * g[9]
+        return gradient
+
+
+@pytest.mark.parametrize("n", [20, 400])
+@pytest.mark.parametrize(
+    ("func", "inputs"), [(WrongOnAndOffItsPattern, 1), (WrongInTwoInputs, 2), (WrongOnAndOffTheDiagonal, 1)]
+)
+def test_a_failure_on_the_pattern_hides_no_larger_one_outside(func: Any, inputs: int, n: int) -> None:
+    report = compressed(func.apply, *(normal(n, seed=k) for k in range(inputs)))
+    assert report.failure is not None
+    comparison = report.failure.comparison
+    assert comparison is not None
+    assert report.failure.input == 0
+    assert comparison.largest_absolute == pytest.approx(7.0)
+    assert not comparison.on_pattern
+    assert comparison.mismatches == 2 or not comparison.exhaustive
+    assert not [pair for pair in report.pairs if pair.agrees]
