@@ -360,8 +360,9 @@ class _Verdict:
         return not self.numerical_suspects and self.of_func.certify(None) == []
 
     def is_certified(self, values: Tensor) -> bool:
-        """Whether analytical entries add up to products of the backward."""
-        return self._certificate_of(values, self._calls).explains_products()
+        """Whether analytical entries add up to products of the backward and, if it is custom, are those of rows."""
+        certificate, rows = self._certificate_of(values, self._calls), (0, self._problem.m - 1)
+        return certificate.explains_products() and (not self._problem.is_custom or certificate.explains_rows(rows))
 
     def by_columns(self) -> tuple[bool, Failure | Incomplete | None]:
         """Whether differentiating the backward gives columns that are verified; and the result, as from `by_rows`."""

@@ -224,8 +224,12 @@ def _is_certified(rows: LinearMap, pattern: Pattern, values: Tensor) -> bool:
     """Whether products with random seeds equal the sums of the entries, up to rounding."""
     i, j = (torch.from_numpy(side).to(rows.device) for side in (pattern.rows(), pattern.columns))
     precise = values.to(torch.promote_types(values.dtype, torch.float64))
-    for halved in range(CERTIFICATES):
-        seed = rows.rounded(direction(rows.m, 0, COTANGENT_STREAM + 16 * halved, halved=bool(halved)))
+    seeds = [
+        direction(rows.m, 0, COTANGENT_STREAM + 16 * halved, halved=bool(halved)) for halved in range(CERTIFICATES)
+    ]
+    if rows.is_custom:  # it may be wrong for one-hot seeds, or for all others
+        seeds += [torch.eye(1, rows.m, dtype=torch.float64, device="cpu")[0].roll(shift) for shift in (0, -1)]
+    for seed in map(rows.rounded, seeds):
         terms = precise * seed.to(rows.device)[i]
         total = torch.zeros(rows.n, dtype=precise.dtype, device=rows.device).index_add_(0, j, terms)
         size = torch.zeros(rows.n, dtype=torch.float64, device=rows.device).index_add_(0, j, terms.abs())

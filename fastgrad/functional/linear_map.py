@@ -33,14 +33,19 @@ class LinearMap:
         Dtype and device of products: the promoted dtype of all targets.
     spacing
         One ulp of 1, of the coarsest dtype among them.
+    is_custom
+        Whether products run Python code of a backward or a hook, which need not be linear.
     """
 
-    def __init__(self, apply: Product, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    def __init__(
+        self, apply: Product, sources: Sequence[Tensor], targets: Sequence[Tensor], is_custom: bool = False
+    ) -> None:
         """With apply: seeds shaped like the sources -> products shaped like the targets, None being zeros."""
         self.sources, self.targets = _elements(sources), _elements(targets)
         self.m, self.n = (sum(block.size for block in blocks) for blocks in (self.sources, self.targets))
         self.dtype = functools.reduce(torch.promote_types, (target.dtype for target in targets))
         self.device = targets[0].device
+        self.is_custom = is_custom
         self._apply = apply
         self._source_tensors = sources
         self.spacing = max(torch.finfo(tensor.dtype).eps for tensor in (*sources, *targets))
@@ -91,7 +96,7 @@ def backward_map(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> LinearM
         chosen = [seed for seed, output in zip(seeds, outputs, strict=True) if output.requires_grad]
         return native.vjp(tracked, inputs, chosen, False)
 
-    return LinearMap(apply, outputs, inputs)
+    return LinearMap(apply, outputs, inputs, not native.runs_no_custom_code(tracked, inputs))
 
 
 def backward_of_backward_map(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> LinearMap | None:

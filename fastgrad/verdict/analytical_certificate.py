@@ -7,7 +7,7 @@ A product shows both, to rounding. The rows behind it are run separately, until 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -277,6 +277,11 @@ class AnalyticalCertificate:
             for linearity in self._tests:
                 self._calls.add(linearity.cotangents, linearity.gradients())
         return not any(linearity.suspects() for linearity in self._tests)
+
+    def explains_rows(self, rows: Iterable[int]) -> bool:
+        """Whether rows that run separately are those that were computed together with others, up to rounding."""
+        pairs = ((self.row_alone(row), self._row(row)) for row in rows)
+        return all(largest(gradient - known) <= SAME * largest(known) for gradient, known in pairs)
 
     def first_product(self) -> tuple[Tensor, Tensor]:
         """A cotangent of those, and its VJP: float64, shapes (m,) and (n,)."""

@@ -353,7 +353,7 @@ def test_structure_saves_products(
     Counted.calls = 0
     found = getattr(functional, name)(counted, inputs, sparse=sparse)
     assert evaluations == 1
-    assert Counted.calls <= most
+    assert Counted.calls <= most + 2  # a custom backward runs two rows alone
     assert all(part.layout is (torch.sparse_coo if sparse else torch.strided) for part in tensors(found))
     assert all(part.is_coalesced() for part in tensors(found) if sparse)
     if sparse is True:
@@ -649,6 +649,21 @@ def test_steps_that_are_lost_in_the_rounding_of_a_sum_decide_nothing() -> None:
     weight, x = normal(40, 300, dtype=torch.float32, seed=1), normal(300, dtype=torch.float32)
     found = functional.jacobian(lambda x: weight @ x, x, numerical=True)
     assert float((found - weight).abs().max()) < 0.03
+
+
+def test_rows_of_a_backward_that_is_not_linear_are_those_of_single_products() -> None:
+    class Counting(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return g * (2 if int((g != 0).sum()) > 1 else 1)
+
+    x = normal(400).requires_grad_()
+    assert torch.equal(functional.jacobian(Counting.apply, x), torch.eye(400, dtype=torch.float64))
+    assert torch.equal(fastgrad.analytical_jacobian(Counting.apply, x)[0][0], torch.eye(400, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("product", [functional.hvp, functional.vhp])
