@@ -26,7 +26,7 @@ from fastgrad.model.operations import SCREEN_ERROR, check_operation
 from fastgrad.model.recorder import Recorder
 from fastgrad.model.step import Step
 from fastgrad.problem.arguments import as_tuple
-from fastgrad.problem.validation import check_kwargs
+from fastgrad.problem.validation import check_kwargs, disabled_gradients
 from fastgrad.report.model import ModelReport
 from fastgrad.report.model_data import EndToEnd, Finding, Operation
 from fastgrad.report.settings import Settings
@@ -238,9 +238,9 @@ def _check_arguments(model: object, loss: object, kwargs: object, memory_limit: 
         raise ValueError(f"memory_limit must be at least zero, got {memory_limit}.")
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError("model is a TorchScript module, whose operations cannot be recorded: pass the original module.")
-    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-        mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
-        raise ValueError(f"check_model records gradients, so it cannot run under torch.{mode}().")
+    disabled = disabled_gradients()
+    if disabled is not None:
+        raise ValueError(f"check_model records gradients, but {disabled}.")
     lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
     if lazy:
         raise ValueError(f"Parameter {lazy[0]} of the model is uninitialized: call the model once before the check.")
