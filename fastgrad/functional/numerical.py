@@ -89,7 +89,8 @@ def numerical_vjp(func: Func, inputs: Tensors, is_tuple: bool, v: Any, return_er
 
     # Zero times infinity is no error.
     errors = total(torch.where(weights == 0, 0.0, weights.abs() * found.errors))
-    errors += found.error_elsewhere * float(all_weights.abs().sum())
+    if found.error_elsewhere:
+        errors += found.error_elsewhere * float(all_weights.abs().sum())
     output, values = form(seen.outputs, seen.is_tuple), total(weights * found.values)
     return _product(output, found.inputs, inputs, is_tuple, values, errors if return_error else None)
 

@@ -666,6 +666,13 @@ def test_rows_of_a_backward_that_is_not_linear_are_those_of_single_products() ->
     assert torch.equal(fastgrad.analytical_jacobian(Counting.apply, x)[0][0], torch.eye(400, dtype=torch.float64))
 
 
+def test_an_infinite_component_of_v_concerns_its_own_entries_only() -> None:
+    v = torch.ones(300, dtype=torch.float64)
+    v[0] = torch.inf
+    _, _, error = functional.vjp(torch.sin, normal(300), v, numerical=True, return_error=True)
+    assert float(error[1:].max()) < 1e-9
+
+
 @pytest.mark.parametrize("product", [functional.hvp, functional.vhp])
 def test_exceptions_of_func_are_not_hidden(product: Any) -> None:
     calls = 0
