@@ -18,6 +18,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <ctime>
 #include <limits>
 #include <utility>
 
@@ -98,6 +99,9 @@ std::vector<int64_t> checked_positions(const py::tuple& arguments) {
   return positions;
 }
 
+// Processor time of all threads of this process.
+double processor_seconds() { return static_cast<double>(std::clock()) / CLOCKS_PER_SEC; }
+
 bool needs_care_by_mode() {
   return !c10::GradMode::is_enabled() || c10::InferenceMode::is_enabled() ||
          c10::impl::TorchDispatchModeTLS::any_modes_set() || at::impl::torch_function_mode_enabled() ||
@@ -126,6 +130,7 @@ std::shared_ptr<SmallProblem> SmallProblem::trace(
   problem->evaluator_->set_records_differences(records_differences);
   using Clock = std::chrono::steady_clock;
   const auto start = Clock::now();
+  const double worked = processor_seconds();
   try {
     problem->result_ = problem->evaluator_->evaluate(/*record_graph=*/true);
   } catch (...) {
@@ -133,6 +138,7 @@ std::shared_ptr<SmallProblem> SmallProblem::trace(
     throw;
   }
   problem->seconds_ = std::chrono::duration<double>(Clock::now() - start).count();
+  problem->undisturbed_seconds_ = std::min(problem->seconds_, processor_seconds() - worked);
   try {
     if (!problem->evaluator_->inputs_changed() && !problem->evaluator_->mutates_inputs() && problem->take_outputs() &&
         !records_differences) {

@@ -31,6 +31,8 @@ class SmallProblem {
   const std::vector<InputBlock>& blocks() const { return blocks_; }
   const pybind11::object& result() const { return result_; }
   double seconds() const { return seconds_; }
+  // Without the time in which other processes had the processor.
+  double undisturbed_seconds() const { return undisturbed_seconds_; }
 
   int64_t n() const { return n_; }
   int64_t m() const { return m_; }
@@ -116,6 +118,7 @@ class SmallProblem {
   std::vector<InputBlock> blocks_;
   pybind11::object result_;
   double seconds_ = 0.0;
+  double undisturbed_seconds_ = 0.0;
   int64_t n_ = 0, m_ = 0, nodes_ = 0, custom_nodes_ = 0;
   bool is_custom_ = false;
   std::vector<Place> inputs_, outputs_;

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -28,6 +28,14 @@ def clock(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return perf_counter()
+
+
+def undisturbed(seconds: float, since: float, device: torch.device) -> float:
+    """Of the last seconds, those in which no other process had the processor.
+
+    since: the `process_time` when they began. Waiting counts on a CUDA device only, which works meanwhile.
+    """
+    return seconds if device.type == "cuda" else min(seconds, process_time() - since)
 
 
 class Stopwatch:

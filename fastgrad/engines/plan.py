@@ -109,7 +109,7 @@ def sketches(problem: Problem | SmallProblem, settings: Settings) -> bool:
     calls = 2 * problem.n + problem.m
     if isinstance(problem, SmallProblem) and problem.is_custom:
         return calls > TINY_OF_CUSTOM
-    seconds, costs = usual_seconds(problem, problem.seconds), cost_model.COSTS
+    seconds, costs = usual_seconds(problem, problem.undisturbed_seconds), cost_model.COSTS
     if isinstance(problem, SmallProblem):
         return _dense_seconds(problem, seconds) > costs.small_sketch_seconds + costs.small_sketch_calls * seconds
     return calls > TINY and _dense_seconds(problem, seconds) > costs.sketch_seconds + costs.sketch_calls * seconds
@@ -122,7 +122,7 @@ def is_affordable(problem: Problem) -> bool:
 
 def looks_first(problem: Problem | SmallProblem, settings: Settings) -> bool:
     """Whether the problem is large enough for `first_look` to pay off."""
-    seconds = _dense_seconds(problem, usual_seconds(problem, problem.seconds))
+    seconds = _dense_seconds(problem, usual_seconds(problem, problem.undisturbed_seconds))
     if not problem.m or (problem.n < COLUMNS_WORTH_A_LOOK and seconds <= cost_model.COSTS.single_calls_seconds):
         return False
     return settings.engine == "compressed" or seconds >= cost_model.COSTS.guess_seconds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from time import process_time
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from fastgrad.core import native
 from fastgrad.core.errors import as_raised
 from fastgrad.core.memory import raises_memory_error
-from fastgrad.core.phases import clock, phase
+from fastgrad.core.phases import clock, phase, undisturbed
 from fastgrad.core.precision import relative_step, spacing
 from fastgrad.core.progress import Progress
 from fastgrad.core.tensors import PIECE
@@ -96,7 +97,7 @@ class Evaluation:
         self.nodes = _UNKNOWN_NODES
         self.custom_nodes = 0
         self.records_differences = records_differences
-        self.seconds = self.unit_roundoff = self.unspecified = 0.0
+        self.seconds = self.undisturbed_seconds = self.unit_roundoff = self.unspecified = 0.0
         self.ranks = 1
         self.has_checkpoint = self.restores = False
         self.progress = progress or Progress(False)
@@ -157,11 +158,14 @@ class Evaluation:
     def _trace(self) -> None:
         if self._traced is not None:
             results, self.seconds = as_tuple(self._traced.result), self._traced.seconds
+            self.undisturbed_seconds = self._traced.undisturbed_seconds
             self._traced.release()
         else:
-            start = clock(self.device)
+            start, since = clock(self.device), process_time()
             results = as_tuple(self._evaluator.evaluate(True))
-            self.seconds = clock(next((v.device for v in results if isinstance(v, Tensor)), self.device)) - start
+            device = next((v.device for v in results if isinstance(v, Tensor)), self.device)
+            self.seconds = clock(device) - start
+            self.undisturbed_seconds = undisturbed(self.seconds, since, device)
         if self._evaluator.inputs_changed():
             self._evaluator.mutates_inputs = True  # or they hold a NaN, which is harmless
         check_outputs(results)

@@ -28,7 +28,8 @@ BACKWARD_SECONDS = 2e-6
 
 SLOW_SECONDS, SLOW_FACTOR = 3e-3, 10
 """Func is slow if an evaluation takes longer than this, and than this many times what is usual: then its seconds
-count. Otherwise only counts and sizes decide, so that a busy machine chooses as an idle one does."""
+count, without those of other processes. Otherwise only counts and sizes decide. So a busy machine chooses as an idle
+one does."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,8 @@ def first_look(problem: Problem, settings: Settings) -> FirstLook:
         return clock(problem.device) - start
 
     def look(record: bool, reacted: NDArray[np.bool_] | None, *seconds: float) -> FirstLook:
-        # The least of them: another process may have been in the way of one.
-        usual = usual_seconds(problem, min(problem.seconds, *seconds))
+        # The least of them: another process may have had the processor, or a library was initialized in one.
+        usual = usual_seconds(problem, min(problem.undisturbed_seconds, *seconds))
         return FirstLook(record, base, moved, reacted, usual, seconds[-1])
 
     def gives_again(values: Tensor, record: bool) -> bool:

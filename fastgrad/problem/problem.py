@@ -34,6 +34,8 @@ class Problem(Differences, ReverseMode, ForwardMode):
         Where Jacobian blocks live: with the outputs.
     seconds
         Seconds of the first evaluation.
+    undisturbed_seconds
+        Those of them in which no other process had the processor.
     ranks
         The processes that compute columns and rows.
     has_checkpoint, restores

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 import fastgrad
+from fastgrad.core.native import SmallProblem
 from fastgrad.engines import cost_model
+from fastgrad.problem.first_look import SLOW_SECONDS, usual_seconds
 from fastgrad.report.report import Report
 from tests.costs import set_costs
 
@@ -128,25 +130,41 @@ def test_a_busy_machine_chooses_as_an_idle_one_does() -> None:
 
 @pytest.mark.parametrize("fast_mode", [False, True])
 def test_measured_seconds_choose_no_engine(fast_mode: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def engines(factor: float) -> list[str]:
-        clock = time.perf_counter
-        for user in ("first_look", "evaluation"):
-            monkeypatch.setattr(f"fastgrad.problem.{user}.clock", lambda _: factor * clock())
+    def engines(measured: float) -> list[str]:
+        for user in ("problem.first_look", "engines.plan"):
+            monkeypatch.setattr(f"fastgrad.{user}.usual_seconds", lambda problem, _: usual_seconds(problem, measured))
         reports = [fastgrad.check(func, inputs, fast_mode=fast_mode) for _, func, inputs in ordinary()]
-        monkeypatch.undo()
         return [report.plan.engine for report in reports if report.plan is not None]
 
-    assert engines(0.1) == engines(4.0)
+    assert engines(0.0) == engines(0.99 * SLOW_SECONDS)
+
+
+def engine_after(pause: Callable[[float], None], n: int, **keywords: Any) -> str:
+    """The engine for a func of n elements that pauses for some milliseconds in each call."""
+
+    def func(x: Tensor) -> Tensor:
+        pause(4e-3)
+        return x.sin()
+
+    plan = fastgrad.check(func, leaf(n), **keywords).plan
+    assert plan is not None
+    return plan.engine
 
 
 def test_what_is_slow_by_far_is_looked_at() -> None:
-    x = leaf(16)
+    def works(seconds: float) -> None:
+        end = time.process_time() + seconds
+        while time.process_time() < end:
+            pass
 
-    def slow_sin(x: Tensor) -> Tensor:
-        time.sleep(4e-3)
-        return x.sin()
+    assert engine_after(works, 16) == "compressed"
+    assert engine_after(works, 6, fast_mode=True) == "sketch"
 
-    quick, slow = run(torch.sin, x), run(slow_sin, x)
-    assert quick.plan is not None
-    assert slow.plan is not None
-    assert (quick.plan.engine, slow.plan.engine) == ("dense", "compressed")
+
+@pytest.mark.parametrize("native", [True, False])
+def test_time_of_other_processes_chooses_no_engine(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A func that sleeps takes as much of the clock, and as little of the processor, as one that was interrupted.
+    if not native:
+        monkeypatch.setattr(SmallProblem, "trace", lambda *_: None)
+    assert engine_after(time.sleep, 16) == "dense"
+    assert engine_after(time.sleep, 6, fast_mode=True) == engine_after(lambda _: None, 6, fast_mode=True) == "dense"
