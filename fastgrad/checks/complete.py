@@ -22,6 +22,7 @@ from fastgrad.core.memory import OUT_OF_MEMORY
 from fastgrad.core.phases import TIMED_COLUMNS, TIMED_SECONDS, Stopwatch
 from fastgrad.core.progress import Progress
 from fastgrad.engines.plan import (
+    dense_is_small,
     is_affordable,
     looks_first,
     make_plan,
@@ -93,9 +94,26 @@ def complete_check(
             report = _report(problem, settings, names, findings, notes, start, backward)
             if not explain or report.failure is None:
                 return report
-            return _diagnosed(problem, replace(report, subject=subject(func, problem)), findings.sample)
+            sample = findings.sample
+            if _lacks_entries(report) and dense_is_small(problem, settings):
+                every = Findings()
+                exact = _report(problem, replace(settings, engine="dense"), names, every, notes, start, backward)
+                if exact.failure is not None and exact.failure.kind == "mismatch":
+                    assert report.plan is not None
+                    assert exact.plan is not None
+                    plan = replace(exact.plan, reason=f"{report.plan.reason}; after a failure, every entry")
+                    report, sample = replace(exact, settings=settings, plan=plan), every.sample
+            return _diagnosed(problem, replace(report, subject=subject(func, problem)), sample)
 
         return run() if partition is None else partition.report(run)
+
+
+def _lacks_entries(report: Report) -> bool:
+    """Whether an entry was found to be wrong, but not all others of its Jacobian were compared."""
+    comparison = report.failure.comparison if report.failure is not None else None
+    if comparison is None or report.plan is None:
+        return False
+    return not comparison.exhaustive and report.plan.engine == "compressed"
 
 
 def _findings_of_small_check(small: SmallCheck, problem: Problem, settings: Settings) -> Findings:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -196,13 +195,13 @@ class _Candidates:
         self._problem, self._look = problem, look
         patterns = ProblemPatterns(problem, settings, look, detection_budget(problem, settings, look), calls.vjp)
         self._patterns = patterns
-        finders: list[Callable[[], Pattern | None]] = [patterns.guess, patterns.decode, patterns.probe]
+        finders: list[Callable[[], Pattern | None]] = [patterns.guess, patterns.decode, patterns.probe, patterns.align]
         if takes_long(2 * problem.n + problem.m, look):
             # Dense rows and columns may hide the sparsity of the rest from all probes, or there are no other entries.
             brief = partial(patterns.probe, most=BRIEF_PROBES)
-            finders[2:] = [brief, partial(brief, splits_hubs=True), patterns.probe, patterns.dense]
+            finders[2:] = [brief, partial(brief, splits_hubs=True), patterns.probe, patterns.align, patterns.dense]
         self._finders = iter(finders)
-        self._guesses = patterns.guess, patterns.decode
+        self._guesses = patterns.guess, patterns.decode, patterns.align
         self._pattern: Pattern | None = None
         self._certifies, self._may_exclude_columns = True, True
         self._excluded_columns: Mask | None = None
@@ -221,7 +220,7 @@ class _Candidates:
             self._pattern = find()
             self.is_guess = find in self._guesses
         rows: Mask | None = None
-        if self._certifies and takes_long(2 * int(np.diff(self._pattern.starts).max(initial=0)), self._look):
+        if self._certifies and takes_long(2 * self._pattern.most_in_row, self._look):
             dense = self._pattern.dense_rows()
             rows = dense if dense.any() else None
         return compressed.compress(self._problem, self._pattern, rows, self._excluded_columns)
@@ -292,7 +291,8 @@ def _compressions(problem: Problem, settings: Settings, look: FirstLook) -> Iter
     if look.reacted is None or not bool(look.base.isfinite().all()):
         return
     patterns = ProblemPatterns(problem, settings, look, detection_budget(problem, settings, look))
-    for find in (patterns.guess, patterns.decode, patterns.probe, partial(patterns.probe, watch_gradients=False)):
+    without_gradients = partial(patterns.probe, watch_gradients=False)
+    for find in (patterns.guess, patterns.decode, patterns.probe, without_gradients, patterns.align):
         pattern = find()
         if pattern is None:
             continue

@@ -95,12 +95,12 @@ class Compression:
     @cached_property
     def most_in_column(self) -> int:
         """Number of entries of the fullest column."""
-        return int(np.bincount(self.pattern.columns).max(initial=0))
+        return self.pattern.most_in_column
 
     @cached_property
     def most_in_row(self) -> int:
         """Number of entries of the fullest row."""
-        return int(np.diff(self.pattern.starts).max(initial=0))
+        return self.pattern.most_in_row
 
     def entries_of_row(self, row: int) -> slice:
         """The entries of a row."""
@@ -121,7 +121,7 @@ def compress(
     # With one group, or one entry per row, many ranges are equal. They are shared, because none is written to.
     arange = lru_cache(np.arange) if problem.n + problem.m > PIECE else np.arange
     rows, columns = (torch.from_numpy(values).to(problem.device) for values in (pattern.rows(), pattern.columns))
-    if np.diff(pattern.starts).max(initial=0) <= 1:
+    if pattern.most_in_row <= 1:
         colors = np.zeros(pattern.n, dtype=np.int64)  # no two columns share a row: no need to transpose
     else:
         starts, members = coloring.transpose(pattern.starts, pattern.columns, pattern.n)

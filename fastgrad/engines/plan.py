@@ -171,8 +171,16 @@ def detection_budget(problem: Problem, settings: Settings, look: FirstLook) -> B
         *_probes(problem, settings, look),
         _paying_entries(problem, settings, look),
         admitted_entries(settings, problem.n * problem.m),
-        settings.engine == "compressed" or problem.n >= COLUMNS_WORTH_PROBING,
+        _looks(problem, settings),
     )
+
+
+def _looks(problem: Problem, settings: Settings) -> int:
+    """How many evaluations may be spent on guesses that the first look did not test."""
+    share = (2 * problem.n + problem.m) // cost_model.COSTS.exploring_share
+    if settings.engine == "compressed":
+        return max(64, share)
+    return share if problem.n >= COLUMNS_WORTH_PROBING else 0
 
 
 def _probes(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int, int]:

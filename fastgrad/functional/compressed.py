@@ -188,7 +188,7 @@ class _LinearMapPatterns(Detection):
         rows = maps.rows
         entries = admitted_entries(Settings(), rows.m * rows.n)
         probes = rows.m // PROBING_SHARE if rows.m >= WORTH_PROBING else 0
-        super().__init__(rows.targets, rows.sources, Budget(probes, probes, entries, entries, looks_again=False))
+        super().__init__(rows.targets, rows.sources, Budget(probes, probes, entries, entries, looks=0))
 
     def candidates(self) -> Iterator[Pattern]:
         """Guesses, then what probing shows."""

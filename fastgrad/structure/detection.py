@@ -24,7 +24,7 @@ from fastgrad.problem.coordinates import Block
 from fastgrad.problem.first_look import FirstLook, is_moved
 from fastgrad.problem.problem import Problem
 from fastgrad.report.settings import Settings
-from fastgrad.structure import sparsity
+from fastgrad.structure import aligned, sparsity
 from fastgrad.structure.sparsity import Mask, Pattern
 
 
@@ -42,15 +42,15 @@ class Budget:
         Entries up to which a pattern may cost less than a dense Jacobian.
     admitted_entries
         Entries of a sparse Jacobian that memory admits.
-    looks_again
-        Whether a guess that the first look does not test is worth one more evaluation.
+    looks
+        Evaluations that may be spent on guesses that the first look does not test.
     """
 
     probes: int
     probes_if_likely: int
     paying_entries: int
     admitted_entries: int
-    looks_again: bool
+    looks: int
 
 
 CURVED = 2.0**-7
@@ -224,12 +224,35 @@ class ProblemPatterns(Detection):
 
     def _guesses(self) -> Iterator[Pattern | None]:
         yield sparsity.guess_pointwise(*self._blocks)
-        if any(block.is_complex for side in self._blocks for block in side):
-            return  # an entry would be four coordinates
-        yield sparsity.guess_in_order(*self._blocks)
-        yield sparsity.guess_moved(
-            self._problem.coordinates().cpu().numpy(), self._look.base.cpu().numpy(), self._reacted
-        )
+        if not any(block.is_complex for side in self._blocks for block in side):  # an entry would be four coordinates
+            yield sparsity.guess_in_order(*self._blocks)
+            yield sparsity.guess_moved(
+                self._problem.coordinates().cpu().numpy(), self._look.base.cpu().numpy(), self._reacted
+            )
+        if self._aligned is not None and self._saves_probes(self._aligned):
+            yield self._aligned
+
+    @cached_property
+    def _aligned(self) -> Pattern | None:
+        """The pattern by aligned dimensions, if testing them costs little."""
+        if not 0 < aligned.probes_to_align(*self._blocks) <= self._budget.looks - self._spent:
+            return None
+        try:
+            return aligned.guess_aligned(self._probe_columns, *self._blocks, self._has_room)
+        except Exception as error:
+            raise_if_transient(error, self._last_probe)
+            return None  # as in `probe`
+
+    def _saves_probes(self, pattern: Pattern) -> bool:
+        """Whether the calls that it takes are fewer than probing for a better one may take."""
+        return 2 * pattern.most_in_row + pattern.most_in_column <= self._budget.looks
+
+    @phase("pattern")
+    def align(self) -> Pattern | None:
+        """The pattern by aligned dimensions, if it is not among the guesses because probing may find a better one."""
+        pattern = self._aligned
+        is_new = pattern is not None and not self._saves_probes(pattern)
+        return pattern if pattern is not None and is_new and self._is_plausible(pattern) else None
 
     @phase("pattern")
     def decode(self) -> Pattern | None:
@@ -254,7 +277,7 @@ class ProblemPatterns(Detection):
         separating = sparsity.separating_columns(pattern)
         if not separating.any():
             return True
-        if not self._budget.looks_again:
+        if self._spent >= self._budget.looks:
             return False
         try:
             return sparsity.explains_look(pattern, separating, self._probe_columns(separating))

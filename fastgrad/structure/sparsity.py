@@ -98,6 +98,16 @@ class Pattern:
         # With one entry per row, the starts are the numbers of the rows: no more memory is needed.
         return self.starts[:-1] if bool((sizes == 1).all()) else np.repeat(np.arange(self.m), sizes)
 
+    @property
+    def most_in_row(self) -> int:
+        """Number of entries of the fullest row."""
+        return int(np.diff(self.starts).max(initial=0))
+
+    @property
+    def most_in_column(self) -> int:
+        """Number of entries of the fullest column."""
+        return int(np.bincount(self.columns).max(initial=0))
+
     def dense_rows(self) -> Mask:
         """The few rows with far more entries than all others, for example of a loss: shape (m,)."""
         return _few_large(np.diff(self.starts))

@@ -1,0 +1,133 @@
+"""Patterns of functions that work slice by slice along some dimensions: batches, reductions, matrix products.
+
+Along a pair of aligned dimensions, outputs with index i depend only on input elements with index i: in A @ B, the rows
+of A are aligned with those of the result, and the columns of B with its columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fastgrad.problem.coordinates import Block
+from fastgrad.structure.coloring import Indices
+from fastgrad.structure.sparsity import Mask, Pattern
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """An output and an input with their aligned dimensions: (dimension of the output, dimension of the input) each.
+
+    dims: None if the output does not react to the input.
+    """
+
+    output: Block
+    block: Block
+    dims: tuple[tuple[int, int], ...] | None
+
+    @property
+    def entries(self) -> int:
+        """Number of entries of the pattern, at most."""
+        if self.dims is None:
+            return 0
+        aligned = {dim for _, dim in self.dims}
+        free = (size for dim, size in enumerate(self.block.tensor.shape) if dim not in aligned)
+        return self.output.size * self.block.width * int(np.prod([*free], dtype=np.int64))
+
+    def columns(self) -> tuple[Indices, Mask]:
+        """The columns of each element of the output, ascending, and which of these elements have any.
+
+        Shapes (elements, columns of each) and (elements,).
+        """
+        output, block, count = self.output.tensor, self.block, self.output.tensor.numel()
+        has_entries = np.full(count, self.dims is not None)
+        if self.dims is None:
+            return np.zeros((count, 0), dtype=np.int64), has_entries
+        index = np.indices(output.shape).reshape(output.dim(), count)
+        known: dict[int, Indices] = {}
+        for own, dim in self.dims:
+            has_entries &= known.setdefault(dim, index[own]) == index[own]
+        elements = np.zeros((count, 1), dtype=np.int64)
+        for dim, size in enumerate(block.tensor.shape):
+            values = known[dim][:, None, None] if dim in known else np.arange(size)
+            elements = (elements[..., None] * size + values).reshape(count, -1)
+        columns = block.first + elements[..., None] * block.width + np.arange(block.width)
+        return columns.reshape(count, -1), has_entries
+
+
+def probes_to_align(inputs: Sequence[Block], outputs: Sequence[Block]) -> int:
+    """Number of evaluations that `guess_aligned` takes; 0: no sizes of dimensions are equal."""
+    return sum(len(_candidates(block, outputs)) for block in inputs)
+
+
+def guess_aligned(
+    respond: Callable[[Mask], Mask],
+    inputs: Sequence[Block],
+    outputs: Sequence[Block],
+    has_room: Callable[[int], bool],
+) -> Pattern | None:
+    """The pattern by aligned dimensions; None if there are none.
+
+    Some indices of an input dimension are moved at a time: 1 to just below the middle, so that neighbors, sums over all
+    indices before or after, and a reversed order show. An output dimension of the same size is aligned with it if only
+    outputs with these indices react.
+
+    Parameters
+    ----------
+    respond
+        Maps a selection of columns (shape (n,)) to the rows that react (shape (m,)).
+    inputs, outputs
+        The columns and rows.
+    has_room
+        Whether a pattern with this many entries is useful.
+    """
+    if any(block.elements is not None for block in (*inputs, *outputs)):
+        return None
+    aligned: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    reach: set[tuple[int, int]] = set()
+    selection = np.zeros(sum(block.size for block in inputs), dtype=np.bool_)
+    for i, block in enumerate(inputs):
+        shape = tuple(block.tensor.shape)
+        own = selection[block.slice].reshape(*shape, block.width)
+        candidates = _candidates(block, outputs)
+        reach.update((o, i) for o in range(len(outputs)) if not candidates)
+        for dim in candidates:
+            chosen = slice(1, max(2, (shape[dim] + 1) // 2))
+            np.moveaxis(own, dim, 0)[chosen] = True
+            reacted = respond(selection)
+            own[...] = False
+            for o, output in enumerate(outputs):
+                found = reacted[output.slice].reshape(*output.tensor.shape, output.width)
+                reach.update([(o, i)] if found.any() else [])
+                for own_dim, size in enumerate(output.tensor.shape):
+                    if size == shape[dim] and not np.delete(found, chosen, own_dim).any():
+                        aligned.setdefault((o, i), []).append((own_dim, dim))
+    pairs = [
+        [
+            _Pair(output, block, tuple(aligned.get((o, i), ())) if (o, i) in reach else None)
+            for i, block in enumerate(inputs)
+        ]
+        for o, output in enumerate(outputs)
+    ]
+    if not aligned or not has_room(sum(pair.entries for of_output in pairs for pair in of_output)):
+        return None
+    counts, columns = zip(*map(_rows, pairs), strict=True)
+    starts = np.concatenate([[0], np.concatenate(counts).cumsum()])
+    return Pattern(starts, np.concatenate(columns), selection.size, "guessed from dimensions that are aligned")
+
+
+def _candidates(block: Block, outputs: Sequence[Block]) -> list[int]:
+    """The dimensions of an input that have the size of some output dimension."""
+    sizes = {size for output in outputs for size in output.tensor.shape if size > 1}
+    return [dim for dim, size in enumerate(block.tensor.shape) if size in sizes]
+
+
+def _rows(pairs: Sequence[_Pair]) -> tuple[Indices, Indices]:
+    """The number of entries of each row of an output, and their columns, row by row."""
+    columns, has_entries = zip(*(pair.columns() for pair in pairs), strict=True)
+    width = pairs[0].output.width
+    kept = [np.repeat(mask[:, None], own.shape[1], 1) for mask, own in zip(has_entries, columns, strict=True)]
+    every, which = (np.repeat(np.concatenate(parts, 1), width, 0) for parts in (columns, kept))
+    return which.sum(1), every[which]
