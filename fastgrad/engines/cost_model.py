@@ -31,8 +31,10 @@ class CostModel:
         columns are subtracted: a small sketch makes about 7 evaluations and 9 VJPs, the dense engine 2 and 6.
     guess_seconds
         Seconds for guessing a pattern and computing with it, without the calls, plus a margin.
-    probe_seconds
-        Seconds for probing, without the calls.
+    align_seconds
+        The same as guess_seconds for a pattern by aligned dimensions, which has more groups and entries.
+    probe_seconds, usual_probes
+        Seconds for probing, without the calls, and the calls that it usually takes.
     certificate_evaluations
         Evaluations that take as long as all certificates of a pattern.
     linear_column_evaluations, linear_start_evaluations
@@ -70,7 +72,9 @@ class CostModel:
     small_sketch_seconds: float = 0.05e-3
     small_sketch_calls: int = 9
     guess_seconds: float = 1.5e-3
+    align_seconds: float = 4.5e-3
     probe_seconds: float = 15e-3
+    usual_probes: int = 160
     certificate_evaluations: int = 14
     linear_column_evaluations: float = 2.0
     linear_start_evaluations: int = 16

@@ -155,9 +155,9 @@ def _dense_seconds(problem: Problem | SmallProblem, seconds: float) -> float:
     return 2 * seconds * problem.n + rows * problem.m
 
 
-def dense_is_small(problem: Problem, settings: Settings) -> bool:
-    """Whether the dense engine costs less than following up what a certificate found."""
-    return settings.engine != "compressed" and 2 * problem.n + problem.m <= SMALL_CALLS
+def dense_is_small(problem: Problem, settings: Settings, most: int = SMALL_CALLS) -> bool:
+    """Whether the dense engine costs less, in at most this many calls, than following up what a certificate found."""
+    return settings.engine != "compressed" and 2 * problem.n + problem.m <= most
 
 
 def can_be_dense(problem: Problem, settings: Settings) -> bool:
@@ -172,6 +172,7 @@ def detection_budget(problem: Problem, settings: Settings, look: FirstLook) -> B
         _paying_entries(problem, settings, look),
         admitted_entries(settings, problem.n * problem.m),
         _looks(problem, settings),
+        _aligning_calls(problem, settings, look),
     )
 
 
@@ -181,6 +182,14 @@ def _looks(problem: Problem, settings: Settings) -> int:
     if settings.engine == "compressed":
         return max(64, share)
     return share if problem.n >= COLUMNS_WORTH_PROBING else 0
+
+
+def _aligning_calls(problem: Problem, settings: Settings, look: FirstLook) -> int:
+    """As `Budget.aligning_calls`."""
+    costs = cost_model.COSTS
+    if settings.engine != "compressed" and dense_seconds(problem, look) < costs.align_seconds:
+        return 0
+    return min(costs.usual_probes, (2 * problem.n + problem.m) // costs.likely_share)
 
 
 def _probes(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int, int]:

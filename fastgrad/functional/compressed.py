@@ -22,7 +22,7 @@ from fastgrad.core.random import COTANGENT_STREAM, PROBE_COTANGENT, PROBE_DIRECT
 from fastgrad.engines.plan import admitted_entries
 from fastgrad.functional.linear_map import LinearMap
 from fastgrad.report.settings import Settings
-from fastgrad.structure import coloring, sparsity
+from fastgrad.structure import aligned, coloring, sparsity
 from fastgrad.structure.coloring import Indices
 from fastgrad.structure.detection import Budget, Detection
 from fastgrad.structure.sparsity import Mask, Pattern
@@ -38,6 +38,9 @@ WORTH_PROBING = 256
 
 PROBING_SHARE = 4
 """Probing takes at most the rows over this, in products."""
+
+ALIGNING_SHARE = 10
+"""Testing for aligned dimensions takes at most the rows over this, in products."""
 
 SAVES = 2
 """The least ratio of rows to products that is worth it."""
@@ -205,6 +208,15 @@ class _LinearMapPatterns(Detection):
         yield sparsity.guess_pointwise(*self._blocks)
         if self._budget.probes and len(rows.sources) == len(rows.targets) == 1:
             yield sparsity.guess_band(self._reacting_inputs, rows.m, rows.n, self._maps.symmetric)
+        yield self._aligned()
+
+    def _aligned(self) -> Pattern | None:
+        """The pattern by aligned dimensions, if it takes no more products than probing for a better one may."""
+        rows = self._maps.rows
+        if not 0 < aligned.probes_to_align(rows.sources, rows.targets) <= rows.m // ALIGNING_SHARE:
+            return None
+        found = aligned.guess_aligned(self._reacting_inputs, rows.sources, rows.targets, self._has_room)
+        return found.transposed() if found is not None and found.most_in_row <= rows.m // PROBING_SHARE else None
 
     def _explains(self, pattern: Pattern) -> bool:
         """Whether a product with a random half of the rows reaches no other columns than the pattern says."""

@@ -44,6 +44,8 @@ class Budget:
         Entries of a sparse Jacobian that memory admits.
     looks
         Evaluations that may be spent on guesses that the first look does not test.
+    aligning_calls
+        Calls up to which a pattern by aligned dimensions is taken without probing for a better one; 0: none is sought.
     """
 
     probes: int
@@ -51,6 +53,7 @@ class Budget:
     paying_entries: int
     admitted_entries: int
     looks: int
+    aligning_calls: int = 0
 
 
 CURVED = 2.0**-7
@@ -235,7 +238,8 @@ class ProblemPatterns(Detection):
     @cached_property
     def _aligned(self) -> Pattern | None:
         """The pattern by aligned dimensions, if testing them costs little."""
-        if not 0 < aligned.probes_to_align(*self._blocks) <= self._budget.looks - self._spent:
+        needed = aligned.probes_to_align(*self._blocks) if self._budget.aligning_calls else 0
+        if not 0 < needed <= self._budget.looks - self._spent:
             return None
         try:
             return aligned.guess_aligned(self._probe_columns, *self._blocks, self._has_room)
@@ -244,8 +248,8 @@ class ProblemPatterns(Detection):
             return None  # as in `probe`
 
     def _saves_probes(self, pattern: Pattern) -> bool:
-        """Whether the calls that it takes are fewer than probing for a better one may take."""
-        return 2 * pattern.most_in_row + pattern.most_in_column <= self._budget.looks
+        """Whether it takes so few calls that probing for a better one would take more."""
+        return 2 * pattern.most_in_row + pattern.most_in_column <= self._budget.aligning_calls
 
     @phase("pattern")
     def align(self) -> Pattern | None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from fastgrad.core.native import ops
 from fastgrad.core.tensors import checksum, largest
 from fastgrad.engines.compressed import Compression
+from fastgrad.engines.plan import dense_is_small
 from fastgrad.engines.sketch import Differences, directional_differences
 from fastgrad.problem.first_look import FirstLook
 from fastgrad.problem.problem import Problem
@@ -51,7 +52,7 @@ STARTS = (1.0, 2.0**2, 2.0**4, 2.0**6, 2.0**9, 2.0**12)
 LARGEST_TWO_POINT = 2.0**4
 """Step, in units of eps, up to which two evaluations give a derivative along a direction."""
 
-SMALLER, LARGER = (2.0**-10, 2.0**-14, 2.0**-17), (2.0**6, 2.0**12)
+SMALLER, LARGER = (2.0**-10, 2.0**-14, 2.0**-17), (2.0**5, 2.0**12)
 """Further steps, in units of eps: smaller ones do not cross the kinks that a joint step crosses and a single one does
 not; relative to larger ones rounding is small."""
 
@@ -61,6 +62,13 @@ more do, outputs are watched bit by bit instead."""
 
 MOST_SEPARATED = 64
 """Most outputs that may hide entries, and most columns of these, to examine separately."""
+
+SOON_SEPARATED = 16
+"""Most of such columns for which no further steps are tried before: three steps take more than their differences."""
+
+MOST_FOLLOW_UP_CALLS = 200
+"""Calls that further steps may take: seven steps in three directions, of four evaluations each, and again without the
+columns of single outputs. If the dense engine takes fewer, it decides instead."""
 
 MOST_WRONG_SHARE = 1 / 4
 """Share of the rows: if more are wrong, kinks are not the reason, and smaller steps do not help."""
@@ -204,7 +212,7 @@ class NumericalCertificate:
         Analytical entries, which products explain, are known better than numerical ones, and no entry that func has
         and the backward lacks adds to them. row_of: gives a row of the backward, run alone. Returns a failure, or the
         outputs that do not move so; None if so many outputs may hide entries that the pattern must be found in another
-        way.
+        way, or if the dense engine costs less than further steps.
         """
         watched = self._compression.pattern.is_numerical
         count = DIRECTIONS_WATCHED if watched else DIRECTIONS
@@ -232,6 +240,8 @@ class NumericalCertificate:
             self._explained_to(found.allowed / self._margin)
         if not explained or self._hiding.numel():
             self._repeat(seen)
+            if dense_is_small(self._problem, self._settings, MOST_FOLLOW_UP_CALLS):
+                return None
             rows = self._unexplained_rows(count, analytical)
             if analytical is not None and row_of is not None:
                 failure, rows = self._separated(rows, count, analytical, row_of)
@@ -304,12 +314,23 @@ class NumericalCertificate:
                 break
             if step == 1.0:
                 steps += [*SMALLER, *LARGER] if unexplained else [*LARGER, *SMALLER]
+            elif analytical is not None and excluded is None and self._is_soon_separated(int(hiding.sum())):
+                break
         self._explained_to(known.masked_fill(rows, 0.0) / self._margin, excluded)
         worst_first = rows.nonzero().reshape(-1)[refuted[0][rows].argsort(descending=True)]
         self._refuting = dict(zip(worst_first[:MOST_SUSPECTS].tolist(), refuting[worst_first].tolist(), strict=False))
         self._count, self._excluded = count, excluded
         self._against = (self.values, self._entry_rounding) if analytical is None else (analytical, None)
         return worst_first.tolist()
+
+    def _is_soon_separated(self, outputs: int) -> bool:
+        """Whether measuring the columns of so many outputs one by one takes less than the steps that are left."""
+        return outputs * self._compression.most_in_row <= SOON_SEPARATED and not self._is_complex
+
+    @property
+    def _is_complex(self) -> bool:
+        """Whether any input or output is."""
+        return any(block.is_complex for block in (*self._problem.inputs, *self._problem.outputs))
 
     def _explained_to(self, sizes: Tensor, excluded: _Excluded | None = None) -> None:
         """Takes the sizes up to which outputs may hide entries: float64, shape (m,)."""
@@ -326,9 +347,9 @@ class NumericalCertificate:
         These may be next to kinks: their own columns, moved together with others, cross them at every step for which
         rounding is small. So these columns are measured one by one, and all others move together.
         """
-        compression, blocks = self._compression, (*self._problem.inputs, *self._problem.outputs)
+        compression = self._compression
         rows = torch.unique(torch.cat([self._hiding, self._hiding.new_tensor(unexplained)]))
-        if not 0 < rows.numel() <= MOST_SEPARATED or any(block.is_complex for block in blocks):
+        if not 0 < rows.numel() <= MOST_SEPARATED or self._is_complex:
             return None, unexplained
         mine = torch.isin(compression.rows, rows)
         columns = torch.unique(compression.columns[mine])
