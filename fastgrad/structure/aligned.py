@@ -6,6 +6,7 @@ of A are aligned with those of the result, and the columns of B with its columns
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,9 @@ import numpy as np
 from fastgrad.problem.coordinates import Block
 from fastgrad.structure.coloring import Indices
 from fastgrad.structure.sparsity import Mask, Pattern
+
+WORTH_HALF = 1 / 2
+"""Largest share of the columns that a row may have: with more, a pattern saves less than half of the evaluations."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +32,13 @@ class _Pair:
     dims: tuple[tuple[int, int], ...] | None
 
     @property
-    def entries(self) -> int:
-        """Number of entries of the pattern, at most."""
+    def columns_of_each(self) -> int:
+        """Number of columns of each row."""
         if self.dims is None:
             return 0
         aligned = {dim for _, dim in self.dims}
         free = (size for dim, size in enumerate(self.block.tensor.shape) if dim not in aligned)
-        return self.output.size * self.block.width * int(np.prod([*free], dtype=np.int64))
+        return self.block.width * math.prod(free)
 
     def columns(self) -> tuple[Indices, Mask]:
         """The columns of each element of the output, ascending, and which of these elements have any.
@@ -85,37 +89,43 @@ def guess_aligned(
     """
     if any(block.elements is not None for block in (*inputs, *outputs)):
         return None
-    aligned: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    reach: set[tuple[int, int]] = set()
     selection = np.zeros(sum(block.size for block in inputs), dtype=np.bool_)
-    for i, block in enumerate(inputs):
-        shape = tuple(block.tensor.shape)
-        own = selection[block.slice].reshape(*shape, block.width)
-        candidates = _candidates(block, outputs)
-        reach.update((o, i) for o in range(len(outputs)) if not candidates)
-        for dim in candidates:
-            chosen = slice(1, max(2, (shape[dim] + 1) // 2))
-            np.moveaxis(own, dim, 0)[chosen] = True
-            reacted = respond(selection)
-            own[...] = False
-            for o, output in enumerate(outputs):
-                found = reacted[output.slice].reshape(*output.tensor.shape, output.width)
-                reach.update([(o, i)] if found.any() else [])
-                for own_dim, size in enumerate(output.tensor.shape):
-                    if size == shape[dim] and not np.delete(found, chosen, own_dim).any():
-                        aligned.setdefault((o, i), []).append((own_dim, dim))
-    pairs = [
-        [
-            _Pair(output, block, tuple(aligned.get((o, i), ())) if (o, i) in reach else None)
-            for i, block in enumerate(inputs)
-        ]
-        for o, output in enumerate(outputs)
-    ]
-    if not aligned or not has_room(sum(pair.entries for of_output in pairs for pair in of_output)):
+    pairs: dict[Block, list[_Pair]] = {}
+    most_in_row = np.zeros(len(outputs), dtype=np.int64)
+    for block in sorted(inputs, key=lambda block: -block.size):
+        pairs[block] = _pairs(respond, selection, block, outputs)
+        most_in_row += [pair.columns_of_each for pair in pairs[block]]
+        if most_in_row.max(initial=0) > WORTH_HALF * selection.size:
+            return None
+    by_output = list(zip(*(pairs[block] for block in inputs), strict=True))
+    if not has_room(sum(pair.output.size * pair.columns_of_each for of_output in by_output for pair in of_output)):
         return None
-    counts, columns = zip(*map(_rows, pairs), strict=True)
+    counts, columns = zip(*map(_rows, by_output), strict=True)
     starts = np.concatenate([[0], np.concatenate(counts).cumsum()])
     return Pattern(starts, np.concatenate(columns), selection.size, "guessed from dimensions that are aligned")
+
+
+def _pairs(respond: Callable[[Mask], Mask], selection: Mask, block: Block, outputs: Sequence[Block]) -> list[_Pair]:
+    """The aligned dimensions of an input and each output; selection: of no columns."""
+    shape, candidates = tuple(block.tensor.shape), _candidates(block, outputs)
+    own = selection[block.slice].reshape(*shape, block.width)
+    aligned: list[list[tuple[int, int]]] = [[] for _ in outputs]
+    reacts = [not candidates] * len(outputs)
+    for dim in candidates:
+        chosen = slice(1, max(2, (shape[dim] + 1) // 2))
+        np.moveaxis(own, dim, 0)[chosen] = True
+        reacted = respond(selection)
+        own[...] = False
+        for o, output in enumerate(outputs):
+            found = reacted[output.slice].reshape(*output.tensor.shape, output.width)
+            reacts[o] |= bool(found.any())
+            for own_dim, size in enumerate(output.tensor.shape):
+                if size == shape[dim] and not np.delete(found, chosen, own_dim).any():
+                    aligned[o].append((own_dim, dim))
+    return [
+        _Pair(output, block, tuple(dims) if reaches else None)
+        for output, dims, reaches in zip(outputs, aligned, reacts, strict=True)
+    ]
 
 
 def _candidates(block: Block, outputs: Sequence[Block]) -> list[int]:

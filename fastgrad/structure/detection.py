@@ -239,7 +239,7 @@ class ProblemPatterns(Detection):
     def _aligned(self) -> Pattern | None:
         """The pattern by aligned dimensions, if testing them costs little."""
         needed = aligned.probes_to_align(*self._blocks) if self._budget.aligning_calls else 0
-        if not 0 < needed <= self._budget.looks - self._spent:
+        if not 0 < needed <= self._budget.looks // 2 - self._spent:
             return None
         try:
             return aligned.guess_aligned(self._probe_columns, *self._blocks, self._has_room)
