@@ -23,7 +23,7 @@ CALL_SECONDS, NODE_SECONDS, CUSTOM_SECONDS, COORDINATE_SECONDS = 3e-6, 1.2e-6, 2
 """Usual seconds of an evaluation: per call, and in addition per node of its graph, per custom Function, and per
 coordinate. `python -m benchmarks.bench_costs` measures them."""
 
-BACKWARD_SECONDS = 5e-6
+BACKWARD_SECONDS = 2e-6
 """Additional time of an evaluation if func is itself a backward: one forward and one run of autograd's engine."""
 
 SLOW_SECONDS, SLOW_FACTOR = 3e-3, 10
