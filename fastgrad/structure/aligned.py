@@ -16,7 +16,7 @@ from fastgrad.problem.coordinates import Block
 from fastgrad.structure.coloring import Indices
 from fastgrad.structure.sparsity import Mask, Pattern
 
-WORTH_HALF = 1 / 2
+LARGEST_ROW_SHARE = 1 / 2
 """Largest share of the columns that a row may have: with more, a pattern saves less than half of the evaluations."""
 
 
@@ -90,14 +90,14 @@ def guess_aligned(
     if any(block.elements is not None for block in (*inputs, *outputs)):
         return None
     selection = np.zeros(sum(block.size for block in inputs), dtype=np.bool_)
-    pairs: dict[Block, list[_Pair]] = {}
+    pairs: dict[int, list[_Pair]] = {}
     most_in_row = np.zeros(len(outputs), dtype=np.int64)
     for block in sorted(inputs, key=lambda block: -block.size):
-        pairs[block] = _pairs(respond, selection, block, outputs)
-        most_in_row += [pair.columns_of_each for pair in pairs[block]]
-        if most_in_row.max(initial=0) > WORTH_HALF * selection.size:
+        pairs[block.index] = _pairs(respond, selection, block, outputs)
+        most_in_row += [pair.columns_of_each for pair in pairs[block.index]]
+        if most_in_row.max(initial=0) > LARGEST_ROW_SHARE * selection.size:
             return None
-    by_output = list(zip(*(pairs[block] for block in inputs), strict=True))
+    by_output = list(zip(*(pairs[block.index] for block in inputs), strict=True))
     if not has_room(sum(pair.output.size * pair.columns_of_each for of_output in by_output for pair in of_output)):
         return None
     counts, columns = zip(*map(_rows, by_output), strict=True)
