@@ -90,14 +90,14 @@ def guess_aligned(
     if any(block.elements is not None for block in (*inputs, *outputs)):
         return None
     selection = np.zeros(sum(block.size for block in inputs), dtype=np.bool_)
-    pairs: dict[int, list[_Pair]] = {}
+    pairs: list[list[_Pair]] = [[]] * len(inputs)
     most_in_row = np.zeros(len(outputs), dtype=np.int64)
-    for block in sorted(inputs, key=lambda block: -block.size):
-        pairs[block.index] = _pairs(respond, selection, block, outputs)
-        most_in_row += [pair.columns_of_each for pair in pairs[block.index]]
+    for i in sorted(range(len(inputs)), key=lambda i: -inputs[i].size):
+        pairs[i] = _pairs(respond, selection, inputs[i], outputs)
+        most_in_row += [pair.columns_of_each for pair in pairs[i]]
         if most_in_row.max(initial=0) > LARGEST_ROW_SHARE * selection.size:
             return None
-    by_output = list(zip(*(pairs[block.index] for block in inputs), strict=True))
+    by_output = list(zip(*pairs, strict=True))
     if not has_room(sum(pair.output.size * pair.columns_of_each for of_output in by_output for pair in of_output)):
         return None
     counts, columns = zip(*map(_rows, by_output), strict=True)
