@@ -49,6 +49,11 @@ class SmallCheck:
         (rows, m).
     differences
         Directional derivatives that agree with VJPs; the weight of each output, empty if all are 1; and the bound.
+    first_differences
+        The directional derivatives at the first step, whether they agree or not.
+    left_open
+        The early VJPs of sums that did not agree, although all calls were consistent. The reason may be curvature,
+        kinks or rounding.
     bound
         The size of an error of one entry that the sums show.
     certificates
@@ -74,6 +79,8 @@ class SmallCheck:
     products: tuple[Tensor, Tensor] | None = None
     tangents: tuple[Tensor, list[int], Tensor] | None = None
     differences: tuple[Derivatives, Tensor, float] | None = None
+    first_differences: Derivatives | None = None
+    left_open: Tensor | None = None
     bound: float = 0.0
     certificates: list[Certificate] = field(default_factory=list)
     vjps: int = 0

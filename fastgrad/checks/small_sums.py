@@ -47,13 +47,8 @@ def sums_agree(check: SmallCheck, settings: Settings) -> bool:
     recorded after them, as torch's checker records its graph. Outputs whose differences are noisy weigh less, as far as
     their tolerances allow.
     """
-    problem = check.problem
-    count = sketch_size(settings.confidence)
-    starts = accumulate((elements * width for _, elements, width in problem.outputs), initial=0)
-    layout = tuple(
-        (first, width, elements) for first, (_, elements, width) in zip(starts, problem.outputs, strict=False)
-    )
-    plain = screening_grad_outputs(layout, settings.seed, count, problem.is_custom)
+    problem, count = check.problem, sketch_size(settings.confidence)
+    plain = _plain(check, settings)
     early = _raised_noted(check, partial(_early_vjps, check, plain))
     if early is None:
         return False
@@ -61,7 +56,7 @@ def sums_agree(check: SmallCheck, settings: Settings) -> bool:
     for differences, weight, bound in differences_by_step(check, settings):
         if done is None or done[0] is not plain or weight.numel():
             made = (
-                weighted_grad_outputs(layout, settings.seed, count, problem.is_custom, weight)
+                weighted_grad_outputs(_layout(check), settings.seed, count, problem.is_custom, weight)
                 if weight.numel()
                 else plain
             )
@@ -73,15 +68,47 @@ def sums_agree(check: SmallCheck, settings: Settings) -> bool:
             check.bound, check.differences = bound, (differences, weight, bound)
             third = partial(_same_on_third, check, settings, *done)
             return not problem.is_custom or _raised_noted(check, third) is not None
+    if check.first_differences is not None and not check.moved and not isinstance(check.columns, tuple):
+        check.left_open = early
     return False
+
+
+def _layout(check: SmallCheck) -> tuple[tuple[int, int, int], ...]:
+    """The first coordinate of each output, the coordinates of an element, and its elements."""
+    outputs = check.problem.outputs
+    starts = accumulate((elements * width for _, elements, width in outputs), initial=0)
+    return tuple((first, width, elements) for first, (_, elements, width) in zip(starts, outputs, strict=False))
+
+
+def _plain(check: SmallCheck, settings: Settings) -> ScreeningGradOutputs:
+    count = sketch_size(settings.confidence)
+    return screening_grad_outputs(_layout(check), settings.seed, count, check.problem.is_custom)
+
+
+def open_calls_repeat(check: SmallCheck, settings: Settings) -> bool:
+    """Whether the first calls of sums that were left open give the same again, after all entries agreed."""
+    early, first = check.left_open, check.first_differences
+    assert early is not None
+    assert first is not None
+    again = _differences(check, settings, 1.0, _first_budget(settings))
+    if again is None or not torch.equal(again.derivatives, first.derivatives):
+        return False
+    repeated = _raised_noted(check, partial(_early_vjps, check, _plain(check, settings)))
+    return repeated is not None and torch.equal(repeated, early)
+
+
+def _first_budget(settings: Settings) -> float:
+    """The noise up to which two evaluations per direction suffice at the first step."""
+    return settings.atol / (2 * NOISE_SHARE)
 
 
 def differences_by_step(check: SmallCheck, settings: Settings) -> Iterator[tuple[Derivatives, Tensor, float]]:
     """Directional derivatives at one step after the other, and what `_weight` returns for them."""
-    for step, budget in ((1.0, settings.atol / (2 * NOISE_SHARE)), (SMALLER_STEP, 0.0)):
+    for step, budget in ((1.0, _first_budget(settings)), (SMALLER_STEP, 0.0)):
         differences = _differences(check, settings, step, budget)
         if differences is None:
             return
+        check.first_differences = check.first_differences or differences
         weighed = _weight(check, settings, differences, 1.0)
         if weighed is not None:
             yield differences, *weighed
