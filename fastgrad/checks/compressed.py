@@ -455,10 +455,7 @@ class _Verdict:
         measured = (self._of_backward.values.clone(), self.numerical.clone()) if differs else ()
         failure = self._confirmed_mismatch() if differs else None
         if failure is not None:
-            certificate = self._certificate_of(self._of_backward.values, None)
-            return _with_entries_elsewhere(
-                self._problem, self.findings, failure, certificate.certify(self.of_func.asked)
-            )
+            return self._beside_other_entries(failure)
         if repeat is not None:
             return repeat
         found = self._certified()
@@ -512,25 +509,9 @@ class _Verdict:
             self.findings.note_undecided(bound)
         if self.findings.pairs:
             return  # some entries differed at eps, and all were compared one pair at a time
-        inputs, outputs = self._problem.inputs, self._problem.outputs
-        for output in outputs:
-            within = self._compression.entries_of(output)
-            columns, *entries = (
-                values[within] for values in (self._compression.columns, self._of_backward.values, self.numerical)
-            )
-            for block in inputs:
-                if self._compression.leaves_out_pair(output, block):
-                    continue
-                pair = PairComparison(output, block, self._settings.atol, self._settings.rtol, on_pattern=True)
-                if len(inputs) == len(outputs) == 1:
-                    # The comparison of all entries was the comparison of this pair.
-                    pair.add_statistics(columns.numel() // block.width, self._statistics)
-                elif len(inputs) == 1:
-                    pair.add_agreeing(*entries)
-                else:
-                    own = (columns >= block.first) & (columns < block.end)
-                    pair.add_agreeing(*(values[own] for values in entries))
-                self.findings.add_pair(pair.pair("all", agrees=True))
+        values = self._of_backward.values, self.numerical
+        for pair in _agreeing_pairs(self._problem, self._settings, self._compression, values, self._statistics):
+            self.findings.add_pair(pair.pair("all", agrees=True))
 
     def _differs(self) -> bool:
         """Whether any entry of the pattern may differ by the allclose rule."""
@@ -544,19 +525,32 @@ class _Verdict:
         self._statistics = ops.compare(*entries, *tolerances, domains == {True}, False).tolist()
         return bool(self._statistics[0])
 
-    def _confirmed_mismatch(self) -> Failure | None:
+    def _beside_other_entries(self, failure: Failure) -> Failure:
+        """A mismatch on the pattern or, if the pattern lacks entries, only what was computed alone, or is larger."""
+        certificate = self._certificate_of(self._of_backward.values, None)
+        elsewhere = certificate.certify(self.of_func.asked)
+        lacks_entries = bool(self.numerical_suspects) or isinstance(elsewhere, Failure)
+        if isinstance(elsewhere, Incomplete):
+            lacks_entries = lacks_entries or elsewhere.refuted or elsewhere.rows.size > 0
+        if lacks_entries and failure.comparison is not None and failure.comparison.exhaustive:
+            self.findings = Findings()  # its pairs count sums
+            failure = self._confirmed_mismatch(may_be_sums=True) or failure
+        return _with_entries_elsewhere(self._problem, self.findings, failure, elsewhere, lacks_entries)
+
+    def _confirmed_mismatch(self, may_be_sums: bool = False) -> Failure | None:
         """The failure of entries that differ, unless entries outside of the pattern were only added to them.
 
         An analytical entry is added to another one in its column, a numerical entry to another one in its row.
         The worst rows are computed separately and, if entries still differ, so are their columns. If this changes
-        entries, others may be such sums, too: then only an entry that was computed alone is reported.
+        entries, others may be such sums, too: then only an entry that was computed alone is reported. may_be_sums:
+        whether this is known.
         """
         rows, columns = self._compression.rows, self._compression.columns
         excess = self._excesses(slice(None))
         differing = (~(excess <= 1)).nonzero().reshape(-1)
         worst = differing[excess[differing].nan_to_num(torch.inf).argsort(descending=True)]
         measured: set[int] = set()
-        are_sums = False
+        are_sums = may_be_sums
         for row in list(dict.fromkeys(rows[worst[: 16 * MOST_SUSPECTS]].tolist()))[:MOST_SUSPECTS]:
             mine = (rows == row).nonzero().reshape(-1)
             before = self._of_backward.values[mine], self.numerical[mine]
@@ -613,20 +607,48 @@ class _Verdict:
         return None
 
 
+def _agreeing_pairs(
+    problem: Problem,
+    settings: Settings,
+    compression: Compression,
+    values: tuple[Tensor, Tensor],
+    statistics: list[float],
+) -> Iterator[PairComparison]:
+    """The comparison of each output and input where all entries agree.
+
+    values: the analytical and the numerical entries; statistics: of their comparison.
+    """
+    for output in problem.outputs:
+        within = compression.entries_of(output)
+        columns, *entries = (each[within] for each in (compression.columns, *values))
+        for block in problem.inputs:
+            if compression.leaves_out_pair(output, block):
+                continue
+            pair = PairComparison(output, block, settings.atol, settings.rtol, on_pattern=True)
+            if len(problem.inputs) == len(problem.outputs) == 1:
+                # The comparison of all entries was the comparison of this pair.
+                pair.add_statistics(columns.numel() // block.width, statistics)
+            elif len(problem.inputs) == 1:
+                pair.add_agreeing(*entries)
+            else:
+                own = (columns >= block.first) & (columns < block.end)
+                pair.add_agreeing(*(each[own] for each in entries))
+            yield pair
+
+
 def _with_entries_elsewhere(
-    problem: Problem, findings: Findings, failure: Failure, elsewhere: Failure | Incomplete
+    problem: Problem, findings: Findings, failure: Failure, elsewhere: Failure | Incomplete, lacks_entries: bool
 ) -> Failure:
     """A mismatch on the pattern, or a larger one outside of it; if there may be more, the message says "at least".
 
-    elsewhere: what the certificate of the backward found outside of the pattern.
+    elsewhere: what the certificate of the backward found outside of the pattern; lacks_entries: whether there are any.
     """
     comparison = failure.comparison
     if comparison is None:
         return failure
-    if isinstance(elsewhere, Incomplete):
-        lacks_entries = elsewhere.refuted or elsewhere.rows.size > 0
-        if not lacks_entries and (elsewhere.unexplained or 0.0) <= comparison.largest_absolute:
-            return failure
+    unexplained = elsewhere.unexplained or 0.0 if isinstance(elsewhere, Incomplete) else 0.0
+    if not lacks_entries and unexplained <= comparison.largest_absolute:
+        return failure
     findings.pairs = [pair for pair in findings.pairs if not pair.agrees]
     other = elsewhere.comparison if isinstance(elsewhere, Failure) else None
     if isinstance(elsewhere, Failure) and other and other.largest_absolute > comparison.largest_absolute:

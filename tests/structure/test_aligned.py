@@ -191,3 +191,41 @@ def test_after_a_failure_every_entry_of_a_small_problem_is_compared() -> None:
     with pytest.raises(fastgrad.GradcheckError, match=r"in \d\d\d+ of 83521 entries"):
         fastgrad.gradcheck(Transposed.apply, (normal(17, 17),))
     assert not fastgrad.gradcheck(Transposed.apply, (normal(17, 17),), raise_exception=False)
+
+
+class Beside(torch.autograd.Function):
+    """A log-sum-exp of each row; output 25 also depends on input (39, 1), which backward lacks unless `right` is set."""
+
+    right = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        y = x.logsumexp(1)
+        y[25] += x[39, 1]
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        found = x.softmax(1) * grad[:, None]
+        found[33, 3] += 0.5 * grad[33]
+        if Beside.right:
+            found[39, 1] += grad[25]
+        return found
+
+
+@pytest.mark.parametrize("right", [False, True])
+def test_entries_that_others_were_added_to_are_not_reported(right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Beside, "right", right)
+    report = fastgrad.check(Beside.apply, (normal(130, 4),))
+    assert report.plan is not None
+    assert report.plan.engine == "compressed"
+    assert report.failure is not None
+    found = report.failure.comparison
+    assert found is not None
+    assert not found.exhaustive
+    wrong = {((33,), (33, 3))} if right else {((33,), (33, 3)), ((25,), (39, 1))}
+    assert {(entry.output_index, entry.input_index) for entry in found.worst_entries} <= wrong
+    assert found.mismatches == len(found.worst_entries) == report.pairs[0].mismatches
+    assert "at least 1 of 67600 entries" in str(report)
