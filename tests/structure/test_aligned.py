@@ -194,7 +194,7 @@ def test_after_a_failure_every_entry_of_a_small_problem_is_compared() -> None:
 
 
 class Beside(torch.autograd.Function):
-    """A log-sum-exp of each row; output 25 also depends on input (39, 1), which backward lacks unless `right` is set."""
+    """A log-sum-exp of each row; output 25 also depends on input (39, 1), in backward only if `right` is set."""
 
     right = False
 
