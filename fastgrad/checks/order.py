@@ -105,6 +105,7 @@ def _report_of_small(small: SmallCheck, settings: Settings, names: tuple[str, ..
         vjps=small.vjps,
         jvps=small.jvps,
         seconds=time.perf_counter() - start,
+        notes=("what the sketch left open was decided by the exact engine",) if small.left_open is not None else (),
         phases={"first evaluation": problem.seconds, **small.seconds},
         input_names=names,
         pairs=tuple(small.pairs()),
