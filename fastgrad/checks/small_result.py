@@ -49,8 +49,9 @@ class SmallCheck:
         (rows, m).
     differences
         Directional derivatives that agree with VJPs; the weight of each output, empty if all are 1; and the bound.
-    first_differences
-        The directional derivatives at the first step, whether they agree or not.
+    steps
+        Each step, relative to eps; the noise up to which two evaluations per direction suffice; and the directional
+        derivatives, whether they agree or not.
     left_open
         The early VJPs of sums that did not agree, although all calls were consistent. The reason may be curvature,
         kinks or rounding.
@@ -79,7 +80,7 @@ class SmallCheck:
     products: tuple[Tensor, Tensor] | None = None
     tangents: tuple[Tensor, list[int], Tensor] | None = None
     differences: tuple[Derivatives, Tensor, float] | None = None
-    first_differences: Derivatives | None = None
+    steps: list[tuple[float, float, Derivatives]] = field(default_factory=list)
     left_open: Tensor | None = None
     bound: float = 0.0
     certificates: list[Certificate] = field(default_factory=list)

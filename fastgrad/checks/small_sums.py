@@ -68,7 +68,7 @@ def sums_agree(check: SmallCheck, settings: Settings) -> bool:
             check.bound, check.differences = bound, (differences, weight, bound)
             third = partial(_same_on_third, check, settings, *done)
             return not problem.is_custom or _raised_noted(check, third) is not None
-    if check.first_differences is not None and not check.moved and not isinstance(check.columns, tuple):
+    if check.steps and not check.moved and not isinstance(check.columns, tuple):
         check.left_open = early
     return False
 
@@ -86,29 +86,29 @@ def _plain(check: SmallCheck, settings: Settings) -> ScreeningGradOutputs:
 
 
 def open_calls_repeat(check: SmallCheck, settings: Settings) -> bool:
-    """Whether the first calls of sums that were left open give the same again, after all entries agreed."""
-    early, first = check.left_open, check.first_differences
-    assert early is not None
-    assert first is not None
-    again = _differences(check, settings, 1.0, _first_budget(settings))
-    if again is None or not torch.equal(again.derivatives, first.derivatives):
+    """Whether the calls of sums that were left open give the same again, after all entries agreed."""
+    assert check.left_open is not None
+    for step, budget, before in check.steps:
+        again = _differences(check, settings, step, budget)
+        if again is None:
+            return False
+        rounding = _rounding_of_differences(check, settings.eps * step)
+        pairs = (again.derivatives, before.derivatives), (again.noise, before.noise)
+        check.moved = check.moved or any(derivatives_move(settings, *pair, rounding) for pair in pairs)
+    if check.moved:
         return False
-    repeated = _raised_noted(check, partial(_early_vjps, check, _plain(check, settings)))
-    return repeated is not None and torch.equal(repeated, early)
-
-
-def _first_budget(settings: Settings) -> float:
-    """The noise up to which two evaluations per direction suffice at the first step."""
-    return settings.atol / (2 * NOISE_SHARE)
+    plain = _plain(check, settings)
+    repeated = _raised_noted(check, partial(_early_vjps, check, plain))
+    return repeated is not None and _same_as_early(check, settings, plain, repeated, check.left_open)
 
 
 def differences_by_step(check: SmallCheck, settings: Settings) -> Iterator[tuple[Derivatives, Tensor, float]]:
     """Directional derivatives at one step after the other, and what `_weight` returns for them."""
-    for step, budget in ((1.0, _first_budget(settings)), (SMALLER_STEP, 0.0)):
+    for step, budget in ((1.0, settings.atol / (2 * NOISE_SHARE)), (SMALLER_STEP, 0.0)):
         differences = _differences(check, settings, step, budget)
         if differences is None:
             return
-        check.first_differences = check.first_differences or differences
+        check.steps.append((step, budget, differences))
         weighed = _weight(check, settings, differences, 1.0)
         if weighed is not None:
             yield differences, *weighed
@@ -121,6 +121,12 @@ def differences_by_step(check: SmallCheck, settings: Settings) -> Iterator[tuple
             return
 
 
+def _rounding_of_differences(check: SmallCheck, step: float) -> float:
+    """The error of differences if rounding changes the largest output by two unit roundoffs."""
+    size = max((largest(output.detach()) for output in check.problem.graph.outputs), default=0.0)
+    return 2 * check.problem.unit_roundoff * size / step
+
+
 def _func_moves(
     check: SmallCheck,
     settings: Settings,
@@ -129,13 +135,7 @@ def _func_moves(
     repeat: Callable[..., Derivatives | None],
 ) -> bool:
     """Whether noisy differences at a step change when they are repeated. One direction is repeated first, then all."""
-    problem = check.problem
-    rounding = (
-        2
-        * problem.unit_roundoff
-        * max((largest(output.detach()) for output in problem.graph.outputs), default=0.0)
-        / step
-    )
+    rounding = _rounding_of_differences(check, step)
     again = repeat(count=1)
     if again is None or derivatives_move(settings, again.derivatives[0], differences.derivatives[0], rounding):
         return again is not None

@@ -289,5 +289,22 @@ def test_sums_that_decide_nothing_are_followed_by_all_entries() -> None:
     assert report.plan.engine == "dense"
     assert report.notes == ("what the sketch left open was decided by the exact engine",)
     assert len(report.pairs) == 1
-    assert report.evaluations <= 2 * 12 + 25
+    assert report.evaluations <= 2 * 12 + 30
     assert report.vjps <= 25
+
+
+@pytest.mark.parametrize("call", range(2, 16))
+def test_a_value_that_only_sums_saw_is_not_dropped(call: int) -> None:
+    # Sums that decide nothing are followed by all entries, which do not use these values.
+    calls = 0
+
+    def wrong_once(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        y = torch.polygamma(1, x)
+        return y + 1e-3 * x.flip(0) * (calls == call)
+
+    x = torch.linspace(0.02, 0.5, 12, dtype=torch.float64, requires_grad=True)
+    report = fastgrad.check(wrong_once, (x,), fast_mode=True)
+    assert calls > call
+    assert report.failure is not None
