@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fastgrad
+from fastgrad.checks import one_block
 from fastgrad.engines import cost_model
 from fastgrad.sharding import problem, workers
 from tests.planted.known import ROWS
@@ -120,8 +121,11 @@ class _RaisesOnce:
 def share_all() -> list[int]:
     """Has all work shared, in short messages, and rank 0 leave the first part to others; counts the parts done here."""
     problem.WORTH_SHARING, workers._SEGMENT = -1.0, 512
-    # As on a quick machine: on a busy one, ranks and one rank might choose other engines.
-    cost_model.COSTS = replace(cost_model.COSTS, guess_seconds=math.inf, trial_seconds=math.inf)
+    # As on a quick machine: on a busy one, ranks and one rank might choose other engines, or run other VJPs.
+    one_block.SHARED_SECONDS = math.inf
+    cost_model.COSTS = replace(
+        cost_model.COSTS, guess_seconds=math.inf, trial_seconds=math.inf, vectorized_seconds=math.inf
+    )
     parts, part = [0], problem.PartitionedProblem.part
     begin = workers.Workers._next_part
 
