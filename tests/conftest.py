@@ -1,10 +1,16 @@
-"""With FASTGRAD_NATIVE=0 the suite runs on plain Python: what is about the compiled module is skipped, by name."""
+"""The costs of all tests, and what is skipped on plain Python.
+
+With FASTGRAD_NATIVE=0 the suite runs on plain Python: what is about the compiled module is skipped, by name.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 
 import pytest
+
+from tests.costs import set_costs
 
 PLAIN = os.environ.get("FASTGRAD_NATIVE") == "0"
 
@@ -24,6 +30,12 @@ OF_THE_COMPILED_MODULE = {
     "test_a_small_check_that_ran_out_of_memory_is_run_again": "plain Python has no small check",
     "test_an_interrupt_leaves_no_level_of_forward_mode": "Python code can be interrupted as it enters the level",
 }
+
+
+@pytest.fixture(autouse=True)
+def costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Vectorized rows however long an evaluation takes: the numbers of VJPs depend on it."""
+    set_costs(monkeypatch, vectorized_seconds=math.inf)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -97,12 +97,11 @@ def complete_check(
             sample = findings.sample
             if _lacks_entries(report) and dense_is_small(problem, settings):
                 every = Findings()
-                exact = _report(problem, replace(settings, engine="dense"), names, every, notes, start, backward)
-                if exact.failure is not None and exact.failure.kind == "mismatch":
-                    assert report.plan is not None
-                    assert exact.plan is not None
-                    plan = replace(exact.plan, reason=f"{report.plan.reason}; after a failure, every entry")
-                    report, sample = replace(exact, settings=settings, plan=plan), every.sample
+                dense = partial(
+                    _report, problem, replace(settings, engine="dense"), names, every, notes, start, backward
+                )
+                exact = _with_every_entry(report, dense)
+                report, sample = (report, sample) if exact is None else (exact, every.sample)
             return _diagnosed(problem, replace(report, subject=subject(func, problem)), sample)
 
         return run() if partition is None else partition.report(run)
@@ -114,6 +113,19 @@ def _lacks_entries(report: Report) -> bool:
     if comparison is None or report.plan is None:
         return False
     return not comparison.exhaustive and report.plan.engine == "compressed"
+
+
+def _with_every_entry(report: Report, dense: Callable[[], Report]) -> Report | None:
+    """The report of the dense engine in place of one that lacks entries, if it shows a mismatch, too."""
+    try:
+        exact = dense()
+    except Exception as error:
+        raise_unless_of_func(error)
+        return None
+    if exact.failure is None or exact.failure.kind != "mismatch" or exact.plan is None or report.plan is None:
+        return None
+    plan = replace(exact.plan, reason=f"{report.plan.reason}; after a failure, every entry")
+    return replace(exact, settings=report.settings, plan=plan)
 
 
 def _findings_of_small_check(small: SmallCheck, problem: Problem, settings: Settings) -> Findings:

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fastgrad.checks.candidates import Candidates
 from fastgrad.checks.sketch import SMALL_BOUND, Screening, screen
 from fastgrad.core.errors import raise_if_transient, raise_unless_of_func
 from fastgrad.core.native import ops
@@ -40,7 +41,7 @@ from fastgrad.report.data import Plan
 from fastgrad.report.failure import Failure, Part
 from fastgrad.report.settings import Settings, Tolerances
 from fastgrad.structure.detection import ProblemPatterns
-from fastgrad.structure.sparsity import HANDFUL, Mask, Pattern
+from fastgrad.structure.sparsity import HANDFUL
 from fastgrad.verdict.analytical_certificate import AnalyticalCertificate
 from fastgrad.verdict.comparison import Findings, PairComparison, tolerances
 from fastgrad.verdict.confirm import entries_failure, mismatch_failure
@@ -57,9 +58,6 @@ from fastgrad.verdict.repeated_calls import RepeatedCalls
 ATTEMPTS = 6
 """Number of patterns to try: guesses; patterns from probing by columns and rows, or one of them, with and without dense
 rows and columns; and these with the entries that certificates add."""
-
-BRIEF_PROBES = 512
-"""If probing has not ended after this many probes, dense rows and columns may be the reason."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,7 @@ def check_by_structure(
     if look.reacted is None or not bool(look.base.isfinite().all()):
         return None
     problem.forget_outputs()
-    candidates = _Candidates(problem, settings, look, calls)
+    candidates = Candidates(problem, settings, look, calls)
     answer: Outcome | Next = Next.PATTERN
     attempts = 0
     while answer is Next.PATTERN and attempts < ATTEMPTS:
@@ -109,7 +107,7 @@ def _attempt(
     look: FirstLook,
     calls: RepeatedCalls,
     findings: Findings,
-    candidates: _Candidates,
+    candidates: Candidates,
     compression: Compression,
 ) -> Outcome | Next:
     """Measures, compares and certifies the Jacobians on one pattern."""
@@ -157,7 +155,7 @@ def _answer(
     problem: Problem,
     settings: Settings,
     findings: Findings,
-    candidates: _Candidates,
+    candidates: Candidates,
     verdict: _Verdict,
     found: Failure | Incomplete | None,
     plan: Plan,
@@ -180,78 +178,6 @@ def _answer(
         verdict.record()
     findings.add(verdict.findings)
     return Outcome(plan, found)
-
-
-class _Candidates:
-    """Patterns to try: guesses first, then what probing finds, then what a certificate added to the last one.
-
-    Attributes
-    ----------
-    is_guess
-        Whether the present pattern, or the one that it extends, was guessed.
-    """
-
-    def __init__(self, problem: Problem, settings: Settings, look: FirstLook, calls: RepeatedCalls) -> None:
-        self._problem, self._look = problem, look
-        patterns = ProblemPatterns(problem, settings, look, detection_budget(problem, settings, look), calls.vjp)
-        self._patterns = patterns
-        finders: list[Callable[[], Pattern | None]] = [patterns.guess, patterns.decode, patterns.probe, patterns.align]
-        if takes_long(2 * problem.n + problem.m, look):
-            # Dense rows and columns may hide the sparsity of the rest from all probes, or there are no other entries.
-            brief = partial(patterns.probe, most=BRIEF_PROBES)
-            finders[2:] = [brief, partial(brief, splits_hubs=True), patterns.probe, patterns.align, patterns.dense]
-        self._finders = iter(finders)
-        self._guesses = patterns.guess, patterns.decode, patterns.align
-        self._pattern: Pattern | None = None
-        self._certifies, self._may_exclude_columns = True, True
-        self._excluded_columns: Mask | None = None
-        self.is_guess = False
-
-    def compress(self) -> Compression | None:
-        """The groups of the present pattern, or of the next one; None: there is none left.
-
-        Dense rows keep columns in different groups. If that would take long, they are left out to be certified, as far
-        as this is possible.
-        """
-        while self._pattern is None:
-            find = next(self._finders, None)
-            if find is None:
-                return None
-            self._pattern = find()
-            self.is_guess = find in self._guesses
-        rows: Mask | None = None
-        if self._certifies and takes_long(2 * self._pattern.most_in_row, self._look):
-            dense = self._pattern.dense_rows()
-            rows = dense if dense.any() else None
-        return compressed.compress(self._problem, self._pattern, rows, self._excluded_columns)
-
-    def repeat_suspects(self) -> None:
-        """As in `ProblemPatterns`."""
-        self._patterns.repeat_suspects()
-
-    def drop(self) -> None:
-        """The present pattern is wrong."""
-        self._pattern = None
-
-    def exclude_columns(self) -> bool:
-        """Marks dense columns, which keep rows in different groups, to be certified; returns whether there are any."""
-        if not (self._certifies and self._may_exclude_columns) or self._pattern is None:
-            return False
-        self._may_exclude_columns, dense = False, self._pattern.dense_columns()
-        self._excluded_columns = dense if dense.any() else self._excluded_columns
-        return bool(dense.any())
-
-    def exclude_nothing(self) -> None:
-        """What was excluded could not be certified: every entry must be compared."""
-        self._certifies, self._excluded_columns = False, None
-
-    def learn(self, found: Incomplete, may_hide_entries: bool) -> None:
-        """Adds what the present pattern lacks; may_hide_entries: whether rounding may hide entries of gradients."""
-        if self._pattern is None:
-            return
-        if found.refuted and not self._pattern.is_numerical and may_hide_entries:
-            self._finders = iter((partial(self._patterns.probe, watch_gradients=False),))
-        self._pattern = None if found.refuted else self._pattern.with_entries(found.rows, found.columns)
 
 
 def _plan(problem: Problem, settings: Settings, look: FirstLook, compression: Compression) -> Plan:

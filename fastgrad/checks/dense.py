@@ -74,7 +74,8 @@ def dense_check(
     elif is_small(problem, settings) and findings.backward is None and findings.early is None:
         findings.on_first_graph = problem.evaluations == 1
         try:
-            findings.backward = whole_backward(problem, settings, look.measured if look else problem.seconds)
+            seconds = problem.undisturbed_seconds if look is None else min(look.measured, problem.undisturbed_seconds)
+            findings.backward = whole_backward(problem, settings, seconds)
         except Exception as error:
             raise_unless_of_func(error)
             findings.early = error

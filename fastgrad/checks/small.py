@@ -175,7 +175,7 @@ def _rows_repeat(check: SmallCheck, settings: Settings, backward: WholeBackward)
 
 @phase("backward")
 def _backward(problem: SmallProblem, settings: Settings) -> WholeBackward:
-    return whole_backward(problem, settings, problem.seconds)
+    return whole_backward(problem, settings, problem.undisturbed_seconds)
 
 
 @phase("comparison")

@@ -47,7 +47,7 @@ class FirstLook:
     reacted
         The outputs that do: shape (m,). None if func raises there.
     seconds
-        Seconds of one evaluation: its usual cost or, if it is slow, by the clock.
+        Seconds of one evaluation: its usual cost or, if it is slow, as measured.
     measured
         Always by the clock: for estimates and trials; it chooses no engine.
     obstacles

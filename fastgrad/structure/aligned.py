@@ -62,7 +62,9 @@ class _Pair:
 
 
 def probes_to_align(inputs: Sequence[Block], outputs: Sequence[Block]) -> int:
-    """Number of evaluations that `guess_aligned` takes; 0: no sizes of dimensions are equal."""
+    """Number of evaluations that `guess_aligned` takes; 0: no sizes are equal, or slices would be single elements."""
+    if len(inputs) == 1 and all(block.tensor.dim() <= 1 for block in (*inputs, *outputs)):
+        return 0
     return sum(len(_candidates(block, outputs)) for block in inputs)
 
 

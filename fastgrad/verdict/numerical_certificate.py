@@ -64,11 +64,12 @@ MOST_SEPARATED = 64
 """Most outputs that may hide entries, and most columns of these, to examine separately."""
 
 SOON_SEPARATED = 16
-"""Most of such columns for which no further steps are tried before: three steps take more than their differences."""
+"""Most of such outputs, and columns, for which no further steps are tried before: four steps take 48 evaluations, the
+columns two each."""
 
 MOST_FOLLOW_UP_CALLS = 200
-"""Calls that further steps may take: seven steps in three directions, of four evaluations each, and again without the
-columns of single outputs. If the dense engine takes fewer, it decides instead."""
+"""Calls that further steps may take: six steps in three directions, of four evaluations each, again without the columns
+of single outputs, and these columns. If the dense engine takes fewer, it decides instead."""
 
 MOST_WRONG_SHARE = 1 / 4
 """Share of the rows: if more are wrong, kinks are not the reason, and smaller steps do not help."""
@@ -314,7 +315,7 @@ class NumericalCertificate:
                 break
             if step == 1.0:
                 steps += [*SMALLER, *LARGER] if unexplained else [*LARGER, *SMALLER]
-            elif analytical is not None and excluded is None and self._is_soon_separated(int(hiding.sum())):
+            elif analytical is not None and excluded is None and self._is_soon_separated(hiding):
                 break
         self._explained_to(known.masked_fill(rows, 0.0) / self._margin, excluded)
         worst_first = rows.nonzero().reshape(-1)[refuted[0][rows].argsort(descending=True)]
@@ -323,14 +324,18 @@ class NumericalCertificate:
         self._against = (self.values, self._entry_rounding) if analytical is None else (analytical, None)
         return worst_first.tolist()
 
-    def _is_soon_separated(self, outputs: int) -> bool:
-        """Whether measuring the columns of so many outputs one by one takes less than the steps that are left."""
-        return outputs * self._compression.most_in_row <= SOON_SEPARATED and not self._is_complex
+    def _is_soon_separated(self, outputs: Tensor) -> bool:
+        """Whether measuring the columns of some outputs, bool, shape (m,), takes less than the steps that are left."""
+        return self._separable_columns(outputs.nonzero().reshape(-1), SOON_SEPARATED) is not None
 
-    @property
-    def _is_complex(self) -> bool:
-        """Whether any input or output is."""
-        return any(block.is_complex for block in (*self._problem.inputs, *self._problem.outputs))
+    def _separable_columns(self, rows: Tensor, most: int) -> Tensor | None:
+        """The columns of some rows, if they can be measured one by one and there are at most so many of each."""
+        if not 0 < rows.numel() <= most or any(
+            block.is_complex for block in (*self._problem.inputs, *self._problem.outputs)
+        ):
+            return None
+        columns = torch.unique(self._compression.columns[torch.isin(self._compression.rows, rows)])
+        return columns if 0 < columns.numel() <= most else None
 
     def _explained_to(self, sizes: Tensor, excluded: _Excluded | None = None) -> None:
         """Takes the sizes up to which outputs may hide entries: float64, shape (m,)."""
@@ -349,12 +354,10 @@ class NumericalCertificate:
         """
         compression = self._compression
         rows = torch.unique(torch.cat([self._hiding, self._hiding.new_tensor(unexplained)]))
-        if not 0 < rows.numel() <= MOST_SEPARATED or self._is_complex:
+        columns = self._separable_columns(rows, MOST_SEPARATED)
+        if columns is None:
             return None, unexplained
         mine = torch.isin(compression.rows, rows)
-        columns = torch.unique(compression.columns[mine])
-        if not 0 < columns.numel() <= MOST_SEPARATED:
-            return None, unexplained
         excluded = torch.zeros_like(self._base, dtype=torch.bool).index_fill_(0, rows, True), columns
         expected = analytical.new_zeros(columns.numel(), rows.numel())
         places = zip((columns, rows), (compression.columns[mine], compression.rows[mine]), strict=True)

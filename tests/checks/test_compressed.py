@@ -380,7 +380,7 @@ def test_neighbors_closer_than_eps_are_measured_one_by_one() -> None:
     """Closest values 4.5e-10 apart: steps that do not swap them are so small that rounding hides what is below 6e-5."""
     report = fastgrad.check(lambda v: v.sort()[0], uniform(20_000, seed=4), engine="compressed")
     assert report.passed
-    assert report.evaluations <= 245
+    assert report.evaluations <= 240
     assert all(certificate.bound <= 1e-5 for certificate in report.certificates)
 
 

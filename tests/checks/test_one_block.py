@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from fastgrad.checks import one_block, small
 from fastgrad.checks.order import check
 from fastgrad.core.native import largest_errors
 from fastgrad.core.torch_private import DispatchMode
+from fastgrad.engines import cost_model
 from fastgrad.problem.problem import Problem
 from fastgrad.report.settings import Settings
 from tests.costs import set_costs
@@ -38,7 +40,8 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tens
 
 
 def backward_of(func: Callable[..., Any], inputs: tuple[Tensor, ...], seconds: float = 1e-6) -> Any:
-    with Problem(func, inputs) as problem:
+    """All VJPs, as if an evaluation took this many seconds."""
+    with Problem(func, inputs) as problem, mock.patch.object(cost_model, "COSTS", cost_model.CostModel()):
         return one_block.whole_backward(problem, SETTINGS, seconds)
 
 
@@ -116,7 +119,6 @@ def test_a_wrong_row_is_named_however_it_was_found(row: int) -> None:
 
 def test_the_fault_of_vectorizing_is_none_of_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
     x, original = leaf(10), small._backward
-    set_costs(monkeypatch, vectorized_seconds=10.0)  # however long the first evaluation takes
 
     def spoiled(*arguments: Any) -> Any:
         whole = original(*arguments)

@@ -105,6 +105,8 @@ def test_complex_elements_have_two_coordinates() -> None:
 def test_one_evaluation_per_dimension_whose_size_an_output_has() -> None:
     assert probes_to_align(blocks((4, 5), (5, 3), (7,)), blocks((4, 3))) == 2
     assert probes_to_align(blocks((4, 5), (1,)), blocks((1, 20))) == 0
+    assert probes_to_align(blocks((4,)), blocks((4,), (4,))) == 0  # pointwise, if at all
+    assert probes_to_align(blocks((4,), (4,)), blocks((4,))) == 2
 
 
 def test_a_pattern_without_room_is_not_built() -> None:

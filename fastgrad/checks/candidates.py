@@ -1,0 +1,92 @@
+"""The sparsity patterns that an exact check tries, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from fastgrad.engines import compressed
+from fastgrad.engines.compressed import Compression
+from fastgrad.engines.plan import detection_budget, takes_long
+from fastgrad.problem.first_look import FirstLook
+from fastgrad.problem.problem import Problem
+from fastgrad.report.settings import Settings
+from fastgrad.structure.detection import ProblemPatterns
+from fastgrad.structure.sparsity import Mask, Pattern
+from fastgrad.verdict.numerical_certificate import Incomplete
+from fastgrad.verdict.repeated_calls import RepeatedCalls
+
+BRIEF_PROBES = 512
+"""If probing has not ended after this many probes, dense rows and columns may be the reason."""
+
+
+class Candidates:
+    """Patterns to try: guesses first, then what probing finds, then what a certificate added to the last one.
+
+    Attributes
+    ----------
+    is_guess
+        Whether the present pattern, or the one that it extends, was guessed.
+    """
+
+    def __init__(self, problem: Problem, settings: Settings, look: FirstLook, calls: RepeatedCalls) -> None:
+        self._problem, self._look = problem, look
+        patterns = ProblemPatterns(problem, settings, look, detection_budget(problem, settings, look), calls.vjp)
+        self._patterns = patterns
+        finders: list[Callable[[], Pattern | None]] = [patterns.guess, patterns.decode, patterns.probe, patterns.align]
+        if takes_long(2 * problem.n + problem.m, look):
+            # Dense rows and columns may hide the sparsity of the rest from all probes, or there are no other entries.
+            brief = partial(patterns.probe, most=BRIEF_PROBES)
+            finders[2:] = [brief, partial(brief, splits_hubs=True), patterns.probe, patterns.align, patterns.dense]
+        self._finders = iter(finders)
+        self._guesses = patterns.guess, patterns.decode, patterns.align
+        self._pattern: Pattern | None = None
+        self._certifies, self._may_exclude_columns = True, True
+        self._excluded_columns: Mask | None = None
+        self.is_guess = False
+
+    def compress(self) -> Compression | None:
+        """The groups of the present pattern, or of the next one; None: there is none left.
+
+        Dense rows keep columns in different groups. If that would take long, they are left out to be certified, as far
+        as this is possible.
+        """
+        while self._pattern is None:
+            find = next(self._finders, None)
+            if find is None:
+                return None
+            self._pattern = find()
+            self.is_guess = find in self._guesses
+        rows: Mask | None = None
+        if self._certifies and takes_long(2 * self._pattern.most_in_row, self._look):
+            dense = self._pattern.dense_rows()
+            rows = dense if dense.any() else None
+        return compressed.compress(self._problem, self._pattern, rows, self._excluded_columns)
+
+    def repeat_suspects(self) -> None:
+        """As in `ProblemPatterns`."""
+        self._patterns.repeat_suspects()
+
+    def drop(self) -> None:
+        """The present pattern is wrong."""
+        self._pattern = None
+
+    def exclude_columns(self) -> bool:
+        """Marks dense columns, which keep rows in different groups, to be certified; returns whether there are any."""
+        if not (self._certifies and self._may_exclude_columns) or self._pattern is None:
+            return False
+        self._may_exclude_columns, dense = False, self._pattern.dense_columns()
+        self._excluded_columns = dense if dense.any() else self._excluded_columns
+        return bool(dense.any())
+
+    def exclude_nothing(self) -> None:
+        """What was excluded could not be certified: every entry must be compared."""
+        self._certifies, self._excluded_columns = False, None
+
+    def learn(self, found: Incomplete, may_hide_entries: bool) -> None:
+        """Adds what the present pattern lacks; may_hide_entries: whether rounding may hide entries of gradients."""
+        if self._pattern is None:
+            return
+        if found.refuted and not self._pattern.is_numerical and may_hide_entries:
+            self._finders = iter((partial(self._patterns.probe, watch_gradients=False),))
+        self._pattern = None if found.refuted else self._pattern.with_entries(found.rows, found.columns)
