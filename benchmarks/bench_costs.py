@@ -1,4 +1,4 @@
-"""Measures the figures of the cost model on this machine: python -m benchmarks.bench_costs [--rounds 15].
+"""Measures the figures of the cost model on this machine: python -m benchmarks.bench_costs [--device cuda].
 
 Each is printed next to the model's. Medians of one process and one thread; nothing is written.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from functools import reduce
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 import fastgrad
+from fastgrad.core.phases import clock
 from fastgrad.engines.cost_model import COSTS
 from fastgrad.problem import first_look
 from fastgrad.problem.problem import Problem
@@ -25,9 +25,13 @@ SIZE = 1000
 """Input coordinates: calls take microseconds, so that their overhead shows."""
 
 
+DEVICE = torch.device("cpu")
+"""Where the inputs are; main() sets it."""
+
+
 def leaf(*shape: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
+    return torch.randn(shape, dtype=torch.float64, generator=generator).to(DEVICE).requires_grad_()
 
 
 def median_seconds(run: Callable[[], Any], rounds: int) -> float:
@@ -35,16 +39,16 @@ def median_seconds(run: Callable[[], Any], rounds: int) -> float:
     run()
     found = []
     for _ in range(rounds):
-        start = time.perf_counter()
+        start = clock(DEVICE)
         run()
-        found.append(time.perf_counter() - start)
+        found.append(clock(DEVICE) - start)
     return statistics.median(found)
 
 
 def calls_seconds(func: Callable[..., Any], inputs: tuple[Tensor, ...], rounds: int) -> tuple[float, float]:
     """Of one evaluation that records a graph, and of one VJP."""
     with Problem(func, inputs) as problem:
-        cotangent = torch.ones(1, problem.m, dtype=torch.float64)
+        cotangent = torch.ones(1, problem.m, dtype=torch.float64, device=DEVICE)
         problem.graph()
         evaluation = median_seconds(lambda: problem.evaluate(True), rounds)
         problem.graph()
@@ -142,8 +146,11 @@ def main() -> None:
     """Prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    global DEVICE
+    DEVICE = torch.device(options.device)
     print(f"{'cost':<26}{'model':>12}{'measured':>12}")
     rows = {name: (getattr(COSTS, name), value) for name, value in measured(options.rounds).items()}
     for name, (assumed, value) in (usual_costs(options.rounds) | rows).items():

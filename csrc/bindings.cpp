@@ -130,6 +130,7 @@ PYBIND11_MODULE(_C, module) {
       .def_property_readonly("is_custom", &SmallProblem::is_custom)
       .def_property_readonly("vectorizes", [](const SmallProblem& problem) { return !problem.is_custom(); })
       .def_property_readonly_static("device", [](const py::object&) { return at::Device(at::kCPU); })
+      .def_property_readonly("tensor_device", &SmallProblem::tensor_device)
       .def_property_readonly_static(
           "unit_roundoff", [](const py::object&) { return std::numeric_limits<double>::epsilon() / 2; })
       .def_property_readonly("inputs", &SmallProblem::inputs)
@@ -138,6 +139,7 @@ PYBIND11_MODULE(_C, module) {
       .def("release", &SmallProblem::release)
       .def("record_again", torch::wrap_pybind_function(&SmallProblem::record_again))
       .def("repeats", torch::wrap_pybind_function(&SmallProblem::repeats))
+      .def("first_other_vjp", torch::wrap_pybind_function(&SmallProblem::first_other_vjp))
       .def("whole_backward", torch::wrap_pybind_function(&SmallProblem::whole_backward))
       .def("difference_columns", torch::wrap_pybind_function(&SmallProblem::difference_columns))
       .def("errors", torch::wrap_pybind_function(&SmallProblem::errors))
@@ -171,7 +173,8 @@ PYBIND11_MODULE(_C, module) {
       .def_readonly("add_up", &fastgrad::WholeBackward::add_up)
       .def_readonly("zeros", &fastgrad::WholeBackward::zeros)
       .def_readonly("are_zero", &fastgrad::WholeBackward::are_zero)
-      .def_readonly("vjps", &fastgrad::WholeBackward::vjps);
+      .def_readonly("vjps", &fastgrad::WholeBackward::vjps)
+      .def("to", torch::wrap_pybind_function(&fastgrad::WholeBackward::to));
   module.def("bucket", torch::wrap_pybind_function_no_gil(&fastgrad::bucket), py::arg("keys"), py::arg("count"));
   module.def(
       "color", torch::wrap_pybind_function_no_gil(&fastgrad::color), py::arg("starts"), py::arg("members"),

@@ -244,13 +244,26 @@ std::variant<Derivatives, Changed> Evaluator::differences_along(
 void Evaluator::realize_one_sided(const at::Tensor& moved, const at::Tensor& displacement) const {
   double* const to = moved.mutable_data_ptr<double>();
   const double* const by = displacement.const_data_ptr<double>();
-  for (const InputBlock& block : blocks_) {
-    const at::Tensor origin = real_coordinates(block.origin);
+  for (size_t b = 0; b < blocks_.size(); ++b) {
+    const int64_t first = blocks_[b].first;
+    const at::Tensor origin = real_coordinates(origin_on(at::kCPU, b));
     const double* const x = origin.const_data_ptr<double>();
     for (int64_t j = 0; j < origin.numel(); ++j) {
-      to[block.first + j] = displaced(x[j], by[block.first + j], 1.0) - x[j];
+      to[first + j] = displaced(x[j], by[first + j], 1.0) - x[j];
     }
   }
+}
+
+std::optional<Changed> Evaluator::values_on_cpu(
+    const at::Tensor& displacement, const std::vector<double>& scales, const at::Tensor& values,
+    const std::vector<OutputSpec>& outputs) {
+  const at::Device device = outputs.at(0).like.device();
+  const at::Tensor there = device.is_cpu() ? values : at::empty(values.sizes(), values.options().device(device));
+  auto changed = values_along(displacement.to(device), scales, there.unbind(), outputs, /*record_graph=*/true);
+  if (!changed && !device.is_cpu()) {
+    values.copy_(there);
+  }
+  return changed;
 }
 
 std::variant<Derivatives, Changed> Evaluator::screening_derivatives(
@@ -264,7 +277,7 @@ std::variant<Derivatives, Changed> Evaluator::screening_derivatives(
       "screening_derivatives: base must have ", m, " elements on the CPU, and ulps one for each of ", outputs.size(),
       " outputs, got ", base.numel(), " on ", base.device(), ", and ", ulps.size());
   const auto is_double = [](const at::Tensor& tensor) {
-    return tensor.is_cpu() && c10::toRealValueType(tensor.scalar_type()) == at::kDouble;
+    return c10::toRealValueType(tensor.scalar_type()) == at::kDouble;
   };
   bool all_double = true;
   for (const InputBlock& block : blocks_) {
@@ -275,7 +288,7 @@ std::variant<Derivatives, Changed> Evaluator::screening_derivatives(
   }
   const auto vector = [&](int64_t size) { return at::empty({size}, base.options()); };
   const at::Tensor displacement = vector(size_);
-  const std::vector<at::Tensor> memory{vector(m), vector(m), vector(m)};
+  const at::Tensor memory = at::empty({3, m}, base.options());
   const at::Tensor rounding = vector(m);
   Derivatives into{
       at::empty({count, size_}, base.options()),
@@ -304,10 +317,11 @@ std::variant<Derivatives, Changed> Evaluator::screening_derivatives(
     }
     const std::vector<double> scales =
         step_fraction ? std::vector{1.0} : (k == 0 ? std::vector{1.0, -1.0, 0.5} : std::vector{1.0, -1.0});
-    const std::vector<at::Tensor> values(memory.begin(), memory.begin() + static_cast<std::ptrdiff_t>(scales.size()));
-    if (auto changed = values_along(displacement, scales, values, outputs, /*record_graph=*/true)) {
+    const at::Tensor rows = memory.narrow(0, 0, static_cast<int64_t>(scales.size()));
+    if (auto changed = values_on_cpu(displacement, scales, rows, outputs)) {
       return *std::move(changed);
     }
+    const std::vector<at::Tensor> values = rows.unbind();
     check_storage("screening_derivatives", "base", base);  // func has run
     const BelowAutograd guard;
     const at::Tensor derivative = into.derivatives.select(0, k);

@@ -6,6 +6,7 @@
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/engine.h>
@@ -30,21 +31,24 @@ using torch::autograd::Node;
 // In larger graphs the engine's own share is small.
 constexpr size_t most_nodes = 64;
 
-// As is_plain_cpu, but lazily conjugated or negated tensors are allowed.
-bool is_cpu_or_lazy(const at::Tensor& tensor) {
-  constexpr auto no_matter = c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset;
+// As is_plain_dense, but lazily conjugated or negated tensors are allowed.
+bool is_dense_or_lazy(const at::Tensor& tensor) {
   constexpr auto lazy = c10::DispatchKeySet({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
-  return tensor.defined() && tensor.key_set() - no_matter - lazy == c10::DispatchKeySet(c10::DispatchKey::CPU);
+  return tensor.defined() && is_plain_backend(backend_keys(tensor) - lazy);
 }
 
-bool are_cpu_or_lazy(const std::vector<at::Tensor>& tensors) {
-  return std::all_of(tensors.begin(), tensors.end(), is_cpu_or_lazy);
+bool is_on(at::Device device, const at::Tensor& tensor) {
+  return is_dense_or_lazy(tensor) && tensor.device() == device;
+}
+
+bool are_on(at::Device device, const std::vector<at::Tensor>& tensors) {
+  return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) { return is_on(device, tensor); });
 }
 
 bool are_equal(const std::vector<at::Tensor>& left, const std::vector<at::Tensor>& right) {
   return std::equal(left.begin(), left.end(), right.begin(), right.end(), [](const auto& a, const auto& b) {
     return a.defined() == b.defined() &&
-           (!a.defined() || (is_cpu_or_lazy(a) && is_cpu_or_lazy(b) && a.scalar_type() == b.scalar_type() &&
+           (!a.defined() || (is_dense_or_lazy(a) && is_dense_or_lazy(b) && a.scalar_type() == b.scalar_type() &&
                              a.sizes() == b.sizes() && have_equal_values(a, b)));
   });
 }
@@ -61,7 +65,8 @@ GraphRunner::GraphRunner(std::vector<at::Tensor> outputs, std::vector<at::Tensor
 
 bool GraphRunner::find_steps() {
   const auto requires_grad = [](const at::Tensor& tensor) { return tensor.requires_grad(); };
-  if (!are_cpu_or_lazy(outputs_) || !are_cpu_or_lazy(inputs_) || torch::autograd::AnomalyMode::is_enabled() ||
+  device_ = outputs_.empty() ? at::Device(at::kCPU) : outputs_[0].device();
+  if (!are_on(device_, outputs_) || !are_on(device_, inputs_) || torch::autograd::AnomalyMode::is_enabled() ||
       !std::all_of(outputs_.begin(), outputs_.end(), requires_grad) ||
       !std::all_of(inputs_.begin(), inputs_.end(), requires_grad) || !runs_no_custom_code(outputs_, inputs_)) {
     return false;
@@ -126,8 +131,23 @@ bool GraphRunner::find_steps() {
   return true;
 }
 
+bool GraphRunner::is_on_current_stream() const {
+  if (device_.is_cpu()) {
+    return true;
+  }
+  const c10::impl::VirtualGuardImpl current(device_.type());
+  if (current.getDevice() != device_) {
+    return false;
+  }
+  const c10::Stream stream = current.getStream(device_);
+  return std::all_of(steps_.begin(), steps_.end(), [&](const Step& step) {
+    const auto own = step.node->stream();
+    return !own || *own == stream;
+  });
+}
+
 std::vector<uint64_t> GraphRunner::structure() const {
-  std::vector<uint64_t> found;
+  std::vector<uint64_t> found{static_cast<uint64_t>(device_.type())};
   const auto add = [&](const std::vector<std::pair<int64_t, uint32_t>>& edges) {
     found.push_back(edges.size());
     for (const auto& [step, input] : edges) {
@@ -154,14 +174,14 @@ std::vector<at::Tensor> GraphRunner::run(const std::vector<at::Tensor>& cotangen
   }
   const auto hand_on = [&](const std::pair<int64_t, uint32_t>& to, const at::Tensor& gradient) {
     if (to.first >= 0 && gradient.defined()) {
-      TORCH_CHECK(is_cpu_or_lazy(gradient));
+      TORCH_CHECK(is_on(device_, gradient));
       at::Tensor& sum = buffers[to.first].at(to.second);
       sum = sum.defined() ? at::add(sum, gradient) : gradient;
     }
   };
   torch::autograd::variable_list first = cotangents;
   for (size_t k = 0; k < first.size(); ++k) {
-    TORCH_CHECK(!first[k].defined() || (is_cpu_or_lazy(first[k]) && first[k].sizes() == outputs_[k].sizes()));
+    TORCH_CHECK(!first[k].defined() || (is_on(device_, first[k]) && first[k].sizes() == outputs_[k].sizes()));
   }
   torch::autograd::validate_outputs(roots_, first, as_it_is);
   for (size_t k = 0; k < first.size(); ++k) {
@@ -189,6 +209,9 @@ std::vector<at::Tensor> GraphRunner::run(const std::vector<at::Tensor>& cotangen
 
 std::optional<std::vector<at::Tensor>> GraphRunner::try_run(const std::vector<at::Tensor>& cotangents) {
   check_vjp_memory(outputs_, inputs_, cotangents);
+  if (!is_on_current_stream()) {
+    return std::nullopt;
+  }
   try {
     const c10::AutoGradMode without_graph(false);
     const pybind11::gil_scoped_release released;

@@ -1,4 +1,4 @@
-// VJPs of small graphs on the CPU without the autograd engine, whose queue costs more than small operators.
+// VJPs of small graphs without the autograd engine, whose queue and threads cost more than small operators.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,7 +15,8 @@ namespace fastgrad {
 // Computes vjp(outputs, inputs, cotangents, false) repeatedly. The engine computes the first VJP, and so do direct
 // calls of the nodes. If both agree bit for bit, later VJPs, and all VJPs of graphs with the same nodes and edges, call
 // only the nodes, in the engine's order. The engine runs all VJPs of a graph with custom Functions or hooks, of more
-// than a few nodes, or with anything but plain CPU tensors, and those for which a node raises.
+// than a few nodes, or with anything but plain tensors of one device, the CPU or a CUDA device; those for which a node
+// raises; and those on another device or stream than the current one.
 class GraphRunner {
  public:
   GraphRunner(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs);
@@ -41,7 +42,10 @@ class GraphRunner {
 
   bool find_steps();
 
-  // The types of the nodes and the edges between them, outputs and inputs.
+  // Whether the nodes of this device run on the current device and on its current stream, as the engine runs them.
+  bool is_on_current_stream() const;
+
+  // The types of the nodes and the edges between them, outputs and inputs, and the type of the device.
   std::vector<uint64_t> structure() const;
 
   // The results of the nodes; an undefined cotangent is passed on as such.
@@ -53,6 +57,7 @@ class GraphRunner {
   State state_ = State::untried;
   std::vector<at::Tensor> outputs_, inputs_;
   torch::autograd::edge_list roots_;
+  at::Device device_ = at::kCPU;
   std::vector<Step> steps_;                              // each after all that it gets gradients from
   std::vector<std::pair<int64_t, uint32_t>> from_, to_;  // of each output and each input
 };

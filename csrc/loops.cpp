@@ -500,12 +500,22 @@ py::object Evaluator::evaluate(bool record_graph) {
   return call(record_graph, arguments_);
 }
 
-void Evaluator::displace(const at::Tensor& displacement, double scale) {
+void Evaluator::displace(const std::vector<at::Tensor>& parts, double scale) {
   const BelowAutograd guard;
-  for (const InputBlock& block : blocks_) {
-    const at::Tensor own = displacement.narrow(0, block.first, coordinate_count(block.origin));
-    displace_(block.values, block.origin, own.to(block.values.device()), scale);
+  for (size_t b = 0; b < blocks_.size(); ++b) {
+    displace_(blocks_[b].values, blocks_[b].origin, parts[b], scale);
   }
+}
+
+std::vector<at::Tensor> Evaluator::parts_of(const at::Tensor& displacement) const {
+  const BelowAutograd guard;
+  std::vector<at::Tensor> parts;
+  parts.reserve(blocks_.size());
+  for (const InputBlock& block : blocks_) {
+    const at::Tensor part = displacement.narrow(0, block.first, coordinate_count(block.origin));
+    parts.push_back(part.to(block.values.device()));
+  }
+  return parts;
 }
 
 void Evaluator::realize(
@@ -514,12 +524,26 @@ void Evaluator::realize(
   const BelowAutograd guard;
   check_vector("realize", "displacement", displacement, size_);
   check_vector("realize", "realized", realized, size_);
-  for (const InputBlock& block : blocks_) {
+  for (size_t b = 0; b < blocks_.size(); ++b) {
+    const InputBlock& block = blocks_[b];
     const int64_t size = coordinate_count(block.origin);
     realize_(
         displacement.narrow(0, block.first, size), realized.narrow(0, block.first, size),
-        block.origin.to(displacement.device()), seed, stream, block.first, eps, relative * block.relative_step);
+        origin_on(displacement.device(), b), seed, stream, block.first, eps, relative * block.relative_step);
   }
+}
+
+at::Tensor Evaluator::origin_on(at::Device device, size_t block) const {
+  const at::Tensor& origin = blocks_[block].origin;
+  if (!device.is_cpu() || origin.is_cpu()) {
+    return origin.to(device);
+  }
+  origins_on_cpu_.resize(blocks_.size());
+  at::Tensor& copy = origins_on_cpu_[block];
+  if (!copy.defined()) {
+    copy = origin.to(device);
+  }
+  return copy;
 }
 
 std::optional<std::tuple<int64_t, int64_t, py::object>> Evaluator::values_along(
@@ -534,9 +558,10 @@ std::optional<std::tuple<int64_t, int64_t, py::object>> Evaluator::values_along(
     check_written("values_along", "values", row);
   }
   check_in_place(blocks_);
+  const std::vector<at::Tensor> parts = parts_of(displacement);
   const OnExit restoring([this] { restore(); });
   for (size_t s = 0; s < values.size(); ++s) {
-    displace(displacement, scales[s]);
+    displace(parts, scales[s]);
     const py::object result = call(record_graph && records_differences_, perturbed_arguments());
     const at::Tensor row = values[s].unsqueeze(0);
     const auto changed =

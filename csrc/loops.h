@@ -150,8 +150,9 @@ class Evaluator {
   // The same from the fewest evaluations, for a check that passes: three along the first direction, x + h u, x - h u
   // and x + h u / 2, which measure noise and curvature; along each other one, x + h' u, where these say that a
   // one-sided derivative with the best h' is precise enough, and x + h u and x - h u where it is not. budget: what the
-  // 2-norm of the noise of one-sided derivatives may be; h is a multiple of the step where rounding would exceed it. On
-  // the CPU. along.points is not looked at.
+  // 2-norm of the noise of one-sided derivatives may be; h is a multiple of the step where rounding would exceed it.
+  // `base` and the results are on the CPU, whatever the device of inputs and outputs, which are all on one.
+  // along.points is not looked at.
   std::variant<Derivatives, Changed> screening_derivatives(
       const RandomDirections& along, const at::Tensor& base, double curve, double budget,
       const std::vector<OutputSpec>& outputs, const std::vector<double>& ulps);
@@ -226,11 +227,20 @@ class Evaluator {
   // Refuses coordinates first, ..., first + count - 1 that the inputs do not have.
   void check_coordinates(const char* what, int64_t first, int64_t count) const;
 
-  // What x + displacement really moves by: float64, into `moved`, shape (coordinates of all inputs,).
+  // What x + displacement really moves by: float64, into `moved`, shape (coordinates of all inputs,); on the CPU.
   void realize_one_sided(const at::Tensor& moved, const at::Tensor& displacement) const;
 
-  // Moves all inputs to x + scale * displacement.
-  void displace(const at::Tensor& displacement, double scale);
+  // The origin of an input on this device; a copy on the CPU is made once.
+  at::Tensor origin_on(at::Device device, size_t block) const;
+
+  // As values_along, for a displacement and for values, one row per scale, on the CPU: one copy of each.
+  std::optional<Changed> values_on_cpu(
+      const at::Tensor& displacement, const std::vector<double>& scales, const at::Tensor& values,
+      const std::vector<OutputSpec>& outputs);
+
+  // Moves all inputs to x + scale * displacement; by input, its part of a displacement, where its values are.
+  void displace(const std::vector<at::Tensor>& parts, double scale);
+  std::vector<at::Tensor> parts_of(const at::Tensor& displacement) const;
 
   // A copy of coordinates for each block, where its values are.
   std::vector<at::Tensor> with_blocks(const at::Tensor& coordinates) const;
@@ -266,6 +276,7 @@ class Evaluator {
   int64_t modified_tangent_ = -1;
   bool mutates_inputs_ = false;
   bool records_differences_ = true;
+  mutable std::vector<at::Tensor> origins_on_cpu_;  // of inputs on a device, once they were asked for
 };
 
 // The real coordinates of some tensors end to end: float64, one dimension, where the first is.
@@ -403,6 +414,9 @@ struct WholeBackward {
   std::vector<std::vector<at::Tensor>> zeros;
   bool are_zero = true;  // all of these were seen to be zero, and like their inputs
   int64_t vjps = 0;
+
+  // The same with rows and products on another device; the gradients in `zeros` stay where they are.
+  WholeBackward to(at::Device device) const;
 };
 
 // Runs them: of zeros, undefined, one-hot as in vjp_rows, and `cotangents` (float64, shape (count, coordinates of

@@ -4,13 +4,12 @@
 #include "rows.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/equal.h>
-#include <ATen/ops/zeros.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/TensorOperators.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -30,8 +29,8 @@ namespace {
 // Beyond, it is not known whether custom code runs: runs_no_custom_code does not look at all nodes.
 constexpr int64_t largest_small_graph = 10000;
 
-bool is_double_on_cpu(const at::Tensor& tensor) {
-  return is_plain_cpu(tensor) && tensor.layout() == at::kStrided &&
+bool is_plain_double(const at::Tensor& tensor) {
+  return is_plain_dense(tensor) && tensor.layout() == at::kStrided &&
          (tensor.scalar_type() == at::kDouble || tensor.scalar_type() == at::kComplexDouble) &&
          bytes_reached(tensor) <= static_cast<int64_t>(tensor.storage().nbytes());
 }
@@ -69,7 +68,8 @@ bool is_constant(PyObject* object, int depth = 0) {
   return object == Py_None || PyLong_Check(object) || PyFloat_CheckExact(object) || PyUnicode_CheckExact(object);
 }
 
-// The positions of the differentiable arguments, each in memory of its own; none where one of all arguments needs care.
+// The positions of the differentiable arguments, each in memory of its own and all on one device; none where one of all
+// arguments needs care.
 std::vector<int64_t> checked_positions(const py::tuple& arguments) {
   std::vector<int64_t> positions;
   std::vector<at::Tensor> checked;
@@ -88,8 +88,10 @@ std::vector<int64_t> checked_positions(const py::tuple& arguments) {
     if (!tensor.requires_grad()) {
       continue;
     }
-    const auto shares = [&](const at::Tensor& other) { return other.storage().is_alias_of(tensor.storage()); };
-    if (!is_double_on_cpu(tensor) || !is_free_of_overlap(tensor) || tensor.numel() == 0 || tensor.is_inference() ||
+    const auto shares = [&](const at::Tensor& other) {
+      return other.device() != tensor.device() || other.storage().is_alias_of(tensor.storage());
+    };
+    if (!is_plain_double(tensor) || !is_free_of_overlap(tensor) || tensor.numel() == 0 || tensor.is_inference() ||
         std::any_of(checked.begin(), checked.end(), shares)) {
       return {};
     }
@@ -101,6 +103,16 @@ std::vector<int64_t> checked_positions(const py::tuple& arguments) {
 
 // Processor time of all threads of this process.
 double processor_seconds() { return static_cast<double>(std::clock()) / CLOCKS_PER_SEC; }
+
+at::Tensor on_cpu(const at::Tensor& tensor) { return tensor.is_cpu() ? tensor : tensor.to(at::kCPU); }
+
+// Waits until a device has done what was launched on the current stream.
+void wait_for(at::Device device) {
+  if (!device.is_cpu()) {
+    const c10::impl::VirtualGuardImpl guard(device.type());
+    guard.synchronizeStream(guard.getStream(device));
+  }
+}
 
 bool needs_care_by_mode() {
   return !c10::GradMode::is_enabled() || c10::InferenceMode::is_enabled() ||
@@ -125,24 +137,30 @@ std::shared_ptr<SmallProblem> SmallProblem::trace(
     problem->blocks_.emplace_back(tensor, problem->n_, relative_step, std::nullopt, std::nullopt, std::nullopt);
     problem->inputs_.emplace_back(position, tensor.numel(), coordinates_per_element(tensor));
     problem->n_ += coordinate_count(tensor);
+    problem->device_ = tensor.device();
   }
   problem->evaluator_ = std::make_shared<Evaluator>(std::move(func), arguments, problem->blocks_);
   problem->evaluator_->set_records_differences(records_differences);
   using Clock = std::chrono::steady_clock;
+  wait_for(problem->device_);
   const auto start = Clock::now();
   const double worked = processor_seconds();
   try {
     problem->result_ = problem->evaluator_->evaluate(/*record_graph=*/true);
+    wait_for(problem->device_);
   } catch (...) {
     problem->evaluator_->restore();
     throw;
   }
   problem->seconds_ = std::chrono::duration<double>(Clock::now() - start).count();
-  problem->undisturbed_seconds_ = std::min(problem->seconds_, processor_seconds() - worked);
+  problem->undisturbed_seconds_ = problem->seconds_;
+  if (problem->device_.is_cpu()) {  // a process that waits for a device works, too
+    problem->undisturbed_seconds_ = std::min(problem->seconds_, processor_seconds() - worked);
+  }
   try {
     if (!problem->evaluator_->inputs_changed() && !problem->evaluator_->mutates_inputs() && problem->take_outputs() &&
         !records_differences) {
-      problem->base_ = flattened(problem->graph_->outputs());
+      problem->base_ = on_cpu(flattened(problem->graph_->outputs()));
     }
   } catch (...) {
     problem->evaluator_->restore();
@@ -164,7 +182,7 @@ bool SmallProblem::take_outputs() {
     if (!tensor.requires_grad()) {
       return true;
     }
-    if (!is_double_on_cpu(tensor)) {
+    if (!is_plain_double(tensor) || tensor.device() != device_) {
       return false;
     }
     specs_.emplace_back(position, tensor.detach());
@@ -222,24 +240,42 @@ bool SmallProblem::record_again() {
   return true;
 }
 
-bool SmallProblem::repeats(const at::Tensor& cotangents, const at::Tensor& known, int64_t row) {
+bool SmallProblem::repeats(const at::Tensor& cotangents, const at::Tensor& known, int64_t row) const {
   const std::vector<int64_t> only(cotangents.dim() == 2 ? cotangents.size(0) : 0, -1);
-  return !std::get<1>(first_other_vjp(graph(), blocks_, cotangents, only, {row}, known));
+  return !std::get<1>(first_other_vjp(cotangents, only, {row}, known));
+}
+
+std::tuple<int64_t, std::optional<at::Tensor>, GradientsMatch> SmallProblem::first_other_vjp(
+    const at::Tensor& cotangents, const std::vector<int64_t>& only, const std::vector<int64_t>& order,
+    const at::Tensor& known) const {
+  auto [run, other, match] =
+      fastgrad::first_other_vjp(graph(), blocks_, on_device(cotangents), only, order, on_device(known));
+  return {run, other ? std::optional(on_cpu(*other)) : std::nullopt, std::move(match)};
 }
 
 WholeBackward SmallProblem::whole_backward(
     const at::Tensor& cotangents, const std::vector<int64_t>& layouts, int64_t repeated, double repeat_scale,
     bool undefined, int64_t fewest_vectorized, double atol, double rtol) const {
-  return fastgrad::whole_backward(
-      graph(), blocks_, cotangents, layouts, repeated, repeat_scale, undefined, fewest_vectorized, atol, rtol);
+  WholeBackward whole = fastgrad::whole_backward(
+      graph(), blocks_, on_device(cotangents), layouts, repeated, repeat_scale, undefined, fewest_vectorized, atol,
+      rtol);
+  return device_.is_cpu() ? whole : whole.to(at::kCPU);
+}
+
+at::Tensor SmallProblem::on_device(const at::Tensor& tensor) const {
+  return tensor.device() == device_ ? tensor : tensor.to(device_);
+}
+
+at::Tensor SmallProblem::empty_on_device(at::IntArrayRef shape) const {
+  return at::empty(shape, blocks_.at(0).origin.options().dtype(at::kDouble));
 }
 
 std::variant<at::Tensor, Changed> SmallProblem::difference_columns(double eps) const {
-  const at::Tensor columns = at::empty({n_, m_}, blocks_.at(0).origin.options().dtype(at::kDouble));
+  const at::Tensor columns = empty_on_device({n_, m_});
   if (auto changed = evaluator_->difference_columns(0, columns, specs_, eps, /*record_graph=*/true)) {
     return *std::move(changed);
   }
-  return columns;
+  return on_cpu(columns);
 }
 
 std::optional<std::vector<std::vector<std::pair<double, double>>>> SmallProblem::errors(
@@ -279,9 +315,9 @@ std::optional<std::vector<std::vector<std::pair<double, double>>>> SmallProblem:
 std::tuple<std::optional<Changed>, at::Tensor, bool> SmallProblem::jvps(
     const at::Tensor& directions, const std::vector<int64_t>& undefined) const {
   check_float64("jvps", "directions", directions, 2);
-  const at::Tensor products = at::empty({directions.size(0), m_}, directions.options());
-  auto [changed, domains_match] = evaluator_->jvps(directions, undefined, products, specs_);
-  return {std::move(changed), products, domains_match};
+  const at::Tensor products = empty_on_device({directions.size(0), m_});
+  auto [changed, domains_match] = evaluator_->jvps(on_device(directions), undefined, products, specs_);
+  return {std::move(changed), on_cpu(products), domains_match};
 }
 
 std::variant<std::vector<std::vector<at::Tensor>>, Changed> SmallProblem::tangents(
@@ -337,7 +373,8 @@ std::optional<std::vector<std::vector<std::pair<double, double>>>> SmallProblem:
 
 std::tuple<at::Tensor, GradientsMatch> SmallProblem::vjps(
     const at::Tensor& cotangents, const std::vector<int64_t>& layouts, const std::vector<int64_t>& only) const {
-  return vjp_coordinates(graph(), blocks_, cotangents, layouts, only);
+  auto [gradients, match] = vjp_coordinates(graph(), blocks_, on_device(cotangents), layouts, only);
+  return {on_cpu(gradients), std::move(match)};
 }
 
 std::optional<bool> SmallProblem::are_zeros_zero(bool undefined) const {
@@ -349,7 +386,7 @@ std::optional<bool> SmallProblem::are_zeros_zero(bool undefined) const {
     for (size_t k = 0; k < gradients.size(); ++k) {
       if (gradients[k].defined() && !is_plain_zero(gradients[k], inputs[k])) {
         all_zero = false;
-        all_known = all_known && is_double_on_cpu(gradients[k]);
+        all_known = all_known && is_plain_double(gradients[k]);
       }
     }
   };
@@ -370,7 +407,7 @@ std::variant<Derivatives, Changed> SmallProblem::screening_derivatives(
   return evaluator_->screening_derivatives(along, base(), curve, budget, specs_, ulps());
 }
 
-at::Tensor SmallProblem::base() const { return base_.defined() ? base_ : flattened(graph().outputs()); }
+at::Tensor SmallProblem::base() const { return base_.defined() ? base_ : on_cpu(flattened(graph().outputs())); }
 
 std::vector<double> SmallProblem::ulps() const {
   return std::vector<double>(specs_.size(), std::numeric_limits<double>::epsilon());
@@ -378,7 +415,7 @@ std::vector<double> SmallProblem::ulps() const {
 
 bool SmallProblem::negates_unrecorded(int64_t first, double rounding) const {
   TORCH_CHECK(base_.defined(), "negates_unrecorded: the values of the first evaluation were not kept");
-  const at::Tensor displacement = at::zeros({n_}, base_.options());
+  const at::Tensor displacement = empty_on_device({n_}).zero_();
   bool negated = false;
   for (size_t k = 0; k < blocks_.size(); ++k) {
     if (std::get<0>(inputs_[k]) >= first) {
@@ -387,10 +424,11 @@ bool SmallProblem::negates_unrecorded(int64_t first, double rounding) const {
       negated = true;
     }
   }
-  const at::Tensor values = at::empty_like(base_);
-  if (evaluator_->values_along(displacement, {1.0}, {values}, specs_, /*record_graph=*/false)) {
+  const at::Tensor there = empty_on_device({m_});
+  if (evaluator_->values_along(displacement, {1.0}, {there}, specs_, /*record_graph=*/false)) {
     return false;
   }
+  const at::Tensor values = on_cpu(there);
   const auto* const now = values.const_data_ptr<double>();
   const auto* const before = base_.const_data_ptr<double>();
   double largest = 0;

@@ -1,4 +1,4 @@
-// A small problem on the CPU, set up in one call: for checks whose own share would otherwise exceed that of func.
+// A small problem, set up in one call: for checks whose own share would otherwise exceed that of func.
 #pragma once
 
 #include "graph_runner.h"
@@ -14,8 +14,9 @@
 namespace fastgrad {
 
 // func at its arguments, and the graph of its first evaluation. Only for what needs no special care: arguments and
-// outputs that are plain, double precision and strided, in memory of their own on the CPU; no mode or subclass that
-// sees operators. Everything else is left to the caller.
+// outputs that are plain, double precision and strided, in memory of their own, all on the CPU or on one CUDA device;
+// no mode or subclass that sees operators. Everything else is left to the caller. Vectors and matrices of coordinates
+// are on the CPU, whatever the device: a copy takes as long as a launch or two, and what follows takes no launch.
 class SmallProblem {
  public:
   // Calls func once, and restores the inputs if it raises. Returns null, without calling func, where an argument or a
@@ -33,6 +34,8 @@ class SmallProblem {
   double seconds() const { return seconds_; }
   // Without the time in which other processes had the processor.
   double undisturbed_seconds() const { return undisturbed_seconds_; }
+  // Where the arguments and outputs are.
+  at::Device tensor_device() const { return device_; }
 
   int64_t n() const { return n_; }
   int64_t m() const { return m_; }
@@ -56,7 +59,12 @@ class SmallProblem {
   bool record_again();
 
   // Whether a row of cotangents gives the VJP that `known` has for it, bit for bit, on the graph at hand.
-  bool repeats(const at::Tensor& cotangents, const at::Tensor& known, int64_t row);
+  bool repeats(const at::Tensor& cotangents, const at::Tensor& known, int64_t row) const;
+
+  // As of the function of this name: VJPs until one is another than the known one.
+  std::tuple<int64_t, std::optional<at::Tensor>, GradientsMatch> first_other_vjp(
+      const at::Tensor& cotangents, const std::vector<int64_t>& only, const std::vector<int64_t>& order,
+      const at::Tensor& known) const;
 
   // All VJPs, as of the function of this name.
   WholeBackward whole_backward(
@@ -114,6 +122,10 @@ class SmallProblem {
   at::Tensor base() const;
   std::vector<double> ulps() const;
 
+  // float64, of this shape, where the arguments are; and a tensor moved there.
+  at::Tensor empty_on_device(at::IntArrayRef shape) const;
+  at::Tensor on_device(const at::Tensor& tensor) const;
+
   std::shared_ptr<Evaluator> evaluator_;
   std::vector<InputBlock> blocks_;
   pybind11::object result_;
@@ -121,6 +133,7 @@ class SmallProblem {
   double undisturbed_seconds_ = 0.0;
   int64_t n_ = 0, m_ = 0, nodes_ = 0, custom_nodes_ = 0;
   bool is_custom_ = false;
+  at::Device device_ = at::kCPU;
   std::vector<Place> inputs_, outputs_;
   std::vector<OutputSpec> specs_;
   std::unique_ptr<Graph> graph_;

@@ -168,13 +168,13 @@ bool is_plain_zero(const at::Tensor& gradient, const at::Tensor& input) {
     return is_plain_zero(gradient.resolve_conj().resolve_neg(), input);
   }
   const bool is_complex = gradient.scalar_type() == at::kComplexDouble;
-  if (!(is_complex || gradient.scalar_type() == at::kDouble) || !is_plain_cpu(gradient) || gradient.numel() > most ||
+  if (!(is_complex || gradient.scalar_type() == at::kDouble) || !is_plain_dense(gradient) || gradient.numel() > most ||
       gradient.scalar_type() != input.scalar_type() || gradient.device() != input.device() ||
       gradient.sizes() != input.sizes()) {
     return false;
   }
   if (!is_plain_memory(gradient)) {
-    const BelowAutograd guard;
+    const BelowAutograd guard;  // waits for a device
     return gradient.layout() == at::kStrided &&
            bytes_reached(gradient) <= static_cast<int64_t>(gradient.storage().nbytes()) && !gradient.any().item<bool>();
   }

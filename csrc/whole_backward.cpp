@@ -40,13 +40,6 @@ namespace py = pybind11;
 namespace fastgrad {
 namespace {
 
-bool are_plain_zeros(const std::vector<at::Tensor>& gradients, const std::vector<at::Tensor>& inputs) {
-  const auto is_zero = [](const at::Tensor& gradient, const at::Tensor& input) {
-    return !gradient.defined() || is_plain_zero(gradient, input);
-  };
-  return std::equal(gradients.begin(), gradients.end(), inputs.begin(), is_zero);
-}
-
 // Whether two small blocks are equal up to a tolerance, relative to the largest of the second or absolute: the
 // tighter one. A NaN is not.
 bool are_close(const at::Tensor& left, const at::Tensor& right, double atol, double rtol) {
@@ -341,9 +334,9 @@ WholeBackward whole_backward(
   const auto take_zeros = [&](std::vector<at::Tensor> found) {
     check_in_place(inputs);
     whole.vjps += 1;
-    whole.are_zero = whole.are_zero && are_plain_zeros(found, arguments);
     for (size_t k = 0; k < found.size(); ++k) {
       if (found[k].defined() && !is_plain_zero(found[k], arguments[k])) {
+        whole.are_zero = false;
         found[k] = found[k].clone();  // compared later, when backward may have overwritten its results
       }
     }
@@ -405,6 +398,18 @@ WholeBackward whole_backward(
   }
   whole.add_up = add_up(whole, outputs, cotangents, atol, rtol);
   return whole;
+}
+
+WholeBackward WholeBackward::to(at::Device device) const {
+  WholeBackward moved = *this;
+  for (Rows& part : moved.parts) {
+    part.rows = part.rows.to(device);
+    part.repeated = part.repeated.to(device);
+  }
+  if (products.defined()) {
+    moved.products = products.to(device);
+  }
+  return moved;
 }
 
 namespace {

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from fastgrad.checks.dense import dense_check
 from fastgrad.checks.description import environment, subject
 from fastgrad.checks.one_block import is_small, runs_single_rows, take_calls
 from fastgrad.checks.small_result import SmallCheck
-from fastgrad.core.backends import exact_libraries
 from fastgrad.core.errors import raise_if_transient, raise_unless_of_func
 from fastgrad.core.memory import OUT_OF_MEMORY
 from fastgrad.core.phases import TIMED_COLUMNS, TIMED_SECONDS, Stopwatch
@@ -67,14 +65,17 @@ def complete_check(
     explain: bool,
     partition: Partition | None,
     start: float,
+    notes: list[str],
 ) -> Report:
-    """Runs the check, with the results of a small one, if any; start: when it began, by `time.perf_counter`."""
+    """Runs the check, with the results of a small one, if any.
+
+    start: when it began, by `time.perf_counter`; notes: on libraries, for the report.
+    """
     make_problem: Callable[..., Problem] = Problem if partition is None else partition.problem
     backward = func if isinstance(func, Backward) else None
     if small is not None:
         make_problem = partial(Problem, traced=small.problem)
     with (
-        _exact_libraries(arguments, settings) as notes,
         Progress(settings.progress if partition is None or partition.leads else False) as progress,
         make_problem(
             func,
@@ -135,16 +136,17 @@ def _findings_of_small_check(small: SmallCheck, problem: Problem, settings: Sett
         problem.raise_changed(*columns, settings.eps)
         columns = None
     problem.vjps, problem.jvps = small.vjps, small.jvps
+    device, products, tangents = problem.device, small.products, small.tangents
     return Findings(
-        backward=small.backward,
+        backward=None if small.backward is None else small.backward.to(device),
         early=small.raised,
-        columns=columns,
+        columns=None if columns is None else columns.to(device),
         batched=small.batched,
         moved=small.moved,
         jvp_moved=small.jvp_moved,
         domains_match=small.domains_match,
-        products=small.products,
-        tangents=small.tangents,
+        products=None if products is None else (products[0].to(device), products[1].to(device)),
+        tangents=None if tangents is None else (tangents[0].to(device), tangents[1], tangents[2].to(device)),
     )
 
 
@@ -199,15 +201,6 @@ def _diagnosed(problem: Problem, report: Report, known_sample: Sample | None) ->
     from fastgrad.diagnosis.evidence import diagnosed  # imported here: a check that passes does not need it
 
     return diagnosed(problem, report, known_sample)
-
-
-def _exact_libraries(arguments: tuple[Any, ...], settings: Settings) -> AbstractContextManager[list[str]]:
-    """A context without TF32 and the like, if CUDA's libraries may be in use; it yields notes for the report."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return nullcontext([])
-    checked = [value for value in arguments if isinstance(value, Tensor) and value.requires_grad]
-    doubles = all(value.dtype in (torch.float64, torch.complex128) for value in checked)
-    return exact_libraries(settings.nondet_tol == 0, doubles)
 
 
 def _scales(settings: Settings) -> list[tuple[float, float]]:

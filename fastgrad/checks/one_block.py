@@ -68,7 +68,8 @@ def whole_backward(problem: Problem | SmallProblem, settings: Settings, seconds:
 
 
 def _fewest_vectorized(problem: Problem | SmallProblem) -> int:
-    return FEWEST_VECTORIZED if problem.device.type == "cpu" else FEWEST_VECTORIZED_ON_DEVICES
+    device = problem.tensor_device if isinstance(problem, SmallProblem) else problem.device
+    return FEWEST_VECTORIZED if device.type == "cpu" else FEWEST_VECTORIZED_ON_DEVICES
 
 
 def runs_single_rows(problem: Problem | SmallProblem) -> bool:

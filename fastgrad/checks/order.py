@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 from fastgrad.checks.description import environment
 from fastgrad.checks.small import small_check
 from fastgrad.checks.small_result import SmallCheck
+from fastgrad.core.backends import exact_libraries
 from fastgrad.engines.grad_output_kinds import GRAD_OUTPUT_KINDS
 from fastgrad.engines.plan import make_sketch_plan, small_plan
 from fastgrad.problem.arguments import as_tuple
@@ -73,12 +78,23 @@ def _checked(
 ) -> Report | SmallCheck:
     """A small check if it passes; otherwise the report of the complete check."""
     arguments = as_tuple(inputs)
-    small = small_check(func, arguments, settings) if partition is None else None
-    if small is not None and small.passes:
-        return small
-    from fastgrad.checks.complete import complete_check  # imported here to keep `import fastgrad` fast
+    with _exact_libraries(arguments, settings) as notes:
+        small = small_check(func, arguments, settings) if partition is None else None
+        if small is not None and small.passes:
+            small.notes = notes
+            return small
+        from fastgrad.checks.complete import complete_check  # imported here to keep `import fastgrad` fast
 
-    return complete_check(func, arguments, small, settings, names, explain, partition, start)
+        return complete_check(func, arguments, small, settings, names, explain, partition, start, notes)
+
+
+def _exact_libraries(arguments: tuple[Any, ...], settings: Settings) -> AbstractContextManager[list[str]]:
+    """A context without TF32 and the like, if CUDA's libraries may be in use; it yields notes for the report."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return nullcontext([])
+    checked = [value for value in arguments if isinstance(value, Tensor) and value.requires_grad]
+    doubles = all(value.dtype in (torch.float64, torch.complex128) for value in checked)
+    return exact_libraries(settings.nondet_tol == 0, doubles)
 
 
 def _report_of_small(small: SmallCheck, settings: Settings, names: tuple[str, ...], start: float) -> Report:
@@ -95,6 +111,9 @@ def _report_of_small(small: SmallCheck, settings: Settings, names: tuple[str, ..
         plan = small_plan(problem.n, problem.m, settings.engine)
         if settings.check_backward_ad and problem.m > 1:
             certificates = (linear_backward(GRAD_OUTPUT_KINDS, settings.atol),)
+    notes = small.notes if problem.tensor_device.type == "cuda" else []
+    if small.left_open is not None:
+        notes = [*notes, "the sketch did not decide, so the exact engine did"]
     return Report(
         failure=None,
         settings=settings,
@@ -105,10 +124,10 @@ def _report_of_small(small: SmallCheck, settings: Settings, names: tuple[str, ..
         vjps=small.vjps,
         jvps=small.jvps,
         seconds=time.perf_counter() - start,
-        notes=("what the sketch left open was decided by the exact engine",) if small.left_open is not None else (),
+        notes=tuple(notes),
         phases={"first evaluation": problem.seconds, **small.seconds},
         input_names=names,
         pairs=tuple(small.pairs()),
         certificates=(*certificates, *small.certificates),
-        environment=environment(problem.device),
+        environment=environment(problem.tensor_device),
     )

@@ -65,6 +65,8 @@ class SmallCheck:
         By phase, without the first evaluation; not measured for the quickest checks.
     passes
         Whether nothing remains to be judged.
+    notes
+        On libraries, for the report of a check that passes.
     """
 
     problem: SmallProblem
@@ -88,6 +90,7 @@ class SmallCheck:
     jvps: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     passes: bool = False
+    notes: list[str] = field(default_factory=list)
 
     def pairs(self) -> list[Pair]:
         """What was compared, if all entries agree; nothing if sums were compared."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch.backends import cuda, cudnn, mkldnn
 
-from fastgrad.core.torch_private import set_backend
+from fastgrad.core.torch_private import unfrozen_backends
 
 
 @contextmanager
@@ -30,43 +31,50 @@ def exact_libraries(deterministic: bool, doubles: bool) -> Iterator[list[str]]:
         Notes, if the caller's settings were different.
     """
     notes = []
-    with ExitStack() as stack:
-        if _set_full_precision(stack) and not doubles:
-            notes.append("TF32 was switched off during the check")
-        if deterministic and not cudnn.deterministic:
-            notes.append("cuDNN used deterministic algorithms during the check, because nondet_tol is 0")
-            _set(stack, cudnn, "deterministic", True)
-            _set(stack, cudnn, "benchmark", False)
+    restored: list[Callable[[], None]] = []
+    try:
+        with unfrozen_backends():
+            if _set_full_precision(restored) and not doubles:
+                notes.append("TF32 was switched off during the check")
+            if deterministic and not cudnn.deterministic:
+                notes.append("cuDNN used deterministic algorithms during the check, because nondet_tol is 0")
+                _set(restored, cudnn, "deterministic", True)
+                _set(restored, cudnn, "benchmark", False)
         yield notes
+    finally:
+        with unfrozen_backends():
+            for restore in reversed(restored):
+                restore()
 
 
-def _set_full_precision(stack: ExitStack) -> bool:
-    """Whether the context changed a setting."""
-    # torch has an older and a newer setting, and raises if they contradict each other: the older one sets both, and
-    # the newer ones are restored last.
+def _set_full_precision(restored: list[Callable[[], None]]) -> bool:
+    """Whether TF32 was on; restored: receives what restores the caller's settings, in reverse order."""
     convolutions, recurrent, on_cpu = cudnn.conv, cudnn.rnn, mkldnn.matmul  # type: ignore[attr-defined]
-    places = (cuda.matmul, convolutions, recurrent, on_cpu)
+    places: tuple[Any, ...] = (cuda.matmul, convolutions, recurrent, on_cpu)
     newer = [place.fp32_precision for place in places]
-    for place, value in zip(places, newer, strict=True):
-        stack.callback(set_backend, place, "fp32_precision", value)
     matmul = _or_none(torch.get_float32_matmul_precision)
     convolution = _or_none(lambda: cudnn.allow_tf32)
+    if matmul not in (None, "highest") or convolution or "tf32" in newer[:3]:
+        # torch has an older and a newer setting, and raises if they contradict each other: the older one sets both, and
+        # the newer ones are restored last.
+        restored += [
+            partial(setattr, place, "fp32_precision", value) for place, value in zip(places, newer, strict=True)
+        ]
     if matmul not in (None, "highest"):
-        stack.callback(torch.set_float32_matmul_precision, matmul)
+        restored.append(partial(torch.set_float32_matmul_precision, matmul))
         torch.set_float32_matmul_precision("highest")
     if convolution:
-        _set(stack, cudnn, "allow_tf32", False)
+        _set(restored, cudnn, "allow_tf32", False)
     for place in places[:3]:
         if place.fp32_precision == "tf32":
-            set_backend(place, "fp32_precision", "ieee")
-    changed = "tf32" in newer[:3]
+            place.fp32_precision = "ieee"
     for name in (
         "allow_fp16_reduced_precision_reduction",
         "allow_bf16_reduced_precision_reduction",
         "allow_fp16_accumulation",
     ):
-        _set(stack, cuda.matmul, name, False)
-    return changed
+        _set(restored, cuda.matmul, name, False)
+    return "tf32" in newer[:3]
 
 
 def _or_none(getter: Callable[[], Any]) -> Any:
@@ -77,6 +85,8 @@ def _or_none(getter: Callable[[], Any]) -> Any:
         return None
 
 
-def _set(stack: ExitStack, where: Any, name: str, value: Any) -> None:
-    stack.callback(set_backend, where, name, getattr(where, name))
-    set_backend(where, name, value)
+def _set(restored: list[Callable[[], None]], where: Any, name: str, value: Any) -> None:
+    before = getattr(where, name)
+    if before != value:
+        restored.append(partial(setattr, where, name, before))
+        setattr(where, name, value)

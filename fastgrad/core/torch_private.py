@@ -150,10 +150,9 @@ def forget_capture(device: int, pool: tuple[int, int]) -> None:
     torch._C._cuda_releasePool(device, pool)
 
 
-def set_backend(where: Any, name: str, value: Any) -> None:
-    """Sets a flag of torch.backends, even if torch's test suites have frozen the flags."""
-    with torch.backends.__allow_nonbracketed_mutation():
-        setattr(where, name, value)
+def unfrozen_backends() -> contextlib.AbstractContextManager[None]:
+    """A context in which the flags of torch.backends can be set, even if torch's test suites have frozen them."""
+    return torch.backends.__allow_nonbracketed_mutation()
 
 
 def children_of(value: Any) -> tuple[list[tuple[str, Any]], Callable[[list[Any]], Any]] | None:

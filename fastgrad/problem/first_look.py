@@ -21,7 +21,8 @@ from fastgrad.report.settings import Settings
 
 CALL_SECONDS, NODE_SECONDS, CUSTOM_SECONDS, COORDINATE_SECONDS = 3e-6, 1.2e-6, 2.4e-6, 2e-9
 """Usual seconds of an evaluation: per call, and in addition per node of its graph, per custom Function, and per
-coordinate. `python -m benchmarks.bench_costs` measures them."""
+coordinate. `python -m benchmarks.bench_costs` measures them. On a CUDA device calls, and what the engines add to them,
+take three to six times as long, so that the choices are those on the CPU."""
 
 BACKWARD_SECONDS = 2e-6
 """Additional time of an evaluation if func is itself a backward: one forward and one run of autograd's engine."""

@@ -42,8 +42,7 @@ class SmallBackward:
         self, cotangents: Tensor, only: Sequence[int], order: Sequence[int], known: Tensor
     ) -> tuple[int, Tensor | None]:
         """As in `Problem`."""
-        graph, blocks = self._problem.graph, self._problem.blocks
-        run, other, _ = native.first_other_vjp(graph, blocks, cotangents, only, order, known)
+        run, other, _ = self._problem.first_other_vjp(cotangents, only, order, known)
         self.vjps += run
         return run, other
 

@@ -13,7 +13,7 @@ from torch.backends import cuda, cudnn, mkldnn
 
 from fastgrad.checks.order import check
 from fastgrad.core.backends import exact_libraries
-from fastgrad.core.torch_private import set_backend
+from fastgrad.core.torch_private import unfrozen_backends
 from fastgrad.report.settings import Settings
 
 PRECISIONS = (cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul)
@@ -24,6 +24,11 @@ FLAGS = [
     (cuda.matmul, "allow_bf16_reduced_precision_reduction"),
     (cuda.matmul, "allow_fp16_accumulation"),
 ]
+
+
+def set_backend(where: Any, name: str, value: Any) -> None:
+    with unfrozen_backends():
+        setattr(where, name, value)
 
 
 def told(getter: Callable[[], Any]) -> Any:
