@@ -22,7 +22,7 @@ from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.native import Rows
 from fastgrad.engines import dense
 from fastgrad.engines.blocks import REPEATED_ROWS, JacobianBlock
-from fastgrad.engines.executor import RefusedError
+from fastgrad.engines.executor import RefusedError, UnsuitableError
 from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.first_look import FirstLook
 from fastgrad.problem.problem import Problem
@@ -61,15 +61,18 @@ def dense_check(
         own = Findings()
         try:
             failure = judge(problem, plan, settings, own, calls)
+        except UnsuitableError as error:
+            reason = f"single calls instead: {error}"
         except RefusedError as error:
             reason = f"single calls instead: {error}"
+            suspected = plan
         else:
             if failure is None:
                 findings.add(own)
                 return plan, None
             reason = "a mismatch is checked again by single calls"
+            suspected = plan
         reason = f"{plan.reason}; {reason}"
-        suspected = plan
         plan = replace(plan, batch=None, replayed=False, rows_replayed=False, reason=reason)
     elif is_small(problem, settings) and findings.backward is None and findings.early is None:
         findings.on_first_graph = problem.evaluations == 1

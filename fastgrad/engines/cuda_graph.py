@@ -7,8 +7,8 @@ are kept on the device and increased there, so a replay needs nothing from the h
 
 A graph repeats what func launched on the stream while it was captured. If func reads values, takes another path,
 draws random numbers, touches memory of the host or works on a stream of its own, a replay is not an evaluation.
-Therefore operators are inspected for this before the capture, an invalid capture is refused, `executor.agree` compares
-the columns with plain evaluations, and a certificate compares the groups.
+Therefore operators are inspected for this before the capture, an invalid capture is refused, `executor.disagreement`
+compares the columns with plain evaluations, and a certificate compares the groups.
 
 Autograd runs backward on a thread of its own, and each node on the stream that was current when forward made the node.
 So the graph to differentiate is made on the capturing stream, and nodes of other streams prevent the capture. The
@@ -18,6 +18,7 @@ capture of backward forbids unsafe calls in all threads: if another thread may m
 from __future__ import annotations
 
 import gc
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -30,7 +31,7 @@ from fastgrad.core import native, torch_private
 from fastgrad.core.native import ops
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import relative_step
-from fastgrad.engines.executor import RefusedError
+from fastgrad.engines.executor import RefusedError, UnsuitableError
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
 
@@ -63,6 +64,9 @@ _UNFIT = {
 
 _QUIET = frozenset({"IPython", "_pydevd_bundle", "debugpy", "ipykernel", "tqdm"})
 """Packages whose threads serve progress bars, notebooks and debuggers, and make no CUDA calls of their own."""
+
+_OF_CUDA = re.compile("cuda|cudnn|cublas|cusolver|captur", re.IGNORECASE)
+"""Words in errors of CUDA's libraries, and of torch about captures."""
 
 Step = Callable[[Tensor, Tensor, Tensor], None]
 """Takes the previous step's number and its own, int64 of shape (1,), and fills a row of shape (coordinates,)."""
@@ -274,7 +278,7 @@ class _Replays:
                 except RefusedError:
                     raise
                 except Exception as error:
-                    raise RefusedError(f"{who} cannot be captured ({type(error).__name__})") from error
+                    raise _refused(f"{who} cannot be captured", error) from error
                 finally:
                     current.wait_stream(side)
                     problem.restore()
@@ -289,7 +293,7 @@ class _Replays:
                         self._steps(count % self._together)
                     self._steps.fill_from_the_first()
             except Exception as error:
-                raise RefusedError(f"{who} cannot be repeated ({type(error).__name__})") from error
+                raise _refused(f"{who} cannot be repeated", error) from error
             finally:
                 current.wait_stream(side)
 
@@ -311,6 +315,12 @@ class _Replays:
         del self._watch  # and the tensors that replays used
         if self._who == "func":
             self._problem.restore()  # no step restores the coordinate that the last one perturbed
+
+
+def _refused(what: str, error: Exception) -> RefusedError:
+    """A UnsuitableError if a CUDA library raised the error; func may have raised any other."""
+    of_cuda = isinstance(error, RuntimeError) and _OF_CUDA.search(str(error)) is not None
+    return (UnsuitableError if of_cuda else RefusedError)(f"{what} ({type(error).__name__})")
 
 
 class _Steps:

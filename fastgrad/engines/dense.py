@@ -125,8 +125,10 @@ def _columns(problem: Problem, plan: Plan, settings: Settings, first: int, count
         columns = vmapped.difference_columns(problem, first, count, plan.batch, eps, single)
     else:
         columns = cuda_graph.difference_columns(problem, first, count, eps, record_graph)
-    if not _agree(problem, settings, first, columns, record_graph):
-        raise executor.RefusedError("the columns do not agree with columns computed one by one")
+    error = _disagreement(problem, settings, first, columns, record_graph)
+    if error > 1:
+        refused = executor.RefusedError if error > executor.MOVED else executor.UnsuitableError
+        raise refused("the columns do not agree with columns computed one by one")
     return columns
 
 
@@ -135,13 +137,13 @@ def columns_one_by_one(problem: Problem, settings: Settings, first: int, count: 
     while True:  # a checkpoint gives each column only once
         problem.restores = False
         columns = problem.difference_columns(first, count, settings.eps, record_graph)
-        if not problem.restores or _agree(problem, settings, first, columns, record_graph):
+        if not problem.restores or _disagreement(problem, settings, first, columns, record_graph) <= 1:
             return columns
 
 
-def _agree(problem: Problem, settings: Settings, first: int, columns: Tensor, record_graph: bool) -> bool:
+def _disagreement(problem: Problem, settings: Settings, first: int, columns: Tensor, record_graph: bool) -> float:
     atol = min(settings.of(block.index).atol for block in problem.inputs)
-    return executor.agree(problem, first, columns, settings.eps, atol, settings.seed, record_graph)
+    return executor.disagreement(problem, first, columns, settings.eps, atol, settings.seed, record_graph)
 
 
 def _row_blocks(

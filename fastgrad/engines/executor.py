@@ -6,6 +6,7 @@ They are timed on a few columns first, and used only if they agree with single c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -23,12 +24,23 @@ SCALES = (1.0, -1.0, 0.5, -0.5)
 SHARE = 1 / 8
 """Share of atol by which columns may differ from those of single calls: they are rounded differently."""
 
+MOVED = 2 / SHARE
+"""Disagreement from which func gave other values: its values differ by eps times atol, and not by rounding alone."""
+
 SINGLES = 4
 """Columns or rows that are computed by single calls for comparison."""
 
 
 class RefusedError(Exception):
     """Columns or rows cannot be computed this way, or are wrong; the message says why."""
+
+
+class UnsuitableError(RefusedError):
+    """Columns or rows cannot be computed this way, for a reason that says nothing about func.
+
+    A CUDA library forbids the capture, or results are rounded otherwise. Another attempt may succeed, for example
+    because libraries have been initialized meanwhile.
+    """
 
 
 def obstacle(problem: Problem) -> str | None:
@@ -89,10 +101,10 @@ def is_possible(trial: Callable[[], object]) -> bool:
 
 
 @phase("trial of columns")
-def agree(
+def disagreement(
     problem: Problem, first: int, columns: Tensor, eps: float, atol: float, seed: int, record_graph: bool
-) -> bool:
-    """Whether columns first, ... add up to differences of func along random directions, and some equal single columns.
+) -> float:
+    """The error of sums of columns, relative to the allowed one, if it is larger; infinite if a single column is wrong.
 
     An entry that is wrong by more than SHARE of atol is detected, unless other errors cancel it. Errors of single steps
     that joint steps do not show, for example a result that func caches for all inputs with the same first elements, are
@@ -114,8 +126,9 @@ def agree(
         expected = (problem.realized_width(displacement, 1.0)[within] / 2) @ columns
         error = float(torch.linalg.vector_norm(halves + (halves - whole) / 3 - expected, torch.inf))
         # A component of a direction is at least half a step. Not ">": a NaN does not agree.
-        if not error <= SHARE * atol * eps * min(block.step for block in problem.inputs) / 2:
-            return False
+        allowed = SHARE * atol * eps * min(block.step for block in problem.inputs) / 2
+        if not error <= allowed:
+            return error / allowed if allowed and math.isfinite(error) else math.inf
     last = first + columns.shape[0]
     ends = {end for block in problem.inputs for end in (block.first, block.end - 1) if first <= end < last}
     others = (uniform(SINGLES, seed, TRIAL_STREAM + 16 * DIRECTIONS, first) + 1) / 2 * columns.shape[0]
@@ -128,5 +141,5 @@ def agree(
             continue  # eps is lost in rounding
         problem.values_along(displacement, SCALES[:2], values[:2], record_graph)
         if not torch.allclose(columns[column - first], (values[0] - values[1]) / width, rtol=0.0, atol=atol):
-            return False
-    return True
+            return math.inf
+    return 1.0

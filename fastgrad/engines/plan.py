@@ -410,7 +410,7 @@ def _column_strategy(problem: Problem, settings: Settings, look: FirstLook) -> t
             gain = trial()
         except executor.RefusedError as error:
             said += f"; {name}: {error}"
-            if executor.is_possible(trial):
+            if not isinstance(error, executor.UnsuitableError) and executor.is_possible(trial):
                 look.irreproducible.append(f"in {name}")
             continue
         said += f"; {name}: {gain:.2g} times as fast as single calls"

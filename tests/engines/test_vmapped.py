@@ -63,7 +63,7 @@ def test_columns_are_those_of_the_loop(func: Callable[..., Any], inputs: tuple[A
         for first, count in ((0, problem.n), (problem.n // 3, problem.n // 2)):
             columns = vmapped.difference_columns(problem, first, count, size, EPS)
             torch.testing.assert_close(columns, single[first : first + count], rtol=0, atol=1e-8)
-            assert executor.agree(problem, first, columns, EPS, 1e-5, 0, False)
+            assert executor.disagreement(problem, first, columns, EPS, 1e-5, 0, False) == 1
 
 
 def test_a_func_that_records_by_itself() -> None:
@@ -199,14 +199,14 @@ def test_a_wrong_rule_is_seen_wherever_it_is_wrong() -> None:
     x = leaf(80)
     with Problem(lambda x: x.cumsum(0), (x,)) as problem:
         columns = vmapped.difference_columns(problem, 0, 80, 80, EPS)
-        assert executor.agree(problem, 0, columns, EPS, 1e-5, 0, False)
+        assert executor.disagreement(problem, 0, columns, EPS, 1e-5, 0, False) == 1
         for row, column in ((0, 0), (79, 79), (41, 17)):
             off = columns.clone()
             off[column, row] += 1e-5
-            assert not executor.agree(problem, 0, off, EPS, 1e-5, 0, False)
+            assert executor.disagreement(problem, 0, off, EPS, 1e-5, 0, False) > 1
         off = columns.clone()
         off[3, 4] = torch.nan
-        assert not executor.agree(problem, 0, off, EPS, 1e-5, 0, False)
+        assert executor.disagreement(problem, 0, off, EPS, 1e-5, 0, False) > 1
 
 
 @pytest.mark.usefixtures("always")
@@ -254,10 +254,33 @@ def test_what_batches_get_wrong_fails_nothing(monkeypatch: pytest.MonkeyPatch) -
         return columns
 
     monkeypatch.setattr(vmapped, "difference_columns", off)
-    monkeypatch.setattr(executor, "agree", lambda *_: True)
+    monkeypatch.setattr(executor, "disagreement", lambda *_: 1.0)
     monkeypatch.setattr(executor, "speedup", lambda *_: 10.0)
     report = check(lambda x: x.cumsum(0), (leaf(80),), DENSE)
     assert report.passed
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize(("error", "passes"), [(5e-6, True), (1e-3, False)])
+def test_batches_that_are_off_once_are_a_lead_unless_it_is_rounding(
+    error: float, passes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest, calls = vmapped.difference_columns, []
+
+    def off_once(*arguments: Any) -> Tensor:
+        columns = honest(*arguments)
+        calls.append(arguments)
+        columns[3, 5] += error * (len(calls) == 1)
+        return columns
+
+    monkeypatch.setattr(vmapped, "difference_columns", off_once)
+    monkeypatch.setattr(executor, "speedup", lambda *_: 10.0)
+    report = check(lambda x: x.cumsum(0).sin(), (leaf(300),), Settings())
+    assert calls
+    assert report.plan is not None
+    assert "single calls instead: the columns do not agree" in report.plan.reason
+    assert report.passed is passes
+    assert passes or (report.failure is not None and report.failure.kind == "nondeterministic func")
 
 
 def test_constant_functions() -> None:
