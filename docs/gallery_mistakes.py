@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class ForgottenFactor(torch.autograd.Function):
-    """x^2: the 2 got lost."""
+    """x^2 without the factor 2."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class MeanForSum(torch.autograd.Function):
 
 
 class LostBorder(torch.autograd.Function):
-    """A moving average over three places with zeros around: the backward forgets the last place."""
+    """A moving average over three places with zeros around: backward omits the last element."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class Overwritten(torch.autograd.Function):
 
 
 class ClippedGradient(torch.autograd.Function):
-    """The exponential: someone clipped the gradient inside of backward."""
+    """The exponential: backward clips the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -380,7 +380,7 @@ MISTAKES = (
     Mistake("A mean over the wrong number", WrongCount, ((6,),), (torch.tensor([1.0, 0, 1, 1, 0, 1]),)),
     Mistake("A lost factor", WithoutWeight, ((3, 4), (4,))),
     Mistake("A lost residual connection", LostResidual, ((6,),)),
-    Mistake("Statistics taken for constants", constant_statistics, ((3, 4),)),
+    Mistake("Statistics as constants", constant_statistics, ((3, 4),)),
     Mistake("Gradients that are overwritten", KeptOnce, ((4, 2),), (torch.tensor([0, 2, 2, 3]),)),
     Mistake("One triangle of two", OneTriangle, ((4, 4), (4,))),
     Mistake("A lost border", LostBorder, ((1, 10),)),

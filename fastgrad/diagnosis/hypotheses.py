@@ -331,7 +331,7 @@ class Hypotheses:
                 if output.size == block.size
             ]
             changed = [
-                (f"{name} clamped to positive values", here.clamp(min=0)),
+                (f"{name} clamped at 0", here.clamp(min=0)),
                 (f"the absolute value of {name}", here.abs()),
                 (f"{name} times 2", 2 * here),
                 (f"{name} plus 1", here + 1),

@@ -163,7 +163,7 @@ def _triangle(places: _WrongElements, name: str) -> Cause | None:
     )
     for where, part in parts:
         if bool((part == places.bad).all()) and not bool(part.all()):
-            text = f"wrong only {where} of the last two dimensions of {name}: a mask, or tril() instead of triu()"
+            text = f"wrong only {where} of the last two dimensions of {name}: a mask, tril() or triu()"
             return _rule("triangle", text, places, len(parts) * math.exp(_log_chance(bad, total)), 0.93)
     return None
 

@@ -91,10 +91,10 @@ def row_parts(outputs: tuple[Block, ...]) -> list[tuple[Block, Part]]:
 
 
 def one_hot_elements(elements: int, seed: int) -> list[int]:
-    """The elements of an output that get a one-hot grad_output: one anywhere and the last.
+    """The elements of an output that get a one-hot grad_output: the last and one chosen by seed.
 
-    Code that treats the end of a tensor separately, such as a kernel's tail, may do so for sparse grad_outputs only.
-    There are two because a backward may return a gradient that it kept from the first one.
+    A kernel that treats the end of a tensor separately may be wrong there for sparse grad_outputs only. There are two
+    because a backward may return the gradient of the first one again.
     """
     anywhere = seed % elements
     last = elements - 1 if anywhere != elements - 1 else 0

@@ -81,7 +81,7 @@ def check_tracked(outputs: Tensors, strict: bool) -> None:
 
 
 def form(tensors: Sequence[Tensor], is_tuple: bool) -> Any:
-    """A tuple or its only tensor, without history."""
+    """Detached tensors: a tuple, or the only one."""
     found = tuple(tensor.detach() for tensor in tensors)
     return found if is_tuple else found[0]
 

@@ -490,9 +490,9 @@ def _causes(report: ReportData) -> list[str]:
     """The most probable causes. "and there": a cause about values, in addition to one about positions."""
     lines: list[str] = []
     for cause in report.causes[:MOST_CAUSES]:
-        head = "looks like" if not lines else "or like   "
+        head = "probably" if not lines else "or"
         if lines and report.causes[0].name in _POSITION_CAUSES and cause.name in _VALUE_CAUSES:
-            head = "and there "
+            head = "and there"
         lines.append(f"  {head} {cause.text} ({cause.measure})")
     return lines
 

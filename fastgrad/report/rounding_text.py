@@ -29,9 +29,7 @@ def passed(precision: LowPrecision) -> str:
 
 def lines(precision: LowPrecision) -> list[str]:
     """The lines of a summary."""
-    found = [
-        f"  dtype      {_dtypes(precision)}; one unit of rounding is 2^{math.log2(precision.unit):.0f} of a number"
-    ]
+    found = [f"  dtype      {_dtypes(precision)}; unit roundoff 2^{math.log2(precision.unit):.0f}"]
     if precision.undecided:
         found.append(f"  undecided  {precision.undecided}")
         found.append(f"  remedy     {precision.remedy}")

@@ -18,7 +18,7 @@ _STYLES = [
         (_VERDICT_OF_A_CHECK + "failed", _RED),
         (_VERDICT_OF_A_CHECK + "(?:undecided|not converged)", _YELLOW),
         (r"(?m)(?<=  )(?:failed|raised)(?=$|  )", _RED),  # of a variant, in its column
-        (r"(?m)^  (?:looks like|or like) .*$", _BOLD),
+        (r"(?m)^  (?:probably|or) .*$", _BOLD),
         (r"(?m)^  [a-z]+(?=  )", _DIM),  # labels
     )
 ]

@@ -160,8 +160,8 @@ class Outcome:
 class Variant:
     """A variant: a situation in which a function is checked.
 
-    make: the call to check, or the outcome without a check; raises NotApplicableError. is_elsewhere: whether it is
-    checked at another point than the caller's, where a function need not have a derivative.
+    make: returns the call to check, or an outcome if none is needed; raises NotApplicableError. is_elsewhere: whether
+    the point is not the caller's; func may have no derivative there.
     """
 
     family: Family

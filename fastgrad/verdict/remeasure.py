@@ -301,13 +301,13 @@ def _trouble(
     if not any(bool(column.values[rows].any()) for column in columns) and at_eps > own.atol:
         return (
             f"func does not change at all for steps much smaller than eps, but changes by {at_eps:.3g} x eps at eps: "
-            "is something inside computed in a lower precision?",
+            "an intermediate result may have lower precision",
             "low precision",
         )
     if any(bool(column.doubtful[rows].any()) for column in columns):
         return (
-            "steps much smaller than eps give another derivative, although func is a straight line there: is something "
-            "inside computed in a lower precision?",
+            "steps much smaller than eps give another derivative, although func is a straight line there: an "
+            "intermediate result may have lower precision",
             "low precision",
         )
     if not sure:
