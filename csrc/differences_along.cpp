@@ -255,13 +255,20 @@ void Evaluator::realize_one_sided(const at::Tensor& moved, const at::Tensor& dis
 }
 
 std::optional<Changed> Evaluator::values_on_cpu(
-    const at::Tensor& displacement, const std::vector<double>& scales, const at::Tensor& values,
+    const at::Tensor& displacement, const std::vector<double>& scales, const std::vector<at::Tensor>& values,
     const std::vector<OutputSpec>& outputs) {
   const at::Device device = outputs.at(0).like.device();
-  const at::Tensor there = device.is_cpu() ? values : at::empty(values.sizes(), values.options().device(device));
-  auto changed = values_along(displacement.to(device), scales, there.unbind(), outputs, /*record_graph=*/true);
-  if (!changed && !device.is_cpu()) {
-    values.copy_(there);
+  if (device.is_cpu()) {
+    return values_along(displacement, scales, values, outputs, /*record_graph=*/true);
+  }
+  const auto count = static_cast<int64_t>(values.size());
+  const at::Tensor rows = at::empty({count, total(outputs)}, displacement.options().device(device));
+  auto changed = values_along(displacement.to(device), scales, rows.unbind(), outputs, /*record_graph=*/true);
+  if (!changed) {
+    const at::Tensor copy = rows.to(at::kCPU);
+    for (int64_t k = 0; k < count; ++k) {
+      values[k].copy_(copy.select(0, k));
+    }
   }
   return changed;
 }
@@ -288,7 +295,7 @@ std::variant<Derivatives, Changed> Evaluator::screening_derivatives(
   }
   const auto vector = [&](int64_t size) { return at::empty({size}, base.options()); };
   const at::Tensor displacement = vector(size_);
-  const at::Tensor memory = at::empty({3, m}, base.options());
+  const std::vector<at::Tensor> memory{vector(m), vector(m), vector(m)};
   const at::Tensor rounding = vector(m);
   Derivatives into{
       at::empty({count, size_}, base.options()),
@@ -317,11 +324,10 @@ std::variant<Derivatives, Changed> Evaluator::screening_derivatives(
     }
     const std::vector<double> scales =
         step_fraction ? std::vector{1.0} : (k == 0 ? std::vector{1.0, -1.0, 0.5} : std::vector{1.0, -1.0});
-    const at::Tensor rows = memory.narrow(0, 0, static_cast<int64_t>(scales.size()));
-    if (auto changed = values_on_cpu(displacement, scales, rows, outputs)) {
+    const std::vector<at::Tensor> values(memory.begin(), memory.begin() + static_cast<std::ptrdiff_t>(scales.size()));
+    if (auto changed = values_on_cpu(displacement, scales, values, outputs)) {
       return *std::move(changed);
     }
-    const std::vector<at::Tensor> values = rows.unbind();
     check_storage("screening_derivatives", "base", base);  // func has run
     const BelowAutograd guard;
     const at::Tensor derivative = into.derivatives.select(0, k);

@@ -233,9 +233,9 @@ class Evaluator {
   // The origin of an input on this device; a copy on the CPU is made once.
   at::Tensor origin_on(at::Device device, size_t block) const;
 
-  // As values_along, for a displacement and for values, one row per scale, on the CPU: one copy of each.
+  // As values_along, for a displacement and values on the CPU: with outputs on a device, one copy of each.
   std::optional<Changed> values_on_cpu(
-      const at::Tensor& displacement, const std::vector<double>& scales, const at::Tensor& values,
+      const at::Tensor& displacement, const std::vector<double>& scales, const std::vector<at::Tensor>& values,
       const std::vector<OutputSpec>& outputs);
 
   // Moves all inputs to x + scale * displacement; by input, its part of a displacement, where its values are.

@@ -30,7 +30,7 @@ from fastgrad.engines.sketch import (
     residual_row,
     weights,
 )
-from fastgrad.engines.small_sketch import REPEATED, RUNS, SmallSketch, small_sketch
+from fastgrad.engines.small_sketch import REPEATED, RUNS
 from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Certificate
@@ -124,7 +124,6 @@ class _Screen:
         self._bound = settings.atol
         self._smallest_bound = math.inf
         self._unresolved = 0.0
-        self._raised: Exception | None = None
 
     def run(self) -> Screening:
         """The verdict, after MOST_STEPS step sizes at most."""
@@ -153,35 +152,24 @@ class _Screen:
         weight = weights(noise, norm, settings.atol, self._pending)
         all_count = all_count_fully(weight)
         tentative = self._extrapolated < self._count
-        small = self._small(differences, weight, all_count) if self._attempt == 0 else None
-        if small is not None and small.one_hot_agree:
-            sketch, failure = self._of_small(small, differences, weight, tentative)
-        else:
-            try:
-                failure = _one_hot(problem, settings, search, differences, small) if self._attempt == 0 else None
-            except Exception as error:
-                raise_unless_of_func(error)
-                return Screening(raised=error)
-            if failure is None and small is not None:
-                failure = self._repeats(small)
-            if failure is not None:
-                return Screening(failure)
-            sketch, failure = self._one_after_another(
-                differences, weight, tentative, small.sketch.gradients if small else {}
-            )
-            if failure is None and self._raised is not None:
-                detail = f"it raised {type(self._raised).__name__} in one of several runs"
-                failure = Failure("nonlinear", detail=detail, cause=self._raised)
+        try:
+            failure = _one_hot(problem, settings, search, differences) if self._attempt == 0 else None
+        except Exception as error:
+            raise_unless_of_func(error)
+            return Screening(raised=error)
+        if failure is not None:
+            return Screening(failure)
+        sketch, failure = self._rows(differences, weight, tentative)
         if failure is not None:
             return Screening(failure)
         flagged = sketch.worst()
         if flagged is not None and tentative:
             self._extrapolated = self._count  # differences that can prove that something is wrong
             self._earlier = weight, sketch.gradients
-            failure = self._moved({**(small.sketch.gradients if small else {}), **sketch.gradients}, weight)
+            failure = self._moved(sketch.gradients, weight)
             return None if failure is None else Screening(failure)
         if flagged is not None:
-            failure = search.run(sketch)
+            failure = search.run(sketch) or self._moved(sketch.gradients, weight)
             if failure is not None:
                 return Screening(failure)
             flagged = sketch.worst()
@@ -196,48 +184,15 @@ class _Screen:
             return self._unconfirmed(differences, search, sketch.values[flagged[0]][flagged[1]])
         return self._verify(differences, search, sketch, weight, all_count)
 
-    def _small(self, differences: Differences, weight: Tensor, all_count: bool) -> SmallSketch | None:
-        """All grad_outputs in one call, if they are few and none raises."""
-        problem = self._problem
-        self._raised = None
-        if problem.n + problem.m > MOST_AT_ONCE or not problem.m:
-            return None
-        try:
-            return small_sketch(problem, self._settings, differences, weight, self._count, all_count)
-        except Exception as error:
-            raise_unless_of_func(error)
-            self._raised = error
-            return None
-
-    def _of_small(
-        self, small: SmallSketch, differences: Differences, weight: Tensor, tentative: bool
-    ) -> tuple[Sketch, Failure | None]:
-        """The verdict of a small sketch; if something is wrong and can be located, it is repeated row by row."""
-        settings, sketch = self._settings, small.sketch
-        failure = self._repeats(small)
-        known = self._known(weight)
-        if failure is None and any(_moves(settings, sketch.gradients[k], known[k]) for k in known):
-            failure = nondeterministic(self._problem.outputs[0])
-        if tentative or failure is not None or sketch.worst() is None:
-            return sketch, failure
-        return self._one_after_another(differences, weight, tentative, sketch.gradients)
-
-    def _repeats(self, small: SmallSketch) -> Failure | None:
-        """The failure if the repeated VJP of a small sketch varies, or is not the sum of those for single outputs."""
-        gradient = small.sketch.gradients[REPEATED]
-        return _repeat_failure(self._problem, self._settings, small.vector, gradient, small.repeats, small.separate)
-
     def _known(self, weight: Tensor) -> Mapping[int, Tensor]:
         """VJPs of the same cotangents in an earlier sketch, by their numbers."""
         if self._earlier is None or self._attempt or not torch.equal(self._earlier[0], weight):
             return {}
         return self._earlier[1]
 
-    def _one_after_another(
-        self, differences: Differences, weight: Tensor, tentative: bool, earlier: Mapping[int, Tensor]
-    ) -> tuple[Sketch, Failure | None]:
+    def _rows(self, differences: Differences, weight: Tensor, tentative: bool) -> tuple[Sketch, Failure | None]:
         rows = list(cotangents(self._settings.seed, weight, self._count, self._attempt))
-        earlier = {**self._known(weight), **earlier}
+        earlier = self._known(weight)
         return _row_by_row(self._problem, self._settings, differences, rows, self._attempt == 0, tentative, earlier)
 
     def _moved(self, gradients: Mapping[int, Tensor], weight: Tensor) -> Failure | None:
@@ -346,16 +301,9 @@ def _noise(problem: Problem, settings: Settings, differences: Differences) -> tu
     return noise, float(torch.linalg.vector_norm(noise))
 
 
-def _one_hot(
-    problem: Problem, settings: Settings, search: _Search, differences: Differences, small: SmallSketch | None
-) -> Failure | None:
-    """The failure for one-hot grad_outputs of each output: of the backward in itself, or compared with differences.
-
-    small: earlier results of the same grad_outputs.
-    """
+def _one_hot(problem: Problem, settings: Settings, search: _Search, differences: Differences) -> Failure | None:
+    """The failure for one-hot grad_outputs of each output: of the backward in itself, or compared with differences."""
     failure, rows = one_hot_rows(problem, settings)
-    if failure is None and small is not None:
-        failure = _seen_before(problem, settings, small, rows)
     for row, gradient in rows.items() if failure is None else ():
         error = differences.derivatives[:, row] - differences.directions @ gradient
         allowed = settings.atol / 4 + 4 * differences.noise[row] + ROUNDING * problem.unit_roundoff * gradient.norm()
@@ -369,26 +317,6 @@ def _one_hot(
             return nondeterministic(problem.outputs[0])
         search.doubtful[row] = largest(error)
     return failure
-
-
-def _seen_before(
-    problem: Problem, settings: Settings, small: SmallSketch, rows: Mapping[int, Tensor]
-) -> Failure | None:
-    """The failure if one call with all grad_outputs was wrong, but separate one-hot ones are right."""
-    output = problem.outputs[0]
-    if settings.check_grad_dtypes and not small.match.dtypes:
-        return Failure.at("dtype", output)
-    if not small.match.sizes:
-        return Failure.at("size", output)
-    for row, gradient in small.one_hot.items():
-        if differ(gradient[None], rows[row][None], settings.nondet_tol, False):
-            return nondeterministic(problem.outputs[0])
-    for row, gradient in small.scaled.items():
-        for block in problem.inputs:
-            own = max(settings.of(block.index).atol, settings.nondet_tol)
-            if differ(gradient[None, block.slice], rows[row][None, block.slice], own, False):
-                return nondeterministic(problem.outputs[0])
-    return None
 
 
 def next_step(problem: Problem, settings: Settings, differences: Differences, base: Tensor, pending: Tensor) -> float:
@@ -446,6 +374,8 @@ def _row_by_row(
         if failure is not None:
             return sketch, failure
         looks_wrong = any(excess(*pair) > 1 for pair in zip(values, allowed, strict=True))
+        if problem.n <= MOST_AT_ONCE or looks_wrong:
+            sketch.gradients[number] = gradient  # run again before weights change
         if looks_wrong and not tentative and cotangent.layout != Layout.CONTIGUOUS:
             failure, _ = linearity_failure(problem, settings, vector, gradient, cotangent.kind)
             if failure is not None:
@@ -457,7 +387,6 @@ def _row_by_row(
         sketch.allowed.append(allowed)
         sketch.allowance = max(sketch.allowance, max(allowed) / cotangent.scale - settings.atol / 4)
         if looks_wrong and tentative:
-            sketch.gradients[number] = gradient
             break
     return sketch, None
 
@@ -468,10 +397,9 @@ def _repeat_failure(
     vector: Tensor,
     gradient: Tensor,
     repeats: Iterable[Tensor],
-    separate: Tensor | None = None,
 ) -> Failure | None:
     """The failure if a VJP differs when it is run again or scaled, or is not the sum of those for each output alone."""
-    failure = separate_failure(problem, settings, vector, gradient, separate)
+    failure = separate_failure(problem, settings, vector, gradient)
     tolerance = settings.nondet_tol * float(vector.abs().sum()) if settings.nondet_tol else 0.0
     moved = [again for again in repeats if not torch.equal(again, gradient)]
     if any(differ(again[None], gradient[None], tolerance, False) for again in moved):

@@ -548,18 +548,12 @@ def scaled_failure(problem: Problem, settings: Settings, cotangent: Tensor, grad
     return _sum_failure(problem, settings, gradient, scaled, "for a random grad_output", addends)
 
 
-def separate_failure(
-    problem: Problem, settings: Settings, cotangent: Tensor, gradient: Tensor, parts: Tensor | None = None
-) -> Failure | None:
-    """The failure if a VJP is not the sum of the VJPs of each output alone, with undefined other grad_outputs.
-
-    parts: the VJPs of each output alone, if they are known: shape (outputs, n).
-    """
+def separate_failure(problem: Problem, settings: Settings, cotangent: Tensor, gradient: Tensor) -> Failure | None:
+    """The failure if a VJP is not the sum of the VJPs of each output alone, with undefined other grad_outputs."""
     if len(problem.outputs) == 1:
         return None
-    if parts is None:
-        rows = cotangent.unsqueeze(0)
-        parts = torch.cat([problem.vjp(rows, only=output) for output in problem.outputs])
+    rows = cotangent.unsqueeze(0)
+    parts = torch.cat([problem.vjp(rows, only=output) for output in problem.outputs])
     which = "for random grad_outputs of all outputs at once"
     return _sum_failure(problem, settings, gradient, parts, which, "those of each output alone")
 

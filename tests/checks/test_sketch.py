@@ -375,7 +375,7 @@ def test_steps_below_the_rounding_inside_excuse_no_gradient(n: int, x: float, re
     assert not fastgrad.check(func, torch.full((n,), x, dtype=torch.float64, requires_grad=True), fast_mode=True).passed
 
 
-@pytest.mark.parametrize("call", range(1, 49))
+@pytest.mark.parametrize("call", range(1, 39))
 def test_what_a_sketch_saw_before_a_noisy_step_does_not_pass(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kink along the second direction only: differences that can prove errors are noisy, the first ones are not."""
     monkeypatch.setattr("fastgrad.checks.order.small_check", lambda *_: None)
@@ -405,3 +405,4 @@ def test_what_a_sketch_saw_before_a_noisy_step_does_not_pass(call: int, monkeypa
             return right + 0.3 if calls == call else right
 
     assert not fastgrad.check(lambda x: Kinked.apply(x), x, fast_mode=True).passed
+    assert calls >= call

@@ -33,8 +33,7 @@ def bug_in(file: str) -> Any:
     ("name", "file", "keywords"),
     [
         ("fastgrad.checks.small_sums.screening_grad_outputs", "engines/small_sketch.py", {"fast_mode": True}),
-        ("fastgrad.checks.sketch.small_sketch", "engines/small_sketch.py", {"fast_mode": True, "engine": "sketch"}),
-        ("fastgrad.engines.small_sketch._compare", "engines/sketch.py", {"fast_mode": True, "engine": "sketch"}),
+        ("fastgrad.checks.sketch.residual_row", "engines/sketch.py", {"fast_mode": True, "engine": "sketch"}),
         ("fastgrad.checks.sketch.directional_differences", "engines/sketch.py", {"fast_mode": True}),
         ("fastgrad.engines.compressed.analytical_entries", "engines/compressed.py", {"engine": "compressed"}),
         ("fastgrad.engines.compressed.numerical_entries", "engines/compressed.py", {"engine": "compressed"}),

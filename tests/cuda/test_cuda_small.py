@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 
 import fastgrad
 from fastgrad.core import native
+from fastgrad.problem import first_look
 
 
 def leaf(*shape: int, device: torch.device, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -39,19 +41,17 @@ class Halved(torch.autograd.Function):
     "func", [torch.sin, lambda x: x.cumsum(-1), lambda x: (x * x, x.sum()), lambda x: F.linear(x, x)]
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
-def test_no_complete_check_is_needed(device: torch.device, func: Callable[..., Any], dtype: torch.dtype) -> None:
+def test_no_complete_check_is_needed(
+    device: torch.device, func: Callable[..., Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(first_look, "SLOW_SECONDS", math.inf)  # first calls compile and load kernels
     x = leaf(2, 3, device=device, dtype=dtype)
-
-    def run() -> None:
+    with mock.patch("fastgrad.checks.complete.complete_check", side_effect=AssertionError("a complete check")):
         for fast_mode in (False, True):
             assert fastgrad.gradcheck(func, (x,), fast_mode=fast_mode, check_forward_ad=True, check_batched_grad=True)
             if dtype is torch.float64:
                 assert fastgrad.gradgradcheck(func, (x,), fast_mode=fast_mode)
         assert fastgrad.gradcheck(torch.sin, (leaf(3, device=torch.device("cpu")),))  # although CUDA is in use
-
-    run()  # the first calls compile and load kernels, and then their time counts
-    with mock.patch("fastgrad.checks.complete.complete_check", side_effect=AssertionError("a complete check")):
-        run()
 
 
 def test_reports_are_those_of_the_cpu(device: torch.device) -> None:
