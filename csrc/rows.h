@@ -36,16 +36,18 @@ inline at::Tensor with_domain_of(const at::Tensor& tensor, const at::Tensor& val
   return value.is_complex() ? at::real(value) : value.to(c10::toComplexType(value.scalar_type()));
 }
 
+// The keys of dense tensors on the CPU, and on a CUDA device.
+constexpr c10::DispatchKeySet cpu_keys(c10::DispatchKey::CPU);
+constexpr c10::DispatchKeySet cuda_keys(c10::DispatchKey::CUDA);
+
 // The keys of a tensor by which its operators are dispatched, without those for gradients and autocast.
 inline c10::DispatchKeySet backend_keys(const at::Tensor& tensor) {
-  constexpr auto no_matter = c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset;
+  constexpr c10::DispatchKeySet no_matter =
+      c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset;
   return tensor.key_set() - no_matter;
 }
 
-// Whether these are the keys of dense tensors on the CPU or a CUDA device.
-inline bool is_plain_backend(c10::DispatchKeySet keys) {
-  return keys == c10::DispatchKeySet(c10::DispatchKey::CPU) || keys == c10::DispatchKeySet(c10::DispatchKey::CUDA);
-}
+inline bool is_plain_backend(c10::DispatchKeySet keys) { return keys == cpu_keys || keys == cuda_keys; }
 
 // Whether `tensor` is dense, on the CPU or a CUDA device, not lazy, and not of a subclass that intercepts its
 // operators.
@@ -54,9 +56,7 @@ inline bool is_plain_dense(const at::Tensor& tensor) {
 }
 
 // The same on the CPU.
-inline bool is_plain_cpu(const at::Tensor& tensor) {
-  return tensor.defined() && backend_keys(tensor) == c10::DispatchKeySet(c10::DispatchKey::CPU);
-}
+inline bool is_plain_cpu(const at::Tensor& tensor) { return tensor.defined() && backend_keys(tensor) == cpu_keys; }
 
 // Whether its elements are contiguous, too, and in memory.
 inline bool is_plain_memory(const at::Tensor& tensor) {
