@@ -59,19 +59,18 @@ def dense_check(
         if calls is not None:
             calls.run_first()
         own = Findings()
+        suspected = plan
         try:
             failure = judge(problem, plan, settings, own, calls)
-        except UnsuitableError as error:
-            reason = f"single calls instead: {error}"
         except RefusedError as error:
             reason = f"single calls instead: {error}"
-            suspected = plan
+            if isinstance(error, UnsuitableError):
+                suspected = None
         else:
             if failure is None:
                 findings.add(own)
                 return plan, None
             reason = "a mismatch is checked again by single calls"
-            suspected = plan
         reason = f"{plan.reason}; {reason}"
         plan = replace(plan, batch=None, replayed=False, rows_replayed=False, reason=reason)
     elif is_small(problem, settings) and findings.backward is None and findings.early is None:
