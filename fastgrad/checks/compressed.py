@@ -20,8 +20,8 @@ from fastgrad.checks.sketch import SMALL_BOUND, Screening, screen
 from fastgrad.core.errors import raise_if_transient, raise_unless_of_func
 from fastgrad.core.native import ops
 from fastgrad.core.phases import phase
-from fastgrad.core.tensors import checksum, largest
-from fastgrad.engines import compressed, cost_model
+from fastgrad.core.tensors import checksum, differ, largest
+from fastgrad.engines import compressed, cost_model, executor
 from fastgrad.engines.blocks import row_parts
 from fastgrad.engines.compressed import Compression
 from fastgrad.engines.executor import RefusedError
@@ -229,6 +229,16 @@ def _compressions(problem: Problem, settings: Settings, look: FirstLook) -> Iter
             yield compression, _Verdict(problem, settings, plan, compression, look)
 
 
+def _were_wrong_once(before: Tensor, replay: Callable[[], Tensor], single: Tensor, atol: float) -> bool:
+    """Whether entries by replays were wrong, but equal those by single evaluations if the replays are repeated."""
+    if not differ(before[None], single[None], atol, False):
+        return False  # rounded otherwise
+    try:
+        return not differ(replay()[None], single[None], atol, False)
+    except RefusedError:
+        return False
+
+
 class _Verdict:
     """The verdict that one pattern leads to.
 
@@ -259,12 +269,16 @@ class _Verdict:
         try:
             self._measure()
         except RefusedError as error:
+            replay = partial(self._entries, self.plan)
             self._measure_one_by_one(str(error))
+            if executor.is_lead(error, replay):
+                look.irreproducible.append("in replays")
         if self.plan.replayed and self.numerical_suspects != []:
-            self._measure_one_by_one("they do not add up to evaluations one by one")
+            self._measure_wrong_replays_again("they do not add up to evaluations one by one")
 
-    def _entries(self) -> Tensor:
-        return compressed.numerical_entries(self._problem, self.plan, self._compression, self._settings.eps)
+    def _entries(self, plan: Plan | None = None) -> Tensor:
+        """The entries as the plan, by default the present one, computes them."""
+        return compressed.numerical_entries(self._problem, plan or self.plan, self._compression, self._settings.eps)
 
     def _measure(self) -> None:
         numerical = self._entries()
@@ -280,6 +294,12 @@ class _Verdict:
         """Measures by single evaluations instead of replays."""
         self.plan = replace(self.plan, replayed=False, reason=f"{self.plan.reason}; no replays: {why}")
         self._measure()
+
+    def _measure_wrong_replays_again(self, why: str) -> None:
+        before, replay = self.numerical, partial(self._entries, self.plan)
+        self._measure_one_by_one(why)
+        if _were_wrong_once(before, replay, self.numerical, self._settings.loosest().atol):
+            self._look.irreproducible.append("in replays")
 
     def is_certified_numerically(self) -> bool:
         """Whether outputs move along random directions as the numerical entries predict."""
@@ -376,7 +396,7 @@ class _Verdict:
         """The comparison of all entries, then a failure of repeated groups, then the certificates."""
         differs = self._differs()
         if differs and self.plan.replayed:
-            self._measure_one_by_one("a mismatch is checked again by single calls")
+            self._measure_wrong_replays_again("a mismatch is checked again by single calls")
             differs = self._differs()
         measured = (self._of_backward.values.clone(), self.numerical.clone()) if differs else ()
         failure = self._confirmed_mismatch() if differs else None

@@ -392,11 +392,7 @@ def _row_by_row(
 
 
 def _repeat_failure(
-    problem: Problem,
-    settings: Settings,
-    vector: Tensor,
-    gradient: Tensor,
-    repeats: Iterable[Tensor],
+    problem: Problem, settings: Settings, vector: Tensor, gradient: Tensor, repeats: Iterable[Tensor]
 ) -> Failure | None:
     """The failure if a VJP differs when it is run again or scaled, or is not the sum of those for each output alone."""
     failure = separate_failure(problem, settings, vector, gradient)

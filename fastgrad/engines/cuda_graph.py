@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, cuda
 
 from fastgrad.core import native, torch_private
+from fastgrad.core.memory import OUT_OF_MEMORY
 from fastgrad.core.native import ops
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import relative_step
@@ -172,7 +173,7 @@ def analytical_rows(
             first += count
         return
     if any(map(_may_use_cuda, threading.enumerate())):
-        raise RefusedError("other Python threads run, and a capture of backward could disturb them")
+        raise UnsuitableError("other Python threads run, and a capture of backward could disturb them")
     device = problem.device
     tensors = [block.tensor for block in inputs]
     like = [(tensor.shape, tensor.dtype, tensor.layout) for tensor in tensors]
@@ -183,7 +184,7 @@ def analytical_rows(
     def begin() -> Step:
         results = problem.graph_of_its_own()[output.index : output.index + 1]
         if not {cuda.current_stream(device).stream_id}.issuperset(native.backward_streams(results, tensors)):
-            raise RefusedError("backward runs on streams of its own")
+            raise UnsuitableError("backward runs on streams of its own")
 
         def step(_: Tensor, element: Tensor, row: Tensor) -> None:
             cotangent.zero_().index_fill_(0, element, 1j if imaginary else 1.0)
@@ -318,8 +319,9 @@ class _Replays:
 
 
 def _refused(what: str, error: Exception) -> RefusedError:
-    """A UnsuitableError if a CUDA library raised the error; func may have raised any other."""
+    """An UnsuitableError if a CUDA library raised the error; func may have raised any other."""
     of_cuda = isinstance(error, RuntimeError) and _OF_CUDA.search(str(error)) is not None
+    of_cuda = of_cuda or isinstance(error, OUT_OF_MEMORY)
     return (UnsuitableError if of_cuda else RefusedError)(f"{what} ({type(error).__name__})")
 
 

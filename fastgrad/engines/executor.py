@@ -38,8 +38,8 @@ class RefusedError(Exception):
 class UnsuitableError(RefusedError):
     """Columns or rows cannot be computed this way, for a reason that says nothing about func.
 
-    A CUDA library forbids the capture, or results are rounded otherwise. Another attempt may succeed, for example
-    because libraries have been initialized meanwhile.
+    Memory does not suffice, a CUDA library or another thread forbids the capture, or results are rounded otherwise.
+    Another attempt may succeed, for example because libraries have been initialized meanwhile.
     """
 
 
@@ -91,8 +91,10 @@ def speedup(
     return (between - begin) / singles * count / (end - between)
 
 
-def is_possible(trial: Callable[[], object]) -> bool:
+def is_lead(error: RefusedError, trial: Callable[[], object]) -> bool:
     """Whether a trial that was refused is not refused when it is repeated: then func gave other values in it once."""
+    if isinstance(error, UnsuitableError):
+        return False
     try:
         trial()
     except RefusedError:

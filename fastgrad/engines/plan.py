@@ -410,7 +410,7 @@ def _column_strategy(problem: Problem, settings: Settings, look: FirstLook) -> t
             gain = trial()
         except executor.RefusedError as error:
             said += f"; {name}: {error}"
-            if not isinstance(error, executor.UnsuitableError) and executor.is_possible(trial):
+            if executor.is_lead(error, trial):
                 look.irreproducible.append(f"in {name}")
             continue
         said += f"; {name}: {gain:.2g} times as fast as single calls"
@@ -442,9 +442,12 @@ def _row_strategy(problem: Problem, settings: Settings, look: FirstLook) -> tupl
         (rows,) = cuda_graph.analytical_rows(problem, output, False, first, [count], problem.inputs)
         return rows
 
+    trial = partial(executor.speedup, problem, settings.atol, 0, count, single, replay)
     try:
-        gain = executor.speedup(problem, settings.atol, 0, count, single, replay)
+        gain = trial()
     except executor.RefusedError as error:
+        if executor.is_lead(error, trial):
+            look.irreproducible.append("in replays of a VJP")
         return False, f"; replays of a VJP: {error}"
     except Exception as error:  # backward raised it: the check itself will raise it
         raise_unless_of_func(error)

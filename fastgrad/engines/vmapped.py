@@ -22,7 +22,7 @@ from fastgrad.core.memory import OUT_OF_MEMORY
 from fastgrad.core.native import ops
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import relative_step
-from fastgrad.engines.executor import RefusedError
+from fastgrad.engines.executor import RefusedError, UnsuitableError
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
 from fastgrad.problem.second_order import Backward
@@ -148,7 +148,7 @@ def difference_columns(
             try:
                 plus, minus = evaluate()
             except OUT_OF_MEMORY as error:
-                raise RefusedError("out of memory") from error  # single calls need less memory
+                raise UnsuitableError("out of memory") from error  # single calls need less memory
             except Exception as error:
                 raise_if_transient(error, evaluate)
                 if single is None:

@@ -494,8 +494,11 @@ def test_a_wrong_gradient_fails_one_by_one(replaying: Cuda, monkeypatch: pytest.
     ("error", "passes"),
     [(RuntimeError("CUDA error: operation not permitted when stream is capturing"), True), (ValueError(), False)],
 )
-def test_only_errors_of_func_are_leads(replaying: Cuda, error: Exception, passes: bool) -> None:
+def test_only_errors_of_func_are_leads(
+    replaying: Cuda, error: Exception, passes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first capture may fail because a library is initialized in it; func that raises once is not deterministic."""
+    set_costs(monkeypatch, trial_columns=10**9)  # no batches, however long a call takes
     raised = []
 
     def func(x: Tensor) -> Tensor:
@@ -741,6 +744,35 @@ def test_which_rows_are_replayed(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) ->
     assert asked == [50]
 
 
+@pytest.mark.parametrize(
+    ("error", "always", "leads"),
+    [
+        (executor.RefusedError, False, ["in replays of a VJP"]),
+        (executor.RefusedError, True, []),
+        (executor.UnsuitableError, False, []),
+    ],
+)
+def test_a_trial_of_rows_that_is_refused_once_is_a_lead(
+    error: type[executor.RefusedError], always: bool, leads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trials = []
+
+    def speedup(*_: Any) -> float:
+        trials.append(1)
+        if always or len(trials) == 1:
+            raise error("refused")
+        return 2.0
+
+    monkeypatch.setattr(cuda_graph, "obstacle", lambda _: None)
+    monkeypatch.setattr(executor, "obstacle", lambda _: None)
+    monkeypatch.setattr(executor, "speedup", speedup)
+    outputs = [SimpleNamespace(tensor=torch.empty(800))]
+    problem: Any = SimpleNamespace(m=800, device=CUDA0, ranks=1, outputs=outputs, has_graph=True)
+    look: Any = SimpleNamespace(measured=1e-3, irreproducible=[])
+    assert plan._row_strategy(problem, Settings(), look) == (False, "; replays of a VJP: refused")
+    assert look.irreproducible == leads
+
+
 COMPRESSED = Settings(engine="compressed")
 
 
@@ -804,16 +836,22 @@ def test_groups_of_a_wrong_gradient_fail_one_by_one(replaying_groups: Cuda, monk
     assert not report.plan.replayed
 
 
-def test_groups_that_replays_get_wrong_are_taken_one_by_one(replaying_groups: Cuda) -> None:
+@pytest.mark.parametrize("is_once", [False, True])
+def test_groups_that_replays_get_wrong_are_taken_one_by_one(replaying_groups: Cuda, is_once: bool) -> None:
+    """Replays that are always wrong say nothing about func; if they are wrong once, func gave other values."""
     buffer = torch.ones((), dtype=torch.float64)
+    begun = []
 
-    def once() -> None:
-        buffer.fill_(2.0 if replaying_groups.log.count("replay") == 5 else 1.0)
+    def wrong() -> None:
+        begun.append(replaying_groups.log.count("begin"))
+        number = begun.count(begun[-1])
+        buffer.fill_(2.0 if number == 5 and not (is_once and begun[-1] > 1) else 1.0)
 
-    replaying_groups.while_replaying = once
+    replaying_groups.while_replaying = wrong
     report = check(lambda x: x.cumsum(-1) * buffer, (leaf(60, 20),), COMPRESSED)
-    assert replaying_groups.log.count("replay") >= 5
-    assert report.passed
+    assert begun[-1] == 2
+    assert report.passed is not is_once
+    assert not is_once or (report.failure is not None and report.failure.kind == "nondeterministic func")
     assert report.plan is not None
     assert not report.plan.replayed
     assert "no replays: they do not add up" in report.plan.reason
@@ -825,6 +863,23 @@ def test_groups_that_cannot_be_captured(replaying_groups: Cuda) -> None:
     assert report.plan is not None
     assert not report.plan.replayed
     assert "no replays: func reads values of tensors" in report.plan.reason
+
+
+@pytest.mark.parametrize("fails", [1, 1000])
+def test_groups_whose_capture_raises_once(replaying_groups: Cuda, fails: int) -> None:
+    raised: list[int] = []
+
+    def func(x: Tensor) -> Tensor:
+        if replaying_groups.log[-1:] == ["begin"] and len(raised) < fails:
+            raised.append(1)
+            raise ValueError
+        return x.cumsum(-1)
+
+    report = check(func, (leaf(60, 20),), COMPRESSED)
+    assert raised
+    assert report.passed is (fails > 1)
+    assert report.plan is not None
+    assert "no replays: func cannot be captured (ValueError)" in report.plan.reason
 
 
 CUDA0 = torch.device("cuda", 0)
