@@ -570,7 +570,7 @@ def _agreeing_pairs(
         for block in problem.inputs:
             if compression.leaves_out_pair(output, block):
                 continue
-            pair = PairComparison(output, block, settings.atol, settings.rtol, on_pattern=True)
+            pair = PairComparison(output, block, settings, on_pattern=True)
             if len(problem.inputs) == len(problem.outputs) == 1:
                 # The comparison of all entries was the comparison of this pair.
                 pair.add_statistics(columns.numel() // block.width, statistics)
@@ -660,7 +660,7 @@ def _pair(
     """The comparison of the entries of an output, or of a part of it, and an input; sides: these three."""
     output, part, block = sides
     within = compression.entries_of(output)
-    pair = PairComparison(output, block, own.atol, own.rtol)
+    pair = PairComparison(output, block, own)
     rows, columns = compression.rows[within] - output.first, compression.columns[within] - block.first
     chosen = (columns >= 0) & (columns < block.size)
     if part != "all":

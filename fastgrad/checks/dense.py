@@ -195,7 +195,7 @@ class ForwardComparison:
             key = block.part == "real", block.output.index, block.input.index
             if key not in self._pairs:
                 own = self._settings.of(block.input.index)
-                pair = PairComparison(block.output, block.input, own.atol, own.rtol, "forward")
+                pair = PairComparison(block.output, block.input, own, "forward")
                 self._pairs[key] = block.part, pair
             self._pairs[key][1].add(block.analytical, block.numerical, block.first_element, 0)
             self._linearity.add(block)
@@ -238,8 +238,8 @@ def _judge(
             repeat = repeat or moved_once(block, again, settings) or nonlinear_repeat(block, settings)
         pair = pairs.get(block.input.index)
         if pair is None:
-            own = settings.of(block.input.index) if settings.inputs else settings
-            pair = pairs[block.input.index] = PairComparison(block.output, block.input, own.atol, own.rtol)
+            own = settings.of(block.input.index)
+            pair = pairs[block.input.index] = PairComparison(block.output, block.input, own)
         pair.add(block.analytical, block.numerical, block.first_row, block.first_column)
         if block.unspecified is not None:
             entry = block.unspecified

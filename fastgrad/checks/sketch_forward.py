@@ -19,7 +19,7 @@ from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.report.failure import Failure
 from fastgrad.report.settings import Settings
-from fastgrad.verdict.confirm import Found, column_entry, difference_along, located_failure
+from fastgrad.verdict.confirm import Found, difference_along, entry_at, located_failure
 from fastgrad.verdict.locate import locate
 from fastgrad.verdict.negation import negation_failure
 from fastgrad.verdict.tangents import combined_tangents, sums_certificate
@@ -143,7 +143,7 @@ class _ForwardScreen:
         def residual(vector: Tensor) -> float:
             return difference_along(problem, vector, differences.eps, row) - problem.jvp_coordinates(vector)[row].item()
 
-        return column_entry(problem, self._settings, row, locate(residual, differences.directions[k], value))
+        return entry_at(problem, self._settings, row, locate(residual, differences.directions[k], value))
 
     def _combination_failure(self, directions: Tensor, tangents: Tensor) -> Failure | None:
         """The failure if the JVP of a combination of directions is not that of their JVPs, `tangents`."""

@@ -18,7 +18,7 @@ from fastgrad.problem.small_backward import SmallBackward
 from fastgrad.report.data import Certificate, Pair
 from fastgrad.report.failure import Comparison, Entry, Extent, Mode, Part, Span, modulus
 from fastgrad.report.messages import undecided_text
-from fastgrad.report.settings import Settings
+from fastgrad.report.settings import Settings, Tolerances
 from fastgrad.structure import coloring
 from fastgrad.verdict.grad_outputs import BatchedDifference
 from fastgrad.verdict.remeasure import Suspects
@@ -141,8 +141,7 @@ class PairComparison:
 
     output: Block
     input: Block
-    atol: float
-    rtol: float
+    tolerances: Tolerances
     mode: Mode = "reverse"
     entries: int = 0
     mismatches: int = 0
@@ -203,7 +202,7 @@ class PairComparison:
     def add_agreeing(self, analytical: Tensor, numerical: Tensor) -> None:
         """Adds entries that are known to agree: float64, shape (coordinates,), as in `add_entries`."""
         width = self._width()
-        entries = analytical.unsqueeze(0), numerical.unsqueeze(0), self.atol, self.rtol
+        entries = analytical.unsqueeze(0), numerical.unsqueeze(0), self.tolerances.atol, self.tolerances.rtol
         self.add_statistics(analytical.numel() // width, ops.compare(*entries, width == 2, False).tolist())
 
     def _width(self) -> int:
@@ -216,7 +215,8 @@ class PairComparison:
         """Adds a block, whose rows and columns of entries belong to certain elements."""
         forward = self.mode == "forward"
         along_rows, along_columns = (self.input, self.output) if forward else (self.output, self.input)
-        statistics = ops.compare(analytical, numerical, self.atol, self.rtol, width == 2, False).tolist()
+        atol, rtol = self.tolerances.atol, self.tolerances.rtol
+        statistics = ops.compare(analytical, numerical, atol, rtol, width == 2, False).tolist()
         mismatches, excess, row, column, absolute, relative, *sums = statistics
         self.entries += analytical.shape[0] * (analytical.shape[1] // width)
         self.largest_absolute = max(self.largest_absolute, absolute)
@@ -237,7 +237,7 @@ class PairComparison:
                 row_index if forward else column_index,
                 a,
                 n,
-                self.atol + self.rtol * modulus(n),
+                atol + rtol * modulus(n),
             )
 
     def _keep_failing(
@@ -257,7 +257,7 @@ class PairComparison:
 
     def _differ(self, analytical: Tensor, numerical: Tensor) -> Tensor:
         """Where entries differ: by torch's rule, which takes equal infinities for close, and nothing else."""
-        return ~torch.isclose(analytical, numerical, rtol=self.rtol, atol=self.atol)
+        return ~torch.isclose(analytical, numerical, rtol=self.tolerances.rtol, atol=self.tolerances.atol)
 
     def _failing(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The entries that differ: elements of the output and of the input, analytical and numerical values."""
@@ -265,28 +265,8 @@ class PairComparison:
         outputs, inputs = (columns, rows) if self.mode == "forward" else (rows, columns)
         return outputs, inputs, analytical, numerical
 
-    def _excess(self, analytical: Tensor, numerical: Tensor) -> Tensor:
-        return ((analytical - numerical).abs() / (self.atol + self.rtol * numerical.abs())).nan_to_num(torch.inf)
-
-    def worst_entries(self, count: int) -> list[Entry]:
-        """The entries that differ most at eps."""
-        if not self.failing:
-            return []
-        outputs, inputs, analytical, numerical = self._failing()
-        real = self._width() == 1
-        order = self._excess(analytical, numerical).argsort(descending=True, stable=True)
-        entries: list[Entry] = []
-        for which in order[:count].tolist():
-            a, n = complex(analytical[which]), complex(numerical[which])
-            allowed = self.atol + self.rtol * modulus(n)
-            places = self.output.element_index(int(outputs[which])), self.input.element_index(int(inputs[which]))
-            entries.append(Entry(*places, a.real if real else a, n.real if real else n, allowed))
-        return entries
-
-    def _extent(self) -> Extent | None:
+    def _extent(self) -> Extent:
         """Where the entries that differ lie."""
-        if not self.failing:
-            return None
         outputs, inputs, *_ = self._failing()
         return Extent(
             *(
@@ -298,7 +278,9 @@ class PairComparison:
     def suspects(self, part: Part) -> Suspects:
         """The entries that differ, at least one, the one with the largest difference first."""
         outputs, inputs, analytical, numerical = self._failing()
-        order = self._excess(analytical, numerical).argsort(descending=True, stable=True)
+        allowed = self.tolerances.atol + self.tolerances.rtol * numerical.abs()
+        excess = ((analytical - numerical).abs() / allowed).nan_to_num(torch.inf)
+        order = excess.argsort(descending=True, stable=True)
         outputs, inputs, analytical, numerical = (values[order] for values in (outputs, inputs, analytical, numerical))
 
         def coordinates(block: Block, elements: Tensor, judged_by_parts: bool) -> Tensor:
@@ -308,14 +290,8 @@ class PairComparison:
             return torch.cat([first, first + 1], 1) if block.width == 2 else first
 
         forward = self.mode == "forward"
-        return Suspects(
-            coordinates(self.input, inputs, forward),
-            coordinates(self.output, outputs, not forward),
-            analytical,
-            numerical,
-            inputs,
-            outputs,
-        )
+        places = coordinates(self.input, inputs, forward), coordinates(self.output, outputs, not forward)
+        return Suspects(self.output, self.input, self.tolerances, *places, analytical, numerical)
 
     def groups(self, elements: Tensor) -> Tensor:
         """For each element of the input, the number of its group: int64, shape (elements,).
@@ -338,10 +314,11 @@ class PairComparison:
 
     def add_unspecified(self, row: int, element: int, value: complex) -> None:
         """Adds an analytical entry where masked semantics allow none: the numerical one is zero."""
-        if not modulus(value) <= self.atol:
+        atol = self.tolerances.atol
+        if not modulus(value) <= atol:
             self.entries += 1
             self.mismatches += 1
-            entry = Entry(self.output.element_index(row), self.input.logical_index(element), value, 0.0, self.atol)
+            entry = Entry(self.output.element_index(row), self.input.logical_index(element), value, 0.0, atol)
             self.worst = self.worst or entry
             self.unspecified = True
 
@@ -368,6 +345,10 @@ class PairComparison:
 
     def result(self) -> Comparison:
         """The comparison so far, as data."""
+        worst: tuple[Entry, ...] = ()
+        if self.failing:
+            suspects = self.suspects("all")
+            worst = tuple(suspects.entry(which) for which in range(min(MOST_WORST, len(suspects.inputs))))
         sum_analytical, sum_numerical, re, im = self.sums
         analytical, numerical = self.matrices or (None, None)
         return Comparison(
@@ -381,8 +362,8 @@ class PairComparison:
             sum_product=complex(re, im),
             analytical=analytical,
             numerical=numerical,
-            worst_entries=tuple(self.worst_entries(MOST_WORST)) if self.mismatches else (),
-            extent=self._extent() if self.mismatches else None,
+            worst_entries=worst,
+            extent=self._extent() if self.failing else None,
             on_pattern=self.on_pattern,
         )
 

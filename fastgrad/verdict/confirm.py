@@ -80,7 +80,7 @@ def entry_in_row(
         explained = sum(entry.along(vector).item() for entry in known)
         return difference_along(problem, vector, eps, row) - analytical - explained
 
-    return row_entry(problem, settings, row, gradient, locate(residual, u, value))
+    return entry_at(problem, settings, row, locate(residual, u, value), gradient)
 
 
 def difference_along(problem: Problem, vector: Tensor, eps: float, row: int) -> float:
@@ -96,42 +96,25 @@ def difference_along(problem: Problem, vector: Tensor, eps: float, row: int) -> 
     return derivative
 
 
-def row_entry(problem: Problem, settings: Settings, row: int, gradient: Tensor, column: int) -> Found:
-    """The reverse-mode entry at (row, column); gradient is the analytical row, shape (n,)."""
-    block = block_with(problem.inputs, column)
-    output = block_with(problem.outputs, row)
-    columns = _element_coordinates(block, column)
-    part: Part = "all" if not output.is_complex else "imaginary" if (row - output.first) % 2 else "real"
-    analytical = [gradient[j].item() for j in columns]
-    return _confirm(problem, settings, "reverse", output, block, part, (row,), columns, analytical)
+def entry_at(problem: Problem, settings: Settings, row: int, column: int, gradient: Tensor | None = None) -> Found:
+    """The entry at (row, column), measured separately: wrong by the elementwise rule at eps and at other steps, or not.
 
-
-def column_entry(problem: Problem, settings: Settings, row: int, column: int) -> Found:
-    """The forward-mode entry at (row, column)."""
-    block = block_with(problem.inputs, column)
-    output = block_with(problem.outputs, row)
-    rows = _element_coordinates(output, row)
-    part: Part = "all" if not block.is_complex else "imaginary" if (column - block.first) % 2 else "real"
-    tangents, _ = problem.tangent_columns(column, 1)
-    analytical = [tangents[0, i].item() for i in rows]
-    return _confirm(problem, settings, "forward", output, block, part, rows, (column,), analytical)
-
-
-def _confirm(
-    problem: Problem,
-    settings: Settings,
-    mode: Mode,
-    output: Block,
-    block: Block,
-    part: Part,
-    rows: tuple[int, ...],
-    columns: tuple[int, ...],
-    analytical: list[float],
-) -> Found:
-    """A single entry: wrong by the elementwise rule at eps and at other steps, or not.
-
-    rows or columns are two coordinates if these make one complex entry.
+    gradient: the analytical row, shape (n,), of an entry of reverse mode; None: the entry is one of forward mode.
     """
+    output, block = block_with(problem.outputs, row), block_with(problem.inputs, column)
+    # A complex element has two coordinates: those of the one side make a complex entry, of the other side, two parts.
+    mode: Mode = "forward" if gradient is None else "reverse"
+    side, offset = (output, row - output.first) if gradient is not None else (block, column - block.first)
+    part: Part = "all" if not side.is_complex else "imaginary" if offset % 2 else "real"
+    rows: tuple[int, ...] = (row,)
+    columns: tuple[int, ...] = (column,)
+    if gradient is not None:
+        columns = _element_coordinates(block, column)
+        analytical = [gradient[j].item() for j in columns]
+    else:
+        rows = _element_coordinates(output, row)
+        tangents, _ = problem.tangent_columns(column, 1)
+        analytical = [tangents[0, i].item() for i in rows]
     differences = [problem.difference_columns(j, 1, settings.eps, True)[0] for j in columns]
     numerical = [difference[i].item() for difference in differences for i in rows]
     wanted, got = (complex(*values) for values in (numerical, analytical))
@@ -139,13 +122,14 @@ def _confirm(
     found, expected = (torch.tensor([value], dtype=torch.complex128, device=problem.device) for value in (got, wanted))
     if not torch.isclose(found, expected, rtol=own.rtol, atol=own.atol):
         inputs, outputs = (torch.tensor([places], device=problem.device) for places in (columns, rows))
-        elements = (inputs[:, 0] - block.first) // block.width, (outputs[:, 0] - output.first) // output.width
-        suspects = Suspects(inputs, outputs, found, expected, *elements)
-        remeasured = not_finite(problem, True, settings, suspects)
+        suspects = Suspects(output, block, own, inputs, outputs, found, expected)
+        remeasured = not_finite(problem, True, suspects)
         if remeasured is None:
-            remeasured, _, unresolved = worst_remeasured(problem, True, settings, [suspects])
+            remeasured, _, unresolved = worst_remeasured(problem, True, settings.eps, [suspects])
     errors = [number - value for number, value in zip(numerical, analytical, strict=True)]
-    return Found(output, block, part, mode, rows[0], columns, errors, remeasured, unresolved)
+    return Found(
+        output, block, part, mode, row if mode == "reverse" else rows[0], columns, errors, remeasured, unresolved
+    )
 
 
 def _element_coordinates(block: Block, coordinate: int) -> tuple[int, ...]:
@@ -230,7 +214,7 @@ def _relative(analytical: complex, numerical: complex) -> float:
 
 
 def _survivor(
-    problem: Problem, record_graph: bool, settings: Settings, suspects: Suspects, groups: Tensor
+    problem: Problem, record_graph: bool, eps: float, suspects: Suspects, groups: Tensor
 ) -> tuple[RemeasuredEntry | None, Tensor, float]:
     """The first suspected entry that is wrong after re-measuring, and which ones were: bool, shape (entries,).
 
@@ -238,8 +222,7 @@ def _survivor(
     group, whose elements are moved together; an element that then looks wrong is moved alone.
     """
     measured = torch.zeros_like(groups, dtype=torch.bool)
-    elements, block = suspects.input_elements, suspects.blocks(problem, 0)[1]
-    unresolved = 0.0
+    elements, unresolved = suspects.input_elements, 0.0
     # A wrong entry is usually among the worst; the others may be many.
     for most in (WORST, len(groups)):
         left = (~measured[:most]).nonzero().reshape(-1)
@@ -254,16 +237,16 @@ def _survivor(
             measured[some] = True
             for quickly in (True, False) if count == 1 else (False,):
                 remeasured, wrong, off = worst_remeasured(
-                    problem, record_graph, settings, [suspects.of(own) for own in chosen], quickly
+                    problem, record_graph, eps, [suspects.of(own) for own in chosen], quickly
                 )
                 unresolved = max(unresolved, off)
                 if remeasured is not None and several:
                     accused = suspects.of(some[wrong])
                     others = (remeasured.entry, *remeasured.others)
-                    remeasured, alone, off = _survivor(problem, record_graph, settings, accused, accused.input_elements)
+                    remeasured, alone, off = _survivor(problem, record_graph, eps, accused, accused.input_elements)
                     unresolved = max(unresolved, off)
                     if remeasured is not None:
-                        known = {block.element_index(int(element)) for element in accused.input_elements[alone]}
+                        known = {accused.input.index_at(int(place)) for place in accused.inputs[alone, 0]}
                         others = tuple(entry for entry in others if entry.input_index not in known)
                         remeasured = replace(remeasured, others=remeasured.others + others)
                 if remeasured is not None:
@@ -289,14 +272,13 @@ def entries_failure(
     unresolved = 0.0
     groups = _groups_without_a_common_row(rows, columns)
     for output, block in itertools.product(problem.outputs, problem.inputs):
-        elements = columns - block.first, rows - output.first
-        own = (elements[0] >= 0) & (elements[0] < block.size) & (elements[1] >= 0) & (elements[1] < output.size)
+        own = (columns >= block.first) & (columns < block.end) & (rows >= output.first) & (rows < output.end)
         if not bool(own.any()):
             continue
         got, wanted = (one[own].to(torch.complex128) for one in (analytical, numerical))
         places = columns[own].unsqueeze(1), rows[own].unsqueeze(1)
-        suspects = Suspects(*places, got, wanted, elements[0][own], elements[1][own])
-        remeasured, _, off = _survivor(problem, True, settings, suspects, groups[own])
+        suspects = Suspects(output, block, settings.of(block.index), *places, got, wanted)
+        remeasured, _, off = _survivor(problem, True, settings.eps, suspects, groups[own])
         unresolved = max(unresolved, off)
         if remeasured is not None:
             found = Found(output, block, "all", "reverse", 0, (), [], remeasured)
@@ -336,17 +318,17 @@ def _worst_remeasured(
     else:
         numbers = [group_of(coordinate) for coordinate in suspects.inputs[:, 0].tolist()]
         groups = torch.tensor(numbers, device=elements.device)
-    remeasured = not_finite(problem, plan.record_graph, settings, suspects)
+    remeasured = not_finite(problem, plan.record_graph, suspects)
     measured = torch.zeros_like(groups, dtype=torch.bool)
     if remeasured is None:
-        remeasured, measured, unresolved = _survivor(problem, plan.record_graph, settings, suspects, groups)
+        remeasured, measured, unresolved = _survivor(problem, plan.record_graph, settings.eps, suspects, groups)
         if unresolved:
             findings.note_undecided(unresolved)
     if remeasured is None:
         return None, ()
     worst = [remeasured.entry, *sorted(remeasured.others, key=_excess, reverse=True)]
     others = (~measured).nonzero().reshape(-1)[: MOST_WORST + len(worst)].tolist()
-    entries = [suspects.entry(problem, which, settings.of(pair.input.index)) for which in others]
+    entries = [suspects.entry(which) for which in others]
     named = {(entry.output_index, entry.input_index) for entry in worst}
     worst += [entry for entry in entries if (entry.output_index, entry.input_index) not in named]
     return remeasured, tuple(worst[:MOST_WORST])

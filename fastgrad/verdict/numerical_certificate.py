@@ -27,7 +27,7 @@ from fastgrad.report.failure import Failure
 from fastgrad.report.settings import Settings
 from fastgrad.structure.coloring import Indices
 from fastgrad.verdict.comparison import tolerances
-from fastgrad.verdict.confirm import Found, entries_failure, entry_in_row, located_failure, row_entry
+from fastgrad.verdict.confirm import Found, entries_failure, entry_at, entry_in_row, located_failure
 
 MOST_SUSPECTS = 8
 """Rows, and columns, of a failed certificate to follow up."""
@@ -277,7 +277,7 @@ class NumericalCertificate:
         column = int(error.nan_to_num(torch.inf).argmax())
         if error[column] <= 1:
             return None
-        found = row_entry(self._problem, self._settings, row, gradient, column)
+        found = entry_at(self._problem, self._settings, row, column, gradient)
         self._unresolved = max(self._unresolved, found.unresolved)
         return located_failure([found]) if found.remeasured is not None else None
 

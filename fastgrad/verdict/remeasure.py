@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fastgrad.core.phases import phase
 from fastgrad.engines.ridders import Refinement, measured, settled
-from fastgrad.problem.coordinates import Block, block_with
+from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
 from fastgrad.report.failure import Difference, Entry, Trouble, modulus
-from fastgrad.report.settings import Settings, Tolerances
+from fastgrad.report.settings import Tolerances
 
 MOST_UNDECIDED_ERROR = 64.0
 """An entry is undecided if the error of its derivative, in units of its tolerance, is at most this: rounding next to a
@@ -33,46 +33,54 @@ class Suspects:
 
     Attributes
     ----------
+    tolerances
+        Those of the input.
     inputs, outputs
         Coordinates: int64, shape (entries, 1 or 2), two where they make one complex entry.
     analytical, numerical
         The entries, the latter at eps: complex128, shape (entries,).
-    input_elements, output_elements
-        Numbers of the elements among those that have coordinates: int64, shape (entries,).
     """
 
+    output: Block
+    input: Block
+    tolerances: Tolerances
     inputs: Tensor
     outputs: Tensor
     analytical: Tensor
     numerical: Tensor
-    input_elements: Tensor
-    output_elements: Tensor
+
+    @property
+    def input_elements(self) -> Tensor:
+        """Numbers of the input's elements among those that have coordinates: int64, shape (entries,)."""
+        return (self.inputs[:, 0] - self.input.first) // self.input.width
+
+    def _of_each(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.inputs, self.outputs, self.analytical, self.numerical
 
     def of(self, entries: Tensor) -> Suspects:
         """Some of the entries, by number or mask."""
-        return Suspects(*(getattr(self, field.name)[entries] for field in fields(self)))
+        return Suspects(self.output, self.input, self.tolerances, *(values[entries] for values in self._of_each()))
 
-    def entry(
-        self, problem: Problem, which: int, own: Tolerances, refined: complex | None = None, error: float | None = None
-    ) -> Entry:
+    @staticmethod
+    def joined(groups: Sequence[Suspects]) -> Suspects:
+        """The entries of several groups of one output and one input, end to end."""
+        head = groups[0]
+        values = zip(*(group._of_each() for group in groups), strict=True)
+        return Suspects(head.output, head.input, head.tolerances, *map(torch.cat, values))
+
+    def entry(self, which: int, refined: complex | None = None, error: float | None = None) -> Entry:
         """One of them for a report; refined: its numerical value, known to within an error."""
-        output, block = self.blocks(problem, which)
         numerical = complex(self.numerical[which]) if refined is None else refined
         analytical = complex(self.analytical[which])
         is_real = self.inputs.shape[1] == self.outputs.shape[1] == 1
         return Entry(
-            output.element_index(int(self.output_elements[which])),
-            block.element_index(int(self.input_elements[which])),
+            self.output.index_at(int(self.outputs[which, 0])),
+            self.input.index_at(int(self.inputs[which, 0])),
             analytical.real if is_real else analytical,
             numerical.real if is_real else numerical,
-            own.atol + own.rtol * modulus(numerical),
+            self.tolerances.atol + self.tolerances.rtol * modulus(numerical),
             error,
         )
-
-    def blocks(self, problem: Problem, which: int) -> tuple[Block, Block]:
-        """The output and the input of one of them."""
-        output, input_ = int(self.outputs[which, 0]), int(self.inputs[which, 0])
-        return block_with(problem.outputs, output), block_with(problem.inputs, input_)
 
 
 @dataclass(frozen=True)
@@ -90,7 +98,7 @@ class RemeasuredEntry:
     others: tuple[Entry, ...] = ()
 
 
-def not_finite(problem: Problem, record_graph: bool, settings: Settings, suspects: Suspects) -> RemeasuredEntry | None:
+def not_finite(problem: Problem, record_graph: bool, suspects: Suspects) -> RemeasuredEntry | None:
     """The first of some suspected entries that no step can settle: func, x or the analytical one is not finite."""
     base = problem.evaluate(record_graph, torch.zeros(problem.n, dtype=torch.float64, device=problem.device))
     values, x = base[suspects.outputs], problem.coordinates()[suspects.inputs]
@@ -103,9 +111,8 @@ def not_finite(problem: Problem, record_graph: bool, settings: Settings, suspect
     votes = torch.stack([of_func, of_input, of_backward, suspects.analytical.isinf()])
     order = votes.sum(0).argsort(descending=True, stable=True)
     worst = int(order[0])
-    output, block = suspects.blocks(problem, worst)
-    own = settings.of(block.index)
-    entries = [suspects.entry(problem, int(i), own) for i in order[: min(int(wrong.sum()), 1 + MOST_OTHER_ENTRIES)]]
+    output, block = suspects.output, suspects.input
+    entries = [suspects.entry(int(i)) for i in order[: min(int(wrong.sum()), 1 + MOST_OTHER_ENTRIES)]]
     entry = entries[0]
     where = f"input {block.index} at {list(entry.input_index)} is {_number(x[worst])}"
     if bool(of_func[worst]):
@@ -128,22 +135,21 @@ def _number(coordinates: Tensor) -> str:
 
 @phase("re-measuring")
 def worst_remeasured(
-    problem: Problem, record_graph: bool, settings: Settings, groups: Sequence[Suspects], quickly: bool = True
+    problem: Problem, record_graph: bool, eps: float, groups: Sequence[Suspects], quickly: bool = True
 ) -> tuple[RemeasuredEntry | None, Tensor, float]:
     """The worst of some suspected entries, if any is wrong after re-measuring; and which ones are: bool, end to end.
 
     Last, the possible error of entries that agree within the error of their derivatives, but not to the tolerance.
-    groups: of one input; the entries of each are moved together. quickly: a few steps are tried first, which may show
-    entries that are clearly wrong; then only these are in the result.
+    groups: of one output and one input; the entries of each are moved together. quickly: a few steps are tried first,
+    which may show entries that are clearly wrong; then only these are in the result.
     """
-    own = settings.of(block_with(problem.inputs, int(groups[0].inputs[0, 0])).index)
-    suspects = Suspects(*(torch.cat([getattr(group, field.name) for group in groups]) for field in fields(Suspects)))
+    suspects, own = Suspects.joined(groups), groups[0].tolerances
     if quickly:
-        columns = _refined(problem, record_graph, settings, groups, own, quickly=True)
-        clear = _clearly_wrong(suspects, columns, own)
+        columns = _refined(problem, record_graph, eps, groups, quickly=True)
+        clear = _clearly_wrong(suspects, columns)
         if bool(clear.any()):
-            return _survivor_of(problem, suspects, columns, clear, own), clear, 0.0
-    columns = _refined(problem, record_graph, settings, groups, own, quickly=False)
+            return _survivor_of(suspects, columns, clear), clear, 0.0
+    columns = _refined(problem, record_graph, eps, groups, quickly=False)
     values, errors, converged = _values_and_errors(suspects, columns)
     allowed = own.atol + own.rtol * values.abs()
     agrees = (suspects.analytical - values).abs() <= allowed
@@ -157,30 +163,23 @@ def worst_remeasured(
         rows = _rows_of(suspects, which)
         is_open[which] = all(column.is_kink(row, own.atol, own.rtol) for column in columns for row in rows)
     unresolved = float(off[is_open].amax()) if bool(is_open.any()) else 0.0
-    wrong = ~(agrees & (converged | is_open)) | _moved(suspects, columns, own)
-    if not bool(wrong.any()):
-        return None, wrong, unresolved
-    return _survivor_of(problem, suspects, columns, wrong, own), wrong, unresolved
+    wrong = ~(agrees & (converged | is_open)) | _moved(suspects, columns)
+    return _survivor_of(suspects, columns, wrong) if bool(wrong.any()) else None, wrong, unresolved
 
 
-def _moved(suspects: Suspects, columns: list[Refinement], own: Tolerances) -> Tensor:
+def _moved(suspects: Suspects, columns: list[Refinement]) -> Tensor:
     """Which entries func's values for equal inputs do not determine: at eps, or at x between the measurements."""
     again, moves, drift = (
         _entries([getattr(column, name).reshape(suspects.outputs.shape) for column in columns])
         for name in ("at_eps", "moves", "drift")
     )
     size = torch.maximum(again.abs(), suspects.numerical.abs())
-    allowed = own.atol + own.rtol * size + moves.abs()
+    allowed = suspects.tolerances.atol + suspects.tolerances.rtol * size + moves.abs()
     return ((again - suspects.numerical).abs() > allowed) | (drift.abs() > allowed)
 
 
 def _refined(
-    problem: Problem,
-    record_graph: bool,
-    settings: Settings,
-    groups: Sequence[Suspects],
-    own: Tolerances,
-    quickly: bool,
+    problem: Problem, record_graph: bool, eps: float, groups: Sequence[Suspects], quickly: bool
 ) -> list[Refinement]:
     """Derivatives at the suspects, one refinement per part (real, imaginary) of the inputs; quickly: see `measured`."""
     columns = []
@@ -191,12 +190,12 @@ def _refined(
                 group.inputs[:, part].repeat_interleave(group.outputs.shape[1]),
                 group.outputs.reshape(-1),
                 record_graph,
-                settings.eps,
+                eps,
                 quickly,
             )
             for group in groups
         ]
-        columns.append(settled(found, own.atol, own.rtol))
+        columns.append(settled(found, groups[0].tolerances.atol, groups[0].tolerances.rtol))
     return columns
 
 
@@ -209,8 +208,9 @@ def _values_and_errors(suspects: Suspects, columns: list[Refinement]) -> tuple[T
     return values, errors, torch.stack([column.converged.reshape(shape).all(1) for column in columns]).all(0)
 
 
-def _clearly_wrong(suspects: Suspects, columns: list[Refinement], own: Tolerances) -> Tensor:
+def _clearly_wrong(suspects: Suspects, columns: list[Refinement]) -> Tensor:
     """Which entries no further step can excuse, by a few steps: those of a smooth func that are far off."""
+    own = suspects.tolerances
     values, errors, clear = _values_and_errors(suspects, columns)
     difference = (suspects.analytical - values).abs()
     clear = clear & (difference > CLEAR_DIFFERENCE * (own.atol + own.rtol * values.abs() + errors.abs()))
@@ -229,10 +229,9 @@ def _rows_of(suspects: Suspects, entry: int) -> range:
     return range(entry * width, (entry + 1) * width)
 
 
-def _survivor_of(
-    problem: Problem, suspects: Suspects, columns: list[Refinement], wrong: Tensor, own: Tolerances
-) -> RemeasuredEntry:
+def _survivor_of(suspects: Suspects, columns: list[Refinement], wrong: Tensor) -> RemeasuredEntry:
     """The worst of the wrong entries, and further wrong entries, for the report."""
+    own = suspects.tolerances
     values, errors, converged = _values_and_errors(suspects, columns)
     difference, allowed = (suspects.analytical - values).abs(), own.atol + own.rtol * values.abs()
     # Converged entries first: they are sure. A NaN is never sure.
@@ -241,13 +240,13 @@ def _survivor_of(
     order = [
         int(which) for which in worst_first[: min(int(wrong.sum()), 1 + MOST_OTHER_ENTRIES)]
     ]  # subclasses have no tolist
-    entries, moved = [], _moved(suspects, columns, own)
+    entries, moved = [], _moved(suspects, columns)
     for which in order:
         sure = bool(converged[which]) and not bool(moved[which])
         refined = (complex(values[which]), float(errors[which].abs())) if sure else ()
-        entries.append(suspects.entry(problem, which, own, *refined))
+        entries.append(suspects.entry(which, *refined))
     worst = order[0]
-    trouble = _trouble(columns, suspects, worst, bool(converged[worst]), own)
+    trouble = _trouble(columns, suspects, worst, bool(converged[worst]))
     if not trouble[0] and bool(moved[worst]):
         trouble = "func is not deterministic: evaluated again at the same points, it gives other values", None
     return RemeasuredEntry(
@@ -286,13 +285,11 @@ def _entries(columns: list[Tensor]) -> Tensor:
     return torch.complex(column[:, 0], column[:, 1] if column.shape[1] == 2 else torch.zeros_like(column[:, 0]))
 
 
-def _trouble(
-    columns: list[Refinement], suspects: Suspects, worst: int, sure: bool, own: Tolerances
-) -> tuple[str, Trouble | None]:
+def _trouble(columns: list[Refinement], suspects: Suspects, worst: int, sure: bool) -> tuple[str, Trouble | None]:
     """Special properties of the worst entry's derivative, as a clause and by name."""
-    width = suspects.outputs.shape[1]
+    own, width = suspects.tolerances, suspects.outputs.shape[1]
     for column in columns:
-        for row in range(worst * width, (worst + 1) * width):
+        for row in _rows_of(suspects, worst):
             if column.is_kink(row, own.atol, own.rtol) and not _is_steep(column, row):
                 sides = f"{column.left[row].item():.6g} (left) and {column.right[row].item():.6g} (right)"
                 return f"a kink: the one-sided derivatives are {sides}", "kink"
