@@ -52,7 +52,6 @@ from fastgrad.verdict.repeated_calls import RepeatedCalls
 from fastgrad.verdict.tangents import modified_tangent, nondeterministic_jvp, repeated_tangents_failure
 
 if TYPE_CHECKING:
-    from fastgrad.report.evidence import Sample
     from fastgrad.sharding.problem import Partition
 
 
@@ -83,13 +82,19 @@ def complete_check(
             settings.masked,
             progress,
             names,
-            _scales(settings) if settings.inputs else (),
+            # Per input: its step, relative to eps, and the weight of its errors in sums, less if its atol is larger.
+            [
+                (own.eps / settings.eps, settings.atol / own.atol if 0 < settings.atol < own.atol else 1.0)
+                for own in settings.inputs
+            ],
             # Differences of a backward use gradients without a graph, as in training; check_recorded_gradients compares
             # gradients with a graph with them.
             records_differences=backward is None,
         ) as problem,
     ):
-        findings = Findings() if small is None else _findings_of_small_check(small, problem, settings)
+        if small is not None:
+            _take_small_check(small, problem, settings)
+        findings = Findings() if small is None else small
 
         def run() -> Report:
             report = _report(problem, settings, names, findings, notes, start, backward)
@@ -103,7 +108,9 @@ def complete_check(
                 )
                 exact = _with_every_entry(report, dense)
                 report, sample = (report, sample) if exact is None else (exact, every.sample)
-            return _diagnosed(problem, replace(report, subject=subject(func, problem)), sample)
+            from fastgrad.diagnosis.evidence import diagnosed  # imported here: a check that passes does not need it
+
+            return diagnosed(problem, replace(report, subject=subject(func, problem)), sample)
 
         return run() if partition is None else partition.report(run)
 
@@ -129,25 +136,17 @@ def _with_every_entry(report: Report, dense: Callable[[], Report]) -> Report | N
     return replace(exact, settings=report.settings, plan=plan)
 
 
-def _findings_of_small_check(small: SmallCheck, problem: Problem, settings: Settings) -> Findings:
-    """The results of a small check, for the complete check."""
-    columns = small.columns
-    if isinstance(columns, tuple):
-        problem.raise_changed(*columns, settings.eps)
-        columns = None
+def _take_small_check(small: SmallCheck, problem: Problem, settings: Settings) -> None:
+    """Makes the results of a small check those of the complete check so far."""
+    if small.changed is not None:
+        problem.raise_changed(*small.changed, settings.eps)
     problem.vjps, problem.jvps = small.vjps, small.jvps
+    small.certificates = []
     device, products, tangents = problem.device, small.products, small.tangents
-    return Findings(
-        backward=None if small.backward is None else small.backward.to(device),
-        early=small.raised,
-        columns=None if columns is None else columns.to(device),
-        batched=small.batched,
-        moved=small.moved,
-        jvp_moved=small.jvp_moved,
-        domains_match=small.domains_match,
-        products=None if products is None else (products[0].to(device), products[1].to(device)),
-        tangents=None if tangents is None else (tangents[0].to(device), tangents[1], tangents[2].to(device)),
-    )
+    small.backward = None if small.backward is None else small.backward.to(device)
+    small.columns = None if small.columns is None else small.columns.to(device)
+    small.products = None if products is None else (products[0].to(device), products[1].to(device))
+    small.tangents = None if tangents is None else (tangents[0].to(device), tangents[1], tangents[2].to(device))
 
 
 def _report(
@@ -168,7 +167,12 @@ def _report(
         findings.add_pair(located_pair(failure, failure.comparison))
     if problem.device.type == "cuda":
         findings.notes += notes
-    findings.notes += _notes(problem)
+    disabled = disabled_gradients()
+    findings.notes += [disabled] if disabled else []
+    if problem.mutates_inputs:
+        findings.notes.append(
+            "func changes its inputs, or they contain NaN; they were restored around every evaluation"
+        )
     return Report(
         failure=failure,
         settings=settings,
@@ -187,28 +191,6 @@ def _report(
         undecided=findings.undecided,
         environment=environment(problem.device),
     )
-
-
-def _notes(problem: Problem) -> list[str]:
-    """Unusual properties of func and of the caller's modes."""
-    disabled = disabled_gradients()
-    changes = "func changes its inputs, or they contain NaN; they were restored around every evaluation"
-    return ([disabled] if disabled else []) + ([changes] if problem.mutates_inputs else [])
-
-
-def _diagnosed(problem: Problem, report: Report, known_sample: Sample | None) -> Report:
-    """The report of a failed check, with evidence and probable causes."""
-    from fastgrad.diagnosis.evidence import diagnosed  # imported here: a check that passes does not need it
-
-    return diagnosed(problem, report, known_sample)
-
-
-def _scales(settings: Settings) -> list[tuple[float, float]]:
-    """For each input: its step, relative to eps, and the weight of its errors in sums: less if its atol is larger."""
-    return [
-        (own.eps / settings.eps, settings.atol / own.atol if 0 < settings.atol < own.atol else 1.0)
-        for own in settings.inputs
-    ]
 
 
 def _first_failure(

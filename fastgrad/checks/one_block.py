@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,6 +50,7 @@ def _cotangents(m: int, seed: int, device: torch.device) -> Tensor:
     return linearity_cotangents(m, seed, device, GRAD_OUTPUT_KINDS if m > 1 else ())
 
 
+@phase("backward")
 def whole_backward(problem: Problem | SmallProblem, settings: Settings, seconds: float) -> WholeBackward:
     """All VJPs of a check of a small problem, vectorized if possible; seconds: the time of one evaluation."""
     m, fewest = problem.m, _fewest_vectorized(problem)
@@ -122,12 +122,6 @@ def single_rows(backward: WholeBackward) -> Sequence[Rows]:
     """
     usual = all(part.repeated.shape[0] == min(part.rows.shape[0], REPEATED_ROWS) for part in backward.parts)
     return backward.parts if usual else ()
-
-
-@phase("numerical columns")
-def numerical_columns(problem: SmallProblem, settings: Settings) -> Tensor | tuple[int, int, Any]:
-    """The numerical Jacobian, float64, shape (n, m); or where and what func returned instead of its outputs."""
-    return problem.difference_columns(settings.eps)
 
 
 def jacobian(problem: Problem | SmallBackward, backward: WholeBackward) -> Tensor:

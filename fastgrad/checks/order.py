@@ -127,7 +127,7 @@ def _report_of_small(small: SmallCheck, settings: Settings, names: tuple[str, ..
         notes=tuple(notes),
         phases={"first evaluation": problem.seconds, **small.seconds},
         input_names=names,
-        pairs=tuple(small.pairs()),
+        pairs=tuple(small.compared()),
         certificates=(*certificates, *small.certificates),
         environment=environment(problem.tensor_device),
     )

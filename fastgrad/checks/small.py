@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ from torch import Tensor
 
 from fastgrad.checks.one_block import (
     jacobian,
-    numerical_columns,
     product_at_hand,
     runs_single_rows,
     same_afterwards,
@@ -19,7 +19,7 @@ from fastgrad.checks.one_block import (
 )
 from fastgrad.checks.small_forward import batched_tangents_agree, columns_agree, products_agree
 from fastgrad.checks.small_result import SmallCheck
-from fastgrad.checks.small_sums import open_calls_repeat, sums_agree
+from fastgrad.checks.small_sums import numerical_columns, open_calls_repeat, sums_agree
 from fastgrad.core.errors import as_raised, raise_unless_of_func
 from fastgrad.core.memory import OUT_OF_MEMORY
 from fastgrad.core.native import SmallProblem, WholeBackward
@@ -50,7 +50,7 @@ def small_check(func: Callable[..., Any], arguments: tuple[Any, ...], settings: 
     problem = SmallProblem.trace(func, arguments, RELATIVE_STEP, backward is None)
     if problem is None:
         return None
-    check = SmallCheck(problem)
+    check = SmallCheck(problem=problem)
     if not problem.is_plain:
         return check
     worth_it = problem.n >= TIMED_COLUMNS or problem.seconds >= TIMED_SECONDS
@@ -59,7 +59,7 @@ def small_check(func: Callable[..., Any], arguments: tuple[Any, ...], settings: 
             if _values_pass(check, settings):
                 check.passes = _attributes_pass(check, settings, backward)
     except OUT_OF_MEMORY:
-        return SmallCheck(problem)  # the complete check needs less memory
+        return SmallCheck(problem=problem)  # the complete check needs less memory
     except BaseException as error:
         problem.evaluator.restore()
         raised = as_raised(error)
@@ -118,23 +118,15 @@ def _attributes_pass(check: SmallCheck, settings: Settings, backward: Backward |
 
 def _rows_agree(check: SmallCheck, settings: Settings) -> bool:
     """Compares all entries by reverse mode; returns whether nothing is left to judge."""
-    return _exact(check, settings) and _same_afterwards(check, settings)
-
-
-def _exact(check: SmallCheck, settings: Settings) -> bool:
-    """Compares all entries; returns whether nothing is left to judge."""
     problem = check.problem
-    try:
-        check.backward = _backward(problem, settings)
-    except Exception as error:
-        raise_unless_of_func(error)
-        check.raised = error
+    check.backward = check.noted(partial(whole_backward, problem, settings, problem.undisturbed_seconds))
+    if check.backward is None:
         return False
     check.vjps += check.backward.vjps
-    check.columns = numerical_columns(problem, settings)
-    if not isinstance(check.columns, tuple):
-        check.errors = _errors(problem, settings, check.backward, check.columns)
-    return check.errors is not None
+    columns = numerical_columns(check, settings)
+    if columns is not None:
+        check.errors = _errors(problem, settings, check.backward, columns)
+    return check.errors is not None and _same_afterwards(check, settings)
 
 
 @phase("repeated calls")
@@ -157,7 +149,7 @@ def _same_afterwards(check: SmallCheck, settings: Settings) -> bool:
             check.moved, check.backward = True, None
     except Exception as error:
         raise_unless_of_func(error)
-        check.raised = error
+        check.early = error
     return False
 
 
@@ -169,11 +161,6 @@ def _rows_repeat(check: SmallCheck, settings: Settings, backward: WholeBackward)
     check.vjps = again.vjps
     check.certificates += calls.certificates()
     return not check.moved
-
-
-@phase("backward")
-def _backward(problem: SmallProblem, settings: Settings) -> WholeBackward:
-    return whole_backward(problem, settings, problem.undisturbed_seconds)
 
 
 @phase("comparison")

@@ -8,9 +8,8 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from fastgrad.checks.one_block import numerical_columns
 from fastgrad.checks.small_result import SmallCheck
-from fastgrad.checks.small_sums import differences_by_step
+from fastgrad.checks.small_sums import differences_by_step, numerical_columns
 from fastgrad.core import native, torch_private
 from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.native import Derivatives
@@ -47,18 +46,17 @@ class _Directions:
 def columns_agree(check: SmallCheck, settings: Settings) -> bool:
     """Compares all columns by forward mode with the numerical ones; returns whether nothing is left to judge."""
     problem = check.problem
-    if isinstance(check.columns, tuple) or problem.n > MOST_COLUMNS:
+    if check.changed is not None or problem.n > MOST_COLUMNS:
         return False
-    if check.columns is None:
-        check.columns = numerical_columns(problem, settings)
-        if isinstance(check.columns, tuple):
-            return False
+    columns = numerical_columns(check, settings) if check.columns is None else check.columns
+    if columns is None:
+        return False
     made = _one_hot_directions(_sizes(check), settings.seed, settings.check_undefined_grad)
     products = _jvps(check, settings, made)
     if products is None:
         return False
     tangents, sums, undefined = products.tensor_split([problem.n, problem.n + 2])
-    check.tangent_errors = problem.tangent_errors(tangents, check.columns, settings.atol, settings.rtol)
+    check.tangent_errors = problem.tangent_errors(tangents, columns, settings.atol, settings.rtol)
     if check.tangent_errors is None or not _as_zero(undefined):
         return False
     if differ(made.rows[problem.n : problem.n + 2] @ tangents, sums, settings.atol, False):
@@ -74,7 +72,7 @@ def products_agree(check: SmallCheck, settings: Settings) -> bool:
     for differences, weight, bound in differences_by_step(check, settings):
         if _products_agree(check, settings, differences, weight, bound):
             return True
-        if check.raised is not None or check.jvp_moved or not check.domains_match:
+        if check.early is not None or check.jvp_moved or not check.domains_match:
             return False
     return False
 
@@ -120,7 +118,7 @@ def batched_tangents_agree(check: SmallCheck, settings: Settings) -> bool:
                 batched = native.at_dual_level(partial(problem.batched_tangents, k, vectors))
         except Exception as error:
             raise_unless_of_func(error)
-            check.raised = error
+            check.early = error
             return False
         if isinstance(single, tuple) or isinstance(batched, tuple) or not native.are_close(batched, single):
             check.jvp_moved = True
@@ -137,12 +135,11 @@ def _jvps(check: SmallCheck, settings: Settings, made: _Directions) -> Tensor | 
     """The JVPs of all rows; None if func raises or returns something else: then the complete check decides."""
     torch_private.load_decompositions()
     check.jvps += len(made.undefined)
-    try:
-        changed, products, domains_match = native.at_dual_level(lambda: check.problem.jvps(made.rows, made.undefined))
-    except Exception as error:
-        raise_unless_of_func(error)
-        check.raised = error
+    # A lambda: if a builtin raises, the innermost frame must be one of this file.
+    found = check.noted(lambda: native.at_dual_level(lambda: check.problem.jvps(made.rows, made.undefined)))
+    if found is None:
         return None
+    changed, products, domains_match = found
     if changed is not None:
         check.jvp_moved = True
         return None

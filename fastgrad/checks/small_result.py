@@ -2,51 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
-from fastgrad.core.native import Derivatives, SmallProblem, WholeBackward
-from fastgrad.report.data import Certificate, Pair
+from fastgrad.core.errors import raise_unless_of_func
+from fastgrad.core.native import Derivatives, SmallProblem
+from fastgrad.report.data import Pair
 from fastgrad.report.failure import Mode, Part
-from fastgrad.verdict.grad_outputs import BatchedDifference
+from fastgrad.verdict.comparison import Findings
+
+Result = TypeVar("Result")
 
 
-@dataclass(slots=True)
-class SmallCheck:
+@dataclass(kw_only=True)
+class SmallCheck(Findings):
     """The results of a small check: for its report if it passes, otherwise for the complete check to start from.
 
     Attributes
     ----------
     problem
         func, its first evaluation and its graph.
-    backward
-        All VJPs; None if there are none yet.
-    raised
-        What backward raised.
-    columns
-        The numerical Jacobian: float64, shape (n, m); or where and what func returned instead of its outputs.
-    moved
-        Whether a VJP was not consistent with the others, or had a wrong size or dtype, or func returned outputs of
-        another kind. The complete check names the error; if it finds none, only some calls were wrong.
-    jvp_moved
-        Whether JVPs were not consistent with each other, or func returned outputs of another kind in forward mode.
-    domains_match
-        Whether complex outputs had complex tangents and real outputs real ones, if that is checked.
-    batched
-        Where batched gradients differ from single ones.
+    changed
+        Where and what func returned instead of its outputs, if `columns` could not be computed for this reason.
+    moved, jvp_moved
+        As in `Findings`; also if a gradient had a wrong size or dtype, or func returned outputs of another kind. The
+        complete check names the error; if it finds none, only some calls were wrong.
     errors
         By output and part, and by input, the largest absolute and relative error; None if something remains to be
         judged.
     tangent_errors
         By input and part, and by output, the same for forward mode.
-    products
-        If sums were compared, grad_outputs and their VJPs: float64, shapes (rows, m) and (rows, n).
-    tangents
-        Tangents of the inputs, shape (rows, n); by row the input that has none instead, or -1; and the JVPs, shape
-        (rows, m).
     differences
         Directional derivatives that agree with VJPs; the weight of each output, empty if all are 1; and the bound.
     steps
@@ -57,42 +45,37 @@ class SmallCheck:
         kinks or rounding.
     bound
         The size of an error of one entry that the sums show.
-    certificates
-        What repeated calls of a custom backward certify.
     vjps, jvps
         Calls of backward, and of func in forward mode.
     seconds
         By phase, without the first evaluation; not measured for the quickest checks.
     passes
         Whether nothing remains to be judged.
-    notes
-        On libraries, for the report of a check that passes.
     """
 
     problem: SmallProblem
-    backward: WholeBackward | None = None
-    raised: Exception | None = None
-    columns: Tensor | tuple[int, int, Any] | None = None
-    moved: bool = False
-    jvp_moved: bool = False
-    domains_match: bool = True
-    batched: BatchedDifference | None = None
+    changed: tuple[int, int, Any] | None = None
     errors: list[list[tuple[float, float]]] | None = None
     tangent_errors: list[list[tuple[float, float]]] | None = None
-    products: tuple[Tensor, Tensor] | None = None
-    tangents: tuple[Tensor, list[int], Tensor] | None = None
     differences: tuple[Derivatives, Tensor, float] | None = None
     steps: list[tuple[float, float, Derivatives]] = field(default_factory=list)
     left_open: Tensor | None = None
     bound: float = 0.0
-    certificates: list[Certificate] = field(default_factory=list)
     vjps: int = 0
     jvps: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     passes: bool = False
-    notes: list[str] = field(default_factory=list)
 
-    def pairs(self) -> list[Pair]:
+    def noted(self, run: Callable[[], Result | None]) -> Result | None:
+        """The result of calling func or its backward; None if it raises, which is noted."""
+        try:
+            return run()
+        except Exception as error:
+            raise_unless_of_func(error)
+            self.early = error
+            return None
+
+    def compared(self) -> list[Pair]:
         """What was compared, if all entries agree; nothing if sums were compared."""
         inputs, outputs = self.problem.inputs, self.problem.outputs
         forward = list(_pairs(inputs, outputs, self.tangent_errors, "forward"))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastgrad.checks.small_result import SmallCheck
-from fastgrad.core.errors import raise_if_transient, raise_unless_of_func
+from fastgrad.core.errors import raise_if_transient
 from fastgrad.core.native import Derivatives, Layout, RandomDirections, largest_residuals
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING
@@ -40,6 +40,17 @@ NOISE_MARGIN = 4.0
 """Noise is measured only along the first direction; along others, it may be up to this many times as large."""
 
 
+@phase("numerical columns")
+def numerical_columns(check: SmallCheck, settings: Settings) -> Tensor | None:
+    """Measures the numerical Jacobian; None if func returned something else than its outputs, which is noted."""
+    found = check.problem.difference_columns(settings.eps)
+    if isinstance(found, tuple):
+        check.changed = found
+        return None
+    check.columns = found
+    return found
+
+
 def sums_agree(check: SmallCheck, settings: Settings) -> bool:
     """Compares sums of entries along random directions; returns whether nothing is left to judge.
 
@@ -49,7 +60,7 @@ def sums_agree(check: SmallCheck, settings: Settings) -> bool:
     """
     problem, count = check.problem, sketch_size(settings.confidence)
     plain = _plain(check, settings)
-    early = _raised_noted(check, partial(_early_vjps, check, plain))
+    early = check.noted(partial(_early_vjps, check, plain))
     if early is None:
         return False
     done: tuple[ScreeningGradOutputs, Tensor] | None = None
@@ -60,15 +71,15 @@ def sums_agree(check: SmallCheck, settings: Settings) -> bool:
                 if weight.numel()
                 else plain
             )
-            gradients = _raised_noted(check, partial(_all_vjps, check, settings, made, plain, early))
+            gradients = check.noted(partial(_all_vjps, check, settings, made, plain, early))
             if gradients is None:
                 return False
             done = made, gradients
         if _agree(settings, differences, *done):
             check.bound, check.differences = bound, (differences, weight, bound)
             third = partial(_same_on_third, check, settings, *done)
-            return not problem.is_custom or _raised_noted(check, third) is not None
-    if check.steps and not check.moved and not isinstance(check.columns, tuple):
+            return not problem.is_custom or check.noted(third) is not None
+    if check.steps and not check.moved and check.changed is None:
         check.left_open = early
     return False
 
@@ -99,7 +110,7 @@ def open_calls_repeat(check: SmallCheck, settings: Settings) -> bool:
     if check.moved:
         return False
     plain = _plain(check, settings)
-    repeated = _raised_noted(check, partial(_early_vjps, check, plain))
+    repeated = check.noted(partial(_early_vjps, check, plain))
     return repeated is not None and _same_as_early(check, settings, plain, repeated, check.left_open)
 
 
@@ -146,15 +157,6 @@ def _func_moves(
     return again is not None and _weight(check, settings, again, 1.0) is not None
 
 
-def _raised_noted(check: SmallCheck, run: Callable[[], Tensor | None]) -> Tensor | None:
-    try:
-        return run()
-    except Exception as error:
-        raise_unless_of_func(error)
-        check.raised = error
-        return None
-
-
 @phase("backward")
 def _early_vjps(check: SmallCheck, plain: ScreeningGradOutputs) -> Tensor:
     """VJPs on the first graph: a multiple of a dense grad_output and, of custom code, one-hot ones."""
@@ -179,7 +181,7 @@ def _differences(
         raise_if_transient(error, evaluate)
         return None  # the complete check decides what that means
     if isinstance(found, tuple):
-        check.columns = found
+        check.changed = found
         return None
     return found
 

@@ -118,7 +118,7 @@ def test_a_wrong_row_is_named_however_it_was_found(row: int) -> None:
 
 
 def test_the_fault_of_vectorizing_is_none_of_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, original = leaf(10), small._backward
+    x, original = leaf(10), small.whole_backward
 
     def spoiled(*arguments: Any) -> Any:
         whole = original(*arguments)
@@ -126,7 +126,7 @@ def test_the_fault_of_vectorizing_is_none_of_the_function(monkeypatch: pytest.Mo
         whole.parts[0].rows[5] = 7.0
         return whole
 
-    monkeypatch.setattr(small, "_backward", spoiled)
+    monkeypatch.setattr(small, "whole_backward", spoiled)
     report = check(torch.exp, (x,), SETTINGS)
     assert report.passed
     # All rows again, two of them twice, and one product on another graph; not the zeros and the other products.
@@ -210,7 +210,7 @@ def test_an_error_that_does_not_come_again_is_raised(monkeypatch: pytest.MonkeyP
     def raises(*_: Any) -> Any:
         raise KeyError("once")
 
-    monkeypatch.setattr(small, "_backward", raises)
+    monkeypatch.setattr(small, "whole_backward", raises)
     with pytest.raises(KeyError, match="once"):
         fastgrad.gradcheck(torch.exp, (leaf(3),))
 
