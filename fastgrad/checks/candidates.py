@@ -25,6 +25,10 @@ class Candidates:
 
     Attributes
     ----------
+    patterns
+        Where they come from.
+    pattern
+        The present one; None: the next one is sought.
     is_guess
         Whether the present pattern, or the one that it extends, was guessed.
     """
@@ -32,7 +36,7 @@ class Candidates:
     def __init__(self, problem: Problem, settings: Settings, look: FirstLook, calls: RepeatedCalls) -> None:
         self._problem, self._look = problem, look
         patterns = ProblemPatterns(problem, settings, look, detection_budget(problem, settings, look), calls.vjp)
-        self._patterns = patterns
+        self.patterns = patterns
         finders: list[Callable[[], Pattern | None]] = [patterns.guess, patterns.decode, patterns.probe, patterns.align]
         if takes_long(2 * problem.n + problem.m, look):
             # Dense rows and columns may hide the sparsity of the rest from all probes, or there are no other entries.
@@ -40,7 +44,7 @@ class Candidates:
             finders[2:] = [brief, partial(brief, splits_hubs=True), patterns.probe, patterns.align, patterns.dense]
         self._finders = iter(finders)
         self._guesses = patterns.guess, patterns.decode, patterns.align
-        self._pattern: Pattern | None = None
+        self.pattern: Pattern | None = None
         self._certifies, self._may_exclude_columns = True, True
         self._excluded_columns: Mask | None = None
         self.is_guess = False
@@ -51,31 +55,23 @@ class Candidates:
         Dense rows keep columns in different groups. If that would take long, they are left out to be certified, as far
         as this is possible.
         """
-        while self._pattern is None:
+        while self.pattern is None:
             find = next(self._finders, None)
             if find is None:
                 return None
-            self._pattern = find()
+            self.pattern = find()
             self.is_guess = find in self._guesses
         rows: Mask | None = None
-        if self._certifies and takes_long(2 * self._pattern.most_in_row, self._look):
-            dense = self._pattern.dense_rows()
+        if self._certifies and takes_long(2 * self.pattern.most_in_row, self._look):
+            dense = self.pattern.dense_rows()
             rows = dense if dense.any() else None
-        return compressed.compress(self._problem, self._pattern, rows, self._excluded_columns)
-
-    def repeat_suspects(self) -> None:
-        """As in `ProblemPatterns`."""
-        self._patterns.repeat_suspects()
-
-    def drop(self) -> None:
-        """The present pattern is wrong."""
-        self._pattern = None
+        return compressed.compress(self._problem, self.pattern, rows, self._excluded_columns)
 
     def exclude_columns(self) -> bool:
         """Marks dense columns, which keep rows in different groups, to be certified; returns whether there are any."""
-        if not (self._certifies and self._may_exclude_columns) or self._pattern is None:
+        if not (self._certifies and self._may_exclude_columns) or self.pattern is None:
             return False
-        self._may_exclude_columns, dense = False, self._pattern.dense_columns()
+        self._may_exclude_columns, dense = False, self.pattern.dense_columns()
         self._excluded_columns = dense if dense.any() else self._excluded_columns
         return bool(dense.any())
 
@@ -85,8 +81,8 @@ class Candidates:
 
     def learn(self, found: Incomplete, may_hide_entries: bool) -> None:
         """Adds what the present pattern lacks; may_hide_entries: whether rounding may hide entries of gradients."""
-        if self._pattern is None:
+        if self.pattern is None:
             return
-        if found.refuted and not self._pattern.is_numerical and may_hide_entries:
-            self._finders = iter((partial(self._patterns.probe, watch_gradients=False),))
-        self._pattern = None if found.refuted else self._pattern.with_entries(found.rows, found.columns)
+        if found.refuted and not self.pattern.is_numerical and may_hide_entries:
+            self._finders = iter((partial(self.patterns.probe, watch_gradients=False),))
+        self.pattern = None if found.refuted else self.pattern.with_entries(found.rows, found.columns)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -68,11 +68,8 @@ class Outcome:
     failure: Failure | None
 
 
-class Next(Enum):
-    """What to do if a pattern led to no verdict."""
-
-    PATTERN = "try the next candidate"
-    DENSE_ENGINE = "leave it to the dense engine"
+Next = Literal["pattern", "dense engine"]
+"""What to do if a pattern led to no verdict: try the next candidate, or leave it to the dense engine."""
 
 
 @phase("compressed Jacobians")
@@ -87,17 +84,17 @@ def check_by_structure(
         return None
     problem.forget_outputs()
     candidates = Candidates(problem, settings, look, calls)
-    answer: Outcome | Next = Next.PATTERN
-    attempts = 0
-    while answer is Next.PATTERN and attempts < ATTEMPTS:
+    outcome: Outcome | None = None
+    for _ in range(ATTEMPTS):
         compression = candidates.compress()
         if compression is None:
             break
         answer = _attempt(problem, settings, look, calls, findings, candidates, compression)
-        attempts += 1
-    outcome = answer if isinstance(answer, Outcome) else None
+        if answer != "pattern":
+            outcome = None if answer == "dense engine" else answer
+            break
     if outcome is None or outcome.failure is None:
-        candidates.repeat_suspects()
+        candidates.patterns.repeat_suspects()
     return outcome
 
 
@@ -115,7 +112,7 @@ def _attempt(
     row_groups = sum(grouping.count for grouping in compression.row_groups)
     by_columns = prefers_columns(column_groups, row_groups)
     if not pays_to_compress(problem, settings, column_groups, None if by_columns else row_groups):
-        return Next.DENSE_ENGINE
+        return "dense engine"
     planned = 2 * column_groups + (column_groups if by_columns else row_groups)
     problem.progress.start(planned, look.seconds * planned, f"{column_groups} column groups")
     plan = _plan(problem, settings, look, compression)
@@ -124,28 +121,28 @@ def _attempt(
         verdict = make_verdict()
     except Exception as error:  # raised by func, which may accept only single steps
         raise_if_transient(error, make_verdict)
-        return Next.DENSE_ENGINE
+        return "dense engine"
     if verdict.numerical_suspects and dense_is_small(problem, settings):
         verdict.repeat_differences()
-        return Next.DENSE_ENGINE
+        return "dense engine"
     if candidates.is_guess and len(verdict.numerical_suspects) > MOST_SUSPECTS:
         verdict.repeat_differences()
-        candidates.drop()
-        return Next.PATTERN
+        candidates.pattern = None
+        return "pattern"
     found: Failure | Incomplete | None = None
     if by_columns:
         by_columns, found = verdict.by_columns()
     if not by_columns:
         if takes_long(cost_model.COSTS.vjp_evaluations * row_groups, look) and candidates.exclude_columns():
-            return Next.PATTERN
+            return "pattern"
         if not pays_to_compress(problem, settings, column_groups, row_groups):
-            return Next.DENSE_ENGINE
+            return "dense engine"
         found = verdict.by_rows()
     if found is None and compression.leaves_out:
         screening = _screen_excluded(problem, settings, compression, verdict.findings)
         if screening.undecided is not None:
             candidates.exclude_nothing()
-            return Next.PATTERN
+            return "pattern"
         found = screening.failure
     plan = verdict.plan if by_columns else replace(verdict.plan, row_groups=row_groups)
     return _answer(problem, settings, findings, candidates, verdict, found, plan)
@@ -167,11 +164,11 @@ def _answer(
         verdict.repeat_differences()
         if found.unexplained is None:
             if dense_is_small(problem, settings):
-                return Next.DENSE_ENGINE
+                return "dense engine"
             candidates.learn(found, verdict.of_func.may_hide_entries)
-            return Next.PATTERN
+            return "pattern"
         if can_be_dense(problem, settings):
-            return Next.DENSE_ENGINE
+            return "dense engine"
         verdict.findings.note_undecided(found.unexplained)
         found = None
     if found is None:
@@ -198,7 +195,8 @@ def numerical_entries(
     Returns the pattern with its groups, the entries, and the size from which an entry outside the pattern is detected.
     """
     for compression, verdict in _compressions(problem, settings, look):
-        if verdict.is_certified_numerically():
+        # Outputs move along random directions as the numerical entries predict.
+        if not verdict.numerical_suspects and verdict.of_func.certify(None) == []:
             return compression, verdict.numerical, verdict.of_func.bound
     return None
 
@@ -301,10 +299,6 @@ class _Verdict:
         if _were_wrong_once(before, replay, self.numerical, self._settings.loosest().atol):
             self._look.irreproducible.append("in replays")
 
-    def is_certified_numerically(self) -> bool:
-        """Whether outputs move along random directions as the numerical entries predict."""
-        return not self.numerical_suspects and self.of_func.certify(None) == []
-
     def is_certified(self, values: Tensor) -> bool:
         """Whether analytical entries add up to products of the backward and, if it is custom, are those of rows."""
         certificate, rows = self._certificate_of(values, self._calls), (0, self._problem.m - 1)
@@ -387,8 +381,11 @@ class _Verdict:
         if before is None:
             return None
         again, _ = compressed.analytical_entries(self._problem, self._compression, repeat=False)
+        # To rtol of the largest; values that are not finite must recur.
         own = self._settings.loosest()
-        if _are_close(again, before, own.atol + self._settings.nondet_tol * self._problem.m, own.rtol):
+        allowed = own.atol + self._settings.nondet_tol * self._problem.m
+        allowed += own.rtol * largest(before.nan_to_num(0.0, 0.0, 0.0))
+        if bool(torch.isclose(again, before, rtol=0.0, atol=allowed, equal_nan=True).all()):
             return None
         return nondeterministic(self._problem.outputs[0])
 
@@ -491,7 +488,7 @@ class _Verdict:
         entries, others may be such sums, too: then only an entry that was computed alone is reported. may_be_sums:
         whether this is known.
         """
-        rows, columns = self._compression.rows, self._compression.columns
+        rows, columns, excluded = self._compression.rows, self._compression.columns, self._compression.excluded_rows
         excess = self._excesses(slice(None))
         differing = (~(excess <= 1)).nonzero().reshape(-1)
         worst = differing[excess[differing].nan_to_num(torch.inf).argsort(descending=True)]
@@ -506,8 +503,10 @@ class _Verdict:
                 if column not in measured:
                     measured.add(column)
                     within = columns == column
-                    difference = self._single_difference(column)
-                    self.numerical[within] = difference[rows[within]]
+                    difference = self._problem.difference_columns(column, 1, self._settings.eps, self.plan.record_graph)
+                    if excluded is not None:
+                        difference.masked_fill_(excluded, 0.0)
+                    self.numerical[within] = difference[0, rows[within]]
             change = _largest_change(before, (self._of_backward.values[mine], self.numerical[mine]))
             are_sums = are_sums or not change <= self._settings.atol
             wrong = still[~(self._excesses(still) <= 1)]
@@ -531,12 +530,6 @@ class _Verdict:
         numerical = self.numerical[entries]
         atol, rtol = tolerances(self._problem, self._settings, self._compression.columns[entries])
         return (self._of_backward.values[entries] - numerical).abs() / (atol + rtol * numerical.abs())
-
-    def _single_difference(self, column: int) -> Tensor:
-        """The numerical entries of a column, in rows that are not excluded."""
-        difference = self._problem.difference_columns(column, 1, self._settings.eps, self.plan.record_graph)[0]
-        excluded = self._compression.excluded_rows
-        return difference if excluded is None else difference.masked_fill_(excluded, 0.0)
 
     def _mismatch(self) -> Failure | None:
         """Every entry of the pattern under the allclose rule, in torch's order of judging."""
@@ -632,13 +625,6 @@ def _note_certified(findings: Findings, count: int, kind: str, screening: Screen
     findings.notes.append(f"{names} certified by random vectors, not compared entry by entry")
     for certificate in screening.certificates:
         findings.certificates.append(replace(certificate, claim=f"in {names}, {certificate.claim}"))
-
-
-def _are_close(again: Tensor, before: Tensor, atol: float, rtol: float) -> bool:
-    """Whether repeated entries are the same, to rtol of the largest; values that are not finite must recur."""
-    allowed = atol + rtol * largest(before.nan_to_num(0.0, 0.0, 0.0))
-    same = ((again - before).abs() <= allowed) | (again == before) | (again.isnan() & before.isnan())
-    return bool(same.all())
 
 
 def _largest_change(before: Iterable[Tensor], now: Iterable[Tensor]) -> float:

@@ -245,7 +245,7 @@ class _Screen:
             return Screening(nondeterministic(problem.outputs[0]))
         if not self._selected and self._eps == self._settings.eps and 2 * problem.n + problem.m <= EXACT_CALLS:
             return Screening(undecided=math.inf)
-        self._eps = next_step(self._problem, self._settings, differences, self._base, self._pending)
+        self._eps = next_step(self._settings, differences, self._base, self._pending)
         self._attempt += 1
         return None
 
@@ -319,7 +319,7 @@ def _one_hot(problem: Problem, settings: Settings, search: _Search, differences:
     return failure
 
 
-def next_step(problem: Problem, settings: Settings, differences: Differences, base: Tensor, pending: Tensor) -> float:
+def next_step(settings: Settings, differences: Differences, base: Tensor, pending: Tensor) -> float:
     """A smaller step if any pending output is noisier than rounding explains; otherwise a larger one."""
     rounding = differences.rounding * base.abs()
     rough = ~(differences.noise <= 2 * rounding)[pending]

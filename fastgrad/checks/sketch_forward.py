@@ -80,7 +80,7 @@ class _ForwardScreen:
                 return self._verified()
             if attempt == 0 and (self._nonlinear or 2 * problem.n + problem.m <= EXACT_CALLS):
                 break  # another step size shows nothing else, or the exact engine costs no more
-            eps = next_step(problem, settings, differences, base, self._pending)
+            eps = next_step(settings, differences, base, self._pending)
         hidden = float(self._hidden[self._pending].amax())
         return Screening(undecided=max(self._bound, self._unresolved, self._nonlinear, hidden))
 
