@@ -217,10 +217,9 @@ def check_batched_tangents(problem: Problem, settings: Settings) -> Failure | No
                 for value, output in zip(found, problem.outputs, strict=True)
             )
 
-        found = _batch_failure(jvp, batch_vectors(block.tensor, settings.seed))
+        found = _batched_tangents_difference(k, jvp, batch_vectors(block.tensor, settings.seed))
         if found is not None:
-            which, cause, detail = found
-            return _batched_failure(problem, BatchedDifference(which, k, cause, detail), "forward")
+            return _batched_failure(problem, found, "forward")
     return None
 
 
@@ -231,17 +230,17 @@ def _batched_failure(problem: Problem, found: BatchedDifference, mode: Mode) -> 
     return Failure.at(kind, output, input_, mode=mode, detail=found.detail, cause=found.cause)
 
 
-def _batch_failure(
-    product: Callable[[Tensor], tuple[Tensor, ...]], vectors: Tensor
-) -> tuple[int | None, Exception | None, str] | None:
-    """Which result of a vectorized product differs from single ones, the exception of vmap, and the message."""
+def _batched_tangents_difference(
+    number: int, product: Callable[[Tensor], tuple[Tensor, ...]], vectors: Tensor
+) -> BatchedDifference | None:
+    """The first output whose tangent under vmap is not what single JVPs of an input, with this number, give."""
     expected = [torch.stack(results) for results in zip(*map(product, vectors.unbind()), strict=True)]
     with torch_private.quiet_vmap():
         try:
             found = torch_private.batched(product)(vectors)
         except RuntimeError as error:
-            return None, error, str(error)
+            return BatchedDifference(None, number, error, str(error))
     for k, (batched, single) in enumerate(zip(found, expected, strict=True)):
         if not torch.allclose(batched, single):
-            return k, None, f"Got:\n{batched}\n\nExpected:\n{single}"
+            return BatchedDifference(k, number, None, f"Got:\n{batched}\n\nExpected:\n{single}")
     return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import torch
@@ -40,23 +39,6 @@ MOST_CALLS = 128
 these calls on is found."""
 
 
-@dataclass
-class _SummedProducts:
-    """The sum of several cotangents, shape (m,), that of their VJPs and the largest size of each of their components.
-
-    The VJP of the sum is the sum of the VJPs, unless one of them is wrong.
-    """
-
-    cotangent: Tensor
-    gradient: Tensor
-    largest: Tensor
-
-    def add(self, cotangent: Tensor, gradient: Tensor) -> None:
-        self.cotangent += cotangent
-        self.gradient += gradient
-        torch.maximum(self.largest, gradient.abs(), out=self.largest)
-
-
 class RepeatedCalls:
     """Repeats a few VJPs, which ran before all others, at the end of a check, to find state in a custom backward.
 
@@ -76,7 +58,9 @@ class RepeatedCalls:
         self.rows: dict[int, Tensor] = {}
         self._raised: Exception | None = None
         self._moved: Block | None = None
-        self._summed: _SummedProducts | None = None
+        # The sum of several cotangents, that of their VJPs, and the largest size of each component of these. The VJP of
+        # the sum is the sum of the VJPs, unless one of them is wrong.
+        self._summed: tuple[Tensor, Tensor, Tensor] | None = None
         self._last = 0
         self._known: Tensor | None = None
         self._product_tolerance = self._rounding = 0.0
@@ -134,10 +118,10 @@ class RepeatedCalls:
         return known
 
     def _cotangents(self, calls: range) -> Tensor:
-        m, seed, device = self._problem.m, self._settings.seed, self._problem.device
+        m, seed, device, rows = self._problem.m, self._settings.seed, self._problem.device, tuple(self._rows)
         if m <= MOST_CACHED:
-            return _cached_cotangents(m, seed, device, tuple(self._rows))[calls.start : calls.stop]
-        return _cotangents_of(m, seed, device, self._rows, calls)
+            return _cached_cotangents(m, seed, device, rows, range(len(rows) + 2))[calls.start : calls.stop]
+        return _cached_cotangents.__wrapped__(m, seed, device, rows, calls)
 
     def vjp(self, cotangent: Tensor) -> Tensor:
         """A VJP, shape (1, n), that is not compared with rows: at the end, the sum of all such VJPs is compared."""
@@ -150,11 +134,13 @@ class RepeatedCalls:
         if not self._problem.is_custom:
             return
         if self._summed is None:
-            self._summed = _SummedProducts(
-                *(torch.zeros_like(vectors[0]) for vectors in (cotangents, gradients, gradients))
-            )
+            like = cotangents[0], gradients[0]
+            self._summed = torch.zeros_like(like[0]), torch.zeros_like(like[1]), torch.zeros_like(like[1])
+        total, sums, sizes = self._summed
         for cotangent, gradient in zip(cotangents, gradients, strict=True):
-            self._summed.add(cotangent, gradient)
+            total += cotangent
+            sums += gradient
+            torch.maximum(sizes, gradient.abs(), out=sizes)
 
     def run_more_rows(self) -> dict[int, Tensor]:
         """Further rows, run separately if that is quick: as many as `failure` would otherwise repeat calls."""
@@ -206,7 +192,7 @@ class RepeatedCalls:
             raise self._raised
         if self._moved is not None:
             return nondeterministic(self._moved)
-        if self._summed is not None and self._sum_moves(self._summed):
+        if self._summed is not None and self._sum_moves(*self._summed):
             return nondeterministic(self._problem.outputs[0])
         if self._known is None:
             return None
@@ -273,12 +259,11 @@ class RepeatedCalls:
         tolerance = max(self._settings.nondet_tol, self._product_tolerance, self._rounding)
         return [repeated_calls_certificate(what, self._last, tolerance)]
 
-    def _sum_moves(self, summed: _SummedProducts) -> bool:
+    def _sum_moves(self, cotangent: Tensor, gradient: Tensor, sizes: Tensor) -> bool:
         """Whether one of the VJPs that were not compared with rows was wrong by the allclose rule."""
-        again = self._problem.vjp(summed.cotangent[None])[0]
+        again = self._problem.vjp(cotangent[None])[0]
         atol, rtol = tolerances(self._problem, self._settings)
-        allowed = atol + rtol * summed.largest + self._settings.nondet_tol * float(summed.cotangent.abs().sum())
-        gradient = summed.gradient
+        allowed = atol + rtol * sizes + self._settings.nondet_tol * float(cotangent.abs().sum())
         # Values that are not finite must be so again, whatever the largest size allows.
         close = ((again - gradient).abs() <= allowed) & again.isfinite() & gradient.isfinite()
         return not bool((close | (again == gradient) | (again.isnan() & gradient.isnan())).all())
@@ -340,7 +325,8 @@ def _moves(
     )
 
 
-def _cotangents_of(m: int, seed: int, device: torch.device, rows: Sequence[int], calls: range) -> Tensor:
+@lru_cache(32)
+def _cached_cotangents(m: int, seed: int, device: torch.device, rows: tuple[int, ...], calls: range) -> Tensor:
     """The cotangents of the first product, one-hot ones of rows, and those of the last: float64, shape (calls, m)."""
     if m == 1:
         return torch.ones(len(calls), 1, dtype=torch.float64, device=device)
@@ -352,8 +338,3 @@ def _cotangents_of(m: int, seed: int, device: torch.device, rows: Sequence[int],
             kind = LAST_PRODUCT if call else FIRST_PRODUCT
             cotangent.copy_(linearity_cotangents(m, seed, device, (kind,))[0])
     return cotangents
-
-
-@lru_cache(32)
-def _cached_cotangents(m: int, seed: int, device: torch.device, rows: tuple[int, ...]) -> Tensor:
-    return _cotangents_of(m, seed, device, rows, range(len(rows) + 2))
