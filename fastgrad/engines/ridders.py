@@ -152,30 +152,20 @@ class Measured:
     bends: Tensor
 
 
-def refine(
-    problem: Problem, inputs: Tensor, outputs: Tensor, record_graph: bool, eps: float, atol: float, rtol: float
-) -> Refinement:
-    """Derivatives of some outputs with respect to one coordinate each, over steps from large to small.
+def measured(
+    problem: Problem, inputs: Tensor, outputs: Tensor, record_graph: bool, eps: float, quickly: bool = False
+) -> Measured:
+    """Evaluates func for derivatives of some outputs with respect to one coordinate each, from large to small steps.
 
-    An estimate from some steps counts only if all smaller ones agree with it to within func's own
-    noise: a large step would make a rounding look like the identity.
+    Two evaluations per step and four more, at most about 90.
 
     Parameters
     ----------
     inputs, outputs
         Coordinates of inputs with the same step size, in [0, n), and of outputs, in [0, m): int64, shape (entries,).
         The former are moved together, so no output here may depend on two of them.
-    """
-    return settled([measured(problem, inputs, outputs, record_graph, eps)], atol, rtol)
-
-
-def measured(
-    problem: Problem, inputs: Tensor, outputs: Tensor, record_graph: bool, eps: float, quickly: bool = False
-) -> Measured:
-    """Makes the evaluations for `refine`: two per step and four more, at most about 90.
-
-    quickly: eleven evaluations, with a few steps around eps. They can show that an entry is wrong, but not that it is
-    right.
+    quickly
+        Eleven evaluations, with a few steps around eps. They can show that an entry is wrong, but not that it is right.
     """
     inputs, outputs = _plain(inputs), _plain(outputs)
     where, owner = torch.unique(inputs, return_inverse=True)
@@ -252,7 +242,11 @@ def _pairs(
 
 
 def settled(found: Sequence[Measured], atol: float, rtol: float) -> Refinement:
-    """The derivatives from measurements of inputs with the same step size, concatenated."""
+    """The derivatives from measurements of inputs with the same step size, concatenated.
+
+    An estimate from some steps counts only if all smaller ones agree with it to within func's own noise: a large step
+    would make a rounding look like the identity.
+    """
     most = max(len(one.steps) for one in found)
     rounding, left, right, at_eps, drift = (
         torch.cat([getattr(one, name) for one in found]) for name in ("rounding", "left", "right", "at_eps", "drift")

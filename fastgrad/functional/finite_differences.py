@@ -22,7 +22,7 @@ from fastgrad.core.precision import spacing
 from fastgrad.core.tensors import largest
 from fastgrad.engines.compressed import Compression
 from fastgrad.engines.plan import COLUMNS_WORTH_PROBING
-from fastgrad.engines.ridders import LARGEST_STEP, extrapolate, refine
+from fastgrad.engines.ridders import LARGEST_STEP, extrapolate, measured, settled
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.first_look import first_look
 from fastgrad.problem.problem import Problem
@@ -88,7 +88,7 @@ def _step(problem: Problem) -> float:
 
 
 def _detection_settings(problem: Problem) -> Settings:
-    """Steps at which rounding hides no entry of atol outside of a pattern; at most the largest step of `refine`.
+    """Steps at which rounding hides no entry of atol outside of a pattern; at most the largest step of `measured`.
 
     A refined column takes forty evaluations, so any structure pays off.
     """
@@ -113,7 +113,7 @@ def _refined(problem: Problem, columns: Tensor, rows: Tensor, record_graph: bool
     """Derivatives and their errors: at a kink the mean of both sides, and half of the gap between them."""
     settings, eps = Settings(), _step(problem)
     # Without rtol, the smallest absolute error is the best.
-    found = refine(problem, columns, rows, record_graph, eps, settings.atol, rtol=0.0)
+    found = settled([measured(problem, columns, rows, record_graph, eps)], settings.atol, rtol=0.0)
     mean, gap = (found.left + found.right) / 2, (found.left - found.right).abs()
     is_open = found.values.isnan()
     values = torch.where(is_open, mean, found.values)
