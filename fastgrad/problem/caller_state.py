@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,11 +14,9 @@ from torch.nn import Module
 from torch.nn.parameter import Parameter, is_lazy
 
 from fastgrad.core import native, torch_private
+from fastgrad.core.memory import Parameters, Result
 from fastgrad.problem.arguments import flatten
 from fastgrad.problem.coordinates import own_values
-
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
 
 _PLAIN = frozenset({float, int, bool, str, type(None), FunctionType, BuiltinFunctionType, MethodType})
 """Common types of arguments without tensors."""

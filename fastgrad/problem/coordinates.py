@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fastgrad.core import torch_private
+from fastgrad.core.tensors import element_index
 
 
 @dataclass(frozen=True)
@@ -61,19 +62,12 @@ class Block:
 
     def element_index(self, element: int) -> tuple[int, ...]:
         """The multi-index of an element, given its number among those that have coordinates."""
-        return self.logical_index(element if self.elements is None else int(self.elements[element]))
+        number = element if self.elements is None else int(self.elements[element])
+        return element_index(number, self.tensor.shape)
 
     def index_at(self, coordinate: int) -> tuple[int, ...]:
         """The multi-index of the element that one of the block's coordinates, in [first, first + size), belongs to."""
         return self.element_index((coordinate - self.first) // self.width)
-
-    def logical_index(self, element: int) -> tuple[int, ...]:
-        """The multi-index of the element with a flat (C order) number."""
-        index = []
-        for size in reversed(self.tensor.shape):
-            index.append(element % size)
-            element //= size
-        return tuple(reversed(index))
 
 
 def per_coordinate(blocks: Sequence[Block], value: Callable[[Block], float], device: torch.device) -> Tensor:

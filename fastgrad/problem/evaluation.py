@@ -343,17 +343,13 @@ class Evaluation:
     def base(self) -> Tensor:
         """The outputs at x: float64, shape (m,); evaluated once, or known from the first evaluation."""
         if self._base is None:
-            if self.evaluations == 1 and self._nowhere() is None:
+            if self.evaluations == 1 and self.nowhere() is None:
                 self._base = self._flat(block.tensor for block in self.outputs)
             else:
-                self._base = self.evaluate(True, self._nowhere())
+                self._base = self.evaluate(True, self.nowhere())
         return self._base
 
-    def base_without_graph(self) -> Tensor:
-        """As `base`, without recording a graph; evaluated again."""
-        return self.evaluate(False, self._nowhere())
-
-    def _nowhere(self) -> Tensor | None:
+    def nowhere(self) -> Tensor | None:
         """No displacement; zeros if func gets substitutes for perturbed inputs, because it may depend on them."""
         stands_in = any(memory is not None and memory.stand_in is not None for memory in self._memories.values())
         return torch.zeros(self.n, dtype=torch.float64, device="cpu") if stands_in else None

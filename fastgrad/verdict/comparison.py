@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fastgrad.core.native import WholeBackward, ops
 from fastgrad.core.phases import phase
+from fastgrad.core.tensors import element_index
 from fastgrad.problem.coordinates import Block, per_coordinate
 from fastgrad.problem.problem import Problem
 from fastgrad.problem.small_backward import SmallBackward
@@ -318,7 +319,8 @@ class PairComparison:
         if not modulus(value) <= atol:
             self.entries += 1
             self.mismatches += 1
-            entry = Entry(self.output.element_index(row), self.input.logical_index(element), value, 0.0, atol)
+            index = element_index(element, self.input.tensor.shape)
+            entry = Entry(self.output.element_index(row), index, value, 0.0, atol)
             self.worst = self.worst or entry
             self.unspecified = True
 

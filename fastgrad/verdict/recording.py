@@ -19,9 +19,8 @@ def check_recorded_gradients(problem: Problem, settings: Settings) -> Failure | 
 
     Training uses those without, and a second derivative is that of those with.
     """
-    return _difference(
-        problem, settings, "recorded gradient", "with it", problem.base(), "without", problem.base_without_graph()
-    )
+    recorded, unrecorded = problem.base(), problem.evaluate(False, problem.nowhere())
+    return _difference(problem, settings, "recorded gradient", "with it", recorded, "without", unrecorded)
 
 
 def check_new_grad_outputs(problem: Problem, settings: Settings, backward: Backward) -> Failure | None:
