@@ -539,7 +539,7 @@ class _Verdict:
             for block in problem.inputs:
                 values, own = self._of_backward.values, self._settings.of(block.index)
                 pair = _pair(self._compression, values, self.numerical, own, (output, part, block))
-                group_of = self._compression.column_group_of
+                group_of = self._compression.column_groups_of
                 failure = mismatch_failure(problem, self.plan, pair, part, self._settings, self.findings, group_of)
                 if failure is not None:
                     return failure

@@ -88,9 +88,9 @@ class Compression:
         sides = (self.excluded_rows, output), (self.excluded_columns, block)
         return any(excluded is not None and bool(excluded[side.slice].all()) for excluded, side in sides)
 
-    def column_group_of(self, coordinate: int) -> int:
-        """The group of a column."""
-        return int(self.column_colors[coordinate])
+    def column_groups_of(self, columns: Tensor) -> Tensor:
+        """The group of each of some columns: int64, of the same shape."""
+        return torch.from_numpy(self.column_colors[columns.cpu().numpy()]).to(columns.device)
 
     @cached_property
     def most_in_column(self) -> int:

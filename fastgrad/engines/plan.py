@@ -254,12 +254,14 @@ def replays_groups(problem: Problem, settings: Settings, look: FirstLook, count:
     )
 
 
+def _columns_cost(columns: int) -> float:
+    """Evaluations that take as long as analytical columns, from differentiating the backward once more."""
+    return cost_model.COSTS.linear_column_evaluations * columns + cost_model.COSTS.linear_start_evaluations
+
+
 def prefers_columns(columns: int, rows: int) -> bool:
-    """Whether analytical columns, from differentiating the backward once more, cost less than rows."""
-    return (
-        cost_model.COSTS.linear_column_evaluations * columns + cost_model.COSTS.linear_start_evaluations
-        < cost_model.COSTS.vjp_evaluations * rows
-    )
+    """Whether analytical columns cost less than rows."""
+    return _columns_cost(columns) < cost_model.COSTS.vjp_evaluations * rows
 
 
 def takes_long(evaluations: float, look: FirstLook) -> bool:
@@ -271,11 +273,7 @@ def pays_to_compress(problem: Problem, settings: Settings, columns: int, rows: i
     """Whether this many column groups and row groups (None: none are needed) cost less than the dense engine."""
     if settings.engine == "compressed":
         return True
-    analytical = (
-        cost_model.COSTS.linear_column_evaluations * columns + cost_model.COSTS.linear_start_evaluations
-        if rows is None
-        else cost_model.COSTS.vjp_evaluations * rows
-    )
+    analytical = _columns_cost(columns) if rows is None else cost_model.COSTS.vjp_evaluations * rows
     return 2 * columns + analytical + cost_model.COSTS.certificate_evaluations < cost_model.COSTS.paying_share * (
         2 * problem.n + cost_model.COSTS.vjp_evaluations * problem.m
     )

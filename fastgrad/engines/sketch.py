@@ -7,7 +7,7 @@ noise: outputs that differences do not resolve must not hide the rest.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -251,14 +251,11 @@ def residual_row(
     allowed = [slack] * len(values)
     for k, value in enumerate(values):
         if abs(value) > slack:  # only then does rounding matter
+            # Of sums of terms whose errors have random signs.
             terms = differences.derivatives[k] * vector, differences.directions[k] * gradient
-            allowed[k] += _rounding(problem, [float(torch.linalg.vector_norm(some)) for some in terms])
+            norms = (float(torch.linalg.vector_norm(some)) for some in terms)
+            allowed[k] += ROUNDING * problem.unit_roundoff * math.hypot(*norms)
     return values, allowed, gradient
-
-
-def _rounding(problem: Problem, norms: Sequence[float]) -> float:
-    """Rounding of sums of terms whose errors have random signs; norms: the norms of the terms."""
-    return ROUNDING * problem.unit_roundoff * math.hypot(*norms)
 
 
 def allowed_in_row(settings: Settings, differences: Differences, cotangent: Cotangent) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
@@ -155,7 +156,7 @@ def located_failure(found: list[Found]) -> Failure:
         mismatches=len(same),
         worst=worst.entry,
         largest_absolute=max(remeasured.entry.difference for remeasured in remeasured_entries),
-        largest_relative=max(_relative(a, n) for a, n in pairs),
+        largest_relative=max(modulus(a - n) / modulus(n) if modulus(n) else math.inf for a, n in pairs),
         sum_analytical=sum(modulus(a) * modulus(a) for a, _ in pairs),
         sum_numerical=sum(modulus(n) * modulus(n) for _, n in pairs),
         sum_product=product,
@@ -206,11 +207,6 @@ def _extent(entries: list[Entry], output: Block, input_: Block) -> Extent:
 
 def _excess(entry: Entry) -> float:
     return excess(entry.difference, entry.allowed)
-
-
-def _relative(analytical: complex, numerical: complex) -> float:
-    size = modulus(numerical)
-    return modulus(analytical - numerical) / size if size else float("inf")
 
 
 def _survivor(
@@ -309,15 +305,10 @@ def _worst_remeasured(
     suspects: Suspects,
     settings: Settings,
     findings: Findings,
-    group_of: Callable[[int], int] | None,
+    group_of: Callable[[Tensor], Tensor] | None,
 ) -> tuple[RemeasuredEntry | None, tuple[Entry, ...]]:
     """The worst of the entries that differ at eps, if it differs after re-measuring, too; and the worst entries."""
-    elements = suspects.input_elements
-    if group_of is None:
-        groups = pair.groups(elements)
-    else:
-        numbers = [group_of(coordinate) for coordinate in suspects.inputs[:, 0].tolist()]
-        groups = torch.tensor(numbers, device=elements.device)
+    groups = pair.groups(suspects.input_elements) if group_of is None else group_of(suspects.inputs[:, 0])
     remeasured = not_finite(problem, plan.record_graph, suspects)
     measured = torch.zeros_like(groups, dtype=torch.bool)
     if remeasured is None:
@@ -341,11 +332,11 @@ def mismatch_failure(
     part: Part,
     settings: Settings,
     findings: Findings,
-    group_of: Callable[[int], int] | None = None,
+    group_of: Callable[[Tensor], Tensor] | None = None,
 ) -> Failure | None:
     """The failure of a pair, if an entry that differs at eps differs after re-measuring, too.
 
-    group_of: the group of columns, which share no row, that a coordinate belongs to; None: none is known.
+    group_of: the groups of columns, which share no row, that some coordinates belong to; None: none is known.
     """
     if not pair.mismatches:
         findings.add_pair(pair.pair(part, agrees=True))
