@@ -20,6 +20,7 @@ from fastgrad.problem.problem import Problem
 from fastgrad.report.failure import Failure
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.confirm import Found, difference_along, entry_at, located_failure
+from fastgrad.verdict.linearity import nonlinear_sum
 from fastgrad.verdict.locate import locate
 from fastgrad.verdict.negation import negation_failure
 from fastgrad.verdict.tangents import combined_tangents, sums_certificate
@@ -170,18 +171,11 @@ class _ForwardScreen:
         # Directions are in units of each input's own atol.
         wrong = finite & ~(error <= self._settings.atol + self._settings.loosest().rtol * sizes)
         if bool(wrong.any()):
-            return self._nonlinear_failure(int(wrong.nonzero()[0]), terms)
+            row = int(wrong.nonzero()[0])
+            numbers = -terms[0, row].item(), terms[1:, row].sum().item()
+            when, addends = "for a sum of random tangents", "those of its terms"
+            return nonlinear_sum("forward", block_with(self._problem.outputs, row), row, when, addends, *numbers)
         rounding = ROUNDING * self._problem.unit_roundoff * sizes
         doubtful = finite & (error > self._settings.atol * SMALLEST_SHARE + rounding)
         self._nonlinear = max(self._nonlinear, float(torch.where(doubtful, error, 0.0).amax()) / SMALLEST_SHARE)
         return negation_failure(self._problem, self._settings, "forward", u) if bool(doubtful.any()) else None
-
-    def _nonlinear_failure(self, coordinate: int, terms: Tensor) -> Failure:
-        output = block_with(self._problem.outputs, coordinate)
-        index = output.index_at(coordinate)
-        own, total = -terms[0, coordinate].item(), terms[1:, coordinate].sum().item()
-        detail = (
-            f"for a sum of random tangents, the tangent of output {output.index} at {list(index)} is {own:.6g}, but "
-            f"those of its terms add up to {total:.6g}"
-        )
-        return Failure.at("nonlinear", output, mode="forward", detail=detail)

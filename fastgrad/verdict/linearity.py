@@ -28,7 +28,7 @@ from fastgrad.engines.grad_output_kinds import GRAD_OUTPUT_KINDS, NON_CONTIGUOUS
 from fastgrad.problem.coordinates import Block, block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Certificate
-from fastgrad.report.failure import Failure, Part
+from fastgrad.report.failure import Failure, Mode, Part
 from fastgrad.report.settings import Settings, Tolerances
 from fastgrad.verdict.comparison import tolerances
 from fastgrad.verdict.negation import linear_bound, negation_failure
@@ -153,6 +153,19 @@ def groups_failure(
 def nondeterministic(output: Block) -> Failure:
     """The failure that two runs of a VJP of an output differ."""
     return Failure.at("nondeterministic", output)
+
+
+def nonlinear_sum(
+    mode: Mode, block: Block, at: int, when: str, addends: str, own: float, total: float, allowed: float | None = None
+) -> Failure:
+    """The failure that a component of a gradient, or of a tangent in forward mode, is not the sum of others.
+
+    at: its coordinate among those of all inputs, or outputs.
+    """
+    what = "gradient of input" if mode == "reverse" else "tangent of output"
+    detail = f"{when}, the {what} {block.index} at {list(block.index_at(at))} is {own:.6g}, but {addends} add up to "
+    detail += f"{total:.6g}" if allowed is None else f"{total:.6g} (allowed difference {allowed:.2g})"
+    return Failure.at("nonlinear", *((None, block) if mode == "reverse" else (block, None)), mode=mode, detail=detail)
 
 
 def nondeterministic_func(output: Block, where: str) -> Failure:
@@ -459,13 +472,8 @@ class LinearityTest:
             contiguous = self._problem.vjp(self.cotangents[which : which + 1])
             if bool(((contiguous[0] - self._sums[which]).abs() <= allowed[which]).all()):
                 text += ", although not for a contiguous copy"
-        index = block.index_at(coordinate)
-        detail = (
-            f"for {text}, the gradient of input {block.index} at {list(index)} is "
-            f"{gradients[which, coordinate].item():.6g}, but the rows of the Jacobian add up to "
-            f"{self._sums[which, coordinate].item():.6g} (allowed difference {allowed[which, coordinate].item():.2g})"
-        )
-        return Failure.at("nonlinear", input=block, detail=detail)
+        numbers = (values[which, coordinate].item() for values in (gradients, self._sums, allowed))
+        return nonlinear_sum("reverse", block, coordinate, f"for {text}", "the rows of the Jacobian", *numbers)
 
 
 def one_hot_rows(problem: Problem, settings: Settings) -> tuple[Failure | None, dict[int, Tensor]]:
@@ -569,10 +577,5 @@ def _sum_failure(
     if not bool(wrong.any()):
         return None
     coordinate = int(wrong.nonzero()[0])
-    block = block_with(problem.inputs, coordinate)
-    index = block.index_at(coordinate)
-    detail = (
-        f"{which}, the gradient of input {block.index} at {list(index)} is {gradient[coordinate].item():.6g}, but "
-        f"{addends} add up to {total[coordinate].item():.6g}"
-    )
-    return Failure.at("nonlinear", input=block, detail=detail)
+    block, numbers = block_with(problem.inputs, coordinate), (gradient[coordinate].item(), total[coordinate].item())
+    return nonlinear_sum("reverse", block, coordinate, which, addends, *numbers)

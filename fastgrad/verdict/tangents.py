@@ -18,7 +18,7 @@ from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Certificate
 from fastgrad.report.failure import Failure
 from fastgrad.report.settings import Settings
-from fastgrad.verdict.linearity import disagreement
+from fastgrad.verdict.linearity import disagreement, nonlinear_sum
 from fastgrad.verdict.negation import linear_bound, negation_failure
 
 
@@ -121,14 +121,9 @@ class TangentLinearityTest:
             return negation_failure(self._problem, self._settings, "forward", self._directions[0])
         which, component, allowed = wrong
         output = block_with(self._problem.outputs, component)
-        index = output.index_at(component)
-        detail = (
-            f"for a random tangent{', with some of its elements zero' if which else ''}, the tangent of output "
-            f"{output.index} at {list(index)} is {products[which, component].item():.6g}, but the columns of the "
-            f"Jacobian add up to {self._sums[which, component].item():.6g} (allowed difference "
-            f"{allowed[which, component].item():.2g})"
-        )
-        return Failure.at("nonlinear", output, mode="forward", detail=detail)
+        numbers = (values[which, component].item() for values in (products, self._sums, allowed))
+        when = f"for a random tangent{', with some of its elements zero' if which else ''}"
+        return nonlinear_sum("forward", output, component, when, "the columns of the Jacobian", *numbers)
 
 
 def repeated_tangents_failure(
