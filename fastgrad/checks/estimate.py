@@ -26,4 +26,4 @@ def estimated_seconds(func: Callable[..., Any], inputs: Any, settings: Settings)
         look = replace(look, seconds=max(look.seconds, look.measured))  # measured time: no engine is chosen by it
         if sketches(problem, settings):
             return problem.seconds + cost_model.COSTS.sketch_seconds + cost_model.COSTS.sketch_calls * look.seconds
-        return problem.seconds + dense_seconds(problem, look)
+        return problem.seconds + dense_seconds(problem, look.seconds)

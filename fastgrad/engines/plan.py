@@ -111,8 +111,8 @@ def sketches(problem: Problem | SmallProblem, settings: Settings) -> bool:
         return calls > TINY_OF_CUSTOM
     seconds, costs = usual_seconds(problem, problem.undisturbed_seconds), cost_model.COSTS
     if isinstance(problem, SmallProblem):
-        return _dense_seconds(problem, seconds) > costs.small_sketch_seconds + costs.small_sketch_calls * seconds
-    return calls > TINY and _dense_seconds(problem, seconds) > costs.sketch_seconds + costs.sketch_calls * seconds
+        return dense_seconds(problem, seconds) > costs.small_sketch_seconds + costs.small_sketch_calls * seconds
+    return calls > TINY and dense_seconds(problem, seconds) > costs.sketch_seconds + costs.sketch_calls * seconds
 
 
 def is_affordable(problem: Problem) -> bool:
@@ -122,7 +122,7 @@ def is_affordable(problem: Problem) -> bool:
 
 def looks_first(problem: Problem | SmallProblem, settings: Settings) -> bool:
     """Whether the problem is large enough for `first_look` to pay off."""
-    seconds = _dense_seconds(problem, usual_seconds(problem, problem.undisturbed_seconds))
+    seconds = dense_seconds(problem, usual_seconds(problem, problem.undisturbed_seconds))
     if not problem.m or (problem.n < COLUMNS_WORTH_A_LOOK and seconds <= cost_model.COSTS.single_calls_seconds):
         return False
     return settings.engine == "compressed" or seconds >= cost_model.COSTS.guess_seconds
@@ -136,17 +136,13 @@ def tries_structure(problem: Problem, settings: Settings, look: FirstLook) -> bo
         return False
     return settings.engine == "compressed" or (
         settings.engine == "auto"
-        and dense_seconds(problem, look)
+        and dense_seconds(problem, look.seconds)
         >= cost_model.COSTS.guess_seconds + cost_model.COSTS.certificate_evaluations * look.seconds
     )
 
 
-def dense_seconds(problem: Problem, look: FirstLook) -> float:
-    """Seconds that the dense engine would take."""
-    return _dense_seconds(problem, look.seconds)
-
-
-def _dense_seconds(problem: Problem | SmallProblem, seconds: float) -> float:
+def dense_seconds(problem: Problem | SmallProblem, seconds: float) -> float:
+    """Seconds that the dense engine would take; seconds: of one evaluation."""
     rows = cost_model.COSTS.vjp_evaluations * seconds + cost_model.COSTS.vjp_seconds
     if problem.m <= most_vectorized_rows(problem, seconds):
         rows = cost_model.COSTS.vjp_evaluations * max(
@@ -187,7 +183,7 @@ def _looks(problem: Problem, settings: Settings) -> int:
 def _aligning_calls(problem: Problem, settings: Settings, look: FirstLook) -> int:
     """As `Budget.aligning_calls`."""
     costs = cost_model.COSTS
-    if settings.engine != "compressed" and dense_seconds(problem, look) < costs.align_seconds:
+    if settings.engine != "compressed" and dense_seconds(problem, look.seconds) < costs.align_seconds:
         return 0
     return min(costs.usual_probes, (2 * problem.n + problem.m) // costs.likely_share)
 
@@ -197,7 +193,7 @@ def _probes(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int,
     calls = 2 * problem.n + problem.m
     if settings.engine == "compressed":
         return max(64, calls), max(64, calls)
-    if problem.n < COLUMNS_WORTH_PROBING or dense_seconds(problem, look) < cost_model.COSTS.probe_seconds:
+    if problem.n < COLUMNS_WORTH_PROBING or dense_seconds(problem, look.seconds) < cost_model.COSTS.probe_seconds:
         return 0, 0
     is_likely = look.reacted is not None and not look.reacted.all()
     budget = calls // (cost_model.COSTS.likely_share if is_likely else cost_model.COSTS.exploring_share)
