@@ -104,9 +104,9 @@ def _report_of_small(small: SmallCheck, settings: Settings, names: tuple[str, ..
     if small.errors is None and small.tangent_errors is None:
         plan = make_sketch_plan(settings)
         if settings.check_backward_ad:
-            from fastgrad.checks.sketch import certificates_of  # imported here to keep `import fastgrad` fast
+            from fastgrad.checks.sketch import verified  # imported here to keep `import fastgrad` fast
 
-            certificates = certificates_of(settings, small.bound)
+            certificates = verified(settings, small.bound).certificates
     else:
         plan = small_plan(problem.n, problem.m, settings.engine)
         if settings.check_backward_ad and problem.m > 1:

@@ -261,27 +261,24 @@ class _Screen:
         return False
 
     def _verified(self, bound: float) -> Screening:
-        return _verified(self._settings, self._count, bound, self._unresolved)
+        return verified(self._settings, bound, self._unresolved)
 
 
-def _verified(settings: Settings, count: int, bound: float, unresolved: float) -> Screening:
-    """The result if no sum is flagged; unresolved: the possible error of an entry that no step could settle."""
+def verified(settings: Settings, bound: float, unresolved: float = 0.0) -> Screening:
+    """The result if no sum is flagged.
+
+    bound: the size of an error that the sums show; unresolved: the possible error of an entry that no step settled.
+    """
     if unresolved:
         return Screening(undecided=max(bound, unresolved))
     cancelling = detection_limit(settings) * (bound / settings.atol if settings.atol else 0.0)
-    certificates = _sketch_certificates(count, bound, cancelling, settings.atol, settings.confidence)
+    certificates = _sketch_certificates(bound, cancelling, settings.atol, settings.confidence)
     return Screening(certificates=certificates, bound=bound)
 
 
-def certificates_of(settings: Settings, bound: float) -> tuple[Certificate, ...]:
-    """The certificates of a sketch in which no sum is flagged; bound: the size of an error that the sums show."""
-    return _verified(settings, sketch_size(settings.confidence), bound, 0.0).certificates
-
-
 @lru_cache(16)
-def _sketch_certificates(
-    count: int, bound: float, cancelling: float, atol: float, confidence: float
-) -> tuple[Certificate, ...]:
+def _sketch_certificates(bound: float, cancelling: float, atol: float, confidence: float) -> tuple[Certificate, ...]:
+    count = sketch_size(confidence)
     method = f"{count} random directions, {count + 1} cotangents: sums of analytical entries against differences"
     pairs = f"the same sums, with probability {confidence:.10g}"
     # Next to larger entries of its row, a small one may be off by more than its own tolerance.

@@ -110,12 +110,9 @@ class AnalyticalCertificate:
             # Relative to the known row: a row that is infinite when run separately is no small change.
             if largest(gradient - known) <= SAME * largest(known):
                 continue
-            failure = self._row_failure(row, gradient)
+            failure = self._learn_row(row, gradient, learnt)
             if failure is not None:
                 return failure
-            self._replace_row(row, gradient)
-            columns = np.flatnonzero(gradient.cpu().numpy())
-            learnt.append((np.full(columns.size, row), columns))
         return incomplete(learnt)
 
     def certify(self, asked: float) -> Failure | Incomplete:
@@ -198,13 +195,10 @@ class AnalyticalCertificate:
             change = gradient - known
             if not abs(change[column].item()) > SAME * abs(gradient[column].item()):
                 break  # separate rows do not explain it
-            failure = self._row_failure(row, gradient)
+            failure = self._learn_row(row, gradient, learnt)
             if failure is not None:
                 return failure
-            self._replace_row(row, gradient)
             linearity.replace_row(row, change)
-            columns = np.flatnonzero(gradient.cpu().numpy())
-            learnt.append((np.full(columns.size, row), columns))
         else:
             return incomplete(learnt, refuted=True)
         failure = linearity.failure()
@@ -251,12 +245,18 @@ class AnalyticalCertificate:
         mine = self._compression.entries_of_row(row)
         return gradient.index_copy_(0, self._compression.columns[mine], self.values[mine])
 
-    def _replace_row(self, row: int, gradient: Tensor) -> None:
-        """Replaces it by the row that was run separately."""
+    def _learn_row(self, row: int, gradient: Tensor, learnt: list[tuple[Indices, Indices]]) -> Failure | None:
+        """The failure of a row that was run separately; if it is right, it replaces the known one, and is learnt."""
+        failure = self._row_failure(row, gradient)
+        if failure is not None:
+            return failure
         mine = self._compression.entries_of_row(row)
         self.changed_by = max(self.changed_by, movement_between(self._row(row), gradient))
         self._replaced[row] = gradient
         self.values[mine] = gradient[self._compression.columns[mine]]
+        columns = np.flatnonzero(gradient.cpu().numpy())
+        learnt.append((np.full(columns.size, row), columns))
+        return None
 
     @property
     def _all_kinds(self) -> tuple[GradOutputKind, ...]:
