@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fastgrad.core.tensors import element_number
+from fastgrad.core.tensors import element_index, element_number
 from fastgrad.report import element_map, messages
 from fastgrad.report.data import Pair, ReportData
 from fastgrad.report.failure import Entry, Failure
@@ -100,11 +100,6 @@ def _entries(report: ReportData) -> _Entries | None:
     if failing is None:
         failing = ~(error <= allowed)
     return _Entries(*shapes, outputs, inputs, analytical, numerical, error, allowed, failing)
-
-
-def _index(number: int, shape: Sequence[int]) -> str:
-    """The index of the element with a number, as text."""
-    return "[" + ", ".join(str(int(place)) for place in np.unravel_index(number, shape)) + "]" if shape else "[]"
 
 
 @dataclass(frozen=True)
@@ -245,7 +240,9 @@ def _draw_map(axes: Axes, ink: str, entries: _Entries, names: tuple[str, str]) -
     for axis, (_, bins, size, shape) in zip((axes.yaxis, axes.xaxis), sides, strict=True):
         most = 6 if axis is axes.yaxis else 4
         marked = sorted({round(i * (size - 1) / max(1, most - 1)) for i in range(most)})
-        axis.set_ticks([(number + 0.5) * bins / size for number in marked], [_index(n, shape) for n in marked])
+        axis.set_ticks(
+            [(number + 0.5) * bins / size for number in marked], [str([*element_index(n, shape)]) for n in marked]
+        )
     axes.tick_params(labelsize="small")
     axes.set_ylabel(f"element of {names[0]}")
     axes.set_xlabel(f"element of {names[1]}")
@@ -532,8 +529,8 @@ def _maps(report: ReportData) -> str:
 
 
 def _entry_words(entries: _Entries, names: tuple[str, str], entry: int) -> str:
-    output = names[0] + _index(int(entries.outputs[entry]), entries.output_shape)
-    block = names[1] + _index(int(entries.inputs[entry]), entries.input_shape)
+    output = f"{names[0]}{[*element_index(int(entries.outputs[entry]), entries.output_shape)]}"
+    block = f"{names[1]}{[*element_index(int(entries.inputs[entry]), entries.input_shape)]}"
     values = f"analytical {entries.analytical[entry]:.6g}, numerical {entries.numerical[entry]:.6g}"
     return f"d {output} / d {block}: {values}, {entries.excess[entry]:.3g} times the allowed difference"
 

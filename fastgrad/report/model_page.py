@@ -24,18 +24,16 @@ def fragment(report: ModelReportData) -> str:
         for one in report.operations
         if one.report is not None and one.verdict in ("wrong", "undecided")
     )
-    by_cost = sorted(report.operations, key=lambda one: -one.seconds)
+    tables = [
+        html.table(model_text.HEAD, [model_text.row(one) for one in operations], (2, 3, 4))
+        for operations in (report.operations, sorted(report.operations, key=lambda one: -one.seconds))
+    ]
     sections = [
         html.section("Findings", findings, wrong) if findings or wrong else "",
         html.section("End to end", f"<p>{escape(model_text.end_to_end_line(report.end_to_end))}</p>"),
-        html.section("Operations by error", _table(report.operations)),
-        html.section("Operations by cost", _table(by_cost)),
+        html.section("Operations by error", tables[0]),
+        html.section("Operations by cost", tables[1]),
         html.section("Remarks", "".join(f"<p>{escape(one)}</p>" for one in report.remarks)) if report.remarks else "",
         html.section("Cost", f"<p>{escape(model_text.cost_line(report))}</p>"),
     ]
     return html.article(report.verdict, model_text.headline(report), sections)
-
-
-def _table(operations: object) -> str:
-    assert isinstance(operations, (tuple, list))
-    return html.table(model_text.HEAD, [model_text.row(one) for one in operations], (2, 3, 4))

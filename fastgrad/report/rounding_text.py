@@ -29,7 +29,7 @@ def passed(precision: LowPrecision) -> str:
 
 def lines(precision: LowPrecision) -> list[str]:
     """The lines of a summary."""
-    found = [f"  dtype      {_dtypes(precision)}; unit roundoff 2^{math.log2(precision.unit):.0f}"]
+    found = [f"  dtype      {', '.join(precision.dtypes)}; unit roundoff 2^{math.log2(precision.unit):.0f}"]
     if precision.undecided:
         found.append(f"  undecided  {precision.undecided}")
         found.append(f"  remedy     {precision.remedy}")
@@ -59,7 +59,8 @@ def verdict(kind: FailureKind, precision: LowPrecision) -> str:
         return f"is not finite in {entries} of {precision.products} VJPs"
     if kind == "biased":
         return "is wrong by a common factor"
-    return f"is wrong in {entries} of {precision.products} VJPs, by more than rounding to {_dtypes(precision)} explains"
+    dtypes = ", ".join(precision.dtypes)
+    return f"is wrong in {entries} of {precision.products} VJPs, by more than rounding to {dtypes} explains"
 
 
 def key_phrase(kind: FailureKind, precision: LowPrecision | None) -> str:
@@ -97,10 +98,6 @@ def _sizes(worst: RoundedEntry) -> str:
         f"error {worst.error_units:.3g} units of rounding, allowed {worst.allowed_units:.2g} ({unit}); absolute "
         f"error {worst.error:.3g}, allowed {worst.allowed:.2g}"
     )
-
-
-def _dtypes(precision: LowPrecision) -> str:
-    return ", ".join(precision.dtypes)
 
 
 def index_text(index: Sequence[int]) -> str:

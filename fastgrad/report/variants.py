@@ -86,10 +86,8 @@ class VariantsReport(EqualByContent, Result):
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data; each row's report as in `Report.to_dict`."""
-        rows = [
-            {**plain({name: value for name, value in vars(row).items() if name != "report"}), "report": _plain(row)}
-            for row in self.rows
-        ]
+        reports = [None if row.report is None else row.report.to_dict() for row in self.rows]
+        rows = [plain({**vars(row), "report": report}) for row, report in zip(self.rows, reports, strict=True)]
         return {"schema": SCHEMA, "passed": self.passed, "rows": rows, "seed": self.seed, "seconds": self.seconds}
 
     def to_html(self) -> str:
@@ -139,7 +137,3 @@ class VariantsReport(EqualByContent, Result):
     def __repr__(self) -> str:
         """One line."""
         return f"<VariantsReport: {'passed' if self.passed else 'failed'}, {len(self.rows)} variants>"
-
-
-def _plain(row: VariantRow) -> dict[str, Any] | None:
-    return None if row.report is None else row.report.to_dict()
