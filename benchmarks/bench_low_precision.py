@@ -125,7 +125,7 @@ def operator_row(name: str, dtype: str, func: Any, reference: Any, inputs: tuple
 
 def found_shares(comparison: Comparison, dtype: str) -> dict[str, Any]:
     """Shares of planted errors that are found, by rule and error."""
-    numbers = comparison.is_row.nonzero().reshape(-1)
+    numbers = (comparison.probes.rows >= 0).nonzero().reshape(-1)
     generator = torch.Generator().manual_seed(0)
     some = numbers[torch.randperm(len(numbers), generator=generator)[:ROWS]]
     found: dict[str, Any] = {}
@@ -136,7 +136,7 @@ def found_shares(comparison: Comparison, dtype: str) -> dict[str, Any]:
         limit, error = comparison.limit[some], comparison.error[some]
         significant = (size > 0) & (size >= SIGNIFICANT * size.amax(1, keepdim=True)) & error.isfinite()
         rtol, atol = CLOSE[dtype]
-        twice = 2 * comparison.rounded[some].amax(1, keepdim=True)
+        twice = 2 * comparison.spread.rounded[some].amax(1, keepdim=True)
         for relative in PLANTED[dtype] if bool(significant.any()) else ():
             planted = (low + relative * low - exact).abs()
             rules = {
@@ -169,7 +169,7 @@ def other_rules(comparison: Comparison, dtype: str) -> dict[str, bool]:
     finite = comparison.error.isfinite() & comparison.size.isfinite()
     error = torch.where(finite, comparison.error, 0.0)
     close = bool((error > rtol * comparison.size.nan_to_num(0.0) + atol).any())
-    twice = bool((error.amax(1) > 2 * comparison.rounded.nan_to_num(torch.inf).amax(1) + 1e-5).any())
+    twice = bool((error.amax(1) > 2 * comparison.spread.rounded.nan_to_num(torch.inf).amax(1) + 1e-5).any())
     return {"assert_close accuses": close, "twice the error accuses": twice}
 
 

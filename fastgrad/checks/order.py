@@ -78,7 +78,7 @@ def _checked(
 ) -> Report | SmallCheck:
     """A small check if it passes; otherwise the report of the complete check."""
     arguments = as_tuple(inputs)
-    with _exact_libraries(arguments, settings) as notes:
+    with full_precision(arguments, settings) as notes:
         small = small_check(func, arguments, settings) if partition is None else None
         if small is not None and small.passes:
             small.notes = notes
@@ -88,7 +88,7 @@ def _checked(
         return complete_check(func, arguments, small, settings, names, explain, partition, start, notes)
 
 
-def _exact_libraries(arguments: tuple[Any, ...], settings: Settings) -> AbstractContextManager[list[str]]:
+def full_precision(arguments: tuple[Any, ...], settings: Settings) -> AbstractContextManager[list[str]]:
     """A context without TF32 and the like, if CUDA's libraries may be in use; it yields notes for the report."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return nullcontext([])

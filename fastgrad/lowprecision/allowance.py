@@ -113,7 +113,7 @@ def _mean_square(
     decomposes: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Root mean squares of the moduli of differences, of outputs and of VJPs."""
-    of_values, of_products = _MeanSquare(), _MeanSquare()
+    of_values, of_products = _MeanSquare(products.values), _MeanSquare(exact)
     for number in range(draws):
         values, gradients = products.draw(Arithmetic(dtype, seed + number, decomposes), cotangents, inputs)
         of_values.add(blocks.output_moduli(values - products.values))
@@ -124,24 +124,16 @@ def _mean_square(
 class _MeanSquare:
     """The root mean square over several tensors, element by element, of the finite values; infinite if none is."""
 
-    def __init__(self) -> None:
-        self._sum: Tensor | None = None
-        self._count: Tensor | int = 0
+    def __init__(self, like: Tensor) -> None:
+        self._sum, self._count = torch.zeros_like(like), torch.zeros_like(like)
 
     def add(self, values: Tensor) -> None:
         squares = values.square()
         finite = squares.isfinite()
-        if not bool(finite.all()):
-            squares = torch.where(finite, squares, 0.0)
-            self._count = self._count + finite.to(squares.dtype)
-        else:
-            self._count = self._count + 1
-        self._sum = squares if self._sum is None else self._sum + squares
+        self._sum += torch.where(finite, squares, 0.0)
+        self._count += finite
 
     def root(self) -> Tensor:
-        assert self._sum is not None
-        if isinstance(self._count, int):
-            return (self._sum / self._count).sqrt()
         return torch.where(self._count > 0, self._sum / self._count, torch.inf).sqrt()
 
 

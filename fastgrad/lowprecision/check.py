@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import wraps
 from typing import Any
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from fastgrad.checks import order
 from fastgrad.checks.description import environment, subject
-from fastgrad.core.backends import exact_libraries
 from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.native import Layout
 from fastgrad.core.precision import LOWER
@@ -125,7 +123,7 @@ class LowerCheck:
     def report(self, make: Callable[[], Reference]) -> Report:
         """Runs it."""
         with (
-            self._libraries() as said,
+            order.full_precision(self._arguments, self._settings) as notes,
             Progress(self._settings.progress) as progress,
             Problem(
                 *(self._func, self._arguments, self._settings.masked, progress, self._names), warn_of_precision=False
@@ -133,7 +131,7 @@ class LowerCheck:
         ):
             if not problem.has_graph:
                 return order.check(self._func, self._arguments, self._settings, self._names)
-            self._outcome.notes += said
+            self._outcome.notes += notes
             unit = unit_roundoff(coarsest([block.tensor.dtype for block in (*problem.inputs, *problem.outputs)]))
             self._outcome.note(unit=unit)
             if self._is_random(problem):
@@ -148,14 +146,12 @@ class LowerCheck:
             except IncomparableError as error:
                 if self._settings.reference is not None:
                     raise ValueError(f"The reference cannot be used: {error}.") from error.__cause__
-                self._without_reference(problem, str(error))
+                said = f"compared with differences, as there is no reference in double precision: {error}"
+                self._outcome.notes.append(said)
+                if problem.n and problem.m:
+                    judge_by_differences(problem, self._settings.seed, self._outcome)
                 found = None
             return self._finished(problem) if found is None else found  # a report of a failure counts as false
-
-    def _libraries(self) -> AbstractContextManager[list[str]]:
-        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            return nullcontext([])
-        return exact_libraries(self._settings.nondet_tol == 0, False)
 
     def _is_random(self, problem: Problem) -> bool:
         """Whether func draws from its own generator. Afterwards the graph is that of the original random state."""
@@ -255,12 +251,6 @@ class LowerCheck:
             return func(*arguments)
 
         return seeded
-
-    def _without_reference(self, problem: Problem, why: str) -> None:
-        """Compares with differences in the lower dtype."""
-        self._outcome.notes.append(f"compared with differences, as there is no reference in double precision: {why}")
-        if problem.n and problem.m:
-            judge_by_differences(problem, self._settings.seed, self._outcome)
 
     def _attributes(self, problem: Problem) -> Failure | None:
         """The checks apart from values, as in double precision."""

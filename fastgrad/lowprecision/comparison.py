@@ -58,8 +58,12 @@ class Comparison:
 
     Attributes
     ----------
+    probes
+        The grad_outputs.
     low, exact
         The VJPs: float64, shape (count, n).
+    spread
+        The measured rounding.
     error, size, scale, limit
         Moduli of errors and of the reference, the effect of rounding, and the allowed error; shapes (count, n).
     dtype
@@ -73,18 +77,18 @@ class Comparison:
     """
 
     def __init__(self, problem: Problem, products: Products, probes: Probes) -> None:
-        self._problem, self._products, self._probes = problem, products, probes
+        self._problem, self._products, self.probes = problem, products, probes
         self.dtype = coarsest([block.tensor.dtype for block in (*problem.inputs, *problem.outputs)])
         self._blocks = Blocks(problem.inputs, problem.outputs, products.device)
         self.low = self._low()
         self.exact = products.exact(probes.cotangents)
-        self._spread = spread_of(products, probes.cotangents, self.exact, self.dtype, self._blocks)
+        self.spread = spread_of(products, probes.cotangents, self.exact, self.dtype, self._blocks)
         self.draws = 2 * DRAWS + 1
         self.excused = 0
         blocks = self._blocks
         self.error = blocks.input_moduli(self.low - self.exact)
         self.size = blocks.input_moduli(self.exact)
-        self.scale = self._spread.both() + blocks.input_units * self.size + blocks.input_subnormals
+        self.scale = self.spread.both() + blocks.input_units * self.size + blocks.input_subnormals
         self.once = self.dtype is not torch.float32 and is_rounded_once(
             self.error, self.size, blocks.input_units, blocks.input_subnormals
         )
@@ -92,7 +96,7 @@ class Comparison:
         self.first_limit = self.limit.clone()
 
     def _low(self) -> Tensor:
-        v, dense = self._probes.cotangents, self._probes.dense
+        v, dense = self.probes.cotangents, self.probes.dense
         parts = [self._problem.vjp(v[:dense], LAYOUTS[:dense])] if dense else []
         if v.shape[0] > dense:
             parts.append(self._problem.vjp(v[dense:]))
@@ -104,13 +108,13 @@ class Comparison:
         values = self._problem.base().to(products.device)
         size, error = blocks.output_moduli(products.values), blocks.output_moduli(values - products.values)
         own = blocks.output_units * size + blocks.output_subnormals
-        limit = FORWARD * (self._spread.both_values() + own)
+        limit = FORWARD * (self.spread.both_values() + own)
         same = (values == products.values) | (values.isnan() & products.values.isnan())
         beyond_range = ~values.isfinite() & (size > _largest(self._problem.outputs, products.device))
         ratio = torch.where(same | beyond_range, 0.0, error / limit).nan_to_num(nan=torch.inf)
         if ratio.numel() and float(ratio.max()) > 1 and self.draws <= 2 * DRAWS + 1:
-            spread, _ = self._second_spread(self._probes.cotangents[:1], self.exact[:1])
-            limit = FORWARD * (torch.maximum(self._spread.both_values(), spread.nan_to_num(0.0)) + own)
+            spread, _ = self._second_spread(self.probes.cotangents[:1], self.exact[:1])
+            limit = FORWARD * (torch.maximum(self.spread.both_values(), spread.nan_to_num(0.0)) + own)
             ratio = torch.where(same | beyond_range, 0.0, error / limit).nan_to_num(nan=torch.inf)
         return (float(ratio.max()), int(ratio.argmax())) if ratio.numel() else (0.0, 0)
 
@@ -122,7 +126,7 @@ class Comparison:
         """
         in_range = self._is_in_range()
         infinite = ~self.low.isfinite() & in_range
-        explained = infinite & ~self._spread.rounded.isfinite()
+        explained = infinite & ~self.spread.rounded.isfinite()
         # If a derivative with respect to an input is out of range, zero times it is not finite, either.
         return infinite & ~explained, explained & in_range.all(0)
 
@@ -154,7 +158,7 @@ class Comparison:
 
     def look_again_at(self, some: Tensor) -> None:
         """The second look at the VJPs with these numbers."""
-        _, spread = self._second_spread(self._probes.cotangents[some.to(self._problem.device)], self.exact[some])
+        _, spread = self._second_spread(self.probes.cotangents[some.to(self._problem.device)], self.exact[some])
         own = self._blocks.input_units * self.size[some] + self._blocks.input_subnormals
         scale = torch.maximum(self.scale[some], spread.nan_to_num(nan=0.0, posinf=0.0) + own)
         factor = SECOND_FACTOR[self.dtype]
@@ -162,16 +166,6 @@ class Comparison:
             self.limit[some], allowed(scale, self.size[some], self._blocks, factor, self.once)
         )
         self.scale[some] = scale
-
-    @property
-    def rounded(self) -> Tensor:
-        """Moduli of errors of the reference with every result rounded to the dtype: shape (count, n)."""
-        return self._spread.rounded
-
-    @property
-    def is_row(self) -> Tensor:
-        """Which VJPs are rows of the Jacobian: shape (count,)."""
-        return self._probes.rows >= 0
 
     def _second_spread(self, cotangents: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
         self.draws = 2 * DRAWS + 1 + SECOND_DRAWS
@@ -181,7 +175,7 @@ class Comparison:
         """One component of one VJP, for a report."""
         block = block_with(self._problem.inputs, coordinate)
         found, exact = (_element(vectors[probe], coordinate, block) for vectors in (self.low, self.exact))
-        row, limit = int(self._probes.rows[probe]), float(self.limit[probe, coordinate])
+        row, limit = int(self.probes.rows[probe]), float(self.limit[probe, coordinate])
         return rounded_entry(self._problem, row, coordinate, found, exact, limit)
 
     def smallest_errors(self) -> tuple[float, float, float] | None:
@@ -210,7 +204,7 @@ class Comparison:
             unit = unit_roundoff(block.tensor.dtype)
             if unit < unit_roundoff(torch.float16) or not block.size:
                 continue
-            parts = [self._common_error(block, probe) for probe in range(self._probes.dense - 1)]
+            parts = [self._common_error(block, probe) for probe in range(self.probes.dense - 1)]
             parts = [(mean, total, entries) for mean, total, entries in parts if total]
             if not parts:
                 continue

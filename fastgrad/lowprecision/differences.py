@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.random import PRECISION_STREAM, direction
-from fastgrad.lowprecision.probes import one_row, rounded, row_behind
+from fastgrad.lowprecision.probes import one_row, random_cotangent, row_behind
 from fastgrad.lowprecision.rounding import largest_number, unit_roundoff
 from fastgrad.problem.coordinates import block_with, per_coordinate
 from fastgrad.problem.problem import Problem
@@ -93,8 +93,7 @@ def combinations(problem: Problem, seed: int) -> list[Combination]:
     finite = problem.base().isfinite()
     found = []
     for number in range(DENSE):
-        dense = direction(problem.m, seed, PRECISION_STREAM + 16 * (40 + number)).to(problem.device)
-        found.append((-1 - number, torch.where(finite, rounded(problem, dense), 0.0)))
+        found.append((-1 - number, torch.where(finite, random_cotangent(problem, seed, 40 + number), 0.0)))
     rows = torch.randperm(problem.m, generator=torch.Generator().manual_seed(seed))[:ROWS].tolist()
     found += [(row, one_row(problem, row).cotangents[0]) for row in rows if finite[row]]
     return [Combination(row, w, problem.vjp(w.unsqueeze(0))[0]) for row, w in found]
@@ -158,12 +157,10 @@ def _moved(problem: Problem, whole: Tensor) -> Tensor:
 def findings(problem: Problem, among: Sequence[Combination], seed: int) -> Iterator[Finding]:
     """One result per combination that differences can resolve."""
     scale = _scales(problem)
-    for row, w, gradient in ((one.row, one.w, one.gradient) for one in among):
-        magnitudes = scale * direction(problem.n, seed, PRECISION_STREAM + 16 * (60 + row)).to(scale.device).abs().div(
-            1.5
-        )
-        signs = torch.where(gradient >= 0, 1.0, -1.0)
-        finding = _finding(problem, row, w, gradient, magnitudes * signs)
+    for one in among:
+        u = direction(problem.n, seed, PRECISION_STREAM + 16 * (60 + one.row)).to(scale.device)
+        signs = torch.where(one.gradient >= 0, 1.0, -1.0)
+        finding = _finding(problem, one.row, one.w, one.gradient, scale * u.abs().div(1.5) * signs)
         if finding is not None:
             yield finding
 

@@ -77,15 +77,9 @@ def probes_of(problem: Problem, fast_mode: bool, vectorizes: bool, seed: int) ->
     # Every most-th row: rows of neighboring outputs, which share inputs, lie in different groups.
     groups = torch.zeros(most, m, dtype=torch.float64, device=problem.device)
     every = torch.arange(m, device=problem.device)
-    groups[every % most, every] = rounded(problem, _random(problem, seed, DENSE))
+    groups[every % most, every] = random_cotangent(problem, seed, DENSE)
     text = f"{DENSE} random grad_outputs and all {m} rows, in {most} groups"
     return Probes(torch.cat([dense, groups]), torch.full((DENSE + most,), -1, device="cpu"), text)
-
-
-def half_of(problem: Problem, seed: int) -> Tensor:
-    """A dense grad_output of which a random half is zero."""
-    size = problem.m
-    return rounded(problem, direction(size, seed, PRECISION_STREAM + 16 * DENSE, halved=True).to(problem.device))
 
 
 def row_behind(problem: Problem, cotangent: Tensor, errors: Callable[[Tensor], Tensor]) -> int:
@@ -104,8 +98,13 @@ def row_behind(problem: Problem, cotangent: Tensor, errors: Callable[[Tensor], T
     return first
 
 
-def _random(problem: Problem, seed: int, number: int) -> Tensor:
-    return direction(problem.m, seed, PRECISION_STREAM + 16 * number).to(problem.device)
+def random_cotangent(problem: Problem, seed: int, number: int, halved: bool = False) -> Tensor:
+    """A dense grad_output, exact in the dtypes of all outputs; with halved, a random half of it is zero."""
+    v = direction(problem.m, seed, PRECISION_STREAM + 16 * number, halved=halved).to(problem.device)
+    for block in problem.outputs:
+        part = v[block.slice]
+        v[block.slice] = part.to(block.tensor.dtype.to_real()).to(torch.float64)
+    return v
 
 
 def _dense(problem: Problem, seed: int) -> Tensor:
@@ -113,17 +112,10 @@ def _dense(problem: Problem, seed: int) -> Tensor:
 
     They reach backward in LAYOUTS.
     """
-    first, second = (rounded(problem, _random(problem, seed, number)) for number in range(2))
+    first, second = (random_cotangent(problem, seed, number) for number in range(2))
+    half = random_cotangent(problem, seed, DENSE, halved=True)
     constant = torch.full((problem.m,), 0.75, dtype=torch.float64, device=problem.device)
     for block in problem.outputs:
         if block.is_complex:
             constant[block.slice][1::2] = -0.5
-    return torch.stack([first, second, FACTOR * second, half_of(problem, seed), constant])
-
-
-def rounded(problem: Problem, v: Tensor) -> Tensor:
-    """Numbers that are exact in the dtypes of all outputs."""
-    for block in problem.outputs:
-        part = v[block.slice]
-        v[block.slice] = part.to(block.tensor.dtype.to_real()).to(torch.float64)
-    return v
+    return torch.stack([first, second, FACTOR * second, half, constant])

@@ -120,10 +120,10 @@ class Products:
         """Whether a batch of two VJPs gives the results of single ones."""
         v = torch.ones(2, self._m, dtype=torch.float64, device=self.device)
         try:
-            batch = self._batch(self._graph, self._leaves, v)
+            batch = self._gradients(self._graph, self._leaves, v, True)
         except Exception:
             return False
-        single = self._one(self._graph, self._leaves, v[0])
+        single = self._gradients(self._graph, self._leaves, v[:1], False)
         return torch.allclose(batch, single.expand_as(batch), 1e-6, 1e-12, equal_nan=True)
 
     def exact(self, cotangents: Tensor) -> Tensor:
@@ -155,14 +155,8 @@ class Products:
 
     def _products(self, graph: Sequence[Tensor], leaves: Sequence[Tensor], cotangents: Tensor) -> Tensor:
         if self.vectorizes and cotangents.shape[0] > 1:
-            return self._batch(graph, leaves, cotangents)
-        return torch.stack([self._one(graph, leaves, v) for v in cotangents])
-
-    def _one(self, graph: Sequence[Tensor], leaves: Sequence[Tensor], v: Tensor) -> Tensor:
-        return self._gradients(graph, leaves, v.unsqueeze(0), False)[0]
-
-    def _batch(self, graph: Sequence[Tensor], leaves: Sequence[Tensor], cotangents: Tensor) -> Tensor:
-        return self._gradients(graph, leaves, cotangents, True)
+            return self._gradients(graph, leaves, cotangents, True)
+        return torch.cat([self._gradients(graph, leaves, v, False) for v in torch.split(cotangents, 1)])
 
     def _gradients(self, graph: Sequence[Tensor], leaves: Sequence[Tensor], v: Tensor, batched: bool) -> Tensor:
         pairs = [

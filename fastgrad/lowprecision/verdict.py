@@ -13,10 +13,10 @@ from fastgrad.lowprecision import differences
 from fastgrad.lowprecision.comparison import Comparison, rounded_entry
 from fastgrad.lowprecision.probes import FACTOR, LAYOUTS, SCALED, Probes, one_row, row_behind
 from fastgrad.lowprecision.reference import Products
-from fastgrad.problem.coordinates import Block, block_with
+from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.report.evidence import Cause
-from fastgrad.report.failure import Failure
+from fastgrad.report.failure import Failure, FailureKind
 from fastgrad.report.low_precision import LowPrecision, RoundedEntry
 
 FEWEST_EFFECTIVE = 12.0
@@ -190,15 +190,9 @@ def _first(mask: Tensor) -> tuple[int, int]:
     return probe, coordinate
 
 
-def _failure(kind: str, entry: RoundedEntry, detail: str = "") -> Failure:
-    return Failure(
-        kind,  # type: ignore[arg-type]
-        output=entry.output,
-        input=entry.input,
-        output_position=entry.output_position,
-        input_position=entry.input_position,
-        detail=detail,
-    )
+def _failure(kind: FailureKind, entry: RoundedEntry, detail: str = "") -> Failure:
+    places = entry.output, entry.input, entry.output_position, entry.input_position
+    return Failure(kind, *places, detail=detail)
 
 
 def _judge_entries(
@@ -210,8 +204,7 @@ def _judge_entries(
     single = (probes.rows >= 0).to(ratio.device).unsqueeze(1)
     wrong = ratio > 1
     if not bool(wrong.any()):
-        worst = _place(ratio)
-        outcome.note(worst=comparison.entry(*worst))
+        outcome.note(worst=comparison.entry(*_place(ratio)))
         return
     rows = wrong & single
     if bool(rows.any()):
@@ -308,8 +301,7 @@ def _judge_common_errors(comparison: Comparison, outcome: Outcome) -> None:
             f"its entries are {1 + worst.error:.5g} times the right ones, on average over about {worst.entries:.0f} "
             f"entries; rounding explains a relative error of {worst.allowed:.2g}"
         )
-        block: Block = worst.block
-        outcome.failure = Failure.at("biased", input=block, detail=detail)
+        outcome.failure = Failure.at("biased", input=worst.block, detail=detail)
         factor = f"the gradient is {1 + worst.error:.5g} times the right one"
         outcome.causes = (Cause("constant factor", factor, "the mean of relative errors", 0.9),)
 
