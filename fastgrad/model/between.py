@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import combinations
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -32,6 +32,7 @@ MOST_SITES = 8
 """Number of places that a finding lists."""
 
 Gradients = list[Tensor | None]
+Result = TypeVar("Result")
 
 
 class _DivergedError(Exception):
@@ -68,12 +69,8 @@ class _Held(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
 @contextmanager
 def _holding(names: dict[int, str], values: dict[int, Any]) -> Iterator[None]:
     # The hooks make autograd run the same operators as while it was recorded.
-    with saved_tensors_hooks(_itself, _itself), _Held(names, values):
+    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor), _Held(names, values):
         yield
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _copy(value: Any) -> Any:
@@ -145,14 +142,18 @@ class LossErrorExperiments:
 
     def _stills(self, detached: Sequence[DetachedPath], which: Sequence[int]) -> bool:
         """Whether the loss no longer depends on some parameters if the values of these cuts are held fixed."""
+        return self._while_held(detached, lambda: not self.whole.moves(which)) or False
+
+    def _while_held(self, detached: Sequence[DetachedPath], run: Callable[[], Result]) -> Result | None:
+        """The result of run while cuts keep their values; None if the model then runs different operations."""
         held = self._holding(detached)
         if held is None:
-            return False
+            return None
         try:
             with self.step.inside(held):
-                return not self.whole.moves(which)
+                return run()
         except _DivergedError:
-            return False
+            return None
 
     def _holding(self, detached: Sequence[DetachedPath]) -> Callable[[], AbstractContextManager[None]] | None:
         """Makes contexts in which cuts keep their values at the current parameters."""
@@ -176,7 +177,7 @@ class LossErrorExperiments:
         detached = [cut for cut in _unintended(recorder) if behind & set(recorder.parameters_of(cut.parameters))]
         muted = self._record(mutes_hooks=True)[1] if hooks else None
         both = self._record(mutes_hooks=True, kept_saved=numbers)[1] if hooks and saved else None
-        held = self._difference_holding(detached, along) if detached else None
+        held = self._while_held(detached, lambda: self.whole.along(along.vectors)) if detached else None
         present = [name for name, there in (("hook", hooks), ("saved", saved), ("cut", held)) if there]
         explained: tuple[str, ...] = ()
         for some in (some for size in (1, 2, 3) for some in combinations(present, size)):
@@ -226,7 +227,7 @@ class LossErrorExperiments:
     ) -> None:
         counting = []
         for cut in detached[:MOST_CUTS]:
-            held = self._difference_holding([cut], along)
+            held = self._while_held([cut], lambda: self.whole.along(along.vectors))
             if held is not None and abs(held.numerical - along.numerical) > along.allowed:
                 counting.append(cut)
         counting = counting or list(detached)
@@ -242,18 +243,6 @@ class LossErrorExperiments:
         foreign = [f"{name}{at(site)}" for name, site in recorder.foreign.items()]
         text += f"; not checked: {', '.join(foreign)}" if foreign else ""
         self.findings.append(Finding("end to end", text, (), "", names, error))
-
-    def _difference_holding(
-        self, detached: Sequence[DetachedPath], along: DirectionalComparison
-    ) -> DirectionalComparison | None:
-        held = self._holding(detached)
-        if held is None:
-            return None
-        try:
-            with self.step.inside(held):
-                return self.whole.along(along.vectors)
-        except _DivergedError:
-            return None
 
     def _wrong_parameters(self) -> list[int]:
         missing = self.whole.missing()

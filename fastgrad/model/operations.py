@@ -67,89 +67,64 @@ def check_operation(call: Call, settings: Settings) -> Operation:
     """
     start = time.perf_counter()
     kinds = tuple(kind_of(tensor) for tensor in call.tensors)
-    detail, dtype, found = call.omitted, "", _Found("not checked")
-    if not detail:
-        for double in (True, False):
-            leaves, func = _replay(call, double)
-            dtype = ", ".join(dict.fromkeys(str(leaf.dtype).removeprefix("torch.") for leaf in leaves))
-            try:
-                found = _found(call, func, leaves, settings)
-                detail = found.detail
-                break
-            except (RuntimeError, TypeError, ValueError, NotImplementedError, AssertionError) as error:
-                detail = f"it raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-                found = _Found("not checked")
-            if not any(tensor.dtype in DOUBLE for tensor in call.tensors):
-                break
-    return Operation(
-        name=call.name,
-        inputs=kinds,
-        sites=tuple(call.sites),
-        calls=call.count,
-        verdict=found.verdict,
-        detail=detail,
-        error=found.error,
-        dtype=dtype,
-        evaluations=found.evaluations,
-        vjps=found.vjps,
-        seconds=time.perf_counter() - start,
-        report=found.report,
-    )
+    operation = Operation(call.name, kinds, tuple(call.sites), call.count, "not checked", call.omitted)
+    for double in () if call.omitted else (True, False):
+        leaves, func = _replay(call, double)
+        dtype = ", ".join(dict.fromkeys(str(leaf.dtype).removeprefix("torch.") for leaf in leaves))
+        try:
+            operation = _checked(replace(operation, detail="", dtype=dtype), call, func, leaves, settings)
+            break
+        except (RuntimeError, TypeError, ValueError, NotImplementedError, AssertionError) as error:
+            detail = f"it raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            operation = replace(operation, detail=detail, dtype=dtype)
+        if not any(tensor.dtype in DOUBLE for tensor in call.tensors):
+            break
+    return replace(operation, seconds=time.perf_counter() - start)
 
 
-@dataclass
-class _Found:
-    verdict: OperationVerdict
-    detail: str = ""
-    error: float | None = None
-    evaluations: int = 0
-    vjps: int = 0
-    report: Report | None = None
-
-
-def _found(call: Call, func: Callable[..., Any], leaves: list[Tensor], settings: Settings) -> _Found:
+def _checked(
+    operation: Operation, call: Call, func: Callable[..., Any], leaves: list[Tensor], settings: Settings
+) -> Operation:
+    """The operation with its verdict; func, leaves: as from `_replay`."""
     screen = None
     if not call.is_custom and call.target.is_view and not any(leaf.is_complex() for leaf in leaves):
         error = _linear_error(func, leaves, settings)
-        return _Found("right" if error <= SCREEN_ERROR else "wrong", "", error, 1, 1)
+        verdict: OperationVerdict = "right" if error <= SCREEN_ERROR else "wrong"
+        return replace(operation, verdict=verdict, error=error, evaluations=1, vjps=1)
     if all(leaf.dtype in (torch.float64, torch.complex128) for leaf in leaves):
         screen = _screened(func, leaves, settings)
         if screen is None:
-            return _Found("right", "none of its results requires grad", 0.0)
+            return replace(operation, verdict="right", detail="none of its results requires grad", error=0.0)
         if not call.is_custom and not screen.agrees and math.isfinite(screen.scale):
             moved = _screened(func, _moved(leaves, settings), settings)
             screen = moved if moved is not None and moved.agrees else screen
+        operation = replace(operation, error=screen.error, evaluations=screen.evaluations, vjps=screen.vjps)
         if screen.agrees and not call.is_custom:
-            return _Found("right", "", screen.error, screen.evaluations, screen.vjps)
+            return replace(operation, verdict="right")
     fewer = _fewer_rows(call, func, leaves) if screen is not None and screen.agrees else None
     if fewer is not None:
         leaves, func = fewer
     # If all entries are much smaller than atol, for example those of a mean, no error would exceed atol: reduce atol.
     scale = min(1.0, screen.scale) if screen is not None and screen.scale > 0 else 1.0
-    report = _checked(func, leaves, settings, scale)
+    report = _report(func, leaves, settings, scale)
     if report.failure is not None and report.failure.trouble == "kink":
-        report = _checked(func, _moved(leaves, settings), settings, scale)
-    verdict: OperationVerdict = "right"
+        report = _report(func, _moved(leaves, settings), settings, scale)
+    verdict = "right"
     if not report.passed and report.verdict != "not converged":
         verdict = "wrong"
     elif report.verdict != "passed":
         verdict = "undecided"
-    precise = report.precision
-    if precise is not None and precise.undecided:
+    if report.precision is not None and report.precision.undecided:
         verdict = "undecided"
-    calls = (screen.evaluations, screen.vjps) if screen is not None else (0, 0)
-    return _Found(
-        verdict,
-        "; ".join(filter(None, (_said(verdict, report), fewer and ON_FEWER_ROWS))),
-        None if screen is None else screen.error,
-        report.evaluations + calls[0],
-        report.vjps + calls[1],
-        report,
+    said = "" if verdict == "right" else str(report).partition("\n")[0]
+    return replace(
+        operation,
+        verdict=verdict,
+        detail="; ".join(filter(None, (said, fewer and ON_FEWER_ROWS))),
+        evaluations=operation.evaluations + report.evaluations,
+        vjps=operation.vjps + report.vjps,
+        report=report,
     )
-
-
-def _said(verdict: OperationVerdict, report: Report) -> str:
-    return "" if verdict == "right" else str(report).partition("\n")[0]
 
 
 def _fewer_rows(
@@ -173,7 +148,7 @@ def _fewer_rows(
     return made if same else None
 
 
-def _checked(func: Callable[..., Any], leaves: list[Tensor], settings: Settings, scale: float) -> Report:
+def _report(func: Callable[..., Any], leaves: list[Tensor], settings: Settings, scale: float) -> Report:
     """The full check, in fast mode; scale: of entries."""
     return check(
         func,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -155,16 +155,13 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Records the forward pass that runs inside."""
-        with ExitStack() as stack:
-            handles: list[Any] = [
-                register_module_forward_pre_hook(self.places.enter),
-                register_module_forward_hook(self.places.leave, always_call=True),
-            ]
-            for handle in handles:
-                stack.enter_context(handle)
-            stack.enter_context(torch_private.functions_through(self._apply))
-            stack.enter_context(saved_tensors_hooks(self._pack, self.saved.unpack))
-            stack.enter_context(self)
+        with (
+            register_module_forward_pre_hook(self.places.enter),
+            register_module_forward_hook(self.places.leave, always_call=True),
+            torch_private.functions_through(self._apply),
+            saved_tensors_hooks(self._pack, self.saved.unpack),
+            self,
+        ):
             yield
 
     def parameters_of(self, mask: int) -> list[int]:
