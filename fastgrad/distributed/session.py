@@ -108,11 +108,14 @@ class Member:
 
     def _backward(self, order: Order, graph: _LocalGraph) -> Answer:
         self._set(graph.values)
-        used = [
-            (output, cotangent.to(output.device, output.dtype, copy=True).requires_grad_(order.record))
-            for output, cotangent in zip(graph.outputs, order.cotangents, strict=True)
-            if cotangent is not None and output is not None and output.requires_grad
-        ]
+        used: list[tuple[Tensor, Tensor]] = []
+        leaves: list[Tensor] = []
+        for output, cotangent in zip(graph.outputs, order.cotangents, strict=True):
+            if cotangent is not None and output is not None and output.requires_grad:
+                leaves.append(cotangent.to(output.device, output.dtype, copy=True).requires_grad_(order.record))
+                used.append((output, leaves[-1]))
+            elif order.record:  # a leaf without a gradient
+                leaves.append(torch.zeros_like(torch.zeros(()) if output is None else output).requires_grad_())
         gradients: Sequence[Tensor | None] = [None] * len(graph.inputs)
         if used:
             outputs, cotangents = zip(*used, strict=True)
@@ -121,13 +124,6 @@ class Member:
             )
             gradients = [_placed_as(x, gradient) for x, gradient in zip(graph.inputs, gradients, strict=True)]
         if order.record:
-            given = iter(cotangent for _, cotangent in used)
-            leaves = [
-                next(given)
-                if cotangent is not None and output is not None and output.requires_grad
-                else _nothing(output)
-                for output, cotangent in zip(graph.outputs, order.cotangents, strict=True)
-            ]
             self._graphs[order.graph] = _LocalGraph([*leaves, *graph.inputs], list(gradients), graph.values)
         return _answer(gradients)
 
@@ -136,11 +132,6 @@ def _memory_of(tensor: Tensor) -> Tensor:
     """A tensor's local elements, for writes that autograd does not see."""
     own: Any = tensor.detach()
     return own.to_local().data if isinstance(tensor, DTensor) else tensor.data
-
-
-def _nothing(like: Tensor | None) -> Tensor:
-    """A leaf without a gradient."""
-    return torch.zeros_like(like).requires_grad_() if like is not None else torch.zeros((), requires_grad=True)
 
 
 def _local(result: Tensor) -> Tensor:
