@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -101,15 +101,21 @@ class BackwardExperiments(Experiments):
     def _layouts(self, v: Tensor) -> None:
         contiguous = self._try(1, lambda: self._vjp(v))
         if contiguous is not None and self._left() > 0:
-            deviation, error = _deviation_or_error(lambda: self._vjp(v, [Layout.NON_CONTIGUOUS]), contiguous)
-            self._note(gapped=deviation, gapped_error=error)
-            deviation, error = _deviation_or_error(lambda: self._vjp(v, [Layout.OFFSET]), contiguous)
-            self._note(offset=deviation, offset_error=error)
+            self._layout("gapped", v, Layout.NON_CONTIGUOUS, contiguous)
+            self._layout("offset", v, Layout.OFFSET, contiguous)
         ones = torch.full_like(v, CONSTANT)
         contiguous = self._try(2, lambda: self._vjp(ones))
         if contiguous is not None:
-            deviation, error = _deviation_or_error(lambda: self._vjp(ones, [Layout.EXPANDED]), contiguous)
-            self._note(expanded=deviation, expanded_error=error)
+            self._layout("expanded", ones, Layout.EXPANDED, contiguous)
+
+    def _layout(self, name: str, v: Tensor, layout: Layout, expected: Tensor) -> None:
+        try:
+            self._note(**{name: _deviation(self._vjp(v, [layout]), expected)})
+        except OUT_OF_MEMORY:
+            return
+        except Exception as error:
+            sentence = str(error).strip().partition("\n")[0].partition(". ")[0].removesuffix(".")
+            self._note(**{f"{name}_error": f"{type(error).__name__}: {sentence}"})
 
     def _modified(self, v: Tensor) -> None:
         graph = self._problem.graph()
@@ -142,13 +148,3 @@ def _deviation(found: Tensor, expected: Tensor) -> float:
     if difference != difference:
         return math.inf
     return difference / size if size else (math.inf if difference else 0.0)
-
-
-def _deviation_or_error(run: Callable[[], Tensor], expected: Tensor) -> tuple[float | None, str | None]:
-    try:
-        return _deviation(run(), expected), None
-    except OUT_OF_MEMORY:
-        return None, None
-    except Exception as error:
-        sentence = str(error).strip().partition("\n")[0].partition(". ")[0].removesuffix(".")
-        return None, f"{type(error).__name__}: {sentence}"

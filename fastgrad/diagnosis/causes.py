@@ -207,7 +207,11 @@ def _of_backward(failure: Failure, evidence: Evidence, settings: Settings) -> It
     scaled = evidence.scaled or ()
     nonlinear = [(c, deviation, size) for c, deviation, size in scaled if not deviation <= LEAST_DEVIATION]
     if nonlinear:
-        yield Cause("nonlinear backward", _how_nonlinear(scaled), _scaled_measure(nonlinear), 0.94)
+        c, deviation, size = nonlinear[0]
+        measure = (
+            f"grad_output {c:g} times as large: gradient {size:.3g} times as large, relative deviation {deviation:.1e}"
+        )
+        yield Cause("nonlinear backward", _how_nonlinear(scaled), measure, 0.94)
         return
     layout = list(_of_layouts(evidence, linear))
     if evidence.modified is not None and (evidence.modified > LEAST_DEVIATION or layout):
@@ -323,11 +327,6 @@ def _how_nonlinear(scaled: tuple[tuple[float, float, float], ...]) -> str:
             return "backward ignores the magnitude of grad_output: it uses only the sign, or ignores grad_output"
         return f"backward raises grad_output to the power {power:g}"
     return "backward is not linear in grad_output: for example a clamp, rounding, or a product of two grad_outputs"
-
-
-def _scaled_measure(nonlinear_scales: list[tuple[float, float, float]]) -> str:
-    c, deviation, size = nonlinear_scales[0]
-    return f"grad_output {c:g} times as large: gradient {size:.3g} times as large, relative deviation {deviation:.1e}"
 
 
 # Forward mode against reverse mode.
@@ -555,11 +554,10 @@ def _constant_difference(a: Tensor, n: Tensor) -> Iterator[Cause]:
 
 
 def _of_complex(a: Tensor, n: Tensor, failure: Failure, sizes: dict[str, int]) -> Iterator[Cause]:
+    if a.numel() == 1:
+        return
     k, residual = _fit(a, n)
     conjugate, conjugate_residual = _fit(a, n.conj().resolve_conj())
-    lone = a.numel() == 1
-    if lone:
-        return
     if residual <= _most_unexplained(k):
         if abs(k.imag) <= RESIDUAL * abs(k):
             yield _factor(k.real, residual, sizes, 0.86)

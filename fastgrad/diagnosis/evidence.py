@@ -22,8 +22,6 @@ from fastgrad.report.report import Report
 _GENERAL_CAUSES = {"missing reduction", "zero gradient"}
 """Causes from entries that may result from an operator's result treated as a constant."""
 
-_ZERO_KINDS = ("not multiplied by grad_output",)
-
 
 @phase("evidence")
 def diagnosed(problem: Problem, report: Report, known_sample: Sample | None = None) -> Report:
@@ -39,7 +37,7 @@ def diagnosed(problem: Problem, report: Report, known_sample: Sample | None = No
         Entries of the failing pair that its engine had; values outside of a pattern may be mixed in.
     """
     failure = report.failure
-    kinds = ("mismatch", "nonlinear", "nondeterministic", *_ZERO_KINDS)
+    kinds = ("mismatch", "nonlinear", "nondeterministic", "not multiplied by grad_output")
     # For other kinds, calling func again gives no further evidence.
     if failure is not None and failure.kind in kinds and problem.has_graph and problem.n and problem.m:
         return _Investigation(problem, report, failure, known_sample).run()

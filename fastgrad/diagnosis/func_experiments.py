@@ -41,12 +41,10 @@ class FuncExperiments(Experiments):
         self._try(2, lambda: self._other_mode(output, block, worst))
         self._start += time.perf_counter() - begin  # the first use of forward mode may import torch's compiler
         if self._evidence.other_mode is not None:
-            self._try(len(self._problem.inputs) + len(self._problem.outputs) + 1, self._adjoint)
+            calls, seed = len(self._problem.inputs) + len(self._problem.outputs) + 1, self._settings.seed
+            self._try(calls, lambda: self._note(adjoint_error=adjoint(self._problem, 1, None, seed).error))
         if self._failure.part != "all":
             self._try(6, lambda: self._other_part(output, block, worst))
-
-    def _adjoint(self) -> None:
-        self._note(adjoint_error=adjoint(self._problem, 1, None, self._settings.seed).error)
 
     def _precision(self) -> None:
         """The lower dtype that represents all outputs next to x exactly, if there is one."""

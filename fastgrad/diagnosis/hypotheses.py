@@ -97,9 +97,7 @@ class Hypotheses:
         for other in others[:MOST_INPUTS]:
 
             def of_other(one: _Vectors, other: Block = other) -> Sums:
-                along = torch.zeros_like(one.u)
-                along[other.slice] = one.u[self._own]
-                return one.u * one.gradient, one.v * self._slope_along(along, self._here)
+                return one.u * one.gradient, one.v * self._slope_along(self._at(other, one.u[self._own]), self._here)
 
             name, own = self._name_of(other), self._name_of(block)
             text = f"the gradient of {own} is that of {name}"
@@ -117,8 +115,7 @@ class Hypotheses:
     def _is_right(self, other: Block) -> bool:
         """Whether random sums of the Jacobian with respect to another input agree."""
         for one in self._vectors:
-            along = torch.zeros_like(one.u)
-            along[other.slice] = one.u[self._own]
+            along = self._at(other, one.u[self._own])
             if not _relative_difference(along * one.gradient, one.v * self._slope_along(along, self._here)) <= NEAR:
                 return False
         return True
@@ -157,7 +154,7 @@ class Hypotheses:
         output, block = self._output, self._input
         if not _same_elements(output, block):
             return None
-        result = self._problem.base()[output.first :][: output.size].reshape(block.tensor.shape)
+        result = self._problem.base()[output.slice].reshape(block.tensor.shape)
         leaf = result.to(block.tensor.dtype).requires_grad_()
         name = self._name_of(block)
         return self._explained(
@@ -312,21 +309,17 @@ class Hypotheses:
 
     def _transposed(self, one: _Vectors) -> Sums:
         output, block = self._output, self._input
-        here_in, here_out = (some.slice for some in (block, output))
-        along = torch.zeros_like(one.u)
-        along[here_in] = one.v[here_out]
-        return one.u * one.gradient, one.u[here_in] * self._slope_along(along, self._here)[here_out]
+        slope = self._slope_along(self._at(block, one.v[output.slice]), self._here)
+        return one.u * one.gradient, one.u[block.slice] * slope[output.slice]
 
     def _points(self) -> Iterator[tuple[str, Tensor]]:
         """Points to which a saved input may have been changed: descriptions and displacements from x."""
         problem = self._problem
         x = problem.coordinates()
         for block in problem.inputs:
-            own = block.slice
-            here = x[own]
-            name = self._name_of(block)
+            here, name = x[block.slice], self._name_of(block)
             results = [
-                (f"{name} overwritten by output {output.position}", problem.base()[output.first :][: output.size])
+                (f"{name} overwritten by output {output.position}", problem.base()[output.slice])
                 for output in problem.outputs
                 if output.size == block.size
             ]
@@ -341,9 +334,13 @@ class Hypotheses:
                 (f"{name} squared", here * here),
             ]
             for words, there in results + changed:
-                away = torch.zeros_like(x)
-                away[own] = there - here
-                yield words, away
+                yield words, self._at(block, there - here)
+
+    def _at(self, block: Block, values: Tensor) -> Tensor:
+        """A direction of the inputs with these values at the coordinates of a block, and zero elsewhere."""
+        along = torch.zeros_like(self._here)
+        along[block.slice] = values
+        return along
 
 
 def _all_of(parts: tuple[ConstantPart, ...]) -> str:

@@ -188,9 +188,7 @@ def _tail(places: _WrongElements, name: str) -> Cause | None:
     """Wrong from a multiple of a block's size on, along a dimension, along several, or over all elements."""
     index, bad = places.index, places.bad
     total = math.prod(places.shape)
-    bounds = []
-    for dim, size in enumerate(places.shape):
-        bounds.append((f"dimension {dim} of {name}", index[:, dim], size))
+    bounds = [(f"dimension {dim} of {name}", index[:, dim], size) for dim, size in enumerate(places.shape)]
     if len(places.shape) > 1:
         bounds.append((f"the elements of {name} in memory", places.elements, total))
     for what, along, size in bounds:

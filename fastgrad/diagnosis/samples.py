@@ -39,7 +39,9 @@ class Samples(Experiments):
         elif whole <= min(self._affordable, self._left()) and rows * columns <= 1 << 22:
             sample = self._try(whole, lambda: self._whole(output, block))
         if sample is None and self._known_sample is not None:
-            sample = _thinned_sample(self._known_sample, self._settings.seed)
+            chosen = _thinned(self._known_sample.failing, self._settings.seed)
+            names = "outputs", "inputs", "analytical", "numerical", "failing"
+            sample = replace(self._known_sample, **{name: getattr(self._known_sample, name)[chosen] for name in names})
         if sample is None and comparison.worst is not None:
             worst = comparison.worst
             sample = self._try(3, lambda: self._part(output, block, worst))
@@ -217,9 +219,3 @@ def _thinned(failing: Tensor, seed: int) -> Tensor:
     wrong, right = order[failing[order]], order[~failing[order]]
     wrong = wrong[: max(MOST_ENTRIES // 2, MOST_ENTRIES - right.numel())]
     return torch.cat([wrong, right[: MOST_ENTRIES - wrong.numel()]]).sort().values
-
-
-def _thinned_sample(sample: Sample, seed: int) -> Sample:
-    chosen = _thinned(sample.failing, seed)
-    names = "outputs", "inputs", "analytical", "numerical", "failing"
-    return replace(sample, **{name: getattr(sample, name)[chosen] for name in names})
