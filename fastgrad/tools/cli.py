@@ -66,15 +66,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fastgrad", description="Gradient checks for PyTorch operators.")
     parser.add_argument("--version", action="version", version=f"fastgrad {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    _add_check(
-        commands.add_parser(
-            "check",
-            help="check a function",
-            description="Checks the gradients of a function at generated or saved inputs.",
-            epilog=GRAMMAR + EXIT_CODES,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+    checker = commands.add_parser(
+        "check",
+        help="check a function",
+        description="Checks the gradients of a function at generated or saved inputs.",
+        epilog=GRAMMAR + EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    for add in (_add_function, _add_what_to_check, _add_output):
+        add(checker)
+    checker.set_defaults(run=_check, group=None)
     doctor = commands.add_parser("doctor", help="versions, devices, a self-test, and what is missing")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.set_defaults(run=_doctor)
@@ -94,13 +95,6 @@ def _parser() -> argparse.ArgumentParser:
     completion.add_argument("shell", choices=("bash", "zsh"))
     completion.set_defaults(run=lambda options: _completion(parser, options.shell))
     return parser
-
-
-def _add_check(parser: argparse.ArgumentParser) -> None:
-    _add_function(parser)
-    _add_what_to_check(parser)
-    _add_output(parser)
-    parser.set_defaults(run=_check, group=None)
 
 
 def _add_function(parser: argparse.ArgumentParser) -> None:
@@ -235,7 +229,8 @@ def _checked(options: argparse.Namespace) -> int:
             report = check(target.func, target.inputs, kwargs=target.keywords, **keywords)
         except Exception as raised:  # raised by func, or because of invalid arguments: no verdict
             error = raised
-            print(f"fastgrad check: {name} of {options.function} raised {_described(error)}", file=sys.stderr)
+            said = f"{type(error).__name__}: {error}"
+            print(f"fastgrad check: {name} of {options.function} raised {said}", file=sys.stderr)
             if options.traceback:
                 traceback.print_exception(error)
         code = max(code, 2 if report is None else 0 if report.passed else 1)
@@ -310,10 +305,6 @@ def _common_keywords(options: argparse.Namespace) -> dict[str, Any]:
         **{name: _for_inputs(name, given) for name, given in numbers.items() if given is not None},
         **({} if options.nondet_tol is None else {"nondet_tol": options.nondet_tol}),
     }
-
-
-def _described(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _show_warning(message: Warning | str, *_: object) -> None:

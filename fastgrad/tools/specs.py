@@ -245,12 +245,9 @@ def _laid_out(tensor: Tensor, options: dict[str, str], generator: torch.Generato
             raise SpecError(f"noncontiguous and channels_last are for strided tensors, in {whole!r}")
         specified = torch.rand(tensor.shape, generator=generator) < float(options.get("density", 0.5))
         tensor = tensor * specified
-        if layout in ("bsr", "bsc"):
-            blocks = tuple(int(size) for size in options.get("blocksize", "2x2").split("x"))
-            return tensor.to_sparse_bsr(blocks) if layout == "bsr" else tensor.to_sparse_bsc(blocks)
-        if layout == "csr":
-            return tensor.to_sparse_csr()
-        return tensor.to_sparse_csc() if layout == "csc" else tensor.to_sparse()
+        blocks = tuple(int(size) for size in options.get("blocksize", "2x2").split("x"))
+        convert: Callable[..., Tensor] = getattr(tensor, f"to_sparse_{layout}")
+        return convert(blocks) if layout in ("bsr", "bsc") else convert()
     if "channels_last" in options:
         return tensor.contiguous(memory_format=torch.channels_last)
     if "noncontiguous" in options:
