@@ -78,13 +78,12 @@ def _expanded(subject: Subject) -> Case:
     def func(*arguments: Any) -> Any:
         return subject.func(*(x.expand(sizes[i]) if i in sizes else x for i, x in enumerate(arguments)))
 
+    def first_row(x: Tensor) -> Tensor:
+        return x[:1] if x.ndim and x.shape[0] else x
+
     # The derivative of func may not exist where that along the expanded rows does.
-    whole = subject.with_checked(lambda x: x[:1].expand_as(x).clone() if x.ndim and x.shape[0] else x.clone())
-    return Case(
-        func,
-        subject.with_checked(lambda x: x[:1].clone() if x.ndim and x.shape[0] else x.clone()),
-        smooth=(subject.func, whole),
-    )
+    whole = subject.with_checked(lambda x: first_row(x).expand_as(x).clone())
+    return Case(func, subject.with_checked(lambda x: first_row(x).clone()), smooth=(subject.func, whole))
 
 
 VARIANTS = (

@@ -36,15 +36,11 @@ def _inputs_changed(subject: Subject) -> Case:
                 given[i].mul_(1.5)
         return result
 
-    if any(_shares(value, given) for value, given in _results_and_inputs(subject)):
+    with torch.no_grad():
+        results = [value for value in as_tuple(subject.func(*subject.inputs)) if isinstance(value, Tensor)]
+    if any(_shares(value, given) for value in results for given in subject.tensors()):
         raise NotApplicableError("a result is a view of an input, or the input itself")
     return Case(func, subject.inputs, may_raise="modified by an inplace operation")
-
-
-def _results_and_inputs(subject: Subject) -> list[tuple[Tensor, Tensor]]:
-    with torch.no_grad():
-        results = as_tuple(subject.func(*subject.inputs))
-    return [(value, given) for value in results if isinstance(value, Tensor) for given in subject.tensors()]
 
 
 def _shares(left: Tensor, right: Tensor) -> bool:
