@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fastgrad.engines.blocks import row_parts
 from fastgrad.problem.arguments import as_tuple
 from fastgrad.problem.caller_state import restores_caller_state
 from fastgrad.problem.coordinates import Block
@@ -153,12 +154,10 @@ def analytical_jacobian(
 def analytical_matrix(problem: Problem) -> Tensor:
     """The Jacobian in reverse mode, one VJP per row: float64, shape (m, n)."""
     matrix = torch.zeros(problem.m, problem.n, dtype=torch.float64, device=problem.device)
-    for output in problem.outputs if problem.has_graph else ():
-        width = output.width
-        for part in range(width):
-            elements = output.size // width
-            rows, _, _ = problem.analytical_rows(output, part == 1, 0, elements, problem.inputs, 0, 1.0)
-            matrix[output.first + part : output.end : width] = rows
+    for output, part in row_parts(problem.outputs) if problem.has_graph else ():
+        imaginary, elements = part == "imaginary", output.size // output.width
+        rows, _, _ = problem.analytical_rows(output, imaginary, 0, elements, problem.inputs, 0, 1.0)
+        matrix[output.first + imaginary : output.end : output.width] = rows
     return matrix
 
 
