@@ -6,16 +6,11 @@ import functools
 import threading
 from collections.abc import Callable
 from time import perf_counter, process_time
-from typing import ParamSpec, TypeVar
 
 import torch
 
-from fastgrad.core.memory import raises_memory_error
+from fastgrad.core.memory import Parameters, Result, raises_memory_error
 from fastgrad.core.torch_private import profiler_is_enabled
-
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
-
 
 TIMED_COLUMNS = 32
 TIMED_SECONDS = 1e-3
