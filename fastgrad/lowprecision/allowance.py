@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fastgrad.lowprecision.reference import Perturbed, Products
-from fastgrad.lowprecision.rounding import Arithmetic, smallest_subnormal, unit_roundoff
-from fastgrad.problem.coordinates import Block, per_coordinate
+from fastgrad.lowprecision.reference import Coordinates, Perturbed, Products
+from fastgrad.lowprecision.rounding import Arithmetic
 
 DRAWS = 6
 """Runs in perturbed arithmetic, and as many again with perturbed inputs. The root mean square of so few is uncertain by
@@ -78,25 +76,23 @@ class Spread:
         return torch.maximum(self.values, self.rounded_values.nan_to_num(nan=0.0, posinf=0.0))
 
 
-def spread_of(products: Products, cotangents: Tensor, exact: Tensor, dtype: torch.dtype, blocks: Blocks) -> Spread:
+def spread_of(products: Products, cotangents: Tensor, exact: Tensor, dtype: torch.dtype) -> Spread:
     """Measures the effect of rounding by 2 `DRAWS` + 1 runs of the reference."""
-    plain = _mean_square(products, cotangents, exact, dtype, blocks, "nothing", DRAWS, _SEED)
-    moved = _mean_square(products, cotangents, exact, dtype, blocks, "each", DRAWS, _SEED)
+    plain = _mean_square(products, cotangents, exact, dtype, "nothing", DRAWS, _SEED)
+    moved = _mean_square(products, cotangents, exact, dtype, "each", DRAWS, _SEED)
     values, gradients = products.draw(Arithmetic(dtype, None), cotangents, "nothing")
     return Spread(
         torch.maximum(plain[1], moved[1]),
-        blocks.input_moduli(gradients - exact),
+        products.inputs.moduli(gradients - exact),
         torch.maximum(plain[0], moved[0]),
-        blocks.output_moduli(values - products.values),
+        products.outputs.moduli(values - products.values),
     )
 
 
-def second_spread(
-    products: Products, cotangents: Tensor, exact: Tensor, dtype: torch.dtype, blocks: Blocks
-) -> tuple[Tensor, Tensor]:
+def second_spread(products: Products, cotangents: Tensor, exact: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Scales of outputs and VJPs in a second look: shapes (m,) and (count, n)."""
     return _mean_square(
-        *(products, cotangents, exact, dtype, blocks, "relative to the largest", SECOND_DRAWS, _SECOND_SEED),
+        *(products, cotangents, exact, dtype, "relative to the largest", SECOND_DRAWS, _SECOND_SEED),
         decomposes=True,
     )
 
@@ -106,7 +102,6 @@ def _mean_square(
     cotangents: Tensor,
     exact: Tensor,
     dtype: torch.dtype,
-    blocks: Blocks,
     inputs: Perturbed,
     draws: int,
     seed: int,
@@ -116,8 +111,8 @@ def _mean_square(
     of_values, of_products = _MeanSquare(products.values), _MeanSquare(exact)
     for number in range(draws):
         values, gradients = products.draw(Arithmetic(dtype, seed + number, decomposes), cotangents, inputs)
-        of_values.add(blocks.output_moduli(values - products.values))
-        of_products.add(blocks.input_moduli(gradients - exact))
+        of_values.add(products.outputs.moduli(values - products.values))
+        of_products.add(products.inputs.moduli(gradients - exact))
     return of_values.root(), of_products.root()
 
 
@@ -137,48 +132,7 @@ class _MeanSquare:
         return torch.where(self._count > 0, self._sum / self._count, torch.inf).sqrt()
 
 
-class Blocks:
-    """Coordinates of inputs and outputs, with the units of their dtypes.
-
-    Attributes
-    ----------
-    input_units, output_units
-        Of each coordinate, shapes (n,) and (m,).
-    input_subnormals, output_subnormals
-        The smallest numbers of their dtypes.
-    """
-
-    def __init__(self, inputs: Sequence[Block], outputs: Sequence[Block], device: torch.device) -> None:
-        self._inputs, self._outputs = inputs, outputs
-        self.input_units = _each(inputs, unit_roundoff, device)
-        self.output_units = _each(outputs, unit_roundoff, device)
-        self.input_subnormals = _each(inputs, smallest_subnormal, device)
-        self.output_subnormals = _each(outputs, smallest_subnormal, device)
-
-    def input_moduli(self, coordinates: Tensor) -> Tensor:
-        """The modulus of the element that each coordinate belongs to; the last dimension has n coordinates."""
-        return _moduli(coordinates, self._inputs)
-
-    def output_moduli(self, coordinates: Tensor) -> Tensor:
-        """The same of m coordinates."""
-        return _moduli(coordinates, self._outputs)
-
-
-def _each(blocks: Sequence[Block], of_dtype: Callable[[torch.dtype], float], device: torch.device) -> Tensor:
-    return per_coordinate(blocks, lambda block: of_dtype(block.tensor.dtype), device)
-
-
-def _moduli(coordinates: Tensor, blocks: Sequence[Block]) -> Tensor:
-    moduli = coordinates.abs()
-    for block in blocks:
-        if block.is_complex:
-            within = moduli[..., block.slice]
-            pairs = within.reshape(*within.shape[:-1], -1, 2)
-            within.copy_(torch.linalg.vector_norm(pairs, dim=-1, keepdim=True).expand_as(pairs).reshape(within.shape))
-    return moduli
-
-
-def is_rounded_once(error: Tensor, size: Tensor, units: Tensor, subnormals: Tensor) -> bool:
+def is_rounded_once(error: Tensor, size: Tensor, inputs: Coordinates) -> bool:
     """Whether most entries are those of the reference, rounded once: then the kernel computes in a wider dtype.
 
     error, size: moduli of differences and of the reference, shape (count, n).
@@ -186,12 +140,12 @@ def is_rounded_once(error: Tensor, size: Tensor, units: Tensor, subnormals: Tens
     nonzero = (size > 0) & error.isfinite()
     if int(nonzero.sum()) < FEWEST_ONCE:
         return False
-    within = error <= ONCE * units * size + subnormals
+    within = error <= ONCE * inputs.units * size + inputs.subnormals
     return float(within[nonzero].double().mean()) >= SHARE_ONCE
 
 
-def allowed(scale: Tensor, size: Tensor, blocks: Blocks, factor: float, once: bool) -> Tensor:
-    """The allowed error of each entry, from its scale and its size."""
+def allowed(scale: Tensor, size: Tensor, units: Tensor, factor: float, once: bool) -> Tensor:
+    """The allowed error of each entry, from its scale, its size and its unit."""
     if not once:
         return factor * scale
-    return torch.minimum(factor * scale, ALLOWED_ONCE * blocks.input_units * size + scale)
+    return torch.minimum(factor * scale, ALLOWED_ONCE * units * size + scale)

@@ -13,7 +13,6 @@ from fastgrad.lowprecision.allowance import (
     FORWARD,
     SECOND_DRAWS,
     SECOND_FACTOR,
-    Blocks,
     allowed,
     is_rounded_once,
     second_spread,
@@ -21,8 +20,8 @@ from fastgrad.lowprecision.allowance import (
 )
 from fastgrad.lowprecision.probes import LAYOUTS, Probes
 from fastgrad.lowprecision.reference import Products
-from fastgrad.lowprecision.rounding import coarsest, largest_number, unit_roundoff
-from fastgrad.problem.coordinates import Block, block_with, per_coordinate
+from fastgrad.lowprecision.rounding import coarsest, unit_roundoff
+from fastgrad.problem.coordinates import Block, block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.report.low_precision import RoundedEntry
 
@@ -79,20 +78,16 @@ class Comparison:
     def __init__(self, problem: Problem, products: Products, probes: Probes) -> None:
         self._problem, self._products, self.probes = problem, products, probes
         self.dtype = coarsest([block.tensor.dtype for block in (*problem.inputs, *problem.outputs)])
-        self._blocks = Blocks(problem.inputs, problem.outputs, products.device)
         self.low = self._low()
         self.exact = products.exact(probes.cotangents)
-        self.spread = spread_of(products, probes.cotangents, self.exact, self.dtype, self._blocks)
+        self.spread = spread_of(products, probes.cotangents, self.exact, self.dtype)
         self.draws = 2 * DRAWS + 1
         self.excused = 0
-        blocks = self._blocks
-        self.error = blocks.input_moduli(self.low - self.exact)
-        self.size = blocks.input_moduli(self.exact)
-        self.scale = self.spread.both() + blocks.input_units * self.size + blocks.input_subnormals
-        self.once = self.dtype is not torch.float32 and is_rounded_once(
-            self.error, self.size, blocks.input_units, blocks.input_subnormals
-        )
-        self.limit = allowed(self.scale, self.size, blocks, FACTOR[self.dtype], self.once)
+        inputs = products.inputs
+        self.error, self.size = inputs.moduli(self.low - self.exact), inputs.moduli(self.exact)
+        self.scale = self.spread.both() + inputs.rounding(self.size)
+        self.once = self.dtype is not torch.float32 and is_rounded_once(self.error, self.size, inputs)
+        self.limit = allowed(self.scale, self.size, inputs.units, FACTOR[self.dtype], self.once)
         self.first_limit = self.limit.clone()
 
     def _low(self) -> Tensor:
@@ -104,13 +99,13 @@ class Comparison:
 
     def forward(self) -> tuple[float, int]:
         """The worst output's error over its allowance, and its coordinate, after a second look if that is above 1."""
-        blocks, products = self._blocks, self._products
+        products, outputs = self._products, self._products.outputs
         values = self._problem.base().to(products.device)
-        size, error = blocks.output_moduli(products.values), blocks.output_moduli(values - products.values)
-        own = blocks.output_units * size + blocks.output_subnormals
+        size, error = outputs.moduli(products.values), outputs.moduli(values - products.values)
+        own = outputs.rounding(size)
         limit = FORWARD * (self.spread.both_values() + own)
         same = (values == products.values) | (values.isnan() & products.values.isnan())
-        beyond_range = ~values.isfinite() & (size > _largest(self._problem.outputs, products.device))
+        beyond_range = ~values.isfinite() & (size > outputs.largest)
         ratio = torch.where(same | beyond_range, 0.0, error / limit).nan_to_num(nan=torch.inf)
         if ratio.numel() and float(ratio.max()) > 1 and self.draws <= 2 * DRAWS + 1:
             spread, _ = self._second_spread(self.probes.cotangents[:1], self.exact[:1])
@@ -131,7 +126,7 @@ class Comparison:
         return infinite & ~explained, explained & in_range.all(0)
 
     def _is_in_range(self) -> Tensor:
-        return self.size <= _largest(self._problem.inputs, self._products.device)  # false for NaN
+        return self.size <= self._products.inputs.largest  # false for NaN
 
     @property
     def out_of_range(self) -> int:
@@ -159,17 +154,15 @@ class Comparison:
     def look_again_at(self, some: Tensor) -> None:
         """The second look at the VJPs with these numbers."""
         _, spread = self._second_spread(self.probes.cotangents[some.to(self._problem.device)], self.exact[some])
-        own = self._blocks.input_units * self.size[some] + self._blocks.input_subnormals
-        scale = torch.maximum(self.scale[some], spread.nan_to_num(nan=0.0, posinf=0.0) + own)
-        factor = SECOND_FACTOR[self.dtype]
-        self.limit[some] = torch.maximum(
-            self.limit[some], allowed(scale, self.size[some], self._blocks, factor, self.once)
-        )
+        inputs, size = self._products.inputs, self.size[some]
+        scale = torch.maximum(self.scale[some], spread.nan_to_num(nan=0.0, posinf=0.0) + inputs.rounding(size))
+        limit = allowed(scale, size, inputs.units, SECOND_FACTOR[self.dtype], self.once)
+        self.limit[some] = torch.maximum(self.limit[some], limit)
         self.scale[some] = scale
 
     def _second_spread(self, cotangents: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
         self.draws = 2 * DRAWS + 1 + SECOND_DRAWS
-        return second_spread(self._products, cotangents, exact, self.dtype, self._blocks)
+        return second_spread(self._products, cotangents, exact, self.dtype)
 
     def entry(self, probe: int, coordinate: int) -> RoundedEntry:
         """One component of one VJP, for a report."""
@@ -248,11 +241,6 @@ def rounded_entry(
         allowed=allowed,
         unit=unit_roundoff(block.tensor.dtype),
     )
-
-
-def _largest(blocks: tuple[Block, ...], device: torch.device) -> Tensor:
-    """The largest finite number of the dtype of each coordinate."""
-    return per_coordinate(blocks, lambda block: largest_number(block.tensor.dtype), device)
 
 
 def _element(vector: Tensor, coordinate: int, block: Block) -> complex:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from fastgrad.core import native
 from fastgrad.core.random import RandomState
-from fastgrad.lowprecision.rounding import Arithmetic
+from fastgrad.lowprecision.rounding import Arithmetic, largest_number, smallest_subnormal, unit_roundoff
 from fastgrad.problem.arguments import as_tuple
-from fastgrad.problem.coordinates import Block
+from fastgrad.problem.coordinates import Block, per_coordinate
 from fastgrad.problem.problem import Problem
 
 PIECE = 1 << 20
@@ -57,6 +57,37 @@ def without_autocast() -> Iterator[None]:
         yield
 
 
+class Coordinates:
+    """The coordinates of all inputs, or of all outputs, with constants of their dtypes: shape (coordinates,).
+
+    Attributes
+    ----------
+    units, subnormals, largest
+        The unit roundoff, the smallest positive number and the largest finite number.
+    """
+
+    def __init__(self, blocks: Sequence[Block], device: torch.device) -> None:
+        self._blocks = blocks
+        self.units = per_coordinate(blocks, lambda block: unit_roundoff(block.tensor.dtype), device)
+        self.subnormals = per_coordinate(blocks, lambda block: smallest_subnormal(block.tensor.dtype), device)
+        self.largest = per_coordinate(blocks, lambda block: largest_number(block.tensor.dtype), device)
+
+    def rounding(self, sizes: Tensor) -> Tensor:
+        """The rounding of numbers of these sizes, shape (..., coordinates)."""
+        return self.units * sizes + self.subnormals
+
+    def moduli(self, coordinates: Tensor) -> Tensor:
+        """The modulus of the element that each coordinate, in the last dimension, belongs to."""
+        moduli = coordinates.abs()
+        for block in self._blocks:
+            if block.is_complex:
+                within = moduli[..., block.slice]
+                pairs = within.reshape(*within.shape[:-1], -1, 2)
+                sizes = torch.linalg.vector_norm(pairs, dim=-1, keepdim=True)
+                within.copy_(sizes.expand_as(pairs).reshape(within.shape))
+        return moduli
+
+
 class Products:
     """Outputs and VJPs of a reference, in the coordinates of the problem that is compared with it.
 
@@ -66,6 +97,8 @@ class Products:
         The outputs of the reference: float64, shape (m,).
     dtypes
         The dtypes of these outputs, as the reference returned them.
+    inputs, outputs
+        The coordinates of the problem.
     vectorizes
         Whether many VJPs run at once.
     failures
@@ -80,6 +113,7 @@ class Products:
         self._n, self._m = problem.n, problem.m
         self._leaves = [reference.arguments[block.position] for block in problem.inputs]
         self.device = self._leaves[0].device
+        self.inputs, self.outputs = (Coordinates(blocks, self.device) for blocks in (self._inputs, self._outputs))
         self.failures: set[str] = set()
         try:
             self._graph = self._run(self._leaves)
