@@ -57,8 +57,8 @@ class Comparison:
 
     Attributes
     ----------
-    probes
-        The grad_outputs.
+    problem, products, probes
+        The function, the reference and the grad_outputs.
     low, exact
         The VJPs: float64, shape (count, n).
     spread
@@ -76,7 +76,7 @@ class Comparison:
     """
 
     def __init__(self, problem: Problem, products: Products, probes: Probes) -> None:
-        self._problem, self._products, self.probes = problem, products, probes
+        self.problem, self.products, self.probes = problem, products, probes
         self.dtype = coarsest([block.tensor.dtype for block in (*problem.inputs, *problem.outputs)])
         self.low = self._low()
         self.exact = products.exact(probes.cotangents)
@@ -92,15 +92,15 @@ class Comparison:
 
     def _low(self) -> Tensor:
         v, dense = self.probes.cotangents, self.probes.dense
-        parts = [self._problem.vjp(v[:dense], LAYOUTS[:dense])] if dense else []
+        parts = [self.problem.vjp(v[:dense], LAYOUTS[:dense])] if dense else []
         if v.shape[0] > dense:
-            parts.append(self._problem.vjp(v[dense:]))
-        return torch.cat(parts).to(self._products.device)
+            parts.append(self.problem.vjp(v[dense:]))
+        return torch.cat(parts).to(self.products.device)
 
     def forward(self) -> tuple[float, int]:
         """The worst output's error over its allowance, and its coordinate, after a second look if that is above 1."""
-        products, outputs = self._products, self._products.outputs
-        values = self._problem.base().to(products.device)
+        products, outputs = self.products, self.products.outputs
+        values = self.problem.base().to(products.device)
         size, error = outputs.moduli(products.values), outputs.moduli(values - products.values)
         own = outputs.rounding(size)
         limit = FORWARD * (self.spread.both_values() + own)
@@ -126,7 +126,7 @@ class Comparison:
         return infinite & ~explained, explained & in_range.all(0)
 
     def _is_in_range(self) -> Tensor:
-        return self.size <= self._products.inputs.largest  # false for NaN
+        return self.size <= self.products.inputs.largest  # false for NaN
 
     @property
     def out_of_range(self) -> int:
@@ -153,8 +153,8 @@ class Comparison:
 
     def look_again_at(self, some: Tensor) -> None:
         """The second look at the VJPs with these numbers."""
-        _, spread = self._second_spread(self.probes.cotangents[some.to(self._problem.device)], self.exact[some])
-        inputs, size = self._products.inputs, self.size[some]
+        _, spread = self._second_spread(self.probes.cotangents[some.to(self.problem.device)], self.exact[some])
+        inputs, size = self.products.inputs, self.size[some]
         scale = torch.maximum(self.scale[some], spread.nan_to_num(nan=0.0, posinf=0.0) + inputs.rounding(size))
         limit = allowed(scale, size, inputs.units, SECOND_FACTOR[self.dtype], self.once)
         self.limit[some] = torch.maximum(self.limit[some], limit)
@@ -162,14 +162,14 @@ class Comparison:
 
     def _second_spread(self, cotangents: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
         self.draws = 2 * DRAWS + 1 + SECOND_DRAWS
-        return second_spread(self._products, cotangents, exact, self.dtype)
+        return second_spread(self.products, cotangents, exact, self.dtype)
 
     def entry(self, probe: int, coordinate: int) -> RoundedEntry:
         """One component of one VJP, for a report."""
-        block = block_with(self._problem.inputs, coordinate)
+        block = block_with(self.problem.inputs, coordinate)
         found, exact = (_element(vectors[probe], coordinate, block) for vectors in (self.low, self.exact))
         row, limit = int(self.probes.rows[probe]), float(self.limit[probe, coordinate])
-        return rounded_entry(self._problem, row, coordinate, found, exact, limit)
+        return rounded_entry(self.problem, row, coordinate, found, exact, limit)
 
     def smallest_errors(self) -> tuple[float, float, float] | None:
         """Relative errors that would certainly have been found in half, and in 90 %, of the significant entries.
@@ -193,7 +193,7 @@ class Comparison:
         Not over the constant one: entries of a gradient that are all the same sum have the same error.
         """
         found = []
-        for block in self._problem.inputs:
+        for block in self.problem.inputs:
             unit = unit_roundoff(block.tensor.dtype)
             if unit < unit_roundoff(torch.float16) or not block.size:
                 continue

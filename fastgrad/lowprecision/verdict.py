@@ -75,9 +75,9 @@ def judge(problem: Problem, products: Products, probes: Probes, outcome: Outcome
         rounded_once=comparison.once,
     )
     if ratio > 1:
-        _forwards_differ(problem, products, coordinate, ratio, outcome)
+        _forwards_differ(comparison, coordinate, ratio, outcome)
         return comparison
-    if _overflows(problem, comparison, probes, outcome):
+    if _overflows(comparison, outcome):
         return comparison
     if bool((comparison.ratio() > 1).any()):
         comparison.look_again()
@@ -87,7 +87,7 @@ def judge(problem: Problem, products: Products, probes: Probes, outcome: Outcome
                 "rounding only if inputs are perturbed by the rounding unit of the largest element of their tensor"
             )
     outcome.note(draws=comparison.draws, second_look=comparison.excused)
-    _judge_entries(problem, products, probes, comparison, outcome)
+    _judge_entries(comparison, outcome)
     if outcome.is_open:
         _judge_common_errors(comparison, outcome)
     if outcome.is_open:
@@ -154,7 +154,8 @@ def _entry_by_differences(problem: Problem, row: int, coordinate: int, finding: 
     return rounded_entry(problem, row, coordinate, value, expected, allowed)
 
 
-def _forwards_differ(problem: Problem, products: Products, coordinate: int, ratio: float, outcome: Outcome) -> None:
+def _forwards_differ(comparison: Comparison, coordinate: int, ratio: float, outcome: Outcome) -> None:
+    problem, products = comparison.problem, comparison.products
     block = block_with(problem.outputs, coordinate)
     place = f"result {block.position}{list(block.index_at(coordinate))}"
     found, expected = float(problem.base()[coordinate]), float(products.values[coordinate])
@@ -166,7 +167,7 @@ def _forwards_differ(problem: Problem, products: Products, coordinate: int, rati
     )
 
 
-def _overflows(problem: Problem, comparison: Comparison, probes: Probes, outcome: Outcome) -> bool:
+def _overflows(comparison: Comparison, outcome: Outcome) -> bool:
     own, explained = comparison.overflows()
     if bool(own.any()):
         entry = comparison.entry(*_first(own))
@@ -195,9 +196,8 @@ def _failure(kind: FailureKind, entry: RoundedEntry, detail: str = "") -> Failur
     return Failure(kind, *places, detail=detail)
 
 
-def _judge_entries(
-    problem: Problem, products: Products, probes: Probes, comparison: Comparison, outcome: Outcome
-) -> None:
+def _judge_entries(comparison: Comparison, outcome: Outcome) -> None:
+    problem, products, probes = comparison.problem, comparison.products, comparison.probes
     ratio = comparison.ratio()
     if not ratio.numel():
         return
@@ -216,7 +216,7 @@ def _judge_entries(
     probe, coordinate = _place(ratio)
     outcome.note(worst=comparison.entry(probe, coordinate), wrong=int(wrong.sum()))
     outcome.causes = causes_of(comparison.low[wrong], comparison.exact[wrong])
-    if _special_grad_output(problem, probes, comparison, wrong, outcome):
+    if _special_grad_output(comparison, wrong, outcome):
         return
     order = torch.where(wrong, ratio, 0.0).reshape(-1).topk(min(MOST_LOCATED, int(wrong.sum()))).indices.tolist()
     for number in order:
@@ -250,14 +250,12 @@ def _place(ratio: Tensor) -> tuple[int, int]:
     return divmod(int(ratio.argmax()), ratio.shape[1])
 
 
-def _special_grad_output(
-    problem: Problem, probes: Probes, comparison: Comparison, wrong: Tensor, outcome: Outcome
-) -> bool:
+def _special_grad_output(comparison: Comparison, wrong: Tensor, outcome: Outcome) -> bool:
     """Whether gradients are wrong only for one kind of grad_output: non-contiguous, offset, expanded or scaled."""
-    some = set(wrong.any(1).nonzero().reshape(-1).tolist())
+    some, probes = set(wrong.any(1).nonzero().reshape(-1).tolist()), comparison.probes
     probe = next(iter(some))
     if len(some) == 1 and probe < probes.dense and LAYOUTS[probe] in _LAYOUT_NAMES:
-        plain = problem.vjp(probes.cotangents[probe : probe + 1]).to(comparison.exact.device)
+        plain = comparison.problem.vjp(probes.cotangents[probe : probe + 1]).to(comparison.exact.device)
         error = (plain[0] - comparison.exact[probe]).abs()
         if bool((error <= comparison.limit[probe]).all()):
             detail = (
