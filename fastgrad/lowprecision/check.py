@@ -173,7 +173,7 @@ class LowerCheck:
         products = Products(reference, problem, self._states)
         self._refuse_coarse(reference, problem, products)
         self._outcome.note(reference=reference.name)
-        failed = self._check_reference(reference, problem)
+        failed = self._check_reference(reference)
         if failed is not None or not self._outcome.is_open:
             return failed
         if not problem.n or not problem.m:
@@ -200,7 +200,7 @@ class LowerCheck:
                     f"{reference.name} returns {str(dtype).removeprefix('torch.')} even for inputs in double precision"
                 )
 
-    def _check_reference(self, reference: Reference, problem: Problem) -> Report | None:
+    def _check_reference(self, reference: Reference) -> Report | None:
         """Checks the reference in double precision; returns its report if it fails."""
         func = self._seeded(reference.func) if self._draws else reference.func
         try:

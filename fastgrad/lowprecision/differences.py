@@ -242,10 +242,11 @@ def _finding(problem: Problem, row: int, w: Tensor, gradient: Tensor, whole: Ten
     return Finding(row, best.error, allowed, size, is_open, float(whole.abs().max()))
 
 
-def _points(
-    problem: Problem, w: Tensor, gradient: Tensor, whole: Tensor
-) -> tuple[int, Numbers, Numbers, Numbers, Numbers, Numbers] | None:
-    """Steps; odd and even parts of the change that the gradient does not explain; random and systematic rounding."""
+def _points(problem: Problem, w: Tensor, gradient: Tensor, whole: Tensor) -> tuple[int, Numbers] | None:
+    """Steps per halving, and a table of five rows, with one column per step.
+
+    Steps; odd and even parts of the change that the gradient does not explain; random and systematic rounding.
+    """
     dtype = max((block.tensor.dtype.to_real() for block in problem.outputs), key=unit_roundoff)
     per_halving, count = STEPS.get(dtype, STEPS[torch.float32])
     used = w != 0
@@ -272,22 +273,19 @@ def _points(
         rows.append((step, odd, even, float((noise[~still] ** 2).sum() / 6) ** 0.5, float(noise[still].sum())))
     if len(rows) < 5:
         return None
-    steps, odds, evens, random, systematic = np.array(rows).T
-    return per_halving, steps, odds, evens, random, systematic
+    return per_halving, np.array(rows).T
 
 
-def _fits(
-    per_halving: int, steps: Numbers, odd: Numbers, even: Numbers, random: Numbers, systematic: Numbers
-) -> list[Fit]:
+def _fits(per_halving: int, points: Numbers) -> list[Fit]:
     """Fits of one, two and three odd powers over windows of steps, each with the distance to its neighbors."""
+    steps = points[0]
     raw: dict[tuple[int, int], tuple[float, float, float]] = {}
     tops = list(range(0, len(steps), max(1, per_halving // 2)))
     for place, top in enumerate(tops):
         inside = (steps <= steps[top] * 1.001) & (steps >= steps[top] / WINDOW * 0.999)
         for terms in (1, 2, 3):
             if inside.sum() >= terms + 3:
-                parts = odd[inside], even[inside], random[inside], systematic[inside]
-                raw[place, terms] = (*_fit(steps[inside], *parts, terms), steps[top])
+                raw[place, terms] = (*_fit([row[inside] for row in points], terms), steps[top])
     fits = []
     for (place, terms), (error, uncertainty, largest) in raw.items():
         around = [(place + 1, terms), (place - 1, terms), (place, terms + 1), (place, terms - 1)]
@@ -297,10 +295,9 @@ def _fits(
     return fits
 
 
-def _fit(
-    steps: Numbers, odd: Numbers, even: Numbers, random: Numbers, systematic: Numbers, terms: int
-) -> tuple[float, float]:
+def _fit(points: Sequence[Numbers], terms: int) -> tuple[float, float]:
     """The coefficient of t in an odd polynomial, and its uncertainty: by rounding, by scatter, and by a kink."""
+    steps, odd, even, random, systematic = points
     top = steps.max()
     noise = random + systematic
     weight = np.ones_like(steps) if not noise.max() else 1 / np.maximum(noise, 1e-3 * noise.max())
