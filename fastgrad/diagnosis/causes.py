@@ -484,7 +484,8 @@ def _of_sample(sample: Sample, report: Report, failure: Failure, settings: Toler
     # These also explain the right entries, so no cause from the positions of the wrong ones is needed.
     replaces_places = {"transposed", "rolled", "permuted", "overwritten", "wrong dimension"}
     if not any(cause.name in replaces_places for cause in structure):
-        found += place_causes(sample, _names(report, failure), settings)
+        output, input_ = names_of(report, failure)
+        found += place_causes(sample, (input_, "the output" if report.input_names else output), settings)
     found += _of_precision(sample)
     return found
 
@@ -611,12 +612,6 @@ def _sizes(sample: Sample) -> dict[str, int]:
             sizes.setdefault(f"the {size} elements along dimension {dim} of the {who}", size)
         sizes.setdefault(f"the {math.prod(shape)} elements of the {who}", math.prod(shape))
     return sizes
-
-
-def _names(report: Report, failure: Failure) -> tuple[str, str]:
-    """The names of the input and the output."""
-    output, input_ = names_of(report, failure)
-    return input_, "the output" if report.input_names else output
 
 
 # The precision of the analytical entries.

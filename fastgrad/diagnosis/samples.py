@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -77,7 +77,7 @@ class Samples(Experiments):
     def _part(self, output: Block, block: Block, worst: Entry) -> Sample:
         """The entries in some columns and rows: those of the worst entry, its neighbors and likely borders."""
         places = element_number(worst.input_index, block.tensor.shape)
-        chosen = list(_around(places, tuple(block.tensor.shape), self._settings.seed))
+        chosen = _around(places, tuple(block.tensor.shape), self._settings.seed)
         if block.elements is not None:
             where = {int(element): k for k, element in enumerate(block.elements.tolist())}
             chosen = [where[element] for element in chosen if element in where]
@@ -166,33 +166,25 @@ class Samples(Experiments):
         )
 
 
-def _around(element: int, shape: tuple[int, ...], seed: int) -> Iterator[int]:
+def _around(element: int, shape: tuple[int, ...], seed: int) -> list[int]:
     """An element, its neighbors along each dimension, the ends, where tails of blocks begin, and random others."""
     index = element_index(element, shape)
-    seen: set[tuple[int, ...]] = set()
-
-    def places() -> Iterator[tuple[int, ...]]:
-        yield index
-        along: list[list[int]] = []
-        for dim, size in enumerate(shape):
-            here, block = index[dim], 8
-            near = [here + 1, here - 1, 0, size - 1]
-            while block < size and block <= LARGEST_BLOCK:
-                near += [size - size % block, size - size % block - 1]
-                block *= 2
-            along.append([k for k in near if 0 <= k < size])
-        for turn in range(max(map(len, along), default=0)):
-            for dim, candidates in enumerate(along):
-                if turn < len(candidates):
-                    yield (*index[:dim], candidates[turn], *index[dim + 1 :])
-            # Every other one at random: neighbors alone would not distinguish a place from a rule.
-            where = direction(max(1, len(shape)), seed, EVIDENCE_STREAM + 16 * 9, 8 * turn).abs_().sub_(0.5).tolist()
-            yield tuple(min(size - 1, int(share * size)) for share, size in zip(where, shape, strict=False))
-
-    for place in places():
-        if place not in seen:
-            seen.add(place)
-            yield element_number(place, shape)
+    places, along = [index], list[list[int]]()
+    for dim, size in enumerate(shape):
+        here, block = index[dim], 8
+        near = [here + 1, here - 1, 0, size - 1]
+        while block < size and block <= LARGEST_BLOCK:
+            near += [size - size % block, size - size % block - 1]
+            block *= 2
+        along.append([k for k in near if 0 <= k < size])
+    for turn in range(max(map(len, along), default=0)):
+        for dim, candidates in enumerate(along):
+            if turn < len(candidates):
+                places.append((*index[:dim], candidates[turn], *index[dim + 1 :]))
+        # Every other one at random: neighbors alone would not distinguish a place from a rule.
+        where = direction(max(1, len(shape)), seed, EVIDENCE_STREAM + 16 * 9, 8 * turn).abs_().sub_(0.5).tolist()
+        places.append(tuple(min(size - 1, int(share * size)) for share, size in zip(where, shape, strict=False)))
+    return [element_number(place, shape) for place in dict.fromkeys(places)]
 
 
 def _elements(coordinates: Tensor, block: Block) -> Tensor:
