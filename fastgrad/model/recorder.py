@@ -184,7 +184,7 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
         mask, lost = self._look_up(tensors)
         call = None
         if recording and needs_grad and self._keeps_calls and not _is_detach(func):
-            call = self._keep(full_name(func), func, (args, kwargs), tensors)
+            call = self._keep(full_name(func), func, (args, kwargs))
         self._look(self.saved.by_nobody)
         result = func(*args, **kwargs)
         outputs = torch_private.tensors_in(result)
@@ -258,7 +258,7 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
         needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         kept = None
         if needs_grad and not self._inside and is_own and self._keeps_calls:
-            kept = self._keep(name, function, (args, {}), tensors)
+            kept = self._keep(name, function, (args, {}))
         elif needs_grad and not self._inside and not is_own and module != "torch.nn.modules._functions":
             self.foreign.setdefault(name, self.places.site())
         mask, _ = self._look_up(tensors)
@@ -276,7 +276,7 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
         self._look(lambda: f"{name} at {self.places.text()}")
         return result
 
-    def _keep(self, name: str, target: Any, arguments: Any, tensors: Sequence[Tensor]) -> Call:
+    def _keep(self, name: str, target: Any, arguments: Any) -> Call:
         """The call of an operation: copies of its arguments, if it is the first of its kind."""
         found: list[tuple[str, Tensor]] = []
         rebuild = flatten(arguments, "", lambda tensor: True, found)

@@ -321,6 +321,7 @@ def call(report: ReportData) -> str:
         name, keywords = "check", [f"order={settings.order}", *keywords] if second_order else keywords
     if report.precision is None:
         keywords += [f"{number}={_numbers(settings, number)}" for number in ("eps", "atol", "rtol")]
+    reference = '"float64"' if settings.reference == "float64" else settings.reference
     not_default = {
         f"{forward}=True": settings.check_forward_ad,
         f"{reverse}=False": not settings.check_backward_ad,
@@ -329,16 +330,12 @@ def call(report: ReportData) -> str:
         "fast_mode=True": settings.fast_mode,
         "masked=True": settings.masked,
         f"engine={settings.engine!r}": settings.engine != "auto",
-        f"reference={_reference_in_code(settings)}": settings.reference is not None,
+        f"reference={reference}": settings.reference is not None,
         f"reference_device={settings.reference_device!r}": settings.reference_device is not None,
         'precision="strict"': settings.precision == "strict",
     }
     keywords += [keyword for keyword, is_given in not_default.items() if is_given]
     return f"fastgrad.{name}({', '.join(['...', *keywords, f'seed={settings.seed}'])})"
-
-
-def _reference_in_code(settings: Settings) -> str:
-    return '"float64"' if settings.reference == "float64" else str(settings.reference)
 
 
 def _numbers(settings: Settings, name: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -177,7 +176,6 @@ class ModelReportData(EqualByContent):
     def to_dict(self) -> dict[str, Any]:
         """The report as numbers, strings, lists and dicts."""
         found = plain(self)
-        assert isinstance(found, Mapping)
         return {
             "schema": 1,
             "verdict": self.verdict,
