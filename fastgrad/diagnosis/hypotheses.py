@@ -52,54 +52,48 @@ class _Vectors:
     slope: Tensor
 
 
+@dataclass
 class Hypotheses:
-    """Hypotheses about the wrong analytical Jacobian of one output with respect to one input."""
+    """Hypotheses about the wrong analytical Jacobian of one output with respect to one input.
 
-    def __init__(
-        self,
-        problem: Problem,
-        output: Block,
-        block: Block,
-        seed: int,
-        record_graph: bool,
-        name_of: Callable[[Block], str],
-        order: int,
-    ) -> None:
-        self._problem = problem
-        self._order = order
-        self._output = output
-        self._input = block
-        self._seed = seed
-        self._record = record_graph
-        self._name_of = name_of
-        self._here = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
+    record_graph: whether func must record gradients. name_of: names an input in messages. order: of the derivatives.
+    """
+
+    problem: Problem
+    output: Block
+    input: Block
+    seed: int
+    record_graph: bool
+    name_of: Callable[[Block], str]
+    order: int
 
     def independent(self) -> Explanation | None:
         """Whether the gradient is right if autograd does not follow dependences between inputs."""
-        problem, block = self._problem, self._input
+        problem, block = self.problem, self.input
         dependent = [other for other in problem.inputs if depends_on(other.tensor, block.tensor)]
         if not dependent:
             return None
         leaf = block.tensor.detach().clone().requires_grad_()
-        names = ", ".join(self._name_of(other) for other in dependent)
+        names = ", ".join(self.name_of(other) for other in dependent)
         return self._explained(
             "dependent inputs",
-            f"{names} {'was' if len(dependent) == 1 else 'were'} computed from {self._name_of(block)}; autograd "
+            f"{names} {'was' if len(dependent) == 1 else 'were'} computed from {self.name_of(block)}; autograd "
             "includes this dependence, and differences do not: pass independent tensors, "
             "tensor.detach().requires_grad_()",
-            lambda one: (one.u[self._own] * self._gradient_with(block, leaf, one.v), one.v * one.slope),
+            lambda one: (one.u[self.input.slice] * self._gradient_with(block, leaf, one.v), one.v * one.slope),
         )
 
     def swapped(self) -> Explanation | None:
         """Whether the gradient is that of another input of the same shape."""
-        block = self._input
-        others = [other for other in self._problem.inputs if other is not block and _same_elements(other, block)]
+        block = self.input
+        others = [other for other in self.problem.inputs if other is not block and _same_elements(other, block)]
         for other in others[:MOST_INPUTS]:
 
             def of_other(one: _Vectors, other: Block = other) -> Sums:
-                return one.u * one.gradient, one.v * self._slope_along(self._at(other, one.u[self._own]), self._here)
+                along = self._at(other, one.u[self.input.slice])
+                return one.u * one.gradient, one.v * self._slope_along(along)
 
-            name, own = self._name_of(other), self._name_of(block)
+            name, own = self.name_of(other), self.name_of(block)
             text = f"the gradient of {own} is that of {name}"
             found = self._explained(
                 "swapped gradients", f"{text}: backward returns gradients in the wrong order", of_other
@@ -115,21 +109,21 @@ class Hypotheses:
     def _is_right(self, other: Block) -> bool:
         """Whether random sums of the Jacobian with respect to another input agree."""
         for one in self._vectors:
-            along = self._at(other, one.u[self._own])
-            if not _relative_difference(along * one.gradient, one.v * self._slope_along(along, self._here)) <= NEAR:
+            along = self._at(other, one.u[self.input.slice])
+            if not _relative_difference(along * one.gradient, one.v * self._slope_along(along)) <= NEAR:
                 return False
         return True
 
     def multiplied(self) -> Explanation | None:
         """Whether another input is a missing or an extra factor of the gradient; needs no further calls."""
-        output, block = self._output, self._input
+        output, block = self.output, self.input
         if block.elements is not None or output.width != 1:
             return None
-        x = self._problem.coordinates()
-        for factor in self._problem.inputs[:MOST_INPUTS]:
+        x = self.problem.coordinates()
+        for factor in self.problem.inputs[:MOST_INPUTS]:
             if factor.width != 1 or factor.elements is not None:
                 continue
-            values, name = x[factor.slice].reshape(factor.tensor.shape), self._name_of(factor)
+            values, name = x[factor.slice].reshape(factor.tensor.shape), self.name_of(factor)
             for side, how in itertools.product((output, block), ("missing", "extra")):
                 if side.width != 1 or not _broadcasts(values, side):
                     continue
@@ -143,7 +137,7 @@ class Hypotheses:
                     return _scaled(one.u, side, 1 / scale) * one.gradient, one.v * one.slope
 
                 lacks = "lacks the factor" if how == "missing" else "is multiplied once too often by"
-                text = f"the gradient of {self._name_of(block)} {lacks} {name}"
+                text = f"the gradient of {self.name_of(block)} {lacks} {name}"
                 found = self._explained("missing factor", text, scaled)
                 if found is not None:
                     return found
@@ -151,24 +145,24 @@ class Hypotheses:
 
     def result_for_input(self) -> Explanation | None:
         """Whether backward uses the input in place of the result: it is right if the input has the result's value."""
-        output, block = self._output, self._input
+        output, block = self.output, self.input
         if not _same_elements(output, block):
             return None
-        result = self._problem.base()[output.slice].reshape(block.tensor.shape)
+        result = self.problem.base()[output.slice].reshape(block.tensor.shape)
         leaf = result.to(block.tensor.dtype).requires_grad_()
-        name = self._name_of(block)
+        name = self.name_of(block)
         return self._explained(
             "saved tensor",
             f"the gradient would be right if {name} had the values of output {output.position}: backward uses one in "
             "place of the other",
-            lambda one: (one.u[self._own] * self._gradient_with(block, leaf, one.v), one.v * one.slope),
+            lambda one: (one.u[self.input.slice] * self._gradient_with(block, leaf, one.v), one.v * one.slope),
         )
 
     def rearranged(self) -> Explanation | None:
         """Whether the Jacobian is a rearrangement of the right one."""
         if not self._sums_show_error:
             return None
-        output, block = self._output, self._input
+        output, block = self.output, self.input
         most = min(MOST_SHIFTS, max(16, MOST_SHIFTS * 4096 // max(output.size, block.size)))
         sides: tuple[tuple[Side, Block], ...] = ("input", block), ("output", output)
         for side, own in sides:
@@ -226,7 +220,7 @@ class Hypotheses:
                 return None
             name = _all_of(parts)
             text = f"backward treats {name} as a constant: its contribution to the gradient is missing"
-            if self._order > 1:
+            if self.order > 1:
                 text = (
                     f"derivatives of backward treat {name}, which forward saved, as a constant: compute it in "
                     "backward, or also return it from forward"
@@ -240,31 +234,26 @@ class Hypotheses:
     def _constants(self) -> ConstantParts:
         parts = ConstantParts()
         with parts:
-            self._problem.evaluate(True)
+            self.problem.evaluate(True)
         return parts
 
     def _constant(self, parts: tuple[ConstantPart, ...], text: str) -> Explanation | None:
         def held(one: _Vectors) -> Sums:
-            slope = self._slope_along(one.u, self._here, lambda: HeldConstant(self._constants, parts))
+            slope = self._slope_along(one.u, around=lambda: HeldConstant(self._constants, parts))
             return one.u * one.gradient, one.v * slope
 
         return self._explained("constant part", text, held)
-
-    @property
-    def _own(self) -> slice:
-        """The input's coordinates."""
-        return self._input.slice
 
     @cached_property
     def _vectors(self) -> tuple[_Vectors, ...]:
         found = []
         for number in range(2):
-            u, v = (torch.zeros(size, dtype=torch.float64, device="cpu") for size in (self._problem.n, self._problem.m))
-            for vector, own, stream in ((u, self._input, 2 + number), (v, self._output, 4 + number)):
-                vector[own.slice] = direction(own.size, self._seed, EVIDENCE_STREAM + 16 * stream)
-            u, v = u.to(self._problem.device), v.to(self._problem.device)
-            gradient = self._problem.vjp(v.unsqueeze(0), only=self._output)[0]
-            found.append(_Vectors(u, v, gradient, self._slope_along(u, self._here)))
+            u, v = (torch.zeros(size, dtype=torch.float64, device="cpu") for size in (self.problem.n, self.problem.m))
+            for vector, own, stream in ((u, self.input, 2 + number), (v, self.output, 4 + number)):
+                vector[own.slice] = direction(own.size, self.seed, EVIDENCE_STREAM + 16 * stream)
+            u, v = u.to(self.problem.device), v.to(self.problem.device)
+            gradient = self.problem.vjp(v.unsqueeze(0), only=self.output)[0]
+            found.append(_Vectors(u, v, gradient, self._slope_along(u)))
         return tuple(found)
 
     @cached_property
@@ -285,7 +274,7 @@ class Hypotheses:
         return Explanation(name, text, error)
 
     def _slope_along(
-        self, u: Tensor, away: Tensor, around: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self, u: Tensor, away: Tensor | float = 0.0, around: Callable[[], AbstractContextManager[Any]] = nullcontext
     ) -> Tensor:
         """The derivative of the outputs along u, at a displacement from x: float64, shape (m,).
 
@@ -295,29 +284,29 @@ class Hypotheses:
         values = []
         for sign in (1.0, -1.0):
             with around():
-                values.append(self._problem.evaluate(self._record, away + sign * step * u))
+                values.append(self.problem.evaluate(self.record_graph, away + sign * step * u))
         return (values[0] - values[1]) / (2 * step)
 
     def _gradient_with(self, block: Block, leaf: Tensor, v: Tensor) -> Tensor:
         """v^T J with respect to a tensor in place of an input: float64, shape (coordinates,)."""
-        output = self._problem.evaluate_with([block], [leaf])[self._output.index]
-        own = v[self._output.slice]
+        output = self.problem.evaluate_with([block], [leaf])[self.output.index]
+        own = v[self.output.slice]
         inputs = [native.InputBlock(leaf, 0, 0.0)]
         products, _ = native.vjp_coordinates(native.Graph((output,), (leaf,)), inputs, own.unsqueeze(0))
-        self._problem.vjps += 1
+        self.problem.vjps += 1
         return products[0]
 
     def _transposed(self, one: _Vectors) -> Sums:
-        output, block = self._output, self._input
-        slope = self._slope_along(self._at(block, one.v[output.slice]), self._here)
+        output, block = self.output, self.input
+        slope = self._slope_along(self._at(block, one.v[output.slice]))
         return one.u * one.gradient, one.u[block.slice] * slope[output.slice]
 
     def _points(self) -> Iterator[tuple[str, Tensor]]:
         """Points to which a saved input may have been changed: descriptions and displacements from x."""
-        problem = self._problem
+        problem = self.problem
         x = problem.coordinates()
         for block in problem.inputs:
-            here, name = x[block.slice], self._name_of(block)
+            here, name = x[block.slice], self.name_of(block)
             results = [
                 (f"{name} overwritten by output {output.position}", problem.base()[output.slice])
                 for output in problem.outputs
@@ -338,7 +327,7 @@ class Hypotheses:
 
     def _at(self, block: Block, values: Tensor) -> Tensor:
         """A direction of the inputs with these values at the coordinates of a block, and zero elsewhere."""
-        along = torch.zeros_like(self._here)
+        along = torch.zeros(self.problem.n, dtype=torch.float64, device=self.problem.device)
         along[block.slice] = values
         return along
 
