@@ -459,18 +459,17 @@ def _worst_section(report: ReportData) -> str:
     comparison = failure.comparison if failure else None
     if failure is None or comparison is None or comparison.worst is None:
         return ""
-    rows = []
-    for entry in comparison.worst_entries or (comparison.worst,):
-        rows.append(
-            (
-                messages.entry_name(messages.names_of(report, failure), entry),
-                f"{entry.analytical:.6g}",
-                messages.numerical_text(entry),
-                f"{entry.difference:.3g}",
-                f"{entry.allowed:.2g}",
-                f"{entry.difference / entry.allowed:.3g}" if entry.allowed else "inf",
-            )
+    rows = [
+        (
+            messages.entry_name(messages.names_of(report, failure), entry),
+            f"{entry.analytical:.6g}",
+            messages.numerical_text(entry),
+            f"{entry.difference:.3g}",
+            f"{entry.allowed:.2g}",
+            f"{entry.difference / entry.allowed:.3g}" if entry.allowed else "inf",
         )
+        for entry in comparison.worst_entries or (comparison.worst,)
+    ]
     head = ("entry", "analytical", "numerical", "|difference|", "allowed", "times allowed")
     note = ""
     if any(entry.error is None for entry in comparison.worst_entries):
