@@ -222,9 +222,7 @@ def _scales(problem: Problem) -> Tensor:
 
 def _finding(problem: Problem, row: int, w: Tensor, gradient: Tensor, whole: Tensor) -> Finding | None:
     points = _points(problem, w, gradient, whole)
-    if points is None:
-        return None
-    fits = _fits(*points)
+    fits = [] if points is None else _fits(*points)
     if not fits:
         return None
     terms = gradient * whole
