@@ -407,7 +407,7 @@ struct WholeBackward {
   std::vector<Rows> parts;  // output by output, the imaginary parts of complex ones; then their real parts
   bool vectorized = false;  // the rows of some are one vectorized VJP
   at::Tensor products;      // of the cotangents with all rows, as of vjp_coordinates
-  double movement = 0.0;    // by how much a second run of the first product was another
+  double movement = 0.0;    // by how much the first product changed when it was run again
   bool add_up = true;       // the products were seen to be what the rows add up to
   // Gradients of zeros; where asked for, of undefined grad_outputs of all outputs and, if there are several, of one
   // after the other.

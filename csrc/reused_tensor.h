@@ -1,4 +1,4 @@
-// A tensor that func or a backward gets again and again, with other values each time.
+// A tensor that is passed to func or to a backward repeatedly, each time with different values.
 #pragma once
 
 #include "ops/common.h"

@@ -183,7 +183,7 @@ GradientsMatch vectorized_rows(
   return match;
 }
 
-// The same; nothing if the backward cannot be vectorized, which only a trial shows.
+// As vectorized_rows. Nothing if the backward cannot be vectorized, which only a trial shows.
 std::optional<GradientsMatch> try_vectorized_rows(
     const at::Tensor& output, const std::vector<InputBlock>& inputs, bool imaginary, const at::Tensor& rows) {
   if (output.layout() != at::kStrided) {

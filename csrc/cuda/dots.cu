@@ -9,7 +9,7 @@
 namespace fastgrad::cuda {
 namespace {
 
-// A sum and the sum of the sizes of its terms.
+// A sum, and the sum of the absolute values of its terms.
 struct Sums {
   double signed_sum, size;
 };

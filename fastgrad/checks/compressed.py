@@ -29,6 +29,7 @@ from fastgrad.engines.plan import (
     can_be_dense,
     dense_is_small,
     detection_budget,
+    is_affordable,
     pays_to_compress,
     prefers_columns,
     replays_groups,
@@ -171,6 +172,9 @@ def _answer(
             return "dense engine"
         verdict.findings.note_undecided(found.unexplained)
         found = None
+    elif found is None and verdict.hidden() and is_affordable(problem) and can_be_dense(problem, settings):
+        verdict.repeat_differences()
+        return "dense engine"
     if found is None:
         verdict.record()
     findings.add(verdict.findings)
@@ -228,7 +232,7 @@ def _compressions(problem: Problem, settings: Settings, look: FirstLook) -> Iter
 
 
 def _were_wrong_once(before: Tensor, replay: Callable[[], Tensor], single: Tensor, atol: float) -> bool:
-    """Whether entries by replays were wrong, but equal those by single evaluations if the replays are repeated."""
+    """Whether replayed entries were wrong once: a second replay gives the same entries as single evaluations."""
     if not differ(before[None], single[None], atol, False):
         return False  # rounded otherwise
     try:
@@ -368,7 +372,8 @@ class _Verdict:
     def repeat_differences(self) -> None:
         """Measures the column groups of a rejected pattern again, and records if func now gives different values."""
         now = checksum(self._entries())
-        if now != self._measured and now == checksum(self._entries()):  # otherwise it rounds differently in each run
+        # If the two repeats differ, func rounds differently in each run.
+        if now != self._measured and now == checksum(self._entries()):
             self._look.irreproducible.append("at steps of several inputs")
 
     def moved(self) -> Failure | None:
@@ -412,6 +417,11 @@ class _Verdict:
             differs = self._differs()
         return found or (self._mismatch() if differs else None)
 
+    def hidden(self) -> float:
+        """The size of an error that a check that passed may hide; 0 if it does not matter."""
+        bound = max(self.of_func.bound, self._of_backward.bound)
+        return bound if bound > self.of_func.asked else 0.0
+
     def _certificate_of(self, values: Tensor, calls: RepeatedCalls | None) -> AnalyticalCertificate:
         row_failure = self.of_func.row_failure
         return AnalyticalCertificate(self._problem, self._settings, self._compression, values, row_failure, calls)
@@ -447,9 +457,8 @@ class _Verdict:
     def record(self) -> None:
         """For a check that passed: what was compared, and what the certificates cover."""
         self.findings.certificates += [self.of_func.certificate(), self._of_backward.certificate()]
-        bound = max(self.of_func.bound, self._of_backward.bound)
-        if bound > self.of_func.asked:
-            self.findings.note_undecided(bound)
+        if self.hidden():
+            self.findings.note_undecided(self.hidden())
         if self.findings.pairs:
             return  # some entries differed at eps, and all were compared one pair at a time
         values = self._of_backward.values, self.numerical

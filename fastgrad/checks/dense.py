@@ -1,4 +1,4 @@
-"""Every entry by the dense engine: rows and columns, block by block, and the linearity of backward and of the jvp."""
+"""Compares every entry with the dense engine, block by block, and tests that backward and the jvp are linear."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def _judge(
     findings: Findings,
     calls: RepeatedCalls | None,
 ) -> Failure | None:
-    """One part of one output: dtype, size, determinism, then the comparison, inputs in their order."""
+    """The first failure of one part of an output: dtype, size, determinism, comparison by input, then linearity."""
     pairs: dict[int, PairComparison] = {}
     dtypes_match = sizes_match = True
     again: tuple[Tensor, Tensor] | None = None

@@ -418,7 +418,9 @@ class _Search:
         self._differences = differences
         self.doubtful: dict[int, float] = {}  # outputs that no wrong entry explains, and the error of their sums
         self.unresolved = 0.0
-        self.nonlinear = 0.0  # the error that a backward that is not linear, within its tolerance, may hide
+        self.nonlinear = (
+            0.0  # the largest error that a backward may hide because it is linear only to within its tolerance
+        )
 
     def run(self, sketch: Sketch) -> Failure | None:
         """The confirmed entries, up to MOST_ENTRIES; subtracts their contributions from the sketch."""
@@ -507,7 +509,7 @@ def screen_constant(problem: Problem, settings: Settings) -> Screening:
             u = direction(problem.n, settings.seed, SKETCH_DIRECTIONS + 16 * (16 * attempt + k)).to(problem.device)
             displacement = problem.displacement(u, eps)
             plus, minus = (problem.evaluate(False, displacement, sign) for sign in (1.0, -1.0))
-            moved = plus - minus != 0  # as in slow mode: infinite values differ by NaN
+            moved = plus - minus != 0  # as in slow mode, inf - inf is NaN, which counts as a change
             if not bool(moved.any()):
                 continue
             row = int(moved.nonzero()[0])

@@ -131,15 +131,15 @@ def _rows_agree(check: SmallCheck, settings: Settings) -> bool:
 
 @phase("repeated calls")
 def _same_afterwards(check: SmallCheck, settings: Settings) -> bool:
-    """Whether gradients are the same on a graph that is recorded after the differences."""
+    """Whether gradients are the same on a graph that is recorded after the differences, and of custom code on both."""
     problem, backward = check.problem, check.backward
     assert backward is not None
     try:
+        if problem.is_custom:
+            return _rows_repeat(check, settings, backward)
         if not problem.record_again():
             check.moved = True
             return False
-        if problem.is_custom:
-            return _rows_repeat(check, settings, backward)
         at_hand = product_at_hand(problem, settings, backward)
         check.vjps += 1
         if problem.repeats(*at_hand):
@@ -157,7 +157,9 @@ def _rows_repeat(check: SmallCheck, settings: Settings, backward: WholeBackward)
     again = SmallBackward(check.problem, check.vjps)
     calls = RepeatedCalls(again, settings)
     calls.take(jacobian(again, backward), backward.products)
-    check.moved = calls.failure() is not None
+    # The differences have called func since the first graph was recorded.
+    moves_there = calls.older_graph_failure() is not None
+    check.moved = moves_there or not check.problem.record_again() or calls.failure() is not None
     check.vjps = again.vjps
     check.certificates += calls.certificates()
     return not check.moved

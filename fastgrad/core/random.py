@@ -70,5 +70,5 @@ class RandomState:
             torch.cuda.set_rng_state_all(self._cuda)
 
     def has_changed(self) -> bool:
-        """Whether the CPU generator has advanced since."""
+        """Whether the CPU generator has advanced since this state was saved."""
         return not torch.equal(self._cpu, torch.get_rng_state())

@@ -52,7 +52,7 @@ class RankError(RuntimeError):
 
 
 def without_the_store_a_rank_error(method: Callable[P, T]) -> Callable[P, T]:
-    """Decorates functions that use the store, which may be in the process of rank 0."""
+    """Makes a network error of the store a `RankError`: it may be in the process of rank 0, which may have exited."""
 
     @wraps(method)
     def using(*arguments: P.args, **keywords: P.kwargs) -> T:
@@ -78,7 +78,7 @@ class Trouble:
 
 
 def trouble(rank: int, error: BaseException) -> Trouble:
-    """The `Trouble` of a rank that describes an exception."""
+    """Describes an exception of a rank as a `Trouble`."""
     frames = traceback.extract_tb(error.__traceback__)
     inside = [frame.name for frame in frames if "torch/distributed" in frame.filename and frame.name != "wrapper"]
     waited = any(phrase in str(error) for phrase in ("Timed out", "timed out", "timeout", "Connection closed"))

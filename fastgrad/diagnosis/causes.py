@@ -222,7 +222,7 @@ def _of_backward(failure: Failure, evidence: Evidence, settings: Settings) -> It
 
 
 def _of_terms(evidence: Evidence) -> Iterator[Cause]:
-    """Whether gradients for the terms of a grad_output add up to its gradient."""
+    """The cause if the gradients for the terms of a grad_output do not add up to the gradient of their sum."""
     if evidence.added is not None and not evidence.added <= LEAST_DEVIATION:
         yield Cause(
             "nonlinear backward",
@@ -321,8 +321,8 @@ def _how_nonlinear(scaled: tuple[tuple[float, float, float], ...]) -> str:
         d <= LEAST_DEVIATION for c, d in deviations.items() if c > 0
     ):
         return "backward treats positive and negative grad_outputs differently: an abs(), a relu, or a comparison"
-    if powers and max(powers) - min(powers) < 0.01:
-        power = round(sum(powers) / len(powers), 2)
+    power = round(sum(powers) / len(powers), 2) if powers else 1.0
+    if power != 1.0 and max(powers) - min(powers) < 0.01:
         if abs(power) < 0.01:
             return "backward ignores the magnitude of grad_output: it uses only the sign, or ignores grad_output"
         return f"backward raises grad_output to the power {power:g}"

@@ -116,7 +116,7 @@ def sketches(problem: Problem | SmallProblem, settings: Settings) -> bool:
 
 
 def is_affordable(problem: Problem) -> bool:
-    """Whether the exact engine may decide what a sketch leaves open."""
+    """Whether the dense engine may decide what a sketch, or a few outputs that may hide entries, leave open."""
     return problem.n * problem.m <= AFFORDABLE_ENTRIES and 2 * problem.n + problem.m <= AFFORDABLE_CALLS
 
 

@@ -101,7 +101,7 @@ def reference_for_call(
 def second_order_reference(
     make: MakeReference, backward: Backward, grad_outputs: tuple[Tensor, ...], device: str | None
 ) -> Reference:
-    """The reference of a `Backward` of a function that has one."""
+    """The reference for a `Backward`, made from the reference for the function that it differentiates."""
     first = make()
     grads = Doubled(device)(grad_outputs)
     func = Backward(first.func, first.arguments, grads, backward.made)

@@ -196,7 +196,7 @@ def _computes(args: tuple[Any, ...]) -> bool:
 
 @functools.lru_cache(8)
 def _pool(unit: float, device: torch.device) -> Tensor:
-    """Random factors to take pieces of, from random places: drawing all anew takes several times as long."""
+    """Random factors, of which slices at random offsets are used: drawing new ones takes several times as long."""
     signs = torch.empty(POOL, dtype=torch.float64, device=device)
     generator = torch.Generator(device).manual_seed(POOL)
     return signs.bernoulli_(0.5, generator=generator).mul_(2 * unit).add_(1 - unit)

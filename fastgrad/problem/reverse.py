@@ -179,8 +179,8 @@ class ReverseMode(Evaluation):
                 self.unspecified = modulus(entry.value)
         self.vjps += vjps
 
-    def vjp_of_older_graph(self, cotangents: Tensor, displacement: Tensor, only: Block | None = None) -> Tensor:
-        """V J as `vjp` gives it, from a graph at x that was made before func was evaluated at x + displacement."""
+    def vjp_of_older_graph(self, cotangents: Tensor, displacement: Tensor | None, only: Block | None = None) -> Tensor:
+        """V J as `vjp` gives it, from a graph at x; func is evaluated once more before, at x or at x + displacement."""
         recorded = self._record()
         self.evaluate(True, displacement)
         self._recorded = recorded

@@ -120,7 +120,8 @@ def verdict_line(report: ReportData) -> str:
 def _pair_line(report: ReportData, pair: Pair) -> str:
     """What was compared for a pair of output and input, and the result."""
     excused = pair.mismatches if pair.agrees else 0
-    differing = f", {excused} of them agree only after they were measured again" if excused else ""
+    again = "agrees only after it was" if excused == 1 else "agree only after they were"
+    differing = f", {excused} of them {again} measured again" if excused else ""
     return (
         f"{jacobian_name(report, pair)}: {_entries(pair)}{differing}, largest absolute error "
         f"{pair.largest_absolute:.2g}, largest relative error {pair.largest_relative:.2g}"
@@ -379,7 +380,7 @@ _PHRASES: dict[FailureKind, str] = {
     "that use this tangent get wrong values.",
     "undefined tangent": "Mismatch in tangent values for output with index: {number} when the tangent of {input} is "
     "undefined, which stands for zero: {detail}.",
-    "ranks differ": "Different ranks give different values to the same tensor: {detail}.",
+    "ranks differ": "The ranks have different values of the same tensor: {detail}.",
     "recorded gradient": "Backward gives different gradients with and without create_graph=True: {detail}.",
     "kept gradient": "Backward caches gradients by the address or identity of grad_output. Two tensors with the same "
     "values give different gradients: {detail}.",

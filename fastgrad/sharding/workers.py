@@ -151,7 +151,7 @@ class Workers(Ranks):
         run: Callable[[int, int], None],
         take: Callable[[int, int, Any], None],
     ) -> bool:
-        """Makes all ranks do some work; each rank takes the next free part.
+        """Distributes work over all ranks: each rank repeatedly takes the next free part.
 
         Parameters
         ----------
@@ -323,7 +323,7 @@ def _alive_key(rank: int) -> str:
 
 
 def _call_of_the_callers(thread: int) -> FrameType | None:
-    """The call of func, or of a backward, that a thread is in; None: it is in none, or compiles."""
+    """The frame of the call of func or backward that a thread runs; None if it runs neither or is compiling."""
     frame, found = sys._current_frames().get(thread), None
     while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
         if frame.f_code.co_filename.endswith(_COMPILERS):

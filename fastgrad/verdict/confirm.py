@@ -128,9 +128,7 @@ def entry_at(problem: Problem, settings: Settings, row: int, column: int, gradie
         if remeasured is None:
             remeasured, _, unresolved = worst_remeasured(problem, True, settings.eps, [suspects])
     errors = [number - value for number, value in zip(numerical, analytical, strict=True)]
-    return Found(
-        output, block, part, mode, row if mode == "reverse" else rows[0], columns, errors, remeasured, unresolved
-    )
+    return Found(output, block, part, mode, rows[0], columns, errors, remeasured, unresolved)
 
 
 def _element_coordinates(block: Block, coordinate: int) -> tuple[int, ...]:

@@ -156,7 +156,8 @@ def batched_difference(graph: native.Graph, outputs: Sequence[Tensor], settings:
         vectors = batch_vectors(output, settings.seed)
         single = [graph.vjp_of_one(number, vector) for vector in vectors.unbind()]
         try:
-            batched = native.vectorized_vjp(graph, number, vectors)
+            # Not the same memory: a backward that writes into grad_output has changed it, and may have returned it.
+            batched = native.vectorized_vjp(graph, number, vectors.clone())
         except RuntimeError as error:
             return BatchedDifference(number, None, error, str(error))
         if not native.are_close(batched, single):

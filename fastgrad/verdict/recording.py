@@ -51,12 +51,10 @@ def _difference(
     """The failure of two sets of gradients, float64, shape (m,), that differ by more than their tolerances."""
     if torch.equal(left, right):
         return None
-    difference = (left - right).abs()
-    allowed = settings.atol + settings.nondet_tol + settings.rtol * right.abs()
-    wrong = ~((difference <= allowed) | (left == right) | (left.isnan() & right.isnan()))
+    wrong = ~torch.isclose(left, right, settings.rtol, settings.atol + settings.nondet_tol, equal_nan=True)
     if not bool(wrong.any()):
         return None
-    worst = int(torch.where(wrong, difference.nan_to_num(torch.inf), -1.0).argmax())
+    worst = int(torch.where(wrong, (left - right).abs().nan_to_num(torch.inf), -1.0).argmax())
     output = block_with(problem.outputs, worst)
     detail = (
         f"{left[worst].item():.6g} {first}, {right[worst].item():.6g} {second}, in output {output.index} of the "

@@ -168,7 +168,7 @@ def worst_remeasured(
 
 
 def _moved(suspects: Suspects, columns: list[Refinement]) -> Tensor:
-    """Which entries func's values for equal inputs do not determine: at eps, or at x between the measurements."""
+    """Which entries are undetermined: func gave different values for equal inputs, at eps or at x."""
     again, moves, drift = (
         _entries([getattr(column, name).reshape(suspects.outputs.shape) for column in columns])
         for name in ("at_eps", "moves", "drift")

@@ -62,8 +62,8 @@ def test_right_gradients_pass_at_once(
         # multiple of a dense one on the last graph.
         (torch.sin, 30, 7, 9),
         # Another graph; two one-hot grad_outputs and a multiple; a dense one again, and on the other graph it and both
-        # one-hot ones.
-        (function(torch.sin, lambda g, x: g * x.cos()), 30, 8, 16),
+        # one-hot ones; on the first graph, after the differences, a dense and a one-hot one.
+        (function(torch.sin, lambda g, x: g * x.cos()), 30, 8, 18),
     ],
 )
 def test_cost_in_fast_mode(func: Func, n: int, evaluations: int, vjps: int) -> None:
