@@ -39,7 +39,8 @@ __global__ void project_rows_kernel(
         const double* weight = weights + i * row_step * cotangents.column_stride;
         for (int c = 0; c < together; ++c) {
           add_term(sum[c], square[c], *weight, entry);
-          weight += c + 1 < used ? cotangents.row_stride : 0;  // after the last cotangent, its weight is read again, and these sums are discarded
+          // After the last cotangent, its weight is read again, and these sums are discarded.
+          weight += c + 1 < used ? cotangents.row_stride : 0;
         }
       }
     }
