@@ -26,9 +26,9 @@ class Candidates:
     Attributes
     ----------
     patterns
-        Where they come from.
+        Finds the patterns.
     pattern
-        The present one; None: the next one is sought.
+        The present one; None: `compress` takes the next one.
     is_guess
         Whether the present pattern, or the one that it extends, was guessed.
     """
@@ -43,7 +43,7 @@ class Candidates:
             brief = partial(patterns.probe, most=BRIEF_PROBES)
             finders[2:] = [brief, partial(brief, splits_hubs=True), patterns.probe, patterns.align, patterns.dense]
         self._finders = iter(finders)
-        self._guesses = patterns.guess, patterns.decode, patterns.align
+        self._guess_finders = patterns.guess, patterns.decode, patterns.align
         self.pattern: Pattern | None = None
         self._certifies, self._may_exclude_columns = True, True
         self._excluded_columns: Mask | None = None
@@ -60,7 +60,7 @@ class Candidates:
             if find is None:
                 return None
             self.pattern = find()
-            self.is_guess = find in self._guesses
+            self.is_guess = find in self._guess_finders
         rows: Mask | None = None
         if self._certifies and takes_long(2 * self.pattern.most_in_row, self._look):
             dense = self.pattern.dense_rows()

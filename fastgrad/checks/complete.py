@@ -207,7 +207,7 @@ def _first_failure(
                 calls.add(*findings.products)
         plan, failure = _screened(problem, settings, findings)
         if failure is None and calls is not None:
-            failure = calls.failure()
+            failure = calls.failure() or calls.older_graph_failure()
             findings.certificates += calls.certificates()
     else:
         plan, failure = _exact(problem, settings, findings)
@@ -281,7 +281,7 @@ def _exact(problem: Problem, settings: Settings, findings: Findings) -> tuple[Pl
     plan, failure = _all_entries(problem, settings, calls, findings)
     if calls is not None and findings.early is None and (failure is None or failure.kind == "mismatch"):
         # If an entry is wrong in some calls only, report that calls differ, which is the cause.
-        failure = calls.failure(one_round=failure is not None) or failure
+        failure = calls.failure(one_round=failure is not None) or failure or calls.older_graph_failure()
         findings.certificates += calls.certificates()
     return plan, failure
 

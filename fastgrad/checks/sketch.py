@@ -418,9 +418,7 @@ class _Search:
         self._differences = differences
         self.doubtful: dict[int, float] = {}  # outputs that no wrong entry explains, and the error of their sums
         self.unresolved = 0.0
-        self.nonlinear = (
-            0.0  # the largest error that a backward may hide because it is linear only to within its tolerance
-        )
+        self.nonlinear = 0.0  # the error that a backward may hide because it is linear only within its tolerance
 
     def run(self, sketch: Sketch) -> Failure | None:
         """The confirmed entries, up to MOST_ENTRIES; subtracts their contributions from the sketch."""

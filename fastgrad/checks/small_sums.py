@@ -66,8 +66,8 @@ def sums_agree(check: SmallCheck, settings: Settings) -> bool:
     done: tuple[ScreeningGradOutputs, Tensor] | None = None
     for differences, weight, bound in differences_by_step(check, settings):
         if done is None and problem.is_custom:
-            check.noted(partial(_run_after_differences, check, settings, plain, early))
-            if check.moved or check.early is not None:
+            again = check.noted(partial(_run_after_differences, check, settings, plain, early))
+            if again is None or check.moved:
                 return False
         if done is None or done[0] is not plain or weight.numel():
             made = (

@@ -179,7 +179,7 @@ class ReverseMode(Evaluation):
                 self.unspecified = modulus(entry.value)
         self.vjps += vjps
 
-    def vjp_of_older_graph(self, cotangents: Tensor, displacement: Tensor | None, only: Block | None = None) -> Tensor:
+    def vjp_of_older_graph(self, cotangents: Tensor, only: Block | None, displacement: Tensor | None = None) -> Tensor:
         """V J as `vjp` gives it, from a graph at x; func is evaluated once more before, at x or at x + displacement."""
         recorded = self._record()
         self.evaluate(True, displacement)

@@ -38,6 +38,10 @@ class SmallBackward:
         """As in `Problem`, for contiguous grad_outputs of all outputs."""
         return self.vjps_of(cotangents, [-1] * cotangents.shape[0])[0]
 
+    def vjp_of_older_graph(self, cotangents: Tensor, only: Block | None) -> Tensor:
+        """As in `Problem`; of the first graph, if the differences have called func since it was recorded."""
+        return self.vjps_of(cotangents, [-1 if only is None else only.index] * cotangents.shape[0])[0]
+
     def first_other_vjp(
         self, cotangents: Tensor, only: Sequence[int], order: Sequence[int], known: Tensor
     ) -> tuple[int, Tensor | None]:

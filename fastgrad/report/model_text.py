@@ -93,6 +93,6 @@ def cost_line(report: ModelReportData) -> str:
     evaluations = sum(one.evaluations for one in report.operations)
     vjps = sum(one.vjps for one in report.operations)
     return (
-        f"{seconds_text(report.seconds)}, or the time of {passes:.1f} forward and backward passes of the model;  "
+        f"{seconds_text(report.seconds)}, or the time of {passes:.1f} forward and backward passes of the model; "
         f"{report.end_to_end.evaluations} calls of the model, {evaluations} evaluations and {vjps} VJPs of operations"
     )

@@ -237,9 +237,8 @@ def _survivor_of(suspects: Suspects, columns: list[Refinement], wrong: Tensor) -
     # Converged entries first: they are sure. A NaN is never sure.
     excess = torch.where(wrong, torch.where(converged, difference / allowed, 0.0), -1.0)
     worst_first = excess.argsort(descending=True, stable=True)
-    order = [
-        int(which) for which in worst_first[: min(int(wrong.sum()), 1 + MOST_OTHER_ENTRIES)]
-    ]  # subclasses have no tolist
+    # Subclasses have no tolist.
+    order = [int(which) for which in worst_first[: min(int(wrong.sum()), 1 + MOST_OTHER_ENTRIES)]]
     entries, moved = [], _moved(suspects, columns)
     for which in order:
         sure = bool(converged[which]) and not bool(moved[which])

@@ -198,25 +198,20 @@ class RepeatedCalls:
             return None
         moved = self._first_moved(self._known, self._order(one_round))
         self._last = self._problem.vjps
-        if moved is None and not one_round and isinstance(self._problem, Problem):
-            return self.older_graph_failure()
         return None if moved is None else nondeterministic(moved)
 
+    @phase("repeated calls")
     def older_graph_failure(self) -> Failure | None:
         """The failure if a graph gives another gradient after func has been called again.
 
         Later calls may overwrite what the first one saved. torch's checker calls func between the forward and the
-        backward of a graph, too. A small problem runs its present graph.
+        backward of a graph, too.
         """
         if self._known is None:
             return None
         problem, settings = self._problem, self._settings
-        number, cotangents = self._outputs[0], self._cotangents(range(1))
-        if isinstance(problem, Problem):
-            again = problem.vjp_of_older_graph(cotangents, None, None if number < 0 else problem.outputs[number])
-        else:
-            again = problem.vjps_of(cotangents, [number])[0]
-        known = self._known[:1]
+        number, known = self._outputs[0], self._known[:1]
+        again = problem.vjp_of_older_graph(self._cotangents(range(1)), None if number < 0 else problem.outputs[number])
         moves = _moves(problem, settings, again, known, self._tolerance(self._known, 0))
         if not moves or gradients_agree(problem.inputs, settings, again, known, True):
             return None

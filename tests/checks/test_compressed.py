@@ -393,6 +393,26 @@ def test_what_no_step_resolves_to_the_tolerance_is_left_open() -> None:
     assert report.evaluations <= 360
 
 
+@pytest.mark.parametrize("n", [300, 1000])
+def test_a_kink_at_negative_zero_is_no_undecided_error(n: int) -> None:
+    x = normal(n).detach()
+    x[5] = -0.0
+    x.requires_grad_()
+    assert fastgrad.check(torch.relu, x).verdict == "failed"
+    assert fastgrad.check(lambda x: x * x.detach().sign(), x).verdict == "passed"
+
+
+def test_the_dense_engine_decides_about_an_entry_that_a_large_one_may_hide() -> None:
+    def func(x: Tensor) -> Tensor:
+        missing = torch.zeros_like(x)
+        missing[100] = 1e-3 * x.detach()[150]
+        return 1e6 * x + missing
+
+    report = fastgrad.check(func, normal(300))
+    assert worst_entry(report) == (100, 150)
+    assert fastgrad.check(lambda x: 1e6 * x, normal(300)).verdict == "passed"
+
+
 class SortOffByOne(torch.autograd.Function):
     """sort whose backward swaps the gradients of the two closest values, and adds `extra` to the one behind."""
 
