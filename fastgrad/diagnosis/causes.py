@@ -83,7 +83,7 @@ def _lower_dtype(report: Report, others: Sequence[Cause]) -> Cause | None:
 def _without_contradictions(causes: list[Cause]) -> Iterator[Cause]:
     """Removes causes based on entries if func, the call or a nonlinear backward is the cause."""
     first = causes[0].name if causes else None
-    numerical = {"kink", "low precision", "truncation", "rounding"}
+    numerical = {"kink", "discontinuity", "low precision", "truncation", "rounding"}
     for cause in causes:
         if first in {"race", "nonlinear backward", "dependent inputs", *numerical} and cause.name != first:
             continue
@@ -129,6 +129,8 @@ def _of_func(failure: Failure, evidence: Evidence, settings: Settings) -> Iterat
         yield Cause("low precision", failure.detail, "differences over many steps", 0.9)
     elif failure.trouble == "kink":
         yield Cause("kink", failure.detail, "one-sided differences", 0.95)
+    elif failure.trouble == "discontinuity":
+        yield Cause("discontinuity", failure.detail, "differences over many steps", 0.96)
     elif failure.trouble == "not finite":
         yield Cause("not finite", failure.detail, "values at x", 0.98)
     worst = failure.comparison.worst if failure.comparison else None

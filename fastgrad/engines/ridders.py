@@ -50,6 +50,13 @@ WIDER = 64.0
 ROUNDED = 2.0**-6
 """The largest rounding inside func, relative to its change at eps; beyond it, the rounded function is func itself."""
 
+JUMP_RESIDUAL = 1 / 16
+"""func jumps at x if its changes are a constant plus a slope times the step: the largest deviation, relative to
+the constant. Rounding inside func, which differs from value to value, deviates by half of the constant or more."""
+
+LEAST_JUMP_STEPS = 6
+"""The least number of steps of at most eps that show a jump."""
+
 FINEST_STEPS = 4
 """Steps whose scatter measures the noise of func."""
 
@@ -69,7 +76,7 @@ class Refinement:
     values, errors
         The derivatives and their estimated errors: float64, shape (entries,).
     converged
-        Whether the error is within the tolerance: bool, shape (entries,).
+        Whether func does not jump at x, and the error is within the tolerance: bool, shape (entries,).
     left, right
         One-sided derivatives with the step eps: float64, shape (entries,).
     at_eps
@@ -85,6 +92,9 @@ class Refinement:
         come from rounding inside func: bool, shape (entries,).
     curved
         Whether the one-sided derivatives come closer to each other at smaller steps: bool, shape (entries,).
+    jumps
+        By how much func changes from one side of x to the other however small the step is, if this changes the
+        difference at eps by more than the tolerance: float64, shape (entries,). Else 0.
     steps, changes, widths
         The measurements, large steps first: how far the coordinate was moved to either side, by how much
         func changed in between, and what that is divided by; zero where no step was taken. Float64, shape
@@ -101,6 +111,7 @@ class Refinement:
     drift: Tensor
     doubtful: Tensor
     curved: Tensor
+    jumps: Tensor
     steps: Tensor
     changes: Tensor
     widths: Tensor
@@ -273,13 +284,14 @@ def settled(found: Sequence[Measured], atol: float, rtol: float) -> Refinement:
         some = some[sure]
         values[some], errors[some] = (result[sure] for result in better)
         doubtful[some] = False
-    # Not "errors > allowed": a NaN has not converged.
-    converged = errors <= atol + rtol * values.abs()
+    jumps = _jumps(steps, widths, changes, eps, atol, rtol)
+    # Not "errors > allowed": a NaN has not converged. Where func jumps, there is no derivative.
+    converged = (errors <= atol + rtol * values.abs()) & (jumps == 0)
     curved = _is_curved(bends, steps, taken, (right - left).abs(), eps)
     moves = ROUNDING * rounding / eps
     measurements = steps.t(), changes.t(), widths.t()
     return Refinement(
-        values, errors, converged, left, right, at_eps, moves, drift / (2 * eps), doubtful, curved, *measurements
+        values, errors, converged, left, right, at_eps, moves, drift / (2 * eps), doubtful, curved, jumps, *measurements
     )
 
 
@@ -314,6 +326,24 @@ def _is_curved(bends: Tensor, steps: Tensor, taken: Tensor, at_eps: Tensor, eps:
     first = small.to(torch.int8).argmax(0, keepdim=True)
     smaller = (bends / steps).gather(0, first)[0].abs()
     return small.any(0) & (smaller <= at_eps / 2)
+
+
+def _jumps(steps: Tensor, widths: Tensor, changes: Tensor, eps: float, atol: float, rtol: float) -> Tensor:
+    """The jump of func at x, or zero: the constant of the line through its changes, as a function of the width.
+
+    steps, widths, changes: shape (steps, entries). Lines are fitted to steps of up to WIDER * eps.
+    """
+    used = (widths != 0) & (steps <= WIDER * eps)
+    count = used.sum(0).clamp(min=1)
+    width, change = (torch.where(used, values, 0.0) for values in (widths, changes))
+    width = torch.where(used, width - width.sum(0) / count, 0.0)
+    slope = (width * change).sum(0) / (width**2).sum(0)
+    rest = torch.where(used, change - slope * torch.where(used, widths, 0.0), 0.0)
+    jump = rest.sum(0) / count
+    off = torch.where(used, rest - jump, 0.0).abs().amax(0) if len(steps) else jump
+    seen = (used & (steps <= eps)).sum(0) >= LEAST_JUMP_STEPS
+    seen &= (off <= JUMP_RESIDUAL * jump.abs()) & (jump.abs() > 2 * eps * (atol + rtol * slope.abs()))
+    return torch.where(seen, jump, 0.0)
 
 
 def _rounding(problem: Problem, rows: Tensor, base: Tensor, x: Tensor, changes: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ additions)."""
 
 _TROUBLE_AT_X = {
     "kink": "there is a kink",
+    "discontinuity": "func is discontinuous",
     "not converged": "the numerical derivative does not converge",
     "not finite": "the derivative is not finite",
 }

@@ -35,7 +35,7 @@ SCREEN_STEPS = (1.0, 2.0**-7)
 
 
 NEXT_TO = 1e-2
-"""Distance by which inputs at kinks are moved, relative to their root mean square."""
+"""Distance by which inputs at kinks and jumps are moved, relative to their root mean square."""
 
 
 LARGE = 1 << 20
@@ -107,7 +107,7 @@ def _checked(
     # If all entries are much smaller than atol, for example those of a mean, no error would exceed atol: reduce atol.
     scale = min(1.0, screen.scale) if screen is not None and screen.scale > 0 else 1.0
     report = _report(func, leaves, settings, scale)
-    if report.failure is not None and report.failure.trouble == "kink":
+    if report.failure is not None and report.failure.trouble in ("kink", "discontinuity"):
         report = _report(func, _moved(leaves, settings), settings, scale)
     verdict = "right"
     if not report.passed and report.verdict != "not converged":
@@ -163,7 +163,7 @@ def _report(func: Callable[..., Any], leaves: list[Tensor], settings: Settings, 
 
 
 def _moved(leaves: list[Tensor], settings: Settings) -> list[Tensor]:
-    """Points next to the inputs, because inputs in a model are often at kinks, for example zeros after a relu."""
+    """Points next to the inputs, which in a model are often at kinks or jumps, for example zeros after a relu."""
     moved = []
     for i, leaf in enumerate(leaves):
         value = leaf.detach()

@@ -41,6 +41,7 @@ CauseName = Literal[
     "truncation",
     "rounding",
     "kink",
+    "discontinuity",
     "low precision",
     "not finite",
     "modes disagree",

@@ -42,7 +42,7 @@ FailureKind = Literal[
 ]
 """What failed, in one or two words."""
 
-Trouble = Literal["kink", "low precision", "not converged", "not finite"]
+Trouble = Literal["kink", "discontinuity", "low precision", "not converged", "not finite"]
 """Special properties of a derivative that re-measuring with many steps found."""
 
 

@@ -155,10 +155,11 @@ def worst_remeasured(
     agrees = (suspects.analytical - values).abs() <= allowed
     shape = suspects.outputs.shape
     doubtful = torch.stack([column.doubtful.reshape(shape).any(1) for column in columns]).any(0)
+    jumps = torch.stack([column.jumps.reshape(shape).any(1) for column in columns]).any(0)
     # Changes of func below its own rounding excuse no gradient.
     converged &= ~(doubtful & agrees)
     off = errors.abs()
-    is_open = agrees & ~converged & ~doubtful & (off <= MOST_UNDECIDED_ERROR * allowed)
+    is_open = agrees & ~converged & ~doubtful & ~jumps & (off <= MOST_UNDECIDED_ERROR * allowed)
     for which in map(int, is_open.nonzero().reshape(-1)):  # subclasses have no tolist
         rows = _rows_of(suspects, which)
         is_open[which] = all(column.is_kink(row, own.atol, own.rtol) for column in columns for row in rows)
@@ -245,9 +246,7 @@ def _survivor_of(suspects: Suspects, columns: list[Refinement], wrong: Tensor) -
         refined = (complex(values[which]), float(errors[which].abs())) if sure else ()
         entries.append(suspects.entry(which, *refined))
     worst = order[0]
-    trouble = _trouble(columns, suspects, worst, bool(converged[worst]))
-    if not trouble[0] and bool(moved[worst]):
-        trouble = "func is not deterministic: evaluated again at the same points, it gives other values", None
+    trouble = _trouble(columns, suspects, worst, bool(converged[worst]), bool(moved[worst]))
     return RemeasuredEntry(
         entries[0], *trouble, _convergence(columns, suspects.outputs.shape, worst), tuple(entries[1:])
     )
@@ -284,9 +283,18 @@ def _entries(columns: list[Tensor]) -> Tensor:
     return torch.complex(column[:, 0], column[:, 1] if column.shape[1] == 2 else torch.zeros_like(column[:, 0]))
 
 
-def _trouble(columns: list[Refinement], suspects: Suspects, worst: int, sure: bool) -> tuple[str, Trouble | None]:
+def _trouble(
+    columns: list[Refinement], suspects: Suspects, worst: int, sure: bool, moved: bool
+) -> tuple[str, Trouble | None]:
     """Special properties of the worst entry's derivative, as a clause and by name."""
     own, width = suspects.tolerances, suspects.outputs.shape[1]
+    jump = max((column.jumps[row].item() for column in columns for row in _rows_of(suspects, worst)), key=abs)
+    if jump and not moved:
+        return (
+            f"func is discontinuous at the inputs: its value changes by {abs(jump):.3g} from one side to the other, "
+            "however small the step is",
+            "discontinuity",
+        )
     for column in columns:
         for row in _rows_of(suspects, worst):
             if column.is_kink(row, own.atol, own.rtol) and not _is_steep(column, row):
@@ -311,6 +319,8 @@ def _trouble(columns: list[Refinement], suspects: Suspects, worst: int, sure: bo
             "the numerical derivative did not converge over steps from 1e-2 down to rounding: func is not smooth there",
             "not converged",
         )
+    if moved:
+        return "func is not deterministic: evaluated again at the same points, it gives other values", None
     return "", None
 
 

@@ -50,6 +50,7 @@ WITHOUT_BLIND_CASE: set[CauseName] = {
     "missing factor",
     "missing term",
     "triangle",
+    "discontinuity",
 }
 
 

@@ -116,6 +116,17 @@ def test_a_kink_far_below_eps_is_no_rounding() -> None:
         assert fastgrad.gradcheck(torch.relu, (leaf(gap, -gap),))
 
 
+@pytest.mark.parametrize("slope", [1.0, 0.0])
+@pytest.mark.parametrize("jump", [-1e-3, 1e-5, 1e-6, -1e-7, 1e-8, 2.5e-9])
+def test_a_jump_at_the_inputs_is_no_rounding(jump: float, slope: float) -> None:
+    x = leaf(0.7, 0.3, -0.4)
+    func = lambda v: slope * v.sin() + jump * (v.detach() > 0.3)  # noqa: E731
+    assert not torch.autograd.gradcheck(func, (x,), raise_exception=False)
+    with pytest.raises(fastgrad.GradcheckError, match=rf"func is discontinuous .* changes by {abs(jump):.3g} from one"):
+        fastgrad.gradcheck(func, (x,))
+    assert fastgrad.gradcheck(func, (x + 1e-9,))  # next to the jump, steps are refined
+
+
 @pytest.mark.parametrize("mode", MODES, ids=["exact", "fast"])
 @pytest.mark.parametrize("x", [0.0, 1e-13, 1e-9, 1e-5])
 @pytest.mark.parametrize("name", CANCELLING)

@@ -933,6 +933,14 @@ NUMBERS = [
         entry=lambda o, i: o == (0,) and i in ((0, 1), (0, 2)),
     ),
     Planted(
+        "one half rounded",
+        "discontinuity",
+        wrong=lambda x: x.sin() + 1e-6 * x.round().detach(),
+        right=lambda x: x.sin() + 1e-6 * x,
+        inputs=leaves(torch.tensor([0.3, 0.5, 0.8], dtype=torch.float64)),
+        entry=lambda o, i: o == i == (1,),
+    ),
+    Planted(
         "logarithm of zero",
         "not finite",
         wrong=torch.log,

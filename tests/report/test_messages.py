@@ -331,6 +331,10 @@ CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
         "is 2.2e+02; "
         "use a larger eps, or subtract the common offset of the values",
     ),
+    "discontinuity": (
+        "probably func is discontinuous at the inputs: its value changes by 1e-06 from one side to the other, however "
+        "small the step is",
+    ),
     "kink": ("probably a kink: the one-sided derivatives are 0 (left) and 2 (right)",),
     "low precision": (
         "probably func computes in float32 and returns double precision: all values of the output are exactly "
