@@ -12,10 +12,17 @@
 
 namespace fastgrad {
 
+// As after an operation in place: operators below autograd do not count as such.
+inline void count_as_written(const at::Tensor& tensor) {
+  if (!tensor.is_inference()) {
+    tensor.unsafeGetTensorImpl()->bump_version();
+  }
+}
+
 // Torch's checker does the same, so a function that keeps results by a tensor's identity or address gives wrong ones.
 class ReusedTensor {
  public:
-  // The last tensor, if it still looks as it was made; otherwise a new one from make().
+  // The last tensor, if it still looks as it was made; otherwise a new one from make(). The caller writes new values.
   template <typename Make>
   const at::Tensor& next(const Make& make) {
     if (!looks_as_made()) {
@@ -25,6 +32,7 @@ class ReusedTensor {
       sizes_ = tensor_.sizes().vec();
       strides_ = tensor_.layout() == at::kStrided ? tensor_.strides().vec() : std::vector<int64_t>();
     }
+    count_as_written(tensor_);
     return tensor_;
   }
 

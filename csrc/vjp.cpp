@@ -39,6 +39,7 @@ namespace {
 // A cotangent with this value at one coordinate and zeros elsewhere.
 void set_one_hot(const at::Tensor& cotangent, int64_t coordinate, double value) {
   const BelowAutograd guard;
+  count_as_written(cotangent);
   if (is_small_and_plain(cotangent)) {
     double* const values = cotangent.mutable_data_ptr<double>();
     std::fill_n(values, cotangent.numel(), 0.0);

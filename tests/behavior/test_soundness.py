@@ -706,6 +706,28 @@ def test_gradients_that_are_kept_by_the_identity_of_grad_output(n: int, fast_mod
     assert not fastgrad.gradcheck(func, (x,), fast_mode=fast_mode, raise_exception=False)
 
 
+@pytest.mark.parametrize("keywords", [{"engine": "dense"}, {}, {"fast_mode": True}], ids=str)
+@pytest.mark.parametrize("n", [1, 3, 12, 200])
+def test_the_version_of_grad_output_counts_its_values(n: int, keywords: dict[str, Any]) -> None:
+    """As with the checker of torch, which writes into one grad_output, its version tells that it has other values."""
+    kept: list[tuple[Tensor, int, Tensor]] = []
+
+    def keeps_by_version(grad_output: Tensor, x: Tensor) -> Tensor:
+        for one, version, gradient in kept:
+            if one is grad_output and version == one._version:
+                return gradient.clone()
+        kept.append((grad_output, grad_output._version, grad_output * x.cos()))
+        return kept[-1][2].clone()
+
+    x = torch.randn(n, dtype=torch.float64, requires_grad=True)
+    func = custom(torch.sin, keeps_by_version)
+    assert torch.autograd.gradcheck(func, (x,))
+    assert fastgrad.gradcheck(func, (x,), **keywords)
+    func = custom(torch.sin, lambda g, x: g * x.cos() * (1.1 if g._version else 1.0))
+    assert not torch.autograd.gradcheck(func, (x,), raise_exception=False)
+    assert not fastgrad.gradcheck(func, (x,), raise_exception=False, **keywords)
+
+
 @pytest.mark.parametrize("keywords", [{}, {"fast_mode": True}, {"check_backward_ad": False}], ids=str)
 @pytest.mark.parametrize("n", [2, 3, 12, 200])
 @pytest.mark.parametrize("key", [id, torch.Tensor.data_ptr])
