@@ -56,9 +56,10 @@ class _Pair:
         elements = np.zeros((count, 1), dtype=np.int64)
         for dim, size in enumerate(block.tensor.shape):
             values = known[dim][:, None, None] if dim in known else np.arange(size)
-            elements = (elements[..., None] * size + values).reshape(count, -1)
+            elements = elements[..., None] * size + values
+            elements = elements.reshape(count, math.prod(elements.shape[1:]))  # -1 would need elements
         columns = block.first + elements[..., None] * block.width + np.arange(block.width)
-        return columns.reshape(count, -1), has_entries
+        return columns.reshape(count, self.columns_of_each), has_entries
 
 
 def probes_to_align(inputs: Sequence[Block], outputs: Sequence[Block]) -> int:

@@ -818,6 +818,14 @@ def test_a_jvp_that_modifies_its_tangent_fails(
     assert "modifies the tangent of" in str(report)
 
 
+@pytest.mark.parametrize("keywords", [{}, {"engine": "compressed"}, {"fast_mode": True}], ids=str)
+@pytest.mark.parametrize("checker", [fastgrad.gradcheck, fastgrad.gradgradcheck])
+def test_an_input_without_elements_beside_many(checker: Any, keywords: dict[str, Any]) -> None:
+    x, y, empty = (torch.randn(n, dtype=torch.float64, requires_grad=True) for n in (100, 100, 0))
+    assert checker(lambda x, empty, y: (x.sin() * y, 2 * empty), (x, empty, y), **keywords)
+    assert checker(lambda x, empty: torch.cat([x, empty]).sin(), (x, empty), **keywords)
+
+
 @pytest.mark.parametrize("second_order", [False, True])
 @pytest.mark.parametrize("fast_mode", [False, True])
 def test_an_empty_output_before_one_with_a_single_element(fast_mode: bool, second_order: bool) -> None:

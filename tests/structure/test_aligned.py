@@ -62,6 +62,8 @@ def guessed(func: Func, shapes: Shapes) -> tuple[np.ndarray, Pattern | None]:
         pytest.param(torch.diagonal, ((5, 5),), id="a diagonal"),
         pytest.param(torch.cdist, ((5, 3), (4, 3)), id="distances"),
         pytest.param(lambda x: x.transpose(1, 2).cumsum(0), ((3, 4, 5),), id="transposed"),
+        pytest.param(lambda x, y: (x.sin(), 2 * y), ((4,), (0,)), id="an input without elements"),
+        pytest.param(lambda x, y: (x.sin(), 2 * y), ((4, 4), (4, 0)), id="a dimension of size 0"),
     ],
 )
 def test_the_pattern_is_that_of_the_jacobian(func: Func, shapes: Shapes) -> None:
