@@ -129,7 +129,7 @@ void three_points(
     const double second = p[i] + m[i] - 2 * y[i];
     const double rounding = std::fabs(y[i]) * at.ulp / at.step;
     const double off = std::fabs(h[i] - y[i] - (p[i] - m[i]) / 4 - second / 8) * of_cubic;
-    // A few units of rounding of four values are no more than the rounding of a difference.
+    // A deviation of a few units of rounding shows no cubic term: only the rounding of a difference counts then.
     noise[i] = louder(off <= 4 * rounding ? rounding : off, noise[i]);
     h[i] = std::fabs(second) / (2 * at.step);
     error.curvature += h[i] * h[i];

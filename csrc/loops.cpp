@@ -221,8 +221,8 @@ void check_in_place(const std::vector<InputBlock>& inputs) {
   for (size_t k = 0; k < inputs.size(); ++k) {
     TORCH_CHECK(
         is_in_place(inputs[k]), "func, or its backward, freed or replaced the memory of differentiable input ", k,
-        ", as `x.data = ...` and `x.untyped_storage().resize_(0)` do: gradients are checked in that memory, so leave "
-        "it to the input, and change its values in place or a copy of it.");
+        ", as `x.data = ...` and `x.untyped_storage().resize_(0)` do: fastgrad perturbs the input in that memory. "
+        "Change the values in place, or change a copy of the input.");
   }
 }
 

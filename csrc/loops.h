@@ -342,10 +342,10 @@ bool is_custom(const torch::autograd::Node& node);
 enum class Layout : int64_t { contiguous, gapped, offset, expanded };
 
 // V J in coordinates: row k of the result (float64, shape (count, coordinates of all inputs end to end)) = the
-// VJP of row k of cotangents (float64, shape (count, coordinates of all outputs end to end)). layouts: for each row the
-// Layout that autograd is given it in; empty: contiguous, for every row. only: for each row the one output that gets a
-// grad_output, or -1 for all; empty: all, for every row. A single row may be autograd's own memory, where nobody else
-// has it.
+// VJP of row k of cotangents (float64, shape (count, coordinates of all outputs end to end)). layouts: the Layout of
+// the grad_output for each row; empty: contiguous for all rows. only: for each row the one output that gets a grad_output,
+// or -1 if all outputs get one; empty: all outputs, for all rows. The result for a single row may be the tensor that
+// autograd returned, if nothing else refers to it.
 std::tuple<at::Tensor, GradientsMatch> vjp_coordinates(
     Graph& graph, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
     const std::vector<int64_t>& layouts, const std::vector<int64_t>& only);
@@ -360,8 +360,9 @@ std::tuple<int64_t, std::optional<at::Tensor>, GradientsMatch> first_other_vjp(
 // Analytical rows of one output: row i of `rows` becomes the VJP with the one-hot cotangent at element
 // first + i of output, 1 or, for `imaginary`, 1j. Row i of `repeated`, which may have fewer rows,
 // becomes the VJP with `repeat_scale` times that cotangent, run right after and divided by
-// repeat_scale, a power of two: exact, so that equal rows mean a backward that is deterministic and,
-// for a scale other than 1, homogeneous. Where that overflows and the row does not, the scale is 1 / repeat_scale.
+// repeat_scale, a power of two. This division is exact, so equal rows mean that the backward is deterministic and,
+// for a scale other than 1, homogeneous. Where the scaled row overflows and the row does not, the scale is
+// 1 / repeat_scale.
 // rows, repeated: float64, shape (count, coordinates of all inputs end to end), mutated in place.
 GradientsMatch vjp_rows(
     Graph& graph, int64_t output, const std::vector<InputBlock>& inputs, int64_t first, bool imaginary,
@@ -394,8 +395,8 @@ bool runs_no_custom_code(const std::vector<at::Tensor>& outputs, const std::vect
 // The nodes of the graph behind outputs, and how many of them are custom Functions; no more than `most` are visited.
 std::tuple<int64_t, int64_t> count_nodes(const std::vector<at::Tensor>& outputs, int64_t most);
 
-// The ids of the streams that the backward of `outputs` with respect to `inputs` runs on, each once; of a backward
-// on the CPU none.
+// The ids of the streams that the backward of `outputs` with respect to `inputs` runs on, each once; none for a
+// backward on the CPU.
 std::vector<int64_t> backward_streams(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs);
 
 // What all VJPs of a small problem gave.

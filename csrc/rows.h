@@ -73,8 +73,8 @@ inline bool is_plain(const at::Tensor& tensor) {
 // Whether they are few: copying them needs no operator and no view of the target.
 inline bool is_small_and_plain(const at::Tensor& tensor) { return tensor.numel() <= small_size && is_plain(tensor); }
 
-// matrix[row, offset : offset + size], which must be within it, as one view: on a device each costs about as much as a
-// launch. matrix: two dimensions.
+// matrix[row, offset : offset + size], which must be within it, as a single view, because on a device each view costs
+// about as much as a kernel launch. matrix: two dimensions.
 inline at::Tensor row_segment(const at::Tensor& matrix, int64_t row, int64_t offset, int64_t size) {
   return at::as_strided(
       matrix, {size}, {matrix.stride(1)}, matrix.storage_offset() + row * matrix.stride(0) + offset * matrix.stride(1));

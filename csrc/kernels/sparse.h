@@ -12,7 +12,7 @@ FASTGRAD_HOST_DEVICE bool is_within(int64_t index, int64_t size) {
   return static_cast<uint64_t>(index) < static_cast<uint64_t>(size);
 }
 
-// The entry at a position of a compressed row or column; no subtrahend: null.
+// The entry at a position of a compressed row or column, minus that of `subtrahend` unless this is null.
 FASTGRAD_HOST_DEVICE double decompressed(const double* compressed, const double* subtrahend, int64_t position) {
   return subtrahend == nullptr ? compressed[position] : compressed[position] - subtrahend[position];
 }

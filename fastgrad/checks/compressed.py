@@ -199,7 +199,7 @@ def numerical_entries(
     Returns the pattern with its groups, the entries, and the size from which an entry outside the pattern is detected.
     """
     for compression, verdict in _compressions(problem, settings, look):
-        # Outputs move along random directions as the numerical entries predict.
+        # No suspects: along random directions, the outputs change as the numerical entries predict.
         if not verdict.numerical_suspects and verdict.of_func.certify(None) == []:
             return compression, verdict.numerical, verdict.of_func.bound
     return None
@@ -304,7 +304,7 @@ class _Verdict:
             self._look.irreproducible.append("in replays")
 
     def is_certified(self, values: Tensor) -> bool:
-        """Whether analytical entries add up to products of the backward and, if it is custom, are those of rows."""
+        """Whether sums of analytical entries equal VJPs and, for a custom backward, the entries equal single rows."""
         certificate, rows = self._certificate_of(values, self._calls), (0, self._problem.m - 1)
         return certificate.explains_products() and (not self._problem.is_custom or certificate.explains_rows(rows))
 
@@ -587,9 +587,10 @@ def _agreeing_pairs(
 def _with_entries_elsewhere(
     problem: Problem, findings: Findings, failure: Failure, elsewhere: Failure | Incomplete, lacks_entries: bool
 ) -> Failure:
-    """A mismatch on the pattern, or a larger one outside of it; if there may be more, the message says "at least".
+    """The mismatch on the pattern, or a larger one outside of it; its message says "at least" if there may be more.
 
-    elsewhere: what the certificate of the backward found outside of the pattern; lacks_entries: whether there are any.
+    elsewhere: what the certificate of the backward found outside of the pattern; lacks_entries: whether the pattern
+    lacks nonzero entries.
     """
     comparison = failure.comparison
     if comparison is None:

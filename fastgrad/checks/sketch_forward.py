@@ -121,7 +121,7 @@ class _ForwardScreen:
             if failure is not None:
                 return failure
             self._unresolved = max(self._unresolved, found.unresolved)
-        # The components of a direction are at least 1/2, and its difference is off by the noise.
+        # The components of a direction are at least 1/2 in magnitude. Noise is the error of its difference.
         resolution = 2 * (self._allowed(differences, tangents) + differences.noise).amax(0)
         self._verify(differences, excess, errors.abs().nan_to_num(torch.inf), resolution)
         return None

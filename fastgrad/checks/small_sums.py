@@ -258,7 +258,7 @@ def _all_vjps(
         if not bool((beyond <= 0).all()):
             check.moved = bool((beyond > 0).any()) and bool(beyond.isfinite().all())
             return None
-    # Any call on a graph may be wrong; this is about the tenth.
+    # A backward may be wrong only from some later call on the same graph on. This is about the tenth call.
     if (problem.is_custom or not torch.equal(again, early)) and _repeat(
         check, settings, made, gradients, [REPEATED], run_again=[REPEATED]
     ) is None:

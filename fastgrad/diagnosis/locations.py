@@ -295,7 +295,7 @@ def _region(places: _WrongElements, name: str) -> Cause | None:
     if values is None or values.is_complex() or not bool(values.isfinite().all()):
         return None
     if not float(places.excess[~bad].max()) <= min(0.1, float(places.excess[bad].min()) / JUMP):
-        return None  # wrong formulas are nearly right somewhere, too
+        return None  # no gap between right and wrong elements: the formula itself is wrong
     exactly = _single_value(places, name)
     if exactly is not None:
         return exactly

@@ -81,7 +81,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Combination:
-    """A combination of outputs, or a row, and its gradient: row is negative where it is none; w of shape (m,)."""
+    """A weighted sum of outputs, or a single output, and its gradient.
+
+    row: the number of a single output; negative for a sum of several. w: the weights, shape (m,).
+    """
 
     row: int
     w: Tensor

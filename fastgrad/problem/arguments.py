@@ -77,13 +77,13 @@ def refuse_function_class(func: object) -> None:
 
 
 class Call:
-    """func(*inputs, **kwargs) as a function of the tensors among them that are checked, flat in and flat out.
+    """func(*inputs, **kwargs) as a function of the checked tensors: it takes and returns flat sequences of tensors.
 
     A context manager: on leaving it, a module's buffers are as they were on entering.
 
-    Every call gets containers of its own, so that func may change them, around the caller's own tensors or
-    what the checker puts in their place. The parameters of a module are perturbed in place; only
-    if the checker puts something else in their place (dual tensors), the module is called with that.
+    Every call gets new containers, so that func may change them. They hold the caller's own tensors, or those
+    that the checker passes instead. The parameters of a module are perturbed in place. If the checker passes
+    other tensors instead of them (dual tensors), the module is called with these.
 
     Attributes
     ----------
@@ -194,9 +194,9 @@ def _checked_parameters(module: torch.nn.Module) -> list[_Parameter]:
 class Buffers:
     """The buffers of a module (for example running statistics), which are restored before every call.
 
-    A copy of each is taken at once, but only what changes is written: where a version counter moved and, as
-    operators may write past it, where the first call changed a value. Not after a call: its backward may need
-    what it left.
+    All buffers are copied at the beginning. Only those that changed are restored: those whose version counter
+    increased and, because some operators write without increasing it, those whose values the first call changed.
+    They are not restored right after a call, because its backward may need the values that the call left.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:

@@ -86,7 +86,7 @@ def first_look(problem: Problem, settings: Settings) -> FirstLook:
         return clock(problem.device) - start
 
     def look(record: bool, reacted: NDArray[np.bool_] | None, *seconds: float) -> FirstLook:
-        # The least of them: another process may have had the processor, or a library was initialized in one.
+        # The shortest time: in the other calls, another process may have run, or a library was initialized.
         usual = usual_seconds(problem, min(problem.undisturbed_seconds, *seconds))
         return FirstLook(record, base, moved, reacted, usual, seconds[-1])
 

@@ -108,7 +108,7 @@ class Backward:
         self.exist: list[bool] = []
 
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
-        """The gradients with respect to the inputs that require grad, those left out that do not matter."""
+        """The gradients with respect to the inputs that require grad; those that are None are left out."""
         if self._by_transforms:
             return self._transformed(*arguments)
         gradients = self._recorded(*arguments) if torch.is_grad_enabled() else self._unrecorded.call(arguments)
@@ -175,7 +175,7 @@ def _refuse_outputs(outputs: int, grad_outputs: int) -> None:
 
 
 def _all_differentiable(gradients: list[Tensor | None], arguments: list[Tensor]) -> list[Tensor | None]:
-    """Gradients that all require grad if one does: one that is detached has a derivative of zero, which is checked."""
+    """Makes all gradients require grad if one does: a detached one then has a derivative of zero, which is checked."""
     is_detached = [gradient is not None and not gradient.requires_grad for gradient in gradients]
     if not any(is_detached) or not any(gradient is not None and gradient.requires_grad for gradient in gradients):
         return gradients

@@ -83,7 +83,7 @@ def svg(
     drawn = f'<svg viewBox="-1 -1 {right + 2} {bottom + 2}" style="max-width: {right + 2}px">{"".join(parts)}</svg>'
     notes = []
     if len(shape) > 2:
-        of_tiles = f"the {len(shown)} of {count} with the largest errors are drawn" if len(shown) < count else ""
+        of_tiles = f"the {len(shown)} of {count} with the largest errors are shown" if len(shown) < count else ""
         dimensions = "dimension" if len(shape) == 3 else f"{len(shape) - 2} dimensions"
         notes.append(f"There is a tile for each index of the first {dimensions}{'; ' if of_tiles else ''}{of_tiles}.")
     if high * wide > 1:

@@ -152,9 +152,9 @@ def _panels(report: ReportData) -> list[_Panel]:
 def _sampled(report: ReportData, entries: _Entries) -> str:
     comparison = report.failure.comparison if report.failure else None
     if comparison is None or entries.error.size >= comparison.entries:
-        return "All entries are drawn."
+        return "All entries are shown."
     return (
-        f"{entries.error.size} of {comparison.entries} entries are drawn, {int(entries.failing.sum())} of them wrong."
+        f"{entries.error.size} of {comparison.entries} entries are shown, {int(entries.failing.sum())} of them wrong."
     )
 
 

@@ -228,7 +228,7 @@ class Workers(Ranks):
             found = self._get(f"work {number}")
             if isinstance(found, Report):
                 self._put(f"{self.rank} is done", None)
-                with suppress(dist.DistNetworkError):  # rank 0 may end with the store, once all are done
+                with suppress(dist.DistNetworkError):  # once all are done, rank 0 may exit and close the store
                     self._wait("all are done")
                 return found
             if isinstance(found, Work):

@@ -365,12 +365,12 @@ def probes_to_arrange(blocks: Sequence[Block]) -> int:
 
 
 class Refinement:
-    """One side of the pattern, from blocks of sources that are halved level by level.
+    """The columns or the rows of the pattern, found by probing blocks of sources that are halved level by level.
 
     Columns: the sources are the coordinates of the inputs, the targets those of the outputs, and a
     probe is an evaluation. Rows: the other way round, and a probe is a VJP. Blocks that share no
     target are probed at once. Dimensions along which half of a tensor reaches fewer targets than the
-    whole are halved first: a convolution shows its windows before its channels.
+    whole are halved first: for a convolution, the spatial dimensions before the channels.
 
     Attributes
     ----------

@@ -44,7 +44,7 @@ class Row:
 
 
 def rows(seconds: float, device: str) -> Iterator[Row]:
-    """Measures the operators with both checkers in turn, within about a number of seconds."""
+    """Times both checkers in turn on the operators, for about `seconds` seconds in all."""
     cases = _operators(device)
     for number, (name, func, inputs) in enumerate(cases):
         for fast_mode in (False, True):

@@ -1,4 +1,4 @@
-"""Measures located entries separately: wrong by the elementwise rule at eps and at other steps, or not."""
+"""Measures located entries one by one, at eps and at other steps, and applies the elementwise tolerance rule."""
 
 from __future__ import annotations
 

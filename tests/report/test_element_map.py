@@ -60,7 +60,7 @@ def test_of_many_tiles_the_worst_are_drawn() -> None:
     found, note = drawn_of((100, 2, 2), errors)
     titles = {title for title in found.values() if title}
     assert titles == {f"error {tile}" for tile in range(100 - MOST_TILES, 100)}
-    assert f"the {MOST_TILES} of 100 with the largest errors are drawn" in note
+    assert f"the {MOST_TILES} of 100 with the largest errors are shown" in note
 
 
 @pytest.mark.parametrize("shape", [(10**9,), (10**9, 1), (1, 10**9), (30_000, 30_000), (50, 50, 300, 300)])

@@ -248,7 +248,7 @@ def test_small_jacobians_are_drawn_whole_without_a_sample() -> None:
     shades = image.get_array()
     assert shades is not None
     np.testing.assert_array_equal(np.argwhere(np.ma.filled(shades, -9) > 0), [[3, 3]])
-    assert "All entries are drawn." in report.to_html()
+    assert "All entries are shown." in report.to_html()
 
 
 def test_otherwise_the_worst_entries_are() -> None:

@@ -102,8 +102,8 @@ def check_in_place(inputs: Sequence[InputBlock]) -> None:
         if not block.is_in_place():
             raise RuntimeError(
                 f"func, or its backward, freed or replaced the memory of differentiable input {k}, as `x.data = ...` "
-                "and `x.untyped_storage().resize_(0)` do: gradients are checked in that memory, so leave it to the "
-                "input, and change its values in place or a copy of it."
+                "and `x.untyped_storage().resize_(0)` do: fastgrad perturbs the input in that memory. Change the "
+                "values in place, or change a copy of the input."
             )
 
 

@@ -149,16 +149,16 @@ LAYERS = [
         at([[[[0.2, -0.2], [-0.7, 0.4]]]]),
     ),
     Shipped(
-        "bilinear enlarging reads the wrong column where height exceeds width", "torch-xpu-ops",
+        "bilinear upsampling reads the wrong column where height exceeds width", "torch-xpu-ops",
         "https://github.com/intel/torch-xpu-ops/pull/4380",
         function(_enlarged, _enlarged_column_by_height), _enlarged, normal((1, 1, 3, 2)), normal((1, 1, 2, 3)),
     ),
     Shipped(
-        "linear enlarging sums over too narrow a window", "FlagGems", FLAG_GEMS + "issues/5218",
+        "linear upsampling sums over too narrow a window", "FlagGems", FLAG_GEMS + "issues/5218",
         function(_to_ten, _to_ten_within_a_window), _to_ten, normal((1, 1, 2)), normal((1, 1, 4)),
     ),
     Shipped(
-        "enlarging overwrites what another use of its input has accumulated", "Candle",
+        "upsampling overwrites what another use of its input has accumulated", "Candle",
         "https://github.com/huggingface/candle/pull/3507",
         function(_doubled_beside_exp, lambda g, x: derived(_doubled)(g[..., : 2 * x.shape[-1]], x)[0]),
         _doubled_beside_exp, normal((1, 1, 3)), normal((1, 1, 3)),

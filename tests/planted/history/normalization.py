@@ -74,7 +74,7 @@ def _of_weight_one() -> tuple[Tensor, ...]:
 
 NORMALIZATION = [
     Shipped(
-        "layer_norm takes its input for two-dimensional", "FlagGems", FLAG_GEMS + "issues/5392",
+        "layer_norm treats its input as two-dimensional", "FlagGems", FLAG_GEMS + "issues/5392",
         function(_layer_norm, _layer_norm_of_two_dimensions), _layer_norm, normal((2, 2, 3)), normal((3, 4)),
     ),
     Shipped(
@@ -83,7 +83,7 @@ NORMALIZATION = [
         normal((3, 4), (4,)), normal((3, 4), (4,)),
     ),
     Shipped(
-        "batch_norm takes mean and variance for constants", "Deeplearning4j",
+        "batch_norm treats mean and variance as constants", "Deeplearning4j",
         "https://github.com/deeplearning4j/deeplearning4j/pull/8379",
         function(_batch_norm, _batch_norm_constant), _batch_norm, normal((4, 2)), normal((4, 2)),
     ),
