@@ -343,9 +343,9 @@ enum class Layout : int64_t { contiguous, gapped, offset, expanded };
 
 // V J in coordinates: row k of the result (float64, shape (count, coordinates of all inputs end to end)) = the
 // VJP of row k of cotangents (float64, shape (count, coordinates of all outputs end to end)). layouts: the Layout of
-// the grad_output for each row; empty: contiguous for all rows. only: for each row the one output that gets a grad_output,
-// or -1 if all outputs get one; empty: all outputs, for all rows. The result for a single row may be the tensor that
-// autograd returned, if nothing else refers to it.
+// the grad_output for each row; empty: contiguous for all rows. only: for each row the one output that gets a
+// grad_output, or -1 if all outputs get one; empty: all outputs, for all rows. The result for a single row may be the
+// tensor that autograd returned, if nothing else refers to it.
 std::tuple<at::Tensor, GradientsMatch> vjp_coordinates(
     Graph& graph, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
     const std::vector<int64_t>& layouts, const std::vector<int64_t>& only);
