@@ -62,8 +62,6 @@ def guessed(func: Func, shapes: Shapes) -> tuple[np.ndarray, Pattern | None]:
         pytest.param(torch.diagonal, ((5, 5),), id="a diagonal"),
         pytest.param(torch.cdist, ((5, 3), (4, 3)), id="distances"),
         pytest.param(lambda x: x.transpose(1, 2).cumsum(0), ((3, 4, 5),), id="transposed"),
-        pytest.param(lambda x, y: (x.sin(), 2 * y), ((4,), (0,)), id="an input without elements"),
-        pytest.param(lambda x, y: (x.sin(), 2 * y), ((4, 4), (4, 0)), id="a dimension of size 0"),
     ],
 )
 def test_the_pattern_is_that_of_the_jacobian(func: Func, shapes: Shapes) -> None:
@@ -91,6 +89,14 @@ def test_the_pattern_is_that_of_the_jacobian(func: Func, shapes: Shapes) -> None
 )
 def test_no_alignment(func: Func) -> None:
     assert guessed(func, ((8,),))[1] is None
+
+
+@pytest.mark.parametrize("empty", [(0,), (4, 0), (0, 4)])
+def test_blocks_without_elements(empty: tuple[int, ...]) -> None:
+    matrix, shapes = np.eye(16, dtype=np.bool_), ((4, 4), empty)
+    pattern = guess_aligned(oracle(matrix)[0], blocks(*shapes), blocks(*shapes), lambda _: True)
+    assert pattern is not None
+    assert np.array_equal(dense(pattern), matrix)
 
 
 def test_complex_elements_have_two_coordinates() -> None:
