@@ -52,6 +52,16 @@ std::vector<at::Tensor> differentiable(const py::object& result) {
   return outputs;
 }
 
+std::vector<at::Tensor> copies_of(const std::vector<at::Tensor>& tensors) {
+  const BelowAutograd guard;
+  std::vector<at::Tensor> copies;
+  copies.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) {
+    copies.push_back(tensor.clone());
+  }
+  return copies;
+}
+
 py::tuple part(const py::tuple& values, size_t begin, size_t end) {
   return py::reinterpret_steal<py::tuple>(
       PyTuple_GetSlice(values.ptr(), static_cast<Py_ssize_t>(begin), static_cast<Py_ssize_t>(end)));
@@ -88,13 +98,7 @@ UnrecordedBackward::Forward UnrecordedBackward::forward(
   if (outputs.empty() || outputs.size() != grad_outputs.size()) {
     refuse_(outputs.size(), grad_outputs.size());
   }
-  std::vector<at::Tensor> values;
-  values.reserve(inputs.size());
-  for (const at::Tensor& input : inputs) {
-    const BelowAutograd guard;
-    values.push_back(input.clone());
-  }
-  return {Graph(std::move(outputs), inputs), inputs, std::move(values)};
+  return {Graph(std::move(outputs), inputs), inputs, copies_of(inputs)};
 }
 
 std::vector<at::Tensor> UnrecordedBackward::call(const py::tuple& arguments) {
@@ -124,8 +128,10 @@ std::vector<at::Tensor> UnrecordedBackward::call(const py::tuple& arguments) {
     kept_.reset();  // before the next: two graphs may not fit
     kept_ = forward(given, grad_outputs, inputs);
   }
-  std::vector<at::Tensor> gradients = kept_->graph.all().vjp(cotangents);
-  if (is_kept && !reuses_) {
+  const bool is_tested = is_kept && !reuses_;
+  // A backward may write into its grad_outputs, and the test runs it twice.
+  std::vector<at::Tensor> gradients = kept_->graph.all().vjp(is_tested ? copies_of(cotangents) : cotangents);
+  if (is_tested) {
     std::vector<at::Tensor> again = forward(given, grad_outputs, inputs).graph.all().vjp(cotangents);
     reuses_ = std::equal(
         gradients.begin(), gradients.end(), again.begin(), again.end(), [](const at::Tensor& a, const at::Tensor& b) {

@@ -24,6 +24,7 @@ class SmallBackward:
         self._problem = problem
         self.is_custom, self.device, self.unit_roundoff = problem.is_custom, problem.device, problem.unit_roundoff
         self.n, self.m, self.vjps = problem.n, problem.m, vjps
+        self.mutates_inputs = problem.evaluator.mutates_inputs
         self.inputs = _blocks(problem.inputs, problem.graph.inputs)
         self.outputs = _blocks(problem.outputs, problem.graph.outputs)
 

@@ -450,10 +450,12 @@ def _details(report: ReportData, failure: Failure, comparison: Comparison) -> li
             f"= atol {own.atol:g} + rtol {own.rtol:g} * |numerical|",
         ]
     found = "" if comparison.exhaustive else " found"
+    # The worst entry, if it was measured again, has the value of other steps.
+    at_eps = " (at eps)" if worst is not None and worst.error is not None else ""
     lines += [
         f"  extent     {extent_line(names, comparison)}",
         f"             largest absolute error{found} {comparison.largest_absolute:.3g}, largest relative error{found} "
-        f"{comparison.largest_relative:.3g}",
+        f"{comparison.largest_relative:.3g}{at_eps}",
     ]
     return lines
 

@@ -34,6 +34,10 @@ FIRST_PRODUCTS = 4
 """How often an exact check repeats the product of all rows. Together with the first call of all, the product takes each
 of the first five positions on a graph once: an error in one of these calls shows, whichever entry is wrong."""
 
+SUM_MULTIPLE = -(2.0**-6)
+"""If a VJP is not the sum of others, the VJP of this multiple tells whether backward is not linear: a limit on the size
+of grad_output, or a case for its sign, no longer applies."""
+
 MOST_CALLS = 128
 """Least number of VJPs of a custom backward, if torch's checker runs as many: a backward that is wrong from one of
 these calls on is found."""
@@ -192,10 +196,9 @@ class RepeatedCalls:
             raise self._raised
         if self._moved is not None:
             return nondeterministic(self._moved)
-        if self._summed is not None and self._sum_moves(*self._summed):
-            return nondeterministic(self._problem.outputs[0])
-        if self._known is None:
-            return None
+        failure = None if self._summed is None else self._sum_failure(*self._summed)
+        if failure is not None or self._known is None:
+            return failure
         moved = self._first_moved(self._known, self._order(one_round))
         self._last = self._problem.vjps
         return None if moved is None else nondeterministic(moved)
@@ -205,9 +208,9 @@ class RepeatedCalls:
         """The failure if a graph gives another gradient after func has been called again.
 
         Later calls may overwrite what the first one saved. torch's checker calls func between the forward and the
-        backward of a graph, too.
+        backward of a graph, too. If func changes its inputs, no graph is valid after another call.
         """
-        if self._known is None:
+        if self._known is None or self._problem.mutates_inputs:
             return None
         problem, settings = self._problem, self._settings
         number, known = self._outputs[0], self._known[:1]
@@ -276,14 +279,30 @@ class RepeatedCalls:
         tolerance = max(self._settings.nondet_tol, self._product_tolerance, self._rounding)
         return [repeated_calls_certificate(what, self._last, tolerance)]
 
-    def _sum_moves(self, cotangent: Tensor, gradient: Tensor, sizes: Tensor) -> bool:
-        """Whether one of the VJPs that were not compared with rows was wrong by the allclose rule."""
+    def _sum_failure(self, cotangent: Tensor, gradient: Tensor, sizes: Tensor) -> Failure | None:
+        """The failure if one of the VJPs that were not compared with rows was wrong, or backward is not linear."""
         again = self._problem.vjp(cotangent[None])[0]
         atol, rtol = tolerances(self._problem, self._settings)
         allowed = atol + rtol * sizes + self._settings.nondet_tol * float(cotangent.abs().sum())
-        # Values that are not finite must be so again, whatever the largest size allows.
-        close = ((again - gradient).abs() <= allowed) & again.isfinite() & gradient.isfinite()
-        return not bool((close | (again == gradient) | (again.isnan() & gradient.isnan())).all())
+
+        def close(left: Tensor, right: Tensor) -> Tensor:
+            # Values that are not finite must be so again, whatever the largest size allows.
+            near = ((left - right).abs() <= allowed) & left.isfinite() & right.isfinite()
+            return near | (left == right) | (left.isnan() & right.isnan())
+
+        if bool(close(again, gradient).all()):
+            return None
+        multiple = self._problem.vjp(SUM_MULTIPLE * cotangent[None])[0]
+        off = (~close(multiple / SUM_MULTIPLE, again)).nonzero().reshape(-1)
+        if not off.numel():
+            return nondeterministic(self._problem.outputs[0])
+        at = int(off[0])
+        block = block_with(self._problem.inputs, at)
+        detail = (
+            f"for one grad_output, the gradient of input {block.index} at {list(block.index_at(at))} is "
+            f"{again[at].item():.6g}, but for {SUM_MULTIPLE:g} times this grad_output it is {multiple[at].item():.6g}"
+        )
+        return Failure.at("nonlinear", input=block, detail=detail)
 
 
 def repeated_calls_certificate(what: str, last: int, tolerance: float) -> Certificate:

@@ -706,6 +706,47 @@ def test_gradients_that_are_kept_by_the_identity_of_grad_output(n: int, fast_mod
     assert not fastgrad.gradcheck(func, (x,), fast_mode=fast_mode, raise_exception=False)
 
 
+@pytest.mark.parametrize("keywords", [{}, {"engine": "compressed"}, {"fast_mode": True}], ids=str)
+@pytest.mark.parametrize("n", [1, 3, 30, 300])
+def test_a_backward_that_writes_into_grad_output_unless_gradients_are_recorded(
+    n: int, keywords: dict[str, Any]
+) -> None:
+    """In `gradgradcheck`, grad_outputs are inputs: each evaluation starts from their values."""
+
+    def square(factor: float) -> Callable[..., Any]:
+        def backward(grad_output: Tensor, x: Tensor) -> Tensor:
+            gradient = 2 * x * grad_output
+            if not torch.is_grad_enabled():
+                grad_output.zero_()
+                gradient *= factor
+            return gradient
+
+        return custom(torch.square, backward)
+
+    x = torch.randn(n, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(square(1.0), (x,))
+    assert fastgrad.gradgradcheck(square(1.0), (x,), **keywords)
+    # torch's checker records all gradients.
+    assert not fastgrad.gradgradcheck(square(1.1), (x,), raise_exception=False, **keywords)
+
+
+@pytest.mark.parametrize("n", [20, 80])
+def test_gradients_that_are_limited_on_the_way_are_no_race(n: int) -> None:
+    """A limit within backward that only large grad_outputs reach, in sums of row groups."""
+
+    def func(x: Tensor, y: Tensor) -> Tensor:
+        sin = x.sin()
+        assert sin.grad_fn is not None
+        sin.grad_fn.register_hook(lambda gradients, _: tuple(g if g is None else g.clamp(-0.5, 0.5) for g in gradients))
+        return (sin * y).sum()
+
+    x, y = (torch.randn(n, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    small = torch.tensor(0.05, dtype=torch.float64, requires_grad=True)
+    for seed in range(3):
+        report = fastgrad.check(func, (x, y), order=2, grad_outputs=small, seed=seed)
+        assert report.failure is None or report.failure.kind == "nonlinear"
+
+
 @pytest.mark.parametrize("keywords", [{"engine": "dense"}, {}, {"fast_mode": True}], ids=str)
 @pytest.mark.parametrize("n", [1, 3, 12, 200])
 def test_the_version_of_grad_output_counts_its_values(n: int, keywords: dict[str, Any]) -> None:
