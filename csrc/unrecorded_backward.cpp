@@ -35,6 +35,10 @@ bool is_same(const at::Tensor& left, const at::Tensor& right) {
   return have_equal_values(left, right);
 }
 
+bool is_same_gradient(const at::Tensor& left, const at::Tensor& right) {
+  return left.defined() && right.defined() ? is_same(left, right) : left.defined() == right.defined();
+}
+
 std::vector<at::Tensor> differentiable(const py::object& result) {
   std::vector<at::Tensor> outputs;
   const auto add = [&](PyObject* value) {
@@ -52,14 +56,13 @@ std::vector<at::Tensor> differentiable(const py::object& result) {
   return outputs;
 }
 
-std::vector<at::Tensor> copies_of(const std::vector<at::Tensor>& tensors) {
-  const BelowAutograd guard;
-  std::vector<at::Tensor> copies;
-  copies.reserve(tensors.size());
+std::vector<uint32_t> versions_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<uint32_t> versions;
+  versions.reserve(tensors.size());
   for (const at::Tensor& tensor : tensors) {
-    copies.push_back(tensor.clone());
+    versions.push_back(tensor.is_inference() ? 0 : tensor._version());
   }
-  return copies;
+  return versions;
 }
 
 py::tuple part(const py::tuple& values, size_t begin, size_t end) {
@@ -98,7 +101,13 @@ UnrecordedBackward::Forward UnrecordedBackward::forward(
   if (outputs.empty() || outputs.size() != grad_outputs.size()) {
     refuse_(outputs.size(), grad_outputs.size());
   }
-  return {Graph(std::move(outputs), inputs), inputs, copies_of(inputs)};
+  std::vector<at::Tensor> values;
+  values.reserve(inputs.size());
+  for (const at::Tensor& input : inputs) {
+    const BelowAutograd guard;
+    values.push_back(input.clone());
+  }
+  return {Graph(std::move(outputs), inputs), inputs, std::move(values)};
 }
 
 std::vector<at::Tensor> UnrecordedBackward::call(const py::tuple& arguments) {
@@ -129,15 +138,14 @@ std::vector<at::Tensor> UnrecordedBackward::call(const py::tuple& arguments) {
     kept_ = forward(given, grad_outputs, inputs);
   }
   const bool is_tested = is_kept && !reuses_;
-  // A backward may write into its grad_outputs, and the test runs it twice.
-  std::vector<at::Tensor> gradients = kept_->graph.all().vjp(is_tested ? copies_of(cotangents) : cotangents);
+  const std::vector<uint32_t> versions = is_tested ? versions_of(cotangents) : std::vector<uint32_t>();
+  std::vector<at::Tensor> gradients =
+      is_tested ? forward(given, grad_outputs, inputs).graph.all().vjp(cotangents) : kept_->graph.all().vjp(cotangents);
   if (is_tested) {
-    std::vector<at::Tensor> again = forward(given, grad_outputs, inputs).graph.all().vjp(cotangents);
-    reuses_ = std::equal(
-        gradients.begin(), gradients.end(), again.begin(), again.end(), [](const at::Tensor& a, const at::Tensor& b) {
-          return a.defined() && b.defined() ? is_same(a, b) : a.defined() == b.defined();
-        });
-    gradients = std::move(again);
+    // A backward that has written into them cannot run on them again.
+    reuses_ = versions_of(cotangents) == versions;
+    const std::vector<at::Tensor> again = *reuses_ ? kept_->graph.all().vjp(cotangents) : gradients;
+    reuses_ = *reuses_ && std::equal(gradients.begin(), gradients.end(), again.begin(), again.end(), is_same_gradient);
   }
   if (!reuses_.value_or(true)) {
     kept_.reset();

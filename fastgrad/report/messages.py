@@ -38,6 +38,9 @@ HEADLINE_CONFIDENCE = 0.85
 MOST_PAIRS = 8
 """Number of pairs that a summary lists."""
 
+LEAST_EXCESS = 0.01
+"""Relative excess of the worst entry's error over the largest error at eps that a message explains."""
+
 MOST_LISTED_INDICES = 4
 """Number of indices along a dimension that an extent lists one by one."""
 
@@ -450,8 +453,9 @@ def _details(report: ReportData, failure: Failure, comparison: Comparison) -> li
             f"= atol {own.atol:g} + rtol {own.rtol:g} * |numerical|",
         ]
     found = "" if comparison.exhaustive else " found"
-    # The worst entry, if it was measured again, has the value of other steps.
-    at_eps = " (at eps)" if worst is not None and worst.error is not None else ""
+    # The worst entry, if it was measured again, has the value of other steps, and may have a larger error.
+    exceeds = worst is not None and worst.difference > (1 + LEAST_EXCESS) * comparison.largest_absolute
+    at_eps = " (at eps)" if exceeds else ""
     lines += [
         f"  extent     {extent_line(names, comparison)}",
         f"             largest absolute error{found} {comparison.largest_absolute:.3g}, largest relative error{found} "

@@ -164,17 +164,17 @@ class UnrecordedBackward:
                 self._kept = None
                 self._kept = self._forward(given, grad_outputs, checked)
             assert self._kept is not None
-            is_tested = is_kept and self._reuses is None
-            # A backward may write into its grad_outputs, and the test runs it twice.
-            copies = [value.detach().clone() for value in grad_outputs] if is_tested else grad_outputs
-            gradients = self._kept[0].vjp(copies)
-            if is_tested:
-                again = self._forward(given, grad_outputs, checked)[0].vjp(grad_outputs)
-                self._reuses = all(
-                    a is b if a is None or b is None else a.layout is b.layout is torch.strided and torch.equal(a, b)
-                    for a, b in zip(gradients, again, strict=True)
-                )
-                gradients = again
+            if not is_kept or self._reuses:
+                return self._kept[0].vjp(grad_outputs)
+            versions = [value._version for value in grad_outputs]
+            gradients = self._forward(given, grad_outputs, checked)[0].vjp(grad_outputs)
+            # A backward that has written into them cannot run on them again.
+            has_written = versions != [value._version for value in grad_outputs]
+            again = gradients if has_written else self._kept[0].vjp(grad_outputs)
+            self._reuses = not has_written and all(
+                a is b if a is None or b is None else a.layout is b.layout is torch.strided and torch.equal(a, b)
+                for a, b in zip(gradients, again, strict=True)
+            )
         return gradients
 
     def _is_kept_at(self, inputs: Sequence[Tensor]) -> bool:
