@@ -1,5 +1,6 @@
 """Jacobians, Hessians and their products, with the signatures of torch.autograd.functional."""
 
-from fastgrad.functional.derivatives import hessian, hvp, jacobian, jvp, vhp, vjp
+from fastgrad.functional.derivatives import hessian, jacobian
+from fastgrad.functional.products import hvp, jvp, vhp, vjp
 
 __all__ = ["hessian", "hvp", "jacobian", "jvp", "vhp", "vjp"]

@@ -132,9 +132,9 @@ class Report(ReportData, Result):
         ValueError
             The report has no entries, for example because the check passed.
         """
-        from fastgrad.report import html
+        from fastgrad.report import figures
 
-        return html.figure(self)
+        return figures.figure(self)
 
     def __repr__(self) -> str:
         """One line: verdict, size of the Jacobian, engine and calls."""

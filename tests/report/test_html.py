@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from fastgrad.report import html
+from fastgrad.report import figures, html
 from fastgrad.report.evidence import Sample
 from fastgrad.report.failure import FailureKind
 from fastgrad.report.report import Report
@@ -237,7 +237,7 @@ def test_a_map_is_never_as_large_as_the_jacobian(failed: Report, size: int) -> N
     (image,) = report.plot().axes[0].get_images()
     shades = image.get_array()
     assert shades is not None
-    assert shades.shape == (html.BINS, html.BINS)
+    assert shades.shape == (figures.BINS, figures.BINS)
     assert (np.ma.filled(shades, -9) > 0).sum() == 1
     assert len(report.to_html()) < 1_000_000
 
