@@ -24,7 +24,7 @@ from fastgrad.problem.coordinates import Block
 from fastgrad.problem.first_look import FirstLook, is_moved
 from fastgrad.problem.problem import Problem
 from fastgrad.report.settings import Settings
-from fastgrad.structure import aligned, sparsity
+from fastgrad.structure import aligned, refinement, sparsity
 from fastgrad.structure.sparsity import Mask, Pattern
 
 
@@ -171,15 +171,15 @@ class Detection(ABC):
         if most is not None:
             budget, if_likely = min(budget, most), min(if_likely, most)
         inputs, outputs = self._blocks
-        if sum(map(sparsity.probes_to_arrange, self._blocks)) >= budget or not self._is_steady:
+        if sum(map(refinement.probes_to_arrange, self._blocks)) >= budget or not self._is_steady:
             return None
         columns = rows = None
         try:
             if watch_outputs:
-                columns = sparsity.Refinement(self._probe_columns, inputs, self._m, splits_hubs)
+                columns = refinement.Refinement(self._probe_columns, inputs, self._m, splits_hubs)
             if watch_gradients:
-                rows = sparsity.Refinement(self._probe_rows, outputs, self._n, splits_hubs)
-            return sparsity.refined(columns, rows, inputs, outputs, self._has_room, budget, if_likely, most is None)
+                rows = refinement.Refinement(self._probe_rows, outputs, self._n, splits_hubs)
+            return refinement.refined(columns, rows, inputs, outputs, self._has_room, budget, if_likely, most is None)
         except Exception as error:
             raise_if_transient(error, self._last_probe)
             return None  # one-hot cotangents, or single steps, may not raise

@@ -1,17 +1,12 @@
-"""Which entries of a Jacobian may differ from zero: guessed from shapes, or found by refinement.
+"""Which entries of a Jacobian may differ from zero: patterns, and guesses of them.
 
-Pipeline: a guess, if it agrees with a first look. Otherwise refinement: blocks of sources (columns or rows) are
-perturbed, the targets (rows or columns) that change are recorded, and blocks are halved until each is resolved. The
-caller must certify the pattern.
-
-Source: Griewank & Mitev, Detecting Jacobian sparsity patterns by Bayesian probing (2002).
+A guess is used if it agrees with a first look; otherwise `refinement` finds a pattern. The caller must certify it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,19 +16,6 @@ from fastgrad.structure import coloring
 from fastgrad.structure.coloring import Indices
 
 Mask = NDArray[np.bool_]
-
-SEPARATES = 0.95
-"""A halving is informative if both halves reach at most this share of the targets of the whole."""
-
-LIKELY_SHARE = 1 / 4
-"""Share of entries not ruled out up to which a structure is likely: compressing by it saves more than the larger budget
-of probes costs."""
-
-PATIENCE = 2
-"""Uninformative halvings in succession after which a block is treated as dense."""
-
-HUB_SHARE = 0.5
-"""A target that more than this share of many blocks reach belongs to a dense row."""
 
 DENSE_SHARE = 1 / 16
 """A row with more than this share of the entries of the fullest row is dense, too."""
@@ -53,9 +35,6 @@ HANDFUL = 8
 BAND = 61
 """Rows between those whose product shows a band, which must be at most half as wide; prime, so that they fall on
 all places of blocks."""
-
-BLOCKS_BEFORE_GIVING_UP = 32
-"""Fewer blocks of columns than this are not informative if rows have many entries."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +108,7 @@ class Pattern:
             kept &= ~np.repeat(rows, np.diff(self.starts))
         if columns is not None:
             kept &= ~columns[self.columns]
-        return replace(self, starts=_starts(kept)[self.starts], columns=self.columns[kept])
+        return replace(self, starts=starts_of(kept)[self.starts], columns=self.columns[kept])
 
     def transposed(self) -> Pattern:
         """The transposed pattern."""
@@ -139,14 +118,14 @@ class Pattern:
     def with_entries(self, rows: Indices, columns: Indices) -> Pattern:
         """The pattern with additional entries: rows and columns of equal shape."""
         rows, columns = np.concatenate([self.rows(), rows]), np.concatenate([self.columns, columns])
-        return replace(_from_entries(rows, columns, self.m, self.n, self.origin), is_numerical=self.is_numerical)
+        return replace(from_entries(rows, columns, self.m, self.n, self.origin), is_numerical=self.is_numerical)
 
 
-def _from_entries(rows: Indices, columns: Indices, m: int, n: int, origin: str) -> Pattern:
+def from_entries(rows: Indices, columns: Indices, m: int, n: int, origin: str) -> Pattern:
     """The pattern of some entries, in any order, possibly with duplicates."""
     in_order = (rows[1:] > rows[:-1]) | ((rows[1:] == rows[:-1]) & (columns[1:] >= columns[:-1]))
     if in_order.all():
-        starts = _starts(np.bincount(rows, minlength=m))
+        starts = starts_of(np.bincount(rows, minlength=m))
     else:
         for _ in range(2):  # a stable sort by columns, then by rows
             order, starts = coloring.bucket(columns, n)
@@ -155,7 +134,7 @@ def _from_entries(rows: Indices, columns: Indices, m: int, n: int, origin: str) 
     again[1:] = (rows[1:] == rows[:-1]) & (columns[1:] == columns[:-1])
     if again.any():
         rows, columns = rows[~again], columns[~again]
-        starts = _starts(np.bincount(rows, minlength=m))
+        starts = starts_of(np.bincount(rows, minlength=m))
     return Pattern(starts, columns, n, origin)
 
 
@@ -169,7 +148,7 @@ def _few_large(counts: Indices) -> Mask:
     return large if large.sum() <= few(counts.size) else np.zeros_like(large)
 
 
-def _starts(counts: Indices | Mask) -> Indices:
+def starts_of(counts: Indices | Mask) -> Indices:
     starts = np.zeros(counts.size + 1, dtype=np.int64)
     np.cumsum(counts, out=starts[1:])
     return starts
@@ -235,7 +214,7 @@ def guess_moved(values: NDArray[np.float64], results: NDArray[np.float64], react
         return None
     places = np.minimum(np.searchsorted(ascending, results), values.size - 1)
     known = ascending[places] == results
-    return Pattern(_starts(known), order[places[known]], values.size, "guessed from values that are only moved")
+    return Pattern(starts_of(known), order[places[known]], values.size, "guessed from values that are only moved")
 
 
 def guess_band(respond: Callable[[Mask], Mask], m: int, n: int, is_symmetric: bool) -> Pattern | None:
@@ -253,7 +232,7 @@ def guess_band(respond: Callable[[Mask], Mask], m: int, n: int, is_symmetric: bo
         return None
     columns = np.arange(m)[:, None] + offsets
     within = (columns >= 0) & (columns < n)
-    return Pattern(_starts(within.sum(1)), columns[within], n, "guessed from one product: a band")
+    return Pattern(starts_of(within.sum(1)), columns[within], n, "guessed from one product: a band")
 
 
 def decode(
@@ -336,7 +315,7 @@ def decoded(
             return None
         columns, rows, probes = found
         origin = f"read from {probes} VJPs, one per bit of the outputs' indices"
-    return _with_whole_elements(_from_entries(rows, columns, m, n, origin), inputs, outputs)
+    return with_whole_elements(from_entries(rows, columns, m, n, origin), inputs, outputs)
 
 
 def _concatenated(arrays: Sequence[Indices], axis: int) -> Indices:
@@ -358,272 +337,7 @@ def separating_columns(pattern: Pattern) -> Mask:
     return separating
 
 
-def probes_to_arrange(blocks: Sequence[Block]) -> int:
-    """The probes that a `Refinement` needs before its first level."""
-    wide = (sum(size > 1 for size in block.tensor.shape) for block in blocks if block.size)
-    return sum(1 + dims for dims in wide if dims > 1)
-
-
-class Refinement:
-    """The columns or the rows of the pattern, found by probing blocks of sources that are halved level by level.
-
-    Columns: the sources are the coordinates of the inputs, the targets those of the outputs, and a
-    probe is an evaluation. Rows: the other way round, and a probe is a VJP. Blocks that share no
-    target are probed at once. Dimensions along which half of a tensor reaches fewer targets than the
-    whole are halved first: for a convolution, the spatial dimensions before the channels.
-
-    Attributes
-    ----------
-    probes
-        Calls of respond so far.
-    last_share
-        The share of possible entries that the last level did not rule out.
-    """
-
-    def __init__(
-        self, respond: Callable[[Mask], Mask], blocks: Sequence[Block], targets: int, splits_hubs: bool = False
-    ) -> None:
-        """respond: maps a selection of sources (shape (sources,)) to that of the targets that react.
-
-        splits_hubs: whether the few targets that most blocks reach are ignored when blocks are kept apart, and
-        taken for dense rows. This separates a structure from the dense rows next to it, on both sides.
-        """
-        self._splits_hubs = splits_hubs
-        self._respond = respond
-        self._targets = targets
-        self._sources = sum(block.size for block in blocks)
-        self.probes = 0
-        self.last_share = 0.5
-        self._order = np.arange(self._sources)
-        self._is_in_order = True
-        blocks = [block for block in blocks if block.size]
-        self._units: list[Indices] = []
-        reached = [self._arrange(block) for block in blocks]
-        # Blocks are intervals of positions in the order.
-        self._first = np.array([block.first for block in blocks], dtype=np.int64)
-        self._last = self._first + np.array([block.size for block in blocks], dtype=np.int64)
-        self._tensor = np.arange(len(blocks))
-        self._idle = np.zeros(len(blocks), dtype=np.int64)
-        self._starts = _starts(np.array([targets.size for targets in reached], dtype=np.int64))
-        self._members = np.concatenate(reached)
-        self._prepare()
-
-    def _probe(self, selection: Mask) -> Indices:
-        self.probes += 1
-        return np.flatnonzero(self._respond(selection))
-
-    def _arrange(self, block: Block) -> Indices:
-        """Moves the separating dimensions of a tensor to the front, and returns the targets of the whole tensor."""
-        shape, width = list(block.tensor.shape), block.width
-        wide = [dim for dim, size in enumerate(shape) if size > 1]
-        reached = np.arange(self._targets)
-        order = list(range(len(shape)))
-        if len(wide) > 1:
-            selection = np.zeros(self._sources, dtype=np.bool_)
-            own = selection[block.slice].reshape(*shape, width)
-            own[...] = True
-            reached = self._probe(selection)
-            separating = []
-            for dim in wide:
-                own[...] = False
-                np.moveaxis(own, dim, 0)[: shape[dim] // 2] = True
-                if self._probe(selection).size <= SEPARATES * reached.size:
-                    separating.append(dim)
-            order = separating + [dim for dim in order if dim not in separating]
-            coordinates = np.arange(block.first, block.end).reshape(*shape, width)
-            permuted = coordinates.transpose(*order, len(shape))
-            self._order[block.slice] = permuted.reshape(-1)
-            self._is_in_order &= order == sorted(order)
-        # Number of elements per index of each dimension, ascending, from one element to the whole.
-        units = {width}
-        inside = width
-        for dim in reversed(order):
-            inside *= shape[dim]
-            units.add(inside)
-        self._units.append(np.array(sorted(units), dtype=np.int64))
-        return reached
-
-    def _prepare(self) -> None:
-        """Finds the blocks to halve next, and colors them."""
-        smallest = np.array([units[0] for units in self._units], dtype=np.int64)
-        blocks = np.bincount(self._tensor, minlength=len(self._units))
-        settled = (self._idle >= PATIENCE) & (blocks[self._tensor] >= BLOCKS_BEFORE_GIVING_UP)
-        divisible = self._last - self._first > smallest[self._tensor]
-        self._active = np.flatnonzero(divisible & ~settled & (np.diff(self._starts) > 0))
-        self._lists = _select(self._starts, self._members, self._active)
-        self._to_hubs = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
-        if self._splits_hubs and self._active.size >= BLOCKS_BEFORE_GIVING_UP:
-            self._split_hubs()
-        self._colors = coloring.color(*self._lists, self._targets)
-
-    def _split_hubs(self) -> None:
-        """Removes hubs (targets of most blocks) from the lists of targets, because they prevent grouping."""
-        starts, members = self._lists
-        hubs = np.bincount(members, minlength=self._targets) > HUB_SHARE * self._active.size
-        if hubs.sum() > MOST_HUBS * self._targets:
-            return
-        of_hubs = hubs[members]
-        self._to_hubs = np.repeat(np.arange(self._active.size), np.diff(starts))[of_hubs], members[of_hubs]
-        self._lists = _starts(~of_hubs)[starts], members[~of_hubs]
-
-    @property
-    def is_done(self) -> bool:
-        """Whether no block is left to halve."""
-        return not self._active.size
-
-    @property
-    def next_cost(self) -> int:
-        """Probes of the next level."""
-        return 0 if self.is_done else 2 * (int(self._colors.max()) + 1)
-
-    @property
-    def entries(self) -> int:
-        """Entries of the pattern as known so far."""
-        return int(((self._last - self._first) * np.diff(self._starts)).sum())
-
-    def _middles(self) -> Indices:
-        """Where to halve the active blocks: between two indices of the outermost dimension that they span."""
-        first, size = self._first[self._active], (self._last - self._first)[self._active]
-        tensor = self._tensor[self._active]
-        middle = np.empty_like(first)
-        for k, units in enumerate(self._units):
-            own = tensor == k
-            unit = units[np.searchsorted(units, size[own]) - 1]
-            middle[own] = first[own] + np.maximum(1, size[own] // unit // 2) * unit
-        return middle
-
-    def refine(self) -> None:
-        """One level: halves all active blocks and probes both halves."""
-        entries = self.entries
-        active, middle = self._active, self._middles()
-        first, last = self._first[active], self._last[active]
-        starts, members = self._lists
-        order, color_starts = coloring.groups(self._colors)
-        # Both halves of a block that reaches a hub are taken to reach it.
-        blocks, hubs = self._to_hubs
-        found: list[Indices] = [hubs, hubs]
-        children: list[Indices] = [2 * blocks, 2 * blocks + 1]
-        for begin, end in pairwise(color_starts.tolist()):
-            chosen = order[begin:end]
-            part_starts, part = _select(starts, members, chosen)
-            owner = np.full(self._targets, -1)
-            owner[part] = np.repeat(chosen, np.diff(part_starts))
-            for side, (low, high) in enumerate(((first, middle), (middle, last))):
-                reacted = self._probe(self._selection(low[chosen], high[chosen]))
-                # A target that no block reached on the previous level belongs to none: certificates will find out.
-                reacted = reacted[owner[reacted] >= 0]
-                found.append(reacted)
-                children.append(2 * owner[reacted] + side)
-        self._replace(middle, np.concatenate(children), np.concatenate(found))
-        self._prepare()
-        self.last_share = self.entries / max(1, entries)
-
-    def _selection(self, first: Indices, last: Indices) -> Mask:
-        marks = np.zeros(self._sources + 1, dtype=np.int8)
-        marks[first] += 1
-        marks[last] -= 1
-        selected = np.cumsum(marks[:-1], dtype=np.int8).view(np.bool_)
-        if self._is_in_order:
-            return selected
-        selection = np.empty_like(selected)
-        selection[self._order] = selected
-        return selection
-
-    def _replace(self, middle: Indices, children: Indices, found: Indices) -> None:
-        """Replaces the active blocks by their halves and the targets of these."""
-        active = self._active
-        pairs, starts = coloring.bucket(children, 2 * active.size)
-        before, after = np.diff(self._starts)[active], np.diff(starts).reshape(-1, 2)
-        separated = (after <= SEPARATES * before[:, None]).any(1)
-        idle = np.where(separated, 0, self._idle[active] + 1)
-        rest = np.delete(np.arange(self._first.size), active)
-        rest_starts, rest_members = _select(self._starts, self._members, rest)
-
-        def halves(values: Indices, left: Indices, right: Indices) -> Indices:
-            return np.concatenate([values[rest], np.stack([left, right], 1).reshape(-1)])
-
-        first, last, tensor = self._first[active], self._last[active], self._tensor[active]
-        self._first, self._last = halves(self._first, first, middle), halves(self._last, middle, last)
-        self._tensor, self._idle = halves(self._tensor, tensor, tensor), halves(self._idle, idle, idle)
-        self._members = np.concatenate([rest_members, found[pairs]])
-        self._starts = np.concatenate([rest_starts, starts[1:] + rest_members.size])
-
-    def targets(self) -> tuple[Indices, Indices]:
-        """The targets of each source, which are those of its block: CSR over the sources, each list ascending."""
-        in_order = np.argsort(self._first)
-        block = np.empty(self._sources, dtype=np.int64)
-        block[self._order] = np.repeat(in_order, (self._last - self._first)[in_order])
-        return _lists(self._starts, self._members, block)
-
-
-def _select(starts: Indices, members: Indices, chosen: Indices) -> tuple[Indices, Indices]:
-    """CSR of the chosen lists; all of them means in their order."""
-    return (starts, members) if chosen.size == starts.size - 1 else _lists(starts, members, chosen)
-
-
-def _lists(starts: Indices, members: Indices, chosen: Indices) -> tuple[Indices, Indices]:
-    """CSR of the lists with these numbers."""
-    counts = np.diff(starts)[chosen]
-    selected = _starts(counts)
-    return selected, members[np.repeat(starts[chosen] - selected[:-1], counts) + np.arange(selected[-1])]
-
-
-def refined(
-    columns: Refinement | None,
-    rows: Refinement | None,
-    inputs: Sequence[Block],
-    outputs: Sequence[Block],
-    has_room: Callable[[int], bool],
-    most_probes: int,
-    most_if_likely: int = 0,
-    may_be_unfinished: bool = True,
-) -> Pattern | None:
-    """The pattern from the side that finishes first; None if it exceeds the numbers of probes or entries.
-
-    The two sides take turns, each until it has taken twice as many probes as the other: a Jacobian may
-    be hopeless from one side and trivial from the other, and VJPs after evaluations need a new graph. A
-    side that gives up, with most entries possible, ends nothing. A side alone takes all turns. Once at most
-    LIKELY_SHARE of all entries are possible, most_if_likely probes are allowed, if that is more; a level beyond
-    most_probes must save more calls than it costs. If probing ends early then, the pattern has all entries that are
-    not ruled out, unless it must be finished.
-    """
-
-    def spent(side: Refinement) -> int:
-        return side.probes + side.next_cost
-
-    sides = [side for side in (columns, rows) if side is not None]
-    side = min(sides, key=spent)
-    n, m = sum(block.size for block in inputs), sum(block.size for block in outputs)
-    while True:
-        settled = [side for side in sides if side.is_done]
-        best = min(settled, key=lambda side: side.entries, default=None)
-        if best is not None and (len(settled) == len(sides) or best.entries <= n * m / 2):
-            break
-        other = sides[sides.index(side) - 1]
-        if side.is_done or (not other.is_done and spent(side) > 2 * spent(other)):
-            side = other
-        is_likely = any(each.entries <= LIKELY_SHARE * n * m for each in sides)
-        most = max(most_probes, most_if_likely) if is_likely else most_probes
-        needed = sum(each.probes for each in sides) + side.next_cost
-        # If entries are spread evenly, so many calls compress them: two evaluations a column group, a VJP a row group.
-        calls = side.entries * (2 / max(1, m) + 1 / max(1, n))
-        if needed > most or (needed > most_probes and side.next_cost > (1 - side.last_share) * calls):
-            if not (is_likely and may_be_unfinished):
-                return None
-            best = min(sides, key=lambda side: side.entries)
-            break
-        side.refine()
-    if not has_room(best.entries):
-        return None
-    starts, members = best.targets()
-    if best is columns:
-        starts, members = coloring.transpose(starts, members, m)
-    probes = (side.probes if side else 0 for side in (columns, rows))
-    pattern = Pattern(starts, members, n, "probed by {} evaluations and {} VJPs".format(*probes))
-    return replace(_with_whole_elements(pattern, inputs, outputs), is_numerical=best is columns)
-
-
-def _with_whole_elements(pattern: Pattern, inputs: Sequence[Block], outputs: Sequence[Block]) -> Pattern:
+def with_whole_elements(pattern: Pattern, inputs: Sequence[Block], outputs: Sequence[Block]) -> Pattern:
     """The pattern extended to all coordinates of each element of an entry."""
     if not any(block.is_complex for block in (*inputs, *outputs)):
         return pattern
@@ -638,7 +352,7 @@ def _with_whole_elements(pattern: Pattern, inputs: Sequence[Block], outputs: Seq
             within = (di < row_widths[i]) & (dj < column_widths[j])
             entries.append((i[within] + di, j[within] + dj))
     i, j = (np.concatenate(side) for side in zip(*entries, strict=True))
-    return _from_entries(i, j, pattern.m, pattern.n, pattern.origin)
+    return from_entries(i, j, pattern.m, pattern.n, pattern.origin)
 
 
 def _elements(blocks: Sequence[Block]) -> tuple[Indices, Indices]:

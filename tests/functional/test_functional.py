@@ -14,8 +14,8 @@ from torch.autograd import functional as torchs
 import fastgrad
 from fastgrad import functional
 from fastgrad.functional import compressed
-from fastgrad.structure import sparsity
-from fastgrad.structure.sparsity import Pattern
+from fastgrad.structure import refinement, sparsity
+from fastgrad.structure.sparsity import Pattern, from_entries
 from tests import processes
 from tests.properties.programs import generate
 
@@ -385,11 +385,11 @@ def test_a_wrong_pattern_is_noticed(name: str, func: Callable[..., Any], monkeyp
         rows = pattern.rows()
         pairs = [k for k in range(pattern.nnz) if {rows[k], pattern.columns[k]} != {150, 151}]
         assert len(pairs) < pattern.nnz
-        return sparsity._from_entries(rows[pairs], pattern.columns[pairs], pattern.m, pattern.n, "")
+        return from_entries(rows[pairs], pattern.columns[pairs], pattern.m, pattern.n, "")
 
     monkeypatch.setattr(sparsity, "guess_band", lambda *arguments: None)
-    refined = sparsity.refined
-    monkeypatch.setattr(sparsity, "refined", without_an_entry)
+    refined = refinement.refined
+    monkeypatch.setattr(refinement, "refined", without_an_entry)
     assert_same(getattr(functional, name)(func, x), getattr(torchs, name)(func, x))
     assert calls == 1
     assert_same(getattr(functional, name)(func, x, sparse=True), getattr(torchs, name)(func, x))

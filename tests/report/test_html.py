@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from fastgrad.report import figures, html
+from fastgrad.report import figures
 from fastgrad.report.evidence import Sample
 from fastgrad.report.failure import FailureKind
 from fastgrad.report.report import Report

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastgrad.problem.coordinates import Block
+from fastgrad.structure.refinement import Refinement, refined
 from fastgrad.structure.sparsity import (
     BAND,
     Mask,
     Pattern,
-    Refinement,
     decode,
     decoded,
     explains_look,
@@ -23,7 +23,6 @@ from fastgrad.structure.sparsity import (
     guess_in_order,
     guess_moved,
     guess_pointwise,
-    refined,
 )
 
 
