@@ -66,11 +66,8 @@ def small_check(func: Callable[..., Any], arguments: tuple[Any, ...], settings: 
         if raised is not error:
             raise raised from raised.__cause__
         raise
-    if (
-        problem.evaluator.mutates_inputs
-    ):  # only without a graph: the first graph has saved inputs that have changed since
-        return SmallCheck(problem=problem)
-    return check
+    # If func changes its inputs only while no graph is recorded, the first graph has saved inputs that changed later.
+    return SmallCheck(problem=problem) if problem.evaluator.mutates_inputs else check
 
 
 def _values_pass(check: SmallCheck, settings: Settings) -> bool:

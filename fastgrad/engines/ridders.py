@@ -51,8 +51,8 @@ ROUNDED = 2.0**-6
 """The largest rounding inside func, relative to its change at eps; beyond it, the rounded function is func itself."""
 
 JUMP_RESIDUAL = 1 / 16
-"""func jumps at x if its changes are a constant plus a slope times the step: the largest deviation, relative to
-the constant. Rounding inside func, which differs from value to value, deviates by half of the constant or more."""
+"""Largest deviation of func's changes from the line through them, relative to the line's constant, for which the
+constant is a jump of func at x. Rounding inside func differs from value to value: it deviates by half of it or more."""
 
 LEAST_JUMP_STEPS = 6
 """The least number of steps of at most eps that show a jump."""

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from fastgrad.core.plain import operators as ops
 from fastgrad.core.plain.operators import coordinate_count, real_coordinates, unseen
@@ -482,7 +483,15 @@ def _are_same(left: Tensor, right: Tensor) -> bool:
 def reused(last: Tensor | None, new: Tensor) -> Tensor:
     """The last tensor that func or a backward got, if it looks as it was made; otherwise a new one."""
     same = last is not None and not last.requires_grad and (last.shape, last.dtype) == (new.shape, new.dtype)
-    return last if last is not None and same and last.stride() == new.stride() else new
+    found = last if last is not None and same and last.stride() == new.stride() else new
+    count_as_written(found)
+    return found
+
+
+def count_as_written(tensor: Tensor) -> None:
+    """As after an operation in place: `unseen` operators do not count as such."""
+    if not tensor.is_inference():
+        increment_version(tensor)
 
 
 def _visit_tangents(result: Any, outputs: Sequence[OutputSpec], column: Tensor) -> tuple[tuple[int, Any] | None, bool]:

@@ -18,6 +18,7 @@ from fastgrad.core.plain.evaluator import (
     check_in_place,
     check_memory,
     check_storage,
+    count_as_written,
     reused,
     with_domain_of,
 )
@@ -333,6 +334,7 @@ def vjp_rows(
     def run(i: int, scale: float, into: Tensor) -> None:
         with_one = rows.new_zeros(coordinate_count(output))
         with_one[(first + i) * (2 if output.is_complex() else 1) + imaginary] = scale
+        count_as_written(cotangent)
         ops.unflatten_(cotangent, with_one)
         _flatten_gradients(vjp([output], graph.inputs, [cotangent], False), inputs, into, i, match, scale)
 
