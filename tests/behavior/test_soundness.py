@@ -730,8 +730,7 @@ def test_a_backward_that_writes_into_grad_output_unless_gradients_are_recorded(
     assert not fastgrad.gradgradcheck(square(1.1), (x,), raise_exception=False, **keywords)
 
 
-@pytest.mark.parametrize("n", [20, 80])
-def test_gradients_that_are_limited_on_the_way_are_no_race(n: int) -> None:
+def test_gradients_that_are_limited_on_the_way_are_no_race() -> None:
     """A limit within backward that only large grad_outputs reach, in sums of row groups."""
 
     def func(x: Tensor, y: Tensor) -> Tensor:
@@ -740,11 +739,13 @@ def test_gradients_that_are_limited_on_the_way_are_no_race(n: int) -> None:
         sin.grad_fn.register_hook(lambda gradients, _: tuple(g if g is None else g.clamp(-0.5, 0.5) for g in gradients))
         return (sin * y).sum()
 
-    x, y = (torch.randn(n, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(80, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(2))
     small = torch.tensor(0.05, dtype=torch.float64, requires_grad=True)
     for seed in range(3):
         report = fastgrad.check(func, (x, y), order=2, grad_outputs=small, seed=seed)
-        assert report.failure is None or report.failure.kind == "nonlinear"
+        assert report.failure is not None
+        assert report.failure.kind == "nonlinear"
 
 
 @pytest.mark.parametrize("keywords", [{"engine": "dense"}, {}, {"fast_mode": True}], ids=str)
