@@ -50,6 +50,9 @@ WIDER = 64.0
 ROUNDED = 2.0**-6
 """The largest rounding inside func, relative to its change at eps; beyond it, the rounded function is func itself."""
 
+LEAST_STAIRS = 8
+"""The least number of stairs between x and the points of the widest step, that is WIDER * eps, of a staircase."""
+
 JUMP_RESIDUAL = 1 / 16
 """Largest deviation of func's changes from the line through them, relative to the line's constant, for which the
 constant is a jump of func at x. Rounding inside func differs from value to value: it deviates by half of it or more."""
@@ -270,7 +273,8 @@ def settled(found: Sequence[Measured], atol: float, rtol: float) -> Refinement:
     slopes = torch.where(taken, changes / widths, 0.0)
     eps, ratio = found[0].eps, found[0].ratio
     values, errors = extrapolate(slopes, widths, rounding, atol, rtol, ratio)
-    doubtful = _is_rounded(slopes, steps, left, right, values, eps, atol, rtol)
+    doubtful = _is_rounded(slopes, steps, left, right, values, errors, eps, atol, rtol)
+    doubtful |= _is_staircase(steps, widths, changes, bends, values, rounding, eps, atol, rtol)
     some = doubtful.nonzero().reshape(-1)
     if some.numel():
         # Rounding of func: how far smaller steps deviate from its slope at eps, if the deviation is small.
@@ -301,6 +305,7 @@ def _is_rounded(
     left: Tensor,
     right: Tensor,
     values: Tensor,
+    errors: Tensor,
     eps: float,
     atol: float,
     rtol: float,
@@ -312,7 +317,42 @@ def _is_rounded(
     distance = (middle - values).abs().nan_to_num(torch.inf)  # NaN is no estimate, and excuses nothing
     bent = torch.where(wider, (slopes - middle).abs(), (left - right).abs())
     straight = (bent <= STRAIGHT * torch.minimum(distance, middle.abs())).all(0) & wider.any(0)
-    return straight & (distance > atol + rtol * values.abs().nan_to_num())
+    allowed = atol + rtol * values.abs().nan_to_num()
+    is_precise = errors <= distance / LEAST_STAIRS
+    return straight & (distance > torch.where(is_precise, allowed / LEAST_STAIRS, allowed))
+
+
+def _is_staircase(
+    steps: Tensor,
+    widths: Tensor,
+    changes: Tensor,
+    bends: Tensor,
+    values: Tensor,
+    rounding: Tensor,
+    eps: float,
+    atol: float,
+    rtol: float,
+) -> Tensor:
+    """Whether func is a staircase around a straight line, as by lower precision inside, and `values` those of a stair.
+
+    Shapes as in `Refinement`, transposed. Next to x, func changes by `values`; the rest of its changes at larger steps
+    is proportional to the step, up to the height of a stair, on both sides of x. Changes that only end at larger steps
+    do not count: they may be those of a sort, or of an oscillation.
+    """
+    taken = widths != 0
+    rest = torch.where(taken, changes - values * widths, 0.0)
+    is_stair = rest.abs() > ROUNDING * rounding
+    used = taken & (steps >= eps / 2) & (steps <= WIDER * eps)
+    if not bool((is_stair & used).any()):
+        return torch.zeros_like(values, dtype=torch.bool)
+    height = torch.where(is_stair & used, rest.abs(), torch.inf).amin(0)
+    widest = used.to(torch.int8).argmax(0, keepdim=True)
+    rise, width, bend, change = (some.gather(0, widest)[0] for some in (rest, widths, bends, changes))
+    off = torch.where(used, rest - rise / width * widths, 0.0).abs().amax(0)
+    matters = (rise / width).abs() > (atol + rtol * values.abs()) / LEAST_STAIRS
+    flat = ~(is_stair & (steps <= ROUNDED / 4 * eps)).any(0)
+    straight = (off <= 2 * height) & (rise.abs() >= LEAST_STAIRS * height) & (bend.abs() <= rise.abs() / 4)
+    return matters & flat & straight & (change.abs() >= rise.abs() / 2)
 
 
 def _is_curved(bends: Tensor, steps: Tensor, taken: Tensor, at_eps: Tensor, eps: float) -> Tensor:
