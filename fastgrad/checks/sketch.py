@@ -124,6 +124,8 @@ class _Screen:
         self._bound = settings.atol
         self._smallest_bound = math.inf
         self._unresolved = 0.0
+        # Per output, the size from which errors were found at the best step size so far.
+        self._hidden = torch.where(self._pending, math.inf, 0.0).to(torch.float64)
 
     def run(self) -> Screening:
         """The verdict, after MOST_STEPS step sizes at most."""
@@ -136,8 +138,8 @@ class _Screen:
         if math.isfinite(self._smallest_bound):
             return self._verified(self._smallest_bound)
         assert self._first is not None
-        hidden = max(self._suspected, self._unresolved)
-        return _one_by_one(self._problem, self._settings, self._first, self._pending, hidden)
+        failure, unresolved = _one_by_one(self._problem, self._settings, self._first, self._pending, self._hidden)
+        return self._undecided(max(self._suspected, self._unresolved, unresolved)) if failure is None else failure
 
     def _differences(self, count: int) -> Differences:
         """Differences along the first directions at this step size."""
@@ -173,16 +175,38 @@ class _Screen:
             if failure is not None:
                 return Screening(failure)
             flagged = sketch.worst()
+        self._note_hidden(search, sketch, weight)
         if search.nonlinear:
-            return Screening(undecided=search.nonlinear)
+            return self._undecided(search.nonlinear)
         self._unresolved = max(self._unresolved, search.unresolved)
         for row, size in search.doubtful.items():
             self._doubted[row] = min(size, self._doubted.get(row, math.inf))
         if not problem.unspecified <= settings.atol / 4:
-            return Screening(undecided=problem.unspecified)
+            return self._undecided(problem.unspecified)
         if flagged is not None:
             return self._unconfirmed(differences, search, sketch.values[flagged[0]][flagged[1]])
         return self._verify(differences, search, sketch, weight, all_count)
+
+    def _note_hidden(self, search: _Search, sketch: Sketch, weight: Tensor) -> None:
+        """Notes the size from which an error of one entry of each output shows in these sums."""
+        beyond = max(
+            (
+                excess(*pair)
+                for row in zip(sketch.values, sketch.allowed, strict=True)
+                for pair in zip(*row, strict=True)
+            ),
+            default=0.0,
+        )
+        hidden = torch.where(
+            weight > 0, (self._settings.atol + 4 * sketch.allowance) * max(1.0, beyond) / weight, math.inf
+        )
+        for row, size in search.doubtful.items():
+            hidden[row] = max(hidden[row].item(), 4 * size)
+        torch.minimum(self._hidden, hidden.nan_to_num_(math.inf), out=self._hidden)
+
+    def _undecided(self, size: float) -> Screening:
+        """The result if errors up to this size, or those that the sums do not show, may be hidden."""
+        return Screening(undecided=max(size, float(self._hidden.amax())))
 
     def _known(self, weight: Tensor) -> Mapping[int, Tensor]:
         """VJPs of the same cotangents in an earlier sketch, by their numbers."""
@@ -210,7 +234,7 @@ class _Screen:
             return self._verified(self._smallest_bound)  # no sum was wrong at another step size
         self._suspected = max(self._suspected, 4 * abs(value))
         if not search.doubtful:
-            return Screening(undecided=self._suspected)  # small errors in many entries: another step does not help
+            return self._undecided(self._suspected)  # small errors in many entries: another step does not help
         return self._at_next_step(differences)
 
     def _verify(
@@ -326,16 +350,21 @@ def next_step(settings: Settings, differences: Differences, base: Tensor, pendin
 
 
 def _one_by_one(
-    problem: Problem, settings: Settings, differences: Differences, pending: Tensor, limit: float
-) -> Screening:
+    problem: Problem, settings: Settings, differences: Differences, pending: Tensor, hidden: Tensor
+) -> tuple[Screening | None, float]:
+    """Examines a few outputs that no step size verified: the failure, or what may be wrong in an entry of theirs.
+
+    hidden: per output, the size of an error that sums may hide; it becomes smaller for the outputs that are examined.
+    """
     search = _Search(problem, settings, differences)
-    rows = pending.nonzero().reshape(-1)
-    for row in rows[:MOST_SINGLE].tolist():
+    for row in pending.nonzero().reshape(-1)[:MOST_SINGLE].tolist():
         found = search.look_into(row)
         if found is not None and found.remeasured is not None:
-            return Screening(located_failure([found]))
-    noise = differences.noise[rows]
-    return Screening(undecided=max(limit, search.unresolved, 4 * float(noise.nan_to_num(torch.inf).amax())))
+            return Screening(located_failure([found])), 0.0
+        if found is None:
+            own = max(settings.atol, 4 * differences.noise[row].item())
+            hidden[row] = min(hidden[row].item(), own)
+    return None, search.unresolved
 
 
 def _row_by_row(
