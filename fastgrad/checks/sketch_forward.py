@@ -23,7 +23,7 @@ from fastgrad.verdict.confirm import Found, difference_along, entry_at, located_
 from fastgrad.verdict.linearity import nonlinear_sum
 from fastgrad.verdict.locate import locate
 from fastgrad.verdict.negation import negation_failure
-from fastgrad.verdict.tangents import combined_tangents, sums_certificate
+from fastgrad.verdict.tangents import combined_tangents, repeated_tangents_failure, sums_certificate
 
 SMALLEST_SHARE = 1 / 8
 """Least share of the error of an entry, if it is wrong for tangents of one sign, in the sum of JVPs that must be zero:
@@ -72,8 +72,10 @@ class _ForwardScreen:
                 return Screening(Failure("nonlinear", mode="forward", detail=detail, cause=error))
             failure = self._combination_failure(differences.directions, tangents) if attempt == 0 else None
             if failure is None and attempt == 0 and bool((self._excess(differences, tangents) > 1).any()):
+                failure = repeated_tangents_failure(
+                    problem, settings, differences.directions, [-1] * self._count, tangents
+                )
                 differences = measure(extrapolated=self._count)  # these can prove that something is wrong
-                tangents = problem.jvps_of(differences.directions)
             failure = failure or self._compare(differences, tangents)
             if failure is not None:
                 return Screening(failure)
