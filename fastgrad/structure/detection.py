@@ -65,7 +65,7 @@ class ProbedEvaluations:
     """The evaluations of a search for a pattern: no entry is compared with them, so their sum is compared with a VJP.
 
     If the two differ, because of curvature, a wrong gradient or a func that returned other values once, every
-    evaluation is repeated: only the last changes its values.
+    evaluation and the VJP are repeated: only the last changes its values.
     """
 
     def __init__(self, problem: Problem, steps: Tensor, look: FirstLook) -> None:
@@ -83,14 +83,14 @@ class ProbedEvaluations:
         return values
 
     def change_when_repeated(self, vjp: Callable[[Tensor], Tensor], cotangent: Tensor, tolerance: float) -> bool:
-        """Whether func gives other values than before; tolerance: of an entry of the Jacobian."""
+        """Whether func, or its VJP, gives other values than before; tolerance: of an entry of the Jacobian."""
         if not self._seen or self._explains(vjp(cotangent[None])[0], cotangent, tolerance):
             return False
         for packed, digest in self._seen:
             moved = np.unpackbits(np.frombuffer(packed, np.uint8), count=self._problem.n).astype(bool)
             if checksum(self._evaluate(moved)) != digest:
                 return True
-        return False
+        return self._explains(vjp(cotangent[None])[0], cotangent, tolerance)
 
     def _explains(self, gradient: Tensor, cotangent: Tensor, tolerance: float) -> bool:
         change, expected = float(cotangent @ self._change), gradient * self._step

@@ -231,9 +231,9 @@ class NumericalCertificate:
                 break
             more = int(self._start > LARGEST_TWO_POINT)
             differences = self._differences_along(self._start, 1, extrapolated=more, first=k)
-            if not more:
-                differences = replace(differences, noise=torch.maximum(differences.noise, noise), sizes=None)
-            found = self._compared(differences, entries, rounding)
+            # Noise along any direction, for example by a kink, hides entries from all of them.
+            noise = torch.maximum(noise, differences.noise)
+            found = self._compared(replace(differences, noise=noise, sizes=None), entries, rounding)
             seen[k] = checksum(differences.derivatives)
         rows: list[int] = []
         explained = not bool(found.wrong.any())
