@@ -73,7 +73,9 @@ PYBIND11_MODULE(_C, module) {
       .def_readonly("directions", &Derivatives::directions)
       .def_readonly("derivatives", &Derivatives::derivatives)
       .def_readonly("noise", &Derivatives::noise)
-      .def_readonly("sizes", &Derivatives::sizes);
+      .def_readonly("sizes", &Derivatives::sizes)
+      .def_readonly("curvature", &Derivatives::curvature)
+      .def_readonly("step", &Derivatives::step);
   py::class_<Evaluator, std::shared_ptr<Evaluator>>(module, "Evaluator")
       .def(py::init<py::object, py::tuple, std::vector<InputBlock>>())
       .def("coordinates", torch::wrap_pybind_function(&Evaluator::coordinates))

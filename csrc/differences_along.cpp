@@ -345,6 +345,8 @@ std::variant<Derivatives, Changed> Evaluator::screening_derivatives(
     }
   }
   into.sizes = sizes_of(into.noise, into.derivatives);
+  into.curvature = std::sqrt(error.curvature);
+  into.step = widest;
   return into;
 }
 

@@ -98,6 +98,8 @@ struct Derivatives {
   at::Tensor derivatives;  // shape (count, coordinates of all outputs)
   at::Tensor noise;        // how far each output's derivatives may be off: shape (coordinates of all outputs,)
   std::optional<std::pair<double, double>> sizes;  // of small ones: the norm of noise, the largest derivative
+  // Of a screening: the norm of the error of one-sided derivatives along the first direction, and its step.
+  double curvature = 0.0, step = 0.0;
 };
 
 // At an evaluation that does not look as its OutputSpec says: which evaluation, which output, what func returned.

@@ -19,7 +19,7 @@ from fastgrad.checks.one_block import (
 )
 from fastgrad.checks.small_forward import batched_tangents_agree, columns_agree, products_agree
 from fastgrad.checks.small_result import SmallCheck
-from fastgrad.checks.small_sums import numerical_columns, open_calls_repeat, sums_agree
+from fastgrad.checks.small_sums import changing_steps_repeat, numerical_columns, open_calls_repeat, sums_agree
 from fastgrad.core.errors import as_raised, raise_unless_of_func
 from fastgrad.core.memory import OUT_OF_MEMORY
 from fastgrad.core.native import SmallProblem, WholeBackward
@@ -84,20 +84,23 @@ def _values_pass(check: SmallCheck, settings: Settings) -> bool:
             return False
         backward_agrees, forward_agrees = _rows_agree, columns_agree
     if settings.check_backward_ad and not backward_agrees(check, settings):
-        return _open_rows_agree(check, settings)
+        return check.left_open is not None and _open_rows_agree(check, settings)
     return not settings.check_forward_ad or forward_agrees(check, settings)
 
 
 def _open_rows_agree(check: SmallCheck, settings: Settings) -> bool:
-    """Compares all entries where sums decided nothing and this takes no more calls than other steps of the sums."""
+    """Compares all entries where sums decided nothing and this takes no more calls than other steps of the sums.
+
+    Otherwise the complete check does not use the differences of the sums. So a value that only they saw is sought here.
+    """
     problem = check.problem
     if (
-        check.left_open is None
-        or settings.engine != "auto"
+        settings.engine != "auto"
         or settings.check_forward_ad
         or problem.is_custom
         or 2 * problem.n + problem.m > MOST_OPEN_CALLS
     ):
+        changing_steps_repeat(check, settings, last_agrees=False)
         return False
     return _rows_agree(check, settings) and open_calls_repeat(check, settings)
 

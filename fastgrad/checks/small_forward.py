@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastgrad.checks.small_result import SmallCheck
-from fastgrad.checks.small_sums import differences_by_step, numerical_columns
+from fastgrad.checks.small_sums import changing_steps_repeat, differences_by_step, numerical_columns
 from fastgrad.core import native, torch_private
 from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.native import Derivatives
@@ -71,7 +71,7 @@ def products_agree(check: SmallCheck, settings: Settings) -> bool:
         return _products_agree(check, settings, *check.differences)
     for differences, weight, bound in differences_by_step(check, settings):
         if _products_agree(check, settings, differences, weight, bound):
-            return True
+            return changing_steps_repeat(check, settings, last_agrees=True)
         if check.early is not None or check.jvp_moved or not check.domains_match:
             return False
     return False

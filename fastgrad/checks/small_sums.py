@@ -32,9 +32,18 @@ from fastgrad.report.settings import Settings
 from fastgrad.verdict.repeated_calls import first_moving, repeated_calls_certificate
 
 SMALLER_STEP = 1 / 8
-"""Step of the second comparison of sums, relative to eps. Errors by curvature are proportional to its square, so they
-are 64 times smaller. Rounding of values up to about 100 is still within the threshold."""
+"""Factor of the step of the second comparison of sums if curvature dominates the noise. Errors by curvature are
+proportional to the square of the step, so they become 64 times smaller."""
 
+LARGEST_FACTOR = 64
+"""Largest factor of that step if rounding dominates the noise. Errors by rounding are proportional to its inverse."""
+
+CURVATURE_RATIO = 64.0
+"""Error of a central difference, times the derivative, relative to the square of the error of a one-sided one. It is
+2/3 for exp and 1 for 1/x, whatever the step. Noise beyond this ratio is attributed to rounding."""
+
+MOST_STEPS = 2
+"""Number of steps at which sums are compared."""
 
 NOISE_MARGIN = 4.0
 """Noise is measured only along the first direction; along others, it may be up to this many times as large."""
@@ -80,6 +89,8 @@ def sums_agree(check: SmallCheck, settings: Settings) -> bool:
                 return False
             done = made, gradients
         if _agree(settings, differences, *done):
+            if not changing_steps_repeat(check, settings, last_agrees=True):
+                return False
             check.bound, check.differences = bound, (differences, weight, bound)
             third = partial(_same_on_third, check, settings, *done)
             return not problem.is_custom or check.noted(third) is not None
@@ -103,7 +114,37 @@ def _plain(check: SmallCheck, settings: Settings) -> ScreeningGradOutputs:
 def open_calls_repeat(check: SmallCheck, settings: Settings) -> bool:
     """Whether the calls of sums that were left open give the same again, after all entries agreed."""
     assert check.left_open is not None
-    for step, budget, before in check.steps:
+    if not _steps_repeat(check, settings, check.steps):
+        return False
+    plain = _plain(check, settings)
+    repeated = check.noted(partial(_early_vjps, check, plain))
+    return repeated is not None and _same_as_early(check, settings, plain, repeated, check.left_open)
+
+
+def changing_steps_repeat(check: SmallCheck, settings: Settings, last_agrees: bool) -> bool:
+    """Whether differences that change from one step to the other are the same if they are repeated.
+
+    If they are not, func returned other values only once, which the complete check does not see.
+
+    last_agrees: whether those of the last step agree with VJPs, so that they need not be repeated.
+    """
+    *earlier, last = check.steps
+    changing = [
+        (step, budget, differences)
+        for step, budget, differences in earlier
+        if derivatives_move(
+            settings,
+            differences.derivatives,
+            last[2].derivatives,
+            _rounding_of_differences(check, settings.eps * step),
+        )
+    ]
+    return _steps_repeat(check, settings, changing if last_agrees or not changing else [*changing, last])
+
+
+def _steps_repeat(check: SmallCheck, settings: Settings, steps: Sequence[tuple[float, float, Derivatives]]) -> bool:
+    """Whether the differences of some steps are the same if they are repeated; notes if they are not."""
+    for step, budget, before in steps:
         again = _differences(check, settings, step, budget)
         if again is None:  # func raises, or returns other outputs, which it did not before
             check.moved = True
@@ -111,16 +152,13 @@ def open_calls_repeat(check: SmallCheck, settings: Settings) -> bool:
         rounding = _rounding_of_differences(check, settings.eps * step)
         pairs = (again.derivatives, before.derivatives), (again.noise, before.noise)
         check.moved = check.moved or any(derivatives_move(settings, *pair, rounding) for pair in pairs)
-    if check.moved:
-        return False
-    plain = _plain(check, settings)
-    repeated = check.noted(partial(_early_vjps, check, plain))
-    return repeated is not None and _same_as_early(check, settings, plain, repeated, check.left_open)
+    return not check.moved
 
 
 def differences_by_step(check: SmallCheck, settings: Settings) -> Iterator[tuple[Derivatives, Tensor, float]]:
-    """Directional derivatives at one step after the other, and what `_weight` returns for them."""
-    for step, budget in ((1.0, settings.atol / (2 * NOISE_SHARE)), (SMALLER_STEP, 0.0)):
+    """Directional derivatives at eps, then at one other step, and what `_weight` returns for them."""
+    step, budget = 1.0, settings.atol / (2 * NOISE_SHARE)
+    for _ in range(MOST_STEPS):
         differences = _differences(check, settings, step, budget)
         if differences is None:
             return
@@ -129,12 +167,27 @@ def differences_by_step(check: SmallCheck, settings: Settings) -> Iterator[tuple
         if weighed is not None:
             yield differences, *weighed
         elif _weight(check, settings, differences, SMALLER_STEP**2) is None:
-            # Noise from curvature alone would be small enough at the smaller step. So the reason is a kink, rounding,
-            # or a func that returns other values for the same inputs.
+            # Noise from curvature or rounding alone would be small enough at the other step. So the reason may be a
+            # kink, or a func that returns other values for the same inputs.
             repeat = partial(_differences, check, settings, step, budget)
             if _func_moves(check, settings, differences, settings.eps * step, repeat):
                 check.moved = True
             return
+        # If the sums do not agree although the noise is small enough, another direction may be curved more.
+        factor = SMALLER_STEP if weighed is not None else _step_factor(settings, differences)
+        step, budget = factor * differences.step / settings.eps, 0.0
+
+
+def _step_factor(settings: Settings, differences: Derivatives) -> float:
+    """The factor from a step to one at which the noise, by curvature or by rounding, is probably small enough."""
+    noise = float(torch.linalg.vector_norm(differences.noise))
+    derivative = float(torch.linalg.vector_norm(differences.derivatives[0]))
+    if not noise * derivative > CURVATURE_RATIO * differences.curvature**2:
+        return SMALLER_STEP
+    factor = 2.0
+    while factor < LARGEST_FACTOR and noise * NOISE_MARGIN * NOISE_SHARE > factor * settings.atol:
+        factor *= 2
+    return factor
 
 
 def _rounding_of_differences(check: SmallCheck, step: float) -> float:
