@@ -204,14 +204,29 @@ def _func_moves(
     repeat: Callable[..., Derivatives | None],
 ) -> bool:
     """Whether noisy differences at a step change when they are repeated. One direction is repeated first, then all."""
-    rounding = _rounding_of_differences(check, step)
+    rounding, noise = _rounding_of_differences(check, step), float(differences.noise.norm())
     again = repeat(count=1)
-    if again is None or derivatives_move(settings, again.derivatives[0], differences.derivatives[0], rounding):
-        return again is not None
-    if _weight(check, settings, again, 1.0) is None:
+    if again is None:
         return False
-    again = repeat()  # the noise is that of other directions, or it is gone
-    return again is not None and _weight(check, settings, again, 1.0) is not None
+    if derivatives_move(settings, again.derivatives[0], differences.derivatives[0], rounding):
+        return True
+    if _weight(check, settings, again, 1.0) is None and not float(again.noise.norm()) < noise / 2:
+        return _values_move(check, rounding * step)
+    again = repeat()  # other directions are the reason, or it is gone
+    return again is not None and (
+        derivatives_move(settings, again.derivatives, differences.derivatives, rounding)
+        or _weight(check, settings, again, 1.0) is not None
+        or float(again.noise.norm()) < SMALLER_STEP**2 * noise
+    )
+
+
+def _values_move(check: SmallCheck, rounding: float) -> bool:
+    """Whether func returns other values at the inputs than at first, from which all noise is measured."""
+    before = [output.detach().clone() for output in check.problem.graph.outputs]
+    if not check.problem.record_again():
+        return True
+    pairs = zip(check.problem.graph.outputs, before, strict=True)
+    return any(largest(now.detach() - first) > ROUNDING * rounding for now, first in pairs)
 
 
 @phase("backward")

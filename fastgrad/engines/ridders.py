@@ -6,6 +6,7 @@ Sources: Ridders, "Accurate computation of F'(x) and F'(x) F''(x)", Advances in 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -426,7 +427,13 @@ def _at_eps(
 
 
 def extrapolate(
-    slopes: Tensor, widths: Tensor, rounding: Tensor, atol: float, rtol: float, ratio: float = RATIO
+    slopes: Tensor,
+    widths: Tensor,
+    rounding: Tensor,
+    atol: float,
+    rtol: float,
+    ratio: float = RATIO,
+    most_noise: float = math.inf,
 ) -> tuple[Tensor, Tensor]:
     """The best estimate of each entry and its error; NaN and infinity if there is none.
 
@@ -437,6 +444,9 @@ def extrapolate(
         width zero: the entry did not take them.
     ratio
         The ratio of a step to the next smaller one.
+    most_noise
+        The largest noise of func, relative to rounding. If the slopes of the finest steps scatter more, these steps are
+        not fine enough for func, and no estimate counts that disagrees with them.
     """
     if not widths.numel():
         return torch.full_like(rounding, torch.nan), torch.full_like(rounding, torch.inf)
@@ -446,7 +456,7 @@ def extrapolate(
     for first in range(0, rounding.numel(), TOGETHER):
         own = slice(first, first + TOGETHER)
         with np.errstate(all="ignore"):
-            found.append(_extrapolated(slope[:, own], width[:, own], noise[own], atol, rtol, ratio))
+            found.append(_extrapolated(slope[:, own], width[:, own], noise[own], atol, rtol, ratio, most_noise))
     values, errors = (torch.from_numpy(np.concatenate(part)).to(rounding.device) for part in zip(*found, strict=True))
     return values, errors
 
@@ -461,7 +471,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _extrapolated(
-    slopes: Array, widths: Array, rounding: Array, atol: float, rtol: float, ratio: float
+    slopes: Array, widths: Array, rounding: Array, atol: float, rtol: float, ratio: float, most_noise: float
 ) -> tuple[Array, Array]:
     values = np.full_like(rounding, np.nan)
     errors_of_values = np.full_like(rounding, np.inf)
@@ -481,7 +491,9 @@ def _extrapolated(
     finest = taken & (taken.sum(0) - taken.cumsum(0) < FINEST_STEPS)
     width = np.where(finest, widths, 0.0)
     line = (slopes * width**2).sum(0) / (width**2).sum(0)
-    noise = np.maximum(rounding, np.nan_to_num(np.abs((slopes - line) * width)).max(0))
+    scatter = np.nan_to_num(np.abs((slopes - line) * width)).max(0)
+    scatter = scatter if math.isinf(most_noise) else np.minimum(scatter, most_noise * rounding)
+    noise = np.maximum(rounding, scatter)
     errors = differences + (noise / widths)[:, None]
     score = errors / (atol + rtol * np.abs(estimates))
     score = np.where(taken[:, None] & np.isfinite(score), score, np.inf).reshape(-1, rounding.size)

@@ -31,6 +31,10 @@ from fastgrad.report.settings import Settings
 SECOND_STEPS = tuple(2.0 ** -(3 + 2 * k) for k in range(11))
 """Steps of second differences, relative to max(|x|, 1) of a coordinate. The last ones show only rounding."""
 
+MOST_NOISE = 2.0**10
+"""Largest noise of second differences, in units of rounding. If the finest ones scatter more, for example because all
+steps cross a pole, none resolves func."""
+
 CLOSER = 2.0**-6
 """Factor from one step of one-sided derivatives to a smaller one. At a kink, the gap between the derivatives stays; on
 a smooth curve, it shrinks with the step."""
@@ -245,7 +249,12 @@ def _settled_bends(bends: list[Tensor], rounding: Tensor) -> tuple[Tensor, Tenso
     slopes = torch.stack(bends, 1)
     widths = torch.tensor(SECOND_STEPS, dtype=torch.float64, device=slopes.device).square()
     values, errors = extrapolate(
-        slopes, widths.unsqueeze(1).expand_as(slopes), 4 * rounding.expand(slopes.shape[1]), atol=1.0, rtol=0.0
+        slopes,
+        widths.unsqueeze(1).expand_as(slopes),
+        4 * rounding.expand(slopes.shape[1]),
+        atol=1.0,
+        rtol=0.0,
+        most_noise=MOST_NOISE,
     )
     return torch.where(values.isnan(), slopes[len(slopes) // 2], values), errors
 

@@ -19,7 +19,7 @@ from fastgrad.core.native import ops
 from fastgrad.core.tensors import checksum, largest
 from fastgrad.engines.compressed import Compression
 from fastgrad.engines.plan import dense_is_small
-from fastgrad.engines.sketch import Differences, directional_differences
+from fastgrad.engines.sketch import Differences, derivatives_move, directional_differences
 from fastgrad.problem.first_look import FirstLook
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Certificate
@@ -458,9 +458,8 @@ class NumericalCertificate:
         """
         for first, before in seen.items():
             extrapolated = 1 if first == 0 else int(self._start > LARGEST_TWO_POINT)
-            again = partial(self._differences_along, self._start, 1, extrapolated=extrapolated, first=first)
-            now = checksum(again().derivatives)
-            if now != before and now == checksum(again().derivatives):  # otherwise it rounds differently in each run
+            repeat = partial(self._differences_along, self._start, 1, extrapolated=extrapolated, first=first)
+            if _change(repeat, before, self._settings, self._base):
                 self._look.irreproducible.append("along a random direction")
 
     def _compared(self, differences: Differences, entries: Tensor, rounding: float | None) -> _Discrepancies:
@@ -477,3 +476,12 @@ class NumericalCertificate:
         # Errors of the numerical entries of a row have random signs, and add up.
         share = 1.0 if rounding is None else max(1, self._compression.most_in_row) ** 0.5
         return _Discrepancies(error, differences.noise, base, max(own, rounding or 0.0), self._settings, share)
+
+
+def _change(repeat: Callable[[], Differences], before: int, settings: Settings, base: Tensor) -> bool:
+    """Whether differences with the checksum `before` change if they are repeated, by more than rounding of each run."""
+    second = repeat()
+    if checksum(second.derivatives) == before:
+        return False
+    third, rounding = repeat().derivatives, second.rounding * base.abs()
+    return torch.equal(third, second.derivatives) or derivatives_move(settings, third, second.derivatives, rounding)
