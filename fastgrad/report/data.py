@@ -76,7 +76,8 @@ class Pair(NamedTuple):
     wrong; entries that differ at eps agreed when they were re-measured.
     """
 
-    # Not a dataclass: every check that passes makes one, and a frozen one of as many fields takes ten times as long.
+    # Not a dataclass: every passed check makes Pairs, and making a frozen dataclass with as many fields takes ten times
+    # as long.
     output: int
     input: int
     output_position: int
@@ -167,7 +168,7 @@ class ReportData(EqualByContent):
         """The report as numbers, strings, lists and dicts, as docs/report.md describes them.
 
         Complex numbers become ``{"re", "im"}``; NaN and infinities become "nan", "inf" and "-inf"; tensors
-        become ``{"shape", "dtype", "values"}``, values being None above 4096 elements.
+        become ``{"shape", "dtype", "values"}``; values is None for more than 4096 elements.
         """
         return {"schema": SCHEMA, "verdict": self.verdict, "passed": self.passed, **plain(self)}
 

@@ -48,7 +48,7 @@ def svg(
     numbers, excess
         For each error, the number of its element in C order, and the ratio of the error to the allowed error.
     words
-        The hover text of an error, by its place in numbers.
+        Gives the hover text of an error from the position of the error in `numbers`.
     """
     *leading, height, width = (1, 1, *shape)
     leading = [size for size in leading if size > 1] or [1]

@@ -164,8 +164,8 @@ class Evidence(EqualByContent):
     added
         Deviation of the sum of the gradients for two dense vectors that add up to v.
     gapped
-        Deviation of the gradient for a non-contiguous v from that for its contiguous copy; infinite if only one of
-        them is finite, or the latter is zero.
+        Deviation of the gradient for a non-contiguous v from the gradient for its contiguous copy. It is infinite if
+        only one of the two gradients is finite, or if the gradient for the copy is zero.
     offset
         The same for a v at a storage offset.
     expanded
@@ -175,13 +175,14 @@ class Evidence(EqualByContent):
     offset_error, expanded_error
         The exception for a v at a storage offset, and for an expanded v.
     modified
-        If a backward writes into its grad_output: deviation of the gradient from that of a backward that gets a copy.
+        If backward writes into its grad_output: deviation of the gradient from the gradient of a backward that gets a
+        copy of grad_output.
     dense_error
         ``|v^T J u - v . (difference along u)|`` for one random u, divided by the sum of the moduli of its terms.
     output_dtype
-        The narrowest dtype that represents all outputs next to x exactly, if it is narrower than double.
+        The narrowest dtype that represents all outputs at a point next to x exactly, if it is narrower than double.
     slopes
-        Large steps, and central differences of the worst entry there.
+        Large steps, and the central differences of the worst entry for these steps.
     rounding
         One ulp of the worst entry's output.
     other_mode

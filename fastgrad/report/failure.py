@@ -136,7 +136,8 @@ class Difference:
     Attributes
     ----------
     step
-        The distance by which the input was moved to each side; for a complex entry, that of its first coordinate.
+        The distance by which the input was moved to each side; for a complex entry, the distance of its first
+        coordinate.
     change
         The difference of the two values of func; for a complex entry, combined from its two coordinates.
     estimate

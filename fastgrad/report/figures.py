@@ -191,7 +191,7 @@ def svg_of(panel: Panel) -> str:
         drawn.savefig(text, format="svg", facecolor="none", metadata={"Date": None, "Creator": None})
     svg = text.getvalue()
     svg = svg[svg.index("<svg") :].replace(_SENTINEL, "currentColor")
-    # Every figure of a page counts its parts from one: their names must differ.
+    # Every figure numbers its parts from one, so names of parts must be made different between the figures of a page.
     name = re.sub(r"\W", "", panel.title)
     svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", svg)
     return re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)

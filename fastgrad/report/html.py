@@ -14,7 +14,7 @@ from fastgrad.report.data import Pair, ReportData
 from fastgrad.report.figures import NO_FIGURES, Entries, entries_of, panels_of, svg_of
 
 _GAUGE_DECADES = 8
-"""Powers of ten that the gauges of a check that passed span."""
+"""Number of powers of ten that the gauges on the page of a passed check cover."""
 
 STYLE = Path(__file__).with_name("style.css").read_text().replace(".fastgrad", ".fastgrad.fastgrad")
 """Style of a page. Selectors name the class twice, so that the styles of a surrounding notebook do not win."""
@@ -30,7 +30,7 @@ def document(title: str, body: str) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        # Nothing is loaded and nothing runs, whatever text an exception brought along.
+        # Nothing is loaded and nothing runs, whatever text an exception contains.
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
         'img-src data:">'
         f"<title>{escape(title)}</title>"

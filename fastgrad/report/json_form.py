@@ -1,4 +1,4 @@
-"""The plain form of a report for JSON, and equality by it."""
+"""The plain form of a report for JSON, and equality of reports by this form."""
 
 from __future__ import annotations
 

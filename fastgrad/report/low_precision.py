@@ -18,7 +18,8 @@ class RoundedEntry:
     Attributes
     ----------
     output, output_position
-        As in ``Failure``, for the only output element with a nonzero grad_output; None if all elements had one.
+        As in ``Failure``, for the only output element with a nonzero grad_output; None if all elements had a nonzero
+        grad_output.
     output_index
         The index of this element.
     input, input_position, input_index

@@ -30,7 +30,7 @@ _POSITION_CAUSES = {"region", "slice", "boundary", "last tile", "triangle", "mod
 _VALUE_CAUSES = {"constant factor", "sign", "zero gradient", "missing conjugate", "complex factor"}
 
 BY_ROUNDING = ("beyond rounding", "biased", "not finite")
-"""The kinds of failure of a check in which the allowed difference is measured rounding."""
+"""The kinds of failure of a check in a lower dtype, where the allowed difference is the measured rounding."""
 
 HEADLINE_CONFIDENCE = 0.85
 """Least confidence of a cause that is included in the first line."""
@@ -39,7 +39,7 @@ MOST_PAIRS = 8
 """Number of pairs that a summary lists."""
 
 LEAST_EXCESS = 0.01
-"""Relative excess of the worst entry's error over the largest error at eps that a message explains."""
+"""If the worst entry's error exceeds the largest error at eps by more than this share, a message adds "(at eps)"."""
 
 MOST_LISTED_INDICES = 4
 """Number of indices along a dimension that an extent lists one by one."""
@@ -154,7 +154,7 @@ def names_of(report: ReportData, found: Failure | Pair) -> tuple[str, str]:
 
 
 def extent_text(extent: Extent, names: tuple[str, str], entries: int) -> str:
-    """The region of each tensor with some entries, for example "all in in1[5, :]"; empty if there is none."""
+    """The region of each tensor that contains the entries, for example "all in in1[5, :]"; empty if there is none."""
     if entries < 2:
         return ""  # the index of a single entry is printed already
     parts = []
@@ -204,7 +204,7 @@ def failure_message(report: ReportData) -> str:
     if failure.comparison is not None:
         lines = [_first_line(report, failure, failure.comparison), *lines]
         lines += _details(report, failure, failure.comparison)
-        if failure.detail and not (failure.trouble and report.causes):  # otherwise a cause states it
+        if failure.detail and not (failure.trouble and report.causes):  # otherwise a cause says the same
             lines.append(f"  because    {failure.detail}")
     elif failure.kind in BY_ROUNDING and report.precision is not None and report.precision.worst is not None:
         names = names_of(report, failure)
@@ -233,7 +233,7 @@ def _first_line(report: ReportData, failure: Failure, comparison: Comparison) ->
     verdict = f"is wrong in {_extent(comparison)}"
     if failure.trouble == "not converged":
         what = "numerical gradient of" if failure.mode == "reverse" else "numerical derivative with respect to"
-        verdict = f"does not converge; it differs from the analytical one in {_extent(comparison)}"
+        verdict = f"does not converge; it differs from the analytical derivative in {_extent(comparison)}"
     return _with_cause(report, f"{_function(report)}: {what} {input_}{kind}{through} {verdict}")
 
 
@@ -390,7 +390,7 @@ _PHRASES: dict[FailureKind, str] = {
     "batched raises": "While computing batched gradients, got: {detail}\n\n{batched}",
     "batched differs": "For {output} and {input}:\n\n{batched}\n\n{detail}",
 }
-"""The phrases of `key_phrase`, which has those of the other kinds."""
+"""The phrases of most kinds of failure; `key_phrase` writes the phrases of the other kinds itself."""
 
 
 def key_phrase(report: ReportData, failure: Failure) -> str:
@@ -453,7 +453,7 @@ def _details(report: ReportData, failure: Failure, comparison: Comparison) -> li
             f"= atol {own.atol:g} + rtol {own.rtol:g} * |numerical|",
         ]
     found = "" if comparison.exhaustive else " found"
-    # The worst entry, if it was measured again, has the value of other steps, and may have a larger error.
+    # If the worst entry was measured again, its value comes from other steps, and its error may be larger.
     exceeds = worst is not None and worst.difference > (1 + LEAST_EXCESS) * comparison.largest_absolute
     at_eps = " (at eps)" if exceeds else ""
     lines += [
@@ -491,7 +491,7 @@ def _entries(comparison: Comparison | Pair) -> str:
 
 
 def _causes(report: ReportData) -> list[str]:
-    """The most probable causes. "and there": a cause about values, in addition to one about positions."""
+    """The most probable causes. If the first is about positions, a cause about values is added with "and there"."""
     lines: list[str] = []
     for cause in report.causes[:MOST_CAUSES]:
         head = "probably" if not lines else "or"
@@ -502,7 +502,7 @@ def _causes(report: ReportData) -> list[str]:
 
 
 def _positions(report: ReportData, failure: Failure) -> list[str]:
-    """The positions or names of the tensors that torch's numbers mean; these count only differentiable tensors."""
+    """Which tensors the numbers in torch's phrases mean; these numbers count only differentiable tensors."""
     places = []
     if report.input_names:
         output, input_ = names_of(report, failure)

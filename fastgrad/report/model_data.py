@@ -90,11 +90,11 @@ class Finding:
     sites
         Its places, in the order of the calls.
     operator
-        The name of the operation, if it is one.
+        The name of the operation, if the finding is about an operation.
     parameters
         Parameters whose gradients are wrong, as far as examined.
     error
-        As `Operation.error`, or as `EndToEnd.error` without it.
+        As `Operation.error`; as `EndToEnd.error` if the finding is not about an operation.
     """
 
     kind: FindingKind
@@ -118,7 +118,7 @@ class EndToEnd:
     allowed
         The allowed difference.
     size
-        The root of the sum of squares of the terms of each.
+        For each direction, the root of the sum of squares of the terms of the derivative.
     dtype
         The dtype that the model ran in.
     evaluations

@@ -17,7 +17,7 @@ def passed(precision: LowPrecision) -> str:
     if precision.smallest is None:
         return "all compared gradients are zero"
     text = (
-        f"an error of {_percent(precision.smallest)} would have been found in half of the entries, and one of "
+        f"an error of {_percent(precision.smallest)} would have been found in half of the entries, and an error of "
         f"{_percent(precision.smallest_most)} in 90 % of them"
     )
     if precision.smallest_scale is not None:
@@ -38,14 +38,14 @@ def lines(precision: LowPrecision) -> list[str]:
     if precision.worst is not None and not precision.undecided:
         found.append(f"  worst      {_sizes(precision.worst)}")
     if precision.out_of_range:
-        found.append(f"  left out   {precision.out_of_range} entries, where the reference leaves the dtype's range")
+        found.append(f"  left out   {precision.out_of_range} entries whose reference is outside the dtype's range")
     return found
 
 
 def _compared(precision: LowPrecision) -> str:
     if not precision.reference:
         return f"  compared   {precision.rows} in the lower dtype"
-    held = ", with one rounding allowed, because it computes in a wider dtype" if precision.rounded_once else ""
+    held = "; func computes in a wider dtype, so only one rounding is allowed" if precision.rounded_once else ""
     return (
         f"  compared   {precision.entries} entries of {precision.products} VJPs ({precision.rows}) with "
         f"{precision.reference}; rounding measured in {precision.draws} runs{held}"
@@ -67,7 +67,7 @@ def key_phrase(kind: FailureKind, precision: LowPrecision | None) -> str:
     """The end of the message's key phrase: how the gradient is wrong."""
     has_reference = precision is None or bool(precision.reference)
     if kind == "not finite":
-        by = "the reference is in the range of the dtype" if has_reference else "the differences are"
+        by = "the reference is in the range of the dtype" if has_reference else "the differences are finite"
         return f"the gradient is not finite, but {by}"
     if kind == "biased":
         return "the mean of all entries differs from the reference by more than rounding explains"
@@ -101,7 +101,7 @@ def _sizes(worst: RoundedEntry) -> str:
 
 
 def index_text(index: Sequence[int]) -> str:
-    """An index in brackets; nothing of a tensor without dimensions."""
+    """An index in brackets; empty for a tensor without dimensions."""
     return f"[{', '.join(str(i) for i in index)}]" if index else ""
 
 
