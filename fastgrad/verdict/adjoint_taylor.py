@@ -23,13 +23,13 @@ LARGEST_STEP = 2.0**-6
 """The largest step of a Taylor test, relative to max(|x|, 1)."""
 
 HALVINGS = 18
-"""Down to LARGEST_STEP 2^-18: 6e-8, where the remainder of a function with curvatures of order 1 is rounding."""
+"""The smallest step is LARGEST_STEP 2^-18 = 6e-8. There the remainder is rounding if curvatures are of order 1."""
 
 SMALLEST_REMAINDERS = 3
-"""Remainders that give the rate: the smallest that are more than rounding."""
+"""Number of remainders from which the rate is computed: the smallest ones that are larger than rounding."""
 
 LEAST_RATE = 1.5
-"""Halfway between the rate of a wrong gradient, 1, and that of a right one, 2 or more."""
+"""The least rate of a right gradient. A wrong gradient has a rate of 1, a right gradient a rate of 2 or more."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,8 +43,8 @@ class AdjointTest(EqualByContent):
     passed
         Whether the two agree everywhere: error <= rtol.
     error
-        The largest ``|<v, J u> - <J^T v, u>|``, over the sum of the moduli of the terms of both sums and 1e-6 of those
-        of u and v (1e-6: 64 times the square root of one ulp).
+        The largest ``|<v, J u> - <J^T v, u>|``, divided by the sum of the moduli of the terms of both sums plus 1e-6
+        times the sum of the moduli of the components of u and v (1e-6: 64 times the square root of one ulp).
     rtol
         The allowed error.
     output
@@ -84,8 +84,8 @@ class TaylorTest(EqualByContent):
     passed
         Whether the rate is more than 1.5: it is 2 or more where J is the derivative, and 1 where it is not.
     rate
-        The slope of log remainder over log step, from the smallest remainders that are more than rounding;
-        infinite where all are rounding, as those of a linear function with a right gradient.
+        The slope of log remainder over log step, from the smallest remainders that are larger than rounding;
+        infinite if all remainders are rounding, for example for a linear function with a right gradient.
     steps
         h, from large to small.
     remainders
@@ -121,8 +121,8 @@ def adjoint_test(
 ) -> AdjointTest:
     """Whether forward and reverse mode compute the same Jacobian: ``<v, J u> = <J^T v, u>`` for random u and v.
 
-    No differences are taken: no step to choose, and errors down to rounding show. Only that the two
-    modes agree is tested: both may be wrong, see `taylor_test`.
+    The test takes no differences. So there is no step to choose, and errors are found down to rounding. It tests only
+    that the two modes agree. Both may be wrong: use `taylor_test` to find that.
 
     Parameters
     ----------
@@ -131,8 +131,8 @@ def adjoint_test(
     inputs
         As in `gradcheck`: a tensor, or a tuple or list; those that require grad are differentiated.
     trials
-        Pairs of random u and v, with components of magnitude in [0.5, 1.5). Each costs a JVP per input and a VJP
-        per output.
+        Number of pairs of random u and v, with components of magnitude in [0.5, 1.5). Each pair costs a JVP per input
+        and a VJP per output.
     rtol
         The largest difference allowed, in units of `AdjointTest.error`; by default the square root of one ulp of the
         coarsest dtype: 1.5e-8 in double precision.
@@ -149,9 +149,9 @@ def adjoint_test(
     Raises
     ------
     ValueError, RuntimeError, TypeError
-        As `gradcheck` for inputs and outputs that it cannot check, and where no output requires grad.
+        As in `gradcheck`, for inputs and outputs that cannot be checked. ValueError also if no output requires grad.
     NotImplementedError
-        Whatever func raises if it has no forward mode; sparse inputs.
+        An input is sparse, or func has no forward mode (func may also raise another exception then).
 
     Notes
     -----
@@ -185,9 +185,10 @@ def taylor_test(
 ) -> TaylorTest:
     """The rate at which ``|f(x + h u) - f(x) - h J u|`` shrinks as h is halved: 2 where the gradient is right.
 
-    No tolerance and no single eps: 19 steps are taken, from ``2^-6 max(|x|, 1)`` down to ``2^-24 max(|x|, 1)``.
-    One random u moves all inputs, one random v weighs all outputs; an error of a gradient shows as a rate of 1
-    once it outweighs the curvature along u, so that errors of 1e-5 show where curvatures are of order 1.
+    The test needs no tolerance and no single eps: it takes 19 steps, from ``2^-6 max(|x|, 1)`` down to
+    ``2^-24 max(|x|, 1)``. One random u moves all inputs, and one random v weighs all outputs. An error of a gradient
+    gives a rate of 1 if it is larger than the effect of the curvature along u. If curvatures are of order 1, the test
+    finds errors of 1e-5.
 
     Parameters
     ----------
@@ -206,12 +207,12 @@ def taylor_test(
     Raises
     ------
     ValueError, RuntimeError, TypeError
-        As `gradcheck` for inputs and outputs that it cannot check, and where no output requires grad.
+        As in `gradcheck`, for inputs and outputs that cannot be checked. ValueError also if no output requires grad.
 
     Notes
     -----
-    The inputs are perturbed in place and restored bit for bit, as by `gradcheck`. A kink next to x, or
-    rounding inside func that is coarser than its dtype, gives a rate below 2 whatever the gradient is.
+    The inputs are perturbed in place and restored bit for bit, as by `gradcheck`. The rate is below 2, even with a
+    right gradient, if there is a kink next to x, or if func rounds internally to a lower precision than its dtype.
     Source: Farrell, Ham, Funke & Rognes, Automated derivation of the adjoint of high-level transient finite
     element programs (2013).
 
@@ -262,7 +263,7 @@ def adjoint(problem: Problem, trials: int, rtol: float | None, seed: int) -> Adj
                 within = terms[block.slice]
                 reverse[trial, o, b] = within.sum()
                 size[trial, o, b] += within.abs().sum().cpu()
-    # If both are zero, they agree; a NaN does not.
+    # If both are zero, they agree. A NaN never agrees.
     errors = torch.where(size == 0, 0.0, (forward - reverse).abs() / size)
     worst = int(errors.nan_to_num(torch.inf).argmax()) if errors.numel() else 0
     error = float(errors.reshape(-1)[worst]) if errors.numel() else 0.0
@@ -273,7 +274,7 @@ def adjoint(problem: Problem, trials: int, rtol: float | None, seed: int) -> Adj
 def taylor(problem: Problem, mode: Literal["reverse", "forward"], seed: int) -> TaylorTest:
     """`taylor_test` for a problem: 20 evaluations, and one VJP or JVP."""
     u, v = _pair(problem, seed, 0)
-    # Steps of one size relative to x, in units of which h counts.
+    # Inputs move by h times this unit, so that all steps have the same size relative to x.
     x = problem.coordinates().abs().clamp(min=1.0)
     unit = u * x
     ulp = 2 * problem.unit_roundoff
@@ -290,7 +291,7 @@ def taylor(problem: Problem, mode: Literal["reverse", "forward"], seed: int) -> 
         h = LARGEST_STEP * 2.0**-k
         try:
             change = problem.evaluate(True, unit, h) - base
-        except Exception as error:  # for example outside of func's domain: a smaller step may be inside
+        except Exception as error:  # the point may be outside of func's domain; with a smaller step it may be inside
             raise_unless_of_func(error)
             if k == HALVINGS:
                 raise
@@ -302,7 +303,7 @@ def taylor(problem: Problem, mode: Literal["reverse", "forward"], seed: int) -> 
 
 
 def _rate(steps: list[float], remainders: list[float], rounding: float) -> float:
-    """The slope of log remainder over log step; NaN where no two steps have one."""
+    """The slope of log remainder over log step; NaN if fewer than two remainders are finite."""
     finite = [(h, remainder) for h, remainder in zip(steps, remainders, strict=True) if math.isfinite(remainder)]
     if len(finite) < 2:
         return math.nan

@@ -1,7 +1,8 @@
 """Whether products of a backward equal the sums of the entries of a sparse Jacobian.
 
-Rows that share no column of a pattern are computed together, so an entry that the pattern lacks adds to another one.
-A product shows both, to rounding. The rows behind it are run separately, until the entries explain every product.
+Rows that share no column of a pattern are computed together. So an entry that the pattern lacks is added to another
+entry. A product of the backward then differs from the sum of the entries, even if only by little more than rounding.
+The responsible rows are run separately, until the entries explain every product.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from fastgrad.verdict.numerical_certificate import Incomplete, incomplete
 from fastgrad.verdict.repeated_calls import RepeatedCalls
 
 MOST_ROWS = 16
-"""Most rows to run, one after the other, for a product of the backward that the entries do not explain."""
+"""Largest number of rows to run, one after the other, if the entries do not explain a product of the backward."""
 
 MOST_COTANGENTS = 12
-"""Random cotangents to certify large entries with: several cotangents show what the rounding of one may hide."""
+"""Largest number of random cotangents that certify large entries. More cotangents show what rounding hides in one."""
 
 SAME = 1e-12
 """Relative difference up to which a row that is run separately equals the known one."""
@@ -94,11 +95,11 @@ class AnalyticalCertificate:
         return linearity_certificate(claim, self._tested_kinds, self.bound)
 
     def compare_rows(self) -> Failure | Incomplete:
-        """Rows that were run separately before against those that were computed together with others."""
+        """Compares rows that were run separately before with the same rows computed together with others."""
         return self._compared(self._calls.rows if self._calls is not None else {})
 
     def compare_more_rows(self) -> Failure | Incomplete:
-        """As `compare_rows`, for further rows (for a small problem, most or all), after everything else agreed."""
+        """As `compare_rows`, for further rows (in a small problem, most or all), after everything else agreed."""
         return self._compared(self._calls.run_more_rows() if self._calls is not None else {})
 
     def _compared(self, rows: Mapping[int, Tensor]) -> Failure | Incomplete:
@@ -107,7 +108,7 @@ class AnalyticalCertificate:
             if self._compression.leaves_out:
                 continue
             known = self._row(row)
-            # Relative to the known row: a row that is infinite when run separately is no small change.
+            # Relative to the known row: if a row is infinite only when it is run separately, the change is not small.
             if largest(gradient - known) <= SAME * largest(known):
                 continue
             failure = self._learn_row(row, gradient, learnt)
@@ -132,7 +133,7 @@ class AnalyticalCertificate:
         return found if isinstance(found, Failure) or not found.is_nothing else incomplete(learnt)
 
     def _contiguous_tests(self) -> Iterator[LinearityTest]:
-        """For a custom backward, a test by a dense and contiguous cotangent: it may be wrong for such ones alone."""
+        """For a custom backward, a test with a dense, contiguous cotangent: backward may be wrong only for these."""
         if not self._problem.is_custom:
             return
         self._tested_kinds = (*self._tested_kinds, DENSE)
@@ -159,11 +160,11 @@ class AnalyticalCertificate:
         return found
 
     def _proven_more(self, resolution: float) -> Failure | Incomplete:
-        """Proofs by as many more cotangents as it takes to find what large entries may hide.
+        """Tests with as many more cotangents as are needed to find entries that large entries may hide.
 
-        An entry that was computed together with a larger one of its column enters a product times the difference of two
-        components, which is as small as a share s with probability s. If only one of the two is zero, as in half of all
-        halved cotangents, the entry counts fully.
+        If an entry was computed together with a larger entry of its column, it is multiplied in a product by the
+        difference of two components of the cotangent. This difference is smaller than a share s with probability s. If
+        only one of the two components is zero, as in half of all halved cotangents, the entry counts fully.
         """
         count = 1
         while resolution > self._asked * self._chance ** (1 / count) and count < MOST_COTANGENTS:
@@ -177,10 +178,10 @@ class AnalyticalCertificate:
         return incomplete([])
 
     def _follow_columns(self, linearity: LinearityTest) -> Failure | Incomplete:
-        """Finds the wrong entry, or what the pattern lacks, until the entries explain each product.
+        """Finds the wrong entry, or the entries that the pattern lacks, until the entries explain each product.
 
-        A product is unexplained because of an entry that the pattern lacks, or one that was computed together with
-        such an entry. Either is in a row that differs when it is run separately.
+        A product is not explained if the pattern lacks an entry, or if an entry was computed together with a lacking
+        entry. In both cases, a row differs when it is run separately.
         """
         learnt: list[tuple[Indices, Indices]] = []
         for _ in range(MOST_ROWS):
@@ -194,7 +195,7 @@ class AnalyticalCertificate:
             known = self._row(row)
             change = gradient - known
             if not abs(change[column].item()) > SAME * abs(gradient[column].item()):
-                break  # separate rows do not explain it
+                break  # rows that are run separately do not explain the product
             failure = self._learn_row(row, gradient, learnt)
             if failure is not None:
                 return failure
@@ -206,14 +207,15 @@ class AnalyticalCertificate:
             return failure
         error = 2 * max(linearity.error_at(*suspect) for suspect in suspects)
         if error <= self._asked * self._chance ** (1 / MOST_COTANGENTS):
-            # Further cotangents show what it may hide: rounding of a backward in a lower precision, for example.
+            # The error may be rounding, for example of a backward in a lower precision. Further cotangents show what it
+            # hides.
             linearity.resolution = max(linearity.resolution, error)
             return incomplete(learnt)
         self.bound = error
         return incomplete([], unexplained=error)
 
     def _locate_row(self, cotangent: Tensor, column: int) -> tuple[int, Tensor]:
-        """A row that a component of a VJP shows to differ from the known one, and its gradient."""
+        """A row that explains the error of a component of a VJP, and the gradient of this row, run separately."""
         here = self._compression.columns == column
         rows, entries = self._compression.rows[here], self.values[here]
         beside = [(row, gradient[column].item()) for row, gradient in self._replaced.items() if not (rows == row).any()]
@@ -246,7 +248,7 @@ class AnalyticalCertificate:
         return gradient.index_copy_(0, self._compression.columns[mine], self.values[mine])
 
     def _learn_row(self, row: int, gradient: Tensor, learnt: list[tuple[Indices, Indices]]) -> Failure | None:
-        """The failure of a row that was run separately; if it is right, it replaces the known one, and is learnt."""
+        """The failure of a row that was run separately. A right row replaces the known row and is added to `learnt`."""
         failure = self._row_failure(row, gradient)
         if failure is not None:
             return failure
@@ -279,17 +281,17 @@ class AnalyticalCertificate:
         return not any(linearity.suspects() for linearity in self._tests)
 
     def explains_rows(self, rows: Iterable[int]) -> bool:
-        """Whether rows that run separately are those that were computed together with others, up to rounding."""
+        """Whether rows that are run separately equal the rows that were computed together, up to rounding."""
         pairs = ((self.row_alone(row), self._row(row)) for row in rows)
         return all(largest(gradient - known) <= SAME * largest(known) for gradient, known in pairs)
 
     def first_product(self) -> tuple[Tensor, Tensor]:
-        """A cotangent of those, and its VJP: float64, shapes (m,) and (n,)."""
+        """The first cotangent of `explains_products`, and its VJP: float64, shapes (m,) and (n,)."""
         linearity = self._tests[0]
         return linearity.cotangents[0], linearity.gradients()[0]
 
     def _tests_of(self, kinds: tuple[GradOutputKind, ...], number: int = 0) -> Iterator[LinearityTest]:
-        """One of all kinds or, if vectors take much memory, one per kind."""
+        """One test with all kinds or, if vectors take much memory, one test per kind."""
         is_small = self._problem.n + self._problem.m <= PIECE
         for some in [kinds] if is_small else [(kind,) for kind in kinds]:
             excluded = self._compression.excluded_rows, self._compression.excluded_columns
@@ -306,11 +308,11 @@ class AnalyticalCertificate:
 
     @property
     def _repeats_all(self) -> bool:
-        """Whether no row group ran only once."""
+        """Whether every row group ran more than once."""
         return all(grouping.count <= compressed.REPEATED_GROUPS for grouping in self._compression.row_groups)
 
     def _moving_group(self) -> Failure | None:
-        """Two runs of every row group: the first that moves by more than nondet_tol."""
+        """Runs every row group twice; the failure of the first that differs by more than nondet_tol between runs."""
         for output, grouping in zip(self._problem.outputs, self._compression.row_groups, strict=True):
             for g in range(grouping.count):
                 failure = groups_failure(self._problem, self._settings, output, [grouping.members(g)])

@@ -28,21 +28,21 @@ if TYPE_CHECKING:
     from fastgrad.report.evidence import Sample
 
 SMALL = 256
-"""Jacobians of at most this many entries are kept whole for the message."""
+"""Largest number of entries of a Jacobian that is kept completely, for the message."""
 
 MOST_WORST = 8
-"""Entries that a comparison names."""
+"""Number of wrong entries that a comparison names."""
 
 CROWDED = 4
-"""If the outputs that differ depend on more than one column in this many, moving columns together is not worth it."""
+"""Moving columns together is not worth it if the outputs that differ depend on more than one in this many columns."""
 
 FEW_PLACES = 8
-"""Places along a dimension up to which an extent names each."""
+"""Largest number of places along a dimension that an extent lists one by one."""
 
 
 @dataclass
 class Findings:
-    """What a check gathers on its way to the verdict, in addition to it.
+    """What a check finds in addition to its verdict.
 
     Attributes
     ----------
@@ -65,11 +65,11 @@ class Findings:
     domains_match
         False if a tangent is known to be complex although its output is real, or the reverse.
     products
-        VJPs that were run of a custom backward and may not be compared with rows: cotangents and gradients, float64,
+        VJPs of a custom backward that were run and may not be compared with rows: cotangents and gradients, float64,
         shapes (count, m) and (count, n).
     tangents
-        JVPs that were run: tangents of the inputs, float64, shape (count, n); for each the number of an input that had
-        none, or -1; and tangents of the outputs, shape (count, m).
+        JVPs that were run: tangents of the inputs, float64, shape (count, n); for each JVP, the number of the input
+        whose tangent was undefined, or -1; and tangents of the outputs, shape (count, m).
     """
 
     notes: list[str] = field(default_factory=list)
@@ -102,13 +102,13 @@ class Findings:
             self.undecided = max(other.undecided, self.undecided or 0.0)
 
     def note_undecided(self, bound: float) -> None:
-        """Notes that errors up to a bound may be hidden; of any size, if the bound is not known."""
+        """Notes that errors up to a bound may be hidden, or errors of any size if the bound is not known."""
         bound = math.inf if math.isnan(bound) else bound
         self.notes.append(undecided_text(bound))
         self.undecided = max(bound, self.undecided or 0.0)
 
     def add_pair(self, pair: Pair) -> None:
-        """Adds a pair; the same pair, as in each pass over the columns, counts once."""
+        """Adds a pair. A pair that is added again, for example in each pass over the columns, counts once."""
         for number, known in enumerate(self.pairs):
             if known[:6] == pair[:6]:
                 self.pairs[number] = pair._replace(
@@ -213,7 +213,7 @@ class PairComparison:
     def _take_in(
         self, analytical: Tensor, numerical: Tensor, width: int, elements: Callable[[Any, Any], tuple[Any, Any]]
     ) -> None:
-        """Adds a block, whose rows and columns of entries belong to certain elements."""
+        """Adds a block; elements: gives the elements that its rows and columns of entries belong to."""
         forward = self.mode == "forward"
         along_rows, along_columns = (self.input, self.output) if forward else (self.output, self.input)
         atol, rtol = self.tolerances.atol, self.tolerances.rtol
@@ -250,14 +250,15 @@ class PairComparison:
         rows, columns = differing.nonzero(as_tuple=True)
         found, wanted = (value[rows, columns].to(torch.complex128) for value in values)
         self.failing.append((*elements(rows, columns), found, wanted))
-        # For each output that differs, all elements that it depends on; in forward mode, for each element all outputs.
+        # For each output that differs, all elements that it depends on. In forward mode, for each element of the input
+        # all outputs that depend on it.
         dependent = differing.any(1, keepdim=True) & (differing | (values[1] != 0))
         self.is_crowded |= int(dependent.sum()) > dependent.numel() // CROWDED
         if not self.is_crowded:
             self.dependent.append(elements(*dependent.nonzero(as_tuple=True)))
 
     def _differ(self, analytical: Tensor, numerical: Tensor) -> Tensor:
-        """Where entries differ: by torch's rule, which takes equal infinities for close, and nothing else."""
+        """Where entries differ by torch's rule: of values that are not finite, only equal infinities are close."""
         return ~torch.isclose(analytical, numerical, rtol=self.tolerances.rtol, atol=self.tolerances.atol)
 
     def _failing(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -277,7 +278,7 @@ class PairComparison:
         )
 
     def suspects(self, part: Part) -> Suspects:
-        """The entries that differ, at least one, the one with the largest difference first."""
+        """The entries that differ (at least one), the one with the largest ratio of difference to tolerance first."""
         outputs, inputs, analytical, numerical = self._failing()
         allowed = self.tolerances.atol + self.tolerances.rtol * numerical.abs()
         excess = ((analytical - numerical).abs() / allowed).nan_to_num(torch.inf)
@@ -297,8 +298,8 @@ class PairComparison:
     def groups(self, elements: Tensor) -> Tensor:
         """For each element of the input, the number of its group: int64, shape (elements,).
 
-        The elements of a group may be perturbed together: if the entry of an output for one of them differs, this
-        output depends, at eps, on no other element of the group.
+        The elements of a group may be perturbed together: if an output and an element of the group have an entry that
+        differs, this output depends, at eps, on no other element of the group.
         """
         if self.is_crowded:
             return elements
@@ -314,7 +315,7 @@ class PairComparison:
         return torch.from_numpy(colors)[which].to(elements.device)
 
     def add_unspecified(self, row: int, element: int, value: complex) -> None:
-        """Adds an analytical entry where masked semantics allow none: the numerical one is zero."""
+        """Adds an analytical entry at a place where masked semantics allow no entry; its numerical value is zero."""
         atol = self.tolerances.atol
         if not modulus(value) <= atol:
             self.entries += 1
@@ -325,7 +326,7 @@ class PairComparison:
             self.unspecified = True
 
     def sample(self) -> Sample | None:
-        """All entries of a sparse Jacobian, right and wrong ones; None of a dense one, whose blocks are gone."""
+        """All entries of a sparse Jacobian, right and wrong ones; None for a dense one, whose blocks are not kept."""
         if self.entries_at_hand is None:
             return None
         from fastgrad.report.evidence import Sample  # imported here: a check that passes does not need it

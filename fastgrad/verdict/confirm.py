@@ -33,7 +33,8 @@ MOST_GROUPS = 64
 class Found:
     """A located entry: coordinates, its contribution to J_num - J_ana, and its report if it is wrong.
 
-    unresolved: the possible error, if the entry agrees within that of its derivative, but not to the tolerance.
+    unresolved: the possible error of an entry that agrees within the error of its derivative, but not within the
+    tolerance; otherwise zero.
     """
 
     output: Block
@@ -47,7 +48,7 @@ class Found:
     unresolved: float = 0.0
 
     def along(self, vectors: Tensor) -> Tensor:
-        """The contribution to (J_num - J_ana) u of its row, for vectors u: float64, from shape (..., n) to (...)."""
+        """The contribution of the entry to (J_num - J_ana) u in its row: float64, u of shape (..., n) gives (...)."""
         return vectors[..., list(self.columns)] @ vectors.new_tensor(self.errors)
 
 
@@ -61,14 +62,14 @@ def entry_in_row(
     value: float,
     known: Sequence[Found] = (),
 ) -> Found:
-    """The entry behind the difference between one output's derivative along u and gradient . u.
+    """The entry that causes the difference between one output's derivative along u and gradient . u.
 
     Parameters
     ----------
     gradient
         The analytical row: float64, shape (n,).
     value
-        That difference, without the contributions of known entries.
+        This difference, without the contributions of known entries.
     known
         Entries of this row that were found before.
     """
@@ -87,7 +88,7 @@ def entry_in_row(
 def difference_along(problem: Problem, vector: Tensor, eps: float, row: int) -> float:
     """One output's derivative along a vector (float64, shape (n,)), by a central difference.
 
-    If inputs take different steps, one difference per step.
+    If inputs have different steps, it takes one difference per step.
     """
     derivative = 0.0
     for part, step, weight in problem.parts_of(vector):
@@ -98,12 +99,13 @@ def difference_along(problem: Problem, vector: Tensor, eps: float, row: int) -> 
 
 
 def entry_at(problem: Problem, settings: Settings, row: int, column: int, gradient: Tensor | None = None) -> Found:
-    """The entry at (row, column), measured separately: wrong by the elementwise rule at eps and at other steps, or not.
+    """Measures the entry at (row, column) separately, at eps and at other steps, and tests it by the elementwise rule.
 
     gradient: the analytical row, shape (n,), of an entry of reverse mode; None: the entry is one of forward mode.
     """
     output, block = block_with(problem.outputs, row), block_with(problem.inputs, column)
-    # A complex element has two coordinates: those of the one side make a complex entry, of the other side, two parts.
+    # A complex element has two coordinates. On one side, they make one complex entry; on the other side, they are two
+    # parts that are checked separately.
     mode: Mode = "forward" if gradient is None else "reverse"
     side, offset = (output, row - output.first) if gradient is not None else (block, column - block.first)
     part: Part = "all" if not side.is_complex else "imaginary" if offset % 2 else "real"
@@ -132,14 +134,14 @@ def entry_at(problem: Problem, settings: Settings, row: int, column: int, gradie
 
 
 def _element_coordinates(block: Block, coordinate: int) -> tuple[int, ...]:
-    """The coordinates of the element that one of them belongs to."""
+    """All coordinates of the element that a coordinate belongs to."""
     width = block.width
     first = coordinate - (coordinate - block.first) % width
     return tuple(range(first, first + width))
 
 
 def located_failure(found: list[Found]) -> Failure:
-    """The first confirmed entry's failure; the others of the same pair count."""
+    """The failure of the first confirmed entry; it counts all confirmed entries of the same pair."""
     head = found[0]
     same = [entry for entry in found if (entry.output, entry.input, entry.part) == (head.output, head.input, head.part)]
     remeasured_entries = [entry.remeasured for entry in same if entry.remeasured is not None]
@@ -176,7 +178,7 @@ def located_failure(found: list[Found]) -> Failure:
 
 
 def located_pair(failure: Failure, comparison: Comparison) -> Pair:
-    """The pair of a failure that single entries show."""
+    """The pair of a failure that was found from single entries."""
     places = failure.output, failure.input, failure.output_position, failure.input_position
     return Pair(
         *cast("tuple[int, int, int, int]", places),  # a mismatch has them all
@@ -192,7 +194,7 @@ def located_pair(failure: Failure, comparison: Comparison) -> Pair:
 
 
 def _extent(entries: list[Entry], output: Block, input_: Block) -> Extent:
-    """Where entries lie."""
+    """The positions of entries."""
     places = []
     for block, indices in (
         (output, [entry.output_index for entry in entries]),
@@ -210,18 +212,19 @@ def _excess(entry: Entry) -> float:
 def _survivor(
     problem: Problem, record_graph: bool, eps: float, suspects: Suspects, groups: Tensor
 ) -> tuple[RemeasuredEntry | None, Tensor, float]:
-    """The first suspected entry that is wrong after re-measuring, and which ones were: bool, shape (entries,).
+    """Re-measures suspected entries until one is wrong.
 
-    Last, the possible error of entries that no step resolves to the tolerance. groups: the number of each entry's
-    group, whose elements are moved together; an element that then looks wrong is moved alone.
+    Returns the first wrong entry, if any; which entries were re-measured: bool, shape (entries,); and the possible
+    error of entries that no step resolves to the tolerance. groups: the number of each entry's group. The elements of a
+    group are moved together; an element that then looks wrong is moved alone.
     """
     measured = torch.zeros_like(groups, dtype=torch.bool)
     elements, unresolved = suspects.input_elements, 0.0
-    # A wrong entry is usually among the worst; the others may be many.
+    # The worst entries first: a wrong entry is usually among them, and there may be many others.
     for most in (WORST, len(groups)):
         left = (~measured[:most]).nonzero().reshape(-1)
         numbers, which = torch.unique(groups[left], return_inverse=True)
-        # Groups by their worst entry, a few at first.
+        # Groups are sorted by their worst entry; only a few are measured at first.
         worst = torch.full_like(numbers, most).scatter_reduce_(0, which, left, "amin")
         in_turn, count = worst.argsort(), 1
         while in_turn.numel():
@@ -254,12 +257,12 @@ def _survivor(
 def entries_failure(
     problem: Problem, settings: Settings, rows: Tensor, columns: Tensor, analytical: Tensor, numerical: Tensor
 ) -> tuple[Failure | None, float]:
-    """The failure of some real entries that differ at eps, if any differs after re-measuring; and the unresolved error.
+    """The failure if a real entry that differs at eps is wrong after re-measuring; and the unresolved error.
 
     Parameters
     ----------
     rows, columns
-        Their coordinates: int64, shape (entries,). Columns that share none of these rows are moved together.
+        Coordinates of the entries: int64, shape (entries,). Columns that share none of these rows are moved together.
     analytical, numerical
         float64, shape (entries,).
     """
@@ -281,7 +284,7 @@ def entries_failure(
 
 
 def _groups_without_a_common_row(rows: Tensor, columns: Tensor) -> Tensor:
-    """Each entry's group; a column has one group, columns of a group share no row: int64, shape (entries,)."""
+    """The group of each entry's column: int64, shape (entries,). Columns of one group share no row."""
     rows_of: dict[int, set[int]] = {}
     for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
         rows_of.setdefault(column, set()).add(row)
@@ -305,7 +308,7 @@ def _worst_remeasured(
     findings: Findings,
     group_of: Callable[[Tensor], Tensor] | None,
 ) -> tuple[RemeasuredEntry | None, tuple[Entry, ...]]:
-    """The worst of the entries that differ at eps, if it differs after re-measuring, too; and the worst entries."""
+    """An entry that differs at eps and also after re-measuring, if any; and the worst entries."""
     groups = pair.groups(suspects.input_elements) if group_of is None else group_of(suspects.inputs[:, 0])
     remeasured = not_finite(problem, plan.record_graph, suspects)
     measured = torch.zeros_like(groups, dtype=torch.bool)
@@ -332,9 +335,9 @@ def mismatch_failure(
     findings: Findings,
     group_of: Callable[[Tensor], Tensor] | None = None,
 ) -> Failure | None:
-    """The failure of a pair, if an entry that differs at eps differs after re-measuring, too.
+    """The failure of a pair, if an entry that differs at eps also differs after re-measuring.
 
-    group_of: the groups of columns, which share no row, that some coordinates belong to; None: none is known.
+    group_of: gives the groups that coordinates belong to, of columns that share no row; None: no groups are known.
     """
     if not pair.mismatches:
         findings.add_pair(pair.pair(part, agrees=True))

@@ -28,7 +28,7 @@ def check_zero_grad_output(
 ) -> Failure | None:
     """A zero grad_output must give zero gradients, each with its input's layout, dtype, device and size.
 
-    gradients: those that it gave, if they are known.
+    gradients: those for this grad_output, if they are known.
     """
     if gradients is None:
         gradients = problem.zero_gradients()
@@ -82,9 +82,9 @@ def _is_zero(gradient: Tensor, masked: bool = False) -> bool:
 
 @phase("undefined grad_outputs")
 def check_undefined_grads(problem: Problem, known: Sequence[Sequence[Tensor | None]] | None = None) -> Failure | None:
-    """Undefined grad_outputs, all of them and then one at a time, must work and count as zeros.
+    """Undefined grad_outputs must count as zeros: all of them at once, and then one at a time.
 
-    known: the gradients that they gave, if known.
+    known: the gradients for these grad_outputs, if they are known.
     """
     if known is not None:
         return next(filter(None, (_undefined_failure(problem, gradients) for gradients in known)), None)
@@ -134,11 +134,11 @@ class BatchedDifference:
     Attributes
     ----------
     output
-        The number of the output whose VJPs they are, or whose tangent differs; None: the vectorized JVP raises.
+        The number of the output whose VJPs were run, or whose tangent differs; None: the vectorized JVP raises.
     input
-        The number of the input whose JVPs they are, or whose gradient differs; None: the vectorized VJP raises.
+        The number of the input whose JVPs were run, or whose gradient differs; None: the vectorized VJP raises.
     cause
-        Its exception.
+        The exception of the vectorized VJP or JVP.
     detail
         Text for a message.
     """
@@ -151,12 +151,12 @@ class BatchedDifference:
 
 @phase("batched gradients")
 def batched_difference(graph: native.Graph, outputs: Sequence[Tensor], settings: Settings) -> BatchedDifference | None:
-    """The first output whose backward under vmap does not give what single runs give; BATCH + 1 VJPs per output."""
+    """The first output whose backward differs between vmap and single runs; costs BATCH + 1 VJPs per output."""
     for number, output in enumerate(outputs):
         vectors = batch_vectors(output, settings.seed)
         single = [graph.vjp_of_one(number, vector) for vector in vectors.unbind()]
         try:
-            # Not the same memory: a backward that writes into grad_output has changed it, and may have returned it.
+            # A copy, because a backward may write into grad_output, and may return it as a gradient.
             batched = native.vectorized_vjp(graph, number, vectors.clone())
         except RuntimeError as error:
             return BatchedDifference(number, None, error, str(error))
@@ -208,7 +208,7 @@ def check_batched_gradients(
 
 @phase("batched tangents")
 def check_batched_tangents(problem: Problem, settings: Settings) -> Failure | None:
-    """Checks that a JVP of each input under vmap gives the same as two separate JVPs; BATCH + 1 JVPs per input."""
+    """Checks that a JVP of each input under vmap gives the same as two separate JVPs: BATCH + 1 JVPs per input."""
     for k, block in enumerate(problem.inputs):
 
         def jvp(tangent: Tensor, k: int = k) -> tuple[Tensor, ...]:
@@ -234,7 +234,7 @@ def _batched_failure(problem: Problem, found: BatchedDifference, mode: Mode) -> 
 def _batched_tangents_difference(
     number: int, product: Callable[[Tensor], tuple[Tensor, ...]], vectors: Tensor
 ) -> BatchedDifference | None:
-    """The first output whose tangent under vmap is not what single JVPs of an input, with this number, give."""
+    """The first output whose tangent under vmap differs from the tangents of single JVPs; number: that of the input."""
     expected = [torch.stack(results) for results in zip(*map(product, vectors.unbind()), strict=True)]
     with torch_private.quiet_vmap():
         try:

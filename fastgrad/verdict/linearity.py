@@ -1,9 +1,8 @@
 """Proofs that a backward is the linear map whose rows were compared.
 
-Rows come from one-hot, contiguous cotangents. A backward that clamps, squares or takes the sign of
-grad_output, or that is right only for a contiguous or only for a dense grad_output, gives these rows
-and is still wrong. So the first rows are repeated at another scale, and v^T J, summed from the rows,
-must equal the VJP of v.
+Rows come from one-hot, contiguous cotangents. They are right even for some wrong backwards: for one that clamps,
+squares or takes the sign of grad_output, and for one that is right only for one-hot or only for contiguous
+grad_outputs. So the first rows are repeated at another scale, and v^T J, summed from the rows, must equal the VJP of v.
 """
 
 from __future__ import annotations
@@ -34,29 +33,31 @@ from fastgrad.verdict.comparison import tolerances
 from fastgrad.verdict.negation import linear_bound, negation_failure
 
 RERUNS = 3
-"""Further runs of a VJP that was not exactly as expected: they show gradients that change every third time."""
+"""Number of further runs of a VJP that was not exactly as expected. Three runs show gradients that change every third
+time."""
 
 TERM_ROUNDING, SUM_ROUNDING = 8.0, 2.0
 """Allowed error of a sum of c terms, in units of rounding of the root of the sum of their squares. The first number is
-for the few operations behind each term. The second is multiplied by sqrt(c): errors of additions have random signs."""
+for the few operations that compute each term. The second is for the additions, and is multiplied by sqrt(c), because
+their errors have random signs."""
 
 NEGLIGIBLE = 1e-9
 """Share of atol below which a component of a product is ignored."""
 
 RESCALED = 1.3, -0.7
-"""Factors of a cotangent, not powers of two, whose VJPs, divided by them, show how a backward rounds."""
+"""Factors of a cotangent that show how a backward rounds: the VJPs are divided by them. They are no powers of two."""
 
 MEASURED = 8.0
-"""Allowed error of a sum, in units of the rounding that `RESCALED` cotangents show: two samples may both be small."""
+"""Allowed error of a sum, in units of the rounding that `RESCALED` cotangents show. Both samples may be too small."""
 
 LARGEST_MEASURED = 0.5
-"""Exponent: measured rounding counts up to the unit roundoff to this power, relative to the product. A change of more
-than half of the digits is not rounding: the backward is not linear."""
+"""Largest measured rounding, relative to the product, as an exponent of the unit roundoff. If more than half of the
+digits change, this is not rounding: the backward is not linear."""
 
 
 @lru_cache(8)
 def linearity_certificate(claim: str, kinds: tuple[GradOutputKind, ...], bound: float) -> Certificate:
-    """What grad_outputs of some kinds certify, once v^T J was found to be their VJP."""
+    """The certificate of grad_outputs v of some kinds, after v^T J was found to be their VJP."""
     names = ", ".join(kind.short for kind in kinds)
     return Certificate(claim, f"v^T J against the VJP of v, {len(kinds)} cotangents: {names}", bound)
 
@@ -67,7 +68,7 @@ def linear_backward(kinds: tuple[GradOutputKind, ...], bound: float) -> Certific
 
 
 def moving_repeat(problem: Problem, block: JacobianBlock, settings: Settings) -> Failure | None:
-    """Whether the rows that are repeated, of all inputs, move from run to run by more than nondet_tol."""
+    """The failure if the repeated rows, for all inputs, differ from run to run by more than nondet_tol."""
     rows = problem, block.output, block.part, block.first_row, block.repeated.shape[0], settings.nondet_tol
     if any(_rows_move(*rows) for _ in range(RERUNS)):
         return Failure.at("nondeterministic", block.output, part=block.part)
@@ -95,7 +96,7 @@ def moved_once(block: JacobianBlock, again: tuple[Tensor, Tensor], settings: Set
 
 
 def nonlinear_repeat(block: JacobianBlock, settings: Settings) -> Failure | None:
-    """Whether the repeated rows of a block, which do not move, are another multiple of the first ones."""
+    """The failure if the repeated rows of a block, which do not move, are not the right multiple of the first rows."""
     count = block.repeated.shape[0]
     width = block.input.width
     analytical, own = block.analytical[:count], settings.of(block.input.index)
@@ -107,8 +108,8 @@ def nonlinear_repeat(block: JacobianBlock, settings: Settings) -> Failure | None
     detail = (
         f"a grad_output of 1 at element {list(element)} of output {block.output.index} gives the gradient "
         f"{analytical[row, entry * width].item():.6g} of input {block.input.index} at "
-        f"{list(block.input.element_index(block.first_column // width + entry))}, one of {REPEAT_SCALE:g} gives "
-        f"{REPEAT_SCALE * block.repeated[row, entry * width].item():.6g}"
+        f"{list(block.input.element_index(block.first_column // width + entry))}, a grad_output of {REPEAT_SCALE:g} "
+        f"gives {REPEAT_SCALE * block.repeated[row, entry * width].item():.6g}"
     )
     return Failure.at("nonlinear", block.output, block.input, part=block.part, detail=detail)
 
@@ -116,9 +117,9 @@ def nonlinear_repeat(block: JacobianBlock, settings: Settings) -> Failure | None
 def groups_failure(
     problem: Problem, settings: Settings, output: Block, groups: Sequence[NDArray[np.int64]]
 ) -> Failure | None:
-    """Why a second run of some row groups gave other gradients, as `moving_repeat` and `nonlinear_repeat` find.
+    """The failure after a second run of some row groups gave other gradients: nondeterministic or nonlinear.
 
-    groups: coordinates of the output, counted from its first.
+    groups: coordinates of the output, counted from its first coordinate.
     """
     cotangents = torch.zeros(len(groups), problem.m, dtype=torch.float64, device=problem.device)
     for cotangent, group in zip(cotangents, groups, strict=True):
@@ -158,9 +159,9 @@ def nondeterministic(output: Block) -> Failure:
 def nonlinear_sum(
     mode: Mode, block: Block, at: int, when: str, addends: str, own: float, total: float, allowed: float | None = None
 ) -> Failure:
-    """The failure that a component of a gradient, or of a tangent in forward mode, is not the sum of others.
+    """The failure that a component of a gradient, or of a tangent in forward mode, is not the sum of other gradients.
 
-    at: its coordinate among those of all inputs, or outputs.
+    at: the coordinate of this component among those of all inputs; in forward mode, of all outputs.
     """
     what = "gradient of input" if mode == "reverse" else "tangent of output"
     detail = f"{when}, the {what} {block.index} at {list(block.index_at(at))} is {own:.6g}, but {addends} add up to "
@@ -169,7 +170,7 @@ def nonlinear_sum(
 
 
 def nondeterministic_func(output: Block, where: str) -> Failure:
-    """The failure that func returned two results for the same inputs, in calls that no entry was compared with."""
+    """The failure that func returned two results for the same inputs, in calls whose results were not compared."""
     detail = f"evaluated again {where}, it gives other values"
     return Failure.at("nondeterministic func", output, detail=detail)
 
@@ -177,7 +178,7 @@ def nondeterministic_func(output: Block, where: str) -> Failure:
 def by_inputs(
     inputs: Sequence[Block], settings: Settings, left: Tensor, right: Tensor
 ) -> Iterator[tuple[Tolerances, Tensor, Tensor]]:
-    """Two sets of gradients, shape (count, n), input by input."""
+    """Two sets of gradients, shape (count, n), for each input."""
     for block in inputs:
         within = 1, block.first, block.size
         yield settings.of(block.index), left.narrow(*within), right.narrow(*within)
@@ -196,7 +197,7 @@ def gradients_agree(inputs: Sequence[Block], settings: Settings, left: Tensor, r
 
 
 def moving_row(problem: Problem, settings: Settings, rows_per_block: int) -> Failure | None:
-    """Runs each row that was not repeated before twice; the failure if two runs differ by more than nondet_tol."""
+    """Runs twice each row that was not yet repeated; the failure if two runs differ by more than nondet_tol."""
     for output in problem.outputs:
         parts: tuple[Part, ...] = ("imaginary", "real") if output.is_complex else ("all",)
         elements = output.tensor.numel()
@@ -209,7 +210,7 @@ def moving_row(problem: Problem, settings: Settings, rows_per_block: int) -> Fai
 
 
 def _rows_move(problem: Problem, output: Block, part: Part, first: int, count: int, nondet_tol: float) -> bool:
-    """Whether two runs with the same one-hot cotangents differ by more than nondet_tol: torch's test."""
+    """Whether two runs with the same one-hot cotangents differ by more than nondet_tol, as in torch's checker."""
     rows, again, match = problem.analytical_rows(
         output, part == "imaginary", first, count, problem.inputs, repeated=count, scale=1.0
     )
@@ -229,7 +230,7 @@ def _term_sizes(squares: Tensor, sums: Tensor) -> Tensor:
 
 
 def movement_between(again: Tensor, gradient: Tensor) -> float:
-    """By how much a second run differs from the first, at most; infinite where it does and one holds a NaN."""
+    """The largest difference between two runs; infinite if they differ and one of them contains a NaN."""
     if torch.equal(again, gradient):
         return 0.0
     difference = largest(again - gradient)
@@ -246,18 +247,19 @@ def disagreement(
     rtol: float | Tensor,
     movement: Callable[[], Tensor] | None = None,
 ) -> tuple[int, int, Tensor] | None:
-    """Where products of a map with `vectors` differ from the sums of its entries: vector, component, allowed.
+    """Where products of a map with `vectors` differ from the sums of its entries: vector, component, allowed error.
 
-    A component passes within atol max|v| + rtol times the root of the sum of squares of its terms. This is the
-    check's own tolerance for the entries, if their errors are independent. atol, rtol: one for all components, or
-    one for each. movement: by how much the products differ from run to run, if nondet_tol allows that.
+    The allowed error of a component is atol max|v| + rtol times the root of the sum of squares of its terms. If
+    the errors of the entries are independent, this corresponds to the check's own tolerance for entries. atol, rtol:
+    one number for all components, or one for each. movement: gives the difference of the products from run to run, as
+    far as nondet_tol allows it.
     """
     if not differ(products, sums, settings.atol, False):
         return None  # closer than any tolerance below
     allowed = atol * vectors.abs().amax(1, keepdim=True) + rtol * _term_sizes(squares, sums)
     if settings.nondet_tol and movement is not None:
         allowed = allowed + movement()
-    # Not "error > allowed": a NaN must count. An infinite sum was compared entry by entry already.
+    # Not "error > allowed", because a NaN must count as wrong. The entries of an infinite sum were already compared.
     wrong = ~((products - sums).abs() <= allowed) & sums.isfinite()
     if not bool(wrong.any()):
         return None
@@ -268,7 +270,7 @@ def disagreement(
 def linearity_cotangents(
     m: int, seed: int, device: torch.device, kinds: tuple[GradOutputKind, ...] = GRAD_OUTPUT_KINDS, number: int = 0
 ) -> Tensor:
-    """The cotangents of a `LinearityTest`, the `number`th of each kind: float64, shape (kinds, m)."""
+    """The cotangents of a `LinearityTest`, one of each kind: float64, shape (kinds, m). number: selects other ones."""
     cotangents = torch.empty(len(kinds), m, dtype=torch.float64, device=device)
     for kind, cotangent in zip(kinds, cotangents.unbind(), strict=True):
         kind.fill_(cotangent, seed, COTANGENT_STREAM + 16 * (kind.stream + len(GRAD_OUTPUT_KINDS) * number))
@@ -276,9 +278,9 @@ def linearity_cotangents(
 
 
 class LinearityTest:
-    """Compares v^T J with the VJP of v, by default for v of GRAD_OUTPUT_KINDS in R^m, over all outputs at once.
+    """Compares v^T J with the VJP of v in R^m, for all outputs at once; by default, for one v per GRAD_OUTPUT_KINDS.
 
-    A single row, m = 1, needs no proof: it was repeated at another scale.
+    If there is a single row (m = 1), this test is not needed, because the row was repeated at another scale.
     """
 
     def __init__(
@@ -295,8 +297,8 @@ class LinearityTest:
         """The arguments.
 
         rows_repeated: whether all rows were run twice. moving: runs all rows twice, if one may differ from run to run.
-        kinds: those of v. excluded_rows, excluded_columns: those that J leaves out, shapes (m,) and (n,); if rows are
-        left out, no v is expanded. number: as in `linearity_cotangents`.
+        kinds: the kinds of v. excluded_rows, excluded_columns: the rows and columns that J leaves out, shapes (m,) and
+        (n,); if rows are left out, no v is expanded. number: as in `linearity_cotangents`.
         """
         self._problem = problem
         self._settings = settings
@@ -315,28 +317,28 @@ class LinearityTest:
         self.resolution = 0.0
 
     def take(self, gradients: Tensor, movement: float) -> None:
-        """Takes over the VJPs of the cotangents, and how far a second run of the first one deviated."""
+        """Uses known VJPs of the cotangents; movement: the difference between two runs of the first VJP."""
         self._gradients, self._moves_by = gradients, movement
 
     def certificate(self) -> Certificate:
-        """What it certifies if it found no failure."""
+        """The certificate if the test found no failure."""
         return linear_backward(self._kinds, linear_bound(self._error, self._settings))
 
     @property
     def _error(self) -> Tensor:
-        return (self.gradients() - self._sums).nan_to_num(0.0, 0.0, 0.0)  # infinite ones were compared
+        return (self.gradients() - self._sums).nan_to_num(0.0, 0.0, 0.0)  # infinite entries were compared before
 
     def add(self, block: JacobianBlock) -> None:
-        """Takes a block of analytical rows into v^T J."""
+        """Adds a block of analytical rows to v^T J."""
         width = block.output.width
         first_row = block.output.first + block.first_row * width + (1 if block.part == "imaginary" else 0)
         first_column = block.input.first + block.first_column
         ops.project_rows_(self._sums, self._squares, self.cotangents, block.analytical, first_row, width, first_column)
 
     def add_entries(self, rows: Tensor, columns: Tensor, analytical: Tensor, most_terms: int) -> None:
-        """Takes the entries of a sparse Jacobian, at coordinates rows and columns, into v^T J.
+        """Adds the entries of a sparse Jacobian, at coordinates rows and columns, to v^T J.
 
-        most_terms: entries of the fullest column.
+        most_terms: number of entries of the column with the most entries.
         """
         self._most_terms = float(most_terms)
         each = (vectors.unbind() for vectors in (self.cotangents, self._sums, self._squares))
@@ -345,7 +347,7 @@ class LinearityTest:
 
     @phase("linearity of backward")
     def failure(self) -> Failure | None:
-        """Compares with the VJPs, coordinate by coordinate, once all rows are in."""
+        """Compares v^T J with the VJPs, coordinate by coordinate, after all rows were added."""
         try:
             gradients = self.gradients()
         except Exception as error:
@@ -363,15 +365,15 @@ class LinearityTest:
             if self._excluded_columns is not None:
                 self._sums = torch.where(self._excluded_columns, self._gradients, self._sums)
             if self._kinds[0] is NON_CONTIGUOUS and not self._rows_repeated:
-                # At once, from the same graph.
+                # Run again immediately, on the same graph.
                 self._moves_by = movement_between(self._vjp(0), self._gradients[:1])
         return self._gradients
 
     def suspects(self) -> list[tuple[int, int]]:
         """Components of VJPs that differ from sums of entries beyond rounding: (number of v, coordinate), worst first.
 
-        Rounding that is larger than that of a few operations is measured. An entry that is missing from a sparse
-        Jacobian is found here, however large the other entries of its column are.
+        If rounding is larger than that of a few operations, it is measured. So an entry that is missing from a sparse
+        Jacobian is found here, no matter how large the other entries of its column are.
         """
         gradients = self.gradients()
         negligible = self.resolution = NEGLIGIBLE * self._settings.atol
@@ -394,11 +396,11 @@ class LinearityTest:
         return abs(float(self.gradients()[which, coordinate] - self._sums[which, coordinate]))
 
     def replace_row(self, row: int, change: Tensor) -> None:
-        """Takes a change of a row of J into v^T J: float64, shape (n,)."""
+        """Updates v^T J after a change of a row of J: float64, shape (n,)."""
         self._sums.addr_(self.cotangents[:, row], change)
 
     def _measured_rounding(self, gradients: Tensor) -> Tensor:
-        """Rounding of a backward, and its differences from run to run if allowed: float64, shape (kinds, n)."""
+        """Rounding of a backward, or its difference from run to run as far as allowed: float64, shape (kinds, n)."""
         rounding = torch.zeros_like(gradients)
         for factor in RESCALED:
             scaled = self._vjps(factor).div_(factor)
@@ -431,11 +433,11 @@ class LinearityTest:
         return self._problem.vjp(cotangents, [kind.layout for kind in self._kinds])
 
     def _vjp(self, which: int) -> Tensor:
-        """One of the VJPs again, shape (1, n)."""
+        """Runs one of the VJPs again, shape (1, n)."""
         return self._problem.vjp(self.cotangents.narrow(0, which, 1), [self._kinds[which].layout])
 
     def _raised(self, error: Exception) -> Failure:
-        """The failure for a cotangent at which backward raises. Raises if zeros raise too, or nothing raises again."""
+        """The failure for a cotangent for which backward raises. Raises if zeros raise, too, or none raises again."""
         for which, kind in enumerate(self._kinds):
             try:
                 self._vjp(which)
@@ -448,8 +450,8 @@ class LinearityTest:
     def _movement(self, gradients: Tensor) -> Failure | None:
         """Tests whether rows that were run only once are deterministic: runs the same cotangents again, bit for bit.
 
-        If the VJPs are equal, the rows are taken to be deterministic. If not, sums may have been added up in another
-        order although no single row differs: only running all rows twice can tell.
+        If the VJPs are equal, the rows are assumed to be deterministic. If not, sums may have been added up in another
+        order although no single row differs. Only running all rows twice can decide this.
         """
         unit, m = ROUNDING * self._problem.unit_roundoff, self._problem.m
         if differ(gradients, self._sums, unit * m**0.5 * largest(self._sums), False):
@@ -457,8 +459,8 @@ class LinearityTest:
         if not self._moves_by:
             return None
         failure = self._moving()
-        rounding = unit * m * largest(self._term_sizes)  # of the same terms, added up in another order
-        movements = float(self.cotangents.abs().sum(1).amax())  # how often the movement of a row may count
+        rounding = unit * m * largest(self._term_sizes)  # if the same terms are added up in another order
+        movements = float(self.cotangents.abs().sum(1).amax())  # factor of the movement of single rows
         if failure is None and self._moves_by > max(rounding, self._settings.nondet_tol * movements):
             return nondeterministic(self._problem.outputs[0])
         return failure
@@ -479,7 +481,7 @@ class LinearityTest:
 def one_hot_rows(problem: Problem, settings: Settings) -> tuple[Failure | None, dict[int, Tensor]]:
     """Dtype, size, determinism and homogeneity of the backward of each output, at one element of each part.
 
-    Returns the failure, if any, and the rows that were examined: float64, shape (n,), by their numbers.
+    Returns the failure, if any, and the examined rows, each float64, shape (n,), with their numbers as keys.
     """
     found: dict[int, Tensor] = {}
     for imaginary in (True, False):
@@ -517,14 +519,14 @@ def linearity_failure(
 ) -> tuple[Failure | None, Tensor]:
     """The failure if a VJP is not the sum of the VJPs of two parts of its cotangent, both contiguous and negated.
 
-    Returns it with the error of that sum, shape (n,).
+    Returns the failure, if any, and the error of this sum, shape (n,).
 
     Parameters
     ----------
     cotangent
         float64, shape (m,).
     gradient
-        Its VJP, in whatever layout: float64, shape (n,).
+        VJP of the cotangent, which may have had any layout: float64, shape (n,).
     part
         One of the two parts, shape (m,); None: a random half of the elements.
     """
@@ -542,9 +544,9 @@ def linearity_failure(
 
 
 def scaled_failure(problem: Problem, settings: Settings, cotangent: Tensor, gradient: Tensor) -> Failure | None:
-    """The failure if a VJP, shape (n,), is not that of REPEAT_SCALE times its cotangent, divided by REPEAT_SCALE."""
+    """The failure if a VJP, shape (n,), differs from the VJP of REPEAT_SCALE times its cotangent, over REPEAT_SCALE."""
     scaled = problem.vjp((cotangent * REPEAT_SCALE).unsqueeze(0)) / REPEAT_SCALE
-    error = (gradient - scaled).nan_to_num(0.0, 0.0, 0.0)  # it may overflow
+    error = (gradient - scaled).nan_to_num(0.0, 0.0, 0.0)  # the scaled VJP may overflow
     if largest(error) <= settings.atol + settings.nondet_tol * float(cotangent.abs().sum()):
         return None
     failure = negation_failure(problem, settings, "reverse", cotangent)
@@ -569,7 +571,7 @@ def separate_failure(problem: Problem, settings: Settings, cotangent: Tensor, gr
 def _sum_failure(
     problem: Problem, settings: Settings, gradient: Tensor, parts: Tensor, which: str, addends: str
 ) -> Failure | None:
-    """Whether a gradient, shape (n,), is not the sum of parts, shape (count, n), within the check's tolerance."""
+    """The failure if a gradient, shape (n,), differs from the sum of parts, shape (count, n), beyond the tolerance."""
     total = parts.sum(0)
     atol, rtol = tolerances(problem, settings)
     allowed = atol + rtol * parts.abs().sum(0)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 WINDOW = 256
-"""A ramp's estimate is tried with a window of a 128th of the range around it."""
+"""The position that a ramp gives is tested with a window around it, of a 128th of the range."""
 
 SLACK = 0.01
-"""Small contributions in addition to the dominant one may push its position over an end by this much."""
+"""The position of a dominant contribution may lie outside of the range by this much, because of small contributions."""
 
 
 def locate(residual: Callable[[Tensor], float], vector: Tensor, value: float) -> int:

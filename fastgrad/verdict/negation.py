@@ -1,4 +1,4 @@
-"""Whether products of a derivative are negated with their vectors: one that depends on a sign is not linear."""
+"""Whether the product of a negated vector is the negated product: a derivative that depends on a sign is not linear."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ MOST_COMPONENTS = 8
 
 
 def linear_bound(error: Tensor, settings: Settings) -> float:
-    """The error of an entry for vectors of one sign that sums show; error: the distance of products from sums."""
+    """The least error of an entry for vectors of one sign that sums show; error: the distance of products from sums."""
     return max(settings.atol, 2 * largest(error))  # the components of a vector are at least 1/2
 
 
 def negation_failure(problem: Problem, settings: Settings, mode: Mode, vector: Tensor) -> Failure | None:
-    """The failure if an entry has one value for a vector and another one for the negated vector.
+    """The failure if an entry has different values for a vector and for the negated vector.
 
     vector: a tangent, shape (n,), or a grad_output, shape (m,).
 
@@ -67,7 +67,7 @@ def _element_failure(
     row, column = (component, element) if mode == "forward" else (element, component)
     output, block = block_with(problem.outputs, row), block_with(problem.inputs, column)
     own = settings.of(block.index)
-    # Each of them may be off by the tolerance.
+    # Each of the two values may be off by the tolerance.
     if not abs(plus + minus) > 2 * (own.atol + own.rtol * abs(plus)) + settings.nondet_tol:
         return None
     of_output = f"output {output.index} at {list(output.index_at(row))}"

@@ -1,7 +1,7 @@
-"""Whether outputs move along random directions as the entries of a sparse Jacobian predict.
+"""Whether outputs change along random directions as the entries of a sparse Jacobian predict.
 
-A pattern is a guess until then: an entry that it lacks shows in the derivative of its output along any direction,
-alone or added to another entry of its row that was measured together with it.
+Until this is tested, a pattern is a guess. If the pattern lacks an entry, the derivative of its output along any
+direction shows it: either alone, or added to another entry of its row that was measured together with it.
 """
 
 from __future__ import annotations
@@ -30,49 +30,49 @@ from fastgrad.verdict.comparison import tolerances
 from fastgrad.verdict.confirm import Found, entries_failure, entry_at, entry_in_row, located_failure
 
 MOST_SUSPECTS = 8
-"""Rows, and columns, of a failed certificate to follow up."""
+"""Largest number of rows, and of columns, that are examined after a failed certificate."""
 
 MOST_PEELED = 8
-"""Most harmless entries of a row to subtract from its unexplained part."""
+"""Largest number of harmless entries of a row that are subtracted from its unexplained part."""
 
 DIRECTIONS, DIRECTIONS_WATCHED = 3, 2
-"""Directions of the numerical certificate; the second number: if outputs were watched, bit by bit, to find the
-pattern."""
+"""Number of directions of the numerical certificate. The second number applies if the pattern was found by watching
+outputs bit by bit."""
 
 ROUNDING = 8.0
 """Allowed error of a derivative along a direction, times its step, in units of rounding of the output."""
 
 NEGLIGIBLE = 2.0**-10
-"""Share of atol below which a derivative along a direction is ignored: three directions resolve a thousand times more,
-with the default confidence."""
+"""Share of atol below which an error of a derivative along a direction is ignored. With the default confidence, three
+directions find entries that are a thousand times larger."""
 
 STARTS = (1.0, 2.0**2, 2.0**4, 2.0**6, 2.0**9, 2.0**12)
-"""Candidates for the first step, in units of eps: the smallest one at which rounding is negligible is taken."""
+"""Candidates for the first step, in units of eps; the smallest with negligible rounding is used."""
 
 LARGEST_TWO_POINT = 2.0**4
-"""Step, in units of eps, up to which two evaluations give a derivative along a direction."""
+"""Largest step, in units of eps, for which two evaluations suffice for a derivative along a direction."""
 
 SMALLER, LARGER = (2.0**-10, 2.0**-14, 2.0**-17), (2.0**5, 2.0**12)
-"""Further steps, in units of eps: smaller ones do not cross the kinks that a joint step crosses and a single one does
-not; relative to larger ones rounding is small."""
+"""Further steps, in units of eps. Moving many coordinates together may cross kinks that moving one does not; smaller
+steps do not cross them. For larger steps, rounding is relatively small."""
 
 FEW_HIDING = 2.0**-8
-"""Share of the outputs, for example next to kinks, that may hide entries which matter: the check is undecided then. If
-more do, outputs are watched bit by bit instead."""
+"""Largest share of outputs that may hide entries which matter, for example outputs next to kinks. The check is then
+undecided. If more outputs may hide entries, outputs are watched bit by bit instead."""
 
 MOST_SEPARATED = 64
-"""Most outputs that may hide entries, and most columns of these, to examine separately."""
+"""Largest number of outputs that may hide entries, and of columns of these outputs, to examine separately."""
 
 SOON_SEPARATED = 16
-"""Most of such outputs, and columns, for which no further steps are tried before: four steps take 48 evaluations, the
-columns two each."""
+"""Up to this many such outputs and columns are examined separately before further steps are tried: four steps take 48
+evaluations, each column takes two."""
 
 MOST_FOLLOW_UP_CALLS = 200
-"""Calls that further steps may take: six steps in three directions, of four evaluations each, again without the columns
-of single outputs, and these columns. If the dense engine takes fewer, it decides instead."""
+"""Number of calls that further steps may take: six steps in three directions with four evaluations each, the same again
+without the columns of single outputs, and these columns. If the dense engine takes fewer calls, it is used instead."""
 
 MOST_WRONG_SHARE = 1 / 4
-"""Share of the rows: if more are wrong, kinks are not the reason, and smaller steps do not help."""
+"""If more than this share of the rows is wrong, kinks are not the reason, and smaller steps do not help."""
 
 
 NO_INDICES: Indices = np.empty(0, dtype=np.int64)
@@ -80,16 +80,16 @@ NO_INDICES: Indices = np.empty(0, dtype=np.int64)
 
 @dataclass(frozen=True)
 class Incomplete:
-    """A gap that a certificate found: entries that a pattern lacks, or a part that no entry explains.
+    """What a certificate found to be missing: entries that a pattern lacks, or a part that no entry explains.
 
     Attributes
     ----------
     rows, columns
         The row and column of each entry: shape (entries,).
     refuted
-        Whether there are too many to list one by one.
+        Whether too many entries are missing to list them one by one.
     unexplained
-        The part of a derivative or a product that no entry explains; None: all is explained.
+        The part of a derivative or a product that no entry explains; None: everything is explained.
     """
 
     rows: Indices
@@ -111,7 +111,7 @@ class Incomplete:
 def incomplete(
     learnt: list[tuple[Indices, Indices]], refuted: bool = False, unexplained: float | None = None
 ) -> Incomplete:
-    """The gap of entries that were found in several places: (rows, columns) each."""
+    """An `Incomplete` of entries that were found in several places: (rows, columns) for each place."""
     if not learnt:
         return Incomplete(NO_INDICES, NO_INDICES, refuted, unexplained)
     rows, columns = (np.concatenate(numbers) for numbers in zip(*learnt, strict=True))
@@ -131,7 +131,7 @@ class _Discrepancies:
     base, rounding
         The outputs, and the rounding of a derivative, relative to them.
     share
-        Factor of rounding and noise: more than 1 if entries have them, too.
+        Factor of rounding and noise: more than 1 if the entries also have rounding and noise.
     """
 
     error: Tensor
@@ -149,7 +149,7 @@ class _Discrepancies:
 
     @property
     def wrong(self) -> Tensor:
-        """Where more differs than is explained; a NaN does."""
+        """Where the error is larger than explained; a NaN counts as larger."""
         return ~(self.error <= self.allowed)
 
 
@@ -181,7 +181,7 @@ class NumericalCertificate:
 
     @property
     def may_hide_entries(self) -> bool:
-        """Whether rounding, or noise, may hide entries that matter."""
+        """Whether rounding or noise may hide entries that matter."""
         return self.bound > self.asked
 
     def certificate(self) -> Certificate:
@@ -192,9 +192,9 @@ class NumericalCertificate:
         return Certificate("the numerical entries outside the sparsity pattern are zero", method, self.bound)
 
     def screen(self, values: Tensor) -> list[int]:
-        """Outputs that do not move along one direction as the entries predict, worst first."""
+        """Outputs that do not change along one direction as the entries predict, worst first."""
         self.values = values
-        # Of the typical output: for a few large ones, larger steps are tried afterwards.
+        # The first step is chosen for the typical output. For a few large outputs, larger steps are tried afterwards.
         usual = float(torch.linalg.vector_norm(self._base, 1)) / max(1, self._base.numel())
         scale = usual * ROUNDING * 2 * self._problem.unit_roundoff / self._settings.eps
         enough = (step for step in STARTS if scale <= NEGLIGIBLE * self._settings.atol * step)
@@ -208,24 +208,36 @@ class NumericalCertificate:
     def certify(
         self, analytical: Tensor | None, row_of: Callable[[int], Tensor] | None = None
     ) -> Failure | list[int] | None:
-        """That outputs move along random directions as entries predict: analytical ones, or else numerical ones.
+        """Tests that outputs change along random directions as entries predict.
 
-        Analytical entries, which products explain, are known better than numerical ones, and no entry that func has
-        and the backward lacks adds to them. row_of: gives a row of the backward, run alone. Returns a failure, or the
-        outputs that do not move so; None if so many outputs may hide entries that the pattern must be found in another
-        way, or if the dense engine costs less than further steps.
+        If analytical entries are given, they are used instead of the numerical ones. They explain the products, so they
+        are known more exactly. And if func has an entry that the backward lacks, it was not added to another entry.
+
+        Parameters
+        ----------
+        analytical
+            The analytical entries: float64, shape (nnz,); None: the numerical entries are used.
+        row_of
+            Gives a row of the backward, run alone.
+
+        Returns
+        -------
+        Failure or list or None
+            A failure, or the outputs that do not change as predicted. None if the dense engine costs less than further
+            steps, or if too many outputs may hide entries; then the pattern must be found in another way.
         """
         watched = self._compression.pattern.is_numerical
         count = DIRECTIONS_WATCHED if watched else DIRECTIONS
-        # An entry counts times a component of a direction or, if it was measured together with another one, times
-        # the difference of two, which is as small as a share s with probability s; in all directions with s^count.
+        # An entry is multiplied by a component of a direction. If it was measured together with another entry, it is
+        # multiplied by the difference of two components. This difference is smaller than a share s with probability s,
+        # and in all directions with probability s^count.
         together = (1 - self._settings.confidence) ** (1 / count)
         self._margin = together if analytical is None else 0.5
         self._shares = (self._margin / together, 1.0)
         entries, rounding = (self.values, self._entry_rounding) if analytical is None else (analytical, None)
         noise, found = self._first.noise, self._compared(self._first, entries, rounding)
         seen = {0: checksum(self._first.derivatives)}
-        del self._first  # the memory of several vectors
+        del self._first  # to free the memory of several vectors
         for k in range(1, count):
             if bool(found.wrong.any()):
                 break
@@ -249,14 +261,14 @@ class NumericalCertificate:
                 if failure is not None:
                     return failure
         if watched:
-            # No difference shows a change that moves no bit of an output.
+            # If a change moves no bit of an output, no difference can show it.
             self.bound = max(min(self.bound, self.asked), self._unresolved)
         elif self._hiding.numel() > FEW_HIDING * self._base.numel():
             return None
         return rows
 
     def follow(self, rows: list[int], row_of: Callable[[int], Tensor]) -> Failure | Incomplete:
-        """Finds the wrong entry of each row; or adds all entries that its gradient has."""
+        """Finds the wrong entry of a row; if there is none, returns the missing entries, from the rows' gradients."""
         learnt: list[tuple[Indices, Indices]] = []
         for row in rows[:MOST_SUSPECTS]:
             gradient = row_of(row)
@@ -268,7 +280,7 @@ class NumericalCertificate:
         return incomplete(learnt, refuted=len(rows) > MOST_SUSPECTS)
 
     def row_failure(self, row: int, gradient: Tensor) -> Failure | None:
-        """Whether a row of the backward, run separately, float64, shape (n,), is wrong by the allclose rule."""
+        """The failure if a row of the backward, run separately, is wrong by the allclose rule; gradient: shape (n,)."""
         mine = self._compression.entries_of_row(row)
         expected = torch.zeros_like(gradient)
         expected[self._compression.columns[mine]] = self.values[mine]
@@ -282,11 +294,11 @@ class NumericalCertificate:
         return located_failure([found]) if found.remeasured is not None else None
 
     def _unexplained_rows(self, count: int, analytical: Tensor | None, excluded: _Excluded | None = None) -> list[int]:
-        """Outputs that do not move as entries predict, worst first; notes those that may hide entries.
+        """Outputs that do not change as entries predict, worst first; notes outputs that may hide entries.
 
-        This takes several steps in the same directions. For each output the step with the best resolution decides. It
-        clears what another step found only if it resolves as much. If outputs and columns are excluded, only these
-        outputs are examined, and these columns do not move.
+        This takes several steps in the same directions. For each output, the step with the best resolution decides. If
+        another step found an error, it is dropped only if the best step would have resolved it. If outputs and columns
+        are excluded, only these outputs are examined, and these columns do not move.
         """
         size = self._base.shape
         bounds = torch.full((2, *size), torch.inf, dtype=torch.float64, device=self._problem.device)
@@ -325,11 +337,11 @@ class NumericalCertificate:
         return worst_first.tolist()
 
     def _is_soon_separated(self, outputs: Tensor) -> bool:
-        """Whether measuring the columns of some outputs, bool, shape (m,), takes less than the steps that are left."""
+        """Whether measuring the columns of outputs (bool, shape (m,)) costs less than the remaining steps."""
         return self._separable_columns(outputs.nonzero().reshape(-1), SOON_SEPARATED) is not None
 
     def _separable_columns(self, rows: Tensor, most: int) -> Tensor | None:
-        """The columns of some rows, if they can be measured one by one and there are at most so many of each."""
+        """The columns of some rows; None if there are more than `most` rows or columns, or a block is complex."""
         if not 0 < rows.numel() <= most or any(
             block.is_complex for block in (*self._problem.inputs, *self._problem.outputs)
         ):
@@ -338,7 +350,7 @@ class NumericalCertificate:
         return columns if 0 < columns.numel() <= most else None
 
     def _explained_to(self, sizes: Tensor, excluded: _Excluded | None = None) -> None:
-        """Takes the sizes up to which outputs may hide entries: float64, shape (m,)."""
+        """Stores the sizes up to which outputs may hide entries: float64, shape (m,)."""
         earlier = self._explained if excluded is not None else 0.0
         self._explained = max(earlier, largest(sizes.where(sizes <= self.asked, 0.0)))
         self._hiding = (sizes > self.asked).nonzero().reshape(-1)
@@ -347,10 +359,10 @@ class NumericalCertificate:
     def _separated(
         self, unexplained: list[int], count: int, analytical: Tensor, row_of: Callable[[int], Tensor]
     ) -> tuple[Failure | None, list[int]]:
-        """Examines again outputs that are not explained or may hide entries, if they are few; as `certify`.
+        """Examines outputs again that are not explained or may hide entries, if they are few; returns as `certify`.
 
-        These may be next to kinks: their own columns, moved together with others, cross them at every step for which
-        rounding is small. So these columns are measured one by one, and all others move together.
+        Such outputs may be next to kinks. Their columns, moved together with others, cross the kinks at every step for
+        which rounding is small. So these columns are measured one by one, and all other columns move together.
         """
         compression = self._compression
         rows = torch.unique(torch.cat([self._hiding, self._hiding.new_tensor(unexplained)]))
@@ -368,7 +380,7 @@ class NumericalCertificate:
         allowed = atol + rtol * found.abs()
         differs = ~((expected - found).abs() <= allowed)
         lacking = rows[differs.any(0)].tolist()
-        for row in lacking:  # with entries outside of the pattern, or entries to which such ones were added
+        for row in lacking:  # their entries may be outside of the pattern, or be added to other entries
             expected[:, int(torch.searchsorted(rows, row))] = row_of(row)[columns]
         differs = ~((expected - found).abs() <= allowed)
         if lacking and not bool(differs.any()):
@@ -386,7 +398,7 @@ class NumericalCertificate:
         return None, self._unexplained_rows(count, analytical, excluded)
 
     def _subtracted_entries(self, row: int, gradient: Tensor) -> list[Found] | Failure | Incomplete:
-        """The harmless entries that explain, with its gradient, how a row's output moves along all directions."""
+        """The harmless entries that, together with the row's gradient, explain how its output changes."""
         problem, settings = self._problem, self._settings
         step = self._refuting[row]
         differences = self._differences_along(step, self._count, extrapolated=self._count, excluded=self._excluded)
@@ -409,11 +421,11 @@ class NumericalCertificate:
                 break
             found.append(entry)
             errors = errors - entry.along(differences.directions)
-        return incomplete([], unexplained=math.inf)  # harmless entries may cancel one that is not
+        return incomplete([], unexplained=math.inf)  # harmless entries may cancel an entry that matters
 
     @cached_property
     def asked(self) -> float:
-        """The size from which an entry outside of the pattern matters: atol, or what moves an output by one bit."""
+        """The least size of an entry outside of the pattern that matters: atol, or what moves an output by one bit."""
         one_bit = 4 * self._problem.unit_roundoff * largest(self._base) / self._settings.eps
         return max(self._settings.atol, one_bit)
 
@@ -425,9 +437,9 @@ class NumericalCertificate:
     def _differences_along(
         self, step: float, count: int, extrapolated: int, first: int = 0, excluded: _Excluded | None = None
     ) -> Differences:
-        """As `directional_differences`, of what is not excluded; step in units of eps, first: of the directions.
+        """As `directional_differences`, without the excluded outputs and columns.
 
-        The same numbers are the same directions at every step.
+        step: in units of eps. first: number of the first direction. The same number is the same direction at each step.
         """
         compression = self._compression
         fixed = compression.excluded_columns
@@ -452,9 +464,9 @@ class NumericalCertificate:
         return differences
 
     def _repeat(self, seen: dict[int, int]) -> None:
-        """Repeats differences that decided nothing, and notes it if func's values were others before.
+        """Repeats differences that decided nothing, and notes it if func's values have changed.
 
-        seen: by numbers of directions, their checksums.
+        seen: the checksums of the differences, by the number of the direction.
         """
         for first, before in seen.items():
             extrapolated = 1 if first == 0 else int(self._start > LARGEST_TWO_POINT)
@@ -473,7 +485,7 @@ class NumericalCertificate:
             ops.project_entries_(total, None, u, self._compression.columns, self._compression.rows, entries)
             torch.maximum(error, total.sub_(derivatives).abs_(), out=error)
         own = ROUNDING * differences.rounding
-        # Errors of the numerical entries of a row have random signs, and add up.
+        # Errors of the numerical entries of a row have random signs: their sum grows with the root of their number.
         share = 1.0 if rounding is None else max(1, self._compression.most_in_row) ** 0.5
         return _Discrepancies(error, differences.noise, base, max(own, rounding or 0.0), self._settings, share)
 

@@ -1,4 +1,4 @@
-"""Whether gradients of a backward depend on what they must not: on recording, or on the tensor that grad_output is."""
+"""Whether gradients depend on create_graph, or on which tensor holds the values of grad_output; they must not."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from fastgrad.report.settings import Settings
 
 
 def check_recorded_gradients(problem: Problem, settings: Settings) -> Failure | None:
-    """The gradients of a backward that is run with create_graph=True, and without, within the tolerances.
+    """The failure if gradients with create_graph=True and without differ by more than the tolerances.
 
-    Training uses those without, and a second derivative is that of those with.
+    Training uses the gradients without create_graph. Second derivatives are those of the gradients with it.
     """
     recorded, unrecorded = problem.base(), problem.evaluate(False, problem.nowhere())
     return _difference(problem, settings, "recorded gradient", "with it", recorded, "without", unrecorded)
 
 
 def check_new_grad_outputs(problem: Problem, settings: Settings, backward: Backward) -> Failure | None:
-    """The gradients of a backward for grad_outputs that are moved in place, and for new tensors with these values.
+    """The failure if gradients differ between grad_outputs that are moved in place and new tensors with these values.
 
-    They differ if gradients are kept by the address or identity of grad_output. Differences of such a backward vanish,
-    because they move grad_outputs in place. Not asked if the caller gave grad_outputs: func may refer to these.
+    They differ if backward caches gradients by the address or identity of grad_output. The differences of such a
+    backward are zero, because differences move grad_outputs in place. This is not tested if the caller passed
+    grad_outputs, because func may refer to them.
     """
     blocks = [block for block in problem.inputs if block.position >= backward.count]
     if backward.made == "given" or not blocks:

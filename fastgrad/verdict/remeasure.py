@@ -16,15 +16,15 @@ from fastgrad.report.failure import Difference, Entry, Trouble, modulus
 from fastgrad.report.settings import Tolerances
 
 MOST_UNDECIDED_ERROR = 64.0
-"""An entry is undecided if the error of its derivative, in units of its tolerance, is at most this: rounding next to a
-kink. Above it, the derivative counts as not converged."""
+"""Largest error of a derivative, in units of the tolerance, for which an entry is undecided, for example because of
+rounding next to a kink. With a larger error, the derivative counts as not converged."""
 
 CLEAR_DIFFERENCE = 16.0
-"""The least difference of an entry, in units of its tolerance and of the estimated error of its derivative together,
-for which a few steps suffice to call it wrong."""
+"""The least difference of an entry for which a few steps suffice to call it wrong, in units of the sum of its tolerance
+and the estimated error of its derivative."""
 
 MOST_OTHER_ENTRIES = 7
-"""Wrong entries to report in addition to the worst."""
+"""Number of wrong entries to report in addition to the worst."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Suspects:
     Attributes
     ----------
     tolerances
-        Those of the input.
+        Tolerances of the input.
     inputs, outputs
-        Coordinates: int64, shape (entries, 1 or 2), two where they make one complex entry.
+        Coordinates: int64, shape (entries, 1 or 2); two coordinates make one complex entry.
     analytical, numerical
-        The entries, the latter at eps: complex128, shape (entries,).
+        The values of the entries, numerical ones at eps: complex128, shape (entries,).
     """
 
     output: Block
@@ -51,14 +51,14 @@ class Suspects:
 
     @property
     def input_elements(self) -> Tensor:
-        """Numbers of the input's elements among those that have coordinates: int64, shape (entries,)."""
+        """Number of each entry's input element, among the elements that have coordinates: int64, shape (entries,)."""
         return (self.inputs[:, 0] - self.input.first) // self.input.width
 
     def _of_each(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.inputs, self.outputs, self.analytical, self.numerical
 
     def of(self, entries: Tensor) -> Suspects:
-        """Some of the entries, by number or mask."""
+        """Some of the suspects, selected by number or mask."""
         return Suspects(self.output, self.input, self.tolerances, *(values[entries] for values in self._of_each()))
 
     @staticmethod
@@ -69,7 +69,7 @@ class Suspects:
         return Suspects(head.output, head.input, head.tolerances, *map(torch.cat, values))
 
     def entry(self, which: int, refined: complex | None = None, error: float | None = None) -> Entry:
-        """One of them for a report; refined: its numerical value, known to within an error."""
+        """One of the entries for a report; refined: its numerical value after re-measuring; error: of this value."""
         numerical = complex(self.numerical[which]) if refined is None else refined
         analytical = complex(self.analytical[which])
         is_real = self.inputs.shape[1] == self.outputs.shape[1] == 1
@@ -85,10 +85,9 @@ class Suspects:
 
 @dataclass(frozen=True)
 class RemeasuredEntry:
-    """An entry that is wrong also at other steps, or whose derivative no step settles, for the report.
+    """An entry for the report that is also wrong at other steps, or whose derivative cannot be determined.
 
-    convergence: its measurements, large steps first. others: more such entries, of those that were
-    re-measured with it.
+    convergence: its measurements, large steps first. others: more such entries that were re-measured at the same time.
     """
 
     entry: Entry
@@ -99,7 +98,7 @@ class RemeasuredEntry:
 
 
 def not_finite(problem: Problem, record_graph: bool, suspects: Suspects) -> RemeasuredEntry | None:
-    """The first of some suspected entries that no step can settle: func, x or the analytical one is not finite."""
+    """The first suspected entry that cannot be re-measured, because func, x or the analytical entry is not finite."""
     base = problem.evaluate(record_graph, torch.zeros(problem.n, dtype=torch.float64, device=problem.device))
     values, x = base[suspects.outputs], problem.coordinates()[suspects.inputs]
     of_func, of_input = ~values.isfinite().all(1), ~x.isfinite().all(1)
@@ -107,7 +106,8 @@ def not_finite(problem: Problem, record_graph: bool, suspects: Suspects) -> Reme
     wrong = of_func | of_input | of_backward
     if not bool(wrong.any()):
         return None
-    # One element may spoil many entries: report one of its own. An infinity times zero is a NaN at others.
+    # One element that is not finite may make many entries wrong, because infinity times zero is NaN. Report an entry of
+    # this element itself.
     votes = torch.stack([of_func, of_input, of_backward, suspects.analytical.isinf()])
     order = votes.sum(0).argsort(descending=True, stable=True)
     worst = int(order[0])
@@ -117,7 +117,7 @@ def not_finite(problem: Problem, record_graph: bool, suspects: Suspects) -> Reme
     where = f"input {block.index} at {list(entry.input_index)} is {_number(x[worst])}"
     if bool(of_func[worst]):
         detail = f"func is not finite: output {output.index} at {list(entry.output_index)} is {_number(values[worst])}"
-        # Another element's entry, with which it has nothing to do, is finite.
+        # If this input and its entry are finite, func's value does not come from this input: it is not named.
         detail += f", and {where}" if bool(of_input[worst] | of_backward[worst]) else ""
     elif bool(of_input[worst]):
         detail = f"{where}, so differences cannot be computed there"
@@ -128,7 +128,7 @@ def not_finite(problem: Problem, record_graph: bool, suspects: Suspects) -> Reme
 
 
 def _number(coordinates: Tensor) -> str:
-    """A value of one or two coordinates in words."""
+    """The text of a value of one or two coordinates."""
     numbers = coordinates.tolist()
     return f"{numbers[0] if len(numbers) == 1 else complex(*numbers):.6g}"
 
@@ -137,11 +137,21 @@ def _number(coordinates: Tensor) -> str:
 def worst_remeasured(
     problem: Problem, record_graph: bool, eps: float, groups: Sequence[Suspects], quickly: bool = True
 ) -> tuple[RemeasuredEntry | None, Tensor, float]:
-    """The worst of some suspected entries, if any is wrong after re-measuring; and which ones are: bool, end to end.
+    """Re-measures suspected entries of one output and one input.
 
-    Last, the possible error of entries that agree within the error of their derivatives, but not to the tolerance.
-    groups: of one output and one input; the entries of each are moved together. quickly: a few steps are tried first,
-    which may show entries that are clearly wrong; then only these are in the result.
+    Parameters
+    ----------
+    groups
+        Groups of entries; the elements of a group are moved together.
+    quickly
+        Whether a few steps are tried first. If they show entries that are clearly wrong, the result has only these.
+
+    Returns
+    -------
+    tuple
+        The worst entry that is wrong after re-measuring, if any; which entries are wrong: bool, shape (entries,) over
+        all groups; and the possible error of entries that agree within the errors of their derivatives, but not within
+        the tolerance.
     """
     suspects, own = Suspects.joined(groups), groups[0].tolerances
     if quickly:
@@ -156,11 +166,11 @@ def worst_remeasured(
     shape = suspects.outputs.shape
     doubtful = torch.stack([column.doubtful.reshape(shape).any(1) for column in columns]).any(0)
     jumps = torch.stack([column.jumps.reshape(shape).any(1) for column in columns]).any(0)
-    # Changes of func below its own rounding excuse no gradient.
+    # Changes of func that are smaller than its own rounding do not excuse a wrong gradient.
     converged &= ~(doubtful & agrees)
     off = errors.abs()
     is_open = agrees & ~converged & ~doubtful & ~jumps & (off <= MOST_UNDECIDED_ERROR * allowed)
-    for which in map(int, is_open.nonzero().reshape(-1)):  # subclasses have no tolist
+    for which in map(int, is_open.nonzero().reshape(-1)):  # tensor subclasses have no tolist
         rows = _rows_of(suspects, which)
         is_open[which] = all(column.is_kink(row, own.atol, own.rtol) for column in columns for row in rows)
     unresolved = float(off[is_open].amax()) if bool(is_open.any()) else 0.0
@@ -210,7 +220,7 @@ def _values_and_errors(suspects: Suspects, columns: list[Refinement]) -> tuple[T
 
 
 def _clearly_wrong(suspects: Suspects, columns: list[Refinement]) -> Tensor:
-    """Which entries no further step can excuse, by a few steps: those of a smooth func that are far off."""
+    """Which entries are certainly wrong after a few steps: those of a smooth func that are far off."""
     own = suspects.tolerances
     values, errors, clear = _values_and_errors(suspects, columns)
     difference = (suspects.analytical - values).abs()
@@ -235,10 +245,10 @@ def _survivor_of(suspects: Suspects, columns: list[Refinement], wrong: Tensor) -
     own = suspects.tolerances
     values, errors, converged = _values_and_errors(suspects, columns)
     difference, allowed = (suspects.analytical - values).abs(), own.atol + own.rtol * values.abs()
-    # Converged entries first: they are sure. A NaN is never sure.
+    # Converged entries first, because they are certain. A NaN is never certain.
     excess = torch.where(wrong, torch.where(converged, difference / allowed, 0.0), -1.0)
     worst_first = excess.argsort(descending=True, stable=True)
-    # Subclasses have no tolist.
+    # Tensor subclasses have no tolist.
     order = [int(which) for which in worst_first[: min(int(wrong.sum()), 1 + MOST_OTHER_ENTRIES)]]
     entries, moved = [], _moved(suspects, columns)
     for which in order:
@@ -257,7 +267,7 @@ def _convergence(columns: list[Refinement], shape: torch.Size, entry: int) -> tu
     of_entry = slice(entry * shape[1], (entry + 1) * shape[1])
     own = [column.of(of_entry) for column in columns]
     is_real = len(own) == shape[1] == 1
-    # Of func, two columns, or one with both parts side by side, make a complex entry.
+    # The values of func for a complex entry are in two columns, or side by side in one column.
     changes = _parts([column.changes for column in own])
     widths = [column.widths.tolist() for column in own]
     estimates = _parts([column.changes / column.widths for column in own])
@@ -276,7 +286,7 @@ def _parts(columns: list[Tensor]) -> list[complex]:
 
 
 def _entries(columns: list[Tensor]) -> Tensor:
-    """Complex entries of real ones, shape (entries, 1 or 2) each: (re, im) are two columns, or side by side."""
+    """Complex entries from real columns, shape (entries, 1 or 2) each: (re, im) are two columns, or side by side."""
     if len(columns) == 2:
         return torch.complex(columns[0][:, 0], columns[1][:, 0])
     (column,) = columns
@@ -325,7 +335,7 @@ def _trouble(
 
 
 def _is_steep(column: Refinement, row: int) -> bool:
-    """Whether one-sided derivatives differ by curvature alone: their mean is not the refined value."""
+    """Whether one-sided derivatives differ only because of curvature: then their mean is not the refined value."""
     mean = (column.left[row].item() + column.right[row].item()) / 2
     value = column.values[row].item()
     return not abs(mean - value) <= 1e-3 * abs(column.left[row].item() - column.right[row].item())

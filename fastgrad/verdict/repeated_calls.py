@@ -24,35 +24,39 @@ from fastgrad.verdict.comparison import tolerances
 from fastgrad.verdict.linearity import by_inputs, gradients_agree, linearity_cotangents, nondeterministic
 
 FIRST_PRODUCT, LAST_PRODUCT = NON_CONTIGUOUS, SPARSE
-"""Kinds of cotangents, all contiguous here, that are run before and after the rows: a product of all rows, and of few.
+"""Kinds of the cotangents that are run before and after the rows: one for a product of all rows, one for a product of
+few rows. They are contiguous here.
 
-If the first calls on every graph are wrong, these are the product and the last row at first, and other rows when calls
-are repeated. Then the gradients differ.
+If a backward is wrong in the first calls on every graph, these calls are at first the product and the last row, and
+other rows when calls are repeated. So the gradients differ.
 """
 
 FIRST_PRODUCTS = 4
-"""How often an exact check repeats the product of all rows. Together with the first call of all, the product takes each
-of the first five positions on a graph once: an error in one of these calls shows, whichever entry is wrong."""
+"""How often an exact check repeats the product of all rows. With the first call of the check, the product is then once
+the first, second, ... and fifth call on a graph. So an error in one of these calls is found, whichever entry is wrong.
+"""
 
 SUM_MULTIPLE = -(2.0**-6)
-"""If a VJP is not the sum of others, the VJP of this multiple tells whether backward is not linear: a limit on the size
-of grad_output, or a case for its sign, no longer applies."""
+"""If a VJP is not the sum of other VJPs, the VJP of this multiple of its cotangent shows whether backward is nonlinear.
+The multiple is small and has the opposite sign, so a limit on the size of grad_output, or a branch for its sign, acts
+differently."""
 
 MOST_CALLS = 128
-"""Least number of VJPs of a custom backward, if torch's checker runs as many: a backward that is wrong from one of
-these calls on is found."""
+"""An exact check runs a custom backward at least this often, or as often as torch's checker if that is less. So a
+backward that is wrong from one of these calls on is found."""
 
 
 class RepeatedCalls:
-    """Repeats a few VJPs, which ran before all others, at the end of a check, to find state in a custom backward.
+    """Runs a few VJPs before all others and repeats them at the end of a check, to find state in a custom backward.
 
-    Only a custom backward can keep state. A backward that is wrong from some call on is found, as by torch's checker
-    (which runs each row twice), if the call is among the first MOST_CALLS; in fast mode, if the check makes that call.
+    Only a custom backward can keep state. torch's checker, which runs each row twice, finds a backward that is wrong
+    from some call on. This class finds it, too, if the call is among the first MOST_CALLS; in fast mode, if the check
+    makes this call.
 
     Attributes
     ----------
     rows
-        Rows of the Jacobian that were run separately, before all others: float64, shape (n,), by their numbers.
+        Rows of the Jacobian that were run separately, before all others: float64, shape (n,); keys: their numbers.
     """
 
     def __init__(self, problem: Problem | SmallBackward, settings: Settings) -> None:
@@ -62,8 +66,8 @@ class RepeatedCalls:
         self.rows: dict[int, Tensor] = {}
         self._raised: Exception | None = None
         self._moved: Block | None = None
-        # The sum of several cotangents, that of their VJPs, and the largest size of each component of these. The VJP of
-        # the sum is the sum of the VJPs, unless one of them is wrong.
+        # The sum of several cotangents, the sum of their VJPs, and the largest size of each component of these VJPs.
+        # The VJP of the summed cotangents equals the sum of the VJPs, unless one of them is wrong.
         self._summed: tuple[Tensor, Tensor, Tensor] | None = None
         self._last = 0
         self._known: Tensor | None = None
@@ -72,7 +76,7 @@ class RepeatedCalls:
         if not self._is_needed:
             return
         m = problem.m
-        # The last one, too: kernels treat the remainder at the end separately.
+        # The last row is included, because kernels treat the remainder at the end separately.
         self._rows = list(dict.fromkeys([m - 1, settings.seed % m, (settings.seed + m // 2) % m]))
         self._outputs = [block_with(problem.outputs, row).index for row in self._rows]
         if m > 1:
@@ -81,13 +85,13 @@ class RepeatedCalls:
         self._at_once = len(self._calls) if problem.n + m <= MOST_AT_ONCE else 1
 
     def run_first(self) -> None:
-        """Runs them, unless they are known; keeps exceptions for `failure`."""
+        """Runs the first VJPs, unless they are known; keeps exceptions for `failure`."""
         if not self._is_needed or self._known is not None or self._raised is not None:
             return
         try:
             self._known = self._run()
         except OUT_OF_MEMORY:
-            self._known = self._run()  # it may have been needed for a moment only
+            self._known = self._run()  # other work may have used the memory only for a moment
         except Exception as error:
             self._raised = error
             return
@@ -99,9 +103,10 @@ class RepeatedCalls:
         return slice(1, -1) if self._problem.m > 1 else slice(None)
 
     def take(self, jacobian: Tensor, products: Tensor) -> None:
-        """Takes them from VJPs that were the first of all: the Jacobian's rows, and products of `linearity_cotangents`.
+        """Uses VJPs that ran before all others as the first VJPs, instead of running them.
 
-        jacobian: float64, shape (m, n). products: those of GRAD_OUTPUT_KINDS, which need not be of the same layout.
+        jacobian: the rows, float64, shape (m, n). products: the VJPs of the `linearity_cotangents` of
+        GRAD_OUTPUT_KINDS, in any layout.
         """
         if not self._is_needed:
             return
@@ -128,7 +133,7 @@ class RepeatedCalls:
         return _cached_cotangents.__wrapped__(m, seed, device, rows, calls)
 
     def vjp(self, cotangent: Tensor) -> Tensor:
-        """A VJP, shape (1, n), that is not compared with rows: at the end, the sum of all such VJPs is compared."""
+        """A VJP, shape (1, n), that is not compared with rows. At the end, the sum of all such VJPs is compared."""
         gradient = self._problem.vjp(cotangent)
         self.add(cotangent, gradient)
         return gradient
@@ -147,7 +152,7 @@ class RepeatedCalls:
             torch.maximum(sizes, gradient.abs(), out=sizes)
 
     def run_more_rows(self) -> dict[int, Tensor]:
-        """Further rows, run separately if that is quick: as many as `failure` would otherwise repeat calls."""
+        """Further rows, run separately if that is quick, in place of calls that `failure` would otherwise repeat."""
         problem = self._problem
         left = self._most - problem.vjps - len(self._order(one_round=True)) if self._is_needed else 0
         if left <= 0 or not self.rows or self._at_once == 1:
@@ -164,7 +169,7 @@ class RepeatedCalls:
         return self._known[:1] if self._known is not None and self.rows and self._problem.m > 1 else None
 
     def see(self, block: JacobianBlock) -> None:
-        """Compares rows that are run again meanwhile."""
+        """Compares the first rows with the rows of a block, which were run later."""
         width, count = block.output.width, block.analytical.shape[0]
         first = block.output.first + block.first_row * width + int(block.part == "imaginary")
         start = block.input.first + block.first_column
@@ -180,7 +185,7 @@ class RepeatedCalls:
             self._rounding = max(self._rounding, _largest_difference(again, known))
 
     def see_all(self, jacobian: Tensor) -> None:
-        """Compares all rows with those of a whole Jacobian, float64, shape (m, n), that was run meanwhile."""
+        """Compares the first rows with those of a whole Jacobian that was run later: float64, shape (m, n)."""
         for row, known in self.rows.items():
             if not gradients_agree(self._problem.inputs, self._settings, jacobian[row : row + 1], known[None], True):
                 self._moved = block_with(self._problem.outputs, row)
@@ -188,9 +193,9 @@ class RepeatedCalls:
 
     @phase("repeated calls")
     def failure(self, one_round: bool = False) -> Failure | None:
-        """Repeats the VJPs, after all others, and returns a failure if one differs; raises earlier exceptions.
+        """Repeats the first VJPs, after all others, and returns a failure if one differs; raises earlier exceptions.
 
-        one_round: each is repeated only once, however few calls that makes.
+        one_round: whether each is repeated only once, even if the check then makes fewer than MOST_CALLS calls.
         """
         if self._raised is not None:
             raise self._raised
@@ -207,8 +212,8 @@ class RepeatedCalls:
     def older_graph_failure(self) -> Failure | None:
         """The failure if a graph gives another gradient after func has been called again.
 
-        Later calls may overwrite what the first one saved. torch's checker calls func between the forward and the
-        backward of a graph, too. If func changes its inputs, no graph is valid after another call.
+        Later calls of func may overwrite what the first call saved. torch's checker also calls func between the forward
+        and the backward of a graph. If func changes its inputs, no graph is valid after another call.
         """
         if self._known is None or self._problem.mutates_inputs:
             return None
@@ -223,9 +228,9 @@ class RepeatedCalls:
     def _order(self, one_round: bool) -> list[int]:
         """The numbers of the calls to repeat: each once, and then again until `_most` VJPs have been run."""
         if self._problem.m == 1:
-            return [0, 0]  # the same twice, as torch's checker runs it
+            return [0, 0]  # the same call twice, as in torch's checker
         first, last_row, row, *others, last = self._calls
-        # Each call has another position than on the first graph, so an error in every graph's first call shows.
+        # Each call has another position than on the first graph, so an error in every graph's first call is found.
         once = [row, *[first] * (FIRST_PRODUCTS if self._most else 1), last, last_row, *others]
         # Seven or eleven calls, so that an error in every second, third, ... call reaches each of them.
         cycle = [*once, first, row, first] if others else once
@@ -233,7 +238,7 @@ class RepeatedCalls:
         return [cycle[call % len(cycle)] for call in range(count)]
 
     def _first_moved(self, known: Tensor, order: list[int]) -> Block | None:
-        """The output of the first call in this order that gives another gradient."""
+        """The output of the first call, in this order, whose gradient differs from the known one."""
         if self._at_once == len(self._calls):
             moving, rounding = first_moving(
                 self._problem,
@@ -286,7 +291,7 @@ class RepeatedCalls:
         allowed = atol + rtol * sizes + self._settings.nondet_tol * float(cotangent.abs().sum())
 
         def close(left: Tensor, right: Tensor) -> Tensor:
-            # Values that are not finite must be so again, whatever the largest size allows.
+            # Values that are not finite must be repeated exactly, even if the allowed difference is infinite.
             near = ((left - right).abs() <= allowed) & left.isfinite() & right.isfinite()
             return near | (left == right) | (left.isnan() & right.isnan())
 
@@ -306,7 +311,7 @@ class RepeatedCalls:
 
 
 def repeated_calls_certificate(what: str, last: int, tolerance: float) -> Certificate:
-    """What repeated calls certify; what: the calls; last: the number of the last one of all."""
+    """The certificate of repeated calls; what: describes them; last: the number of the last call of the check."""
     claim = f"repeated calls of a custom backward give the same gradients, up to its call {last}"
     return Certificate(claim, f"{what}, run early and again after all others", tolerance)
 
@@ -321,14 +326,21 @@ def first_moving(
     tolerance: Callable[[int], float],
     run_again: Collection[int] = (),
 ) -> tuple[Block | None, float]:
-    """Runs VJPs of rows of cotangents in order, up to the first one that gives another gradient than before.
+    """Runs VJPs of rows of cotangents in order, until one gives another gradient than before.
 
-    Returns the output of that one, and the largest difference from `known` that counted as rounding.
+    Returns the output of this VJP, if any, and the largest difference from `known` that counted as rounding.
 
-    cotangents, only, order: as in `Problem.first_other_vjp`. tolerance: per row, of a gradient.
-    known: the gradients, shape (rows, n). If they are those of another graph, whose values func may have rounded
-    otherwise, the first VJP of a row may differ from them as entries may. It then takes their place.
-    run_again: rows whose gradients are those of the same graph.
+    Parameters
+    ----------
+    cotangents, only, order
+        As in `Problem.first_other_vjp`.
+    known
+        The gradients, shape (rows, n). Those of another graph may have other rounding. So the first VJP of a row may
+        differ from them within the tolerances of entries; it then replaces the known gradient.
+    tolerance
+        Gives the allowed difference of a row's gradient from run to run.
+    run_again
+        Rows whose known gradients are from the same graph.
     """
     done = 0
     of_this_graph = set(run_again)
@@ -363,7 +375,7 @@ def _moves(
 
 @lru_cache(32)
 def _cached_cotangents(m: int, seed: int, device: torch.device, rows: tuple[int, ...], calls: range) -> Tensor:
-    """The cotangents of the first product, one-hot ones of rows, and those of the last: float64, shape (calls, m)."""
+    """The cotangents of some calls: first product, one-hot rows, last product; float64, shape (calls, m)."""
     if m == 1:
         return torch.ones(len(calls), 1, dtype=torch.float64, device=device)
     cotangents = torch.zeros(len(calls), m, dtype=torch.float64, device=device)

@@ -28,7 +28,7 @@ def nondeterministic_jvp(output: Block, detail: str) -> Failure:
 
 
 def modified_tangent(block: Block) -> Failure:
-    """The failure that a jvp changes the tangent of an input: what func computes from it afterwards is wrong."""
+    """The failure that a jvp changes the tangent of an input. What func computes from this tangent later is wrong."""
     return Failure.at("modified tangent", input=block, mode="forward")
 
 
@@ -55,8 +55,8 @@ def combined_tangents(directions: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     Returns
     -------
     tuple
-        The two tangents, shape (2, n). And four factors: if the JVPs of the two directions and of the two tangents are
-        multiplied by them, their sum must be zero.
+        The two tangents, shape (2, n), and four factors: the JVPs of the two directions and of the two tangents, each
+        multiplied by its factor, must add up to zero.
     """
     shares = [1 / REPEAT_SCALE, 1.0, -1 / REPEAT_SCALE, 0.0]
     combined = directions.new_zeros(2, directions.shape[1])
@@ -69,8 +69,8 @@ def combined_tangents(directions: Tensor, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def sums_certificate(count: int, bound: float, atol: float) -> Certificate:
-    """What products with `count` random tangents certify."""
-    # Next to larger entries of its row, a small one may be off by more than its own tolerance.
+    """The certificate of products with `count` random tangents."""
+    # A small entry next to larger entries of its row may be off by more than its own tolerance.
     claim = f"no single entry of forward mode is wrong by more than {'its tolerance' if bound <= atol else 'the bound'}"
     method = f"{count} random directions: J u by forward mode against differences, output by output"
     return Certificate(claim, method, bound)
@@ -92,7 +92,7 @@ class TangentLinearityTest:
         self._error = self._sums
 
     def add(self, block: TangentBlock) -> None:
-        """Takes a block of analytical columns into J u."""
+        """Adds a block of analytical columns to J u."""
         width = block.input.width
         first = block.input.first + block.first_element * width + (1 if block.part == "imaginary" else 0)
         ops.project_rows_(
@@ -100,12 +100,12 @@ class TangentLinearityTest:
         )
 
     def certificate(self) -> Certificate:
-        """What it certifies if it found no failure."""
+        """The certificate if the test found no failure."""
         return Certificate(*LINEAR_JVP, linear_bound(self._error, self._settings))
 
     @phase("linearity of jvp")
     def failure(self) -> Failure | None:
-        """Compares with the JVPs, output by output, once all columns are in."""
+        """Compares J u with the JVPs, output by output, after all columns were added."""
         try:
             products = self._problem.jvps_of(self._directions)
         except Exception as error:  # one-hot tangents did not raise
@@ -114,7 +114,7 @@ class TangentLinearityTest:
             return Failure("nonlinear", mode="forward", detail=detail, cause=error)
         own = self._settings.loosest()
         wrong = disagreement(self._directions, products, self._sums, self._squares, self._settings, own.atol, own.rtol)
-        self._error = (products - self._sums).nan_to_num_(0.0, 0.0, 0.0)  # infinite ones were compared
+        self._error = (products - self._sums).nan_to_num_(0.0, 0.0, 0.0)  # infinite entries were compared before
         if wrong is None:
             if largest(self._error) <= self._settings.atol:
                 return None
@@ -129,10 +129,10 @@ class TangentLinearityTest:
 def repeated_tangents_failure(
     problem: Problem, settings: Settings, directions: Tensor, undefined: Sequence[int], products: Tensor
 ) -> Failure | None:
-    """Whether JVPs, run again, give what they gave earlier, within the tolerances of entries.
+    """The failure if JVPs, run again, differ from earlier by more than the tolerances of entries.
 
-    directions: tangents of the inputs, float64, shape (count, n). undefined: for each the number of an input that had
-    none, or -1. products: tangents of the outputs, shape (count, m).
+    directions: tangents of the inputs, float64, shape (count, n). undefined: for each JVP, the number of the input
+    whose tangent was undefined, or -1. products: earlier tangents of the outputs, shape (count, m).
     """
     again = problem.jvps_of(directions, undefined)
     own = settings.loosest()
