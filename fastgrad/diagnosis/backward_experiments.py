@@ -24,7 +24,8 @@ SCALES = (-1.0, 4.0, 0.5)
 """Scales of cotangents: powers of two, so that a linear backward gives the same bits."""
 
 RUNS = (3, 2, 3)
-"""Runs of one VJP on each of several graphs: different numbers, or a change at every third call might be missed."""
+"""Number of runs of one VJP on each of several graphs. If all were equal, a change at every third call might be missed.
+"""
 
 RESOLVED = 1e-5
 """Largest relative noise of a directional derivative that counts as evidence."""
@@ -143,7 +144,7 @@ def _size(gradient: Tensor) -> float:
 
 
 def _deviation(found: Tensor, expected: Tensor) -> float:
-    """The largest difference over the largest component; infinite where one is not finite and the other is."""
+    """The largest difference over the largest component; infinite if one gradient is finite where the other is not."""
     difference, size = float((found - expected).abs().max()), _size(expected)
     if difference != difference:
         return math.inf

@@ -19,10 +19,10 @@ from fastgrad.report.report import Report
 from fastgrad.report.settings import Settings, Tolerances
 
 RESIDUAL = 1e-3
-"""Largest share of the analytical entries that a constant factor may leave unexplained, to be named as the cause."""
+"""A constant factor is named as the cause if it leaves at most this share of the analytical entries unexplained."""
 
 EXACT = 1e-4
-"""A factor is called 2, -1 or a size of a tensor if it differs from this number by at most this much, relatively."""
+"""Largest relative difference between a factor and a number (2, -1 or the size of a tensor) that it is explained by."""
 
 NAMED_FACTORS = {
     math.pi: "pi",
@@ -623,7 +623,7 @@ def _of_precision(sample: Sample) -> Iterator[Cause]:
     """The cause if a lower dtype represents all analytical entries exactly, and their errors are about its rounding."""
     a, n = sample.analytical, sample.numerical
     if bool((sample.failing & ((a == 0) | (n == 0))).any()):
-        return  # rounding makes no entry zero
+        return  # an entry that is zero does not result from rounding
     if a.is_complex():
         a, n = torch.view_as_real(a).reshape(-1), torch.view_as_real(n).reshape(-1)
     nonzero = (a != 0) & (n != 0) & a.isfinite()

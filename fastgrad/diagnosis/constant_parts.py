@@ -57,8 +57,9 @@ class ConstantPart:
 class _Known:
     """A value that depends on the inputs and does not require grad.
 
-    is_cut: gradients are recorded there, and the operator ends the recording; otherwise it runs without recording, for
-    example in the forward of a custom Function. is_reduction: it is smaller than its operands.
+    is_cut: whether the operator ran while gradients were recorded, so that its result ends the recording. Otherwise it
+    ran without recording, for example in the forward of a custom Function. is_reduction: whether the value is smaller
+    than the operands.
     """
 
     value: Any
@@ -135,7 +136,7 @@ class ConstantParts(_Calls):
 
     def groups(self) -> Iterator[tuple[ConstantPart, ...]]:
         """Other sets of parts that may be treated as constants, the most likely first."""
-        # The last ones first: a value computed from a constant is one, too.
+        # The last parts first: a value that is computed from a constant is also constant.
         others = [part for part, known in reversed(self.known.items()) if not known.is_cut]
         reductions = tuple(part for part in others if self.known[part].is_reduction)
         singles = sorted(others, key=lambda part: part.operand is not None)

@@ -27,14 +27,14 @@ _GENERAL_CAUSES = {"missing reduction", "zero gradient"}
 def diagnosed(problem: Problem, report: Report, known_sample: Sample | None = None) -> Report:
     """The report of a failed check with entries of the failing pair, experiments and probable causes.
 
-    About as many calls as the check took, and a second, at most.
+    The experiments take at most MORE_CALLS calls more than the check itself took, and about one second.
 
     Parameters
     ----------
     report
         The report of the check that failed, with its failure, plan, calls and seconds.
     known_sample
-        Entries of the failing pair that its engine had; values outside of a pattern may be mixed in.
+        Entries of the failing pair that the engine measured. Entries outside of its pattern may be added to them.
     """
     failure = report.failure
     kinds = ("mismatch", "nonlinear", "nondeterministic", "not multiplied by grad_output")
@@ -48,7 +48,7 @@ class _Investigation(Samples, BackwardExperiments, FuncExperiments):
     """Runs the experiments, cheap and conclusive ones first; later ones only if nothing explains the failure."""
 
     def run(self) -> Report:
-        """All of it."""
+        """Runs the experiments; the report with entries, evidence and causes."""
         causes: tuple[Cause, ...] = ()
         failure, sample = self._failure, None
         if failure.kind == "mismatch" and failure.comparison is not None and self._output and self._input:
@@ -78,7 +78,7 @@ class _Investigation(Samples, BackwardExperiments, FuncExperiments):
         """Tests hypotheses by random sums of all entries until one explains them; returns its causes, if any."""
         self._explain(hypotheses.independent)
         self._explain(hypotheses.swapped)
-        settles = self._failure.trouble is None  # otherwise the behavior of func there explains it
+        settles = self._failure.trouble is None  # otherwise the behavior of func explains the failure
         if settles:
             self._explain(hypotheses.cut)
         if sample is None or not sample.complete:

@@ -15,10 +15,10 @@ from fastgrad.report.failure import Entry, Failure
 from fastgrad.report.report import Report
 
 MORE_CALLS = 96
-"""Additional calls of func and backward, besides as many as the check itself took."""
+"""Experiments may take as many calls of func and backward as the check itself took, and this many more."""
 
 SECONDS = 1.0
-"""Wall time, by the measured cost of a call."""
+"""Largest wall time of the experiments, in seconds. The measured cost of a call gives the number of calls."""
 
 Result = TypeVar("Result")
 
@@ -42,7 +42,7 @@ class Experiments:
         pair = failure.output is not None and failure.input is not None
         self._output = next((block for block in problem.outputs if pair and block.index == failure.output), None)
         self._input = next((block for block in problem.inputs if pair and block.index == failure.input), None)
-        # An error of one output is searched for there: the others have not been compared.
+        # The error is searched for only in the output that failed, because later outputs have not been compared.
         self._only = self._output if failure.kind == "mismatch" else None
         self._evidence = Evidence()
 
@@ -61,14 +61,14 @@ class Experiments:
             return None
         try:
             return experiment()
-        except Exception:  # of func, or for lack of memory: the failure stands without it
+        except Exception:  # func raises, or memory is too small: the failure is reported without this evidence
             return None
 
     def _note(self, **found: object) -> None:
         self._evidence = replace(self._evidence, **found)  # type: ignore[arg-type]
 
     def _coordinates(self, output: Block, block: Block, worst: Entry) -> tuple[int, int]:
-        """The first coordinate of the worst entry's input element, and the output's of the failing part."""
+        """The coordinates of the worst entry, in the input and in the output, for the failing part."""
         element = element_number(worst.input_index, block.tensor.shape)
         if block.elements is not None:
             element = int((block.elements == element).nonzero()[0])

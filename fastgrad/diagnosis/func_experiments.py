@@ -95,7 +95,7 @@ class FuncExperiments(Experiments):
         self._note(other_mode=complex(*value))
 
     def _other_part(self, output: Block, block: Block, worst: Entry) -> None:
-        """The same entry of the other part of a complex output, or in forward mode input."""
+        """The worst entry in the other part of a complex output; in forward mode, of a complex input."""
         column, row = self._coordinates(output, block, worst)
         if self._failure.mode == "forward":
             column += -1 if self._failure.part == "imaginary" else 1

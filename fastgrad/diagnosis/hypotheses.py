@@ -26,11 +26,11 @@ HYPOTHESIS_CALLS = 10
 """Calls of func and backward that most hypotheses take."""
 
 NEAR = 1e-7
-"""Largest relative error of random sums with which a hypothesis is accepted; without it the error must be 100 times
-as large."""
+"""Largest relative error of random sums with which a hypothesis is accepted. The error without the hypothesis must be
+more than 100 times as large."""
 
 MOST_NAMED = 3
-"""Operators that a cause names."""
+"""Largest number of operators that a cause names."""
 
 MOST_INPUTS = 4
 """Number of other inputs whose gradients or values are tried."""
@@ -127,7 +127,7 @@ class Hypotheses:
             for side, how in itertools.product((output, block), ("missing", "extra")):
                 if side.width != 1 or not _broadcasts(values, side):
                     continue
-                # Multiplies the right gradient, at the inputs or at grad_output.
+                # The factor that the right gradient is multiplied by, for each element of the input or of grad_output.
                 scale = values.expand(side.tensor.shape).reshape(-1)
                 scale = 1 / scale if how == "missing" else scale
 
@@ -144,7 +144,7 @@ class Hypotheses:
         return None
 
     def result_for_input(self) -> Explanation | None:
-        """Whether backward uses the input in place of the result: it is right if the input has the result's value."""
+        """Whether backward uses the input in place of the result: then it is right for an input equal to the result."""
         output, block = self.output, self.input
         if not _same_elements(output, block):
             return None
@@ -187,7 +187,7 @@ class Hypotheses:
         return self._explained("transposed", ADJOINT.format(""), self._transposed)
 
     def at_changed_input(self, left: Callable[[], int]) -> Explanation | None:
-        """Whether the gradient is right at a point that a saved tensor may have been changed to, or taken from."""
+        """Whether the gradient is right at another point: a saved tensor may have been changed to it, or be wrong."""
         for name, away in self._points():
             if left() < 4:
                 return None
@@ -268,7 +268,7 @@ class Hypotheses:
         error = 0.0
         for one in self._vectors:
             difference = _relative_difference(*sums(one))
-            if not difference <= NEAR:  # which a NaN is not, either
+            if not difference <= NEAR:  # a NaN is not near, either
                 return None
             error = max(error, difference)
         return Explanation(name, text, error)
@@ -362,7 +362,7 @@ def _scaled(coordinates: Tensor, block: Block, scale: Tensor) -> Tensor:
 
 
 def _moved(coordinates: Tensor, block: Block, rearrangement: Rearrangement) -> Tensor:
-    """The coordinates of a side, those of one block rearranged."""
+    """A copy of the input or output coordinates, in which those of one block are rearranged."""
     moved = coordinates.clone()
     own = block.slice
     elements = coordinates[own].reshape(*block.tensor.shape, block.width)

@@ -33,9 +33,9 @@ LEAST_BLOCK = 4
 class _WrongElements:
     """The elements of the output or the input: which have wrong entries, their values at x, and more.
 
-    excess: the largest error there over the allowed one. mixing: as `_mixing`. share: of the entries about elements
-    that are wrong, how many are. entries: how many are wrong, and how many there are. is_complete: whether all elements
-    were examined, not a sample.
+    excess: for each element, the largest ratio of an error to the allowed error. mixing: as `_mixing`. share: share of
+    wrong entries among the entries of elements that have wrong ones. entries: number of wrong entries, and of all
+    entries. is_complete: whether all elements were examined, not a sample.
     """
 
     side: str
@@ -120,10 +120,11 @@ def place_causes(sample: Sample, names: tuple[str, str], settings: Tolerances) -
     most = max((places.share for places in sides if places is not None), default=0.0)
     found: list[Cause] = []
     for places, name in zip(sides, names, strict=True):
-        # If few of the entries about a place are wrong, but most of those on the other side, it is not this place.
+        # If few entries of the wrong elements on this side are wrong, but most on the other side, this side is not the
+        # reason.
         if places is None or places.share < most / 2:
             continue
-        # Prefer an input's place to an output's, if each has one of the other.
+        # If each input element belongs to one output element, prefer the rule for the input.
         less = 0.0 if places.side == "input" else 0.01
         element = _element(places, name)
         if element is not None:
@@ -185,7 +186,7 @@ def _extent(index: Tensor) -> tuple[int, int]:
 
 
 def _tail(places: _WrongElements, name: str) -> Cause | None:
-    """Wrong from a multiple of a block's size on, along a dimension, along several, or over all elements."""
+    """Wrong from an index on that is a multiple of a block size: along one dimension, along several, or in memory."""
     index, bad = places.index, places.bad
     total = math.prod(places.shape)
     bounds = [(f"dimension {dim} of {name}", index[:, dim], size) for dim, size in enumerate(places.shape)]
@@ -309,7 +310,7 @@ def _region(places: _WrongElements, name: str) -> Cause | None:
             continue
         threshold, natural = _threshold(*sorted((last_wrong, first_right)))
         if wrong.numel() == 1 and not natural:
-            return None  # the largest, or smallest, of all is one in two anyway
+            return None  # a single wrong element often has the largest or smallest value by chance
         likely = (2 if natural else 4) * places.chance()
         base = 0.92 if natural else 0.89
         sign += "=" * (threshold == last_wrong)
@@ -327,7 +328,7 @@ def _region(places: _WrongElements, name: str) -> Cause | None:
 
 
 def _single_value(places: _WrongElements, name: str) -> Cause | None:
-    """Wrong only if the element has one particular value, as at the zeros of a mask."""
+    """Wrong only if the element has one particular value, for example the zeros of a mask."""
     assert places.values is not None
     wrong, right = places.values[places.bad], places.values[~places.bad]
     value = float(wrong[0])

@@ -62,7 +62,7 @@ class _Matrices:
         some = rearranged[self._some_wrong] - self.analytical[self._some_wrong]
         if bool((some.abs() > self.settings.atol + self.settings.rtol * rearranged[self._some_wrong].abs()).any()):
             return 0  # the usual case: testing these few entries first takes a hundredth of the time of testing all
-        # Zeros agree with zeros anywhere.
+        # Only nonzero entries are compared first: a zero agrees with any other zero.
         places, analytical = self._nonzero
         some = rearranged[places]
         known = ~some.isnan()
@@ -80,7 +80,7 @@ class _Matrices:
 
     @cached_property
     def _nonzero(self) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Where analytical entries are known and not zero, and these."""
+        """The places of the analytical entries that are known and not zero, and their values."""
         places = (~self.analytical.isnan() & (self.analytical != 0)).nonzero().unbind(1)
         return places, self.analytical[places]
 
@@ -275,7 +275,8 @@ def _of_broadcasting(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
     flat = _flattened(matrices, sample)
     if flat is None or shared_by(sample) < 2 or not bool((flat.a != 0).any()):
         return
-    # Each output depends on one element of the input: all of its row is that entry, or that of another dimension.
+    # Each output depends on one element of the input. If grad_output is summed over all dimensions, or over the wrong
+    # ones, the value of this entry is at all places of the row, or at some wrong places.
     row = flat.n.gather(1, flat.n.abs().argmax(1, keepdim=True))
     equal = (flat.a - row).abs() <= matrices.settings.atol + matrices.settings.rtol * row.abs()
     everywhere = bool((equal | ~flat.known).all())
@@ -328,7 +329,7 @@ def _of_reductions(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
     share = lost[:, columns_lost].sum() / max(1, int((n[:, columns_lost] != 0).sum()))
     spread = int(columns_lost.sum()) * 2 >= int(columns.sum())
     both = int((columns_lost & kept).sum()) * 2 >= int(columns_lost.sum()) > 0
-    # Each output depends on at most one element of the input, and each of these has one nonzero analytical entry.
+    # Each output depends on at most one element of the input, and each such element has one nonzero analytical entry.
     single = bool(((n != 0).sum(1) <= 1).all()) and bool((((a != 0).sum(0) == 1) | ~columns).all())
     if bool((lost == wrong).all()) and total and single and not _broadcast_dims(sample):
         yield Cause(

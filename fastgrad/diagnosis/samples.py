@@ -22,7 +22,7 @@ MOST_COLUMNS, MOST_ROWS = 12, 24
 """Number of columns and rows that are computed of a large Jacobian: two evaluations per column, one VJP per row."""
 
 LARGEST_BLOCK = 1 << 8
-"""Block sizes of kernels for whose tails a sample includes elements."""
+"""Largest block size of kernels that a sample takes into account: it includes elements where the last blocks begin."""
 
 
 class Samples(Experiments):
@@ -181,7 +181,7 @@ def _around(element: int, shape: tuple[int, ...], seed: int) -> list[int]:
         for dim, candidates in enumerate(along):
             if turn < len(candidates):
                 places.append((*index[:dim], candidates[turn], *index[dim + 1 :]))
-        # Every other one at random: neighbors alone would not distinguish a place from a rule.
+        # Every second element is random, because neighbors alone do not distinguish a single place from a rule.
         where = direction(max(1, len(shape)), seed, EVIDENCE_STREAM + 16 * 9, 8 * turn).abs_().sub_(0.5).tolist()
         places.append(tuple(min(size - 1, int(share * size)) for share, size in zip(where, shape, strict=False)))
     return [element_number(place, shape) for place in dict.fromkeys(places)]
