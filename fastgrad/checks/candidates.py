@@ -39,7 +39,8 @@ class Candidates:
         self.patterns = patterns
         finders: list[Callable[[], Pattern | None]] = [patterns.guess, patterns.decode, patterns.probe, patterns.align]
         if takes_long(2 * problem.n + problem.m, look):
-            # Dense rows and columns may hide the sparsity of the rest from all probes, or there are no other entries.
+            # Dense rows and columns may hide the sparsity of the rest from all probes. Or all entries are in such rows
+            # and columns.
             brief = partial(patterns.probe, most=BRIEF_PROBES)
             finders[2:] = [brief, partial(brief, splits_hubs=True), patterns.probe, patterns.align, patterns.dense]
         self._finders = iter(finders)
@@ -52,8 +53,8 @@ class Candidates:
     def compress(self) -> Compression | None:
         """The groups of the present pattern, or of the next one; None: there is none left.
 
-        Dense rows keep columns in different groups. If that would take long, they are left out to be certified, as far
-        as this is possible.
+        Columns that share a dense row are in different groups. If so many groups would take long, dense rows are left
+        out and certified instead, as far as possible.
         """
         while self.pattern is None:
             find = next(self._finders, None)
@@ -76,7 +77,7 @@ class Candidates:
         return bool(dense.any())
 
     def exclude_nothing(self) -> None:
-        """What was excluded could not be certified: every entry must be compared."""
+        """Stops excluding rows and columns, because they could not be certified: every entry must be compared."""
         self._certifies, self._excluded_columns = False, None
 
     def learn(self, found: Incomplete, may_hide_entries: bool) -> None:

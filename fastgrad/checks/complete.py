@@ -87,8 +87,8 @@ def complete_check(
                 (own.eps / settings.eps, settings.atol / own.atol if 0 < settings.atol < own.atol else 1.0)
                 for own in settings.inputs
             ],
-            # Differences of a backward use gradients without a graph, as in training; check_recorded_gradients compares
-            # gradients with a graph with them.
+            # Differences of a backward use gradients that are computed without a graph, as in training.
+            # check_recorded_gradients compares them with gradients that are computed with a graph.
             records_differences=backward is None,
         ) as problem,
     ):
@@ -124,7 +124,7 @@ def _lacks_entries(report: Report) -> bool:
 
 
 def _with_every_entry(report: Report, dense: Callable[[], Report]) -> Report | None:
-    """The report of the dense engine in place of one that lacks entries, if it shows a mismatch, too."""
+    """The report of the dense engine, if it also shows a mismatch. It replaces a report that lacks entries."""
     try:
         exact = dense()
     except Exception as error:
@@ -137,7 +137,7 @@ def _with_every_entry(report: Report, dense: Callable[[], Report]) -> Report | N
 
 
 def _take_small_check(small: SmallCheck, problem: Problem, settings: Settings) -> None:
-    """Makes the results of a small check those of the complete check so far."""
+    """Uses the results of a small check as the first results of the complete check."""
     if small.changed is not None:
         problem.raise_changed(*small.changed, settings.eps)
     problem.vjps, problem.jvps = small.vjps, small.jvps

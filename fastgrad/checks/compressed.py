@@ -57,8 +57,8 @@ from fastgrad.verdict.numerical_certificate import MOST_SUSPECTS, Incomplete, Nu
 from fastgrad.verdict.repeated_calls import RepeatedCalls
 
 ATTEMPTS = 6
-"""Number of patterns to try: guesses; patterns from probing by columns and rows, or one of them, with and without dense
-rows and columns; and these with the entries that certificates add."""
+"""Largest number of patterns to try. These are guesses, patterns from probing (by columns, by rows or by both; with and
+without dense rows and columns), and all of these with the entries that certificates add."""
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ def _compressions(problem: Problem, settings: Settings, look: FirstLook) -> Iter
 def _were_wrong_once(before: Tensor, replay: Callable[[], Tensor], single: Tensor, atol: float) -> bool:
     """Whether replayed entries were wrong once: a second replay gives the same entries as single evaluations."""
     if not differ(before[None], single[None], atol, False):
-        return False  # rounded otherwise
+        return False  # replays only round differently
     try:
         return not differ(replay()[None], single[None], atol, False)
     except RefusedError:
@@ -276,7 +276,7 @@ class _Verdict:
             if executor.is_lead(error, replay):
                 look.irreproducible.append("in replays")
         if self.plan.replayed and self.numerical_suspects != []:
-            self._measure_wrong_replays_again("they do not add up to evaluations one by one")
+            self._measure_wrong_replays_again("their sums do not agree with single evaluations")
 
     def _entries(self, plan: Plan | None = None) -> Tensor:
         """The entries as the plan, by default the present one, computes them."""
@@ -386,7 +386,7 @@ class _Verdict:
         if before is None:
             return None
         again, _ = compressed.analytical_entries(self._problem, self._compression, repeat=False)
-        # To rtol of the largest; values that are not finite must recur.
+        # Values may differ by rtol of the largest one. Values that are not finite must be the same again.
         own = self._settings.loosest()
         allowed = own.atol + self._settings.nondet_tol * self._problem.m
         allowed += own.rtol * largest(before.nan_to_num(0.0, 0.0, 0.0))
@@ -408,7 +408,7 @@ class _Verdict:
             return repeat
         found = self._certified()
         if found is None:
-            # Entries that change when measured alone, though no entry outside of the pattern was added to them.
+            # Some entries changed when they were measured alone, although no entry outside of the pattern was added.
             now = self._of_backward.values, self.numerical
             change = max(self._of_backward.changed_by, _largest_change(measured, now) if measured else 0.0)
             if not change <= self._settings.atol / 4:
@@ -478,7 +478,10 @@ class _Verdict:
         return bool(self._statistics[0])
 
     def _beside_other_entries(self, failure: Failure) -> Failure:
-        """A mismatch on the pattern or, if the pattern lacks entries, only what was computed alone, or is larger."""
+        """The failure to report, given a mismatch on the pattern.
+
+        If the pattern lacks entries, only an entry that was computed alone is reported, or a larger error elsewhere.
+        """
         certificate = self._certificate_of(self._of_backward.values, None)
         elsewhere = certificate.certify(self.of_func.asked)
         lacks_entries = bool(self.numerical_suspects) or isinstance(elsewhere, Failure)
@@ -494,8 +497,8 @@ class _Verdict:
 
         An analytical entry is added to another one in its column, a numerical entry to another one in its row.
         The worst rows are computed separately and, if entries still differ, so are their columns. If this changes
-        entries, others may be such sums, too: then only an entry that was computed alone is reported. may_be_sums:
-        whether this is known.
+        entries, other entries may also be sums. Then only an entry that was computed alone is reported. may_be_sums:
+        whether it is known already that entries may be sums.
         """
         rows, columns, excluded = self._compression.rows, self._compression.columns, self._compression.excluded_rows
         excess = self._excesses(slice(None))
@@ -541,7 +544,7 @@ class _Verdict:
         return (self._of_backward.values[entries] - numerical).abs() / (atol + rtol * numerical.abs())
 
     def _mismatch(self) -> Failure | None:
-        """Every entry of the pattern under the allclose rule, in torch's order of judging."""
+        """The failure of the first wrong entry of the pattern by the allclose rule, in torch's order of comparison."""
         problem = self._problem
         self.findings = Findings()  # entries outside of the pattern may have been added to entries on it before
         for output, part in row_parts(problem.outputs):
@@ -587,7 +590,7 @@ def _agreeing_pairs(
 def _with_entries_elsewhere(
     problem: Problem, findings: Findings, failure: Failure, elsewhere: Failure | Incomplete, lacks_entries: bool
 ) -> Failure:
-    """The mismatch on the pattern, or a larger one outside of it; its message says "at least" if there may be more.
+    """The mismatch on the pattern, or a larger one outside of it; the message says "at least" if there may be more.
 
     elsewhere: what the certificate of the backward found outside of the pattern; lacks_entries: whether the pattern
     lacks nonzero entries.
@@ -653,7 +656,7 @@ def _screen(
 def _pair(
     compression: Compression, analytical: Tensor, numerical: Tensor, own: Tolerances, sides: tuple[Block, Part, Block]
 ) -> PairComparison:
-    """The comparison of the entries of an output, or of a part of it, and an input; sides: these three."""
+    """The comparison of the entries of an output, or a part of it, and an input; sides: output, part and input."""
     output, part, block = sides
     within = compression.entries_of(output)
     pair = PairComparison(output, block, own)

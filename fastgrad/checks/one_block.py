@@ -99,9 +99,9 @@ def product_at_hand(
 def same_afterwards(
     problem: Problem | SmallBackward, settings: Settings, cotangents: Tensor, gradients: Tensor, row: int
 ) -> bool:
-    """Whether a graph that is recorded after other evaluations gives a gradient that the first one gave.
+    """Whether a graph that is recorded after other evaluations gives the same gradient as the first graph.
 
-    torch's checker records its graph there. This detects state that func keeps from call to call.
+    torch's checker also records its graph after other evaluations. This detects state that func keeps between calls.
 
     cotangents, gradients, row: a VJP among others, as from `product_at_hand`.
     """
@@ -117,8 +117,8 @@ def same_afterwards(
 def single_rows(backward: WholeBackward) -> Sequence[Rows]:
     """The rows, if they were run as in the dense engine.
 
-    Nothing if vectorized rows were used, because these may cause a failure, or were planned, because then no row was
-    run twice.
+    Empty if vectorized rows were used, because they may be the cause of a failure. Also empty if they were planned,
+    because then no row was run twice.
     """
     usual = all(part.repeated.shape[0] == min(part.rows.shape[0], REPEATED_ROWS) for part in backward.parts)
     return backward.parts if usual else ()

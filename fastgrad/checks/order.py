@@ -45,11 +45,11 @@ def check(
     settings
         Step, tolerances and what to check.
     names
-        What messages call the inputs; by default they count them.
+        Names of the inputs in messages; by default, messages use their numbers.
     explain
-        Gather evidence after a failure and look for probable causes.
+        Whether to collect evidence after a failure and to look for probable causes.
     partition
-        The ranks that share the work and all return the report, and the checkpoint; None: neither.
+        The ranks that share the work (all of them return the report) and the checkpoint; None: one rank, no checkpoint.
 
     Returns
     -------

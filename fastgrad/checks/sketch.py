@@ -57,7 +57,7 @@ MOST_ENTRIES = 8
 """Largest number of wrong entries to look for."""
 
 MOST_SUSPECTS = 8
-"""Number of outputs that look wrong in a sum but prove right before another step size is tried."""
+"""If this many outputs look wrong in a sum but prove to be right, another step size is tried."""
 
 MOST_SINGLE = 4
 """Largest number of outputs to examine one by one, if they could not be verified at any step size."""
@@ -95,8 +95,8 @@ def screen(
 ) -> Screening:
     """The verdict on all Jacobians in reverse mode, from a number of evaluations that does not grow with them.
 
-    An output counts as verified when the noise of its differences is within its tolerance; outputs
-    that are not are tried again at other steps, then one by one.
+    An output counts as verified if the noise of its differences is within its tolerance. All other outputs are tried
+    again at other steps, then one by one.
 
     rows, columns: masks of the rows and columns to check, shapes (m,) and (n,); None: all. For selected rows, the step
     with the smallest bound is looked for.
@@ -147,7 +147,7 @@ class _Screen:
         return directional_differences(*arguments, extrapolated=min(count, self._extrapolated), fixed=self._fixed)
 
     def _judge(self, differences: Differences) -> Screening | None:
-        """The verdict at this step size; None if it takes more differences, or another step size."""
+        """The verdict at this step size; None if more differences or another step size are needed."""
         problem, settings = self._problem, self._settings
         search = _Search(problem, settings, differences)
         noise, norm = _noise(problem, settings, differences)
@@ -220,7 +220,7 @@ class _Screen:
         return _row_by_row(self._problem, self._settings, differences, rows, self._attempt == 0, tentative, earlier)
 
     def _moved(self, gradients: Mapping[int, Tensor], weight: Tensor) -> Failure | None:
-        """The failure if VJPs, by the numbers of their cotangents, differ when run again now, before weights change."""
+        """The failure if VJPs differ when they are run again, before weights change; keys: numbers of cotangents."""
         rows = list(cotangents(self._settings.seed, weight, self._count, self._attempt))
         for number, gradient in gradients.items():
             again = self._problem.vjp(rows[number].vector().unsqueeze(0), [rows[number].layout])[0]
@@ -305,7 +305,7 @@ def _sketch_certificates(bound: float, cancelling: float, atol: float, confidenc
     count = sketch_size(confidence)
     method = f"{count} random directions, {count + 1} cotangents: sums of analytical entries against differences"
     pairs = f"the same sums, with probability {confidence:.10g}"
-    # Next to larger entries of its row, a small one may be off by more than its own tolerance.
+    # A small entry next to larger entries of its row may be off by more than its own tolerance.
     size = "its tolerance" if bound <= atol else "the bound"
     return (
         Certificate(f"no single entry is wrong by more than {size}", method, bound),
@@ -407,7 +407,7 @@ def _row_by_row(
             if failure is not None:
                 return sketch, failure
         if cotangent.expanded and not (looks_wrong and tentative):
-            continue  # it has no weights, and only tests its layout
+            continue  # an expanded cotangent has no weights, and only tests the layout
         sketch.cotangents.append(cotangent)
         sketch.values.append(values)
         sketch.allowed.append(allowed)
@@ -482,10 +482,10 @@ class _Search:
         return located_failure(found) if found else None
 
     def _nonlinear(self, cotangent: Cotangent, dense: Cotangent, k: int, value: float) -> Failure | None:
-        """The failure of a backward that is not linear; notes if it is not, within its tolerance, behind this value."""
+        """The failure if backward is not linear; notes an error of linearity within the tolerance that explains value."""
         vector = cotangent.vector()
         gradient = self._problem.vjp(vector.unsqueeze(0))[0]
-        # A cotangent with zeros is split into a dense part and the rest: two halves would be wrong in the same way.
+        # A cotangent with zeros is split into a dense part and the rest, because two halves would have the same error.
         part = dense.vector() if cotangent.scale != 1.0 else None
         failure, error = linearity_failure(self._problem, self._settings, vector, gradient, cotangent.kind, part)
         along = abs(float(error @ self._differences.directions[k]))

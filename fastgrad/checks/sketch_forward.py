@@ -26,8 +26,8 @@ from fastgrad.verdict.negation import negation_failure
 from fastgrad.verdict.tangents import combined_tangents, repeated_tangents_failure, sums_certificate
 
 SMALLEST_SHARE = 1 / 8
-"""Least share of the error of an entry, if it is wrong for tangents of one sign, in the sum of JVPs that must be zero:
-components are in [0.5, 1.5), and the second direction counts -4 times as much as the first."""
+"""If an entry is wrong for tangents of one sign, the sum of JVPs that must be zero contains at least this share of its
+error: components are in [0.5, 1.5), and the second direction counts -4 times as much as the first."""
 
 
 @phase("forward-mode screen")
@@ -39,8 +39,8 @@ def screen_forward(problem: Problem, settings: Settings) -> Screening:
 class _ForwardScreen:
     """Compares products at one step size after another, until all outputs are verified or something is wrong.
 
-    An output that disagrees at one step size, without a wrong entry behind it, may be next to a kink that the joint
-    step crosses. Another step size verifies it only if it resolves an error of the size that was seen.
+    If an output disagrees at one step size but no wrong entry is found, the joint step may cross a kink. Another step
+    size verifies this output only if it resolves an error of the size that was seen.
     """
 
     def __init__(self, problem: Problem, settings: Settings) -> None:
@@ -48,7 +48,7 @@ class _ForwardScreen:
         self._count = sketch_size(settings.confidence)
         self._pending = torch.ones(problem.m, dtype=torch.bool, device=problem.device)
         self._suspected = torch.zeros(problem.m, dtype=torch.float64, device=problem.device)
-        # The least of the errors that a step size leaves open.
+        # For each output, the smallest error that may be hidden, over all step sizes.
         self._hidden = torch.full_like(self._suspected, torch.inf)
         self._bound = settings.atol
         self._unresolved = 0.0
@@ -149,26 +149,27 @@ class _ForwardScreen:
         return entry_at(problem, self._settings, row, locate(residual, differences.directions[k], value))
 
     def _combination_failure(self, directions: Tensor, tangents: Tensor) -> Failure | None:
-        """The failure if the JVP of a combination of directions is not that of their JVPs, `tangents`."""
+        """The failure if the JVP of a combination of directions is not the same combination of their `tangents`."""
         combined, shares = combined_tangents(directions, self._settings.seed)
         products = torch.cat([tangents[:2], self._problem.jvps_of(combined)])
         return self._sum_failure((products * shares[:, None]).roll(2, 0), directions[1])
 
     def _half_failure(self, u: Tensor, tangent: Tensor) -> Failure | None:
-        """The failure if the JVP of u, shape (n,), is not the sum of those of two halves, both of the other sign."""
+        """The failure if the JVP of u, shape (n,), is not the sum of the JVPs of its halves, run with another sign."""
         some = direction(u.numel(), self._settings.seed, TANGENT_STREAM, halved=True).to(u.device)
         half = torch.where(some == 0, 0.0, u)
         products = self._problem.jvps_of(torch.stack([half, u - half]) * REPEAT_SCALE) / REPEAT_SCALE
         return self._sum_failure(torch.cat([-tangent[None], products]), u)
 
     def _sum_failure(self, terms: Tensor, u: Tensor) -> Failure | None:
-        """The failure if JVPs, shape (count, m), do not add up to zero; the first is that of the sum of the others.
+        """The failure if JVPs, shape (count, m), do not add up to zero. The first is for the negated sum of the others.
 
-        If they do to the tolerance of the terms, but not to rounding, this looks for an entry that is wrong for
-        tangents of one sign, in the JVP of u, shape (n,), and notes the error that may be hidden otherwise.
+        If they add up to zero within the tolerance of the terms, but not up to rounding, an entry may be wrong for
+        tangents of one sign. This searches for such an entry in the JVP of u, shape (n,), and notes the error that may
+        be hidden if none is found.
         """
         error, sizes = terms.sum(0).abs(), terms.abs().sum(0)
-        # Not where a JVP is infinite or near overflow: there it was compared with differences.
+        # JVPs that are infinite or near overflow are left out: they were compared with differences.
         finite = (terms * REPEAT_SCALE**2).isfinite().all(0)
         # Directions are in units of each input's own atol.
         wrong = finite & ~(error <= self._settings.atol + self._settings.loosest().rtol * sizes)

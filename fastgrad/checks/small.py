@@ -37,8 +37,8 @@ from fastgrad.verdict.repeated_calls import RepeatedCalls
 RELATIVE_STEP = relative_step(torch.float64)
 
 MOST_OPEN_CALLS = 200
-"""Largest number of evaluations and VJPs for which all entries are compared where sums decided nothing: other steps of
-the sums take about 30 evaluations and 35 VJPs, and each call several times as long as in native code."""
+"""Largest number of evaluations and VJPs for which all entries are compared if sums decided nothing. Sums at other
+steps take about 30 evaluations and 35 VJPs, each of them several times as long as in native code."""
 
 
 def small_check(func: Callable[..., Any], arguments: tuple[Any, ...], settings: Settings) -> SmallCheck | None:
@@ -108,7 +108,8 @@ def _open_rows_agree(check: SmallCheck, settings: Settings) -> bool:
 def _attributes_pass(check: SmallCheck, settings: Settings, backward: Backward | None) -> bool:
     """Whether batched derivatives agree and, if func is a backward, its gradients are the same without a graph.
 
-    These gradients are for negated grad_outputs, so gradients kept by the address or identity of grad_output differ.
+    These gradients are for negated grad_outputs. So gradients that are cached by the address or identity of grad_output
+    differ.
     """
     problem = check.problem
     if settings.check_batched_forward_grad and not batched_tangents_agree(check, settings):
@@ -141,7 +142,7 @@ def _rows_agree(check: SmallCheck, settings: Settings) -> bool:
 
 @phase("repeated calls")
 def _same_afterwards(check: SmallCheck, settings: Settings) -> bool:
-    """Whether gradients are the same on a graph that is recorded after the differences, and of custom code on both."""
+    """Whether gradients on a graph recorded after the differences are the same; for custom code, on the first, too."""
     problem, backward = check.problem, check.backward
     assert backward is not None
     try:

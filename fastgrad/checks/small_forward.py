@@ -33,9 +33,9 @@ class _Directions:
     rows
         Float64, shape (count, n).
     undefined
-        By row, the input that gets no tangent here and a zero tangent in the row before; -1: all inputs get one.
+        For each row, the number of the input whose tangent is undefined here and zero in the row before; -1: none.
     shares
-        As from `combined_tangents`; empty if there are none of these.
+        The factors from `combined_tangents`; empty if there are no combined tangents.
     """
 
     rows: Tensor

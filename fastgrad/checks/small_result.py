@@ -28,8 +28,8 @@ class SmallCheck(Findings):
     changed
         Where and what func returned instead of its outputs, if `columns` could not be computed for this reason.
     moved, jvp_moved
-        As in `Findings`; also if a gradient had a wrong size or dtype, or func returned outputs of another kind. The
-        complete check names the error; if it finds none, only some calls were wrong.
+        As in `Findings`; also true if a gradient had a wrong size or dtype, or func returned outputs of another kind.
+        The complete check finds the error. If it finds none, only some calls were wrong.
     errors
         By output and part, and by input, the largest absolute and relative error; None if something remains to be
         judged.

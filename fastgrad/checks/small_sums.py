@@ -63,9 +63,9 @@ def numerical_columns(check: SmallCheck, settings: Settings) -> Tensor | None:
 def sums_agree(check: SmallCheck, settings: Settings) -> bool:
     """Compares sums of entries along random directions; returns whether nothing is left to judge.
 
-    A few VJPs run on the graph of the first evaluation; then the differences; then all VJPs, on a graph that is
-    recorded after them, as torch's checker records its graph. Outputs whose differences are noisy weigh less, as far as
-    their tolerances allow.
+    A few VJPs run on the graph of the first evaluation. Then the differences are computed. Then all VJPs run on a new
+    graph; torch's checker also records its graph after the differences. Outputs whose differences are noisy have
+    smaller weights, as far as their tolerances allow.
     """
     problem, count = check.problem, sketch_size(settings.confidence)
     plain = _plain(check, settings)
@@ -112,7 +112,7 @@ def _plain(check: SmallCheck, settings: Settings) -> ScreeningGradOutputs:
 
 
 def open_calls_repeat(check: SmallCheck, settings: Settings) -> bool:
-    """Whether the calls of sums that were left open give the same again, after all entries agreed."""
+    """Whether the calls of sums that were left open give the same results again, after all entries agreed."""
     assert check.left_open is not None
     if not _steps_repeat(check, settings, check.steps):
         return False
@@ -285,7 +285,7 @@ def _weight(
 def _run_after_differences(check: SmallCheck, settings: Settings, plain: ScreeningGradOutputs, early: Tensor) -> Tensor:
     """Runs VJPs on the first graph again, after the differences have called func; notes whether they have moved.
 
-    In reverse order: a backward that is wrong in every third call gives another gradient.
+    They run in reverse order, so that a backward that is wrong in every third call gives another gradient.
     """
     order = [1, 0]
     known, cotangents = early[order], plain.early[order]
@@ -326,7 +326,7 @@ def _all_vjps(
         if not bool((beyond <= 0).all()):
             check.moved = bool((beyond > 0).any()) and bool(beyond.isfinite().all())
             return None
-    # A backward may be wrong only from some later call on the same graph on. This is about the tenth call.
+    # A backward may be wrong only from a later call on the same graph. This is about the tenth call.
     if (problem.is_custom or not torch.equal(again, early)) and _repeat(
         check, settings, made, gradients, [REPEATED], run_again=[REPEATED]
     ) is None:
@@ -339,7 +339,7 @@ def _all_vjps(
 def _same_as_early(
     check: SmallCheck, settings: Settings, plain: ScreeningGradOutputs, again: Tensor, early: Tensor
 ) -> bool:
-    """Whether VJPs are those that the first graph gave."""
+    """Whether VJPs equal those of the first graph."""
     if torch.equal(again, early):
         return True
     problem, sums = check.problem, plain.early.abs().sum(1).tolist()
@@ -362,7 +362,7 @@ def _agree(settings: Settings, differences: Derivatives, made: ScreeningGradOutp
     norm = differences.sizes[0] if differences.sizes else math.inf
     residuals = largest_residuals(made.vectors, differences.derivatives, gradients, differences.directions)
     allowed = [share * settings.atol / 4 for share in made.shares]
-    allowed[made.expanded] += 8 * CONSTANT * norm  # it has no weights
+    allowed[made.expanded] += 8 * CONSTANT * norm  # an expanded grad_output has no weights
     for row, coordinate in made.one_hot.items():
         allowed[row] += 4 * float(differences.noise[coordinate])
     return all(residual <= most for residual, most in zip(residuals, allowed, strict=True))
