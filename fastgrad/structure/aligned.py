@@ -77,9 +77,9 @@ def guess_aligned(
 ) -> Pattern | None:
     """The pattern by aligned dimensions; None if there are none.
 
-    Some indices of an input dimension are moved at a time: 1 to just below the middle, so that neighbors, sums over all
-    indices before or after, and a reversed order show. An output dimension of the same size is aligned with it if only
-    outputs with these indices react.
+    The indices of an input dimension from 1 to just below the middle are moved together. This shows dependences on
+    neighbors, sums over all indices before or after, and a reversed order. An output dimension of the same size is
+    aligned with the input dimension if only outputs with these indices react.
 
     Parameters
     ----------
@@ -109,7 +109,7 @@ def guess_aligned(
 
 
 def _pairs(respond: Callable[[Mask], Mask], selection: Mask, block: Block, outputs: Sequence[Block]) -> list[_Pair]:
-    """The aligned dimensions of an input and each output; selection: of no columns."""
+    """The aligned dimensions of an input and each output; selection: a mask that selects no columns."""
     shape, candidates = tuple(block.tensor.shape), _candidates(block, outputs)
     own = selection[block.slice].reshape(*shape, block.width)
     aligned: list[list[tuple[int, int]]] = [[] for _ in outputs]

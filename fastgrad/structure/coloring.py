@@ -21,15 +21,15 @@ Indices = NDArray[np.int64]
 def color(starts: Indices, members: Indices, targets: int) -> Indices:
     """Colors such that no two vertices of one color share a target: a distance-2 coloring of one side.
 
-    First fit, each vertex in turn the lowest color that fits, in natural order; if that misses the
-    lower bound, the largest number of vertices at one target, also with the vertices of most targets
-    first, and the coloring with fewer colors counts (Curtis, Powell & Reid 1974; Gebremedhin, Manne &
-    Pothen 2005, section 3). The GIL is released.
+    The method is first fit: each vertex in turn, in natural order, gets the lowest color that fits. The largest number
+    of vertices at one target is a lower bound of the number of colors. If the coloring takes more colors, the vertices
+    with most targets are also tried first, and the coloring with fewer colors is returned (Curtis, Powell & Reid 1974;
+    Gebremedhin, Manne & Pothen 2005, section 3). The GIL is released.
 
     Parameters
     ----------
     starts
-        Shape (vertices + 1,), rising from 0 to the number of nonzeros.
+        Shape (vertices + 1,), ascending from 0 to the number of nonzeros.
     members
         Shape (nonzeros,).
     targets
@@ -47,10 +47,10 @@ def color(starts: Indices, members: Indices, targets: int) -> Indices:
 def star_color(starts: Indices, members: Indices, most: int) -> Indices | None:
     """Colors of a symmetric pattern, such that each entry, or its mirror image, is alone in its group's product.
 
-    Neighbors differ, and no path over four vertices has only two colors: a star coloring (Gebremedhin,
-    Tarafdar, Manne & Pothen 2007). Then row i has no second entry of the color of j, or row j none of
-    the color of i. First fit, in natural order or with the vertices of most targets first. The GIL is
-    released.
+    This is a star coloring (Gebremedhin, Tarafdar, Manne & Pothen 2007): neighbors have different colors, and no path
+    over four vertices has only two colors. So for each entry (i, j), row i has no second entry with the color of j, or
+    row j has no second entry with the color of i. The method is first fit, in natural order or with the vertices with
+    most targets first. The GIL is released.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ def star_color(starts: Indices, members: Indices, most: int) -> Indices | None:
     Returns
     -------
     Indices or None
-        Shape (vertices,), as in `color`; None if it takes more.
+        Shape (vertices,), as in `color`; None if more colors are needed.
     """
     found: Indices = native.star_color(torch.from_numpy(starts), torch.from_numpy(members), most).numpy()
     return found if found.size == starts.size - 1 else None
@@ -77,8 +77,8 @@ def groups(colors: Indices, arange: Callable[[int], Indices] = np.arange) -> tup
 def bucket(keys: Indices, count: int, arange: Callable[[int], Indices] = np.arange) -> tuple[Indices, Indices]:
     """The positions of each key in [0, count), by a counting sort.
 
-    Returns (order, starts), shapes (keys,) and (count + 1,): key c stands at the places
-    order[starts[c]:starts[c + 1]], rising. arange makes the order where there is one key only.
+    Returns (order, starts), shapes (keys,) and (count + 1,): key c is at the positions
+    order[starts[c]:starts[c + 1]], ascending. arange: makes the order if there is only one key.
     """
     if count == 1:
         return arange(keys.size), np.array([0, keys.size])
@@ -95,7 +95,7 @@ def transpose(starts: Indices, members: Indices, targets: int) -> tuple[Indices,
     -------
     tuple
         (starts, members), shapes (targets + 1,) and (nonzeros,): target t has the vertices
-        members[starts[t]:starts[t + 1]], rising.
+        members[starts[t]:starts[t + 1]], ascending.
     """
     found = native.transpose(torch.from_numpy(starts), torch.from_numpy(members), targets)
     return found[0].numpy(), found[1].numpy()

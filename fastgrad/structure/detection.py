@@ -37,15 +37,16 @@ class Budget:
     probes
         Evaluations and VJPs that may be spent on finding a pattern.
     probes_if_likely
-        The same once a pattern begins to show.
+        The same if the probes so far make a sparse pattern likely.
     paying_entries
-        Entries up to which a pattern may cost less than a dense Jacobian.
+        Largest number of entries with which a pattern may cost less than a dense Jacobian.
     admitted_entries
-        Entries of a sparse Jacobian that memory admits.
+        Largest number of entries of a sparse Jacobian that fits in memory.
     looks
         Evaluations that may be spent on guesses that the first look does not test.
     aligning_calls
-        Calls up to which a pattern by aligned dimensions is taken without probing for a better one; 0: none is sought.
+        A pattern by aligned dimensions that takes at most this many calls is used without probing for a better one; 0:
+        such a pattern is not searched for.
     """
 
     probes: int
@@ -57,12 +58,12 @@ class Budget:
 
 
 CURVED = 2.0**-7
-"""Largest share of the change of func along probes by which it may deviate from a VJP; beyond it, probes are repeated.
-Curvature within steps of eps explains far less, but kinks may explain more."""
+"""Largest difference between the change of func along probes and a VJP, relative to this change. If it is larger,
+probes are repeated. Curvature within steps of eps explains far less, but kinks may explain more."""
 
 
 class ProbedEvaluations:
-    """The evaluations of a search for a pattern: no entry is compared with them, so their sum is compared with a VJP.
+    """The evaluations of a search for a pattern. No entry is compared with them, so their sum is compared with a VJP.
 
     If the two differ, because of curvature, a wrong gradient or a func that returned other values once, every
     evaluation and the VJP are repeated: only the last changes its values.
@@ -214,7 +215,7 @@ class ProblemPatterns(Detection):
         budget: Budget,
         vjp: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """vjp: that of a cotangent, shapes (1, m) and (1, n); None: of problem."""
+        """vjp: gives the VJP, shape (1, n), of a cotangent, shape (1, m); None: `Problem.vjp`."""
         super().__init__(problem.inputs, problem.outputs, budget)
         self._problem = problem
         self._vjp = vjp or problem.vjp
@@ -248,7 +249,7 @@ class ProblemPatterns(Detection):
             return None  # as in `probe`
 
     def _saves_probes(self, pattern: Pattern) -> bool:
-        """Whether it takes so few calls that probing for a better one would take more."""
+        """Whether the pattern takes so few calls that probing for a better one would take more."""
         return 2 * pattern.most_in_row + pattern.most_in_column <= self._budget.aligning_calls
 
     @phase("pattern")
@@ -272,7 +273,7 @@ class ProblemPatterns(Detection):
         return pattern if pattern is not None and self._is_plausible(pattern) else None
 
     def _explains(self, pattern: Pattern) -> bool:
-        """Whether it explains the first look, or another one if the first shows nothing."""
+        """Whether a pattern explains the first look, or another look if the first shows nothing."""
         moved = self._look.moved
         if not sparsity.explains_look(pattern, moved, self._reacted):
             return False
@@ -287,7 +288,7 @@ class ProblemPatterns(Detection):
             return sparsity.explains_look(pattern, separating, self._probe_columns(separating))
         except Exception as error:
             raise_if_transient(error, partial(self._probe_columns, separating))
-            return False  # it accepts single steps only
+            return False  # func accepts only single steps
 
     def _has_room(self, entries: int) -> bool:
         paying, admitted = self._budget.paying_entries, self._budget.admitted_entries

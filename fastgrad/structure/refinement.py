@@ -22,14 +22,14 @@ SEPARATES = 0.95
 """A halving is informative if both halves reach at most this share of the targets of the whole."""
 
 LIKELY_SHARE = 1 / 4
-"""Share of entries not ruled out up to which a structure is likely: compressing by it saves more than the larger budget
-of probes costs."""
+"""A structure is likely if at most this share of all entries is not ruled out. Then compression saves more than the
+larger budget of probes costs."""
 
 PATIENCE = 2
 """Uninformative halvings in succession after which a block is treated as dense."""
 
 HUB_SHARE = 0.5
-"""A target that more than this share of many blocks reach belongs to a dense row."""
+"""If there are many blocks, a target that more than this share of them reach belongs to a dense row."""
 
 BLOCKS_BEFORE_GIVING_UP = 32
 """Fewer blocks of columns than this are not informative if rows have many entries."""
@@ -176,7 +176,7 @@ class Refinement:
         first, last = self._first[active], self._last[active]
         starts, members = self._lists
         order, color_starts = coloring.groups(self._colors)
-        # Both halves of a block that reaches a hub are taken to reach it.
+        # If a block reaches a hub, both of its halves are assumed to reach it.
         blocks, hubs = self._to_hubs
         found: list[Indices] = [hubs, hubs]
         children: list[Indices] = [2 * blocks, 2 * blocks + 1]
@@ -187,7 +187,7 @@ class Refinement:
             owner[part] = np.repeat(chosen, np.diff(part_starts))
             for side, (low, high) in enumerate(((first, middle), (middle, last))):
                 reacted = self._probe(self._selection(low[chosen], high[chosen]))
-                # A target that no block reached on the previous level belongs to none: certificates will find out.
+                # A target that no block reached on the previous level is ignored: certificates find its entries.
                 reacted = reacted[owner[reacted] >= 0]
                 found.append(reacted)
                 children.append(2 * owner[reacted] + side)
@@ -234,7 +234,7 @@ class Refinement:
 
 
 def _select(starts: Indices, members: Indices, chosen: Indices) -> tuple[Indices, Indices]:
-    """CSR of the chosen lists; all of them means in their order."""
+    """CSR of the chosen lists; if all are chosen, they must be in order."""
     return (starts, members) if chosen.size == starts.size - 1 else _lists(starts, members, chosen)
 
 
@@ -257,12 +257,14 @@ def refined(
 ) -> Pattern | None:
     """The pattern from the side that finishes first; None if it exceeds the numbers of probes or entries.
 
-    The two sides take turns, each until it has taken twice as many probes as the other: a Jacobian may
-    be hopeless from one side and trivial from the other, and VJPs after evaluations need a new graph. A
-    side that gives up, with most entries possible, ends nothing. A side alone takes all turns. Once at most
-    LIKELY_SHARE of all entries are possible, most_if_likely probes are allowed, if that is more; a level beyond
-    most_probes must save more calls than it costs. If probing ends early then, the pattern has all entries that are
-    not ruled out, unless it must be finished.
+    The two sides take turns, each until it has taken twice as many probes as the other: the pattern may be impossible
+    to find from one side and easy to find from the other, and VJPs after evaluations need a new graph. If one side ends
+    with most entries not ruled out, the other side continues. If only one side is given, it takes all turns.
+
+    If at most LIKELY_SHARE of all entries are not ruled out, a structure is likely. Then most_if_likely probes are
+    allowed, if this is more than most_probes, but a level beyond most_probes must save more calls than it costs. If
+    probing ends before all blocks are resolved, and may_be_unfinished, the pattern has all entries that are not ruled
+    out.
     """
 
     def spent(side: Refinement) -> int:
@@ -282,7 +284,8 @@ def refined(
         is_likely = any(each.entries <= LIKELY_SHARE * n * m for each in sides)
         most = max(most_probes, most_if_likely) if is_likely else most_probes
         needed = sum(each.probes for each in sides) + side.next_cost
-        # If entries are spread evenly, so many calls compress them: two evaluations a column group, a VJP a row group.
+        # Calls of a compressed Jacobian with evenly spread entries: two evaluations per column group, one VJP per row
+        # group.
         calls = side.entries * (2 / max(1, m) + 1 / max(1, n))
         if needed > most or (needed > most_probes and side.next_cost > (1 - side.last_share) * calls):
             if not (is_likely and may_be_unfinished):

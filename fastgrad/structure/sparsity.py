@@ -27,14 +27,14 @@ MOST_HUBS = 1 / 32
 """Largest share of targets that may be dense rows; if more seem dense, blocks are too large, or all rows are dense."""
 
 BEYOND_CHANCE = 6
-"""Standard deviations from which a share is significant."""
+"""Number of standard deviations from which a difference of a share is significant."""
 
 HANDFUL = 8
 """This many rows, or columns, always count as few."""
 
 BAND = 61
-"""Rows between those whose product shows a band, which must be at most half as wide; prime, so that they fall on
-all places of blocks."""
+"""Distance of the rows whose product shows a band, which must be at most half as wide. It is prime, so that the rows
+are at all positions within blocks."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ class Pattern:
     starts
         Shape (m + 1,).
     columns
-        Shape (nnz,): those of row i, ascending, are columns[starts[i]:starts[i + 1]].
+        Shape (nnz,): the columns of row i, ascending, are columns[starts[i]:starts[i + 1]].
     n
         Number of columns.
     origin
         A description of how it was found.
     is_numerical
-        Whether outputs were watched, bit by bit, all inputs being moved: no entry of the function is missing.
+        Whether all inputs were moved while outputs were watched bit by bit. Then no entry of the function is missing.
     """
 
     starts: Indices
@@ -102,7 +102,7 @@ class Pattern:
         return before[self.starts[1:]] > before[self.starts[:-1]]
 
     def without(self, rows: Mask | None, columns: Mask | None) -> Pattern:
-        """The pattern with some rows and columns emptied: shapes (m,) and (n,); None: none."""
+        """The pattern without the entries of some rows and columns: masks, shapes (m,) and (n,); None: none."""
         kept = np.ones(self.nnz, dtype=np.bool_)
         if rows is not None:
             kept &= ~np.repeat(rows, np.diff(self.starts))
@@ -202,12 +202,12 @@ def guess_in_order(inputs: Sequence[Block], outputs: Sequence[Block]) -> Pattern
 def guess_moved(values: NDArray[np.float64], results: NDArray[np.float64], reacted: Mask) -> Pattern | None:
     """The pattern of a function that only moves elements: each result depends on the input element of equal value.
 
-    values: of the inputs at x, shape (n,), no two of them equal; results: of the outputs, shape (m,); reacted: which of
-    these did to the look.
+    values: the values of the inputs at x, shape (n,); None is returned if two are equal. results: the values of the
+    outputs, shape (m,). reacted: which outputs reacted in the first look, shape (m,).
     """
     some = np.flatnonzero(reacted)
     if not np.isin(values, results[some[:: max(1, some.size // FEW)]]).any():
-        return None  # seen without sorting
+        return None  # this shows without sorting
     order = np.argsort(values)
     ascending = values[order]
     if not values.size or (ascending[1:] == ascending[:-1]).any():
@@ -238,11 +238,13 @@ def guess_band(respond: Callable[[Mask], Mask], m: int, n: int, is_symmetric: bo
 def decode(
     respond: Callable[[Mask], Mask], blocks: Sequence[Block], targets: int, most_probes: int
 ) -> tuple[Indices, Indices, int] | None:
-    """The source of each target, if it has at most one per tensor, by the bits of the source's index.
+    """The source of each target, if each target has at most one source per tensor, from the bits of the source's index.
 
-    All sources with a one in some bit of their index are probed at once, and the targets that react have it in the
-    index of theirs. Before that, two random halves must share no target: this finds most targets with more sources;
-    certificates find the rest. The probes are two halves, and one per bit, of each tensor.
+    For each bit, all sources whose index has a one in this bit are probed together. If a target reacts, the index of
+    its source has a one in this bit. Before that, two random halves of the sources are probed, which must share no
+    target.
+    This finds most targets with several sources; certificates find the others. So each tensor takes two probes for the
+    halves, and one probe per bit.
 
     Parameters
     ----------
@@ -251,12 +253,13 @@ def decode(
     blocks, targets
         The sources' tensors, and how many targets there are.
     most_probes
-        How many there may be.
+        Largest number of probes.
 
     Returns
     -------
     tuple or None
-        (targets, sources, probes): an entry for each target and each coordinate of its source. None: not one source.
+        (targets, sources, probes): an entry for each target and each coordinate of its source. None if a target has
+        several sources in a tensor, or if too many probes are needed.
     """
     selection = np.zeros(sum(block.size for block in blocks), dtype=np.bool_)
     found: list[tuple[Indices, Indices]] = []
@@ -298,8 +301,8 @@ def decoded(
 ) -> Pattern | None:
     """The pattern with one entry per row and input, or one per column and output; None otherwise.
 
-    share: of the outputs that react where a random half of all inputs moves. With one source in each of t tensors that
-    would be 1 - 2^-t of them at most, except by chance.
+    share: the share of outputs that react if a random half of all inputs moves. With one source in each of t tensors,
+    it is at most 1 - 2^-t, except by chance.
     """
     n, m = (sum(block.size for block in blocks) for blocks in (inputs, outputs))
     expected = 1 - 0.5 ** len(inputs)
