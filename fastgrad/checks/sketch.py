@@ -482,7 +482,7 @@ class _Search:
         return located_failure(found) if found else None
 
     def _nonlinear(self, cotangent: Cotangent, dense: Cotangent, k: int, value: float) -> Failure | None:
-        """The failure if backward is not linear; notes an error of linearity within the tolerance that explains value."""
+        """The failure if backward is not linear; notes an error within the tolerance if it explains the value."""
         vector = cotangent.vector()
         gradient = self._problem.vjp(vector.unsqueeze(0))[0]
         # A cotangent with zeros is split into a dense part and the rest, because two halves would have the same error.
