@@ -1,6 +1,6 @@
 """The compressed engine: both Jacobians on a pattern, groups of columns or rows at a time.
 
-Columns that share no row are perturbed together, rows that share no column have one VJP together
+Columns that share no row are perturbed together; rows that share no column are computed by one VJP
 (Curtis, Powell & Reid, On the estimation of sparse Jacobian matrices, 1974). Entries outside of the
 pattern are not detected here.
 """
@@ -62,9 +62,9 @@ class Compression:
     rows, columns
         The row and column of each entry, on the device of the values: int64, shape (nnz,).
     row_groups
-        One per output; its coordinates count from the output's first.
+        One grouping per output; its coordinates are counted from the output's first coordinate.
     column_colors
-        The group of each column: shape (n,); -1: none.
+        The group of each column: shape (n,); -1: the column is in no group.
     excluded_rows, excluded_columns
         Masks of dense rows and columns that are in neither the pattern nor a group: shapes (m,) and (n,); None: none.
     """
@@ -115,7 +115,7 @@ class Compression:
 def compress(
     problem: Problem, pattern: Pattern, excluded_rows: Mask | None = None, excluded_columns: Mask | None = None
 ) -> Compression:
-    """Colors columns and rows, except those to leave out: shapes (m,) and (n,)."""
+    """Colors columns and rows, except excluded ones: masks, shapes (m,) and (n,)."""
     if excluded_rows is not None or excluded_columns is not None:
         pattern = pattern.without(excluded_rows, excluded_columns)
     # With one group, or one entry per row, many ranges are equal. They are shared, because none is written to.
@@ -198,8 +198,8 @@ def numerical_entries(problem: Problem, plan: Plan, compression: Compression, ep
 def linear_entries(problem: Problem, compression: Compression) -> Tensor:
     """Entries by differentiating the backward, which must be linear: float64, shape (nnz,).
 
-    One evaluation, one VJP per column group, and one more; raises if the backward cannot be
-    differentiated. Whether its derivative is right remains to be tested.
+    This takes one evaluation, one VJP per column group, and one more VJP. It raises if the backward cannot be
+    differentiated. The caller must test whether the derivative of the backward is right.
     """
     values = torch.zeros(compression.pattern.nnz, dtype=torch.float64, device=problem.device)
     grouping = compression.column_groups
@@ -215,8 +215,8 @@ def analytical_entries(
 ) -> tuple[Tensor, list[tuple[Block, int, GradientsMatch]]]:
     """Entries by VJPs: float64, shape (nnz,); and, for each output, how many groups ran twice and the result.
 
-    One evaluation, one VJP per row group, and one more for each group that is repeated, REPEAT_SCALE
-    times as large.
+    This takes one evaluation, one VJP per row group, and one more VJP for each repeated group, with REPEAT_SCALE times
+    its cotangent.
     """
     values = torch.zeros(compression.pattern.nnz, dtype=torch.float64, device=problem.device)
     matches = []

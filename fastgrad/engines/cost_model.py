@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class CostModel:
     """The constants that decide between the engines: costs of their parts, and limits for trials.
 
-    Costs are in seconds, bytes, or evaluations of func that take as long.
+    Costs are in seconds, in bytes, or in the number of evaluations of func that take the same time.
 
     `python -m benchmarks.bench_costs` measures the costs that can be measured and prints them next to the defaults,
     which were measured on one core of an AMD EPYC. If the true costs differ, the chosen engine may not be the fastest;
@@ -18,9 +18,9 @@ class CostModel:
     Attributes
     ----------
     vjp_seconds
-        Seconds that autograd takes for a VJP, however quick backward is.
+        Seconds that autograd takes for a VJP in addition to backward itself.
     vjp_evaluations
-        Evaluations of func that take as long as the rest of a VJP.
+        Number of evaluations of func that take as long as the rest of a VJP.
     vectorized_rows, vectorized_seconds
         Upper limits for one vectorized VJP: its rows, and the seconds of an evaluation times its rows. Beyond them,
         memory may not suffice.
@@ -41,7 +41,8 @@ class CostModel:
         Analytical columns by differentiating the backward: evaluations that take as long as one column, and as the
         verification and the graph of all columns.
     single_calls_seconds
-        If columns, or rows, would take more seconds than this one by one, the few dense ones among them are certified.
+        If single calls for all columns, or rows, would take more seconds than this, the few dense columns, or rows, are
+        certified instead.
     entry_bytes
         Bytes per entry of a compressed Jacobian, with its indices and the memory of coloring: six numbers of 8 bytes at
         a time, plus a margin.
@@ -52,9 +53,10 @@ class CostModel:
         Largest cost of the compressed engine, relative to the dense one; large_paying_share applies if its pattern
         takes more memory than two whole Jacobians.
     trial_columns, trial_seconds
-        Least number of columns, and least seconds that they take one by one, for trying vmapped batches or CUDA graphs.
+        Vmapped batches and CUDA graphs are tried for at least this many columns, if single calls take at least this
+        many seconds.
     trial_backward
-        The factor of trial_seconds for second derivatives, for which a batch runs backward by torch.func.
+        The factor of trial_seconds for second derivatives, because there a batch runs backward by torch.func.
     compiler_seconds
         Seconds of importing torch's compiler, as torch.func.vjp does when it is first used in a process.
     trial_share

@@ -48,14 +48,14 @@ Capturing more takes more time than it saves: on an H200, capturing 31 steps of 
 1,000 columns."""
 
 FEWEST_REPLAYS = 32
-"""Least number of replays of a graph with several steps: capturing a step takes the host as long as running it."""
+"""Least number of replays of a graph with several steps. For the host, capturing a step takes as long as running it."""
 
 _ERROR_MODES = {"func": "thread_local", "backward": "global"}
-"""The threads whose unsafe calls end a capture. Never "relaxed": every replay would write to memory that was freed
-without torch's knowledge."""
+"""The threads whose unsafe calls end a capture. "relaxed" must not be used: every replay would write to memory that was
+freed without torch's knowledge."""
 
 _CALLS = {"func": 2, "backward": 1}
-"""Calls in a step."""
+"""Number of calls in a step."""
 
 _UNFIT = {
     torch.Tag.data_dependent_output: "reads values of tensors",
@@ -70,11 +70,11 @@ _OF_CUDA = re.compile("cuda|cudnn|cublas|cusolver|captur", re.IGNORECASE)
 """Words in errors of CUDA's libraries, and of torch about captures."""
 
 Step = Callable[[Tensor, Tensor, Tensor], None]
-"""Takes the previous step's number and its own, int64 of shape (1,), and fills a row of shape (coordinates,)."""
+"""Takes the previous step's number and its own number, int64 of shape (1,), and fills a row, shape (coordinates,)."""
 
 _abandoned: list[Any] = []
-"""The graph whose capture was invalid. It is kept because torch's pool of pinned memory may still query it. After that,
-no graph is captured, because the memory that is reserved for a capture may be lost."""
+"""The graph whose capture was invalid. It is kept because torch's pool of pinned memory may still query it. No further
+graph is captured, because the memory that is reserved for a capture may be lost."""
 
 
 def obstacle(problem: Problem) -> str | None:
@@ -208,7 +208,7 @@ def analytical_rows(
 
 
 def _may_use_cuda(thread: threading.Thread) -> bool:
-    """Whether another thread may do what a capture for all threads forbids."""
+    """Whether a thread, other than the current one, may do what a capture for all threads forbids."""
     # Autograd's own threads, which run Python at times, are known as dummy threads. They wait for this thread.
     if thread is threading.current_thread() or isinstance(thread, threading._DummyThread):
         return False
@@ -319,7 +319,7 @@ class _Replays:
 
 
 def _refused(what: str, error: Exception) -> RefusedError:
-    """An UnsuitableError if a CUDA library raised the error; func may have raised any other."""
+    """The error to raise: an UnsuitableError if a CUDA library raised, otherwise a RefusedError."""
     of_cuda = isinstance(error, RuntimeError) and _OF_CUDA.search(str(error)) is not None
     of_cuda = of_cuda or isinstance(error, OUT_OF_MEMORY)
     return (UnsuitableError if of_cuda else RefusedError)(f"{what} ({type(error).__name__})")
@@ -363,12 +363,12 @@ def _run_eagerly(problem: Problem, steps: _Steps, who: str) -> None:
 
 
 def _capture(step: Callable[[], None], device: torch.device, error_mode: str) -> Any:
-    """The step as a CUDA graph, on the current stream; nothing of it is executed.
+    """The step as a CUDA graph, on the current stream; nothing of the step is executed.
 
-    error_mode: the threads whose unsafe calls end it. After a failure, stream, generator and allocator are as before.
-    Torch ends a valid capture properly. After an invalid capture, some versions reset little more than the stream.
-    From torch 2.15 on, the capture may end properly while the instantiation of the graph fails; then the allocator
-    reports that it no longer knows the pool.
+    error_mode: the threads whose unsafe calls end the capture. If the capture fails, stream, generator and allocator
+    are restored. Torch ends a valid capture properly. After an invalid capture, some versions reset little more than
+    the stream. From torch 2.15 on, the capture may end properly although the instantiation of the graph fails. Then the
+    allocator reports that it does not know the pool.
     """
     generator = cuda.default_generators[device.index]
     state = generator.clone_state()

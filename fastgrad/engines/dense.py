@@ -31,8 +31,8 @@ def row_blocks(
     """One pass of reverse mode: all rows against the numerical columns from `first` on.
 
     The blocks come in torch's order of comparison: by output and part, then by rows, then by input. There is one
-    iterator per output and part, so that nothing is computed for the next before this one is compared. This takes one
-    evaluation, m VJPs, and one more VJP per repeated row; no calls if all rows are known.
+    iterator per output and part, so that all blocks of one output are compared before the next output is computed. This
+    takes one evaluation, m VJPs, and one more VJP per repeated row. It takes no calls if all rows are known.
 
     Raises
     ------
@@ -108,7 +108,7 @@ def numerical_columns(problem: Problem, plan: Plan, settings: Settings) -> Itera
         last = min(first + plan.columns_per_pass, problem.n)
         block = next(block for block in problem.inputs if last <= block.end)
         if block.is_complex and last - first > 1:
-            last -= (last - block.first) % 2  # an entry of a complex input is two coordinates, which must not be split
+            last -= (last - block.first) % 2  # the two coordinates of a complex element must be in the same pass
         columns = _columns(problem, plan, settings, first, last - first)
         yield first, columns
         first = last
@@ -133,7 +133,7 @@ def _columns(problem: Problem, plan: Plan, settings: Settings, first: int, count
 
 
 def columns_one_by_one(problem: Problem, settings: Settings, first: int, count: int, record_graph: bool) -> Tensor:
-    """`Problem.difference_columns`; those from a checkpoint are computed again unless they agree with evaluations."""
+    """As `Problem.difference_columns`; columns from a checkpoint are computed again if they contradict evaluations."""
     while True:  # a checkpoint gives each column only once
         problem.restores = False
         columns = problem.difference_columns(first, count, settings.eps, record_graph)

@@ -17,18 +17,19 @@ from fastgrad.core.random import TRIAL_STREAM, direction, uniform
 from fastgrad.problem.problem import Problem
 
 DIRECTIONS = 2
-"""Random directions along which the columns of one pass must add up: along one, errors of two columns may cancel."""
+"""Number of random directions along which the columns of one pass must add up. Along a single direction, errors of two
+columns may cancel."""
 
 SCALES = (1.0, -1.0, 0.5, -0.5)
 
 SHARE = 1 / 8
-"""Share of atol by which columns may differ from those of single calls: they are rounded differently."""
+"""Share of atol by which columns may differ from those of single calls, because they are rounded differently."""
 
 MOVED = 2 / SHARE
 """Disagreement from which func gave other values: its values differ by eps times atol, and not by rounding alone."""
 
 SINGLES = 4
-"""Columns or rows that are computed by single calls for comparison."""
+"""Number of columns or rows that are computed by single calls for comparison."""
 
 
 class RefusedError(Exception):
@@ -38,13 +39,13 @@ class RefusedError(Exception):
 class UnsuitableError(RefusedError):
     """Columns or rows cannot be computed this way, for a reason that says nothing about func.
 
-    Memory does not suffice, a CUDA library or another thread forbids the capture, or results are rounded otherwise.
-    Another attempt may succeed, for example because libraries have been initialized meanwhile.
+    Memory does not suffice, a CUDA library or another thread forbids the capture, or results are rounded differently.
+    Another attempt may succeed, for example because libraries are initialized then.
     """
 
 
 def obstacle(problem: Problem) -> str | None:
-    """Why func can be called only for single columns, in words; None if nothing prevents batches and replays."""
+    """Why only single calls of func are possible, as text; None if nothing prevents batches and replays."""
     if problem.mutates_inputs:
         return "func changes its inputs"
     if problem.has_checkpoint:
@@ -71,7 +72,8 @@ def speedup(
     Parameters
     ----------
     single, several
-        Give columns or rows first, ..., first + count - 1: float64, shape (count, coordinates).
+        Functions of (first, count) that give columns or rows first, ..., first + count - 1: float64, shape
+        (count, coordinates).
 
     Raises
     ------
@@ -92,7 +94,7 @@ def speedup(
 
 
 def is_lead(error: RefusedError, trial: Callable[[], object]) -> bool:
-    """Whether a trial that was refused is not refused when it is repeated: then func gave other values in it once."""
+    """Whether a refused trial is not refused when it is repeated. Then func returned other values once."""
     if isinstance(error, UnsuitableError):
         return False
     try:
@@ -106,11 +108,12 @@ def is_lead(error: RefusedError, trial: Callable[[], object]) -> bool:
 def disagreement(
     problem: Problem, first: int, columns: Tensor, eps: float, atol: float, seed: int, record_graph: bool
 ) -> float:
-    """The error of sums of columns, relative to the allowed one, if it is larger; infinite if a single column is wrong.
+    """The error of sums of columns, relative to the allowed error, if larger than 1; otherwise 1.
 
-    An entry that is wrong by more than SHARE of atol is detected, unless other errors cancel it. Errors of single steps
-    that joint steps do not show, for example a result that func caches for all inputs with the same first elements, are
-    detected in the first and last column of each input and in SINGLES others.
+    It is infinite if a single column is wrong. An entry that is wrong by more than SHARE of atol is detected, unless
+    other errors cancel it. Some errors appear only in single steps and not in joint steps, for example if func caches a
+    result for all inputs with the same first elements. They are detected in the first and last column of each input and
+    in SINGLES other columns.
 
     Parameters
     ----------
@@ -127,7 +130,7 @@ def disagreement(
         whole, halves = (values[0] - values[1]) / 2, values[2] - values[3]
         expected = (problem.realized_width(displacement, 1.0)[within] / 2) @ columns
         error = float(torch.linalg.vector_norm(halves + (halves - whole) / 3 - expected, torch.inf))
-        # A component of a direction is at least half a step. Not ">": a NaN does not agree.
+        # A component of a direction is at least half a step. Not "error > allowed", because a NaN must not agree.
         allowed = SHARE * atol * eps * min(block.step for block in problem.inputs) / 2
         if not error <= allowed:
             return error / allowed if allowed and math.isfinite(error) else math.inf

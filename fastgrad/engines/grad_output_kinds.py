@@ -11,11 +11,11 @@ from fastgrad.core.native import Layout, ops
 from fastgrad.engines.blocks import REPEAT_SCALE
 
 CONSTANT = 1.25
-"""The elements of a constant grad_output: not 1, so that a constant 1 in its place is detected."""
+"""The value of a constant grad_output. It is not 1, so that a backward that uses 1 instead of it is detected."""
 
 SPARSE_STRIDE = 17
-"""A sparse grad_output has one nonzero element per this many elements. More than three quarters are zero, for which
-kernels may take another path. The number is prime, so that sizes of tensors are rarely multiples of it."""
+"""A sparse grad_output has one nonzero element per this many elements. If more than three quarters are zero, kernels
+may take another path. The number is prime, so that sizes of tensors are rarely multiples of it."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -25,8 +25,8 @@ class GradOutputKind:
     Attributes
     ----------
     values
-        Random, with magnitudes in [0.5, 1.5); the same with a random half zero, or with all but one per SPARSE_STRIDE
-        zero; or all CONSTANT.
+        "random": with magnitudes in [0.5, 1.5); "half zero": the same with a random half zero; "mostly zero": the same
+        with all but one per SPARSE_STRIDE elements zero; "constant": all elements are CONSTANT.
     layout
         How the tensor lies in memory.
     text
@@ -34,7 +34,7 @@ class GradOutputKind:
     short
         For certificates.
     stream
-        The stream of its random numbers: each kind has its own, because one may show what another misses.
+        The stream of its random numbers. Each kind has its own stream, because one may show what another misses.
     scale
         The factor of its values.
     """

@@ -26,7 +26,8 @@ BLOCK_BYTES = 1 << 20
 """Bytes of analytical rows that are held at a time: a few blocks of this size stay in the cache."""
 
 FEWEST_COLUMNS = 2
-"""Least number of numerical columns at a time: the two coordinates of a complex element are judged together."""
+"""Least number of numerical columns at a time, because the two coordinates of a complex element are compared together.
+"""
 
 DEVICE_BLOCK_BYTES = 64 << 20
 """Bytes of analytical rows that replays of a CUDA graph, or several ranks, compute at a time."""
@@ -41,11 +42,11 @@ TINY = 24
 """Largest number of evaluations and VJPs for which the dense engine costs no more than a sketch."""
 
 TINY_OF_CUSTOM = 5
-"""The same for a small check of a custom backward, most of whose rows and products the dense engine runs twice."""
+"""The same for a small check of a custom backward: there, the dense engine runs most rows and products twice."""
 
 EXACT_CALLS = 256
 """Largest number of evaluations and VJPs for which the dense engine decides what the first step size of a sketch leaves
-open: the other step sizes, and entries that are measured separately, take as many."""
+open. The other step sizes, and entries that are measured separately, would take as many calls."""
 
 AFFORDABLE_ENTRIES = 4_000_000
 AFFORDABLE_CALLS = 20_000
@@ -58,29 +59,29 @@ SMALL_CALLS = 1000
 fifty per entry."""
 
 MOST_DENSE_CALLS = 400_000
-"""Largest number of evaluations and VJPs for which the dense engine decides what no pattern explains; above, the check
-is undecided. If a call of the function takes a millisecond, this many take some minutes."""
+"""Largest number of evaluations and VJPs for which the dense engine decides what no pattern explains. If it needs more,
+the check is undecided. If a call of the function takes a millisecond, this many calls take some minutes."""
 
 COLUMNS_WORTH_PROBING = 32
 """Least number of columns for which probing may pay off, and for which a guess that the first look did not test is
 worth one more evaluation."""
 
 COLUMNS_WORTH_A_LOOK = 12
-"""Least number of columns for which it pays off to test, by two evaluations, whether differences need a graph: without
-one, the two evaluations per column are cheaper."""
+"""Least number of columns for which it pays off to test, by two evaluations, whether differences need a graph. Without
+a graph, the two evaluations per column are cheaper."""
 
 FEWEST_PROBES = 14
 """Least number of calls for probing: with fewer, blocks are halved three times at most, and no pattern is found."""
 
 
 def _memory_limit(settings: Settings, needed: int, device: torch.device | None = None) -> int:
-    """Bytes for the Jacobians, on a device; asks the system only if `needed` could matter."""
+    """Bytes for the Jacobians, on a device; asks the system only if `needed` is large enough to matter."""
     if settings.memory_limit is not None:
         return settings.memory_limit
     if needed <= SMALL_BYTES:
         return needed
     if device is not None and device.type == "cuda":
-        # Memory that torch has reserved and does not use is free, too.
+        # Memory that torch has reserved but does not use is also free.
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(FREE_MEMORY_SHARE * (torch.cuda.mem_get_info(device)[0] + held))
     return int(FREE_MEMORY_SHARE * free_bytes())
@@ -152,7 +153,7 @@ def dense_seconds(problem: Problem | SmallProblem, seconds: float) -> float:
 
 
 def dense_is_small(problem: Problem, settings: Settings, most: int = SMALL_CALLS) -> bool:
-    """Whether the dense engine costs less, in at most this many calls, than following up what a certificate found."""
+    """Whether the dense engine takes few enough calls to be cheaper than examining what a certificate found."""
     return settings.engine != "compressed" and 2 * problem.n + problem.m <= most
 
 
@@ -204,7 +205,7 @@ def _probes(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int,
 
 
 def _paying_entries(problem: Problem, settings: Settings, look: FirstLook) -> int:
-    """Most entries with which a pattern may pay off: k entries in a row or a column need at least k groups.
+    """Largest number of entries with which a pattern may pay off; k entries in a row or column need k groups or more.
 
     A pattern that takes more memory than two whole Jacobians must save many calls. If single calls would take long, a
     few dense rows and columns may be left out of the groups.
@@ -220,7 +221,7 @@ def _paying_entries(problem: Problem, settings: Settings, look: FirstLook) -> in
 
 
 def _entries_worth(n: int, m: int, cost: float) -> int:
-    """Number of entries for which groups of rows, or columns, would cost this much if all were equally full."""
+    """Number of entries for which groups of rows, or columns, cost this much if all have equally many entries."""
     by_rows = (cost - cost_model.COSTS.certificate_evaluations) / (2 / m + cost_model.COSTS.vjp_evaluations / n)
     by_columns = (
         (cost - cost_model.COSTS.certificate_evaluations - cost_model.COSTS.linear_start_evaluations)
@@ -294,7 +295,7 @@ def most_vectorized_rows(problem: Problem | SmallProblem, seconds: float) -> int
 
 
 def with_less_memory(problem: Problem, plan: Plan) -> Plan | None:
-    """A dense plan in place of one that ran out of memory: a quarter of its columns; None: it has too few already."""
+    """A dense plan with a quarter of the columns at a time, after one ran out of memory; None: it has too few."""
     columns = max(FEWEST_COLUMNS, plan.columns_per_pass // 4)
     if columns >= min(plan.columns_per_pass, problem.n):
         return None

@@ -25,16 +25,16 @@ from fastgrad.problem.problem import Problem
 Array = NDArray[np.float64]
 
 LARGEST_STEP = 1e-2
-"""Relative to max(|x|, 1)."""
+"""The largest step, relative to max(|x|, 1)."""
 
 SMALLEST_STEP = 1e-13
-"""Relative to |x|; at least 4 ulp of x."""
+"""The smallest step, relative to |x|; steps are at least 4 ulp of x."""
 
 RATIO = 4.0
 """The ratio of a step to the next smaller one."""
 
 QUICK_RATIO = 64.0
-"""The same where only a few steps around eps are taken."""
+"""The same if only a few steps around eps are taken."""
 
 QUICK_STEPS = 4
 """The number of these steps. The first is QUICK_RATIO times eps. The last is where rounding of func in double precision
@@ -42,33 +42,34 @@ begins to matter: 2e-10 for the default eps."""
 
 ORDER = 4
 STRAIGHT = 0.2
-"""func counts as straight around eps if its slopes differ by at most this share of their size, and of their distance to
-the refined slope."""
+"""func counts as straight around eps if its slopes differ by at most this share of their size, and by at most this
+share of their distance to the refined slope."""
 
 WIDER = 64.0
-"""Up to this many times eps, func must be a straight line for its slope at eps to count."""
+"""func must be a straight line for steps up to this many times eps, otherwise its slope at eps does not count."""
 
 ROUNDED = 2.0**-6
-"""The largest rounding inside func, relative to its change at eps; beyond it, the rounded function is func itself."""
+"""The largest rounding inside func, relative to its change at eps. With larger rounding, the rounded function is taken
+as func itself."""
 
 LEAST_STAIRS = 8
 """The least number of stairs between x and the points of the widest step, that is WIDER * eps, of a staircase."""
 
 JUMP_RESIDUAL = 1 / 16
-"""Largest deviation of func's changes from the line through them, relative to the line's constant, for which the
-constant is a jump of func at x. Rounding inside func differs from value to value: it deviates by half of it or more."""
+"""A line is fitted to func's changes. Its constant is a jump of func at x if the changes deviate from the line by at
+most this share of the constant. If the reason is rounding inside func, they deviate by half of the constant or more."""
 
 LEAST_JUMP_STEPS = 6
 """The least number of steps of at most eps that show a jump."""
 
 FINEST_STEPS = 4
-"""Steps whose scatter measures the noise of func."""
+"""Number of smallest steps whose scatter measures the noise of func."""
 
 AT_ONCE = 1 << 16
-"""Values of outputs, for several steps, that are held at a time."""
+"""Number of output values, for several steps, that are held at a time."""
 
 TOGETHER = 1 << 11
-"""Entries whose estimates, some 200 each, are compared at a time."""
+"""Number of entries whose estimates, about 200 each, are compared at a time."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Refinement:
         One-sided derivatives with the step eps: float64, shape (entries,).
     at_eps
         The plain difference of `Problem.difference_columns`, evaluated again: float64, shape (entries,). NaN if func
-        raises, or if that method takes another step because x is large.
+        raises, or if x is so large that this method takes another step.
     moves
         By how much at_eps may differ from run to run, because of rounding inside func: float64, shape (entries,).
     drift
@@ -97,8 +98,8 @@ class Refinement:
     curved
         Whether the one-sided derivatives come closer to each other at smaller steps: bool, shape (entries,).
     jumps
-        By how much func changes from one side of x to the other however small the step is, if this changes the
-        difference at eps by more than the tolerance: float64, shape (entries,). Else 0.
+        By how much func changes from one side of x to the other, no matter how small the step is: float64, shape
+        (entries,). Zero if this changes the difference at eps by no more than the tolerance.
     steps, changes, widths
         The measurements, large steps first: how far the coordinate was moved to either side, by how much
         func changed in between, and what that is divided by; zero where no step was taken. Float64, shape
@@ -172,13 +173,13 @@ def measured(
 ) -> Measured:
     """Evaluates func for derivatives of some outputs with respect to one coordinate each, from large to small steps.
 
-    Two evaluations per step and four more, at most about 90.
+    This takes two evaluations per step and four more, in total at most about 90.
 
     Parameters
     ----------
     inputs, outputs
         Coordinates of inputs with the same step size, in [0, n), and of outputs, in [0, m): int64, shape (entries,).
-        The former are moved together, so no output here may depend on two of them.
+        The input coordinates are moved together, so no output here may depend on two of them.
     quickly
         Eleven evaluations, with a few steps around eps. They can show that an entry is wrong, but not that it is right.
     """
@@ -193,7 +194,7 @@ def measured(
     base = problem.evaluate(record_graph, displacement)[outputs]
     ratio = QUICK_RATIO if quickly else RATIO
     largest = QUICK_RATIO * eps * block.step * torch.ones_like(x) if quickly else LARGEST_STEP * x.clamp(min=1.0)
-    # An infinite x takes no step, nor does a NaN.
+    # An x that is infinite or NaN takes no step.
     largest = torch.where(x.isfinite(), largest, 0.0)
     steps, widths, changes, bends = [], [], [], []
     for taken, powers in _runs(largest, smallest, ratio, QUICK_STEPS if quickly else None):
@@ -201,7 +202,7 @@ def measured(
         scales = [ratio**-power for power in powers]
         for scale, pair in zip(scales, _pairs(problem, record_graph, displacement, scales, outputs), strict=True):
             if pair is None:
-                continue  # for example outside of func's domain: a smaller step may be inside
+                continue  # the point may be outside of func's domain; with a smaller step it may be inside
             plus, minus = pair
             steps.append((scale * largest)[owner])
             widths.append(problem.realized_width(displacement, scale)[where][owner])
@@ -259,8 +260,8 @@ def _pairs(
 def settled(found: Sequence[Measured], atol: float, rtol: float) -> Refinement:
     """The derivatives from measurements of inputs with the same step size, concatenated.
 
-    An estimate from some steps counts only if all smaller ones agree with it to within func's own noise: a large step
-    would make a rounding look like the identity.
+    An estimate from some steps counts only if all smaller steps agree with it up to func's own noise. Otherwise large
+    steps would make a rounding function look like the identity.
     """
     most = max(len(one.steps) for one in found)
     rounding, left, right, at_eps, drift = (
@@ -290,7 +291,7 @@ def settled(found: Sequence[Measured], atol: float, rtol: float) -> Refinement:
         values[some], errors[some] = (result[sure] for result in better)
         doubtful[some] = False
     jumps = _jumps(steps, widths, changes, eps, atol, rtol)
-    # Not "errors > allowed": a NaN has not converged. Where func jumps, there is no derivative.
+    # Not "errors > allowed", because a NaN has not converged. If func jumps, it has no derivative.
     converged = (errors <= atol + rtol * values.abs()) & (jumps == 0)
     curved = _is_curved(bends, steps, taken, (right - left).abs(), eps)
     moves = ROUNDING * rounding / eps
@@ -315,7 +316,7 @@ def _is_rounded(
     wider = (steps >= RATIO * eps) & (steps <= WIDER * eps)
     # Next to a kink, the one-sided slopes differ; if func is curved, they or the slopes of wider steps differ.
     middle = (left + right) / 2
-    distance = (middle - values).abs().nan_to_num(torch.inf)  # NaN is no estimate, and excuses nothing
+    distance = (middle - values).abs().nan_to_num(torch.inf)  # a NaN is no estimate and excuses no gradient
     bent = torch.where(wider, (slopes - middle).abs(), (left - right).abs())
     straight = (bent <= STRAIGHT * torch.minimum(distance, middle.abs())).all(0) & wider.any(0)
     allowed = atol + rtol * values.abs().nan_to_num()
@@ -388,7 +389,7 @@ def _jumps(steps: Tensor, widths: Tensor, changes: Tensor, eps: float, atol: flo
 
 
 def _rounding(problem: Problem, rows: Tensor, base: Tensor, x: Tensor, changes: Tensor) -> Tensor:
-    """Rounding of each output: the largest ulp of it, of |x| and of 1; the last two at most as seen in func.
+    """Rounding of each output: the largest ulp of the output, of |x| and of 1; the last two only as far as seen in func.
 
     An output near zero may be the difference of two numbers of order 1. For example, at x = 0, exp(x) - 1 does not
     change for steps below 1e-16, but its derivative is not zero. Such an output changes by multiples of 1e-16 only.
@@ -476,7 +477,7 @@ def _extrapolated(
     values = np.full_like(rounding, np.nan)
     errors_of_values = np.full_like(rounding, np.inf)
     taken = widths != 0
-    # By step and order: shape (steps, ORDER + 1, entries); an estimate of order k uses k larger steps too.
+    # By step and order: shape (steps, ORDER + 1, entries); an estimate of order k also uses the k larger steps before.
     estimates = np.full((len(widths), ORDER + 1, rounding.size), np.nan)
     differences = np.full_like(estimates, np.nan)
     estimates[:, 0] = slopes
@@ -487,7 +488,7 @@ def _extrapolated(
         coarse, fine = estimates[k - 1 : -1, k - 1], estimates[k:, k - 1]
         estimates[k:, k] = fine + (fine - coarse) / (ratio ** (2 * k) - 1)
         differences[k:, k] = np.maximum(np.abs(estimates[k:, k] - fine), np.abs(estimates[k:, k] - coarse))
-    # How the finest steps scatter around the line through them, in units of func's values.
+    # How much the smallest steps scatter around the line through them, in units of func's values.
     finest = taken & (taken.sum(0) - taken.cumsum(0) < FINEST_STEPS)
     width = np.where(finest, widths, 0.0)
     line = (slopes * width**2).sum(0) / (width**2).sum(0)
@@ -497,7 +498,7 @@ def _extrapolated(
     errors = differences + (noise / widths)[:, None]
     score = errors / (atol + rtol * np.abs(estimates))
     score = np.where(taken[:, None] & np.isfinite(score), score, np.inf).reshape(-1, rounding.size)
-    # The best one that all smaller steps agree with, usually the first one.
+    # The best estimate that all smaller steps agree with; usually the best of all.
     open_, place = np.arange(rounding.size), np.arange(len(widths))[:, None]
     while open_.size:
         best = score[:, open_].argmin(0)

@@ -38,7 +38,7 @@ EXTRAPOLATED, CENTRAL = 4, 2
 """Number of evaluations per directional derivative, with Richardson extrapolation and without."""
 
 KINK = 1e-2
-"""Share by which one-sided derivatives differ from the central one: no smooth function bends so much within a step."""
+"""If one-sided derivatives differ from the central one by more than this share, func is not smooth within a step."""
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class Differences:
     rounding
         The error of a derivative if rounding changes an output by two unit roundoffs, relative to the output.
     sizes
-        The norm of noise, and the largest derivative, if they are at hand.
+        The norm of noise, and the largest derivative, if they are already known.
     """
 
     eps: float
@@ -85,7 +85,7 @@ class Differences:
 
 @phase("directional differences")
 def derivatives_move(settings: Settings, again: Tensor, derivative: Tensor, rounding: Tensor | float) -> bool:
-    """Whether repeated differences, shape (..., m), differ from the first ones: then func returned different values.
+    """Whether repeated differences, shape (..., m), differ from the first ones, so that func returned other values.
 
     rounding: the error of a difference if func's values are off by one ulp, as they may be from run to run.
     """
@@ -108,9 +108,10 @@ def directional_differences(
 ) -> Differences:
     """Differences along random directions, from direction number `first` of set number `attempt` on.
 
-    The first `extrapolated` directions take four evaluations each and measure their noise. The others take two,
-    and are off by about as much as these unless there is a kink. That is enough to find that nothing is wrong: the
-    error of a difference does not make a wrong entry look right. It is not enough to find that something is wrong.
+    The first `extrapolated` directions take four evaluations each, which also measure the noise. The other directions
+    take two evaluations each; their errors are about as large, unless there is a kink. This is enough to show that
+    nothing is wrong, because the error of a difference does not make a wrong entry look right. It is not enough to show
+    that something is wrong.
 
     Inputs with different steps or weights are perturbed one after the other, and their derivatives are added. The
     weights express each input in units of its own tolerance. Coordinates that are `fixed`, shape (n,), are not
@@ -192,7 +193,7 @@ class Cotangent:
 
 
 def cotangents(seed: int, weight: Tensor, count: int, attempt: int) -> Iterator[Cotangent]:
-    """Random cotangents, weighted, the first non-contiguous; in the first attempt, two with zeros and one expanded."""
+    """Weighted random cotangents; the first is non-contiguous. The first attempt adds two with zeros and one expanded."""
     plain = all_count_fully(weight)
 
     def values(kind: GradOutputKind, number: int) -> Tensor:
@@ -211,8 +212,8 @@ def cotangents(seed: int, weight: Tensor, count: int, attempt: int) -> Iterator[
 class Sketch:
     """S = V^T (J_num - J_ana) U and its allowed error: lists of rows, one per cotangent, one column per direction.
 
-    gradients: VJPs at hand, by the number of their cotangent. allowance: what is allowed for rounding in addition to
-    the threshold, relative to the cotangent's scale.
+    gradients: known VJPs, by the number of their cotangent. allowance: the error that is allowed for rounding in
+    addition to the threshold, relative to the cotangent's scale.
     """
 
     cotangents: list[Cotangent] = field(default_factory=list)
@@ -241,7 +242,7 @@ class Sketch:
 def residual_row(
     problem: Problem, settings: Settings, differences: Differences, cotangent: Cotangent, vector: Tensor
 ) -> tuple[list[float], list[float], Tensor]:
-    """One row of the sketch, for a cotangent and its vector; its allowed error; the VJP behind it (shape (n,))."""
+    """One row of the sketch, for a cotangent and its vector; its allowed error; and the VJP, shape (n,)."""
     gradient = problem.vjp(vector.unsqueeze(0), [cotangent.layout])[0]
     sums = ops.dots(differences.derivatives, vector), ops.dots(differences.directions, gradient)
     # A few numbers each: Python compares them faster than operators do, and one copy fetches them from a device.
@@ -251,7 +252,7 @@ def residual_row(
     allowed = [slack] * len(values)
     for k, value in enumerate(values):
         if abs(value) > slack:  # only then does rounding matter
-            # Of sums of terms whose errors have random signs.
+            # Rounding of sums of terms whose errors have random signs.
             terms = differences.derivatives[k] * vector, differences.directions[k] * gradient
             norms = (float(torch.linalg.vector_norm(some)) for some in terms)
             allowed[k] += ROUNDING * problem.unit_roundoff * math.hypot(*norms)

@@ -37,9 +37,9 @@ class ScreeningGradOutputs:
     """The grad_outputs of a small check in fast mode, each of which answers several questions.
 
     The random cotangents of the sketch are contiguous or not, have a random half of their elements zero, are mostly
-    zero, or are expanded. With several outputs, there is also one for each output alone. For custom code, which may do
-    anything, there are one-hot grad_outputs in addition. Otherwise the mostly zero one is nonzero at the last element
-    of each output, where kernels may take another path.
+    zero, or are expanded. If there are several outputs, there is also a cotangent for each output alone. For custom
+    code, there are also one-hot grad_outputs. Without custom code, the mostly zero cotangent is nonzero at the last
+    element of each output, where kernels may take another path.
 
     Attributes
     ----------
@@ -50,17 +50,17 @@ class ScreeningGradOutputs:
     shares
         Per row, the allowed error of its sums, relative to that of a dense cotangent; infinite: no comparison.
     early, early_only
-        For the first graph: REPEAT_SCALE times row REPEATED and, of custom code, row `again`.
+        For the first graph: REPEAT_SCALE times row REPEATED and, for custom code, row `again`.
     again
         A row that is one-hot, at the last element; -1: there is none.
     one_hot
         The rows that are one-hot, and the coordinate of each.
     separate
-        Rows that are row REPEATED for each output alone.
+        Numbers of the rows that equal row REPEATED for each output alone.
     expanded
         The row that is expanded.
     of_all
-        Rows before those of `separate`.
+        Number of rows before those of `separate`.
     """
 
     vectors: Tensor
@@ -93,7 +93,7 @@ def weighted_grad_outputs(
     one_hot: dict[int, int] = {}
     if is_custom:
         found = _one_hot_coordinates(layout, seed)
-        # One more inside of the outputs, because there may be nothing but zeros at the ends.
+        # One more coordinate inside of the outputs, because there may be only zeros at the ends.
         found.setdefault((seed + weight.numel() // 2) % weight.numel(), -1)
         for coordinate, output in found.items():
             one = torch.zeros_like(weight)

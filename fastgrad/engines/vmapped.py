@@ -1,6 +1,7 @@
 """Numerical columns from many points in one call of func, vectorized by torch.func.vmap.
 
-A batching rule may be missing, and tensors that func captures are not batched: `executor` compares with single calls.
+A batching rule may be missing, and tensors that func captures are not batched. So `executor` compares the columns with
+single calls.
 """
 
 from __future__ import annotations
@@ -59,13 +60,13 @@ READING = frozenset(
         *("__bool__", "__int__", "__float__", "__complex__", "__index__"),
     )
 )
-"""Functions that read a tensor's values into Python, which batched tensors refuse."""
+"""Functions that read a tensor's values into Python, which is not possible with batched tensors."""
 
 
 class _Observed(TorchFunctionMode):
     """Tracks the results of torch's functions: those that are alive after func has returned were kept by func.
 
-    reads_values: whether any of them was in READING.
+    reads_values: whether any of the functions is in READING.
     """
 
     def __init__(self, point: Tensor) -> None:
@@ -91,12 +92,12 @@ class _Observed(TorchFunctionMode):
 
 @phase("trial of replays or batches")
 def obstacle(problem: Problem, eps: float) -> str | None:
-    """Why func must not be called in batches, in words; None if nothing is known.
+    """Why func must not be called in batches, as text; None if no reason is known.
 
     Tensors that func keeps, for example a sum of its losses, would be batched tensors afterwards. If func reads values,
-    it raises, perhaps at a point where it leaves a flag set. This evaluates func once per input, with all elements of
-    the input perturbed, so that func keeps again whatever it keeps by the values of its inputs. Tensors that func
-    changes in place count as kept.
+    it raises in a batch, perhaps after it has set a flag that it does not reset then. This evaluates func once per
+    input, with all elements of the input perturbed: if func caches results by the values of its inputs, it caches them
+    again. Tensors that func changes in place count as kept.
     """
     for block in problem.inputs:
         point = block.tensor.detach() + eps * block.step
@@ -172,7 +173,7 @@ def _evaluated(problem: Problem, block: Block, first: int, count: int, eps: floa
     func = problem.func
     transformed = func.by_transforms() if isinstance(func, Backward) else nullcontext()
     with torch.no_grad(), transformed, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, for example that it is slow; earlier calls have shown func's
+        warnings.simplefilter("ignore")  # torch may warn that this is slow; earlier calls have shown func's warnings
         found = torch.func.vmap(lambda point: problem.evaluate_with([block], [point]))(points)
     values = torch.empty(2 * count, problem.m, dtype=torch.float64, device=problem.device)
     for output, batch in zip(problem.outputs, found, strict=True):
