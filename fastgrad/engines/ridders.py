@@ -389,7 +389,7 @@ def _jumps(steps: Tensor, widths: Tensor, changes: Tensor, eps: float, atol: flo
 
 
 def _rounding(problem: Problem, rows: Tensor, base: Tensor, x: Tensor, changes: Tensor) -> Tensor:
-    """Rounding of each output: the largest ulp of the output, of |x| and of 1; the last two only as far as seen in func.
+    """Rounding of each output: the largest ulp of the output, of |x| and of 1; the last two only as seen in func.
 
     An output near zero may be the difference of two numbers of order 1. For example, at x = 0, exp(x) - 1 does not
     change for steps below 1e-16, but its derivative is not zero. Such an output changes by multiples of 1e-16 only.

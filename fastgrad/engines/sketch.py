@@ -193,7 +193,7 @@ class Cotangent:
 
 
 def cotangents(seed: int, weight: Tensor, count: int, attempt: int) -> Iterator[Cotangent]:
-    """Weighted random cotangents; the first is non-contiguous. The first attempt adds two with zeros and one expanded."""
+    """Weighted random cotangents, the first non-contiguous; the first attempt adds two with zeros and one expanded."""
     plain = all_count_fully(weight)
 
     def values(kind: GradOutputKind, number: int) -> Tensor:
