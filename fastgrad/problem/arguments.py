@@ -30,7 +30,7 @@ def flatten(value: Any, path: str, wanted: Callable[[Tensor], bool], found: list
     Returns
     -------
     callable
-        Makes the value anew, containers copied as far as they hold wanted tensors; None: there are none.
+        Rebuilds the value; containers that hold selected tensors are copied. None if there are no selected tensors.
     """
     if isinstance(value, Tensor):
         if not wanted(value):
@@ -64,7 +64,7 @@ def _dataclass_children(value: Any) -> Children:
     def make(children: list[Any]) -> Any:
         made = copy.copy(value)
         for name, child in zip(names, children, strict=True):
-            object.__setattr__(made, name, child)  # also where it is frozen
+            object.__setattr__(made, name, child)  # the dataclass may be frozen
         return made
 
     return [(f".{name}", getattr(value, name)) for name in names], make
@@ -79,11 +79,11 @@ def refuse_function_class(func: object) -> None:
 class Call:
     """func(*inputs, **kwargs) as a function of the checked tensors: it takes and returns flat sequences of tensors.
 
-    A context manager: on leaving it, a module's buffers are as they were on entering.
+    This is a context manager: on leaving it, a module's buffers have the values that they had on entering.
 
-    Every call gets new containers, so that func may change them. They hold the caller's own tensors, or those
-    that the checker passes instead. The parameters of a module are perturbed in place. If the checker passes
-    other tensors instead of them (dual tensors), the module is called with these.
+    Every call gets new containers, so that func may change them. They hold the caller's own tensors, or those that the
+    checker passes instead. The parameters of a module are perturbed in place. If the checker passes other tensors (dual
+    tensors) instead of the parameters, the module is called with these tensors.
 
     Attributes
     ----------
@@ -92,7 +92,7 @@ class Call:
     output_names
         Names of the tensors that func returned the first time.
     differentiable
-        Whether each of these required grad.
+        Whether each of these output tensors required grad.
     """
 
     def __init__(self, func: Callable[..., Any], inputs: tuple[Any, ...], kwargs: Mapping[str, Any], wrt: Wrt) -> None:
@@ -177,7 +177,7 @@ class _Parameter:
 
 
 def _checked_parameters(module: torch.nn.Module) -> list[_Parameter]:
-    """The parameters that require grad; a shared one once."""
+    """The parameters that require grad; a shared parameter is listed once."""
     places: dict[int, list[tuple[torch.nn.Module, str]]] = {}
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
@@ -206,7 +206,7 @@ class Buffers:
         self._calls = 0
 
     def restore(self, thoroughly: bool = False) -> None:
-        """Restores the buffers that changed; with thoroughly, and after the first call, compares all values."""
+        """Restores the buffers that changed. After the first call, and if thoroughly, it compares all values."""
         for owner, slots in self._slots:
             for name, tensor in slots.items():
                 if owner._buffers.get(name) is not tensor:
@@ -232,8 +232,8 @@ class _Kept:
             self._moves = tensor.layout is not torch.strided or not torch.equal(tensor.detach(), self._values)
         if self._moves or torch_private.version_of(tensor) != self._version:
             if self._is_leaf and not tensor.is_leaf:
-                tensor.detach_()  # it was updated by what gradients flow through
-            # Past its version counter, which counts what the module does.
+                tensor.detach_()  # the buffer was updated with a tensor that requires grad
+            # Without changing its version counter, which counts the module's own writes.
             tensor.data.copy_(self._values)
             self._version = torch_private.version_of(tensor)
 

@@ -28,7 +28,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class SavedState:
     """The state of all tensors in some values, including containers and modules.
 
-    `restore` writes only what has changed since. As a context manager it restores on leaving, whatever is raised.
+    `restore` writes only what has changed since then. As a context manager, it restores on leaving, also after an
+    exception.
     """
 
     def __init__(self, *values: Any) -> None:
@@ -52,7 +53,7 @@ class SavedState:
 def restores_caller_state(entry: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Decorates a function that calls the caller's func: restores the caller's tensors afterwards.
 
-    So they are kept before func can have been called, however the function comes to an end.
+    The tensors are saved before func can be called, and restored no matter how the function ends.
     """
 
     @functools.wraps(entry)
@@ -77,7 +78,7 @@ def _tensors_in(values: Iterable[Any], found: dict[int, Tensor]) -> Iterable[Ten
         if isinstance(value, Tensor):
             found[id(value)] = value
         elif type(value) in (tuple, list):
-            _tensors_in(value, found)  # what most checks get, and `flatten` takes ten times as long
+            _tensors_in(value, found)  # the usual containers; `flatten` takes ten times as long
         elif isinstance(value, Module):
             found |= {id(each): each for each in value.parameters() if each.requires_grad and not is_lazy(each)}
         elif type(value) not in _PLAIN:
@@ -93,11 +94,11 @@ class _KeptTensor:
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
         self._requires_grad = tensor.requires_grad
-        self._has_gradient = tensor.is_leaf or tensor.retains_grad  # others warn
+        self._has_gradient = tensor.is_leaf or tensor.retains_grad  # reading .grad of other tensors warns
         self._gradient = tensor.grad if self._has_gradient else None
         self._kept_gradient = None if self._gradient is None else _KeptTensor(self._gradient)
         self._version = torch_private.version_of(tensor)
-        # Under a version counter of its own.
+        # The alias has its own version counter.
         self._alias = None if _is_opaque(tensor) else tensor.data
         self._memory = None if self._alias is None else _memory(self._alias, self._requires_grad)
         self._bits = None if self._memory is None else self._memory.clone()
@@ -119,9 +120,9 @@ class _KeptTensor:
             self._kept_gradient.restore()
 
     def _write(self, memory: Tensor, bits: Tensor) -> None:
-        # Only func may write to unchecked tensors: they may be mapped read-only.
+        # Unchecked tensors are written only if their values have changed, because they may be mapped read-only.
         if memory.layout is torch.strided and not _is_backed(memory):
-            memory.untyped_storage().resize_(torch_private.bytes_needed(memory))  # func freed it
+            memory.untyped_storage().resize_(torch_private.bytes_needed(memory))  # func freed the memory
         elif not self._requires_grad and torch.equal(memory, bits):
             return
         if memory.is_inference():
@@ -130,7 +131,7 @@ class _KeptTensor:
         else:
             memory.copy_(bits)
         if torch_private.version_of(self._tensor) != self._version:
-            increment_version(self._tensor)  # graphs that func made may hold the values that it left
+            increment_version(self._tensor)  # graphs that func recorded may refer to the values that func wrote
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
@@ -152,8 +153,8 @@ def _is_opaque(tensor: Tensor) -> bool:
 def _memory(tensor: Tensor, is_written: bool) -> Tensor | None:
     """The memory of a tensor's values; None if it is not accessible.
 
-    A dimension of stride 0 is reduced to one element. is_written: returns the values as they are; otherwise returns
-    their bits as integers, so that values are equal exactly if all their bits are.
+    A dimension of stride 0 is reduced to one element. If is_written, the values are returned as they are. Otherwise
+    their bits are returned as integers, so that comparing them compares all bits.
     """
     values = own_values(tensor)
     if values is None or (values.layout is torch.strided and not _is_backed(values)):

@@ -1,8 +1,8 @@
 """Tensor layouts and the real coordinates of f: R^n -> R^m.
 
-A real element is one coordinate, a complex element two, (re, im), in C order of the logical
-indices; the tensors of one side are laid end to end. Of a sparse tensor under masked semantics the
-specified elements are coordinates, in the order of its values; otherwise all elements are.
+A real element is one coordinate, and a complex element is two, (re, im), in C order of the logical indices. The tensors
+of one side are concatenated. Under masked semantics, only the specified elements of a sparse tensor are coordinates, in
+the order of its values; otherwise all elements are coordinates.
 """
 
 from __future__ import annotations
@@ -89,10 +89,10 @@ class Memory:
     Attributes
     ----------
     stand_in
-        The tensor that func gets instead of the input while inputs are perturbed; None: the input itself. Of an
-        MKLDNN input, whose elements nothing can write, only the dtype and layout matter.
+        The tensor that func gets instead of the input while inputs are perturbed; None: the input itself. For an MKLDNN
+        input, whose elements cannot be written, only the dtype and layout of this tensor matter.
     values
-        Strided: perturbing it perturbs the stand-in, and its C order is that of the coordinates.
+        A strided tensor. Perturbing it perturbs the stand-in, and its C order is the order of the coordinates.
     elements
         As in Block.
     """
@@ -103,7 +103,7 @@ class Memory:
 
 
 def own_values(tensor: Tensor) -> Tensor | None:
-    """The strided memory of a tensor: itself, or its values; None if it is not accessible (MKLDNN)."""
+    """The strided memory of a tensor: the tensor itself, or its values; None if it is not accessible (MKLDNN)."""
     if tensor.layout is torch.strided:
         return tensor
     if tensor.layout is torch_private.MKLDNN:
@@ -202,9 +202,9 @@ def blocks_of(
     memories: Mapping[int, Memory | None] | None = None,
     scales: Sequence[tuple[float, float]] = (),
 ) -> tuple[Block, ...]:
-    """The blocks of the tensors at the selected positions; with `once`, the same tensor again adds none.
+    """The blocks of the tensors at the selected positions; with `once`, a tensor that occurs again adds no block.
 
-    memories: of those that are not strided, by position. scales: the step and weight of each, if not all are 1.
+    memories: of the tensors that are not strided, by position. scales: step and weight of each tensor, if not all 1.
     """
     blocks: list[Block] = []
     seen: set[int] = set()

@@ -23,7 +23,7 @@ class Differences(Evaluation):
         Returns
         -------
         Tensor
-            float64, shape (count, m): one row per column of the Jacobian. Two evaluations each.
+            float64, shape (count, m): one row per column of the Jacobian. Each takes two evaluations.
 
         Raises
         ------
@@ -35,7 +35,7 @@ class Differences(Evaluation):
         step = STEP if self.progress.is_shown else max(1, count)
         begin = 0
         while begin < count:
-            # A slice of all would take as long as a small column.
+            # No slice of all columns, because making it would take as long as a small column.
             some, own_eps = columns[begin : begin + step] if begin or step < count else columns, eps
             if self.mixes_inputs:
                 block = block_with(self.inputs, first + begin)
@@ -51,9 +51,9 @@ class Differences(Evaluation):
     def difference_groups(
         self, groups: native.Groups, rows: Tensor, columns: Tensor, eps: float, record_graph: bool
     ) -> Tensor:
-        """Entries of the numerical Jacobian, groups of columns that share no row perturbed together.
+        """Entries of the numerical Jacobian; groups of columns that share no row are perturbed together.
 
-        The numbers are those of `difference_columns`; two evaluations per group, whose columns take one step.
+        The numbers equal those of `difference_columns`. A group takes two evaluations; its columns have the same step.
 
         Parameters
         ----------

@@ -75,10 +75,11 @@ class Evaluation:
         records_differences: bool = True,
         traced: native.SmallProblem | None = None,
     ) -> None:
-        """names: of the arguments in messages, if any; the step and weight of each checked argument.
+        """names: of the arguments in messages, if any. scales: the step and weight of each checked argument.
 
-        records_differences: whether func next to x records gradients, as torch's checker lets it, unless it is known to
-        give the same values without. traced: func at these arguments, if it was called already.
+        records_differences: whether func records gradients when it is evaluated next to x, as in torch's checker,
+        unless it is known to give the same values without recording. traced: a small problem that has already called
+        func at these arguments.
         """
         refuse_function_class(func)
         positions = differentiable_inputs(arguments, names, warn_of_precision)
@@ -167,14 +168,14 @@ class Evaluation:
             self.seconds = clock(device) - start
             self.undisturbed_seconds = undisturbed(self.seconds, since, device)
         if self._evaluator.inputs_changed():
-            self._evaluator.mutates_inputs = True  # or they hold a NaN, which is harmless
+            self._evaluator.mutates_inputs = True  # or inputs contain a NaN: then this is harmless
         check_outputs(results)
         positions = [i for i, value in enumerate(results) if is_differentiable(value) and value.requires_grad]
         self.has_graph = bool(positions)
         if not positions:
             positions = [i for i, value in enumerate(results) if is_differentiable(value)]
         detached = {position: results[position].detach() for position in positions}
-        # func may return one tensor twice, and torch counts it twice.
+        # func may return a tensor twice; torch then counts it twice.
         self.outputs = blocks_of(detached, positions, once=False)
         if self.outputs:
             self.m = self.outputs[-1].first + self.outputs[-1].size
@@ -208,7 +209,7 @@ class Evaluation:
         return self._record().outputs
 
     def vjp_graph(self) -> native.Graph:
-        """The same, for VJPs with respect to all inputs."""
+        """The graph of the outputs at x, for VJPs with respect to all inputs; as `graph`."""
         recorded = self._record()
         if recorded.graph is None:
             recorded.graph = native.Graph(recorded.outputs, self._input_tensors)
@@ -243,8 +244,8 @@ class Evaluation:
         Returns
         -------
         Tensor
-            float64, shape (n,): max(eps, r |x_j|) u_j, r the `relative_step` of the input's dtype, eps that
-            of the input; eps u_j where x_j is not finite.
+            float64, shape (n,): max(eps, r |x_j|) u_j, where r is the `relative_step` of the input's dtype and eps is
+            the step of the input; eps u_j if x_j is not finite.
         """
         steps = self.coordinates().abs()
         for block in self.inputs:
@@ -256,7 +257,8 @@ class Evaluation:
     def parts_of(self, vector: Tensor) -> Iterator[tuple[Tensor, float, float]]:
         """The parts of a vector in R^n that belong to inputs with the same step and weight, with step and weight.
 
-        The vector itself where all inputs have the same; a part that is zero, or weighs nothing, is left out.
+        If all inputs have the same step and weight, this is the vector itself. Parts that are zero or have a weight of
+        zero are left out.
         """
         if not self.mixes_inputs:
             yield vector, *self.scales[0]
@@ -290,7 +292,7 @@ class Evaluation:
         Parameters
         ----------
         along
-            Which directions, and from how many evaluations each: two or four.
+            The directions, and the number of evaluations for each: two or four.
         base
             The outputs at x: float64, shape (m,).
         curve
@@ -350,7 +352,10 @@ class Evaluation:
         return self._base
 
     def nowhere(self) -> Tensor | None:
-        """No displacement; zeros if func gets substitutes for perturbed inputs, because it may depend on them."""
+        """The displacement for evaluations at x: None, or zeros if func gets stand-ins for perturbed inputs.
+
+        func may depend on which tensors it gets.
+        """
         stands_in = any(memory is not None and memory.stand_in is not None for memory in self._memories.values())
         return torch.zeros(self.n, dtype=torch.float64, device="cpu") if stands_in else None
 

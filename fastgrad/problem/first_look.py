@@ -21,16 +21,16 @@ from fastgrad.report.settings import Settings
 
 CALL_SECONDS, NODE_SECONDS, CUSTOM_SECONDS, COORDINATE_SECONDS = 3e-6, 1.2e-6, 2.4e-6, 2e-9
 """Usual seconds of an evaluation: per call, and in addition per node of its graph, per custom Function, and per
-coordinate. `python -m benchmarks.bench_costs` measures them. On a CUDA device calls, and what the engines add to them,
-take three to six times as long, so that the choices are those on the CPU."""
+coordinate. `python -m benchmarks.bench_costs` measures them. On a CUDA device, calls take three to six times as long,
+and so does the work of the engines. So the same choices as on the CPU are right."""
 
 BACKWARD_SECONDS = 2e-6
 """Additional time of an evaluation if func is itself a backward: one forward and one run of autograd's engine."""
 
 SLOW_SECONDS, SLOW_FACTOR = 3e-3, 10
-"""Func is slow if an evaluation takes longer than this, and than this many times what is usual: then its seconds
-count, without those of other processes. Otherwise only counts and sizes decide. So a busy machine chooses as an idle
-one does."""
+"""func is slow if an evaluation takes more seconds than the first number, and more than the usual seconds times the
+second number. Then its measured seconds count, without the time of other processes. Otherwise only counts and sizes
+decide, so that the choices on a busy machine are the same as on an idle one."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class FirstLook:
     base
         The outputs at x, in that mode: float64, shape (m,).
     moved
-        The coordinates, a random half, that differ between the two points: shape (n,).
+        Which coordinates differ between the two points, a random half of them: shape (n,).
     reacted
-        The outputs that do: shape (m,). None if func raises there.
+        Which outputs differ between the two points: shape (m,). None if func raises next to x.
     seconds
-        Seconds of one evaluation: its usual cost or, if it is slow, as measured.
+        Seconds of one evaluation: the usual cost or, if func is slow, the measured time.
     measured
-        Always by the clock: for estimates and trials; it chooses no engine.
+        Measured seconds of one evaluation, for estimates and trials; the choice of the engine does not use it.
     obstacles
         Why no other engine than the dense one could be used, as text; extended during the check.
     irreproducible
@@ -70,12 +70,13 @@ class FirstLook:
 def first_look(problem: Problem, settings: Settings) -> FirstLook:
     """Compares all values of func with and without a graph, at a point next to x.
 
-    A func that differentiates inside fails without a graph, or enables its own. This takes two evaluations besides the
-    first one at x: one nearby point is representative, and x itself is compared if bits are used to find a pattern.
+    A func that differentiates inside fails without a graph, or enables gradients itself. This takes two evaluations in
+    addition to the first one at x. One point next to x is representative. Values at x itself are compared if bits are
+    used to find a pattern.
     """
     half = direction(problem.n, settings.seed, GRAPH_STREAM, halved=True)
     displacement = problem.displacement(half.to(problem.device), settings.eps)
-    # Outputs that are views of inputs do not survive that these are restored.
+    # Outputs may be views of inputs. If inputs are restored, such outputs change, so func is evaluated again.
     base = problem.evaluate(True) if problem.mutates_inputs else problem.base()
     next_to_x, plain = torch.empty_like(base), torch.empty_like(base)
     moved = half.numpy() != 0
@@ -86,7 +87,7 @@ def first_look(problem: Problem, settings: Settings) -> FirstLook:
         return clock(problem.device) - start
 
     def look(record: bool, reacted: NDArray[np.bool_] | None, *seconds: float) -> FirstLook:
-        # The shortest time: in the other calls, another process may have run, or a library was initialized.
+        # The shortest time is used: in other calls, another process may have run, or a library was initialized.
         usual = usual_seconds(problem, min(problem.undisturbed_seconds, *seconds))
         return FirstLook(record, base, moved, reacted, usual, seconds[-1])
 
@@ -97,7 +98,7 @@ def first_look(problem: Problem, settings: Settings) -> FirstLook:
 
     try:
         seconds = evaluate(next_to_x, True)
-    except Exception as error:  # it accepts single steps only
+    except Exception as error:  # func accepts only single steps
         raise_if_transient(error, partial(evaluate, next_to_x, True))
         return look(True, None, problem.seconds)
     reacted = (next_to_x.view(torch.int64) != base.view(torch.int64)).cpu().numpy()
@@ -109,7 +110,7 @@ def first_look(problem: Problem, settings: Settings) -> FirstLook:
             return look(True, reacted, seconds)
         if torch.equal(next_to_x, plain):
             return look(False, reacted, seconds, without)
-        # The mode explains a difference only if each mode gives its values again.
+        # The mode explains a difference only if repeated evaluations in each mode give the same values.
         found = look(True, reacted, seconds)
         if not (gives_again(plain, False) and gives_again(next_to_x, True)):
             found.irreproducible.append("next to the inputs")
@@ -118,7 +119,7 @@ def first_look(problem: Problem, settings: Settings) -> FirstLook:
 
 
 def is_moved(problem: Problem, settings: Settings, again: Tensor, values: Tensor) -> bool:
-    """Whether repeated outputs, shape (m,), differ by more than rounding, and than the tolerance of a difference."""
+    """Whether repeated outputs, shape (m,), differ by more than rounding and more than a difference tolerates."""
     allowed = max(ROUNDING * problem.unit_roundoff * largest(values), settings.eps * settings.atol)
     return differ(again[None], values[None], allowed, False)
 

@@ -20,7 +20,7 @@ from fastgrad.problem.validation import changed_message
 def dual_arguments(
     arguments: tuple[Any, ...], inputs: Sequence[Tensor], tangents: Sequence[Tensor | None]
 ) -> tuple[tuple[Any, ...], list[Tensor]]:
-    """Arguments for func, the inputs detached and with tangents; and the tangents inside them."""
+    """Arguments for func, in which inputs are detached and have tangents; and the tangents inside them."""
     duals: dict[int, Tensor] = {}
     inside: list[Tensor] = []
     for input_, tangent in zip(inputs, tangents, strict=True):
@@ -73,7 +73,7 @@ class ForwardMode(Evaluation):
 
     @raises_memory_error
     def jvp(self, tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Tangents of `outputs` for tangents of `inputs`, None being undefined; one evaluation."""
+        """Tangents of `outputs` for tangents of `inputs`; None means undefined. It takes one evaluation."""
         self._recorded = None
         self._require_forward_ad()
         self.jvps += 1
@@ -89,7 +89,7 @@ class ForwardMode(Evaluation):
     def jvps_of(self, directions: Tensor, undefined: Sequence[int] = ()) -> Tensor:
         """J u for directions u (float64, shape (count, n)) by forward-mode AD: shape (count, m); one evaluation each.
 
-        undefined: for each the number of an input that gets no tangent, or -1; empty: all get one.
+        undefined: for each direction, the number of an input that gets no tangent, or -1; empty: all inputs get one.
         """
         self._recorded = None
         self._require_forward_ad()

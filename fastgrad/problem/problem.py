@@ -10,32 +10,32 @@ from fastgrad.problem.reverse import ReverseMode
 class Problem(Differences, ReverseMode, ForwardMode):
     """The map f: R^n -> R^m of func and its inputs, with its derivatives by autograd.
 
-    A context manager: on leaving it, exceptions and Ctrl-C included, the inputs hold the bits they
-    had on entering. The eps that its methods take is the check's; an input's own is `Block.step` times as large.
+    This is a context manager: on leaving it, also after an exception or Ctrl-C, the inputs have the bits that they had
+    on entering. Its methods take the eps of the check; the step of an input is `Block.step` times as large.
 
     Attributes
     ----------
     inputs, outputs
-        The coordinates of the differentiable inputs, and of the outputs to difference: those that
-        require grad or, if there is none, all that could.
+        The coordinates of the differentiable inputs, and of the outputs whose differences are taken: the outputs that
+        require grad or, if there are none, all outputs that could.
     has_graph
         Whether any output requires grad.
     is_custom
-        Whether a custom Function, a hook or other code of the user's is seen to run in backward.
+        Whether a custom Function, a hook or other user code runs in backward, as far as visible.
     vectorizes
-        Whether VJPs may be vectorized: where no such code is.
+        Whether VJPs may be vectorized: only without such code.
     nodes, custom_nodes
-        Number of nodes of the graph behind the outputs, and of custom Functions among them.
+        Number of nodes of the graph of the outputs, and number of custom Functions among them.
     records_differences
-        Whether func next to x records gradients.
+        Whether func records gradients when it is evaluated next to x.
     n, m
         Real coordinates of inputs and outputs.
     device
-        Where Jacobian blocks live: with the outputs.
+        The device of Jacobian blocks, which is the device of the outputs.
     seconds
         Seconds of the first evaluation.
     undisturbed_seconds
-        Those of them in which no other process had the processor.
+        The part of these seconds in which no other process had the processor.
     ranks
         The processes that compute columns and rows.
     has_checkpoint, restores
@@ -45,11 +45,11 @@ class Problem(Differences, ReverseMode, ForwardMode):
     unit_roundoff
         Half an ulp of the coarsest dtype among inputs and outputs.
     scales
-        The different pairs of step and weight that its inputs have.
+        The different pairs of step and weight of the inputs.
     mixes_inputs
-        Whether there is more than one.
+        Whether there is more than one such pair.
     unspecified
-        The largest entry that `vjp` met at an element that a sparse input does not specify.
+        The largest entry so far that `vjp` computed at an element that a sparse input does not specify.
     evaluations, vjps, jvps
         Calls of func and of backward so far; a JVP is one of the evaluations.
     """

@@ -32,10 +32,11 @@ class ReverseMode(Evaluation):
     ) -> native.GradientsMatch:
         """Writes the analytical entries of an output's rows into values: float64, shape (entries,).
 
-        `count` groups of rows that share no column have one VJP each; each of the first `repeated` is
-        run again, `scale` (a power of two) times as large. columns: of each entry, as the groups have them.
+        There are `count` groups of rows that share no column, with one VJP each. Each of the first `repeated` groups is
+        run again, with `scale` (a power of two) times its cotangent. columns: the column of each entry, in the order of
+        the groups.
         """
-        # With other outputs, what reaches backward may be a sum of grad_outputs, and not expanded in use.
+        # With other outputs, backward may get a sum of grad_outputs, which is not expanded.
         expand = len(self.outputs) == 1
         match = native.vjp_groups(
             self.vjp_graph(), output.index, self._natives, groups, values, self.n, repeated, scale, expand
@@ -101,10 +102,11 @@ class ReverseMode(Evaluation):
         undefined
             Whether to run undefined grad_outputs, too.
         fewest_vectorized
-            From this many rows of an output on, they are one vectorized VJP, if the backward can be vectorized;
-            0: never. Only without `repeated`.
+            If an output has at least this many rows, they are computed by one vectorized VJP, if the backward can be
+            vectorized; 0: never. Only without `repeated`.
         atol, rtol
-            Up to which the products of the cotangents are what the rows add up to; rtol of the largest sum.
+            Tolerances with which the products of the cotangents must equal the sums of the rows; rtol is relative to
+            the largest sum.
         """
         whole = native.whole_backward(
             self.vjp_graph(),
@@ -134,12 +136,12 @@ class ReverseMode(Evaluation):
             For each row, the `native.Layout` of the grad_outputs; none: all are contiguous. A row that is expanded must
             be constant over each output.
         only
-            The one output that gets a grad_output, the others undefined ones.
+            The only output that gets a grad_output; those of all other outputs are undefined.
 
         Returns
         -------
         Tensor
-            The products: float64, shape (count, n); zero where an input does not matter.
+            The products: float64, shape (count, n); zero for inputs that the outputs do not depend on.
         """
         which = [-1 if only is None else only.index] * cotangents.shape[0]
         return self.vjps_of(cotangents, which, layouts)[0]
@@ -167,7 +169,7 @@ class ReverseMode(Evaluation):
         Returns
         -------
         tuple
-            How many were run, and the one that differs, shape (1, n); None if none does.
+            The number of VJPs that were run, and the VJP that differs, shape (1, n); None if none differs.
         """
         run, other, match = native.first_other_vjp(self.vjp_graph(), self._natives, cotangents, only, order, known)
         self._count(run, match)
@@ -180,7 +182,7 @@ class ReverseMode(Evaluation):
         self.vjps += vjps
 
     def vjp_of_older_graph(self, cotangents: Tensor, only: Block | None, displacement: Tensor | None = None) -> Tensor:
-        """V J as `vjp` gives it, from a graph at x; func is evaluated once more before, at x or at x + displacement."""
+        """V J as in `vjp`, from a graph at x, after one more evaluation of func, at x or at x + displacement."""
         recorded = self._record()
         self.evaluate(True, displacement)
         self._recorded = recorded
@@ -191,9 +193,9 @@ class ReverseMode(Evaluation):
 
     @raises_memory_error
     def zero_gradients(self) -> list[Tensor | None]:
-        """Autograd's gradients for zero grad_outputs, one per input block, unconverted.
+        """Autograd's gradients for zero grad_outputs, one per input block, as autograd returns them.
 
-        None if it made none.
+        A gradient is None if autograd returned none.
         """
         self.vjps += 1
         return self.vjp_graph().vjp_of_zeros()
@@ -210,17 +212,18 @@ class ReverseMode(Evaluation):
         Parameters
         ----------
         groups
-            For each u, the coordinates at which it is 1, the others being 0: int64, shape (count,).
+            For each u, the coordinates at which it is 1; all others are 0: int64, shape (count,).
 
         Returns
         -------
         Iterator
-            J u, one per group: float64, shape (m,), the same memory every time. One VJP each, and one more.
+            J u, one per group: float64, shape (m,), in the same memory each time. This takes one VJP per group, and one
+            more.
 
         Raises
         ------
         RuntimeError
-            The backward cannot be differentiated; whatever else it raises.
+            The backward cannot be differentiated. It may also raise other exceptions.
         """
         outputs = self.graph()
         cotangents = [

@@ -62,7 +62,7 @@ def grad_outputs_for(
     """Makes one grad_output per output that requires grad. Calls func."""
     checked = [value for value in inputs if isinstance(value, Tensor) and value.requires_grad]
     if not checked or any(value.is_meta or value.is_nested for value in checked):
-        differentiable_inputs(inputs, (), False)  # raises before func does
+        differentiable_inputs(inputs, (), False)  # if inputs are invalid, this raises before func is called
     with SavedState(inputs):
         outputs = differentiable_outputs(evaluated_and_restored(func, inputs))
     if made == "ones":
@@ -73,15 +73,15 @@ def grad_outputs_for(
 class Backward:
     """Callable (*inputs, *grad_outputs) -> the gradients of func that exist.
 
-    It records its own gradients if it is called with gradient recording on. The forward pass is
-    recorded in any case: a backward cannot run without. Arguments that required grad when this was made
-    do so again: forward-mode AD passes detached ones.
+    The gradients are recorded if gradient recording is on when it is called. The forward pass is always recorded,
+    because backward needs its graph. Arguments that required grad when this object was made are made to require grad
+    again, because forward-mode AD passes detached arguments.
 
-    Where only grad_outputs have moved since the last forward pass, it is not run again: its graph serves
-    as long as nothing is recorded. That this gives the same gradients is tried once, the first time.
+    If only grad_outputs have changed since the last forward pass, and nothing is recorded, the forward pass is not run
+    again: its graph is used. The first time, it is tested that this gives the same gradients.
 
-    made: how the grad_outputs came about, for messages. count: of the inputs, which come first. exist: which inputs had
-    a gradient in the last call.
+    made: how the grad_outputs were made, for messages. count: number of the inputs, which come first. exist: which
+    inputs had a gradient in the last call.
     """
 
     _positions: Sequence[int] = ()
@@ -138,9 +138,9 @@ class Backward:
 
     @contextmanager
     def by_transforms(self) -> Iterator[None]:
-        """Calls inside run backward by `torch.func.vjp`, which `torch.func.vmap` vectorizes.
+        """A context in which calls run backward by `torch.func.vjp`, which `torch.func.vmap` can vectorize.
 
-        func must do the same under torch.func as without it: the caller compares some results.
+        func must give the same results under torch.func as without it; the caller compares some of them.
         """
         self._by_transforms = True
         try:
@@ -163,19 +163,19 @@ class Backward:
 
 
 def _refuse_outputs(outputs: int, grad_outputs: int) -> None:
-    """Raises if there are no outputs that require grad, or not one grad_output per such output."""
+    """Raises if no output requires grad, or if there is not one grad_output for each output that requires grad."""
     if not outputs:
         disabled = disabled_gradients()
         because = f": {disabled}" if disabled else ""
         raise ValueError(f"gradgradcheck needs a func with an output that requires grad, but this has none{because}.")
     raise ValueError(
         f"gradgradcheck needs one grad_output for each output that requires grad: func returned "
-        f"{outputs} of them, and grad_outputs has {grad_outputs}."
+        f"{outputs} such outputs, and grad_outputs has {grad_outputs}."
     )
 
 
 def _all_differentiable(gradients: list[Tensor | None], arguments: list[Tensor]) -> list[Tensor | None]:
-    """Makes all gradients require grad if one does: a detached one then has a derivative of zero, which is checked."""
+    """Makes all gradients require grad if one does: a detached gradient has a derivative of zero, which is checked."""
     is_detached = [gradient is not None and not gradient.requires_grad for gradient in gradients]
     if not any(is_detached) or not any(gradient is not None and gradient.requires_grad for gradient in gradients):
         return gradients

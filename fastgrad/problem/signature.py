@@ -37,7 +37,7 @@ def parameter_names(func: Callable[..., Any]) -> tuple[str, ...]:
         called = func.forward
     try:
         parameters = list(inspect.signature(called).parameters.values())
-    except Exception:  # of builtins; and signatures of their own may raise whatever they like
+    except Exception:  # builtins may have no signature, and objects with their own __signature__ may raise anything
         return ()
     if custom is not None and custom.setup_context is Function.setup_context:
         parameters = parameters[1:]  # ctx
@@ -82,7 +82,7 @@ def _unwrapped(func: Callable[..., Any]) -> Callable[..., Any]:
     """The function that decorators wrap, if they declare it."""
     try:
         unwrapped: Callable[..., Any] = inspect.unwrap(func)
-    except ValueError:  # they wrap each other in a circle
+    except ValueError:  # functions that wrap each other in a cycle
         return func
     return unwrapped
 

@@ -12,7 +12,7 @@ from fastgrad.problem.coordinates import Block
 
 
 class SmallBackward:
-    """What `Problem` offers of its backward, on the graph that a small problem has at hand.
+    """The methods of `Problem` that run backward, on the graph that a small problem has already recorded.
 
     Attributes
     ----------
@@ -40,7 +40,7 @@ class SmallBackward:
         return self.vjps_of(cotangents, [-1] * cotangents.shape[0])[0]
 
     def vjp_of_older_graph(self, cotangents: Tensor, only: Block | None) -> Tensor:
-        """As in `Problem`; of the first graph, if the differences have called func since it was recorded."""
+        """As in `Problem`. It uses the first graph if the differences have called func after it was recorded."""
         return self.vjps_of(cotangents, [-1 if only is None else only.index] * cotangents.shape[0])[0]
 
     def first_other_vjp(

@@ -26,7 +26,7 @@ _SPARSE_LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.s
 
 
 def is_integer(value: Any) -> bool:
-    """Whether an argument is an integer; True and False are none."""
+    """Whether an argument is an integer; True and False do not count as integers."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -41,7 +41,7 @@ def number_of(name: str, value: Any, zero: bool = True) -> float:
     if type(value) is float and (value >= 0 if zero else value > 0) and value < math.inf:
         return value
     if isinstance(value, Tensor) and value.ndim == 0 and not value.is_meta:
-        value = value.item()  # torch's arithmetic takes tensors of one number, too
+        value = value.item()  # torch's arithmetic also takes tensors of one number
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}.")
     number = float(value)
@@ -99,7 +99,7 @@ def differentiable_inputs(inputs: tuple[Any, ...], names: tuple[str, ...], warn_
 
 
 def _check_values(value: Tensor, name: str, subject: str) -> None:
-    """Whether the elements of an input can be perturbed one by one; name, subject: what messages call it."""
+    """Raises unless the elements of an input can be perturbed one by one; name, subject: the input in messages."""
     if value.is_nested:
         raise NotImplementedError(f"fastgrad does not support nested tensors; {name} is one.")
     if value.is_inference() and not torch.is_inference_mode_enabled():
@@ -113,7 +113,7 @@ def _check_values(value: Tensor, name: str, subject: str) -> None:
         raise NotImplementedError(f"fastgrad does not support {value.dtype}, the dtype of {name}.")
     values = own_values(value)
     if values is None or (values.is_contiguous() and values.numel()):
-        return  # out of reach; or free of overlap
+        return  # the memory is not accessible, or elements do not overlap
     if any(stride == 0 and size > 1 for size, stride in zip(values.shape, values.stride(), strict=True)):
         raise RuntimeError(
             f"{subject} has a dimension with stride 0. Several of its elements share one memory location and cannot be "
@@ -127,7 +127,7 @@ def _check_values(value: Tensor, name: str, subject: str) -> None:
 
 
 def _check_memory(inputs: tuple[Any, ...], positions: list[int], names: tuple[str, ...]) -> None:
-    """Whether no two different inputs share memory."""
+    """Raises if two different inputs share memory."""
     for k, i in enumerate(positions):
         for j in positions[:k]:
             if inputs[i] is inputs[j]:
@@ -151,7 +151,7 @@ def check_outputs(results: tuple[Any, ...]) -> None:
             raise TypeError(
                 f"func must return a Tensor or a flat tuple of them; result {i} is a {type(value).__name__}."
             )
-    # If none requires grad, the differences of all are computed, which must be zero.
+    # If no output requires grad, the differences of all outputs are computed and must be zero.
     compares_all = not any(isinstance(value, Tensor) and value.requires_grad for value in results)
     for i, value in enumerate(results):
         if not isinstance(value, Tensor) or not (value.requires_grad or (compares_all and is_differentiable(value))):
