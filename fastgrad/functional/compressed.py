@@ -1,8 +1,7 @@
 """Matrices of linear maps by few products: guess or probe the pattern, color, decompress, certify.
 
-A pattern is never trusted: products of the map itself with random seeds must be what its entries add up
-to. If they are not, or if too few rows can share a product, there is no result, and the caller computes
-row by row.
+Every pattern is tested: products of the map with random seeds must equal the sums of the entries. If they do not, or if
+too few rows can share a product, there is no result, and the caller computes row by row.
 """
 
 from __future__ import annotations
@@ -28,28 +27,28 @@ from fastgrad.structure.detection import Budget, Detection
 from fastgrad.structure.sparsity import Mask, Pattern
 
 WORTH_A_GUESS = 32
-"""Rows from which the four products that try a guess, and their overhead, pay off."""
+"""Least number of rows for which the four products that test a guess, and their overhead, pay off."""
 
 GROUPS_WORTH_THE_TRANSPOSE = 8
-"""Groups of rows from which a graph of the backward, whose products are those of columns, may pay off."""
+"""Least number of row groups for which a graph of the backward, which gives products of columns, may pay off."""
 
 WORTH_PROBING = 256
-"""Rows from which probing pays off, which takes milliseconds in addition to its products."""
+"""Least number of rows for which probing pays off. It takes milliseconds in addition to its products."""
 
 PROBING_SHARE = 4
-"""Probing takes at most the rows over this, in products."""
+"""Probing takes at most one product per this many rows."""
 
 ALIGNING_SHARE = 10
-"""Testing for aligned dimensions takes at most the rows over this, in products."""
+"""Testing for aligned dimensions takes at most one product per this many rows."""
 
 SAVES = 2
-"""The least ratio of rows to products that is worth it."""
+"""The least ratio of rows to products for which compression is worth it."""
 
 CERTIFICATES = 2
-"""Random seeds, the second of them with a random half zero."""
+"""Number of random seeds; the second has a random half of zeros."""
 
 SCALES = (3.0, 5.0, 7.0)
-"""Multiples of a seed that measure rounding; powers of two would not."""
+"""Factors of a seed that show the rounding of products; powers of two would not show it."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ def entries_by_structure(
     rows
         The map; its products certify the result.
     columns
-        Makes its transpose, if there is one; called where columns may be better.
+        Makes the transpose of the map, if there is one; called if columns may be better.
     symmetric
         Whether the matrix should be symmetric: a certificate tests it.
     """
@@ -171,7 +170,7 @@ class _Maps:
 
 
 def _star_scheme(rows: LinearMap, pattern: Pattern, groups: int) -> _Scheme | None:
-    """Each entry, or its mirror image, from the product of one color; None if that takes as many as `groups`."""
+    """Each entry, or its mirror image, from the product of one color; None if this saves nothing over `groups`."""
     colors = coloring.star_color(pattern.starts, pattern.columns, groups - 1)
     if colors is None:
         return None
@@ -250,8 +249,8 @@ def _is_certified(rows: LinearMap, pattern: Pattern, values: Tensor) -> bool:
         # Not "error > allowed": a NaN is no certificate.
         wrong = ~(error <= ulp * size)
         if bool(wrong.any()):
-            # Terms that cancel inside the map leave an error of more than one ulp of the rest. The map is
-            # still linear, except for rounding: of the whole product, not of something far from linear.
+            # If terms cancel inside the map, the rounding error is more than one ulp of the remaining terms. This is
+            # accepted if rounding was measured to be as large, and if it is at most rounding of the whole product.
             noise = _rounding_noise(rows, seed, product)
             excused = (error <= ROUNDING * noise) & (noise <= ulp * size.max())
             if not bool((~wrong | excused).all()):

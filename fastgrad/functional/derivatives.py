@@ -79,19 +79,19 @@ def jacobian(
     inputs
         A Tensor or a tuple of Tensors, floating or complex.
     create_graph
-        Make the result differentiable. Then it is computed row by row: an entry that is zero here may
-        have a derivative.
+        Make the result differentiable. Then it is computed row by row, because an entry that is zero here may have a
+        nonzero derivative.
     strict
-        Raise where an output does not depend on an input, instead of returning zeros.
+        Raise if an output does not depend on an input, instead of returning zeros.
     vectorize
         If no structure helps, compute many rows at once by vmap. Needed for complex outputs, whose
         rows are the gradients of their real parts, and for forward mode.
     strategy
         "reverse-mode", or "forward-mode": by forward-mode AD, one evaluation of func per group of columns.
     sparse
-        False: strided tensors. True: sparse COO tensors. "auto": sparse COO tensors where a structure
-        was found and at most a quarter of the entries can differ from zero, otherwise strided ones. An
-        entry of a sparse result that is not specified is zero; one that is may be.
+        False: strided tensors. True: sparse COO tensors. "auto": sparse COO tensors if a structure was found and at
+        most a quarter of the entries can differ from zero, otherwise strided tensors. In a sparse result, an entry that
+        is not specified is zero, and a specified entry may also be zero.
     numerical
         Differentiate by refined central differences of func instead, about 40 evaluations per group of
         columns; func needs no gradient.
@@ -101,11 +101,12 @@ def jacobian(
     Returns
     -------
     Tensor or nested tuple of Tensor
-        Shape ``(*output.shape, *input.shape)``, dtype of the input, in forward mode of the output. If func
-        returns a tuple, or inputs is one, a tuple of these; if both are, result[i][j] for output i and
-        input j. With return_error, (result, error), of one form; errors are real, infinite where no two
-        steps agree. Entries outside a sparsity pattern that was found are zero. Their errors are zero if an entry
-        of 1e-5 would have been detected, otherwise the size from which an entry would have been (in dense results).
+        Shape ``(*output.shape, *input.shape)``; dtype of the input, or in forward mode of the output. If func returns a
+        tuple, or if inputs is a tuple, the result is a tuple of such tensors. If both are tuples, it is result[i][j]
+        for output i and input j. With return_error, the result is (result, error), both of the same form. Errors are
+        real, and infinite if no two steps agree. If a sparsity pattern was found, entries outside of it are zero. Their
+        errors are zero if an entry of 1e-5 would have been detected; otherwise they are the least size of an entry that
+        would have been detected (in dense results).
 
     Raises
     ------
@@ -124,8 +125,9 @@ def jacobian(
 
     Notes
     -----
-    The pattern is guessed or probed by VJPs of the one evaluation, from some 30 rows on; VJPs with
-    random vectors certify that nothing lies outside. Sources: Curtis, Powell & Reid (1974); Griewank & Mitev (2002).
+    For about 30 rows or more, the pattern is guessed or probed by VJPs on the graph of a single evaluation. VJPs with
+    random vectors certify that no entry lies outside of it. Sources: Curtis, Powell & Reid (1974); Griewank & Mitev
+    (2002).
 
     Examples
     --------
@@ -158,8 +160,8 @@ def hessian(
 ) -> Any:
     """The Hessian of func at inputs, as torch.autograd.functional.hessian gives it.
 
-    Rows of the same color of a star coloring share a VJP of the gradient, and the symmetry separates them.
-    If the second derivatives turn out not to be symmetric, symmetry is not used.
+    Rows with the same color of a star coloring share a VJP of the gradient. Their entries are separated by symmetry. If
+    the second derivatives are not symmetric, this is detected, and symmetry is not used.
 
     Parameters
     ----------
@@ -180,7 +182,7 @@ def hessian(
     Raises
     ------
     TypeError, RuntimeError, AssertionError, NotImplementedError, ValueError
-        As `jacobian`; RuntimeError also for a func that returns no single Tensor with a single element.
+        As in `jacobian`. RuntimeError also if func does not return a single Tensor with a single element.
 
     Notes
     -----

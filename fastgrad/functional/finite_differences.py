@@ -1,7 +1,7 @@
 """Derivatives from values of func alone: refined differences, each with an estimate of its error.
 
-First derivatives are Ridders extrapolations of central differences over steps from large to small, columns
-that share no row moved together; second ones extrapolate second differences along sums of coordinates.
+First derivatives are Ridders extrapolations of central differences over steps from large to small. Columns that share
+no row are moved together. Second derivatives are extrapolations of second differences along sums of coordinates.
 """
 
 from __future__ import annotations
@@ -181,7 +181,8 @@ def second_derivatives(
 ) -> tuple[tuple[Block, ...], Tensor, Tensor]:
     """The Hessian of func, one real value, at real inputs, or its product with v (float64, shape (n,)).
 
-    By second differences along x_i + x_j, or x_i + v: n (n + 1) / 2 directions, or 2 n + 1, of 22 evaluations.
+    It takes second differences along x_i + x_j, or x_i + v: n (n + 1) / 2 or 2 n + 1 directions, with 22 evaluations
+    each.
 
     Returns
     -------
@@ -233,7 +234,7 @@ def _second_differences(problem: Problem, record_graph: bool, base: Tensor, dire
     for s, step in enumerate(SECOND_STEPS):
         try:
             plus, minus = (problem.evaluate(record_graph, direction, sign * step)[0] for sign in (1.0, -1.0))
-        except Exception as error:  # outside of func's domain: a smaller step may be inside
+        except Exception as error:  # the point may be outside of func's domain; with a smaller step it may be inside
             raise_unless_of_func(error)
             if step == SECOND_STEPS[-1]:
                 raise
@@ -243,7 +244,7 @@ def _second_differences(problem: Problem, record_graph: bool, base: Tensor, dire
 
 
 def _settled_bends(bends: list[Tensor], rounding: Tensor) -> tuple[Tensor, Tensor]:
-    """Second derivatives and their errors from second differences; the middle step where no two agree."""
+    """Second derivatives and their errors from second differences; from the middle step if no two steps agree."""
     if not bends:
         return rounding[:0], rounding[:0]
     slopes = torch.stack(bends, 1)
@@ -261,12 +262,12 @@ def _settled_bends(bends: list[Tensor], rounding: Tensor) -> tuple[Tensor, Tenso
 
 @contextmanager
 def _problem(func: Callable[..., Any], inputs: Sequence[Tensor]) -> Iterator[Problem]:
-    """A problem of func without its gradients, at copies of the inputs: all of its outputs are differenced."""
+    """A problem of func without its gradients, at copies of the inputs; differences of all outputs are taken."""
 
     def plain(*arguments: Tensor) -> tuple[Tensor, ...]:
         return tuple(output.detach() for output in func(*arguments))
 
     copies = tuple(value.detach().clone(memory_format=torch.contiguous_format).requires_grad_() for value in inputs)
-    # What differentiates inside may do so, whatever the caller's grad mode.
+    # func may differentiate inside, in any grad mode of the caller.
     with torch.enable_grad(), Problem(plain, copies, warn_of_precision=False) as problem:
         yield problem

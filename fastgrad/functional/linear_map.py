@@ -17,7 +17,7 @@ Product = Callable[[list[Tensor]], Sequence[Tensor | None]]
 
 
 class LinearMap:
-    """A matrix with a row for each element of some tensors, the sources, and a column for each of others, the targets.
+    """A matrix with a row per element of some tensors (sources) and a column per element of other tensors (targets).
 
     Its rows times a seed (one number per source element) are a product (one number per target element). Seeds are
     real: a complex output's row is its VJP with the cotangent 1, not 1j.
@@ -25,10 +25,10 @@ class LinearMap:
     Attributes
     ----------
     sources, targets
-        Where each tensor's elements start; of placeholders, on no device and real, so that an element is one
-        coordinate.
+        Blocks that say where each tensor's elements start. Their tensors are placeholders: on no device, and real, so
+        that an element is one coordinate.
     m, n
-        Elements of the sources, and of the targets.
+        Number of elements of the sources, and of the targets.
     dtype, device
         Dtype and device of products: the promoted dtype of all targets.
     spacing
@@ -40,7 +40,7 @@ class LinearMap:
     def __init__(
         self, apply: Product, sources: Sequence[Tensor], targets: Sequence[Tensor], is_custom: bool = False
     ) -> None:
-        """With apply: seeds shaped like the sources -> products shaped like the targets, None being zeros."""
+        """apply: maps seeds, shaped like the sources, to products, shaped like the targets; None means zeros."""
         self.sources, self.targets = _elements(sources), _elements(targets)
         self.m, self.n = (sum(block.size for block in blocks) for blocks in (self.sources, self.targets))
         self.dtype = functools.reduce(torch.promote_types, (target.dtype for target in targets))
@@ -60,7 +60,7 @@ class LinearMap:
 
     def product(self, seed: Tensor) -> Tensor:
         """Rows times a seed (float64, shape (m,), on the CPU): shape (n,), of `dtype`, on `device`."""
-        # In memory of their own: backward may write into them, or see them as complex numbers.
+        # Each seed has its own memory, because backward may write into it or view it as complex numbers.
         seeds = [
             seed[block.slice].to(tensor, copy=True).reshape(tensor.shape)
             for block, tensor in zip(self.sources, self._source_tensors, strict=True)

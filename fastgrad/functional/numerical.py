@@ -87,7 +87,7 @@ def numerical_vjp(func: Func, inputs: Tensors, is_tuple: bool, v: Any, return_er
         size = sum(block.size for block in found.inputs)
         return torch.zeros(size, dtype=torch.float64, device=entries.device).index_add_(0, found.columns, entries)
 
-    # Zero times infinity is no error.
+    # If a weight is zero, an infinite error does not count.
     errors = total(torch.where(weights == 0, 0.0, weights.abs() * found.errors))
     if found.error_elsewhere:
         errors += found.error_elsewhere * float(all_weights.abs().sum())
@@ -138,7 +138,7 @@ class _Seen:
 def _product(
     output: Any, blocks: Sequence[Block], like: Tensors, is_tuple: bool, values: Tensor, errors: Tensor | None
 ) -> tuple[Any, ...]:
-    """The function's result: func's output, then the parts for tensors like these, from real coordinates."""
+    """The result of the public function: func's output, then the tensors that real coordinates make."""
 
     def unflattened(coordinates: Tensor) -> Tensors:
         """Zeros where a tensor has no coordinates."""
@@ -189,8 +189,8 @@ def _second_derivatives(
 def _of_elements(found: Differences, inputs: Tensors, outputs: Tensors, forward: bool) -> tuple[Entries, Entries]:
     """A Jacobian over real coordinates as one over elements, and its errors.
 
-    An entry is what the seed 1 gives: for a complex output the row of the real part, for a complex input
-    real and imaginary part from two columns; in forward mode the other way round.
+    An entry is what the seed 1 gives. For a complex output, it is in the row of the real part. For a complex input, its
+    real and imaginary parts are from two columns. In forward mode, outputs and inputs change places.
     """
     row_of, row_part, m = _elements(found.outputs, outputs)
     column_of, column_part, n = _elements(found.inputs, inputs)

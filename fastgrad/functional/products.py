@@ -69,7 +69,7 @@ def jvp(
 ) -> tuple[Any, ...]:
     """J v for the Jacobian J of func at inputs, as torch.autograd.functional.jvp gives it.
 
-    By differentiating the backward, so func needs no forward-mode AD.
+    It is computed by differentiating the backward, so func needs no forward-mode AD.
 
     Parameters
     ----------
@@ -153,7 +153,7 @@ def hvp(
 ) -> tuple[Any, ...]:
     """H v for the Hessian H of func at inputs, as torch.autograd.functional.hvp gives it.
 
-    By differentiating v -> v^T H, so that it is H v also where H is not symmetric; `vhp` is faster.
+    It is computed by differentiating v -> v^T H. So it is H v even if H is not symmetric. `vhp` is faster.
 
     Parameters
     ----------
@@ -190,7 +190,7 @@ def _product(
     numerical: bool,
     return_error: bool,
 ) -> tuple[Any, ...]:
-    """No structure saves anything here: torch's function, or its numerical twin."""
+    """Calls torch's function or its numerical counterpart, because no structure saves calls here."""
     check_product_options(create_graph, strict, numerical, return_error)
     is_tuple, given = as_tensors(inputs, "inputs", name)
     if not numerical:
