@@ -43,7 +43,7 @@ TensorOrTensors = Tensor | Sequence[Any]
 Found = TypeVar("Found")
 
 watcher: ContextVar[Callable[[Report], object] | None] = ContextVar("fastgrad_watcher", default=None)
-"""Called with the report of every gradcheck and gradgradcheck that reaches a verdict, which return only a bool."""
+"""Functions that are called with the report of every gradcheck and gradgradcheck that reaches a verdict."""
 
 estimates: ContextVar[bool] = ContextVar("fastgrad_estimates", default=False)
 """Whether checks raise an `Estimate` of their duration instead of running."""
@@ -155,9 +155,10 @@ def gradcheck(
     reference
         For inputs in float32, bfloat16 or float16: the function in double precision with which func is
         compared at the same values. Either a function of the same arguments, or "float64" for func itself. By
-        default func itself, if it runs in double precision, and otherwise differences in the lower dtype.
+        default, it is func itself if func runs in double precision; otherwise gradients are compared with differences
+        in the lower dtype.
     reference_device
-        Device on which the reference runs; by default that of func.
+        Device on which the reference runs; by default the device of func.
     precision
         "auto": gradients in a lower dtype are compared with those of the reference, and may differ by the
         measured rounding of that dtype; eps, atol and rtol apply to the check of the reference by differences.
@@ -241,7 +242,7 @@ def gradgradcheck(
     reference_device: torch.device | str | None = None,
     precision: Precision = "auto",
 ) -> bool:
-    """Checks the second derivatives of func: the gradients of its backward against central differences of it.
+    """Checks the second derivatives of func: the gradients of its backward against central differences of backward.
 
     The backward is checked as a function of the inputs and the grad_outputs, as `gradcheck` checks func.
     Parameters that are not listed here, return value and exceptions are as in `gradcheck`.
@@ -344,7 +345,7 @@ def check(
         Keyword arguments of func; tensors in them are checked like those of inputs.
     wrt
         Tensors whose derivatives are checked. "inputs": tensors in inputs and kwargs; "parameters": parameters
-        of a module that require grad, a shared one once; "both": all of these (for a function, its inputs).
+        of a module that require grad, a shared parameter once; "both": all of these (for a function, its inputs).
     eps, atol, rtol
         As in `gradcheck`: one number for all inputs, one per checked tensor, in the order of
         `Report.input_names`, or a mapping from names to numbers. A name also applies to all names below it (for

@@ -59,7 +59,8 @@ def settings_of(keywords: Mapping[str, Any], made: GradOutputs | None = None) ->
     """
     names = _NAMES[made is None]
     given = [keywords[name] for name in names]
-    # Most checks have the same keywords as the previous one. A tensor is also a number, and may have changed by then.
+    # Most checks have the same keywords as the previous one, so settings are cached. Not if a number is given as a
+    # tensor, because its value may change.
     make = _known_settings if _PLAIN.issuperset(map(type, given)) else _new_settings
     return make(made, *given)
 
@@ -153,10 +154,10 @@ def with_own(settings: Settings, own: Mapping[str, Any], names: Sequence[str]) -
 
 
 def _one_each(name: str, given: Any, names: Sequence[str]) -> list[float]:
-    """A keyword's number for each input; a mapping's keys name an input, or all below a part of its path."""
+    """A keyword's number for each input; the keys of a mapping are names of inputs, or the beginnings of names."""
     if isinstance(given, Mapping):
         found = [getattr(Tolerances, name)] * len(names)
-        # Of two that fit, the longer one is more specific.
+        # If several keys fit, the longest one is the most specific.
         for key in sorted(given, key=lambda key: len(str(key))):
             path = str(key).replace("'", '"')
             within = [i for i, known in enumerate(names) if known == path or known.startswith((path + ".", path + "["))]
