@@ -20,7 +20,7 @@ from fastgrad.model.step import Step
 from fastgrad.report.model_data import Finding, Site
 
 MOST_PARAMETERS = 64
-"""Parameters that are examined one by one."""
+"""Number of parameters that are examined one by one."""
 
 MOST_CUTS = 32
 """Number of detached paths that are tried one by one."""
@@ -238,8 +238,8 @@ class LossErrorExperiments:
         self.findings.append(Finding("detached", text, _sites(counting), counting[0].name, names, error))
 
     def _add_unexplained(self, recorder: Recorder, names: tuple[str, ...], error: float) -> None:
-        whose = f" of {_listed(list(names))}" if names else ""
-        text = f"the gradient{whose} of the loss is wrong, but no operation that was checked is"
+        whose = f" with respect to {_listed(list(names))}" if names else ""
+        text = f"the gradient of the loss{whose} is wrong, but all operations that were checked are right"
         foreign = [f"{name}{at(site)}" for name, site in recorder.foreign.items()]
         text += f"; not checked: {', '.join(foreign)}" if foreign else ""
         self.findings.append(Finding("end to end", text, (), "", names, error))

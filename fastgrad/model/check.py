@@ -32,7 +32,7 @@ from fastgrad.report.model_data import EndToEnd, Finding, Operation
 from fastgrad.report.settings import Settings
 
 DIRECTIONS = 2
-"""Random directions of all parameters, for the end-to-end test."""
+"""Number of random directions of all parameters, for the end-to-end test."""
 
 
 def check_model(
@@ -50,10 +50,10 @@ def check_model(
     """Finds the operation of a model whose gradient is wrong, or the reason between operations.
 
     One step of the model is recorded. Each distinct operation (operator, shapes, layouts and other arguments) is
-    checked by itself at its recorded inputs, in double precision if it supports it. Then the derivative of the loss
-    along random directions of all parameters is compared with differences of the loss. If it is wrong and all
-    operations are right, experiments look for the reason: saved tensors that were changed before backward, paths
-    that autograd does not record, hooks that change gradients.
+    checked by itself at its recorded inputs, in double precision if the operation supports it. Then the derivative of
+    the loss along random directions of all parameters is compared with differences of the loss. If this derivative is
+    wrong and all operations are right, experiments look for the reason: saved tensors that were changed before
+    backward, paths that autograd does not record, or hooks that change gradients.
 
     Parameters
     ----------
@@ -189,7 +189,7 @@ def _with_suspect(finding: Finding, operations: list[Operation]) -> Finding:
     worst = max((one for one in operations if one.error is not None), key=lambda one: one.error or 0.0, default=None)
     if finding.kind != "end to end" or worst is None or not (worst.error or 0.0) > SCREEN_ERROR:
         return finding
-    text = f"{finding.text}; of those within the tolerances {worst.name} has the largest error, {worst.error:.1e}"
+    text = f"{finding.text}; of the right operations, {worst.name} has the largest error, {worst.error:.1e}"
     return replace(finding, text=text, operator=worst.name, sites=worst.sites)
 
 

@@ -19,7 +19,7 @@ STEPS = {torch.float64: 1e-6, torch.float32: 2.0**-9, torch.bfloat16: 2.0**-4, t
 """Step of parameters, relative to their root mean square: where truncation and rounding of the loss balance."""
 
 SMALLER = 2.0**-6
-"""The second step, relative to the first: it meets a 64th of the kinks."""
+"""The second step, relative to the first. It crosses a 64th of the kinks."""
 
 ALLOWED = {torch.float64: 1e-4, torch.float32: 2e-2, torch.bfloat16: 0.2, torch.float16: 0.1}
 """Allowed error of a directional derivative, relative to the root of the sum of squares of its terms: kinks that a step
@@ -82,7 +82,7 @@ class LossDerivatives:
         self.gradients = self._step.gradients(loss)
 
     def direction(self, number: int) -> list[Tensor | None]:
-        """Random, of all parameters with gradients: each moves relative to its size, those with small ones further."""
+        """Random, for all parameters with gradients, relative to their sizes; larger for those with small gradients."""
         moves = [self._uniform(i, number) for i in range(len(self._step.parameters))]
         missing = self.missing()
         shares = [0.0 if g is None else _norm(_real_product(g, u)) for g, u in zip(self.gradients, moves, strict=True)]

@@ -16,7 +16,7 @@ _ROW = 1 << 16
 
 @functools.cache
 def _factors(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Random odd integers: multiplying by one, modulo 2^64, loses nothing."""
+    """Random odd integers: multiplication by an odd integer modulo 2^64 loses no information."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(-(2**62), 2**62, (2, _ROW), generator=generator, dtype=torch.int64, device="cpu") * 2 + 1
     return drawn[0].to(device), drawn[1].to(device)
@@ -26,7 +26,7 @@ def _factors(device: torch.device) -> tuple[Tensor, Tensor]:
 def fingerprint(tensor: Tensor) -> int:
     """A weighted sum of a tensor's bits modulo 2^64, which changes if any one element changes.
 
-    If several differ, it is the same with a probability of about 2^-64.
+    If several elements change, the fingerprint stays the same with a probability of about 2^-64.
     """
     if tensor.layout is not torch.strided:
         return sum(fingerprint(part) for part in _parts(tensor))
@@ -43,7 +43,7 @@ def fingerprint(tensor: Tensor) -> int:
     rows, rest = divmod(bits.numel(), _ROW)
     total = 0
     if rows:
-        # In int32 products wrap, too, and an odd factor loses nothing there either.
+        # Products in int32 also wrap around, and an odd factor loses no information there, either.
         weighted = bits[: rows * _ROW].view(rows, _ROW) * within.to(bits.dtype)
         sums = weighted.sum(1, dtype=torch.int64)
         factors = across.repeat(-(-rows // _ROW))[:rows]

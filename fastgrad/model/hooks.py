@@ -62,7 +62,7 @@ class HookWatch:
         register: Any = Tensor.register_hook
 
         def watched(tensor: Tensor, hook: Callable[..., Any]) -> Any:
-            if hasattr(hook, "is_watched"):  # a mode that sees functions of torch calls twice
+            if hasattr(hook, "is_watched"):  # a mode that intercepts torch's functions calls this function twice
                 return register(tensor, hook)
             site = self._places.site()
             own = f"a tensor of {site.module or 'the model'}"

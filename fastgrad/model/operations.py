@@ -31,7 +31,7 @@ SCREEN_ERROR = 1e-6
 differences in double precision for smooth functions, a thousandth of the allowed error of entries."""
 
 SCREEN_STEPS = (1.0, 2.0**-7)
-"""Steps, relative to eps. The smaller one meets a hundredth of the kinks, and its rounding is still only 1e-8."""
+"""Steps, relative to eps. The smaller step crosses a hundredth of the kinks, and its rounding is still only 1e-8."""
 
 
 NEXT_TO = 1e-2
@@ -39,10 +39,10 @@ NEXT_TO = 1e-2
 
 
 LARGE = 1 << 20
-"""Numbers in the inputs of a custom Function from which on it is checked in full on fewer rows."""
+"""A custom Function whose inputs hold at least this many numbers is checked in full only on some of the rows."""
 
 FEWER = 8
-"""One in this many rows is then checked in full."""
+"""Then one in this many rows is checked in full."""
 
 ON_FEWER_ROWS = "v^T J u agrees for all rows; only the first rows were checked in full"
 """The text for such an operation in the table."""
@@ -62,8 +62,8 @@ class _Screen:
 def check_operation(call: Call, settings: Settings) -> Operation:
     """Checks one operation.
 
-    An operator of torch is screened by one number, v^T J u for random u and v; a custom Function, and an operator
-    that the screen does not clear, is checked in fast mode.
+    An operator of torch is first tested by one number, v^T J u for random u and v. Custom Functions, and operators that
+    do not pass this test, are checked in fast mode.
     """
     start = time.perf_counter()
     kinds = tuple(kind_of(tensor) for tensor in call.tensors)
@@ -226,7 +226,7 @@ def _product(left: Tensor, right: Tensor) -> tuple[float, float]:
 def _replay(call: Call, double: bool) -> tuple[list[Tensor], Callable[..., Any]]:
     """Leaves with the values of the tensors that require grad, and the operation as a function of them."""
     values = [as_double(tensor.detach()) if double else tensor.detach() for tensor in call.tensors]
-    own = {id(tensor): i for i, tensor in enumerate(call.tensors)}  # one that is given twice is one leaf
+    own = {id(tensor): i for i, tensor in enumerate(call.tensors)}  # a tensor that is passed twice is one leaf
     leaves = {own[id(call.tensors[i])]: values[i].detach().clone().requires_grad_() for i in call.differentiable}
     states = RandomState() if call.random else None
 

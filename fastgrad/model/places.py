@@ -28,12 +28,12 @@ class Places:
         self._path: list[tuple[str, bool]] = []
 
     def enter(self, module: Module, args: Any) -> None:
-        """Before a module runs."""
+        """Called before a module runs."""
         is_torchs = type(module).__module__.startswith("torch.") and torch.is_grad_enabled()
         self._path.append((self._names.get(id(module), f"<{type(module).__name__}>"), is_torchs))
 
     def leave(self, module: Module, args: Any, output: Any) -> None:
-        """After a module runs."""
+        """Called after a module has run."""
         if self._path:
             self._path.pop()
 

@@ -41,7 +41,7 @@ class Call:
     tensors
         The tensors among its arguments: copies, except for parameters.
     rebuild
-        Makes the arguments anew from as many tensors; None: there are none.
+        Rebuilds the arguments from as many tensors; None: there are no tensors.
     differentiable
         Which of the tensors require grad.
     written
@@ -55,7 +55,7 @@ class Call:
     omitted
         Why it cannot be checked; empty if it can.
     others
-        Further calls, with copies of their own: those of custom Functions.
+        Further calls with their own copies of arguments; only for custom Functions.
     """
 
     name: str
@@ -109,15 +109,15 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
     Parameters
     ----------
     model
-        Names its modules.
+        The model, whose modules are named in reports.
     parameters
-        The parameters whose flow is followed.
+        The parameters that are tracked through the model.
     memory_limit
-        Bytes of copies.
+        Bytes for copies.
     keeps_calls
         Whether operations are kept.
     kept_saved
-        Numbers of saved tensors that are copied, and of which backward gets the copies.
+        Numbers of saved tensors that are copied; backward gets the copies.
     mutes_hooks
         Whether hooks are prevented from returning or writing other gradients.
     watched
@@ -145,7 +145,7 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
         self._left = memory_limit
         self._keeps_calls = keeps_calls
         self._parameters = list(parameters)
-        self._inside = 0  # of how many custom Functions
+        self._inside = 0  # number of custom Functions that are running
         self._masks: dict[int, tuple[weakref.ref[Tensor], int, tuple[Call, int] | None]] = {}
         self._aliases: dict[int, DetachedPath] = {}
         self._memory: dict[int, int] = {}  # masks, by the address of a storage
@@ -312,7 +312,7 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
             return call
         self._left -= size
         with unrecorded():
-            copies = {id(tensor): tensor.detach().clone() for tensor in fresh}  # one that is given twice is one
+            copies = {id(tensor): tensor.detach().clone() for tensor in fresh}  # each tensor once
         call.tensors = [copies.get(id(tensor), tensor) for tensor in tensors]
         if call.is_custom:
             call.random = True

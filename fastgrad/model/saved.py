@@ -22,19 +22,19 @@ class Saved:
     Attributes
     ----------
     number
-        In the order of saving.
+        Number of the tensor, in the order of saving.
     tensor, bits
         The tensor, and its fingerprint when it was saved.
     event
-        The number of operators that had run by then.
+        Number of operators that had run before it was saved.
     site
-        Where.
+        Where it was saved.
     copy
-        The tensor that backward gets in its place, if any.
+        The tensor that backward gets instead, if any.
     changed
         Whether backward found other bits.
     writer
-        What wrote to it, as far as it was seen.
+        What wrote to the tensor, as far as known.
     """
 
     number: int
@@ -53,16 +53,16 @@ class SavedWatch:
     Attributes
     ----------
     all
-        In the order of saving.
+        All saved tensors, in the order of saving.
     events
-        Operators that have run; the user of this class counts them.
+        Number of operators that have run; the user of this class counts them.
 
     Parameters
     ----------
     places
         The current position in the model.
     kept
-        Numbers of saved tensors that are copied, and of which backward gets the copies.
+        Numbers of saved tensors that are copied; backward gets the copies.
     watched
         Numbers of saved tensors that are compared around every event.
     """
@@ -82,7 +82,7 @@ class SavedWatch:
         self._writes += [(self.events, address(tensor), writer) for tensor in tensors]
 
     def pack(self, tensor: Tensor) -> Saved:
-        """When an operation saves a tensor."""
+        """Called when an operation saves a tensor."""
         with unrecorded():
             bits = fingerprint(tensor)
             copy = tensor.detach().clone() if len(self.all) in self._kept else None

@@ -27,8 +27,8 @@ _CASTS = frozenset({Tensor.float, Tensor.half, Tensor.bfloat16})
 class Step:
     """The model, called from the same state every time.
 
-    A context manager: on leaving it, parameters, buffers, gradients, hooks, modes and random states are as they were
-    on entering, whatever was raised.
+    This is a context manager: on leaving it, also after an exception, parameters, buffers, gradients, hooks, modes and
+    random states are as they were on entering.
 
     Attributes
     ----------
@@ -82,7 +82,7 @@ class Step:
         self._buffers.restore(thoroughly=True)
 
     def reset(self) -> None:
-        """State that a call of the model may change, except parameters."""
+        """Resets the state that a call of the model may change, except parameters."""
         self._random.restore()
         for module, training in self._modules:
             if module.training != training:
