@@ -11,29 +11,30 @@ from fastgrad.lowprecision.reference import Coordinates, Perturbed, Products
 from fastgrad.lowprecision.rounding import Arithmetic
 
 DRAWS = 6
-"""Runs in perturbed arithmetic, and as many again with perturbed inputs. The root mean square of so few is uncertain by
-about a third; the factors below allow for this."""
+"""Number of runs in perturbed arithmetic, and number of further runs with perturbed inputs. The root mean square of so
+few runs is uncertain by about a third; the factors below allow for this."""
 
 SECOND_DRAWS = 12
-"""Additional runs for entries beyond their allowance; inputs are perturbed relative to the largest of their tensor."""
+"""Number of additional runs if the error of an entry is too large; there, inputs are perturbed by the unit of the
+largest element of their tensor."""
 
 FACTOR = {torch.float32: 16.0, torch.float16: 4.0, torch.bfloat16: 4.0}
 """Allowed error of an entry of a VJP, in scales of rounding.
 
 A kernel adds in another order, or with other intermediate results, than the reference in perturbed arithmetic. These
-are the smallest powers of two for which right operators of torch's database are within their allowance, on one sample
-each. That of float32 is larger: another branch of a special function differs by many of its units.
+are the smallest powers of two for which all right operators of torch's database are within the allowed error, on one
+sample each. The factor of float32 is larger, because another branch of a special function may differ by many units.
 """
 
 SECOND_FACTOR = {torch.float32: 16.0, torch.float16: 3.0, torch.bfloat16: 3.0}
-"""The same in a second look, whose draws move inputs farther. Right operators need 1.8 at most, on a sample of each."""
+"""The same in a second look, whose runs perturb inputs more. Right operators need at most 1.8, on one sample each."""
 
 FORWARD = 16.0
 """The same for outputs, which only have to show that two functions are the same."""
 
 ONCE = 1.02
-"""Units of an entry up to which it counts as rounded once: rounding to nearest gives one at most; two percent allow
-for earlier rounding in a finer dtype."""
+"""Largest error of an entry, in its units, with which it counts as rounded once. Rounding to nearest gives one unit at
+most; two percent allow for earlier rounding in a finer dtype."""
 
 SHARE_ONCE = 0.9
 """Share of entries that must be rounded once for the smaller allowance to apply."""
@@ -55,9 +56,10 @@ class Spread:
     Attributes
     ----------
     products
-        The larger of two root mean squares: perturbed arithmetic without, and with perturbed inputs. Shape (count, n).
+        The larger of two root mean squares: in perturbed arithmetic with the given inputs, and with perturbed inputs.
+        Shape (count, n).
     rounded
-        In arithmetic with every result rounded. Shape (count, n).
+        The difference in arithmetic that rounds every result. Shape (count, n).
     values, rounded_values
         The same of the outputs, shape (m,).
     """

@@ -79,8 +79,8 @@ def check(
     func, inputs, settings, names
         As in `fastgrad.checks.order.check`.
     reference
-        Makes the function to compare with. If the caller named it, it must run; otherwise differences decide if it
-        does not.
+        Makes the function to compare with. A reference that the caller passed must run. Otherwise, if there is none
+        that runs, gradients are compared with differences.
     """
     arguments = as_tuple(inputs)
     why = obstacle(arguments, settings)
@@ -122,7 +122,7 @@ class LowerCheck:
         self.comparison: Comparison | None = None
 
     def report(self, make: Callable[[], Reference]) -> Report:
-        """Runs it."""
+        """Runs the check."""
         with (
             order.full_precision(self._arguments, self._settings) as notes,
             Progress(self._settings.progress) as progress,
@@ -265,8 +265,8 @@ class LowerCheck:
             failure = check_undefined_grads(problem)
         if failure is not None and failure.kind in _OF_ZEROS and self._outcome.precision.out_of_range:
             self._outcome.notes.append(
-                f"zero grad_outputs were not checked ({failure.kind}): where the derivative is not finite, "
-                "zero times it is not zero"
+                f"zero grad_outputs were not checked ({failure.kind}): if the derivative is not finite, "
+                "its product with zero is not zero"
             )
             failure = None
         return failure
@@ -322,9 +322,9 @@ def _computes_coarsely(report: Report) -> bool:
 
 
 def _moved(arguments: tuple[Any, ...], factor: float) -> tuple[Any, ...]:
-    """Arguments next to those given: each element of a checked one larger by a part of itself, or smaller.
+    """Arguments next to the given ones: each element of a checked tensor is changed by a share of itself.
 
-    Zeros are moved by the same part of the mean magnitude.
+    Zeros are changed by the same share of the mean magnitude.
     """
     made: dict[int, Tensor] = {}
     generator = torch.Generator().manual_seed(0)

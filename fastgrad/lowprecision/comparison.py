@@ -68,11 +68,11 @@ class Comparison:
     dtype
         The coarsest of inputs and outputs, in which results are rounded.
     once
-        Whether the function is held to rounding once.
+        Whether only the error of a single rounding is allowed.
     first_limit
         The allowed error before a second look.
     excused
-        Entries within their allowance only since a second look.
+        Number of entries that are within the allowed error only after a second look.
     """
 
     def __init__(self, problem: Problem, products: Products, probes: Probes) -> None:
@@ -190,7 +190,7 @@ class Comparison:
     def common_errors(self) -> list[Common]:
         """The common relative error of the gradient of each input of 16 bits, over the dense grad_outputs.
 
-        Not over the constant one: entries of a gradient that are all the same sum have the same error.
+        The constant grad_output is left out: entries of its gradient may all be the same sum, with the same error.
         """
         found = []
         for block in self.problem.inputs:

@@ -20,19 +20,20 @@ from fastgrad.problem.problem import Problem
 Numbers = NDArray[np.float64]
 
 STEPS = {torch.float32: (3, 36), torch.float16: (4, 32), torch.bfloat16: (4, 24)}
-"""Steps per halving, and how many steps, from half of a coordinate's scale on."""
+"""Number of steps per halving of the step, and number of all steps. The first step is half of a coordinate's scale."""
 
 WINDOW = 8.0
 """The largest step of a fit over its smallest."""
 
 SURE = 6.0
-"""Uncertainty in standard errors."""
+"""The uncertainty, in standard errors."""
 
 ROUNDING = 2.0
 """Units of a derivative along a direction that rounding of the gradient itself explains, for its sum and its norm."""
 
 LARGE = 0.2
-"""Relative errors from which on a fit over smaller steps must show one, too: large steps may cross a pole or a kink."""
+"""If a relative error is larger than this, a fit over smaller steps must also show an error: large steps may cross a
+pole or a kink."""
 
 STILL = 8.0
 """Least change of an output, in units, for its rounding to count as random."""
@@ -246,7 +247,8 @@ def _finding(problem: Problem, row: int, w: Tensor, gradient: Tensor, whole: Ten
 def _points(problem: Problem, w: Tensor, gradient: Tensor, whole: Tensor) -> tuple[int, Numbers] | None:
     """Steps per halving, and a table of five rows, with one column per step.
 
-    Steps; odd and even parts of the change that the gradient does not explain; random and systematic rounding.
+    The rows are: steps; odd part and even part of the change that the gradient does not explain; random rounding and
+    systematic rounding.
     """
     dtype = max((block.tensor.dtype.to_real() for block in problem.outputs), key=unit_roundoff)
     per_halving, count = STEPS.get(dtype, STEPS[torch.float32])

@@ -19,10 +19,10 @@ MOST_SINGLE_ROWS = 256
 """The same if they do not."""
 
 MOST_ENTRIES = 1 << 21
-"""Components of VJPs that are compared: some arrays of them, of 16 MiB each, are held."""
+"""Largest number of components of VJPs that are compared. Several arrays of this size, of 16 MiB each, are held."""
 
 DENSE = 5
-"""Dense grad_outputs, as `_dense` describes them."""
+"""Number of dense grad_outputs, which `_dense` describes."""
 
 LAYOUTS = Layout.NON_CONTIGUOUS, Layout.CONTIGUOUS, Layout.CONTIGUOUS, Layout.OFFSET, Layout.EXPANDED
 """Their memory layouts."""
@@ -43,11 +43,11 @@ class Probes:
     cotangents
         float64, shape (count, m); exact in the dtypes of the outputs.
     rows
-        The output coordinate of each one-hot one, -1 for the others: int64, shape (count,).
+        The output coordinate of each one-hot grad_output, -1 for all others: int64, shape (count,).
     text
-        A description of them.
+        A description of the grad_outputs.
     dense
-        How many of them are those of `_dense`.
+        Number of grad_outputs that are from `_dense`.
     """
 
     cotangents: Tensor
@@ -64,7 +64,7 @@ def one_row(problem: Problem, row: int) -> Probes:
 
 
 def probes_of(problem: Problem, fast_mode: bool, vectorizes: bool, seed: int) -> Probes:
-    """Dense grad_outputs and, unless in fast mode, all rows, or all of them in groups if there are too many."""
+    """Dense grad_outputs and, unless in fast mode, one per row, or one per group of rows if there are too many."""
     dense = _dense(problem, seed)
     m = problem.m
     if fast_mode:
@@ -108,9 +108,9 @@ def random_cotangent(problem: Problem, seed: int, number: int, halved: bool = Fa
 
 
 def _dense(problem: Problem, seed: int) -> Tensor:
-    """Two of random signs and magnitudes in [0.5, 1.5), the second `FACTOR` times; one half zero; one constant.
+    """The dense grad_outputs: two random ones, `FACTOR` times the second, one with a random half zero, one constant.
 
-    They reach backward in LAYOUTS.
+    Random ones have magnitudes in [0.5, 1.5). They are passed to backward in LAYOUTS.
     """
     first, second = (random_cotangent(problem, seed, number) for number in range(2))
     half = random_cotangent(problem, seed, DENSE, halved=True)

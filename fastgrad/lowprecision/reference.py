@@ -35,7 +35,7 @@ class Reference:
     arguments
         The arguments of the function, with floating tensors converted to double precision.
     name
-        What messages call it.
+        Its name in messages.
     """
 
     func: Callable[..., Any]
@@ -49,7 +49,7 @@ class IncomparableError(Exception):
 
 @contextmanager
 def without_autocast() -> Iterator[None]:
-    """Autocast off, on every kind of device where it is on."""
+    """A context without autocast, on every kind of device."""
     with ExitStack() as stack:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):

@@ -18,7 +18,7 @@ from fastgrad.problem.second_order import Backward
 from fastgrad.problem.signature import function_name
 
 Wanted = Callable[..., Any] | str | None
-"""A function; "float64": the checked function itself; None: that one, if it runs in double precision."""
+"""A function; "float64": the checked function; None: the checked function, if it runs in double precision."""
 
 MakeReference = Callable[[], Reference]
 
@@ -76,7 +76,7 @@ def reference_for_call(
     wanted: Wanted,
     device: str | None,
 ) -> Reference:
-    """The reference of a `Call` of these, whose tensors are `checked`."""
+    """The reference of a `Call` with these arguments, whose tensors are `checked`."""
     doubled = Doubled(device)
     function = _function(func, wanted, doubled)
     if isinstance(func, Module) and not isinstance(function, Module) and wrt != "inputs":

@@ -63,7 +63,7 @@ def coarsest(dtypes: Sequence[torch.dtype]) -> torch.dtype:
 class Arithmetic(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
     """A mode in which ATen operators on wider dtypes are about as accurate as in a lower dtype.
 
-    Forward and backward of a float64 function are perturbed alike, and so are the tensors that autograd saves.
+    Forward and backward of a float64 function, and the tensors that autograd saves, are perturbed in the same way.
     Operators on tensors that are already in the lower dtype, and those that only move values, are not perturbed.
 
     Attributes
@@ -75,7 +75,7 @@ class Arithmetic(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
     failures: set[str]
 
     def __init__(self, dtype: torch.dtype, seed: int | None, decomposes: bool = False) -> None:
-        """With a seed, results are multiplied by 1 + u or 1 - u, by random signs; without, rounded to the dtype.
+        """With a seed, results are multiplied by 1 + u or 1 - u at random; without, they are rounded to the dtype.
 
         decomposes: opaque operators (GELU, layer norm) are computed by the elementary operators that torch's
         decompositions name, each perturbed.
@@ -148,7 +148,7 @@ class Arithmetic(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def perturbed(self, value: Tensor, scale: Tensor | None = None) -> Tensor:
-        """A tensor with every element off by one unit, of itself or of a scale, or rounded; complex ones by parts."""
+        """Perturbs every element by one unit, of itself or of scale, or rounds it; complex elements part by part."""
         if value.is_complex():
             parts = torch.view_as_real(value.resolve_conj().resolve_neg())
             made = self._perturbed_parts(parts, (value.abs() if scale is None else scale).unsqueeze(-1))
@@ -196,7 +196,7 @@ def _computes(args: tuple[Any, ...]) -> bool:
 
 @functools.lru_cache(8)
 def _pool(unit: float, device: torch.device) -> Tensor:
-    """Random factors, of which slices at random offsets are used: drawing new ones takes several times as long."""
+    """Random factors. Slices at random offsets are used, because drawing new factors takes several times as long."""
     signs = torch.empty(POOL, dtype=torch.float64, device=device)
     generator = torch.Generator(device).manual_seed(POOL)
     return signs.bernoulli_(0.5, generator=generator).mul_(2 * unit).add_(1 - unit)

@@ -27,7 +27,7 @@ MOST_OF_SUMS = 4.0
 in a lower dtype rounds more often than an operator of the reference."""
 
 MOST_LOCATED = 4
-"""Components that are traced to a row, the worst first."""
+"""Number of components that are traced to a row, the worst first."""
 
 MOST_HIDDEN = 0.9
 """Largest share of the significant entries that rounding may hide; with more, the check is undecided."""
@@ -115,8 +115,8 @@ def judge_by_differences(problem: Problem, seed: int, outcome: Outcome) -> None:
     relative = sorted((one.allowed + abs(one.error)) / one.size for one in found if one.size)
     if suspects:
         undecided = (
-            "a derivative along a direction differs from differences, but no single entry does: a kink or a pole may "
-            "be within the steps, which are large in this dtype"
+            "a derivative along a direction does not agree with differences, but no single wrong entry was found: a "
+            "kink or a pole may be within the steps, which are large in this dtype"
         )
         outcome.note(undecided=undecided, remedy="pass a reference=, or other inputs")
     elif not relative or relative[len(relative) // 2] >= 1:
@@ -141,7 +141,7 @@ def _judge_not_finite(problem: Problem, found: differences.NotFinite, products: 
     block = block_with(problem.inputs, found.coordinate)
     outcome.note(
         undecided=f"the gradient of input {block.position} at {list(block.index_at(found.coordinate))} is not finite, "
-        "and differences in this dtype do not show whether the derivative is",
+        "and differences in this dtype do not show whether the derivative is finite",
         remedy="pass a reference= in double precision, or smaller inputs",
     )
 
@@ -178,8 +178,8 @@ def _overflows(comparison: Comparison, outcome: Outcome) -> bool:
         entry = comparison.entry(*_first(explained))
         outcome.note(
             worst=entry,
-            undecided=f"{int(explained.sum())} entries of the gradients are not finite, and neither are those of the "
-            "reference with every result rounded to the dtype: an intermediate result leaves its range",
+            undecided=f"{int(explained.sum())} entries of the gradients are not finite. They are also not finite in "
+            "the reference if every result is rounded to the dtype: an intermediate result leaves the dtype's range",
             remedy="make the inputs smaller, or compute that result in a wider dtype",
         )
         return True
@@ -240,7 +240,7 @@ def _judge_entries(comparison: Comparison, outcome: Outcome) -> None:
         outcome.note(
             undecided="the gradient of a sum over outputs differs by more than rounding of the reference explains, "
             "but no single row does",
-            remedy="check whether the kernel accumulates in the lower dtype; if so, pass a reference= that does too",
+            remedy="check whether the kernel accumulates in the lower dtype; if so, pass a reference= that also does",
         )
         return
     outcome.failure = _failure("beyond rounding", entry, "the error is only in the gradient of a sum over outputs")
@@ -282,10 +282,10 @@ def causes_of(found: Tensor, expected: Tensor) -> tuple[Cause, ...]:
     rest = float((found - factor * expected).square().sum() / found.square().sum()) ** 0.5
     if not factor or not rest <= SAME_FACTOR * min(1.0, abs(1 - factor) * 4):
         return ()
-    measure = f"up to {rest:.1g} of its size, in {found.numel()} entries"
+    measure = f"relative residual {rest:.1g}, in {found.numel()} entries"
     if abs(factor + 1) < SAME_FACTOR:
-        return (Cause("sign", "it has the wrong sign", measure, 0.9),)
-    return (Cause("constant factor", f"it is {factor:.3g} times the right gradient", measure, 0.9),)
+        return (Cause("sign", "the gradient has the wrong sign", measure, 0.9),)
+    return (Cause("constant factor", f"the gradient is {factor:.3g} times the right one", measure, 0.9),)
 
 
 def _judge_common_errors(comparison: Comparison, outcome: Outcome) -> None:
