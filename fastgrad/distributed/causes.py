@@ -22,7 +22,7 @@ from fastgrad.report.failure import Failure
 from fastgrad.report.report import Report
 
 PER_RANK = 8
-"""Coordinates per rank at which gradients are compared with differences: two evaluations each."""
+"""Number of coordinates per rank at which gradients are compared with differences, by two evaluations each."""
 
 UNEXPLAINED = 1e-3
 """Largest relative residual of an explanation of the gradients: the rtol of gradcheck."""
@@ -80,7 +80,7 @@ class _Sampled:
     numerical
         By differences.
     own
-        The part of it that is due to the rank's own results.
+        The part of the numerical derivative that is due to the rank's own results.
     """
 
     found: Tensor
@@ -134,7 +134,7 @@ def _of_some_ranks(sampled: Sequence[_Sampled], space: Space) -> list[Cause]:
             return [_cause("wrong shard", f"gradients belong to other parts of the tensor: {pairs}")]
     if not isinstance(space.gradient, Partial) and 0 < len(wrong) < len(sampled):
         ranks = ", ".join(map(str, wrong))
-        return [_cause("one rank", f"it is wrong on rank {ranks} only: the others have the right gradient")]
+        return [_cause("one rank", f"the gradient is wrong on rank {ranks} only: the other ranks have the right one")]
     return []
 
 

@@ -79,8 +79,8 @@ def check(
     outputs
         Placement of each result.
     gradients
-        Placement of the gradient of each input. By default as in DTensor: that of the input, but Replicate() for
-        Partial(). The gradient of a replicated parameter that is not reduced yet is Partial().
+        Placement of the gradient of each input. By default as in DTensor: the placement of the input, but Replicate()
+        if the input is Partial(). The gradient of a replicated parameter that is not reduced yet is Partial().
     output_gradients
         Placement of the grad_output of each result. For a Replicate() result, Partial() means that the ranks'
         grad_outputs add up, because each rank computes its own loss.
@@ -94,7 +94,7 @@ def check(
     Returns
     -------
     Report
-        The same on all ranks. Notes name the rank that holds the worst entry.
+        The same report on all ranks. Notes name the rank that holds the worst entry.
 
     Raises
     ------

@@ -28,13 +28,13 @@ class Order:
     Attributes
     ----------
     graph
-        The number of the graph that it makes, if `record`.
+        The number of the graph that the rank makes, if `record`.
     parent
         The graph to run backward through; None: call func.
     inputs
-        Its parts of the inputs, in the order of the graph's.
+        The rank's parts of the inputs, in the order of the graph's inputs.
     cotangents
-        Its parts of grad_outputs, None if undefined.
+        The rank's parts of grad_outputs; None if undefined.
     forget
         Graphs that are no longer needed.
     """
@@ -170,7 +170,7 @@ class Graph:
     depth
         0: of func; 1: of its backward, and so on.
     inputs, outputs
-        Their placements.
+        The placements of the inputs and outputs.
     input_like, output_like
         For each input and output, tensors with the shapes and dtypes of its parts.
     """
