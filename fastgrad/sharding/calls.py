@@ -24,10 +24,11 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 """Types whose repr is the same in each process and identifies the value."""
 
 _DIGITS = 12
-"""Hexadecimal digits of a digest: of a million values, two share one with a probability of some 1e-3."""
+"""Number of hexadecimal digits of a digest. Among a million values, two have the same with a probability of about 1e-3.
+"""
 
 _LONGEST = 80
-"""Characters of a value that messages show instead of its digest."""
+"""Largest number of characters of a value that messages show instead of its digest."""
 
 
 def described(func: Callable[..., Any], values: Mapping[str, Any], settings: Settings) -> dict[str, str]:
@@ -40,7 +41,7 @@ def described(func: Callable[..., Any], values: Mapping[str, Any], settings: Set
 
 
 def refuse_differences(calls: Sequence[Mapping[str, str]]) -> None:
-    """Raises a RankError where a rank's call is not that of rank 0."""
+    """Raises a RankError if a rank's call differs from the call of rank 0."""
     first = calls[0]
     for rank, other in enumerate(calls):
         for part in dict.fromkeys([*first, *other]):
@@ -135,12 +136,12 @@ def _globals_of(function: FunctionType) -> list[Any]:
 def _contents(cell: Any) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # it has none yet
+    except ValueError:  # the cell is still empty
         return None
 
 
 def _bytes_of(tensor: Tensor) -> Any:
-    """The values of a tensor, as bytes; of one that cannot be saved, none."""
+    """The values of a tensor, as bytes; empty if the tensor cannot be saved."""
     value = tensor.detach()
     if type(tensor) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_quantized:
         value = value.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)

@@ -52,4 +52,4 @@ def in_parts(
                 return run(Partition(workers, file))
         finally:
             if workers is not None:
-                random.restore()  # func drew random numbers where it was called; all ranks must draw alike
+                random.restore()  # func drew random numbers only on some ranks; all must continue alike

@@ -41,8 +41,8 @@ class Part:
 class Checkpoint:
     """The SQLite file of one check; a context manager that removes the file unless an exception ends it.
 
-    Results of this process are not looked up again: a second request for the same columns or rows, which may test
-    whether they are the same, is computed.
+    Results of this process are not looked up again. If the same columns or rows are requested a second time, they are
+    computed, because the request may test whether they are the same.
     """
 
     def __init__(self, path: Path, call: Mapping[str, str]) -> None:
@@ -107,7 +107,7 @@ class Checkpoint:
             self._path.unlink(missing_ok=True)
 
     def take(self, work: str, first: int, last: int) -> list[Part]:
-        """Parts of items first, ..., last - 1 that an earlier run has stored, none of which overlap; each only once."""
+        """Parts of items first, ..., last - 1 that an earlier run stored, without overlaps; each is given only once."""
         known, found, end = self._known.get(work, []), [], first
         within = (part for part in known if first <= part.first and part.last <= last)
         for part in sorted(within, key=lambda part: (part.first, part.id)):

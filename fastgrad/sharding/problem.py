@@ -29,7 +29,7 @@ WORTH_SHARING = 0.02
 """Work that takes longer than this on one rank (plus the time to send it) is shared; about ten messages."""
 
 WORTH_KEEPING = 1.0
-"""Work that takes longer than this is saved in a checkpoint; a killed process loses as much anyway."""
+"""Work that takes longer than this is saved in a checkpoint. A killed process may lose this much work in any case."""
 
 _BYTES_A_SECOND = 50e6
 """Bytes per second through the store, to it and from it: a quarter of the rate measured on one machine, so that it
@@ -99,7 +99,8 @@ class Partition:
 class PartitionedProblem(Problem):
     """A problem whose columns and rows are computed in parts: by the ranks of a group, with a checkpoint, or both.
 
-    The problem of rank 0 shares its work, and that of another rank does parts. Calls count as if one rank made them.
+    The problem of rank 0 shares its work, and the problems of other ranks compute parts of it. Calls are counted as if
+    one rank made them.
     """
 
     def __init__(self, partition: Partition, *arguments: Any, **keywords: Any) -> None:
@@ -165,7 +166,7 @@ class PartitionedProblem(Problem):
         repeated: int,
         scale: float,
     ) -> tuple[Tensor, Tensor, native.GradientsMatch]:
-        """As `Problem.analytical_rows`; those that are run twice are run here."""
+        """As `Problem.analytical_rows`; rows that are run twice are run in this process."""
         before, head = self.vjps, max(1, repeated)
         if self._divides(count - head):
             rows = torch.empty(count, sum(block.size for block in inputs), dtype=torch.float64, device=self.device)
@@ -188,7 +189,7 @@ class PartitionedProblem(Problem):
         repeated: int,
         scale: float,
     ) -> native.GradientsMatch:
-        """As `Problem.vjp_groups`; those that are run twice are run here."""
+        """As `Problem.vjp_groups`; groups that are run twice are run in this process."""
         before, head = self.vjps, max(1, repeated)
         if self._divides(count - head):
             sent = _sent(groups, columns)
@@ -301,7 +302,7 @@ class PartitionedProblem(Problem):
     ) -> list[tuple[int, int]]:
         """Loads saved items if the first item is unchanged; returns the missing ranges.
 
-        Sums over all items test the others, as for columns and rows from elsewhere.
+        The other items are tested by sums over all items, like columns and rows from other ranks.
         """
         checkpoint, (first, last) = self._checkpoint, items
         assert checkpoint is not None

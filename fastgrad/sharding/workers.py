@@ -27,16 +27,18 @@ _START_SECONDS = 15.0
 """Half of the allowed time difference between the calls of the ranks."""
 
 _BEAT_SECONDS = 1.0
-"""Seconds between heartbeats of a rank, and between two checks of those of others."""
+"""Seconds between heartbeats of a rank, and between two looks at the heartbeats of other ranks."""
 
 _LOST_SECONDS = 8.0
-"""Seconds without a sign of life after which a rank counts as lost; or this many calls of func:"""
+"""A rank counts as lost if it gives no sign of life for this many seconds, and for the time of this many calls of func:
+"""
 
 _LOST_CALLS = 20
 
 _HUNG_SECONDS = 18.0
-"""Seconds after which an unfinished call of func or of a backward stops giving signs of life; or this many usual calls
-of func. With the seconds above, and those between two polls, that is less than 30."""
+"""A rank stops giving signs of life if a call of func or of a backward takes more than this many seconds, and more than
+the time of `_HUNG_CALLS` usual calls of func. With the seconds above, and those between two polls, this is less than
+30 seconds."""
 
 _HUNG_CALLS = 20
 
@@ -98,9 +100,9 @@ class Workers(Ranks):
     Attributes
     ----------
     rank, count
-        The own number, and how many there are.
+        The number of this rank, and the number of ranks.
     problem
-        The own problem, once there is one.
+        The problem of this rank; None until it is made.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -162,9 +164,10 @@ class Workers(Ranks):
         seconds
             Time of one item.
         run
-            Does a part here. A part that raises elsewhere is run here, too, in its order, and raises as on one rank.
+            Computes a part in this process. A part that raises on another rank is also run here, in its order, and
+            raises as in a check on one rank.
         take
-            Receives a part that another rank has done.
+            Receives a part that another rank has computed.
 
         Returns
         -------
