@@ -18,7 +18,8 @@ from fastgrad.report.variants import VariantVerdict
 Family = Literal["state", "points", "layouts", "derivatives", "compiled"]
 
 SPREADS = 0.05, -0.05
-"""Largest relative distance of values next to the given ones: larger, or smaller if func is not finite there."""
+"""Largest relative distance of values next to the given ones. They are larger, or smaller if func is not finite there.
+"""
 
 
 class NotApplicableError(Exception):
@@ -34,7 +35,7 @@ class Subject:
     called, arguments, keywords
         The caller's function and its arguments.
     given, parameters
-        The tensors in arguments and keywords, nested or not, and those of a module.
+        The tensors in arguments and keywords, nested or not, and the parameters of a module.
     rebuilds
         Replace the given tensors by others, in arguments and in keywords.
     seed
@@ -56,11 +57,11 @@ class Subject:
 
     @property
     def func(self) -> Callable[..., Any]:
-        """The caller's function as one of the inputs."""
+        """The caller's function, as a function of the inputs."""
         return self.flat(self.called)
 
     def flat(self, called: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that is called as the caller's, as one of the inputs."""
+        """Another function with the caller's arguments, as a function of the inputs."""
         count = len(self.given)
 
         def func(*tensors: Any) -> Any:
@@ -81,7 +82,7 @@ class Subject:
         return [i for i, value in enumerate(self.inputs) if value.requires_grad]
 
     def with_checked(self, change: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
-        """Inputs in which the checked ones are leaves with other values, or laid out in another way."""
+        """Inputs in which the checked ones are leaves with other values or another layout."""
         return tuple(change(x.detach()).requires_grad_() if x.requires_grad else x for x in self.inputs)
 
     def tensors(self) -> list[Tensor]:
@@ -136,8 +137,8 @@ def _is_finite(func: Callable[..., Any], inputs: list[Any]) -> bool:
 class Case:
     """The arguments of `fastgrad.check` for a variant.
 
-    may_raise: a phrase of the exception that backward may end in, as it should. smooth: a function and inputs that have
-    a derivative where this has one; None: func and inputs.
+    may_raise: a phrase of an exception that backward may rightly raise. smooth: a function and inputs that have a
+    derivative if func has one at the original point; None: func and inputs.
     """
 
     func: Callable[..., Any]

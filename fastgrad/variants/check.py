@@ -177,7 +177,7 @@ def _outcome(variant: Variant, subject: Subject, keywords: dict[str, Any]) -> Ou
 
 
 def _named(func: Callable[..., Any], subject: Subject) -> Callable[..., Any]:
-    """A function with the name and, if they are the inputs, the parameters of the caller's function."""
+    """A function with the name of the caller's function, and with its parameters if these are the inputs."""
 
     def named(*arguments: Any) -> Any:
         return func(*arguments)
@@ -211,9 +211,9 @@ def _at_a_made_up_point(case: Case, verdict: VariantVerdict, line: str) -> tuple
     try:
         found = examined(func, inputs)
     except Exception as error:
-        return "undecided", f"it fails here, but next to this point func raises {_first_line(error)}"
+        return "undecided", f"the check fails here, but next to this point func raises {_first_line(error)}"
     if found is None:
-        return "undecided", "it fails here, but the Jacobian is too large to test whether the derivative exists"
+        return "undecided", "the check fails here, but the Jacobian is too large to test whether the derivative exists"
     if found.wrong or not found.without:
         return verdict, line
     return "no derivative", f"{found.without} entries have different one-sided derivatives, or infinite ones"

@@ -20,7 +20,7 @@ DIRECTIONS = 3
 """Number of random directions along which derivatives must add up."""
 
 STEP, FINER = 1e-5, 2.0**-4
-"""A step, relative to max(|x|, 1), and the second one relative to it."""
+"""The first step, relative to max(|x|, 1), and the second step, relative to the first."""
 
 RELATIVE, ABSOLUTE = 1e-2, 1e-3
 """Largest distance between one-sided differences, or differences of two steps, if a function is smooth; and the largest
@@ -38,8 +38,8 @@ class Examined:
 def examined(func: Callable[..., Any], inputs: tuple[Any, ...]) -> Examined | None:
     """Examines every entry from both sides; None if there are too many. A complex number is two real ones.
 
-    An output has a derivative if it has one along each coordinate, and these add up along other directions: the median
-    of equal numbers moves with none of them alone, but with all together.
+    An output has a derivative if it has one along each coordinate, and if these add up along other directions. For
+    example, the median of equal numbers does not change if one of them changes, but it changes if all do.
     """
     with Problem(func, inputs, warn_of_precision=False) as problem:
         n, m = problem.n, problem.m

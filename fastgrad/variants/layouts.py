@@ -26,7 +26,7 @@ def _layout(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _through(view: Callable[[Tensor], Tensor], base: Callable[[Tensor], Tensor]) -> Callable[[Subject], Case]:
-    """Inputs made inside func, because no leaf can have this layout: view is differentiable, inverse to base."""
+    """Inputs made inside func, because no leaf can have this layout; view: differentiable, and the inverse of base."""
 
     def make(subject: Subject) -> Case:
         bases = subject.with_checked(base)
@@ -81,7 +81,7 @@ def _expanded(subject: Subject) -> Case:
     def first_row(x: Tensor) -> Tensor:
         return x[:1] if x.ndim and x.shape[0] else x
 
-    # The derivative of func may not exist where that along the expanded rows does.
+    # The derivative along the expanded rows may exist although func has no derivative at this point.
     whole = subject.with_checked(lambda x: first_row(x).expand_as(x).clone())
     return Case(func, subject.with_checked(lambda x: first_row(x).clone()), smooth=(subject.func, whole))
 

@@ -1,4 +1,4 @@
-"""Variants of the point, at which random numbers do not show wrong gradients."""
+"""Variants of the point: points with wrong gradients that random numbers do not show."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def _saved_tensors_copied(subject: Subject) -> Case:
 
 
 def _checkpointed(subject: Subject) -> Case:
-    from torch.utils.checkpoint import checkpoint  # imports the compiler's configuration: a second
+    from torch.utils.checkpoint import checkpoint  # this import takes a second
 
     return Case(lambda *arguments: checkpoint(subject.func, *arguments, use_reentrant=False), subject.inputs)
 
