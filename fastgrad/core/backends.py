@@ -17,13 +17,13 @@ from fastgrad.core.torch_private import unfrozen_backends
 def exact_libraries(deterministic: bool, doubles: bool) -> Iterator[list[str]]:
     """A context without TF32 and reduced-precision sums and, if requested, with deterministic convolutions.
 
-    The caller's settings, which are the process's, are restored afterwards. Differences of functions that round to ten
-    bits would be noise, and cuDNN's own choice of algorithms adds in another order every time.
+    The caller's settings, which are the process's, are restored afterwards. The differences of a function that rounds
+    to ten bits would be only noise, and the algorithms that cuDNN chooses may add in a different order every time.
 
     Parameters
     ----------
     doubles
-        All inputs are of double precision: then there is no note about lower precision.
+        Whether all inputs have double precision. Then there is no note about lower precision.
 
     Yields
     ------

@@ -35,7 +35,8 @@ def _innermost_file(error: BaseException) -> str:
 def raise_unless_of_func(error: Exception) -> None:
     """Raises an exception again if it is not an error of func or backward: lack of memory, or a bug of fastgrad.
 
-    It counts as one of func, or of backward, unless the innermost frame is one of fastgrad that calls neither.
+    An exception counts as an error of func or backward, unless its innermost frame is code of fastgrad that calls
+    neither.
     """
     if isinstance(error, OUT_OF_MEMORY):
         raise error
@@ -45,7 +46,7 @@ def raise_unless_of_func(error: Exception) -> None:
 
 
 def raise_if_transient(error: Exception, run: Callable[[], object]) -> None:
-    """Raises an exception again unless it is one of func, and the same calls raise again: func does not take them."""
+    """Raises an exception again, unless it is an error of func and the same calls raise again: func refuses them."""
     raise_unless_of_func(error)
     try:
         run()
@@ -58,7 +59,7 @@ def raise_if_transient(error: Exception, run: Callable[[], object]) -> None:
 def as_raised(error: BaseException) -> BaseException:
     """The exception of func or backward that Python replaced by a RuntimeError: StopIteration in a generator.
 
-    Only of fastgrad's own generators; anything else is returned as it is.
+    This concerns only fastgrad's own generators. Any other exception is returned unchanged.
     """
     ours = _innermost_file(error).startswith(PACKAGE)
     stopped = ours and isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration)
@@ -68,8 +69,9 @@ def as_raised(error: BaseException) -> BaseException:
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warns about the line that called into fastgrad, however many frames of fastgrad lie between."""
     frame, level = sys._getframe(1), 2
-    # Counted at run time: gradcheck may have been called by gradgradcheck, or by another module here. By files: if
-    # torch's functions forward to fastgrad, code of fastgrad runs with their globals.
+    # The level is counted at run time, because gradcheck may have been called by gradgradcheck, or by another module of
+    # fastgrad. Frames are recognized by their files: if torch's functions forward to fastgrad, code of fastgrad runs
+    # with the globals of torch.
     while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)

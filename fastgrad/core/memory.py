@@ -82,7 +82,7 @@ def _left_by_groups(proc: Path, cgroups: Path) -> Iterator[int]:
         else:
             continue
         group = root / path.lstrip("/")
-        # In a container the path may be the host's, and only the root exists: missing files impose no limit.
+        # In a container, the path may be that of the host, and only the root exists. Missing files impose no limit.
         for directory in (group, *group.parents):
             limit, used = (_first_number(directory / name) for name in names)
             if limit is not None and used is not None:
@@ -99,7 +99,7 @@ def _address_space() -> int | None:
 
 
 def _first_number(path: Path) -> int | None:
-    """The number that a file begins with, if it is there and does ("max" is no limit)."""
+    """The number at the beginning of a file; None if there is no file or no number ("max" means no limit)."""
     try:
         return int(path.read_text().split()[0])
     except (OSError, ValueError, IndexError):

@@ -14,8 +14,8 @@ from fastgrad.core.torch_private import profiler_is_enabled
 
 TIMED_COLUMNS = 32
 TIMED_SECONDS = 1e-3
-"""Input coordinates, and seconds of the first evaluation, from which phases are timed. In the quickest checks, timing
-would take two percent."""
+"""Phases are timed if there are at least this many input coordinates, or if the first evaluation takes at least this
+many seconds. In the quickest checks, timing would take two percent of the time."""
 
 
 def clock(device: torch.device) -> float:
@@ -26,9 +26,10 @@ def clock(device: torch.device) -> float:
 
 
 def undisturbed(seconds: float, since: float, device: torch.device) -> float:
-    """Of the last seconds, those in which no other process had the processor.
+    """The part of the last `seconds` in which no other process had the processor.
 
-    since: the `process_time` when they began. Waiting counts on a CUDA device only, which works meanwhile.
+    since: the `process_time` at the beginning of these seconds. Waiting counts only on a CUDA device, because the
+    device works while the process waits.
     """
     return seconds if device.type == "cuda" else min(seconds, process_time() - since)
 
@@ -39,7 +40,7 @@ class Stopwatch:
     Attributes
     ----------
     seconds
-        By the names of phases: the dict that it was created with, to which it adds.
+        Seconds by the name of the phase. It is the dict that was passed at creation, to which seconds are added.
     inside
         Seconds of the phases that ended within the present one.
     """
@@ -88,7 +89,7 @@ def phase(name: str) -> Callable[[Callable[Parameters, Result]], Callable[Parame
             watch = running.watch
             if watch is None:
                 return run(*arguments, **keywords)
-            # Written out, not called: small checks have a dozen phases of some microseconds.
+            # Written out instead of called, because small checks have a dozen phases of a few microseconds.
             outside, watch.inside = watch.inside, 0.0
             start = perf_counter()
             try:

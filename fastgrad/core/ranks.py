@@ -101,7 +101,7 @@ class Ranks:
         self._group = group
         self._free = _free_connections.setdefault(group, [])
         self._connections: list[Any] = []
-        # Two connections: a thread that waits on one holds it.
+        # Two connections, because a thread that waits on one blocks it for others.
         self._store, self._alive = self.connection(), self.connection()
         self._is_stale = self._was_stale = False
         self._sent: Counter[int] = Counter()
@@ -200,7 +200,7 @@ class Ranks:
         self._sent[rank] += 1
 
     def _write(self, key: str, data: bytes) -> None:
-        """Puts a message into the store: its first entry says how many follow, and is there last."""
+        """Puts a message into the store. Its first entry says how many follow, and is written last."""
         others = range(MOST_BYTES, len(data), MOST_BYTES)
         for i, begin in enumerate(others):
             self._store.set(f"{key}, {i}", data[begin : begin + MOST_BYTES])
@@ -217,7 +217,7 @@ class Ranks:
 
     @without_the_store_a_rank_error
     def _pop(self, rank: int) -> Any:
-        if self._is_stale:  # an answer that comes late may be taken for another
+        if self._is_stale:  # a late answer may be taken for another one
             self._store, self._is_stale = self.connection(), False
         key = self._key_from(rank)
         try:

@@ -34,7 +34,7 @@ def element_number(index: Sequence[int], shape: Sequence[int]) -> int:
 
 
 def element_index(number: Number, shape: Sequence[int]) -> tuple[Number, ...]:
-    """The index of the element with a number, or of each in a tensor of numbers: what `element_number` undoes.
+    """The index of an element from its number, or of each element from a tensor of numbers; inverts `element_number`.
 
     For tensors, torch.unravel_index imports the compiler, which takes a second.
     """

@@ -33,8 +33,8 @@ MKLDNN: torch.layout = torch._mkldnn  # type: ignore[attr-defined]
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that intercepts the operators called below autograd on its thread.
 
-    Its first call does not import the compiler, as that of torch's own class does to hide `__torch_dispatch__` from it,
-    which takes two seconds: subclasses decorate theirs with `hidden_from_dynamo`.
+    The first call of torch's own class imports the compiler, to hide `__torch_dispatch__` from it. This takes two
+    seconds. This class does not import it: subclasses decorate their `__torch_dispatch__` with `hidden_from_dynamo`.
     """
 
     @classmethod
@@ -58,10 +58,10 @@ def is_dispatched_to_python(tensor: Tensor) -> bool:
 
 
 def renew_weight_lists(module: torch.nn.Module) -> None:
-    """Makes the lists of weights anew that a recurrent module keeps besides its parameters.
+    """Renews the lists of weights that a recurrent module keeps in addition to its parameters.
 
-    It compares parameters with weak references of the last call, so it does not see that the same tensor is put in a
-    parameter's place a second time.
+    The module compares its parameters with weak references from the last call. So it does not notice if a tensor is put
+    in a parameter's place a second time.
     """
     if isinstance(module, torch.nn.RNNBase):
         module._init_flat_weights()
@@ -141,12 +141,12 @@ def tensors_in(value: Any) -> list[Tensor]:
 def forget_capture(device: int, pool: tuple[int, int]) -> None:
     """Ends an invalid capture in torch's CUDA allocator and releases its pool, if torch did not.
 
-    Left capturing, as torch 2.11 leaves it, the allocator frees no memory and settles no events.
+    torch 2.11 leaves the allocator in capture mode. Then the allocator frees no memory and settles no events.
     """
     try:
         torch._C._cuda_endAllocateToPool(device, pool)
     except RuntimeError:
-        return  # It had ended or never begun. The pool may be released, too, and must not be twice.
+        return  # the capture has ended or never begun; the pool may be released already, and must not be twice
     torch._C._cuda_releasePool(device, pool)
 
 
@@ -168,7 +168,7 @@ def children_of(value: Any) -> tuple[list[tuple[str, Any]], Callable[[list[Any]]
 
     try:
         found, spec = _pytree.tree_flatten_with_path(value, is_child)
-    except ValueError:  # registered without names for what it holds
+    except ValueError:  # the container was registered without names of its children
         leaves, spec = _pytree.tree_flatten(value, is_child)
         children = [(f"[{i}]", leaf) for i, leaf in enumerate(leaves)]
     else:
@@ -261,7 +261,7 @@ def no_modes() -> Iterator[None]:
 
 
 def compiled(func: Callable[..., Any], backend: str, dynamic: bool) -> Callable[..., Any]:
-    """Compiles func by torch.compile with a sufficient recompilation limit; never silently uncompiled."""
+    """Compiles func by torch.compile with a sufficient recompilation limit; raises instead of running uncompiled."""
     config = importlib.import_module("torch._dynamo.config")
     graph = torch.compile(func, backend=backend, dynamic=dynamic)
 
@@ -327,7 +327,7 @@ def modes_are_active() -> bool:
 
 @contextlib.contextmanager
 def dual_level() -> Iterator[None]:
-    """A level of forward-mode AD, also where func has left it itself."""
+    """A context with a level of forward-mode AD, which func may also leave itself."""
     outer = forward_ad._current_level
     level = torch._C._enter_dual_level()
     forward_ad._current_level = level

@@ -23,7 +23,7 @@ _TURN = threading.RLock()
 
 
 def _storage_bytes(tensor: Tensor) -> int | None:
-    """None: it has no storage of its own."""
+    """Bytes of the tensor's storage; None if it has no storage of its own."""
     if tensor.layout != torch.strided:
         return None
     try:
@@ -218,7 +218,7 @@ class Evaluator:
         arguments = list(self._arguments)
         for block in self._blocks:
             if block.stand_in is not None:
-                mkldnn = block.argument.layout == MKLDNN  # no operator writes single elements of it: it is made anew
+                mkldnn = block.argument.layout == MKLDNN  # its elements cannot be written, so a new one is made
                 stand_in = block.values.to_mkldnn().requires_grad_() if mkldnn else block.stand_in
                 arguments = [stand_in if value is block.argument else value for value in arguments]
         return self._call(record_graph and self.records_differences, tuple(arguments))
@@ -481,7 +481,7 @@ def _are_same(left: Tensor, right: Tensor) -> bool:
 
 
 def reused(last: Tensor | None, new: Tensor) -> Tensor:
-    """The last tensor that func or a backward got, if it looks as it was made; otherwise a new one."""
+    """The last tensor that func or a backward got, if it has the properties of the new one; otherwise the new one."""
     same = last is not None and not last.requires_grad and (last.shape, last.dtype) == (new.shape, new.dtype)
     found = last if last is not None and same and last.stride() == new.stride() else new
     count_as_written(found)
@@ -489,7 +489,7 @@ def reused(last: Tensor | None, new: Tensor) -> Tensor:
 
 
 def count_as_written(tensor: Tensor) -> None:
-    """As after an operation in place: `unseen` operators do not count as such."""
+    """Increases the version counter as an operation in place would, because `unseen` operators do not."""
     if not tensor.is_inference():
         increment_version(tensor)
 

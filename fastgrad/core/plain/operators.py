@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 
 def unseen(func: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Func without a graph, version bumps and `__torch_function__`."""
+    """func without graph recording, version counting and `__torch_function__`."""
 
     @functools.wraps(func)
     def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
@@ -35,12 +35,12 @@ def real_coordinates(tensor: Tensor) -> Tensor:
 
 
 def coordinate_count(tensor: Tensor) -> int:
-    """How many real coordinates a tensor has."""
+    """The number of real coordinates of a tensor."""
     return tensor.numel() * (2 if tensor.is_complex() else 1)
 
 
 def with_coordinates(coordinates: Tensor, like: Tensor) -> Tensor:
-    """A tensor of the shape and domain of `like`, of real coordinates in its dtype."""
+    """A tensor with the shape and domain of `like`, from real coordinates in its dtype."""
     if not like.is_complex():
         return coordinates.reshape(like.shape)
     parts = coordinates.reshape(-1, 2)

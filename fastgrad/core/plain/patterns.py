@@ -18,14 +18,14 @@ def _in_order(colors: list[int]) -> Tensor:
 
 
 def _orders(rows: list[list[int]]) -> list[list[int]]:
-    """The natural order, and that of falling number of targets where it is another."""
+    """The natural order and, if it is different, the order of decreasing number of targets."""
     natural = list(range(len(rows)))
     largest_first = sorted(natural, key=lambda vertex: -len(rows[vertex]))
     return [natural] if natural == largest_first else [natural, largest_first]
 
 
 def _first_fit(rows: list[list[int]], order: list[int], targets: int) -> list[int]:
-    taken = [0] * targets  # of each target its colors, as bits
+    taken = [0] * targets  # the colors at each target, as bits
     colors = [0] * len(rows)
     for vertex in order:
         seen = 0

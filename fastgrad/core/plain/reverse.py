@@ -119,7 +119,7 @@ class Graph:
 
 
 class KeptTensor:
-    """None is kept here: `SavedState` does it."""
+    """Keeps no tensor; in plain Python, `SavedState` keeps all of them itself."""
 
     @staticmethod
     def keep(_: object) -> None:
@@ -127,7 +127,7 @@ class KeptTensor:
 
 
 class SmallProblem:
-    """None is set up in one call here: Problem does it."""
+    """Sets up no problem in one call; in plain Python, `Problem` sets up all of them."""
 
     @staticmethod
     def trace(*_: object) -> None:
@@ -169,7 +169,7 @@ class UnrecordedBackward:
                 return self._kept[0].vjp(grad_outputs)
             versions = [value._version for value in grad_outputs]
             gradients = self._forward(given, grad_outputs, checked)[0].vjp(grad_outputs)
-            # A backward that has written into them cannot run on them again.
+            # If a backward has written into its grad_outputs, it cannot run on them again.
             has_written = versions != [value._version for value in grad_outputs]
             again = gradients if has_written else self._kept[0].vjp(grad_outputs)
             self._reuses = not has_written and all(
@@ -214,7 +214,7 @@ def _flatten_gradients(
     scale: float = 1.0,
 ) -> None:
     """Writes the concatenated gradients, divided by a power of two, into row k of the target."""
-    check_in_place(inputs)  # a backward can reach them, too
+    check_in_place(inputs)  # a backward can also change inputs
     end = 0
     for i, (gradient, block) in enumerate(zip(gradients, inputs, strict=True)):
         segment = target[k, end : (end := end + block.size)]
