@@ -1,4 +1,4 @@
-"""Entry of the pytest plugin, options and fixtures: neither fastgrad nor torch is imported until one is asked for."""
+"""Entry of the pytest plugin, options and fixtures; it imports fastgrad and torch only when they are needed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Begins, where --fastgrad is given."""
+    """Starts the plugin if --fastgrad is given."""
     directory = config.option.fastgrad_report
     if config.option.fastgrad is None:
         if directory is not None:

@@ -212,7 +212,8 @@ def ask_both(name: str, positional: tuple[Any, ...], keywords: dict[str, Any]) -
     return Check(name, check.ours, check.report, torchs)
 
 
-# What torch's functions do while they are diverted. Their globals are torch's: hence the imports, and all parameters.
+# The bodies of torch's functions while they forward to fastgrad. They run with torch's globals, so they import what
+# they need. They pass on all parameters.
 @hidden_from_dynamo
 def _gradcheck(func: Callable[..., Any], inputs: Any, *arguments: Any, **keywords: Any) -> bool:
     __tracebackhide__ = True

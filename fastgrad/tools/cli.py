@@ -286,7 +286,7 @@ def _keywords(options: argparse.Namespace, order: int) -> dict[str, Any]:
         reverse: options.mode != "forward",
         forward: options.mode != "reverse",
         "check_batched_grad": options.batched,
-        # Refused of second order without reverse mode.
+        # gradgradcheck without reverse mode refuses it.
         "check_undefined_grad": not options.no_undefined_grad and not (order == 2 and options.mode == "forward"),
         "wrt": options.wrt,
         "group": options.group,

@@ -124,7 +124,7 @@ def _module(where: str) -> Any:
     path = Path(where)
     if is_file and not path.is_file():
         raise SpecError(f"there is no file {where}")
-    # As `python file.py` and `python -m module` would: their neighbors can be imported.
+    # As with `python file.py` and `python -m module`, modules in the same directory can be imported.
     directory = str((path.parent if is_file else Path()).resolve())
     if directory not in sys.path:
         sys.path.insert(0, directory)
