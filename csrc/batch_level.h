@@ -8,8 +8,8 @@
 
 namespace fastgrad {
 
-// A level of vectorization, for the time that it lives. Warnings of operators that run here, and not through Python,
-// are dropped: that one has no batching rule, and takes one row at a time, does not concern the user.
+// A level of vectorization, during the lifetime of the object. Warnings of operators that run in C++ are dropped: the
+// user need not know that an operator has no batching rule and therefore takes one row at a time.
 class BatchLevel {
  public:
   BatchLevel() : guard_(&silence_), level(at::impl::VmapMode::increment_nesting()) {}

@@ -1,5 +1,5 @@
-// Distance-2 coloring of one side of a bipartite pattern, star coloring of a symmetric one, the transpose of one,
-// and sorting by color.
+// Distance-2 coloring of one side of a bipartite pattern, star coloring of a symmetric pattern, the transpose of a
+// pattern, and sorting by color.
 #include "coloring.h"
 
 #include "ops/common.h"
@@ -53,7 +53,7 @@ std::vector<int64_t> counts_of(const int64_t* keys, int64_t length, int64_t size
   return count;
 }
 
-// Where each key begins in sorted order, and at the end their number: int64, shape (size + 1,).
+// Where each key begins in sorted order and, at the end, the number of keys: int64, shape (size + 1,).
 at::Tensor starts_of(const int64_t* keys, int64_t length, int64_t size) {
   const std::vector<int64_t> counts = counts_of(keys, length, size);
   at::Tensor starts = at::zeros({size + 1}, at::kLong);
@@ -61,7 +61,7 @@ at::Tensor starts_of(const int64_t* keys, int64_t length, int64_t size) {
   return starts;
 }
 
-// The vertices by falling number of targets (stable).
+// The vertices in the order of decreasing number of targets (stable).
 std::vector<int64_t> largest_first(const Pattern& pattern) {
   int64_t largest = 0;
   for (int64_t vertex = 0; vertex < pattern.vertices; ++vertex) {
@@ -82,9 +82,8 @@ std::vector<int64_t> largest_first(const Pattern& pattern) {
   return order;
 }
 
-// First fit in the given order; returns the number of colors. Instead of each vertex looking for its
-// color, 64 colors at a time look for their vertices: of each target it is enough to know which of
-// the 64 it has, and a vertex that fits none of them is mostly found at its first target.
+// First fit in the given order; returns the number of colors. 64 colors are assigned at a time: then it is enough to
+// know, for each target, which of these 64 it has. If a vertex fits none of them, its first target mostly shows this.
 int64_t first_fit(const Pattern& pattern, std::vector<int64_t> waiting, int64_t* colors) {
   constexpr uint64_t full = std::numeric_limits<uint64_t>::max();
   std::vector<uint64_t> taken(pattern.targets);

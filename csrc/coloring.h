@@ -15,9 +15,9 @@ namespace fastgrad {
 
 // Colors of the vertices, int64 of shape (vertices,), such that no two vertices of one color share a
 // target; colors 0, 1, ..., count - 1 are all used, and a vertex without targets has color 0.
-// First fit: each vertex in turn gets the lowest color that fits, in natural order; if that needs
-// more colors than some target has vertices, which is a lower bound, also in order of falling
-// number of targets (stable), and the better one counts.
+// First fit: each vertex in turn, in natural order, gets the lowest color that fits. The largest number of vertices at
+// one target is a lower bound of the number of colors. If more colors are needed, the order of decreasing number of
+// targets (stable) is also tried, and the result with fewer colors is returned.
 // Time: about nonzeros * count / 64 at worst, near the nonzeros where blocks overlap little.
 at::Tensor color(const at::Tensor& starts, const at::Tensor& members, int64_t targets);
 
@@ -33,11 +33,11 @@ at::Tensor color(const at::Tensor& starts, const at::Tensor& members, int64_t ta
 // the stars; here each vertex remembers how many neighbors of each color it has.
 at::Tensor star_color(const at::Tensor& starts, const at::Tensor& members, int64_t most);
 
-// (starts, members) of the transposed pattern, in which targets have vertices, rising.
+// (starts, members) of the transposed pattern, in which targets have vertices, ascending.
 std::tuple<at::Tensor, at::Tensor> transpose(const at::Tensor& starts, const at::Tensor& members, int64_t targets);
 
-// (order, starts) of a stable counting sort of keys, int64 of one dimension, in [0, count): key c stands
-// at the places order[starts[c]:starts[c + 1]].
+// (order, starts) of a stable counting sort of keys, int64 of one dimension, in [0, count): key c is at the positions
+// order[starts[c]:starts[c + 1]].
 std::tuple<at::Tensor, at::Tensor> bucket(const at::Tensor& keys, int64_t count);
 
 }  // namespace fastgrad

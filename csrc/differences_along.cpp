@@ -36,8 +36,8 @@ struct TwoPoints {
 };
 
 // derivative = (plus - minus) / (2 step); noise becomes at least the distance of the one-sided derivatives from it, if
-// this is more than curvature and rounding explain. At an extremum a smooth function is curved though its derivative
-// vanishes, so the output's own derivative counts together with the root mean square. A NaN stays one.
+// this is more than curvature and rounding explain. At an extremum, a smooth function is curved although its derivative
+// is zero. So the root mean square of all derivatives counts in addition to the output's own. A NaN stays NaN.
 void two_points(const TwoPoints& at) {
   const int64_t count = at.derivative.numel();
   const double half = 1 / (2 * at.step);
@@ -75,9 +75,9 @@ void two_points(const TwoPoints& at) {
   at.noise.copy_(at::maximum(at.noise, bend));
 }
 
-// Errors of one-sided derivatives of step h' along the other directions of a screening, estimated from the first one:
-// those by curvature grow with h', and those by rounding with 1 / h'. 2-norms at h' = the step of the first direction,
-// squared.
+// Errors of one-sided derivatives with step h' along the other directions of a screening, estimated from the first
+// direction. Errors by curvature are proportional to h', and errors by rounding to 1 / h'. The fields are squares of
+// 2-norms, for h' equal to the step of the first direction.
 struct OneSidedError {
   double curvature = 0.0, rounding = 0.0;
 
@@ -111,9 +111,10 @@ double step_above_rounding(double step, const at::Tensor& base, double ulp, doub
   return step * multiple;
 }
 
-// As two_points, on the CPU; noise also covers the distance of `half`, at x + step u / 2, from the parabola through the
-// other three, as a derivative: by curvature of higher order, a kink, a jump, or rounding. half becomes the error of a
-// one-sided derivative of this step by curvature, and rounding_inside its error by rounding, as far as that shows.
+// As two_points, on the CPU. noise also covers the distance of `half`, the values at x + step u / 2, from the parabola
+// through the other three points, converted to a derivative. The reason may be curvature of higher order, a kink, a
+// jump or rounding. half becomes the error by curvature of a one-sided derivative with this step, and rounding_inside
+// its error by rounding, as far as it shows.
 void three_points(
     const TwoPoints& at, const at::Tensor& half, const at::Tensor& rounding_inside, OneSidedError& error) {
   const int64_t count = at.derivative.numel();
@@ -192,8 +193,9 @@ std::variant<Derivatives, Changed> Evaluator::differences_along(
   const auto options = base.options();
   const auto vector = [&](int64_t size) { return at::empty({size}, options); };
   Derivatives into;
-  // Not one block: if vectors are large, blocks of several sizes leave holes in the heap. And before lasting blocks:
-  // freed memory above those returns to the system, and the next allocation maps new pages one by one.
+  // The vectors are not one block: if they are large, blocks of several sizes leave holes in the heap. They are
+  // allocated before blocks that live longer: freed memory above such blocks returns to the system, and the next
+  // allocation maps new pages one by one.
   const at::Tensor displacement = vector(size_);
   std::vector<at::Tensor> memory;
   for (int64_t k = 0; k < most; ++k) {

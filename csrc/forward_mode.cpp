@@ -201,7 +201,7 @@ class Turn {
   }
 };
 
-// As torch.autograd.forward_ad.dual_level, which an interrupt can leave between its steps.
+// As torch.autograd.forward_ad.dual_level, which an interrupt can leave in an intermediate state.
 class DualLevel {
  public:
   DualLevel()
@@ -217,7 +217,7 @@ class DualLevel {
     try {
       torch::autograd::forward_ad::exit_dual_level(level_);
     } catch (const c10::Error&) {
-      // func has left it itself; a destructor cannot say so.
+      // func has left the level itself; a destructor cannot report this.
     }
   }
 

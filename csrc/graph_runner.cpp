@@ -28,7 +28,7 @@ namespace {
 using torch::autograd::Edge;
 using torch::autograd::Node;
 
-// In larger graphs the engine's own share is small.
+// In larger graphs, the engine takes only a small share of the time.
 constexpr size_t most_nodes = 64;
 
 // As is_plain_dense, but lazily conjugated or negated tensors are allowed.

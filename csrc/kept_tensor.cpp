@@ -48,14 +48,14 @@ void KeptTensor::restore() {
       at::native::resize_bytes_cpu(
           alias_.storage().unsafeGetStorageImpl(), alias_.storage_offset() * alias_.element_size() + bytes_);
     }
-    // Only func may write to unchecked tensors: they may be mapped read-only.
+    // Tensors are written only if their values have changed, because unchecked ones may be mapped read-only.
     if (std::memcmp(alias_.const_data_ptr(), bits_.get(), bytes_) != 0) {
       std::memcpy(alias_.mutable_data_ptr(), bits_.get(), bytes_);
       changed = true;
     }
   }
   if ((requires_grad_ || changed) && tensor_._version() != version_) {
-    torch::autograd::impl::bump_version(tensor_);  // graphs that func made may hold the values that it left
+    torch::autograd::impl::bump_version(tensor_);  // graphs of func may refer to the values that it wrote
   }
   if (tensor_.requires_grad() != requires_grad_ && tensor_.is_leaf()) {
     tensor_.requires_grad_(requires_grad_);

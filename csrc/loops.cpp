@@ -98,8 +98,8 @@ class MovedCoordinate {
   double eps_;
 };
 
-// columns[j, offset : offset + size], which holds an output at x + h, becomes its central difference, from that
-// output at x - h, h the step of one coordinate of an input.
+// columns[j, offset : offset + size] holds an output at x + h, where h is the step of one coordinate of an input. It
+// becomes the central difference of this output, with its values at x - h.
 void difference_from(
     const at::Tensor& columns, int64_t j, int64_t offset, int64_t size, const at::Tensor& minus,
     const InputBlock& block, int64_t coordinate, double eps) {
@@ -132,7 +132,7 @@ bool has_its_storage(const at::Tensor& values) {
   return !values.has_storage() || bytes_reached(values) <= static_cast<int64_t>(values.storage().nbytes());
 }
 
-// Whether an input still lies where it lay: perturbing block.values perturbs it.
+// Whether an input is still in the same memory, so that perturbing block.values perturbs the input.
 bool is_in_place(const InputBlock& block) {
   if (!has_its_storage(block.values) || (block.own_values.defined() && !has_its_storage(block.own_values))) {
     return false;
@@ -144,7 +144,7 @@ bool is_in_place(const InputBlock& block) {
           now.storage_offset() == then.storage_offset() && now.storage().is_alias_of(then.storage()));
 }
 
-// Copies a snapshot back, into memory made anew where it was freed.
+// Copies a snapshot back; if the memory was freed, into new memory.
 void copy_back(const at::Tensor& values, const at::Tensor& origin) {
   if (is_small_and_plain(values)) {
     std::copy_n(origin.const_data_ptr<double>(), values.numel(), values.mutable_data_ptr<double>());
@@ -350,7 +350,7 @@ py::tuple Evaluator::perturbed_arguments() const {
   py::tuple arguments = arguments_;
   for (const InputBlock& block : blocks_) {
     if (block.stand_in.defined()) {
-      // No operator writes one element of an MKLDNN tensor: it is made anew.
+      // No operator writes one element of an MKLDNN tensor, so a new tensor is made.
       const bool mkldnn = block.argument.layout() == at::kMkldnn;
       const at::Tensor stand_in = mkldnn ? block.values.to_mkldnn().requires_grad_() : block.stand_in;
       arguments = replaced(block, std::move(arguments), py::cast(stand_in));
@@ -376,7 +376,7 @@ bool Evaluator::inputs_changed() const {
   check_in_place(blocks_);
   const BelowAutograd guard;
   const auto changed = [](const InputBlock& block) {
-    // As real coordinates: at::equal knows no complex32.
+    // Compared as real coordinates, because at::equal does not support complex32.
     const auto differ = [](const at::Tensor& values, const at::Tensor& origin) {
       if (is_small_and_plain(values)) {
         const double* const first = values.const_data_ptr<double>();
@@ -392,13 +392,13 @@ bool Evaluator::inputs_changed() const {
 
 namespace {
 
-// (x moved up) - (x moved down), as rounding to the input's dtype leaves it: what the difference between both
-// is over. move(moved, x, first, sign) writes coordinates `first` and on; an infinite one, which does not
-// move, has the width that nominal(first, count) says, so that a function constant in it has the derivative zero.
+// (x moved up) - (x moved down), after rounding to the input's dtype: the divisor of a difference.
+// move(moved, x, first, sign) writes the coordinates from `first` on. An infinite coordinate does not move. Its width
+// is nominal(first, count), so that a function that is constant in this coordinate has the derivative zero.
 template <typename Move, typename Nominal>
 void measure_widths(const InputBlock& block, const at::Tensor& widths, const Move& move, const Nominal& nominal) {
   const at::Tensor all = real_coordinates(block.origin);
-  // Temporaries stay in the cache; of a device calls cost more than memory.
+  // On the CPU, pieces keep temporaries in the cache. On a device, calls cost more than memory, so there is one piece.
   const int64_t piece = all.is_cpu() ? 1 << 15 : std::max<int64_t>(1, all.numel());
   for (int64_t first = 0; first < all.numel(); first += piece) {
     const int64_t count = std::min(piece, all.numel() - first);
@@ -412,8 +412,8 @@ void measure_widths(const InputBlock& block, const at::Tensor& widths, const Mov
   }
 }
 
-// The same for an input in this process's memory, by the kernels themselves; false where it is not. step(x, i) is
-// that of coordinate i.
+// The same by the kernels themselves, for an input in this process's memory; otherwise returns false. step(x, i): the
+// step of coordinate i.
 template <typename Step>
 bool widths_on_cpu(const InputBlock& block, const at::Tensor& widths, const Step& step) {
   if (!block.origin.is_cpu() || !widths.is_cpu() || is_wrapper_subclass(block.origin)) {

@@ -35,14 +35,14 @@ struct InputBlock {
   int64_t first;         // its first coordinate
   double relative_step;  // for steps at magnitudes where eps moves nothing
 
-  // Where func gets a stand-in: the caller's own values, for a func that changes them, and at x.
+  // If func gets a stand-in: the memory of the caller's own tensor, because func may change it, and its values at x.
   at::Tensor own_values, own_origin;
 };
 
 // Refuses inputs whose memory somebody freed or replaced, so that perturbing `values` would not perturb them.
 void check_in_place(const std::vector<InputBlock>& inputs);
 
-// Refuses tensors whose storage func freed or shrunk: torch would read what is not there.
+// Refuses tensors whose storage func freed or shrunk, because torch would read beyond its end.
 void check_memory(const std::vector<at::Tensor>& inputs);
 
 // One differentiable output: where func returns it and what it must look like when perturbed.
@@ -61,11 +61,11 @@ int64_t total(const std::vector<OutputSpec>& outputs);
 PyObject* output_at(PyObject* result, int64_t position);
 bool looks_like(PyObject* object, const at::Tensor& like);
 
-// Columns of a sparse Jacobian that share no row, or rows that share no column, group by group: one
-// difference, or one VJP, serves a group. All int64, contiguous, on the CPU, but `entries` and
-// `positions`, which live with the values.
+// Columns of a sparse Jacobian that share no row, or rows that share no column, group by group: each group takes one
+// difference, or one VJP. All are int64, contiguous and on the CPU, except `entries` and `positions`, which are on the
+// device of the values.
 struct Groups {
-  // Refuses tensors of other types and places, and starts that are not one each for both.
+  // Refuses tensors of other dtypes and devices, and starts that are not one per group.
   Groups(at::Tensor coordinates, at::Tensor starts, at::Tensor entries, at::Tensor entry_starts, at::Tensor positions);
 
   at::Tensor coordinates;   // group by group, ascending within: of the inputs, or of one output
@@ -79,7 +79,7 @@ struct Groups {
   // Groups first, ..., last - 1 alone, or as many of them as there are.
   Groups part(int64_t first, int64_t last) const;
 
-  // Where the coordinates of group g begin and end, and its entries. What is there is left to who reads it.
+  // Where the coordinates of group g begin and end, and its entries. The caller must check the coordinates themselves.
   std::pair<int64_t, int64_t> coordinates_of(int64_t g) const;
   at::Tensor entries_of(int64_t g) const;
 };
@@ -102,12 +102,12 @@ struct Derivatives {
   double curvature = 0.0, step = 0.0;
 };
 
-// At an evaluation that does not look as its OutputSpec says: which evaluation, which output, what func returned.
+// If an output differs from its OutputSpec: the number of the evaluation, the number of the output, what func returned.
 using Changed = std::tuple<int64_t, int64_t, pybind11::object>;
 
 // Calls func with the caller's own arguments, unperturbed or perturbed in place. After every call,
-// exceptions and interrupts included, the inputs hold the bits of their origins again, except after
-// evaluate(), whose graph may need what func made of them: there the next call restores first.
+// exceptions and interrupts included, the inputs hold the bits of their origins again, except after evaluate(): its
+// graph may need values that func wrote, so the next call restores the inputs first.
 class Evaluator {
  public:
   Evaluator(pybind11::object func, pybind11::tuple arguments, std::vector<InputBlock> blocks);
@@ -119,56 +119,56 @@ class Evaluator {
   // The real coordinates of all inputs at x, end to end: float64, where the first input is; not to be written to.
   at::Tensor coordinates() const;
 
-  // What differences really step, end to end over all inputs, into widths (float64, shape (coordinates of all
-  // inputs,)): of single coordinates at each block's eps, and of x + scale * displacement.
+  // Writes the real widths of differences, for all inputs, into widths (float64, shape (coordinates of all inputs,)):
+  // of single coordinates at each block's eps, and of x + scale * displacement.
   void coordinate_widths(const at::Tensor& widths, const std::vector<double>& eps) const;
   void realized_widths(const at::Tensor& widths, const at::Tensor& displacement, double scale) const;
 
   // func at x; gradients are recorded where record_graph and the caller's grad mode say so.
   pybind11::object evaluate(bool record_graph);
 
-  // Both for a direction u in R^n of a seed and stream, by realize_: displacement (float64, shape (coordinates
-  // of all inputs,)) becomes h u, realized (likewise) what rounding leaves of u. The inputs' relative steps count
-  // times `relative`.
+  // By realize_, for a direction u in R^n of a seed and stream: displacement (float64, shape (coordinates of all
+  // inputs,)) becomes h u, and realized (of the same shape) becomes u after rounding. The inputs' relative steps are
+  // multiplied by `relative`.
   void realize(
       const at::Tensor& displacement, const at::Tensor& realized, int64_t seed, int64_t stream, double eps,
       double relative) const;
 
   // func at x + scale * displacement (float64, shape (coordinates of all inputs,); fastgrad::displace_) for
   // several scales: each of `values` (float64, shape (m,)) becomes the outputs end to end. Returns as
-  // difference_columns does, the place among the scales instead of a coordinate.
+  // difference_columns does, with the number of the scale instead of a coordinate.
   std::optional<std::tuple<int64_t, int64_t, pybind11::object>> values_along(
       const at::Tensor& displacement, const std::vector<double>& scales, const std::vector<at::Tensor>& values,
       const std::vector<OutputSpec>& outputs, bool record_graph);
 
   // The derivatives along random directions. base: the outputs at x, float64, shape (coordinates of all outputs,).
-  // curve: what the one-sided derivatives of a smooth function may be off the central one, relative to it. fixed: true
-  // for coordinates that do not move, shape (coordinates of all inputs,). ulps: the relative spacing of each output's
-  // dtype.
+  // curve: the largest distance of a smooth function's one-sided derivatives from the central one, relative to the
+  // central one. fixed: true for coordinates that do not move, shape (coordinates of all inputs,). ulps: the relative
+  // spacing of each output's dtype.
   std::variant<Derivatives, Changed> differences_along(
       const RandomDirections& along, const at::Tensor& base, double curve, const std::optional<at::Tensor>& fixed,
       const std::vector<OutputSpec>& outputs, const std::vector<double>& ulps);
 
-  // The same from the fewest evaluations, for a check that passes: three along the first direction, x + h u, x - h u
-  // and x + h u / 2, which measure noise and curvature; along each other one, x + h' u, where these say that a
-  // one-sided derivative with the best h' is precise enough, and x + h u and x - h u where it is not. budget: what the
-  // 2-norm of the noise of one-sided derivatives may be; h is a multiple of the step where rounding would exceed it.
-  // `base` and the results are on the CPU, whatever the device of inputs and outputs, which are all on one.
-  // along.points is not looked at.
+  // The same from the fewest evaluations, for a check that passes. Along the first direction, there are three
+  // evaluations, at x + h u, x - h u and x + h u / 2, which measure noise and curvature. Along each other direction,
+  // there is one evaluation at x + h' u if noise and curvature show that a one-sided derivative with the best h' is
+  // precise enough; otherwise there are two, at x + h u and x - h u. budget: the largest 2-norm of the noise of
+  // one-sided derivatives; h is a multiple of the step if rounding would exceed the budget. All inputs and outputs are
+  // on one device; `base` and the results are on the CPU. along.points is not used.
   std::variant<Derivatives, Changed> screening_derivatives(
       const RandomDirections& along, const at::Tensor& base, double curve, double budget,
       const std::vector<OutputSpec>& outputs, const std::vector<double>& ulps);
 
   // Numerical columns first, first + 1, ...: row j of `columns` (float64, shape (count, m), m the
   // coordinates of all outputs end to end) becomes the central difference at coordinate first + j,
-  // two evaluations each. Returns nothing, or (coordinate, output, what func returned for it
-  // instead) at the first evaluation that does not look as its OutputSpec says.
+  // two evaluations each. Returns nothing or, at the first evaluation with an output that differs from its OutputSpec,
+  // (coordinate, output, what func returned instead).
   std::optional<std::tuple<int64_t, int64_t, pybind11::object>> difference_columns(
       int64_t first, const at::Tensor& columns, const std::vector<OutputSpec>& outputs, double eps, bool record_graph);
 
   // Numerical entries of a sparse Jacobian (float64, shape (entries,)), not yet divided by the steps:
-  // entry e becomes y+ - y- at its row, all columns of its group perturbed together. Two evaluations a
-  // group. Returns as difference_columns does, the first coordinate of the group for the coordinate.
+  // entry e becomes y+ - y- at its row, with all columns of its group perturbed together. Two evaluations per group.
+  // Returns as difference_columns does, with the first coordinate of the group as the coordinate.
   std::optional<std::tuple<int64_t, int64_t, pybind11::object>> difference_groups(
       const Groups& groups, const at::Tensor& values, int64_t m, const std::vector<OutputSpec>& outputs, double eps,
       bool record_graph);
@@ -189,15 +189,15 @@ class Evaluator {
   // J u for several directions u by forward-mode AD: row k of `products` (float64, shape (count, m)) becomes the
   // tangent of the outputs where that of the inputs is row k of directions (float64, shape (count, coordinates of all
   // inputs)). undefined: for each row the input that gets no tangent, or -1; empty: all get one. Called at a level of
-  // forward-mode AD; the inputs are strided. Returns as tangent_columns does, the row for the coordinate.
+  // forward-mode AD; the inputs are strided. Returns as tangent_columns does, with the row as the coordinate.
   std::tuple<std::optional<Changed>, bool> jvps(
       const at::Tensor& directions, const std::vector<int64_t>& undefined, const at::Tensor& products,
       const std::vector<OutputSpec>& outputs);
 
-  // Tangents of the outputs where one input has this tangent and the others have none: zeros where there is none. And
-  // those for several tangents of it, in the first dimension of `tangents_of_input`, as one vectorized run; outputs
-  // have it, too. At a level of forward-mode AD. A result that does not look as expected is returned as by
-  // difference_columns.
+  // Tangents of the outputs if one input has this tangent and the other inputs have none; zeros if an output has none.
+  // And the tangents for several tangents of this input, in one vectorized run: they are in the first dimension of
+  // `tangents_of_input` and of the results. Both are called at a level of forward-mode AD. An unexpected result of func
+  // is returned as by difference_columns.
   std::variant<std::vector<at::Tensor>, Changed> tangents(
       int64_t input, const at::Tensor& tangent, const std::vector<OutputSpec>& outputs);
   std::variant<std::vector<at::Tensor>, Changed> batched_tangents(
@@ -209,17 +209,17 @@ class Evaluator {
   // Calls of func so far.
   int64_t evaluations() const { return evaluations_; }
 
-  // Whether func changes its inputs: then all of them are restored around every evaluation. Seen by
-  // itself from version counters; to be told where func writes past them.
+  // Whether func changes its inputs: then all of them are restored around every evaluation. The evaluator sees this
+  // from version counters; it must be told if func writes without increasing them.
   bool mutates_inputs() const { return mutates_inputs_; }
   void set_mutates_inputs(bool mutates) { mutates_inputs_ = mutates; }
 
-  // The first input whose tangent was another one after a call of `jvps` than before; -1: none. A func that changes its
-  // inputs changes their tangents, too, and is not asked.
+  // The first input whose tangent was changed by a call of `jvps`; -1: none. This is not tested if func changes its
+  // inputs, because it then also changes their tangents.
   int64_t modified_tangent() const { return modified_tangent_; }
 
-  // Whether func at perturbed inputs records gradients where it is asked to: not, where its values are the same
-  // without.
+  // Whether func records gradients at perturbed inputs if it is asked to. It does not if its values are known to be the
+  // same without.
   bool records_differences() const { return records_differences_; }
   void set_records_differences(bool records) { records_differences_ = records; }
 
@@ -240,15 +240,15 @@ class Evaluator {
       const at::Tensor& displacement, const std::vector<double>& scales, const std::vector<at::Tensor>& values,
       const std::vector<OutputSpec>& outputs);
 
-  // Moves all inputs to x + scale * displacement; by input, its part of a displacement, where its values are.
+  // Moves all inputs to x + scale * displacement. parts: for each input, its part of the displacement, on its device.
   void displace(const std::vector<at::Tensor>& parts, double scale);
   std::vector<at::Tensor> parts_of(const at::Tensor& displacement) const;
 
   // A copy of coordinates for each block, where its values are.
   std::vector<at::Tensor> with_blocks(const at::Tensor& coordinates) const;
 
-  // Moves the coordinates of group g by sign times their steps; sign 0 puts them back. copies: of those of
-  // all groups, with_blocks.
+  // Moves the coordinates of group g by sign times their steps; sign 0 puts them back. copies: the coordinates of all
+  // groups, from with_blocks.
   void perturb_together(
       const Groups& groups, int64_t g, const std::vector<at::Tensor>& copies, int64_t sign, double eps);
 
@@ -258,13 +258,13 @@ class Evaluator {
     at::Tensor tangent, values;
   };
 
-  // func's arguments with tangents: tangent_of(b, primal) is that of input number b; undefined: it gets none. Those are
-  // added to `given`, unless it is null.
+  // func's arguments with tangents: tangent_of(b, primal) gives the tangent of input number b, undefined for none. The
+  // tangents are added to `given`, unless it is null.
   pybind11::tuple dual_arguments(
       const std::function<at::Tensor(size_t, const at::Tensor&)>& tangent_of,
       std::vector<GivenTangent>* given = nullptr) const;
 
-  // The arguments with another tensor in each place of an input.
+  // The arguments with another tensor in each position of an input.
   pybind11::tuple replaced(const InputBlock& block, pybind11::tuple arguments, const pybind11::object& by) const;
 
   // What func gets while inputs are perturbed.
@@ -290,9 +290,9 @@ std::vector<double> largest_residuals(
     const at::Tensor& cotangents, const at::Tensor& derivatives, const at::Tensor& gradients,
     const at::Tensor& directions);
 
-// What body() returns, called at a level of forward-mode AD. torch has one level for all threads: they take turns, and
-// a thread that waits for its turn has released the GIL. The level ends with the call, however that ends: no signal is
-// looked at between entering and leaving it but by body itself.
+// What body() returns, called at a level of forward-mode AD. torch has one level for all threads, so threads take
+// turns; a thread that waits for its turn has released the GIL. The level ends with the call, also after an exception:
+// between entering and leaving it, only body itself handles signals.
 pybind11::object at_dual_level(const pybind11::object& body);
 
 // The vector-Jacobian product: gradients of sum_o <cotangents[o], outputs[o]> with respect to the
@@ -308,14 +308,14 @@ void check_vjp_memory(
     const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
     const std::vector<at::Tensor>& cotangents);
 
-// Each output behind a node whose backward hands on an undefined gradient, whatever it is given.
+// Each output, followed by a node whose backward passes on an undefined gradient, no matter which one it gets.
 std::vector<at::Tensor> with_undefined_grads(const std::vector<at::Tensor>& outputs);
 
 // vjp with zeros for cotangents.
 std::vector<at::Tensor> vjp_of_zeros(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs);
 
-// Whether a gradient is zero, of its input's sizes, dtype and device, and so small and plain that it takes no
-// operator to see it; otherwise operators must tell.
+// Whether a gradient is zero, has its input's sizes, dtype and device, and is so small and plain that this can be seen
+// without an operator. If false, operators must decide.
 bool is_plain_zero(const at::Tensor& gradient, const at::Tensor& input);
 
 // The largest entry of some gradients at an element that their sparse input does not specify.
@@ -325,22 +325,22 @@ struct UnspecifiedEntry {
   c10::complex<double> value;
 };
 
-// What the gradients behind some rows looked like.
+// Properties of the gradients that some rows come from.
 struct GradientsMatch {
   bool dtypes = true;                               // all had the dtype of their inputs
-  bool sizes = true;                                // all had the size of their inputs; one that had not leaves zeros
+  bool sizes = true;                                // all had the size of their inputs; others leave zeros
   bool repeats = true;                              // a second run, where there was one, gave equal values
-  double movement = 0.0;                            // of groups: by how much one that did not was another, at most
+  double movement = 0.0;                            // of groups: the largest difference of a second run
   std::map<int64_t, UnspecifiedEntry> unspecified;  // by input, where there is any
 };
 
 // Whether a node is a custom Function, of Python or C++.
 bool is_custom(const torch::autograd::Node& node);
 
-// How a grad_output lies in memory: contiguous; with the dimensions reversed and gaps of NaN; contiguous, behind the
-// beginning of its storage and a NaN, by one element where a custom node gets it (addresses are not those that
-// vectorized loads need then), and else by two; and, of a row that is constant over each output, a single value
-// expanded with stride 0, as sum() sends it.
+// How a grad_output is laid out in memory. contiguous. gapped: with reversed dimensions and gaps of NaN. offset:
+// contiguous, but after a NaN at the beginning of its storage, at an offset of one element if a custom node gets it (so
+// that addresses are not aligned for vectorized loads), otherwise of two. expanded, for a row that is constant over
+// each output: a single value with stride 0, as from sum().
 enum class Layout : int64_t { contiguous, gapped, offset, expanded };
 
 // V J in coordinates: row k of the result (float64, shape (count, coordinates of all inputs end to end)) = the
@@ -401,7 +401,7 @@ std::tuple<int64_t, int64_t> count_nodes(const std::vector<at::Tensor>& outputs,
 // backward on the CPU.
 std::vector<int64_t> backward_streams(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs);
 
-// What all VJPs of a small problem gave.
+// The results of all VJPs of a small problem.
 struct WholeBackward {
   struct Rows {
     at::Tensor rows, repeated;  // as vjp_rows writes them; of vectorized rows none is repeated
@@ -422,21 +422,22 @@ struct WholeBackward {
   WholeBackward to(at::Device device) const;
 };
 
-// Runs them: of zeros, undefined, one-hot as in vjp_rows, and `cotangents` (float64, shape (count, coordinates of
-// all outputs)) in `layouts`; none of these, no products. What the rows add up to may
-// differ by atol, and by rtol of the largest sum. Of an output of `fewest_vectorized` elements or more (0: of none)
-// the rows are one vectorized VJP, if the backward can be vectorized: pass 0 for `repeated` then.
+// Runs all these VJPs: of zeros, of undefined grad_outputs, of one-hot ones as in vjp_rows, and of `cotangents`
+// (float64, shape (count, coordinates of all outputs)) in `layouts`; without cotangents, there are no products. The
+// sums of the rows may differ from the products by atol, and by rtol of the largest sum. If an output has
+// `fewest_vectorized` elements or more (0: never), its rows are one vectorized VJP, if the backward can be vectorized;
+// then pass 0 for `repeated`.
 WholeBackward whole_backward(
     Graph& graph, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
     const std::vector<int64_t>& layouts, int64_t repeated, double repeat_scale, bool undefined,
     int64_t fewest_vectorized, double atol, double rtol);
 
-// The VJPs of several grad_outputs of one output, in the first dimension of `cotangents`, as one vectorized VJP: in
-// that of each gradient; undefined where there is none. As torch.autograd.grad with is_grads_batched.
+// The VJPs of several grad_outputs of one output, as one vectorized VJP. The first dimension of `cotangents` and of
+// each gradient counts them; a gradient is undefined if there is none. As torch.autograd.grad with is_grads_batched.
 std::vector<at::Tensor> vectorized_vjp(Graph& graph, int64_t output, const at::Tensor& cotangents);
 
-// Whether the gradients of vectorized VJPs are strided and those of single ones but for rounding, by the rule of
-// torch.allclose. single: by VJP, its gradients.
+// Whether the gradients of vectorized VJPs are strided and equal those of single VJPs except for rounding, by the rule
+// of torch.allclose. single: the gradients of each VJP.
 bool are_close(
     const std::vector<std::optional<at::Tensor>>& batched,
     const std::vector<std::vector<std::optional<at::Tensor>>>& single);

@@ -25,7 +25,7 @@ class OnExit {
     try {
       action_();
     } catch (...) {
-      // Somebody took the inputs' memory away. A destructor cannot say so; the last restore() will.
+      // The memory of an input was freed or replaced. A destructor cannot report this; the last restore() does.
     }
   }
 
@@ -41,9 +41,9 @@ inline void check_columns(const char* what, const at::Tensor& columns, const std
   check_written(what, "columns", columns);
 }
 
-// Hands each expected output that func returned to visit(number, tensor, offset, size), offset and
-// size being its coordinates; stops at the first that does not look as expected and returns its
-// number and what stands there instead.
+// Calls visit(number, tensor, offset, size) with each expected output that func returned; offset and size give its
+// coordinates. Stops at the first output that is not as expected, and returns its number and what func returned
+// instead.
 template <typename Visit>
 std::optional<std::pair<int64_t, pybind11::object>> visit_outputs(
     const pybind11::object& result, const std::vector<OutputSpec>& outputs, const Visit& visit) {

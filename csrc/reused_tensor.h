@@ -12,17 +12,17 @@
 
 namespace fastgrad {
 
-// As after an operation in place: operators below autograd do not count as such.
+// Increases the version counter as an operation in place would, because operators below autograd do not.
 inline void count_as_written(const at::Tensor& tensor) {
   if (!tensor.is_inference()) {
     tensor.unsafeGetTensorImpl()->bump_version();
   }
 }
 
-// Torch's checker does the same, so a function that keeps results by a tensor's identity or address gives wrong ones.
+// Torch's checker does the same. So a function that caches results by a tensor's identity or address gives wrong ones.
 class ReusedTensor {
  public:
-  // The last tensor, if it still looks as it was made; otherwise a new one from make(). The caller writes new values.
+  // The last tensor if its properties are unchanged, otherwise a new one from make(). The caller writes new values.
   template <typename Make>
   const at::Tensor& next(const Make& make) {
     if (!looks_as_made()) {

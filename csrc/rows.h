@@ -58,19 +58,19 @@ inline bool is_plain_dense(const at::Tensor& tensor) {
 // The same on the CPU.
 inline bool is_plain_cpu(const at::Tensor& tensor) { return tensor.defined() && backend_keys(tensor) == cpu_keys; }
 
-// Whether its elements are contiguous, too, and in memory.
+// Whether, in addition, its elements are contiguous and in memory.
 inline bool is_plain_memory(const at::Tensor& tensor) {
   return is_plain_cpu(tensor) && tensor.is_contiguous() &&
          static_cast<size_t>(tensor.storage_offset() + tensor.numel()) * tensor.element_size() <=
              tensor.storage().nbytes();
 }
 
-// The same of doubles.
+// The same for doubles.
 inline bool is_plain(const at::Tensor& tensor) {
   return tensor.scalar_type() == at::kDouble && is_plain_memory(tensor);
 }
 
-// Whether they are few: copying them needs no operator and no view of the target.
+// Whether, in addition, its elements are few. Copying them needs no operator and no view of the target.
 inline bool is_small_and_plain(const at::Tensor& tensor) { return tensor.numel() <= small_size && is_plain(tensor); }
 
 // matrix[row, offset : offset + size], which must be within it, as a single view, because on a device each view costs
@@ -98,7 +98,7 @@ inline void flatten_into(
   }
 }
 
-// As at::equal, which knows no complex32.
+// As at::equal, which does not support complex32.
 inline bool have_equal_values(const at::Tensor& left, const at::Tensor& right) {
   if (left.scalar_type() != at::kComplexHalf || right.scalar_type() != at::kComplexHalf) {
     return at::equal(left, right);

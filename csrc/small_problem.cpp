@@ -26,7 +26,7 @@ namespace py = pybind11;
 namespace fastgrad {
 namespace {
 
-// Beyond, it is not known whether custom code runs: runs_no_custom_code does not look at all nodes.
+// In larger graphs, it is not known whether custom code runs, because runs_no_custom_code does not look at all nodes.
 constexpr int64_t largest_small_graph = 10000;
 
 bool is_plain_double(const at::Tensor& tensor) {
@@ -68,8 +68,8 @@ bool is_constant(PyObject* object, int depth = 0) {
   return object == Py_None || PyLong_Check(object) || PyFloat_CheckExact(object) || PyUnicode_CheckExact(object);
 }
 
-// The positions of the differentiable arguments, each in memory of its own and all on one device; none where one of all
-// arguments needs care.
+// The positions of the differentiable arguments, which have separate memory and are all on one device; empty if any
+// argument needs special care.
 std::vector<int64_t> checked_positions(const py::tuple& arguments) {
   std::vector<int64_t> positions;
   std::vector<at::Tensor> checked;

@@ -19,13 +19,13 @@ namespace fastgrad {
 // are on the CPU, whatever the device: a copy takes as long as a launch or two, and what follows takes no launch.
 class SmallProblem {
  public:
-  // Calls func once, and restores the inputs if it raises. Returns null, without calling func, where an argument or a
-  // mode needs care. relative_step: of double precision; records_differences: as of Evaluator.
+  // Calls func once, and restores the inputs if it raises. Returns null, without calling func, if an argument or a mode
+  // needs special care. relative_step: of double precision; records_differences: as in Evaluator.
   static std::shared_ptr<SmallProblem> trace(
       pybind11::object func, const pybind11::tuple& arguments, double relative_step, bool records_differences);
 
-  // Whether the outputs and the graph need no care either. Where they do, only evaluator, blocks, result and seconds
-  // are of use.
+  // Whether the outputs and the graph also need no special care. If they do, only evaluator, blocks, result and seconds
+  // can be used.
   bool is_plain() const { return graph_ != nullptr; }
 
   const std::shared_ptr<Evaluator>& evaluator() const { return evaluator_; }
@@ -51,32 +51,32 @@ class SmallProblem {
   const std::vector<Place>& inputs() const { return inputs_; }
   const std::vector<Place>& outputs() const { return outputs_; }
 
-  // Lets go of the result, the graph and what was kept of them. The problem is plain no longer.
+  // Releases the result, the graph and what was kept of them. Afterwards the problem is not plain.
   void release();
 
-  // Evaluates func once more, for VJPs of a graph of its own. False, and no graph any more, where its outputs look
-  // different.
+  // Evaluates func once more, for VJPs on a new graph. If its outputs have other properties, returns false, and there
+  // is no graph afterwards.
   bool record_again();
 
-  // Whether a row of cotangents gives the VJP that `known` has for it, bit for bit, on the graph at hand.
+  // Whether a row of cotangents gives the same VJP as in `known`, bit for bit, on the current graph.
   bool repeats(const at::Tensor& cotangents, const at::Tensor& known, int64_t row) const;
 
-  // As of the function of this name: VJPs until one is another than the known one.
+  // As the function with this name: runs VJPs until one differs from the known one.
   std::tuple<int64_t, std::optional<at::Tensor>, GradientsMatch> first_other_vjp(
       const at::Tensor& cotangents, const std::vector<int64_t>& only, const std::vector<int64_t>& order,
       const at::Tensor& known) const;
 
-  // All VJPs, as of the function of this name.
+  // All VJPs, as the function with this name.
   WholeBackward whole_backward(
       const at::Tensor& cotangents, const std::vector<int64_t>& layouts, int64_t repeated, double repeat_scale,
       bool undefined, int64_t fewest_vectorized, double atol, double rtol) const;
 
-  // The numerical Jacobian, float64, shape (n, m); or what is returned where func's outputs change their looks.
+  // The numerical Jacobian, float64, shape (n, m); or what func returned if its outputs have other properties.
   std::variant<at::Tensor, Changed> difference_columns(double eps) const;
 
-  // By output and part as WholeBackward has them, and by input: the largest absolute and relative error. Nothing
-  // where anything is to be judged: an entry that is wrong, VJPs that move or do not add up, gradients of other sizes,
-  // of other dtypes if check_dtypes says so, or not zero where they must be.
+  // The largest absolute and relative error, by output and part as in WholeBackward, and by input. Nothing if something
+  // remains to be judged: an entry that is wrong; VJPs that move or do not add up; gradients of other sizes, or of
+  // other dtypes if check_dtypes; or gradients that should be zero and are not.
   std::optional<std::vector<std::vector<std::pair<double, double>>>> errors(
       const WholeBackward& backward, const at::Tensor& columns, double atol, double rtol, bool check_dtypes) const;
 
@@ -84,11 +84,11 @@ class SmallProblem {
   std::tuple<at::Tensor, GradientsMatch> vjps(
       const at::Tensor& cotangents, const std::vector<int64_t>& layouts, const std::vector<int64_t>& only) const;
 
-  // Whether zero grad_outputs and, where `undefined` says so, undefined ones of all outputs and of each give zeros like
-  // the inputs. One VJP each. Nothing where only gradients that are not plain may not be zero.
+  // Whether zero grad_outputs and, if `undefined`, undefined grad_outputs of all outputs and of each one give zeros
+  // like the inputs. One VJP each. Nothing if only gradients that are not plain may differ from zero.
   std::optional<bool> are_zeros_zero(bool undefined) const;
 
-  // As of Evaluator, at the values of the first evaluation.
+  // As in Evaluator, with the values of the first evaluation.
   std::variant<Derivatives, Changed> screening_derivatives(
       const RandomDirections& along, double curve, double budget) const;
 
@@ -109,10 +109,10 @@ class SmallProblem {
   std::optional<std::vector<std::vector<std::pair<double, double>>>> tangent_errors(
       const at::Tensor& tangents, const at::Tensor& columns, double atol, double rtol) const;
 
-  // Whether func without a graph, and with its arguments number first, first + 1, ... negated in place, returns the
+  // Whether func, without a graph and with its arguments number first, first + 1, ... negated in place, returns the
   // values of the first evaluation, negated if there are such arguments. Differences of up to `rounding` times the
-  // largest value do not count. One evaluation. Those values are kept where records_differences is false, and only then
-  // can this be asked.
+  // largest value do not count. One evaluation. It can be called only if records_differences is false, because
+  // otherwise the values of the first evaluation are not kept.
   bool negates_unrecorded(int64_t first, double rounding) const;
 
  private:
@@ -122,7 +122,7 @@ class SmallProblem {
   at::Tensor base() const;
   std::vector<double> ulps() const;
 
-  // float64, of this shape, where the arguments are; and a tensor moved there.
+  // An empty float64 tensor of this shape on the device of the arguments; and a tensor moved to this device.
   at::Tensor empty_on_device(at::IntArrayRef shape) const;
   at::Tensor on_device(const at::Tensor& tensor) const;
 

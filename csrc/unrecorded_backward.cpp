@@ -142,7 +142,7 @@ std::vector<at::Tensor> UnrecordedBackward::call(const py::tuple& arguments) {
   std::vector<at::Tensor> gradients =
       is_tested ? forward(given, grad_outputs, inputs).graph.all().vjp(cotangents) : kept_->graph.all().vjp(cotangents);
   if (is_tested) {
-    // A backward that has written into them cannot run on them again.
+    // If backward has written into its grad_outputs, it cannot run on them again.
     reuses_ = versions_of(cotangents) == versions;
     const std::vector<at::Tensor> again = *reuses_ ? kept_->graph.all().vjp(cotangents) : gradients;
     reuses_ = *reuses_ && std::equal(gradients.begin(), gradients.end(), again.begin(), again.end(), is_same_gradient);

@@ -50,9 +50,9 @@ void set_one_hot(const at::Tensor& cotangent, int64_t coordinate, double value) 
   perturb_coordinate_(cotangent, /*origin=*/cotangent, coordinate, value < 0 ? -1 : 1, std::abs(value), 0.0);
 }
 
-// Whether a gradient and that of a multiple of its cotangent, divided by it, are equal. If only the latter overflowed,
-// and does so again, a smaller multiple is run; values that were not finite once become NaN. rerun: takes the exponent
-// of the multiple, 1 or -1.
+// Whether a gradient equals the gradient for a multiple of its cotangent, divided by this multiple. If only the second
+// one overflows, and overflows again, a smaller multiple is run; values that were not finite only once become NaN.
+// rerun: takes the exponent of the multiple, 1 or -1.
 template <typename Rerun>
 bool is_repeated(const at::Tensor& gradient, const at::Tensor& again, const Rerun& rerun) {
   if (at::equal(gradient, again)) {
@@ -198,7 +198,7 @@ at::Tensor gapped_and_transposed(const at::Tensor& output) {
 }
 
 // The largest entries of the gradients of one sparse input at elements that it does not specify, row by
-// row; kept on the device of the gradients until all are there, as reading them waits for the device.
+// row; kept on the device of the gradients until all are there, because reading them waits for the device.
 class UnspecifiedEntries {
  public:
   void add(const at::Tensor& gradient, const at::Tensor& elements, int64_t row) {
@@ -250,7 +250,7 @@ void read_unspecified(const Unspecified& entries, GradientsMatch& match) {
 void flatten_gradients(
     const std::vector<at::Tensor>& gradients, const std::vector<InputBlock>& inputs, const at::Tensor& rows,
     int64_t row, GradientsMatch& match, Unspecified& unspecified, double divisor = 1.0) {
-  check_in_place(inputs);  // a backward can reach them, too
+  check_in_place(inputs);  // a backward can also change inputs
   int64_t end = 0;
   for (size_t k = 0; k < inputs.size(); ++k) {
     const at::Tensor& argument = inputs[k].argument;

@@ -40,8 +40,8 @@ namespace py = pybind11;
 namespace fastgrad {
 namespace {
 
-// Whether two small blocks are equal up to a tolerance, relative to the largest of the second or absolute: the
-// tighter one. A NaN is not.
+// Whether two small blocks are equal up to a tolerance: atol, or rtol times the largest element of the second block if
+// this is smaller. A NaN is never equal.
 bool are_close(const at::Tensor& left, const at::Tensor& right, double atol, double rtol) {
   const auto* const a = left.const_data_ptr<double>();
   const auto* const b = right.const_data_ptr<double>();
@@ -120,8 +120,8 @@ bool unpacks_by_hooks(const NodePointer& node) {
   return false;
 }
 
-// The VJPs of the grad_outputs that `cotangents` has in its first dimension, in one vectorized run; gradients have it,
-// too.
+// The VJPs of several grad_outputs in one vectorized run. The first dimension of `cotangents` and of the gradients
+// counts them.
 std::vector<at::Tensor> batched_vjp(
     const at::Tensor& output, const std::vector<at::Tensor>& inputs, const at::Tensor& cotangents) {
   const BatchLevel batch;

@@ -19,8 +19,8 @@ __device__ Entry entry_at(const Matrix<const double>& block, int64_t row, int64_
                          : Entry{block.at(row, entry), 0.0};
 }
 
-// Blocks that a multiprocessor should hold, so that enough loads are in flight: the few entries that change something
-// spill some registers instead.
+// Number of blocks that a multiprocessor should hold, so that enough loads are in flight. Therefore the code for the
+// few entries that change the statistics spills some registers.
 constexpr int blocks_held = 4;
 
 template <bool complex_entries>

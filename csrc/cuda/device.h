@@ -15,8 +15,8 @@ namespace fastgrad::cuda {
 __device__ inline int64_t first_element() { return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; }
 __device__ inline int64_t element_step() { return static_cast<int64_t>(gridDim.x) * blockDim.x; }
 
-// Joins values[0], ..., values[threads_per_block - 1], in shared memory and one of each thread, into the first, always
-// in the same order. Every thread of the block must call it.
+// Joins one value per thread, values[0], ..., values[threads_per_block - 1] in shared memory, into the first, always in
+// the same order. Every thread of the block must call it.
 template <typename T, typename Join>
 __device__ void block_reduce_in_place(T* values, Join join) {
   const int own = static_cast<int>(threadIdx.x);
@@ -39,7 +39,7 @@ __device__ T block_reduce(T value, Join join) {
   values[own] = value;
   block_reduce_in_place(values, join);
   value = values[own];
-  __syncthreads();  // the memory serves the next call, too
+  __syncthreads();  // the next call uses the same memory
   return value;
 }
 

@@ -68,7 +68,7 @@ __global__ void components_kernel(Use use, int64_t size, int64_t seed, int64_t s
         use(coordinate - first, component_of(words[place], coordinate, halved));
       }
     }
-    __syncthreads();  // the memory serves the next groups, too
+    __syncthreads();  // the next groups use the same memory
   }
 }
 

@@ -27,7 +27,7 @@ struct Place {
 };
 
 // x[moved.target] = origin[moved.coordinate], perturbed, and x[restored.target] = origin[restored.coordinate],
-// unchanged: the same place if nothing is restored. One thread, so that no value travels to the host and back.
+// unchanged: the same place if nothing is restored. A single thread does this, so that no value is copied to the host.
 cudaError_t launch_perturb_coordinate(
     void* x, const void* origin, Place moved, Place restored, RealType type, int sign, double eps, double relative_step,
     cudaStream_t cuda_stream);
@@ -49,7 +49,7 @@ cudaError_t launch_realize(
     double* displacement, double* realized, const void* origin, RealType type, int64_t size, int64_t seed,
     int64_t stream, int64_t first, double eps, double relative_step, cudaStream_t cuda_stream);
 
-// column[i * stride] = (column[i * stride] - minus[i]) / width, the width being that of origin[coordinate].
+// column[i * stride] = (column[i * stride] - minus[i]) / width, with the width of the step of origin[coordinate].
 cudaError_t launch_central_difference(
     double* column, int64_t stride, const void* minus, RealType minus_type, int64_t size, const void* origin,
     RealType origin_type, int64_t coordinate, double eps, double relative_step, cudaStream_t cuda_stream);

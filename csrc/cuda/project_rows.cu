@@ -58,7 +58,7 @@ __global__ void project_rows_kernel(
         sums.at(first + c, first_column + j) += shared_sums[own];
         squares.at(first + c, first_column + j) += shared_squares[own];
       }
-      __syncthreads();  // the memory serves the next cotangent, too
+      __syncthreads();  // the next cotangent uses the same memory
     }
   }
 }

@@ -13,16 +13,16 @@ FASTGRAD_HOST_DEVICE T perturbed(T x, double step) {
   return static_cast<T>(static_cast<double>(x) + step);
 }
 
-// (x + step) - (x - step) in floating point, which is not 2 step. An infinite x does not move, and
-// has no width: then 2 step, so that a function constant in it has the derivative zero.
+// (x + step) - (x - step) in floating point, which is not 2 step. An infinite x does not move, and this difference is
+// NaN. Then the result is 2 step, so that a function that is constant in x has the derivative zero.
 template <typename T>
 FASTGRAD_HOST_DEVICE double realized_width(T x, double step) {
   const double width = static_cast<double>(perturbed(x, step)) - static_cast<double>(perturbed(x, -step));
   return width - width == 0 ? width : 2 * step;  // isfinite, in a form that vectorizes
 }
 
-// The step for a single-coordinate difference: eps wherever that moves x at all, else
-// relative_step |x| (an eps of 1e-6 is less than half an ulp of 1e11).
+// The step for a single-coordinate difference: eps if it changes x, otherwise relative_step |x| (an eps of 1e-6 is less
+// than half an ulp of 1e11).
 template <typename T>
 FASTGRAD_HOST_DEVICE double coordinate_step(T x, double eps, double relative_step) {
   const double size = static_cast<double>(x) < 0 ? -static_cast<double>(x) : static_cast<double>(x);
@@ -41,14 +41,14 @@ FASTGRAD_HOST_DEVICE T displaced(T x, double displacement, double scale) {
   return scale == 0 ? x : perturbed(x, scale * displacement);
 }
 
-// Of one output, between the two sides of a step of this realized width.
+// The derivative of one output, from its values on both sides of a step with this realized width.
 template <typename T>
 FASTGRAD_HOST_DEVICE double difference_quotient(double plus, T minus, double width) {
   return (plus - static_cast<double>(minus)) / width;
 }
 
-// A direction's component as differences with the displacements d and d / 2 realize it: under the
-// same extrapolation as kernels/richardson.h.
+// The component of a direction that differences with the displacements d and d / 2 realize after rounding, with the
+// same extrapolation as in kernels/richardson.h.
 template <typename T>
 FASTGRAD_HOST_DEVICE double realized_component(T x, double displacement, double eps) {
   return (8.0 * realized_width(x, displacement / 2) - realized_width(x, displacement)) / (6.0 * eps);

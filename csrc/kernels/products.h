@@ -5,7 +5,7 @@
 
 namespace fastgrad {
 
-// Zero where the weight is, also for an entry that is not finite.
+// A term of a sum: zero if the weight is zero, even if the entry is not finite.
 FASTGRAD_HOST_DEVICE double dot_term(double entry, double weight) { return weight == 0 ? 0 : entry * weight; }
 
 // Adds a weighted entry to its sum and to the sum of the squares.

@@ -12,15 +12,15 @@ struct FourValues {
   double plus, minus, half_plus, half_minus;
 };
 
-// Richardson extrapolation of D(h) and D(h/2), D(h) = f(x + h u) - f(x - h u), for the step eps: of
+// Richardson extrapolation of D(h) and D(h/2), with D(h) = f(x + h u) - f(x - h u), for the step eps. Its error is of
 // order h^4.
 FASTGRAD_HOST_DEVICE double richardson(const FourValues& f, double eps) {
   return (8.0 * (f.half_plus - f.half_minus) - (f.plus - f.minus)) / (6.0 * eps);
 }
 
 // The error of the derivative: by curvature, by a kink or jump between the points, by rounding.
-// ulp: the relative spacing of the output's dtype. The second differences of a smooth function scale
-// with h^2; at a kink at x itself D is linear in h and only they show it. NaN if a value is.
+// ulp: the relative spacing of the output's dtype. The second differences of a smooth function are proportional to h^2.
+// If a kink is at x itself, D is linear in h, and only second differences show the kink. NaN if a value is NaN.
 FASTGRAD_HOST_DEVICE double difference_noise(const FourValues& f, double base, double eps, double ulp) {
   const double rounding = ulp * (base < 0 ? -base : base);
   const double curvature = std::fabs(2.0 * (f.half_plus - f.half_minus) - (f.plus - f.minus));

@@ -71,7 +71,7 @@ void check_same_or_apart(
 // Refuses an `x`, the argument `name`, that cannot be written, and an origin that is not a C-contiguous snapshot of it.
 void check_origin(const char* op, const at::Tensor& x, const at::Tensor& origin, const char* name = "x");
 
-// Whether a Python subclass intercepts the operators on `tensor`: it knows ATen's, not ours.
+// Whether a Python subclass intercepts the operators on `tensor`: it knows the operators of ATen, but not fastgrad's.
 inline bool is_wrapper_subclass(const at::Tensor& tensor) { return tensor.unsafeGetTensorImpl()->is_python_dispatch(); }
 
 // Element offset in memory of the element with flat index `index` of a strided tensor.

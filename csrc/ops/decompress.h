@@ -12,8 +12,8 @@ namespace fastgrad {
 // values: float64, shape (nonzeros,), mutated in place at the entries alone.
 // compressed, subtrahend: float64, one shape (any,). positions: int64, shape (nonzeros,).
 // entries: int64, shape (count,), distinct. All contiguous; values share no memory with the rest. Entries outside of
-// values, and their positions outside of compressed, are refused, after the others were written. On a device this
-// would have to wait: there, positions outside give NaN, and entries outside nothing.
+// values, and their positions outside of compressed, are refused, after the others were written. On a device, this
+// check would wait for the device. There, positions outside give NaN, and entries outside are ignored.
 void decompress_(
     const at::Tensor& values, const at::Tensor& compressed, const std::optional<at::Tensor>& subtrahend,
     const at::Tensor& positions, const at::Tensor& entries);

@@ -36,7 +36,7 @@ constexpr int64_t products_at_once = 256;  // of one row after the other: memory
 
 // Adds up products, and their magnitudes.
 FASTGRAD_AVX2_TOO void dot(const double* a, const double* b, int64_t size, double* sums) {
-  // Independent sums: one would wait for the last addition every time.
+  // Independent sums, because a single sum would wait for the previous addition each time.
   double sum[lanes] = {};
   double terms[lanes] = {};
   const auto add = [&](int64_t lane, int64_t j) {

@@ -13,7 +13,7 @@ namespace fastgrad {
 // coordinates: int64, shape (count,), contiguous, strictly increasing real coordinates of values;
 // on another device than the CPU the caller must ensure this. sign: -1, 0 or 1. eps, relative_step: >= 0.
 // restored: int64, shape (others,), contiguous, other real coordinates, which get the origin's bits in the same launch;
-// those outside of values are skipped: a step counter on the device has none to restore before the first step.
+// coordinates outside of values are skipped, because before the first step there is none to restore.
 void perturb_coordinates_(
     const at::Tensor& values, const at::Tensor& origin, const at::Tensor& coordinates, int64_t sign, double eps,
     double relative_step, const std::optional<at::Tensor>& restored = std::nullopt);
