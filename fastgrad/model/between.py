@@ -239,7 +239,7 @@ class LossErrorExperiments:
 
     def _add_unexplained(self, recorder: Recorder, names: tuple[str, ...], error: float) -> None:
         whose = f" with respect to {_listed(list(names))}" if names else ""
-        text = f"the gradient of the loss{whose} is wrong, but all operations that were checked are right"
+        text = f"the gradient of the loss{whose} is wrong, but no operation that was checked is wrong"
         foreign = [f"{name}{at(site)}" for name, site in recorder.foreign.items()]
         text += f"; not checked: {', '.join(foreign)}" if foreign else ""
         self.findings.append(Finding("end to end", text, (), "", names, error))
