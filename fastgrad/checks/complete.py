@@ -337,7 +337,7 @@ def _screened(problem: Problem, settings: Settings, findings: Findings) -> tuple
     from fastgrad.checks.sketch_forward import screen_forward
 
     def exactly(what: str) -> tuple[Plan, Failure | None]:
-        findings.notes.append(f"{what} was decided by the exact engine")
+        findings.notes.append(f"decided by the exact engine, because {what}")
         return _exact(problem, settings, findings)
 
     plan = make_sketch_plan(settings)
@@ -355,18 +355,18 @@ def _screened(problem: Problem, settings: Settings, findings: Findings) -> tuple
                 raise
             # func raised next to x. If it accepts steps of single coordinates, the exact engine may still decide.
             raise_if_transient(error, partial(run, problem, settings))
-            return exactly("a check whose func raised next to the inputs")
+            return exactly("func raised next to the inputs")
         if found.raised is not None:
-            # The exact engine raises it in the order of the checks; if it does not raise again, it is raised here.
+            # The exact engine raises this in the order of the checks; if it does not, the exception is raised here.
             if is_affordable(problem):
-                plan, failure = exactly("a backward that raised")
+                plan, failure = exactly("backward raised")
                 if failure is not None:
                     return plan, failure
             raise found.raised
         if found.failure is not None and found.failure.kind == "nonlinear" and is_affordable(problem):
             # The exact engine names the output and the input of the entry.
             derivative = "jvp" if found.failure.mode == "forward" else "backward"
-            exact_plan, failure = exactly(f"the wrong entry of a {derivative} that is not linear")
+            exact_plan, failure = exactly(f"{derivative} is not linear")
             return (plan, found.failure) if failure is None else (exact_plan, failure)
         if found.failure is not None:
             return plan, found.failure
@@ -374,6 +374,6 @@ def _screened(problem: Problem, settings: Settings, findings: Findings) -> tuple
             findings.certificates += found.certificates
             continue
         if is_affordable(problem):
-            return exactly("what the sketch left open")
+            return exactly("the sketch did not decide")
         findings.note_undecided(found.undecided)
     return plan, None

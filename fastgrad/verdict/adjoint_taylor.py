@@ -23,13 +23,14 @@ LARGEST_STEP = 2.0**-6
 """The largest step of a Taylor test, relative to max(|x|, 1)."""
 
 HALVINGS = 18
-"""The smallest step is LARGEST_STEP 2^-18 = 6e-8. There the remainder is rounding if curvatures are of order 1."""
+"""Number of halvings of the step. The smallest step is LARGEST_STEP 2^-18 = 6e-8: if curvatures are of order 1, the
+remainder there is rounding."""
 
 SMALLEST_REMAINDERS = 3
 """Number of remainders from which the rate is computed: the smallest ones that are larger than rounding."""
 
 LEAST_RATE = 1.5
-"""The least rate of a right gradient. A wrong gradient has a rate of 1, a right gradient a rate of 2 or more."""
+"""A test passes above this rate. A wrong gradient has a rate of 1, a right gradient a rate of 2 or more."""
 
 
 @dataclass(frozen=True, eq=False)
