@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 
 def unseen(func: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """func without graph recording, version counting and `__torch_function__`."""
+    """Runs func without graph recording, version counting and `__torch_function__`."""
 
     @functools.wraps(func)
     def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
