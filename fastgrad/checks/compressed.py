@@ -276,7 +276,7 @@ class _Verdict:
             if executor.is_lead(error, replay):
                 look.irreproducible.append("in replays")
         if self.plan.replayed and self.numerical_suspects != []:
-            self._measure_wrong_replays_again("their sums do not agree with single evaluations")
+            self._measure_wrong_replays_again("they do not add up to the values of single evaluations")
 
     def _entries(self, plan: Plan | None = None) -> Tensor:
         """The entries as the plan, by default the present one, computes them."""
