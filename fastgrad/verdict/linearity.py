@@ -546,7 +546,10 @@ def linearity_failure(
 def scaled_failure(problem: Problem, settings: Settings, cotangent: Tensor, gradient: Tensor) -> Failure | None:
     """The failure if a VJP, shape (n,), differs from the VJP of REPEAT_SCALE times its cotangent, over REPEAT_SCALE."""
     scaled = problem.vjp((cotangent * REPEAT_SCALE).unsqueeze(0)) / REPEAT_SCALE
-    error = (gradient - scaled).nan_to_num(0.0, 0.0, 0.0)  # the scaled VJP may overflow
+    scale, finite = REPEAT_SCALE, gradient.isfinite()
+    if not bool(scaled.isfinite()[0, finite].all()):  # it may overflow, but not with another sign alone
+        scaled, scale = -problem.vjp(-cotangent.unsqueeze(0)), -1.0
+    error = torch.where(finite, gradient - scaled, 0.0)  # entries that are not finite were compared with differences
     if largest(error) <= settings.atol + settings.nondet_tol * float(cotangent.abs().sum()):
         return None
     failure = negation_failure(problem, settings, "reverse", cotangent)
@@ -554,7 +557,7 @@ def scaled_failure(problem: Problem, settings: Settings, cotangent: Tensor, grad
     allowed = 2 * (atol * largest(cotangent.abs()) + rtol * gradient.abs())  # both gradients may be off
     if failure is not None or bool((error.abs() <= allowed).all()):
         return failure
-    addends = f"gradients for {REPEAT_SCALE:g} times this grad_output, divided by {REPEAT_SCALE:g},"
+    addends = f"gradients for {scale:g} times this grad_output, divided by {scale:g},"
     return _sum_failure(problem, settings, gradient, scaled, "for a random grad_output", addends)
 
 
@@ -575,7 +578,9 @@ def _sum_failure(
     total = parts.sum(0)
     atol, rtol = tolerances(problem, settings)
     allowed = atol + rtol * parts.abs().sum(0)
-    wrong = ~((gradient - total).abs() <= allowed) & total.isfinite()
+    # Not where a sum of finite parts overflows. A part that is not finite is wrong if the gradient is finite.
+    known = total.isfinite() | (gradient.isfinite() & ~parts.isfinite().all(0))
+    wrong = ~((gradient - total).abs() <= allowed) & known
     if not bool(wrong.any()):
         return None
     coordinate = int(wrong.nonzero()[0])

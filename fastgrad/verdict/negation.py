@@ -40,8 +40,12 @@ def negation_failure(problem: Problem, settings: Settings, mode: Mode, vector: T
     def even(factors: Tensor) -> Tensor:
         return products(factors) + products(-factors)
 
-    sums = even(vector)
-    sizes = sums.abs().nan_to_num(0.0, 0.0, 0.0)  # infinite ones were compared
+    plus, minus = products(vector), products(-vector)
+    spoilt = (plus.isfinite() & ~minus.isfinite()).nonzero()
+    if spoilt.numel():
+        return _not_finite(problem, mode, int(spoilt[0]), plus, minus)
+    sums = plus + minus
+    sizes = sums.abs().nan_to_num(0.0, 0.0, 0.0)  # those of the vector that are not finite were compared
     for component in sizes.argsort(descending=True)[:MOST_COMPONENTS].tolist():
         if not sizes[component] > settings.atol / 2 + settings.nondet_tol:
             break
@@ -50,6 +54,17 @@ def negation_failure(problem: Problem, settings: Settings, mode: Mode, vector: T
         if failure is not None:
             return failure
     return None
+
+
+def _not_finite(problem: Problem, mode: Mode, component: int, plus: Tensor, minus: Tensor) -> Failure:
+    """The failure of a component that is finite for a vector, and not for the negated one."""
+    block = block_with(problem.inputs if mode == "reverse" else problem.outputs, component)
+    vector, product = ("grad_output", "gradient of input") if mode == "reverse" else ("tangent", "tangent of output")
+    detail = (
+        f"for a random {vector}, the {product} {block.index} at {list(block.index_at(component))} is "
+        f"{plus[component].item():.6g}, but for the negated one it is {minus[component].item():.6g}"
+    )
+    return Failure.at("nonlinear", *((None, block) if mode == "reverse" else (block, None)), mode=mode, detail=detail)
 
 
 def _element_failure(
