@@ -40,6 +40,13 @@ LARGE_MOVE = 0.5
 DEPENDS = 256.0
 """Least difference of two losses, in units of rounding, that shows a dependence."""
 
+TINY_STEPS = (2.0**-20, 2.0**-21, 2.0**-22)
+"""Steps, relative to that of such a difference, at which only rounding changes the loss: terms that cancel, for example
+the sum of a normalized batch, are rounded by more than the loss shows."""
+
+ABOVE_ROUNDING = 16.0
+"""Least difference of two losses, relative to those at these steps, that shows a dependence."""
+
 
 @dataclass
 class DirectionalComparison:
@@ -153,10 +160,18 @@ class LossDerivatives:
         """Whether the loss depends on some parameters, for a small or a large step."""
         vectors = self.only(which)
         for step in (math.sqrt(STEPS.get(self.dtype, STEPS[torch.float32])), LARGE_MOVE):
-            slope, size = self._difference(vectors, step)
-            if not abs(slope) * 2 * step <= DEPENDS * torch.finfo(self.dtype).eps * size:
+            change, size = self._change(vectors, step)
+            if change <= DEPENDS * torch.finfo(self.dtype).eps * size:
+                continue
+            rounding = max(self._change(vectors, step * tiny)[0] for tiny in TINY_STEPS)
+            if not change <= ABOVE_ROUNDING * rounding or not self.repeats():
                 return True
         return False
+
+    def _change(self, vectors: Sequence[Tensor | None], step: float) -> tuple[float, float]:
+        """The modulus of the difference of two losses, and their size."""
+        slope, size = self._difference(vectors, step)
+        return abs(slope) * 2 * step, size
 
     def repeats(self) -> bool:
         """Whether two calls of the model from the same state give the same loss, up to rounding."""

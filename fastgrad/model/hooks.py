@@ -104,7 +104,8 @@ class HookWatch:
             if not self._mutes:
                 return result
             for tensor, copy in zip(before, kept, strict=True):
-                tensor.detach().copy_(copy)
+                if not _same(tensor, copy):  # one that is expanded cannot be written to
+                    tensor.detach().copy_(copy)
             return None
 
         watched.is_watched = True  # type: ignore[attr-defined]

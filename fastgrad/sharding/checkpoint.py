@@ -6,7 +6,8 @@ import io
 import sqlite3
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,17 +52,18 @@ class Checkpoint:
         Raises
         ------
         ValueError
-            The file is not a checkpoint, belongs to another call, or is in use by another process.
+            The file is not a checkpoint, is damaged, belongs to another call, or is in use by another process.
         """
         self._path = path
         self._committed = time.monotonic()
         self._is_full = False
         self._database = self._opened()
         try:
-            self._refuse_other_calls({name: value for name, value in call.items() if name not in _ANY_VALUE})
-            self._known: dict[str, list[Part]] = {}
-            for work, *part in self._database.execute("SELECT work, id, first, last FROM part ORDER BY id"):
-                self._known.setdefault(work, []).append(Part(*part))
+            with self._reading():
+                self._refuse_other_calls({name: value for name, value in call.items() if name not in _ANY_VALUE})
+                self._known: dict[str, list[Part]] = {}
+                for work, *part in self._database.execute("SELECT work, id, first, last FROM part ORDER BY id"):
+                    self._known.setdefault(work, []).append(Part(*part))
         except BaseException:
             self._database.close()
             raise
@@ -119,8 +121,23 @@ class Checkpoint:
 
     def values(self, part: Part) -> Tensor:
         """The stored values of a part, float64."""
-        (data,) = self._database.execute("SELECT data FROM part WHERE id = ?", (part.id,)).fetchone()
-        return torch.from_numpy(np.load(io.BytesIO(data), allow_pickle=False))
+        with self._reading():
+            (data,) = self._database.execute("SELECT data FROM part WHERE id = ?", (part.id,)).fetchone()
+        try:
+            return torch.from_numpy(np.load(io.BytesIO(data), allow_pickle=False))
+        except (ValueError, OSError) as error:
+            raise self._damaged(error) from error
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Raises ValueError if the file cannot be read."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise self._damaged(error) from error
+
+    def _damaged(self, error: Exception) -> ValueError:
+        return ValueError(f"checkpoint: {self._path} is damaged: {error}. Remove the file, or pass another path.")
 
     def discard(self, parts: Sequence[Part]) -> None:
         """Removes parts that differ from newly computed ones."""
