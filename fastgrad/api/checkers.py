@@ -27,7 +27,7 @@ from fastgrad.api.settings import (
 from fastgrad.checks.order import check as run
 from fastgrad.checks.order import verdict
 from fastgrad.core.errors import warn
-from fastgrad.problem.arguments import Call, Wrt, as_tuple, flatten, refuse_function_class
+from fastgrad.problem.arguments import Call, Wrt, as_tuple, check_callable, flatten
 from fastgrad.problem.caller_state import SavedState, restores_caller_state
 from fastgrad.problem.second_order import Backward, grad_outputs_for, made_by
 from fastgrad.problem.validation import check_kwargs
@@ -595,8 +595,7 @@ def _check_own_arguments(func: Callable[..., Any], order: object, kwargs: object
     if wrt == "parameters" and not isinstance(func, Module):
         raise TypeError(f"wrt='parameters' needs a torch.nn.Module as func, got {type(func).__name__}.")
     check_kwargs(kwargs)
-    if not callable(func):
-        raise TypeError(f"func must be callable, got {type(func).__name__}.")
+    check_callable(func)
 
 
 def _refuse_keywords_of_the_other_order(order: int, keywords: Mapping[str, Any]) -> None:
@@ -610,7 +609,7 @@ def _second_order(
     func: Callable[..., Any], inputs: tuple[Any, ...], grad_outputs: Any, settings: Settings
 ) -> tuple[Backward, tuple[Any, ...]]:
     """The function that a check of second derivatives checks, and its arguments; may call func to make grad_outputs."""
-    refuse_function_class(func)
+    check_callable(func)
     made = settings.grad_outputs or "given"
     if made != "given":
         grads = grad_outputs_for(func, inputs, made, settings.seed)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fastgrad.core.errors import warn
 from fastgrad.core.precision import LOWER
-from fastgrad.problem.arguments import refuse_function_class
+from fastgrad.problem.arguments import check_callable
 from fastgrad.problem.signature import function_name
-from fastgrad.problem.validation import check_seed, is_integer, number_of
+from fastgrad.problem.validation import check_seed, is_integer, number_of, truth_of
 from fastgrad.report.settings import GradOutputs, Settings, Tolerances
 
 _DEFAULTS = (Tolerances.eps, Tolerances.atol, Tolerances.rtol)
@@ -98,7 +98,7 @@ def _new_settings(made: GradOutputs | None, *given: Any) -> Settings:
     for name in ("atol", "rtol", "nondet_tol"):
         values[name] = number_of(name, keywords[name])
     for name in _FLAGS.intersection(values):
-        values[name] = bool(values[name])
+        values[name] = truth_of(table[name], values[name])
     values["seed"] = 0 if seed is None else seed
     values["confidence"] = Settings.confidence if confidence is None else float(confidence)
     return Settings(**values, grad_outputs=made, order=1 if made is None else 2)
@@ -115,13 +115,14 @@ def with_precision(settings: Settings, reference: Any, reference_device: Any, pr
         raise ValueError(f"precision must be 'auto' or 'strict', got {precision!r}.")
     if not (reference is None or reference == "float64" or callable(reference)):
         raise TypeError(f"reference must be None, 'float64' or a function, got {reference!r}.")
-    refuse_function_class(reference)
+    if callable(reference):
+        check_callable(reference)
     if precision == "strict" and not (reference is None and reference_device is None):
         raise ValueError("precision='strict' uses tolerances, not a reference: do not pass reference=.")
     name = reference if reference is None or isinstance(reference, str) else function_name(reference) or "a function"
     try:
         device = None if reference_device is None else str(torch.device(reference_device))
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"reference_device must be None or a device of torch, got {reference_device!r}.") from error
     return replace(settings, precision=precision, reference=name, reference_device=device)
 
@@ -138,7 +139,7 @@ def take_out_own(keywords: dict[str, Any]) -> dict[str, Any]:
     """Removes per-input eps, atol and rtol from the keywords, and returns them; defaults replace them."""
     own = {}
     for name in ("eps", "atol", "rtol"):
-        if isinstance(keywords[name], (Mapping, Sequence)) and not isinstance(keywords[name], str):
+        if isinstance(keywords[name], (Mapping, Sequence)) and not isinstance(keywords[name], (str, bytes)):
             own[name], keywords[name] = keywords[name], getattr(Tolerances, name)
     return own
 

@@ -152,16 +152,16 @@ class _ForwardScreen:
         """The failure if the JVP of a combination of directions is not the same combination of their `tangents`."""
         combined, shares = combined_tangents(directions, self._settings.seed)
         products = torch.cat([tangents[:2], self._problem.jvps_of(combined)])
-        return self._sum_failure((products * shares[:, None]).roll(2, 0), tangents[:2], directions[1])
+        return self._sum_failure((products * shares[:, None]).roll(2, 0), directions[1])
 
     def _half_failure(self, u: Tensor, tangent: Tensor) -> Failure | None:
         """The failure if the JVP of u, shape (n,), is not the sum of the JVPs of its halves, run with another sign."""
         some = direction(u.numel(), self._settings.seed, TANGENT_STREAM, halved=True).to(u.device)
         half = torch.where(some == 0, 0.0, u)
         products = self._problem.jvps_of(torch.stack([half, u - half]) * REPEAT_SCALE) / REPEAT_SCALE
-        return self._sum_failure(torch.cat([-tangent[None], products]), tangent[None], u)
+        return self._sum_failure(torch.cat([-tangent[None], products]), u)
 
-    def _sum_failure(self, terms: Tensor, compared: Tensor, u: Tensor) -> Failure | None:
+    def _sum_failure(self, terms: Tensor, u: Tensor) -> Failure | None:
         """The failure if JVPs, shape (count, m), do not add up to zero. The first is for the negated sum of the others.
 
         If they add up to zero within the tolerance of the terms, but not up to rounding, an entry may be wrong for
@@ -169,10 +169,13 @@ class _ForwardScreen:
         be hidden if none is found.
         """
         error, sizes = terms.sum(0).abs(), terms.abs().sum(0)
-        # JVPs that are infinite or near overflow are left out: they were compared with differences.
-        finite = (compared * REPEAT_SCALE**2).isfinite().all(0)
+        # JVPs that are infinite or near overflow are left out: they were compared with differences. But a single one
+        # that is not finite is wrong, because the others add up to a finite one.
+        counts = (terms * REPEAT_SCALE**2).isfinite().sum(0)
+        finite = counts == len(terms)
+        single = (counts == len(terms) - 1) & (terms.isfinite().sum(0) == len(terms) - 1)
         # Directions are in units of each input's own atol.
-        wrong = finite & ~(error <= self._settings.atol + self._settings.loosest().rtol * sizes)
+        wrong = single | (finite & ~(error <= self._settings.atol + self._settings.loosest().rtol * sizes))
         if bool(wrong.any()):
             row = int(wrong.nonzero()[0])
             numbers = -terms[0, row].item(), terms[1:, row].sum().item()

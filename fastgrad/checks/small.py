@@ -27,7 +27,7 @@ from fastgrad.core.phases import TIMED_COLUMNS, TIMED_SECONDS, Stopwatch, phase
 from fastgrad.core.precision import ROUNDING, relative_step
 from fastgrad.engines.blocks import MOST_AT_ONCE
 from fastgrad.engines.plan import is_one_block, looks_first, sketches
-from fastgrad.problem.arguments import refuse_function_class
+from fastgrad.problem.arguments import check_callable
 from fastgrad.problem.second_order import Backward
 from fastgrad.problem.small_backward import SmallBackward
 from fastgrad.report.settings import Settings
@@ -45,7 +45,7 @@ def small_check(func: Callable[..., Any], arguments: tuple[Any, ...], settings: 
     """Runs a small check if func and the settings allow it; otherwise returns None without calling func."""
     if settings.inputs or settings.progress or settings.engine == "compressed":
         return None
-    refuse_function_class(func)
+    check_callable(func)
     backward = func if isinstance(func, Backward) else None
     problem = SmallProblem.trace(func, arguments, RELATIVE_STEP, backward is None)
     if problem is None:

@@ -19,7 +19,7 @@ from fastgrad.core.ranks import RankError, Ranks
 from fastgrad.distributed.causes import explained
 from fastgrad.distributed.placements import Placement, Space, difference, dual, mismatch, whole_of
 from fastgrad.distributed.session import Member, Session, follow, whole_function
-from fastgrad.problem.arguments import as_tuple, refuse_function_class
+from fastgrad.problem.arguments import as_tuple, check_callable
 from fastgrad.problem.caller_state import restores_caller_state
 from fastgrad.problem.signature import function_name
 from fastgrad.report.report import Report
@@ -153,7 +153,7 @@ def check(
 
 
 def _refuse(func: object, keywords: Mapping[str, Any]) -> None:
-    refuse_function_class(func)
+    check_callable(func)
     unknown = sorted(set(keywords) & set(_NOT_HERE))
     if unknown:
         raise NotImplementedError(f"{', '.join(unknown)} cannot be passed to a check of a distributed function.")

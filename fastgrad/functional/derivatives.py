@@ -38,7 +38,7 @@ from fastgrad.functional.numerical import (
 )
 from fastgrad.functional.products import check_product_options
 from fastgrad.problem.caller_state import restores_caller_state
-from fastgrad.problem.validation import is_differentiable
+from fastgrad.problem.validation import is_differentiable, truth_of
 
 Func = Callable[..., Any]
 Strategy = Literal["reverse-mode", "forward-mode"]
@@ -55,6 +55,11 @@ class _Options:
     strict: bool
     vectorize: bool
     sparse: Sparse
+
+
+def _options(create_graph: Any, strict: Any, vectorize: Any, sparse: Sparse) -> _Options:
+    flags = {"create_graph": create_graph, "strict": strict, "vectorize": vectorize}
+    return _Options(**{name: truth_of(name, value) for name, value in flags.items()}, sparse=sparse)
 
 
 @restores_caller_state
@@ -137,7 +142,7 @@ def jacobian(
     [[2.0, 0.0], [0.0, 4.0]]
     """
     is_tuple, given = as_tensors(inputs, "inputs", "jacobian")
-    options = _Options(create_graph, strict, vectorize, sparse)
+    options = _options(create_graph, strict, vectorize, sparse)
     forward = _check_options("jacobian", options, strategy, numerical, return_error)
     if numerical:
         return numerical_jacobian(func, given, is_tuple, sparse, forward, return_error)
@@ -196,7 +201,7 @@ def hessian(
     [[2.0, 0.0], [0.0, 2.0]]
     """
     is_tuple, given = as_tensors(inputs, "inputs", "hessian")
-    options = _Options(create_graph, strict, vectorize, sparse)
+    options = _options(create_graph, strict, vectorize, sparse)
     forward = _check_options("hessian", options, outer_jacobian_strategy, numerical, return_error)
     if numerical:
         return numerical_hessian(func, given, is_tuple, sparse, return_error)

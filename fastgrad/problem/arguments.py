@@ -70,8 +70,10 @@ def _dataclass_children(value: Any) -> Children:
     return [(f".{name}", getattr(value, name)) for name in names], make
 
 
-def refuse_function_class(func: object) -> None:
-    """Raises a TypeError that says what to pass instead of a torch.autograd.Function."""
+def check_callable(func: object) -> None:
+    """Raises a TypeError if func cannot be called, or is the class of a torch.autograd.Function."""
+    if not callable(func):
+        raise TypeError(f"func must be callable, got {type(func).__name__}.")
     if isinstance(func, type) and issubclass(func, torch.autograd.Function):
         raise TypeError(f"func is the class {func.__name__}: pass {func.__name__}.apply instead.")
 
@@ -96,7 +98,7 @@ class Call:
     """
 
     def __init__(self, func: Callable[..., Any], inputs: tuple[Any, ...], kwargs: Mapping[str, Any], wrt: Wrt) -> None:
-        refuse_function_class(func)
+        check_callable(func)
         self._func = self.__wrapped__ = func
         self._inputs, self._kwargs = inputs, dict(kwargs)
         self._parameters: list[_Parameter] = []

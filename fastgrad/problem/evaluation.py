@@ -17,7 +17,7 @@ from fastgrad.core.phases import clock, phase, undisturbed
 from fastgrad.core.precision import relative_step, spacing
 from fastgrad.core.progress import Progress
 from fastgrad.core.tensors import PIECE
-from fastgrad.problem.arguments import as_tuple, refuse_function_class
+from fastgrad.problem.arguments import as_tuple, check_callable
 from fastgrad.problem.coordinates import Block, block_with, blocks_of, memory_of
 from fastgrad.problem.validation import changed_message, check_outputs, differentiable_inputs, is_differentiable
 
@@ -81,7 +81,7 @@ class Evaluation:
         unless it is known to give the same values without recording. traced: a small problem that has already called
         func at these arguments.
         """
-        refuse_function_class(func)
+        check_callable(func)
         positions = differentiable_inputs(arguments, names, warn_of_precision)
         memories = {position: memory_of(arguments[position], masked) for position in positions}
         self._memories = memories

@@ -115,6 +115,14 @@ class Backward:
         self.exist = [gradient is not None for gradient in gradients]
         return tuple([gradient for gradient in gradients if gradient is not None])
 
+    def _check_shapes(self, outputs: Sequence[Tensor], grad_outputs: Sequence[Tensor]) -> None:
+        for position, output, grad in zip(self._positions, outputs, grad_outputs, strict=True):
+            if self.made == "given" and not output.is_nested and output.shape != grad.shape:
+                raise ValueError(
+                    f"grad_outputs must have the shapes of func's outputs: output {position} has shape "
+                    f"{tuple(output.shape)}, but its grad_output has shape {tuple(grad.shape)}."
+                )
+
     def _recorded(self, *arguments: Any) -> list[Tensor | None]:
         self.forget()
         inputs, grad_outputs = arguments[: self.count], arguments[self.count :]
@@ -129,6 +137,7 @@ class Backward:
             native.check_memory(checked)
             if not outputs or len(outputs) != len(grad_outputs):
                 _refuse_outputs(len(outputs), len(grad_outputs))
+            self._check_shapes(outputs, grad_outputs)
             gradients = native.vjp(outputs, checked, grad_outputs, True)
             return _all_differentiable(gradients, [*checked, *grad_outputs])
 

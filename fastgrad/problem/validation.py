@@ -50,6 +50,14 @@ def number_of(name: str, value: Any, zero: bool = True) -> float:
     return number
 
 
+def truth_of(name: str, value: Any) -> bool:
+    """The truth value of a keyword."""
+    try:
+        return bool(value)
+    except (RuntimeError, TypeError, ValueError) as error:  # of a tensor or an array, for example
+        raise TypeError(f"{name} must be True or False, got {value!r}.") from error
+
+
 def check_kwargs(kwargs: object) -> None:
     """Raises a TypeError unless kwargs can be keyword arguments of func."""
     if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(key, str) for key in kwargs)):

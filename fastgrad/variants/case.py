@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from fastgrad.problem.arguments import Call, Rebuild, as_tuple, flatten, refuse_function_class
+from fastgrad.problem.arguments import Call, Rebuild, as_tuple, check_callable, flatten
 from fastgrad.problem.validation import differentiable_inputs
 from fastgrad.report.report import Report
 from fastgrad.report.variants import VariantVerdict
@@ -184,9 +184,7 @@ def subject_of(func: Callable[..., Any], inputs: Any, kwargs: Mapping[str, Any],
     TypeError, ValueError, RuntimeError, NotImplementedError
         func cannot be called, there is nothing to check, or an input cannot be perturbed.
     """
-    refuse_function_class(func)
-    if not callable(func):
-        raise TypeError(f"func must be callable, got {type(func).__name__}.")
+    check_callable(func)
     arguments, keywords = as_tuple(inputs), dict(kwargs)
     found: list[tuple[str, Tensor]] = []
     rebuilds = (

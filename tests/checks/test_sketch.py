@@ -410,3 +410,66 @@ def test_what_a_sketch_saw_before_a_noisy_step_does_not_pass(
 
     assert not fastgrad.check(lambda x: Kinked.apply(x), x, fast_mode=True).passed
     assert calls >= call
+
+
+def test_what_an_undecided_check_may_hide_includes_outputs_that_are_verified() -> None:
+    """Outputs of 1e7 x are verified to their own tolerance, in which an error in an entry of zero is hidden."""
+    error = 0.01
+    wrong = torch.zeros(4200, dtype=torch.float64).index_fill_(0, torch.tensor(4104), error)
+    report = fast(
+        lambda x: torch.cat([x.cumsum(0), 1e7 * x]) + wrong * (x[7] - x[7].detach()), normal(2100), atol=1e-9, rtol=1e-6
+    )
+    assert report.verdict == "undecided"
+    assert report.undecided is not None
+    assert report.undecided >= error
+
+
+class NotFiniteForNegative(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, element: int, bad: float) -> Tensor:
+        ctx.element, ctx.bad = element, bad
+        ctx.save_for_forward(x)
+        return 3 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        gradient = 3 * grad.contiguous().clone()
+        if grad[ctx.element] < 0:
+            gradient[ctx.element] *= ctx.bad
+        return gradient, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        product = 3 * tangent.contiguous().clone()
+        if tangent[ctx.element] < 0:
+            product[ctx.element] *= ctx.bad
+        return product
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 2.0])
+@pytest.mark.parametrize(
+    "mode", [{}, {"check_forward_ad": True, "check_backward_ad": False}], ids=["reverse", "forward"]
+)
+def test_a_derivative_that_is_not_finite_for_one_sign_fails(bad: float, mode: dict[str, bool]) -> None:
+    x = normal(300)
+    for element in range(0, 300, 7):
+        func = lambda x, element=element: NotFiniteForNegative.apply(x, element, bad)  # noqa: E731
+        assert not fastgrad.gradcheck(func, (x,), fast_mode=True, raise_exception=False, **mode), element
+
+
+def test_a_gradient_that_is_not_finite_for_one_output_alone_fails() -> None:
+    class Two(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+            ctx.set_materialize_grads(False)
+            return x * 2, x * 3
+
+        @staticmethod
+        def backward(ctx: Any, first: Tensor | None, second: Tensor | None) -> Tensor:
+            if first is None or second is None:
+                given = first if second is None else second
+                assert given is not None
+                return given * float("nan")
+            return 2 * first + 3 * second
+
+    assert not fast(Two.apply, normal(300)).passed

@@ -293,6 +293,15 @@ def test_sums_that_decide_nothing_are_followed_by_all_entries() -> None:
     assert report.vjps <= 25
 
 
+@pytest.mark.parametrize("n", [12, 30])
+def test_sums_take_a_larger_step_if_rounding_inside_dominates(n: int) -> None:
+    x = torch.linspace(-1, 1, n, dtype=torch.float64, requires_grad=True)
+    report = fastgrad.check(lambda x: (1e-3 * x.exp() + 300.0) - 300.0, x, fast_mode=True, atol=1e-7, rtol=0.0)
+    assert report.passed
+    # Seven evaluations at eps, and as many at the larger step.
+    assert (report.evaluations, report.vjps) == (16, 9)
+
+
 @pytest.mark.parametrize("call", range(2, 16))
 def test_a_value_that_only_sums_saw_is_not_dropped(call: int) -> None:
     # Sums that decide nothing are followed by all entries, which do not use these values.

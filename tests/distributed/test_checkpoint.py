@@ -103,6 +103,17 @@ def test_another_file(path: Path) -> None:
         Checkpoint(path.parent / "missing" / "checkpoint", CALL)
 
 
+def test_a_damaged_file(path: Path) -> None:
+    x = torch.ones(60, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(KeyboardInterrupt):
+        fastgrad.check(_Counted(lambda x: x.cumsum(0).sin(), 80), x, engine="dense", checkpoint=path)
+    data = bytearray(path.read_bytes())
+    data[4096:] = bytes(255 - byte for byte in data[4096:])
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"is damaged: .*Remove the file, or pass another path"):
+        fastgrad.check(_Counted(lambda x: x.cumsum(0).sin()), x, engine="dense", checkpoint=path)
+
+
 def test_two_processes(path: Path) -> None:
     with Checkpoint(path, CALL), pytest.raises(ValueError, match="in use by another process"):
         Checkpoint(path, CALL)

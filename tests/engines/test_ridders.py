@@ -109,6 +109,46 @@ def test_what_is_rounded_inside(mode: dict[str, Any]) -> None:
         assert not fastgrad.gradcheck(rounded, (x,), **mode, raise_exception=False)
 
 
+class Single(torch.autograd.Function):
+    """sin in single precision, times `size`; its gradient is off by `error`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: float, error: float | None) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.size, ctx.error = size, error
+        return (size * x.float().sin()).double()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        derivative = ctx.size * x.cos() + ctx.error if ctx.error is not None else torch.zeros_like(x)
+        return grad * derivative, None, None
+
+
+@pytest.mark.parametrize("atol", [1e-5, 1e-3])
+def test_a_stair_of_single_precision_excuses_no_gradient_of_zero(atol: float) -> None:
+    """Next to the maximum of sin, a stair is about as wide as eps."""
+    for seed in range(8):
+        x = (
+            1.5 + 0.3 * torch.rand(6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        ).requires_grad_()
+        zero = lambda x: Single.apply(x, 1.0, None)  # noqa: E731
+        assert not torch.autograd.gradcheck(zero, (x,), atol=atol, raise_exception=False)
+        assert not fastgrad.gradcheck(zero, (x,), atol=atol, raise_exception=False), seed
+
+
+@pytest.mark.parametrize("error", [1.6e-5, -1.6e-5])
+def test_a_stair_excuses_no_error_of_the_size_of_the_tolerance(error: float) -> None:
+    x = leaf(0.31, 0.62, 0.83, 1.1, -0.7, -1.3)
+    keywords = {"atol": 1e-5, "rtol": 1e-6, "raise_exception": False}
+    assert fastgrad.gradcheck(lambda x: Single.apply(x, 1e-5, 0.0), (x,), **keywords)
+    for i in range(x.numel()):
+        own = torch.zeros_like(x).index_fill_(0, torch.tensor(i), error)
+        wrong = lambda x, own=own: Single.apply(x, 1e-5, 0.0) + own * (x - x.detach())  # noqa: E731
+        assert not torch.autograd.gradcheck(wrong, (x,), **keywords)
+        assert not fastgrad.gradcheck(wrong, (x,), **keywords), i
+
+
 def test_a_kink_far_below_eps_is_no_rounding() -> None:
     for gap in (1e-7, 1e-9, 5e-11):
         assert fastgrad.gradcheck(lambda v: v.sort().values, (leaf(0.9, 0.9 + gap),))

@@ -701,3 +701,27 @@ def test_it_is_an_attribute_imported_when_asked_for() -> None:
     )
     found = processes.run(code)
     assert found.returncode == 0, found.stderr
+
+
+@pytest.mark.parametrize(
+    ("func", "x", "second"),
+    [
+        (lambda x: (1e-3 / x).sum(), 1e-6, 2e15),
+        (lambda x: (1e-3 / x).sum(), 1e-5, 2e12),
+        (lambda x: (1e6 * x).sin().sum(), 0.7, -2.4768975e11),
+        (lambda x: (1e5 * x).sin().sum(), 0.7, 8.2347398e9),
+    ],
+)
+def test_the_error_of_a_second_difference_is_true_where_large_steps_cross_a_pole_or_a_period(
+    func: Any, x: float, second: float
+) -> None:
+    value, error = functional.hessian(func, torch.tensor([x], dtype=torch.float64), numerical=True, return_error=True)
+    assert abs(value.item() - second) <= error.item() + 1e-7 * abs(second)
+
+
+def test_the_error_of_a_difference_is_true_where_func_computes_in_single_precision() -> None:
+    for seed in range(4):
+        x = torch.randn(40, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        x = x[x.cos().abs() > 0.05]  # a smaller derivative is hidden behind a single stair
+        value, error = functional.jacobian(lambda x: x.float().sin().double(), x, numerical=True, return_error=True)
+        assert bool(((value.diagonal() - x.cos()).abs() <= 10 * error.diagonal() + 1e-2).all())

@@ -319,3 +319,28 @@ def test_hooks_after_accumulation_are_mentioned() -> None:
     report = check_model(model, torch.randn(8, 4), squared)
     assert report.passed
     assert any("register_post_accumulate_grad_hook are not run" in text for text in report.remarks)
+
+
+class Scaled(nn.Module):
+    """sin, with a hook that scales its gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.sin()
+        if y.requires_grad:
+            y.register_hook(lambda gradient: 1.05 * gradient)
+        return y
+
+
+def test_a_hook_that_gets_an_expanded_gradient_is_named() -> None:
+    report = check_model(nn.Sequential(nn.Linear(4, 4), Scaled()), torch.randn(3, 4), lambda y: y.sum())
+    assert [finding.kind for finding in report.findings] == ["hook"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_parameters_that_a_norm_and_a_sum_cancel_are_no_finding(dtype: torch.dtype) -> None:
+    """The gradient of such a loss is zero, but rounding changes the loss."""
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).to(dtype)
+        report = check_model(model, torch.randn(8, 8).to(dtype), lambda y: y.sum())
+        assert report.passed, str(report)
