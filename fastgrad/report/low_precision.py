@@ -101,7 +101,8 @@ class LowPrecision(EqualByContent):
         The error of the worst output, divided by the allowed error.
     smallest
         The relative error that would have been found in half of the entries. Only entries count that are at least a
-        hundredth of the largest entry of their VJP.
+        hundredth of the largest entry of their VJP. Without a reference,
+        directional derivatives take the place of entries.
     smallest_most
         The relative error that would have been found in 90 % of these entries.
     hidden

@@ -16,6 +16,12 @@ def passed(precision: LowPrecision) -> str:
     """The end of a headline: the errors that would have been found."""
     if precision.smallest is None:
         return "all compared gradients are zero"
+    if not precision.reference:
+        return (
+            f"an error of {_percent(precision.smallest)} would have been found in half of {precision.products} "
+            f"directional derivatives, and an error of {_percent(precision.smallest_most)} in 90 % of them; an error of "
+            "a single entry may be hidden"
+        )
     text = (
         f"an error of {_percent(precision.smallest)} would have been found in half of the entries, and an error of "
         f"{_percent(precision.smallest_most)} in 90 % of them"

@@ -37,6 +37,8 @@ def test_right_and_wrong_functions(dtype: torch.dtype) -> None:
     assert right.verdict == "passed", str(right)
     assert right.precision is not None
     assert right.precision.reference == ""
+    assert "of 8 directional derivatives" in str(right)
+    assert "an error of a single entry may be hidden" in str(right)
     assert any("there is no kernel for torch.float64" in note for note in right.notes)
     for factor in (0.0, -1.0, 1.5):
 
