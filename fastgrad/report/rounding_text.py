@@ -19,8 +19,8 @@ def passed(precision: LowPrecision) -> str:
     if not precision.reference:
         return (
             f"an error of {_percent(precision.smallest)} would have been found in half of {precision.products} "
-            f"directional derivatives, and an error of {_percent(precision.smallest_most)} in 90 % of them; an error of "
-            "a single entry may be hidden"
+            f"directional derivatives, and an error of {_percent(precision.smallest_most)} in 90 % of them; "
+            "an error of a single entry may be hidden"
         )
     text = (
         f"an error of {_percent(precision.smallest)} would have been found in half of the entries, and an error of "
