@@ -21,16 +21,15 @@ namespace fastgrad {
 // Time: about nonzeros * count / 64 at worst, near the nonzeros where blocks overlap little.
 at::Tensor color(const at::Tensor& starts, const at::Tensor& members, int64_t targets);
 
-// Colors of the vertices of a symmetric pattern, a graph whose targets are its vertices (a vertex may be its own
-// target, which is ignored), int64 of shape (vertices,), such that neighbors have different colors, and every path of
-// four vertices has at least three colors: a star coloring. So for each edge (u, v), u is the only neighbor of v with
-// the color of u, or the reverse. Colors 0, 1, ..., count - 1 are all used. First fit is tried in natural order and in
-// the order of decreasing number of targets; the result with fewer colors is returned. Empty if both need more than
-// `most` colors.
+// A star coloring of a symmetric pattern: colors of its vertices, int64 of shape (vertices,). The targets are the
+// vertices themselves; if a vertex is its own target, this is ignored. Neighbors have different colors, and every path
+// of four vertices has at least three colors. So for each edge (u, v), u is the only neighbor of v with the color of u,
+// or the reverse. Colors 0, 1, ..., count - 1 are all used. First fit is tried in natural order and in the order of
+// decreasing number of targets; the result with fewer colors is returned. Empty if both need more than `most` colors.
 // That the pattern is symmetric is the caller's contract: it is not checked.
 // Time: about nonzeros * count * count at worst, near nonzeros * count for most patterns.
-// Source: Gebremedhin, Tarafdar, Manne & Pothen, New acyclic and star coloring algorithms (2007), which remembers
-// the stars; here each vertex remembers how many neighbors of each color it has.
+// Source: Gebremedhin, Tarafdar, Manne & Pothen, New acyclic and star coloring algorithms (2007). Their algorithm
+// stores the stars; this one stores how many neighbors of each color each vertex has.
 at::Tensor star_color(const at::Tensor& starts, const at::Tensor& members, int64_t most);
 
 // (starts, members) of the transposed pattern, in which targets have vertices, ascending.

@@ -28,7 +28,7 @@ inline int64_t coordinates_per_element(const at::Tensor& tensor) { return tensor
 inline int64_t coordinate_count(const at::Tensor& tensor) { return tensor.numel() * coordinates_per_element(tensor); }
 
 // `tensor` as a C-contiguous one-dimensional tensor of its real coordinates, in its own dtype: a
-// view where the layout allows it, a copy elsewhere. Differentiable operations: call without grad.
+// view where the layout allows it, a copy elsewhere. Call it without grad mode, or autograd records its operations.
 at::Tensor real_coordinates(const at::Tensor& tensor);
 
 // kernels/difference.h's coordinate_step in plain ATen, for a zero-dimensional real `value`.

@@ -1,4 +1,4 @@
-// fastgrad::decompress_: entries of a sparse Jacobian out of a column or row group.
+// fastgrad::decompress_: take entries of a sparse Jacobian from the results of column or row groups.
 #pragma once
 
 #include <ATen/core/Tensor.h>

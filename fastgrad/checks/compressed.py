@@ -418,7 +418,7 @@ class _Verdict:
         return found or (self._mismatch() if differs else None)
 
     def hidden(self) -> float:
-        """The size of an error that a check that passed may hide; 0 if it does not matter."""
+        """The size up to which errors may be hidden in a check that passed; 0 if it is too small to matter."""
         bound = max(self.of_func.bound, self._of_backward.bound)
         return bound if bound > self.of_func.asked else 0.0
 
@@ -493,12 +493,12 @@ class _Verdict:
         return _with_entries_elsewhere(self._problem, self.findings, failure, elsewhere, lacks_entries)
 
     def _confirmed_mismatch(self, may_be_sums: bool = False) -> Failure | None:
-        """The failure of entries that differ, unless entries outside of the pattern were only added to them.
+        """The failure of entries that differ; None if they differ only by added entries from outside of the pattern.
 
         An analytical entry is added to another one in its column, a numerical entry to another one in its row.
         The worst rows are computed separately and, if entries still differ, so are their columns. If this changes
         entries, other entries may also be sums. Then only an entry that was computed alone is reported. may_be_sums:
-        whether it is known already that entries may be sums.
+        whether the pattern is already known to lack entries.
         """
         rows, columns, excluded = self._compression.rows, self._compression.columns, self._compression.excluded_rows
         excess = self._excesses(slice(None))

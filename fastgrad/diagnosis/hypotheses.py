@@ -101,7 +101,7 @@ class Hypotheses:
             if found is None:
                 continue
             if self._is_right(other):
-                text += ", which is right: backward returns one gradient twice"
+                text = f"backward returns the gradient of {name} twice: for {name}, where it is right, and for {own}"
                 return replace(found, name="repeated gradient", text=text)
             return found
         return None
@@ -153,8 +153,8 @@ class Hypotheses:
         name = self.name_of(block)
         return self._explained(
             "saved tensor",
-            f"the gradient would be right if {name} had the values of output {output.position}: backward uses one in "
-            "place of the other",
+            f"backward uses {name} in place of output {output.position}: the gradient would be right if {name} had the "
+            f"values of output {output.position}",
             lambda one: (one.u[self.input.slice] * self._gradient_with(block, leaf, one.v), one.v * one.slope),
         )
 

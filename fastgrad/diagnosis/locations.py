@@ -176,9 +176,9 @@ def _rule(
     if likely > most:
         return None
     bad, total = int(places.bad.sum()), places.bad.numel()
-    of = f"{f'all {bad} wrong elements' if bad > 1 else 'the only wrong element'} of {total}"
-    of += ", and no right one" if places.is_complete else " that were sampled, and no right one"
-    return Cause(name, text, of, base * (1 - likely))
+    wrong = f"all {bad} wrong elements" if bad > 1 else "the only wrong element"
+    sampled = "" if places.is_complete else " in the sample"
+    return Cause(name, text, f"covers {wrong} and none of the {total - bad} right ones{sampled}", base * (1 - likely))
 
 
 def _extent(index: Tensor) -> tuple[int, int]:

@@ -72,11 +72,11 @@ class _Matrices:
         if bool((off & known).any()):
             return 0
         known = ~(rearranged.isnan() | self.analytical.isnan())
-        nonzero = known & ((self.analytical != 0) | (rearranged != 0))
         if bool((~self._close(rearranged) & known).any()):
             return 0
-        wrong = ~self._close(self.numerical) & nonzero
-        return int(wrong.sum())
+        wrong = ~self._close(self.numerical) & known
+        nonzero = wrong & ((self.analytical != 0) | (rearranged != 0))
+        return int(wrong.sum()) if int(nonzero.sum()) > 1 else 0
 
     @cached_property
     def _nonzero(self) -> tuple[tuple[Tensor, ...], Tensor]:

@@ -326,7 +326,7 @@ def make_plan(problem: Problem, settings: Settings, look: FirstLook | None) -> P
     room = limit - held if settings.memory_limit is not None else limit
     columns = max(FEWEST_COLUMNS, min(problem.n, room // column_bytes))
     rows_replayed, also_said = _row_strategy(problem, settings, look) if look is not None else (False, "")
-    # On a device, small blocks gain nothing from a cache; with several ranks, each block costs waiting.
+    # On a device, small blocks gain nothing from a cache. Several ranks wait for each other at each block.
     is_large = rows_replayed or problem.ranks > 1
     block_bytes = max(BLOCK_BYTES, min(DEVICE_BLOCK_BYTES, limit // 8)) if is_large else BLOCK_BYTES
     rows = max(1, block_bytes // (8 * max(1, problem.n)))

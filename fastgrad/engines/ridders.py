@@ -258,7 +258,7 @@ def _pairs(
 
 
 def settled(found: Sequence[Measured], atol: float, rtol: float) -> Refinement:
-    """The derivatives from measurements of inputs with the same step size, concatenated.
+    """The derivatives from several measurements, concatenated. All their inputs must have the same step size.
 
     An estimate from some steps counts only if all smaller steps agree with it up to func's own noise. Otherwise large
     steps would make a rounding function look like the identity.

@@ -167,7 +167,7 @@ def _evaluated(problem: Problem, block: Block, first: int, count: int, eps: floa
     points = x.new_empty((2 * count, *x.shape))
     points.copy_(x)
     for sign, side in ((1, points[:count]), (-1, points[count:])):
-        # Point k has coordinate first + k moved; coordinates count through all points of a side.
+        # In point k, coordinate first + k is moved. Its index counts the coordinates of all points of this side.
         moved = torch.arange(count, device=x.device) * (block.size + 1) + first
         ops.perturb_coordinates_(side, side, moved, sign, eps * block.step, relative_step(x.dtype))
     func = problem.func

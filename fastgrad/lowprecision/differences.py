@@ -271,7 +271,7 @@ def _points(problem: Problem, w: Tensor, gradient: Tensor, whole: Tensor) -> tup
         even = float(weights @ (ahead + behind - 2 * base) / 2)
         noise = units * torch.maximum(ahead.abs(), behind.abs()).clamp(min=1e-300) * weights.abs()
         still = (ahead - behind).abs() * weights.abs() < STILL * noise
-        # An output that does not move may be the remainder of a larger number.
+        # An output that does not change may be what is left after large numbers cancel; it then has their rounding.
         noise = torch.where(still, torch.maximum(noise, units * weights.abs() * largest), noise)
         rows.append((step, odd, even, float((noise[~still] ** 2).sum() / 6) ** 0.5, float(noise[still].sum())))
     if len(rows) < 5:

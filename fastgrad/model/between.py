@@ -145,7 +145,7 @@ class LossErrorExperiments:
         return self._while_held(detached, lambda: not self.whole.moves(which)) or False
 
     def _while_held(self, detached: Sequence[DetachedPath], run: Callable[[], Result]) -> Result | None:
-        """The result of run while cuts keep their values; None if the model then runs different operations."""
+        """The result of run while detached paths keep their values; None if the model then runs other operations."""
         held = self._holding(detached)
         if held is None:
             return None

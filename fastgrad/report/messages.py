@@ -39,7 +39,7 @@ MOST_PAIRS = 8
 """Number of pairs that a summary lists."""
 
 LEAST_EXCESS = 0.01
-"""If the worst entry's error exceeds the largest error at eps by more than this share, a message adds "(at eps)"."""
+"""If the worst entry's error exceeds the largest error at eps by more than this share, a message adds "at eps"."""
 
 MOST_LISTED_INDICES = 4
 """Number of indices along a dimension that an extent lists one by one."""
@@ -455,11 +455,11 @@ def _details(report: ReportData, failure: Failure, comparison: Comparison) -> li
     found = "" if comparison.exhaustive else " found"
     # If the worst entry was measured again, its value comes from other steps, and its error may be larger.
     exceeds = worst is not None and worst.difference > (1 + LEAST_EXCESS) * comparison.largest_absolute
-    at_eps = " (at eps)" if exceeds else ""
+    at_eps, again = ("at eps: ", " (the worst entry was measured again)") if exceeds else ("", "")
     lines += [
         f"  extent     {extent_line(names, comparison)}",
-        f"             largest absolute error{found} {comparison.largest_absolute:.3g}, largest relative error{found} "
-        f"{comparison.largest_relative:.3g}{at_eps}",
+        f"             {at_eps}largest absolute error{found} {comparison.largest_absolute:.3g}, largest relative "
+        f"error{found} {comparison.largest_relative:.3g}{again}",
     ]
     return lines
 

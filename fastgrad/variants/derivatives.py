@@ -64,7 +64,7 @@ def _under_vmap(subject: Subject) -> Case:
 
 
 def _differentiable(subject: Subject) -> Callable[[Any], tuple[Tensor, ...]]:
-    """Takes the outputs that require grad out of a result."""
+    """Returns a function that selects the outputs that require grad from a result of func."""
     outputs = as_tuple(subject.func(*subject.inputs))
     numbers = [k for k, value in enumerate(outputs) if isinstance(value, Tensor) and value.requires_grad]
     if not numbers:

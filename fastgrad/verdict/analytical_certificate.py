@@ -267,7 +267,7 @@ class AnalyticalCertificate:
 
     @property
     def _kinds(self) -> tuple[GradOutputKind, ...]:
-        """The kinds to run: without the expanded one if the only row group was already run a second time with it."""
+        """The kinds to run; not the expanded one if the only row group has all rows, because its second run used it."""
         outputs = self._problem.outputs
         whole = len(outputs) == 1 and not outputs[0].is_complex and self._compression.row_groups[0].count == 1
         return NOT_EXPANDED if whole else self._all_kinds

@@ -544,7 +544,7 @@ def linearity_failure(
 
 
 def scaled_failure(problem: Problem, settings: Settings, cotangent: Tensor, gradient: Tensor) -> Failure | None:
-    """The failure if a VJP, shape (n,), differs from the VJP of REPEAT_SCALE times its cotangent, over REPEAT_SCALE."""
+    """The failure if REPEAT_SCALE times a cotangent does not give REPEAT_SCALE times its VJP: gradient, shape (n,)."""
     scaled = problem.vjp((cotangent * REPEAT_SCALE).unsqueeze(0)) / REPEAT_SCALE
     scale, finite = REPEAT_SCALE, gradient.isfinite()
     if not bool(scaled.isfinite()[0, finite].all()):  # it may overflow, but not with another sign alone

@@ -280,7 +280,7 @@ CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
         "probably the gradient of input 0 is that of input 1: backward returns gradients in the wrong order",
     ),
     "repeated gradient": (
-        "probably the gradient of input 1 is that of input 0, which is right: backward returns one gradient twice",
+        "probably backward returns the gradient of input 0 twice: for input 0, where it is right, and for input 1",
     ),
     "missing term": (
         "probably 1 is missing from the gradient wherever it is wrong: backward omits a term of func that is linear "
