@@ -211,7 +211,7 @@ def _func_moves(
     if derivatives_move(settings, again.derivatives[0], differences.derivatives[0], rounding):
         return True
     if _weight(check, settings, again, 1.0) is None and not float(again.noise.norm()) < noise / 2:
-        return _values_move(check, rounding * step)
+        return _values_move(check, (ROUNDING * rounding + settings.atol) * step)
     again = repeat()  # other directions are the reason, or it is gone
     return again is not None and (
         derivatives_move(settings, again.derivatives, differences.derivatives, rounding)
@@ -220,13 +220,13 @@ def _func_moves(
     )
 
 
-def _values_move(check: SmallCheck, rounding: float) -> bool:
+def _values_move(check: SmallCheck, allowed: float) -> bool:
     """Whether func returns other values at the inputs than at first, from which all noise is measured."""
     before = [output.detach().clone() for output in check.problem.graph.outputs]
     if not check.problem.record_again():
         return True
     pairs = zip(check.problem.graph.outputs, before, strict=True)
-    return any(largest(now.detach() - first) > ROUNDING * rounding for now, first in pairs)
+    return any(largest(now.detach() - first) > allowed for now, first in pairs)
 
 
 @phase("backward")
