@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from fastgrad.engines.sketch import (
     Differences,
     Sketch,
     all_count_fully,
+    contradicts,
     cotangents,
     derivatives_move,
     directional_differences,
@@ -32,6 +33,7 @@ from fastgrad.engines.sketch import (
 )
 from fastgrad.engines.small_sketch import REPEATED, RUNS
 from fastgrad.problem.coordinates import block_with
+from fastgrad.problem.first_look import is_moved
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Certificate
 from fastgrad.report.failure import Failure
@@ -40,6 +42,7 @@ from fastgrad.verdict.confirm import Found, difference_along, entry_in_row, loca
 from fastgrad.verdict.linearity import (
     linearity_failure,
     nondeterministic,
+    nondeterministic_func,
     one_hot_rows,
     scaled_failure,
     separate_failure,
@@ -58,6 +61,9 @@ MOST_ENTRIES = 8
 
 MOST_SUSPECTS = 8
 """If this many outputs look wrong in a sum but prove to be right, another step size is tried."""
+
+ALONG = "along a random direction"
+"""Where func gave other values, for messages."""
 
 MOST_SINGLE = 4
 """Largest number of outputs to examine one by one, if they could not be verified at any step size."""
@@ -118,6 +124,7 @@ class _Screen:
         self._attempt = 0
         self._extrapolated = 1  # the fewest evaluations: they usually decide if all is well
         self._first: Differences | None = None
+        self._tentative: Differences | None = None  # those that looked wrong, before better ones were measured
         self._earlier: tuple[Tensor, Mapping[int, Tensor]] | None = None
         self._doubted: dict[int, float] = {}  # outputs as in _Search, and their smallest error
         self._suspected = 0.0  # the largest error that sums suggested and single entries did not confirm
@@ -130,8 +137,12 @@ class _Screen:
     def run(self) -> Screening:
         """The verdict, after MOST_STEPS step sizes at most."""
         while self._attempt < MOST_STEPS:
-            differences = self._differences(self._count)
+            differences = self._differences(self._count, self._extrapolated)
             self._first = self._first or differences
+            if self._tentative is not None and self._attempt == 0:
+                repeat = partial(self._differences, self._count, 1)
+                if contradicts(self._settings, self._base, self._tentative, differences, repeat):
+                    return Screening(nondeterministic_func(self._problem.outputs[0], ALONG))
             verdict = self._judge(differences)
             if verdict is not None:
                 return verdict
@@ -141,10 +152,10 @@ class _Screen:
         failure, unresolved = _one_by_one(self._problem, self._settings, self._first, self._pending, self._hidden)
         return self._undecided(max(self._suspected, self._unresolved, unresolved)) if failure is None else failure
 
-    def _differences(self, count: int) -> Differences:
+    def _differences(self, count: int, extrapolated: int) -> Differences:
         """Differences along the first directions at this step size."""
         arguments = self._problem, self._settings, self._base, self._eps, count, self._attempt
-        return directional_differences(*arguments, extrapolated=min(count, self._extrapolated), fixed=self._fixed)
+        return directional_differences(*arguments, extrapolated=min(count, extrapolated), fixed=self._fixed)
 
     def _judge(self, differences: Differences) -> Screening | None:
         """The verdict at this step size; None if more differences or another step size are needed."""
@@ -167,6 +178,7 @@ class _Screen:
         flagged = sketch.worst()
         if flagged is not None and tentative:
             self._extrapolated = self._count  # differences that can prove that something is wrong
+            self._tentative = differences
             self._earlier = weight, sketch.gradients
             failure = self._moved(sketch.gradients, weight)
             return None if failure is None else Screening(failure)
@@ -265,27 +277,38 @@ class _Screen:
     def _at_next_step(self, differences: Differences) -> Screening | None:
         """Goes on to another step size; leaves a small problem to the exact engine, which costs no more than that."""
         problem = self._problem
-        if self._attempt == 0 and self._func_moves(differences):
-            return Screening(nondeterministic(problem.outputs[0]))
+        measure = partial(self._differences, extrapolated=self._extrapolated)
+        if self._attempt == 0 and func_moves(problem, self._settings, self._base, differences, measure):
+            return Screening(nondeterministic_func(problem.outputs[0], ALONG))
         if not self._selected and self._eps == self._settings.eps and 2 * problem.n + problem.m <= EXACT_CALLS:
             return Screening(undecided=math.inf)
         self._eps = next_step(self._settings, differences, self._base, self._pending)
         self._attempt += 1
         return None
 
-    def _func_moves(self, differences: Differences) -> bool:
-        """Whether derivatives differ when they are repeated: the first one and, if that is much less noisy, all."""
-        for count in (1, self._count):
-            again = self._differences(count)
-            rounding = differences.rounding * self._base.abs()
-            if derivatives_move(self._settings, again.derivatives, differences.derivatives[:count], rounding):
-                return True
-            if not again.noise.norm() < differences.noise.norm() / 2:
-                return False
-        return False
-
     def _verified(self, bound: float) -> Screening:
         return verified(self._settings, bound, self._unresolved)
+
+
+def func_moves(
+    problem: Problem,
+    settings: Settings,
+    base: Tensor,
+    differences: Differences,
+    measure: Callable[[int], Differences],
+) -> bool:
+    """Whether noisy differences change when they are repeated: the first one and, if that is much less noisy, all.
+
+    base: the outputs, shape (m,), which are evaluated again, too; measure: measures so many of the same differences.
+    """
+    for count in (1, differences.derivatives.shape[0]):
+        again = measure(count)
+        rounding = differences.rounding * base.abs()
+        if derivatives_move(settings, again.derivatives, differences.derivatives[:count], rounding):
+            return True
+        if not again.noise.norm() < differences.noise.norm() / 2:
+            return is_moved(problem, settings, problem.evaluate(True), base)
+    return False
 
 
 def verified(settings: Settings, bound: float, unresolved: float = 0.0) -> Screening:

@@ -94,6 +94,19 @@ def derivatives_move(settings: Settings, again: Tensor, derivative: Tensor, roun
     return bool(((again - derivative).abs() > allowed).any())
 
 
+def contradicts(
+    settings: Settings, base: Tensor, before: Differences, better: Differences, repeat: Callable[[], Differences]
+) -> bool:
+    """Whether better differences along the same directions show that func returned other values before, only once.
+
+    base: the outputs, shape (m,); repeat: measures the first differences again, if they are not near the better ones.
+    """
+    rounding = before.rounding * base.abs()
+    if not derivatives_move(settings, better.derivatives, before.derivatives, rounding):
+        return False
+    return derivatives_move(settings, repeat().derivatives, before.derivatives, rounding)
+
+
 def directional_differences(
     problem: Problem,
     settings: Settings,

@@ -79,3 +79,11 @@ def test_the_same_for_second_derivatives(n: int, keywords: dict[str, Any]) -> No
 def test_each_difference_of_a_large_sparse_check_counts(wrong: int) -> None:
     assert outcome(torch.sin, 2000, 0, {})[1] == 15
     assert outcome(torch.sin, 2000, wrong, {})[0] == "failed"
+
+
+@pytest.mark.parametrize(("keywords", "calls"), [({}, range(2, 10)), ({"check_forward_ad": True}, range(2, 18))])
+def test_each_difference_of_a_large_check_in_fast_mode_counts(keywords: dict[str, Any], calls: range) -> None:
+    """Differences that look wrong, or are noisy, are replaced by better ones, and must be the same if repeated."""
+    for wrong in calls:
+        verdict, made, _ = outcome(torch.sin, 20_000, wrong, {"fast_mode": True, **keywords})
+        assert verdict == "failed" or made == outcome(torch.sin, 20_000, 0, {"fast_mode": True, **keywords})[1], wrong

@@ -925,7 +925,8 @@ def test_values_that_drift_from_call_to_call(drift: float, n: int, keywords: dic
     x = torch.linspace(0.3, 0.9, n, dtype=torch.float64).requires_grad_()
     assert not torch.autograd.gradcheck(Drifting(drift), x, raise_exception=False)
     report = fastgrad.check(Drifting(drift), x, **keywords)
-    assert (report.verdict, report.causes[0].name) in [("failed", "race"), ("not converged", "race")]
+    assert report.failure is not None
+    assert report.failure.kind == "nondeterministic func" or report.causes[0].name == "race"
     # Too small for the differences of both.
     assert torch.autograd.gradcheck(Drifting(1e-13), x)
     assert fastgrad.check(Drifting(1e-13), x, **keywords).verdict == "passed"
