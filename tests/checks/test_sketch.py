@@ -473,3 +473,11 @@ def test_a_gradient_that_is_not_finite_for_one_output_alone_fails() -> None:
             return 2 * first + 3 * second
 
     assert not fast(Two.apply, normal(300)).passed
+
+
+@pytest.mark.parametrize("wrong", [5, 8, 13])
+def test_the_certificate_states_an_error_of_one_call_within_the_tolerances(wrong: int) -> None:
+    report = fastgrad.check(
+        doubled(lambda gradient, calls: gradient + 1e-4 if calls == wrong else gradient), normal(3), fast_mode=True
+    )
+    assert report.failure is not None or max(one.bound for one in report.certificates) > 0.9e-4
