@@ -26,8 +26,8 @@ from fastgrad.engines.sketch import (
     all_count_fully,
     contradicts,
     cotangents,
-    derivatives_move,
     directional_differences,
+    func_moves,
     residual_row,
     weights,
 )
@@ -40,6 +40,7 @@ from fastgrad.report.failure import Failure
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.confirm import Found, difference_along, entry_in_row, located_failure
 from fastgrad.verdict.linearity import (
+    ALONG_DIRECTION,
     linearity_failure,
     nondeterministic,
     nondeterministic_func,
@@ -61,9 +62,6 @@ MOST_ENTRIES = 8
 
 MOST_SUSPECTS = 8
 """If this many outputs look wrong in a sum but prove to be right, another step size is tried."""
-
-ALONG = "along a random direction"
-"""Where func gave other values, for messages."""
 
 MOST_SINGLE = 4
 """Largest number of outputs to examine one by one, if they could not be verified at any step size."""
@@ -142,7 +140,7 @@ class _Screen:
             if self._tentative is not None and self._attempt == 0:
                 repeat = partial(self._differences, self._count, 1)
                 if contradicts(self._settings, self._base, self._tentative, differences, repeat):
-                    return Screening(nondeterministic_func(self._problem.outputs[0], ALONG))
+                    return Screening(nondeterministic_func(self._problem.outputs[0], ALONG_DIRECTION))
             verdict = self._judge(differences)
             if verdict is not None:
                 return verdict
@@ -155,7 +153,7 @@ class _Screen:
     def _differences(self, count: int, extrapolated: int) -> Differences:
         """Differences along the first directions at this step size."""
         arguments = self._problem, self._settings, self._base, self._eps, count, self._attempt
-        return directional_differences(*arguments, extrapolated=min(count, extrapolated), fixed=self._fixed)
+        return directional_differences(*arguments, extrapolated=extrapolated, fixed=self._fixed)
 
     def _judge(self, differences: Differences) -> Screening | None:
         """The verdict at this step size; None if more differences or another step size are needed."""
@@ -201,17 +199,9 @@ class _Screen:
 
     def _note_hidden(self, search: _Search, sketch: Sketch, weight: Tensor) -> None:
         """Notes the size from which an error of one entry of each output shows in these sums."""
-        beyond = max(
-            (
-                excess(*pair)
-                for row in zip(sketch.values, sketch.allowed, strict=True)
-                for pair in zip(*row, strict=True)
-            ),
-            default=0.0,
-        )
-        hidden = torch.where(
-            weight > 0, (self._settings.atol + 4 * sketch.allowance) * max(1.0, beyond) / weight, math.inf
-        )
+        worst = sketch.worst()
+        beyond = 1.0 if worst is None else excess(*(of[worst[0]][worst[1]] for of in (sketch.values, sketch.allowed)))
+        hidden = torch.where(weight > 0, (self._settings.atol + 4 * sketch.allowance) * beyond / weight, math.inf)
         for row, size in search.doubtful.items():
             hidden[row] = max(hidden[row].item(), 4 * size)
         torch.minimum(self._hidden, hidden.nan_to_num_(math.inf), out=self._hidden)
@@ -278,8 +268,8 @@ class _Screen:
         """Goes on to another step size; leaves a small problem to the exact engine, which costs no more than that."""
         problem = self._problem
         measure = partial(self._differences, extrapolated=self._extrapolated)
-        if self._attempt == 0 and func_moves(problem, self._settings, self._base, differences, measure):
-            return Screening(nondeterministic_func(problem.outputs[0], ALONG))
+        if self._attempt == 0 and noise_moves(problem, self._settings, self._base, differences, measure):
+            return Screening(nondeterministic_func(problem.outputs[0], ALONG_DIRECTION))
         if not self._selected and self._eps == self._settings.eps and 2 * problem.n + problem.m <= EXACT_CALLS:
             return Screening(undecided=math.inf)
         self._eps = next_step(self._settings, differences, self._base, self._pending)
@@ -290,25 +280,22 @@ class _Screen:
         return verified(self._settings, bound, self._unresolved)
 
 
-def func_moves(
+def noise_moves(
     problem: Problem,
     settings: Settings,
     base: Tensor,
     differences: Differences,
     measure: Callable[[int], Differences],
 ) -> bool:
-    """Whether noisy differences change when they are repeated: the first one and, if that is much less noisy, all.
-
-    base: the outputs, shape (m,), which are evaluated again, too; measure: measures so many of the same differences.
-    """
-    for count in (1, differences.derivatives.shape[0]):
-        again = measure(count)
-        rounding = differences.rounding * base.abs()
-        if derivatives_move(settings, again.derivatives, differences.derivatives[:count], rounding):
-            return True
-        if not again.noise.norm() < differences.noise.norm() / 2:
-            return is_moved(problem, settings, problem.evaluate(True), base)
-    return False
+    """As `func_moves`, for differences with outputs, shape (m,), of which none is quiet enough."""
+    return func_moves(
+        settings,
+        differences.rounding * base.abs(),
+        differences,
+        measure,
+        is_quiet=lambda again: False,
+        values_move=lambda: is_moved(problem, settings, problem.evaluate(True), base),
+    )
 
 
 def verified(settings: Settings, bound: float, unresolved: float = 0.0) -> Screening:

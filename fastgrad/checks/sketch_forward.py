@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from fastgrad.checks.sketch import ALONG, MOST_STEPS, MOST_SUSPECTS, Screening, func_moves, next_step
+from fastgrad.checks.sketch import MOST_STEPS, MOST_SUSPECTS, Screening, next_step, noise_moves
 from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING
@@ -21,7 +20,7 @@ from fastgrad.problem.problem import Problem
 from fastgrad.report.failure import Failure
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.confirm import Found, difference_along, entry_at, located_failure
-from fastgrad.verdict.linearity import nondeterministic_func, nonlinear_sum
+from fastgrad.verdict.linearity import ALONG_DIRECTION, nondeterministic_func, nonlinear_sum
 from fastgrad.verdict.locate import locate
 from fastgrad.verdict.negation import negation_failure
 from fastgrad.verdict.tangents import combined_tangents, repeated_tangents_failure, sums_certificate
@@ -81,24 +80,20 @@ class _ForwardScreen:
                 tentative, extrapolated = differences, self._count  # these can prove that something is wrong
                 differences = measure(self._count, extrapolated=extrapolated)
                 if contradicts(settings, base, tentative, differences, repeat):
-                    failure = failure or nondeterministic_func(problem.outputs[0], ALONG)
+                    failure = failure or nondeterministic_func(problem.outputs[0], ALONG_DIRECTION)
             failure = failure or self._compare(differences, tangents)
             if failure is not None:
                 return Screening(failure)
             if not bool(self._pending.any()):
                 return self._verified()
-            again = partial(self._again, measure, extrapolated)
-            if attempt == 0 and func_moves(problem, settings, base, differences, again):
-                return Screening(nondeterministic_func(problem.outputs[0], ALONG))
+            again = partial(measure, extrapolated=extrapolated)
+            if attempt == 0 and noise_moves(problem, settings, base, differences, again):
+                return Screening(nondeterministic_func(problem.outputs[0], ALONG_DIRECTION))
             if attempt == 0 and (self._nonlinear or 2 * problem.n + problem.m <= EXACT_CALLS):
                 break  # another step size shows nothing else, or the exact engine costs no more
             eps = next_step(settings, differences, base, self._pending)
         hidden = float(self._hidden[self._pending].amax())
         return Screening(undecided=max(self._bound, self._unresolved, self._nonlinear, hidden))
-
-    @staticmethod
-    def _again(measure: Callable[..., Differences], extrapolated: int, count: int) -> Differences:
-        return measure(count, extrapolated=min(count, extrapolated))
 
     def _domains_match(self) -> bool:
         """Whether complex outputs have complex tangents and real outputs real ones, if that is checked."""

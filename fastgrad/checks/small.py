@@ -123,7 +123,8 @@ def _attributes_pass(check: SmallCheck, settings: Settings, backward: Backward |
     if negates():
         return True
     backward.forget()
-    check.moved = not settings.nondet_tol and negates()  # the first time, func returned other values
+    if not settings.nondet_tol and negates():  # the first time, func or its backward returned other values
+        check.irreproducible.append("with negated grad_outputs")
     return False
 
 

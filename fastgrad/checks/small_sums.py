@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastgrad.checks.small_result import SmallCheck
 from fastgrad.core.errors import raise_if_transient
-from fastgrad.core.native import Derivatives, Layout, RandomDirections, largest_residuals
+from fastgrad.core.native import Derivatives, Layout, RandomDirections, flattened, largest_residuals
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING
 from fastgrad.core.random import SKETCH_DIRECTIONS
@@ -20,15 +20,17 @@ from fastgrad.core.tensors import differ, largest
 from fastgrad.engines.blocks import REPEAT_SCALE
 from fastgrad.engines.grad_output_kinds import CONSTANT
 from fastgrad.engines.plan import sketch_size
-from fastgrad.engines.sketch import KINK, NOISE_SHARE, derivatives_move, weights
+from fastgrad.engines.sketch import KINK, NOISE_SHARE, derivatives_move, func_moves, weights
 from fastgrad.engines.small_sketch import (
     REPEATED,
     ScreeningGradOutputs,
     screening_grad_outputs,
     weighted_grad_outputs,
 )
+from fastgrad.problem.first_look import is_moved
 from fastgrad.problem.small_backward import SmallBackward
 from fastgrad.report.settings import Settings
+from fastgrad.verdict.linearity import ALONG_DIRECTION
 from fastgrad.verdict.repeated_calls import first_moving, repeated_calls_certificate
 
 SMALLER_STEP = 1 / 8
@@ -94,7 +96,7 @@ def sums_agree(check: SmallCheck, settings: Settings) -> bool:
             check.bound, check.differences = bound, (differences, weight, bound)
             third = partial(_same_on_third, check, settings, *done)
             return not problem.is_custom or check.noted(third) is not None
-    if check.steps and not check.moved and check.changed is None:
+    if check.steps and not check.moved and not check.irreproducible and check.changed is None:
         check.left_open = early
     return False
 
@@ -146,13 +148,15 @@ def _steps_repeat(check: SmallCheck, settings: Settings, steps: Sequence[tuple[f
     """Whether the differences of some steps are the same if they are repeated; notes if they are not."""
     for step, budget, before in steps:
         again = _differences(check, settings, step, budget)
-        if again is None:  # func raises, or returns other outputs, which it did not before
-            check.moved = True
-            return False
         rounding = _rounding_of_differences(check, settings.eps * step)
-        pairs = (again.derivatives, before.derivatives), (again.noise, before.noise)
-        check.moved = check.moved or any(derivatives_move(settings, *pair, rounding) for pair in pairs)
-    return not check.moved
+        # None: func raises, or returns other outputs, which it did not before.
+        if again is None or any(
+            derivatives_move(settings, *pair, rounding)
+            for pair in ((again.derivatives, before.derivatives), (again.noise, before.noise))
+        ):
+            check.irreproducible.append(ALONG_DIRECTION)
+            return False
+    return True
 
 
 def differences_by_step(check: SmallCheck, settings: Settings) -> Iterator[tuple[Derivatives, Tensor, float]]:
@@ -169,9 +173,8 @@ def differences_by_step(check: SmallCheck, settings: Settings) -> Iterator[tuple
         elif _weight(check, settings, differences, SMALLER_STEP**2) is None:
             # Noise from curvature or rounding alone would be small enough at the other step. So the reason may be a
             # kink, or a func that returns other values for the same inputs.
-            repeat = partial(_differences, check, settings, step, budget)
-            if _func_moves(check, settings, differences, settings.eps * step, repeat):
-                check.moved = True
+            if _noise_moves(check, settings, step, budget, differences):
+                check.irreproducible.append(ALONG_DIRECTION)
             return
         # If the sums do not agree although the noise is small enough, another direction may be curved more.
         factor = SMALLER_STEP if weighed is not None else _step_factor(settings, differences)
@@ -196,37 +199,24 @@ def _rounding_of_differences(check: SmallCheck, step: float) -> float:
     return 2 * check.problem.unit_roundoff * size / step
 
 
-def _func_moves(
-    check: SmallCheck,
-    settings: Settings,
-    differences: Derivatives,
-    step: float,
-    repeat: Callable[..., Derivatives | None],
-) -> bool:
-    """Whether noisy differences at a step change when they are repeated. One direction is repeated first, then all."""
-    rounding, noise = _rounding_of_differences(check, step), float(differences.noise.norm())
-    again = repeat(count=1)
-    if again is None:
-        return False
-    if derivatives_move(settings, again.derivatives[0], differences.derivatives[0], rounding):
-        return True
-    if _weight(check, settings, again, 1.0) is None and not float(again.noise.norm()) < noise / 2:
-        return _values_move(check, (ROUNDING * rounding + settings.atol) * step)
-    again = repeat()  # other directions are the reason, or it is gone
-    return again is not None and (
-        derivatives_move(settings, again.derivatives, differences.derivatives, rounding)
-        or _weight(check, settings, again, 1.0) is not None
-        or float(again.noise.norm()) < SMALLER_STEP**2 * noise
+def _noise_moves(check: SmallCheck, settings: Settings, step: float, budget: float, differences: Derivatives) -> bool:
+    """As `func_moves`, for differences at a step."""
+    return func_moves(
+        settings,
+        _rounding_of_differences(check, settings.eps * step),
+        differences,
+        partial(_differences, check, settings, step, budget),
+        is_quiet=lambda again: _weight(check, settings, again, 1.0) is not None,
+        values_move=partial(_values_move, check, settings),
     )
 
 
-def _values_move(check: SmallCheck, allowed: float) -> bool:
-    """Whether func returns other values at the inputs than at first, from which all noise is measured."""
-    before = [output.detach().clone() for output in check.problem.graph.outputs]
+def _values_move(check: SmallCheck, settings: Settings) -> bool:
+    before = flattened([output.detach() for output in check.problem.graph.outputs]).clone()
     if not check.problem.record_again():
         return True
-    pairs = zip(check.problem.graph.outputs, before, strict=True)
-    return any(largest(now.detach() - first) > allowed for now, first in pairs)
+    again = flattened([output.detach() for output in check.problem.graph.outputs])
+    return is_moved(check.problem, settings, again, before)
 
 
 @phase("backward")

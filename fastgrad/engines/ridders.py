@@ -52,6 +52,9 @@ ROUNDED = 2.0**-6
 """The largest rounding inside func, relative to its change at eps. With larger rounding, the rounded function is taken
 as func itself."""
 
+MATTERS = 1 / 8
+"""Share of the tolerance from which the difference between the slope at eps and that of smaller steps matters."""
+
 LEAST_STAIRS = 8
 """The least number of stairs between x and the points of the widest step, that is WIDER * eps, of a staircase."""
 
@@ -320,8 +323,8 @@ def _is_rounded(
     bent = torch.where(wider, (slopes - middle).abs(), (left - right).abs())
     straight = (bent <= STRAIGHT * torch.minimum(distance, middle.abs())).all(0) & wider.any(0)
     allowed = atol + rtol * values.abs().nan_to_num()
-    is_precise = errors <= distance / LEAST_STAIRS
-    return straight & (distance > torch.where(is_precise, allowed / LEAST_STAIRS, allowed))
+    is_precise = errors <= MATTERS * distance
+    return straight & (distance > torch.where(is_precise, MATTERS * allowed, allowed))
 
 
 def _is_staircase(
@@ -351,7 +354,7 @@ def _is_staircase(
     widest = used.to(torch.int8).argmax(0, keepdim=True)
     rise, width, bend, change = (some.gather(0, widest)[0] for some in (rest, widths, bends, changes))
     off = torch.where(used, rest - rise / width * widths, 0.0).abs().amax(0)
-    matters = (rise / width).abs() > (atol + rtol * values.abs()) / LEAST_STAIRS
+    matters = (rise / width).abs() > MATTERS * (atol + rtol * values.abs())
     flat = ~(is_stair & (steps <= ROUNDED / 4 * eps)).any(0)
     straight = (off <= 2 * height) & (rise.abs() >= LEAST_STAIRS * height) & (bend.abs() <= rise.abs() / 4)
     return matters & flat & straight & (change.abs() >= rise.abs() / 2)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -39,6 +40,20 @@ EXTRAPOLATED, CENTRAL = 4, 2
 
 KINK = 1e-2
 """If one-sided derivatives differ from the central one by more than this share, func is not smooth within a step."""
+
+
+GONE = 64
+"""Noise is gone, and not only rounded differently in each run, if it is this many times smaller when measured again."""
+
+
+class Measured(Protocol):
+    """Derivatives along directions, shape (count, m), and the noise of each output, shape (m,)."""
+
+    @property
+    def derivatives(self) -> Tensor: ...
+
+    @property
+    def noise(self) -> Tensor: ...
 
 
 @dataclass(slots=True)
@@ -92,6 +107,43 @@ def derivatives_move(settings: Settings, again: Tensor, derivative: Tensor, roun
     own = settings.loosest()
     allowed = own.atol + own.rtol * torch.maximum(again.abs(), derivative.abs()) + ROUNDING * rounding
     return bool(((again - derivative).abs() > allowed).any())
+
+
+def func_moves(
+    settings: Settings,
+    rounding: Tensor | float,
+    differences: Measured,
+    measure: Callable[[int], Measured | None],
+    is_quiet: Callable[[Any], bool],
+    values_move: Callable[[], bool],
+) -> bool:
+    """Whether noisy differences show that func returned other values only once.
+
+    The first one is repeated and, if it is quiet or much less noisy, all are. Otherwise the noise is that of func, or
+    its values at the inputs were others, from which all noise is measured.
+
+    Parameters
+    ----------
+    rounding
+        As in `derivatives_move`.
+    measure
+        Measures so many of the same differences; gives None if func does not return its outputs.
+    is_quiet
+        Whether the noise of differences is small enough for a verdict.
+    values_move
+        Whether func returns other values at the inputs than at first.
+    """
+    noise = float(differences.noise.norm())
+    for count in (1, differences.derivatives.shape[0]):
+        again = measure(count)
+        if again is None:
+            return False
+        if derivatives_move(settings, again.derivatives, differences.derivatives[:count], rounding):
+            return True
+        if not is_quiet(again) and not float(again.noise.norm()) < noise / 2:
+            return values_move()
+    assert again is not None
+    return is_quiet(again) or float(again.noise.norm()) < noise / GONE
 
 
 def contradicts(

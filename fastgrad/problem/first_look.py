@@ -118,7 +118,7 @@ def first_look(problem: Problem, settings: Settings) -> FirstLook:
     return look(True, reacted, seconds)
 
 
-def is_moved(problem: Problem, settings: Settings, again: Tensor, values: Tensor) -> bool:
+def is_moved(problem: Problem | SmallProblem, settings: Settings, again: Tensor, values: Tensor) -> bool:
     """Whether repeated outputs, shape (m,), differ by more than rounding and more than a difference tolerates."""
     allowed = max(ROUNDING * problem.unit_roundoff * largest(values), settings.eps * settings.atol)
     return differ(again[None], values[None], allowed, False)

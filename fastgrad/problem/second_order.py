@@ -117,7 +117,7 @@ class Backward:
 
     def _check_shapes(self, outputs: Sequence[Tensor], grad_outputs: Sequence[Tensor]) -> None:
         for position, output, grad in zip(self._positions, outputs, grad_outputs, strict=True):
-            if self.made == "given" and not output.is_nested and output.shape != grad.shape:
+            if not output.is_nested and output.shape != grad.shape:
                 raise ValueError(
                     f"grad_outputs must have the shapes of func's outputs: output {position} has shape "
                     f"{tuple(output.shape)}, but its grad_output has shape {tuple(grad.shape)}."
@@ -137,7 +137,8 @@ class Backward:
             native.check_memory(checked)
             if not outputs or len(outputs) != len(grad_outputs):
                 _refuse_outputs(len(outputs), len(grad_outputs))
-            self._check_shapes(outputs, grad_outputs)
+            if self.made == "given":
+                self._check_shapes(outputs, grad_outputs)
             gradients = native.vjp(outputs, checked, grad_outputs, True)
             return _all_differentiable(gradients, [*checked, *grad_outputs])
 

@@ -169,6 +169,10 @@ def nonlinear_sum(
     return Failure.at("nonlinear", *((None, block) if mode == "reverse" else (block, None)), mode=mode, detail=detail)
 
 
+ALONG_DIRECTION = "along a random direction"
+"""Where differences showed that func gave other values, for `nondeterministic_func`."""
+
+
 def nondeterministic_func(output: Block, where: str) -> Failure:
     """The failure that func returned two results for the same inputs, in calls whose results were not compared."""
     detail = f"evaluated again {where}, it gives other values"

@@ -28,6 +28,7 @@ from fastgrad.report.settings import Settings
 from fastgrad.structure.coloring import Indices
 from fastgrad.verdict.comparison import tolerances
 from fastgrad.verdict.confirm import Found, entries_failure, entry_at, entry_in_row, located_failure
+from fastgrad.verdict.linearity import ALONG_DIRECTION
 
 MOST_SUSPECTS = 8
 """Largest number of rows, and of columns, that are examined after a failed certificate."""
@@ -472,7 +473,7 @@ class NumericalCertificate:
             extrapolated = 1 if first == 0 else int(self._start > LARGEST_TWO_POINT)
             repeat = partial(self._differences_along, self._start, 1, extrapolated=extrapolated, first=first)
             if _change(repeat, before, self._settings, self._base):
-                self._look.irreproducible.append("along a random direction")
+                self._look.irreproducible.append(ALONG_DIRECTION)
 
     def _compared(self, differences: Differences, entries: Tensor, rounding: float | None) -> _Discrepancies:
         """Derivatives along random directions against the sums of entries, which have rounding errors themselves."""
