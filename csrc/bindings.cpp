@@ -1,14 +1,17 @@
 // The compiled module fastgrad._C: functions that take a Python callable or run the autograd engine, and
 // functions of sparsity patterns, which are not tensors of the function under test.
 #include "coloring.h"
+#include "evaluator.h"
+#include "graph_nodes.h"
 #include "kept_tensor.h"
-#include "loops.h"
 #include "ops/compare.h"
 #include "ops/direction.h"
 #include "ops/flatten.h"
 #include "ops/project_rows.h"
 #include "small_problem.h"
 #include "unrecorded_backward.h"
+#include "vjp.h"
+#include "whole_backward.h"
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>

@@ -1,5 +1,5 @@
 // Derivatives of func along random directions, from two or four evaluations each, and their comparison with VJPs.
-#include "loops.h"
+#include "evaluator.h"
 
 #include "kernels/difference.h"
 #include "kernels/richardson.h"

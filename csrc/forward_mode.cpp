@@ -1,5 +1,5 @@
 // Products with tangents by forward-mode AD, and torch's level of it.
-#include "loops.h"
+#include "evaluator.h"
 
 #include "batch_level.h"
 #include "ops/common.h"

@@ -1,7 +1,8 @@
 #include "graph_runner.h"
 
-#include "loops.h"
+#include "graph_nodes.h"
 #include "rows.h"
+#include "vjp.h"
 
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty_like.h>

@@ -1,7 +1,7 @@
 // Shared by the loops over evaluations: what func returned, and undoing what a loop changed.
 #pragma once
 
-#include "loops.h"
+#include "blocks.h"
 
 #include "ops/common.h"
 #include "rows.h"

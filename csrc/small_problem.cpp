@@ -1,5 +1,6 @@
 #include "small_problem.h"
 
+#include "graph_nodes.h"
 #include "ops/common.h"
 #include "rows.h"
 

@@ -1,8 +1,9 @@
 // A small problem, set up in one call: for checks whose own share would otherwise exceed that of func.
 #pragma once
 
+#include "evaluator.h"
 #include "graph_runner.h"
-#include "loops.h"
+#include "whole_backward.h"
 
 #include <cstdint>
 #include <memory>

@@ -1,6 +1,6 @@
 #include "unrecorded_backward.h"
 
-#include "loops.h"
+#include "blocks.h"
 #include "rows.h"
 
 #include <c10/core/GradMode.h>

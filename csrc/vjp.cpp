@@ -1,6 +1,7 @@
 // The VJP loop: rows of Jacobians by calling the autograd engine directly.
-#include "loops.h"
+#include "vjp.h"
 
+#include "graph_nodes.h"
 #include "graph_runner.h"
 #include "ops/common.h"
 #include "ops/decompress.h"
@@ -27,8 +28,6 @@
 #include <cmath>
 #include <limits>
 #include <numeric>
-#include <string_view>
-#include <typeinfo>
 #include <unordered_map>
 
 namespace py = pybind11;
@@ -72,11 +71,6 @@ bool is_repeated(const at::Tensor& gradient, const at::Tensor& again, const Reru
 
 }  // namespace
 
-bool is_custom(const torch::autograd::Node& node) {
-  const std::string_view name = typeid(node).name();  // the types are hidden or templates, all but the names
-  return name.find("PyNode") != std::string_view::npos || name.find("CppNode") != std::string_view::npos;
-}
-
 double largest_difference(const at::Tensor& left, const at::Tensor& right) {
   if (at::equal(left, right)) {
     return 0.0;
@@ -97,15 +91,6 @@ void unflatten_into(const at::Tensor& tensor, const at::Tensor& coordinates) {
 }
 
 }  // namespace
-
-std::vector<at::Tensor> arguments_of(const std::vector<InputBlock>& inputs) {
-  std::vector<at::Tensor> arguments;
-  arguments.reserve(inputs.size());
-  for (const InputBlock& input : inputs) {
-    arguments.push_back(input.argument);
-  }
-  return arguments;
-}
 
 void check_vjp_memory(
     const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
@@ -304,16 +289,6 @@ void check_rows(const char* what, const char* name, const at::Tensor& rows, cons
       " columns, one for each real coordinate of the inputs, got ", rows.size(1));
   check_written(what, name, rows);
 }
-
-}  // namespace
-
-int64_t total(const std::vector<InputBlock>& inputs) {
-  return std::accumulate(inputs.begin(), inputs.end(), int64_t{0}, [](int64_t sum, const InputBlock& input) {
-    return sum + coordinate_count(input.origin);
-  });
-}
-
-namespace {
 
 // Refuses blocks that are not those of the graph's inputs.
 void check_inputs(const char* what, const Graph& graph, const std::vector<InputBlock>& inputs) {

@@ -1,4 +1,4 @@
-"""Types of the compiled module; csrc/loops.h and csrc/coloring.h document it."""
+"""Types of the compiled module; the headers in csrc/ document it."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar

@@ -74,7 +74,7 @@ else:
 
 
 class Layout(IntEnum):
-    """How a grad_output lies in memory; `csrc/loops.h` says more."""
+    """How a grad_output lies in memory; `csrc/vjp.h` says more."""
 
     CONTIGUOUS = 0
     NON_CONTIGUOUS = 1

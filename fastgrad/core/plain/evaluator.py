@@ -1,4 +1,4 @@
-"""The loop over evaluations in Python; csrc/loops.h documents the contracts."""
+"""The loop over evaluations in Python; csrc/evaluator.h documents the contracts."""
 
 from __future__ import annotations
 

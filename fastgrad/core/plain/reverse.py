@@ -1,4 +1,4 @@
-"""The loop over VJPs in Python; csrc/loops.h documents the contracts."""
+"""The loop over VJPs in Python; csrc/vjp.h documents the contracts."""
 
 from __future__ import annotations
 

@@ -1,0 +1,227 @@
+// The loops that call the Python function under test.
+#pragma once
+
+#include "blocks.h"
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <tuple>
+#include <utility>
+#include <variant>
+#include <vector>
+
+namespace fastgrad {
+
+// Random directions u in R^n, as of Evaluator::realize, one for each stream. The derivative along one takes as many
+// evaluations as `points` says: two, or four for Richardson extrapolation.
+struct RandomDirections {
+  int64_t seed;
+  std::vector<int64_t> streams, points;
+  double step, relative;
+};
+
+// What differences along directions give, all float64.
+struct Derivatives {
+  at::Tensor directions;   // what rounding leaves of each u: shape (count, coordinates of all inputs)
+  at::Tensor derivatives;  // shape (count, coordinates of all outputs)
+  at::Tensor noise;        // how far each output's derivatives may be off: shape (coordinates of all outputs,)
+  std::optional<std::pair<double, double>> sizes;  // of small ones: the norm of noise, the largest derivative
+  // Of a screening: the norm of the error of one-sided derivatives along the first direction, and its step.
+  double curvature = 0.0, step = 0.0;
+};
+
+// If an output differs from its OutputSpec: the number of the evaluation, the number of the output, what func returned.
+using Changed = std::tuple<int64_t, int64_t, pybind11::object>;
+
+// Calls func with the caller's own arguments, unperturbed or perturbed in place. After every call,
+// exceptions and interrupts included, the inputs hold the bits of their origins again, except after evaluate(): its
+// graph may need values that func wrote, so the next call restores the inputs first.
+class Evaluator {
+ public:
+  Evaluator(pybind11::object func, pybind11::tuple arguments, std::vector<InputBlock> blocks);
+
+  // Whether the inputs hold other values than their origins; a NaN counts as another. Refuses inputs whose memory
+  // func freed or replaced, as every evaluation does.
+  bool inputs_changed() const;
+
+  // The real coordinates of all inputs at x, end to end: float64, where the first input is; not to be written to.
+  at::Tensor coordinates() const;
+
+  // Writes the real widths of differences, for all inputs, into widths (float64, shape (coordinates of all inputs,)):
+  // of single coordinates at each block's eps, and of x + scale * displacement.
+  void coordinate_widths(const at::Tensor& widths, const std::vector<double>& eps) const;
+  void realized_widths(const at::Tensor& widths, const at::Tensor& displacement, double scale) const;
+
+  // func at x; gradients are recorded where record_graph and the caller's grad mode say so.
+  pybind11::object evaluate(bool record_graph);
+
+  // By realize_, for a direction u in R^n of a seed and stream: displacement (float64, shape (coordinates of all
+  // inputs,)) becomes h u, and realized (of the same shape) becomes u after rounding. The inputs' relative steps are
+  // multiplied by `relative`.
+  void realize(
+      const at::Tensor& displacement, const at::Tensor& realized, int64_t seed, int64_t stream, double eps,
+      double relative) const;
+
+  // func at x + scale * displacement (float64, shape (coordinates of all inputs,); fastgrad::displace_) for
+  // several scales: each of `values` (float64, shape (m,)) becomes the outputs end to end. Returns as
+  // difference_columns does, with the number of the scale instead of a coordinate.
+  std::optional<std::tuple<int64_t, int64_t, pybind11::object>> values_along(
+      const at::Tensor& displacement, const std::vector<double>& scales, const std::vector<at::Tensor>& values,
+      const std::vector<OutputSpec>& outputs, bool record_graph);
+
+  // The derivatives along random directions. base: the outputs at x, float64, shape (coordinates of all outputs,).
+  // curve: the largest distance of a smooth function's one-sided derivatives from the central one, relative to the
+  // central one. fixed: true for coordinates that do not move, shape (coordinates of all inputs,). ulps: the relative
+  // spacing of each output's dtype.
+  std::variant<Derivatives, Changed> differences_along(
+      const RandomDirections& along, const at::Tensor& base, double curve, const std::optional<at::Tensor>& fixed,
+      const std::vector<OutputSpec>& outputs, const std::vector<double>& ulps);
+
+  // The same from the fewest evaluations, for a check that passes. Along the first direction, there are three
+  // evaluations, at x + h u, x - h u and x + h u / 2, which measure noise and curvature. Along each other direction,
+  // there is one evaluation at x + h' u if noise and curvature show that a one-sided derivative with the best h' is
+  // precise enough; otherwise there are two, at x + h u and x - h u. budget: the largest 2-norm of the noise of
+  // one-sided derivatives; h is a multiple of the step if rounding would exceed the budget. All inputs and outputs are
+  // on one device; `base` and the results are on the CPU. along.points is not used.
+  std::variant<Derivatives, Changed> screening_derivatives(
+      const RandomDirections& along, const at::Tensor& base, double curve, double budget,
+      const std::vector<OutputSpec>& outputs, const std::vector<double>& ulps);
+
+  // Numerical columns first, first + 1, ...: row j of `columns` (float64, shape (count, m), m the
+  // coordinates of all outputs end to end) becomes the central difference at coordinate first + j,
+  // two evaluations each. Returns nothing or, at the first evaluation with an output that differs from its OutputSpec,
+  // (coordinate, output, what func returned instead).
+  std::optional<std::tuple<int64_t, int64_t, pybind11::object>> difference_columns(
+      int64_t first, const at::Tensor& columns, const std::vector<OutputSpec>& outputs, double eps, bool record_graph);
+
+  // Numerical entries of a sparse Jacobian (float64, shape (entries,)), not yet divided by the steps:
+  // entry e becomes y+ - y- at its row, with all columns of its group perturbed together. Two evaluations per group.
+  // Returns as difference_columns does, with the first coordinate of the group as the coordinate.
+  std::optional<std::tuple<int64_t, int64_t, pybind11::object>> difference_groups(
+      const Groups& groups, const at::Tensor& values, int64_t m, const std::vector<OutputSpec>& outputs, double eps,
+      bool record_graph);
+
+  // func at arguments made by the caller: dual tensors over the inputs.
+  pybind11::object evaluate_at(const pybind11::tuple& arguments);
+
+  // Analytical columns by forward-mode AD: row j of `columns` (as in difference_columns) becomes the
+  // tangent of the outputs where the tangent of the inputs is one-hot at coordinate first + j. duals
+  // are func's arguments; tangents, one per input block, are the tangents inside them: zero, written
+  // while this runs and zero again when it returns. An output without a tangent gives zeros.
+  // Returns what difference_columns returns, and whether all tangents were complex where their
+  // outputs are and real where they are real.
+  std::tuple<std::optional<std::tuple<int64_t, int64_t, pybind11::object>>, bool> tangent_columns(
+      int64_t first, const at::Tensor& columns, const std::vector<OutputSpec>& outputs, const pybind11::tuple& duals,
+      const std::vector<at::Tensor>& tangents);
+
+  // J u for several directions u by forward-mode AD: row k of `products` (float64, shape (count, m)) becomes the
+  // tangent of the outputs where that of the inputs is row k of directions (float64, shape (count, coordinates of all
+  // inputs)). undefined: for each row the input that gets no tangent, or -1; empty: all get one. Called at a level of
+  // forward-mode AD; the inputs are strided. Returns as tangent_columns does, with the row as the coordinate.
+  std::tuple<std::optional<Changed>, bool> jvps(
+      const at::Tensor& directions, const std::vector<int64_t>& undefined, const at::Tensor& products,
+      const std::vector<OutputSpec>& outputs);
+
+  // Tangents of the outputs if one input has this tangent and the other inputs have none; zeros if an output has none.
+  // And the tangents for several tangents of this input, in one vectorized run: they are in the first dimension of
+  // `tangents_of_input` and of the results. Both are called at a level of forward-mode AD. An unexpected result of func
+  // is returned as by difference_columns.
+  std::variant<std::vector<at::Tensor>, Changed> tangents(
+      int64_t input, const at::Tensor& tangent, const std::vector<OutputSpec>& outputs);
+  std::variant<std::vector<at::Tensor>, Changed> batched_tangents(
+      int64_t input, const at::Tensor& tangents_of_input, const std::vector<OutputSpec>& outputs);
+
+  // Puts the origins back into every input, and an input's own memory back where func replaced or freed it.
+  void restore();
+
+  // Calls of func so far.
+  int64_t evaluations() const { return evaluations_; }
+
+  // Whether func changes its inputs: then all of them are restored around every evaluation. The evaluator sees this
+  // from version counters; it must be told if func writes without increasing them.
+  bool mutates_inputs() const { return mutates_inputs_; }
+  void set_mutates_inputs(bool mutates) { mutates_inputs_ = mutates; }
+
+  // The first input whose tangent was changed by a call of `jvps`; -1: none. This is not tested if func changes its
+  // inputs, because it then also changes their tangents.
+  int64_t modified_tangent() const { return modified_tangent_; }
+
+  // Whether func records gradients at perturbed inputs if it is asked to. It does not if its values are known to be the
+  // same without.
+  bool records_differences() const { return records_differences_; }
+  void set_records_differences(bool records) { records_differences_ = records; }
+
+ private:
+  pybind11::object call(bool record_graph, const pybind11::tuple& arguments);
+
+  // Refuses coordinates first, ..., first + count - 1 that the inputs do not have.
+  void check_coordinates(const char* what, int64_t first, int64_t count) const;
+
+  // What x + displacement really moves by: float64, into `moved`, shape (coordinates of all inputs,); on the CPU.
+  void realize_one_sided(const at::Tensor& moved, const at::Tensor& displacement) const;
+
+  // The origin of an input on this device; a copy on the CPU is made once.
+  at::Tensor origin_on(at::Device device, size_t block) const;
+
+  // As values_along, for a displacement and values on the CPU: with outputs on a device, one copy of each.
+  std::optional<Changed> values_on_cpu(
+      const at::Tensor& displacement, const std::vector<double>& scales, const std::vector<at::Tensor>& values,
+      const std::vector<OutputSpec>& outputs);
+
+  // Moves all inputs to x + scale * displacement. parts: for each input, its part of the displacement, on its device.
+  void displace(const std::vector<at::Tensor>& parts, double scale);
+  std::vector<at::Tensor> parts_of(const at::Tensor& displacement) const;
+
+  // A copy of coordinates for each block, where its values are.
+  std::vector<at::Tensor> with_blocks(const at::Tensor& coordinates) const;
+
+  // Moves the coordinates of group g by sign times their steps; sign 0 puts them back. copies: the coordinates of all
+  // groups, from with_blocks.
+  void perturb_together(
+      const Groups& groups, int64_t g, const std::vector<at::Tensor>& copies, int64_t sign, double eps);
+
+  // A tangent that func gets, and its values before.
+  struct GivenTangent {
+    int64_t input;
+    at::Tensor tangent, values;
+  };
+
+  // func's arguments with tangents: tangent_of(b, primal) gives the tangent of input number b, undefined for none. The
+  // tangents are added to `given`, unless it is null.
+  pybind11::tuple dual_arguments(
+      const std::function<at::Tensor(size_t, const at::Tensor&)>& tangent_of,
+      std::vector<GivenTangent>* given = nullptr) const;
+
+  // The arguments with another tensor in each position of an input.
+  pybind11::tuple replaced(const InputBlock& block, pybind11::tuple arguments, const pybind11::object& by) const;
+
+  // What func gets while inputs are perturbed.
+  pybind11::tuple perturbed_arguments() const;
+
+  pybind11::object func_;
+  pybind11::tuple arguments_;
+  std::vector<InputBlock> blocks_;
+  int64_t size_ = 0;  // the coordinates of all inputs
+  int64_t evaluations_ = 0;
+  int64_t modified_tangent_ = -1;
+  bool mutates_inputs_ = false;
+  bool records_differences_ = true;
+  mutable std::vector<at::Tensor> origins_on_cpu_;  // of inputs on a device, once they were asked for
+};
+
+// By cotangent, the largest of |v . J u - (v J) . u| over some directions u; a NaN is the largest. cotangents: shape
+// (rows, m); derivatives J u: (count, m); gradients v J: (rows, n); directions: (count, n); all float64, contiguous.
+std::vector<double> largest_residuals(
+    const at::Tensor& cotangents, const at::Tensor& derivatives, const at::Tensor& gradients,
+    const at::Tensor& directions);
+
+// What body() returns, called at a level of forward-mode AD. torch has one level for all threads, so threads take
+// turns; a thread that waits for its turn has released the GIL. The level ends with the call, also after an exception:
+// between entering and leaving it, only body itself handles signals.
+pybind11::object at_dual_level(const pybind11::object& body);
+
+}  // namespace fastgrad

@@ -1,0 +1,28 @@
+// The nodes of the autograd graph behind some outputs.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <cstdint>
+#include <tuple>
+#include <vector>
+
+namespace fastgrad {
+
+// Whether a node is a custom Function, of Python or C++.
+bool is_custom(const torch::autograd::Node& node);
+
+// Whether no Python is seen to run in the backward of `outputs`: no dispatch mode, and no hook, Function or tensor
+// subclass of the user's. Such code may take one grad_output at a time only, and count on being called for each.
+// Hooks on saved tensors leave no trace in the graph.
+bool runs_no_custom_code(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs);
+
+// The nodes of the graph behind outputs, and how many of them are custom Functions; no more than `most` are visited.
+std::tuple<int64_t, int64_t> count_nodes(const std::vector<at::Tensor>& outputs, int64_t most);
+
+// The ids of the streams that the backward of `outputs` with respect to `inputs` runs on, each once; none for a
+// backward on the CPU.
+std::vector<int64_t> backward_streams(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs);
+
+}  // namespace fastgrad

@@ -1,0 +1,67 @@
+// All VJPs of a check of a small problem, in one call, and their comparison with differences.
+#pragma once
+
+#include "vjp.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace fastgrad {
+
+// The results of all VJPs of a small problem.
+struct WholeBackward {
+  struct Rows {
+    at::Tensor rows, repeated;  // as vjp_rows writes them; of vectorized rows none is repeated
+    GradientsMatch match;
+  };
+  std::vector<Rows> parts;  // output by output, the imaginary parts of complex ones; then their real parts
+  bool vectorized = false;  // the rows of some are one vectorized VJP
+  at::Tensor products;      // of the cotangents with all rows, as of vjp_coordinates
+  double movement = 0.0;    // by how much the first product changed when it was run again
+  bool add_up = true;       // the products were seen to be what the rows add up to
+  // Gradients of zeros; where asked for, of undefined grad_outputs of all outputs and, if there are several, of one
+  // after the other.
+  std::vector<std::vector<at::Tensor>> zeros;
+  bool are_zero = true;  // all of these were seen to be zero, and like their inputs
+  int64_t vjps = 0;
+
+  // The same with rows and products on another device; the gradients in `zeros` stay where they are.
+  WholeBackward to(at::Device device) const;
+};
+
+// Runs all these VJPs: of zeros, of undefined grad_outputs, of one-hot ones as in vjp_rows, and of `cotangents`
+// (float64, shape (count, coordinates of all outputs)) in `layouts`; without cotangents, there are no products. The
+// sums of the rows may differ from the products by atol, and by rtol of the largest sum. If an output has
+// `fewest_vectorized` elements or more (0: never), its rows are one vectorized VJP, if the backward can be vectorized;
+// then pass 0 for `repeated`.
+WholeBackward whole_backward(
+    Graph& graph, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
+    const std::vector<int64_t>& layouts, int64_t repeated, double repeat_scale, bool undefined,
+    int64_t fewest_vectorized, double atol, double rtol);
+
+// The VJPs of several grad_outputs of one output, as one vectorized VJP. The first dimension of `cotangents` and of
+// each gradient counts them; a gradient is undefined if there is none. As torch.autograd.grad with is_grads_batched.
+std::vector<at::Tensor> vectorized_vjp(Graph& graph, int64_t output, const at::Tensor& cotangents);
+
+// Whether the gradients of vectorized VJPs are strided and equal those of single VJPs except for rounding, by the rule
+// of torch.allclose. single: the gradients of each VJP.
+bool are_close(
+    const std::vector<std::optional<at::Tensor>>& batched,
+    const std::vector<std::vector<std::optional<at::Tensor>>>& single);
+
+// Of one input: its coordinates, whether two of them are an entry, atol and rtol.
+using InputTolerances = std::tuple<int64_t, bool, double, double>;
+
+// The largest absolute and relative error of each input in some rows of a small Jacobian; nothing where an entry is
+// wrong. rows: analytical, of output coordinates first_row + i row_step, shape (rows, n); columns: numerical, shape
+// (n, m); both float64, contiguous, on one device. Elsewhere than on the CPU it waits for the device, once.
+std::optional<std::vector<std::pair<double, double>>> largest_errors(
+    const at::Tensor& rows, const at::Tensor& columns, int64_t first_row, int64_t row_step,
+    const std::vector<InputTolerances>& inputs);
+
+}  // namespace fastgrad
