@@ -120,12 +120,13 @@ def _jacobian_failure(
     nothing_to_compare = not problem.n and all(block.elements is None for block in problem.inputs)
     if not problem.m or nothing_to_compare:
         return None
-    columns_at_hand = dense.numerical_columns(problem, plan, settings)
+    columns = findings.columns
     backward, rows_remain = findings.backward, settings.check_backward_ad
+    if columns is None and backward is not None:
+        columns = dense.columns_one_by_one(problem, settings, 0, problem.n, plan.record_graph)
+    columns_at_hand = iter([(0, columns)]) if columns is not None else dense.numerical_columns(problem, plan, settings)
     if backward is not None:
-        columns = findings.columns
-        if columns is None:
-            columns = dense.columns_one_by_one(problem, settings, 0, problem.n, plan.record_graph)
+        assert columns is not None
         # Not for a custom backward, because repeated calls test the same; and not for a later graph, because it was
         # recorded after other evaluations anyway.
         is_asked = findings.on_first_graph and not problem.is_custom
@@ -137,7 +138,6 @@ def _jacobian_failure(
             if not settings.check_forward_ad:
                 return None
             rows_remain = False
-        columns_at_hand = iter([(0, columns)])
     rows_repeated = all(output.tensor.numel() <= REPEATED_ROWS for output in problem.outputs)
     moving = partial(moving_row, problem, settings, plan.rows_per_block)
     linearity = LinearityTest(problem, settings, rows_repeated, moving) if problem.m > 1 else None

@@ -58,6 +58,12 @@ def differ(left: Tensor, right: Tensor, tolerance: float, complex_entries: bool)
     return bool(ops.compare(left, right, tolerance, 0.0, complex_entries, True).tolist()[0])
 
 
+def near(left: Tensor, right: Tensor, allowed: Tensor | float) -> Tensor:
+    """Which real elements differ by no more than allowed; those that are not finite must be equal, or both NaN."""
+    close = ((left - right).abs() <= allowed) & left.isfinite() & right.isfinite()
+    return close | (left == right) | (left.isnan() & right.isnan())
+
+
 def checksum(values: Tensor) -> int:
     """The CRC-32 of the bits of a strided tensor."""
     return zlib.crc32(values.detach().cpu().contiguous().numpy().data)

@@ -88,8 +88,8 @@ class Refinement:
     left, right
         One-sided derivatives with the step eps: float64, shape (entries,).
     at_eps
-        The plain difference of `Problem.difference_columns`, evaluated again: float64, shape (entries,). NaN if func
-        raises, or if x is so large that this method takes another step.
+        The plain difference of `Problem.difference_columns`, evaluated again: float64, shape (entries,). Infinite if
+        func is not finite. NaN if func raises, or if x is so large that this method takes another step.
     moves
         By how much at_eps may differ from run to run, because of rounding inside func: float64, shape (entries,).
     drift
@@ -427,7 +427,8 @@ def _at_eps(
         missing = torch.full_like(base, torch.nan)
         return missing, missing, missing
     same = problem.coordinate_widths(eps)[where][owner] == width
-    return (base - minus) / step, (plus - base) / step, torch.where(same, (plus - minus) / width, torch.nan)
+    at_eps = ((plus - minus) / width).nan_to_num(torch.inf, torch.inf, -torch.inf)  # a NaN would mean "not known"
+    return (base - minus) / step, (plus - base) / step, torch.where(same, at_eps, torch.nan)
 
 
 def extrapolate(

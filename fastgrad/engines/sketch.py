@@ -19,7 +19,7 @@ from fastgrad.core.native import Layout, RandomDirections, ops
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING, excess
 from fastgrad.core.random import SKETCH_COTANGENTS, SKETCH_DIRECTIONS
-from fastgrad.core.tensors import largest
+from fastgrad.core.tensors import largest, near
 from fastgrad.engines.grad_output_kinds import (
     CONSTANT,
     DENSE,
@@ -106,7 +106,7 @@ def derivatives_move(settings: Settings, again: Tensor, derivative: Tensor, roun
     """
     own = settings.loosest()
     allowed = own.atol + own.rtol * torch.maximum(again.abs(), derivative.abs()) + ROUNDING * rounding
-    return bool(((again - derivative).abs() > allowed).any())
+    return not bool(near(again, derivative, allowed).all())
 
 
 def func_moves(
@@ -119,8 +119,8 @@ def func_moves(
 ) -> bool:
     """Whether noisy differences show that func returned other values only once.
 
-    The first one is repeated and, if it is quiet or much less noisy, all are. Otherwise the noise is that of func, or
-    its values at the inputs were others, from which all noise is measured.
+    The first one is repeated and, if it is quiet or much less noisy, or if any is not finite, all are. Otherwise the
+    noise is that of func, or its values at the inputs were others, from which all noise is measured.
 
     Parameters
     ----------
@@ -133,8 +133,9 @@ def func_moves(
     values_move
         Whether func returns other values at the inputs than at first.
     """
-    noise = float(differences.noise.norm())
-    for count in (1, differences.derivatives.shape[0]):
+    noise = float(differences.noise.norm().nan_to_num(math.inf))
+    every = differences.derivatives.shape[0]
+    for count in (1, every) if bool(differences.derivatives.isfinite().all()) else (every,):
         again = measure(count)
         if again is None:
             return False

@@ -236,12 +236,15 @@ class LowerCheck:
         report = order.check(func, arguments, self._settings, self._names, explain=False)
         if report.failure is None:
             return report, ""
-        trouble = str(report.failure.trouble)
+        explained = order.check(func, arguments, self._settings, self._names)
+        if explained.failure is None:
+            return report, ""  # wrong in some calls only, which excuses nothing
+        trouble = str(explained.failure.trouble)
         for factor in (-NEARBY, NEARBY) if trouble in _TROUBLE_AT_X else ():
             nearby = order.check(func, _moved(arguments, factor), self._settings, self._names, explain=False)
             if nearby.failure is None:
                 return nearby, _TROUBLE_AT_X[trouble]
-        return order.check(func, arguments, self._settings, self._names), ""
+        return explained, ""
 
     def _seeded(self, func: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps func: every call starts from the original random state."""

@@ -103,12 +103,15 @@ class Certificate:
     method
         The random vectors, and the quantity with which their products were compared.
     bound
-        The smallest error of one entry that is detected, apart from rounding.
+        The smallest size that is detected, apart from rounding.
+    of
+        What the bound limits: errors of one entry, or differences between repeated gradients.
     """
 
     claim: str
     method: str
     bound: float
+    of: Literal["errors", "differences"] = "errors"
 
 
 @dataclass(frozen=True)

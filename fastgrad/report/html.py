@@ -219,7 +219,7 @@ def _compared_section(report: ReportData) -> str:
         bounds = [f"{one.bound:.2g}" if one.bound else "any size" for one in report.certificates]
         rows = [(one.claim, one.method, bound) for one, bound in zip(report.certificates, bounds, strict=True)]
         parts.append("<p>Certified by random vectors:</p>")
-        parts.append(table(("claim", "how", "smallest detected error"), rows, (2,)))
+        parts.append(table(("claim", "how", "smallest size detected"), rows, (2,)))
     return section("Comparison", *parts) if parts else ""
 
 

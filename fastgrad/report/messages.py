@@ -83,9 +83,9 @@ def undecided_text(bound: float) -> str:
 
 
 def bound_text(certificate: Certificate) -> str:
-    """The size of the errors that a certificate excludes."""
+    """The size of the errors, or differences, that a certificate excludes."""
     size = f"at least {certificate.bound:.2g}" if certificate.bound else "any size"
-    return f"errors of {size} are detected"
+    return f"{certificate.of} of {size} are detected"
 
 
 def settings_line(report: ReportData) -> str:

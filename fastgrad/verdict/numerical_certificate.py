@@ -7,7 +7,7 @@ direction shows it: either alone, or added to another entry of its row that was 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -200,10 +200,10 @@ class NumericalCertificate:
         scale = usual * ROUNDING * 2 * self._problem.unit_roundoff / self._settings.eps
         enough = (step for step in STARTS if scale <= NEGLIGIBLE * self._settings.atol * step)
         self._start = next(enough, STARTS[-1])
-        self._first = self._differences_along(self._start, 1, extrapolated=1)
+        self._first = self._of_direction(0)()
         if not bool(self._compared(self._first, values, self._entry_rounding).wrong.any()):
             return []
-        self._repeat({0: checksum(self._first.derivatives)})
+        self._repeat([(self._of_direction(0), checksum(self._first.derivatives))])
         return self._unexplained_rows(1, None)
 
     def certify(
@@ -237,23 +237,22 @@ class NumericalCertificate:
         self._shares = (self._margin / together, 1.0)
         entries, rounding = (self.values, self._entry_rounding) if analytical is None else (analytical, None)
         noise, found = self._first.noise, self._compared(self._first, entries, rounding)
-        seen = {0: checksum(self._first.derivatives)}
+        taken = [(self._of_direction(0), checksum(self._first.derivatives))]
         del self._first  # to free the memory of several vectors
         for k in range(1, count):
             if bool(found.wrong.any()):
                 break
-            more = int(self._start > LARGEST_TWO_POINT)
-            differences = self._differences_along(self._start, 1, extrapolated=more, first=k)
+            differences = self._of_direction(k)()
             # Noise along any direction, for example by a kink, hides entries from all of them.
             noise = torch.maximum(noise, differences.noise)
             found = self._compared(replace(differences, noise=noise, sizes=None), entries, rounding)
-            seen[k] = checksum(differences.derivatives)
+            taken.append((self._of_direction(k), checksum(differences.derivatives)))
         rows: list[int] = []
         explained = not bool(found.wrong.any())
         if explained:
             self._explained_to(found.allowed / self._margin)
         if not explained or self._hiding.numel():
-            self._repeat(seen)
+            self._repeat(taken)
             if dense_is_small(self._problem, self._settings, MOST_FOLLOW_UP_CALLS):
                 return None
             rows = self._unexplained_rows(count, analytical)
@@ -298,17 +297,21 @@ class NumericalCertificate:
         """Outputs that do not change as entries predict, worst first; notes outputs that may hide entries.
 
         This takes several steps in the same directions. For each output, the step with the best resolution decides. If
-        another step found an error, it is dropped only if the best step would have resolved it. If outputs and columns
-        are excluded, only these outputs are examined, and these columns do not move.
+        another step found an error, it is dropped only if the best step would have resolved it, and if the differences
+        of all steps are the same when they are repeated. If outputs and columns are excluded, only these outputs are
+        examined, and these columns do not move.
         """
         size = self._base.shape
         bounds = torch.full((2, *size), torch.inf, dtype=torch.float64, device=self._problem.device)
         refuted = torch.zeros_like(bounds)
         steps = [1.0]
+        taken: list[tuple[Callable[[], Differences], int]] = []
         times, refuting = torch.ones_like(self._base), torch.zeros_like(self._base)
         while steps:
             step = steps.pop(0)
-            differences = self._differences_along(step, count, extrapolated=count, excluded=excluded)
+            measure = partial(self._differences_along, step, count, extrapolated=count, excluded=excluded)
+            differences = measure()
+            taken.append((measure, checksum(differences.derivatives)))
             found = [self._compared(differences, self.values, self._entry_rounding)]
             if analytical is not None:
                 found.append(self._compared(differences, analytical, None))
@@ -330,6 +333,7 @@ class NumericalCertificate:
                 steps += [*SMALLER, *LARGER] if unexplained else [*LARGER, *SMALLER]
             elif analytical is not None and excluded is None and self._is_soon_separated(hiding):
                 break
+        self._repeat(taken)
         self._explained_to(known.masked_fill(rows, 0.0) / self._margin, excluded)
         worst_first = rows.nonzero().reshape(-1)[refuted[0][rows].argsort(descending=True)]
         self._refuting = dict(zip(worst_first[:MOST_SUSPECTS].tolist(), refuting[worst_first].tolist(), strict=False))
@@ -464,16 +468,19 @@ class NumericalCertificate:
             differences.sizes = None
         return differences
 
-    def _repeat(self, seen: dict[int, int]) -> None:
+    def _repeat(self, taken: Iterable[tuple[Callable[[], Differences], int]]) -> None:
         """Repeats differences that decided nothing, and notes it if func's values have changed.
 
-        seen: the checksums of the differences, by the number of the direction.
+        taken: how to measure the differences again, and the checksum of the derivatives.
         """
-        for first, before in seen.items():
-            extrapolated = 1 if first == 0 else int(self._start > LARGEST_TWO_POINT)
-            repeat = partial(self._differences_along, self._start, 1, extrapolated=extrapolated, first=first)
-            if _change(repeat, before, self._settings, self._base):
+        for measure, before in taken:
+            if _change(measure, before, self._settings, self._base):
                 self._look.irreproducible.append(ALONG_DIRECTION)
+
+    def _of_direction(self, number: int) -> Callable[[], Differences]:
+        """Measures the differences of a direction at the first step."""
+        extrapolated = 1 if number == 0 else int(self._start > LARGEST_TWO_POINT)
+        return partial(self._differences_along, self._start, 1, extrapolated=extrapolated, first=number)
 
     def _compared(self, differences: Differences, entries: Tensor, rounding: float | None) -> _Discrepancies:
         """Derivatives along random directions against the sums of entries, which have rounding errors themselves."""

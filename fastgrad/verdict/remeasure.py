@@ -184,9 +184,12 @@ def _moved(suspects: Suspects, columns: list[Refinement]) -> Tensor:
         _entries([getattr(column, name).reshape(suspects.outputs.shape) for column in columns])
         for name in ("at_eps", "moves", "drift")
     )
-    size = torch.maximum(again.abs(), suspects.numerical.abs())
+    finite = again.isfinite(), suspects.numerical.isfinite()
+    both = finite[0] & finite[1]
+    size = torch.where(both, torch.maximum(again.abs(), suspects.numerical.abs()), 0.0)
     allowed = suspects.tolerances.atol + suspects.tolerances.rtol * size + moves.abs()
-    return ((again - suspects.numerical).abs() > allowed) | (drift.abs() > allowed)
+    differ = torch.where(both, (again - suspects.numerical).abs() > allowed, finite[0] != finite[1])
+    return (differ & ~again.isnan()) | ~(drift.abs() <= allowed)
 
 
 def _refined(

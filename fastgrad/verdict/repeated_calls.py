@@ -11,7 +11,7 @@ from torch import Tensor
 from fastgrad.core.memory import OUT_OF_MEMORY
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING
-from fastgrad.core.tensors import differ, largest
+from fastgrad.core.tensors import differ, largest, near
 from fastgrad.engines.blocks import MOST_AT_ONCE, MOST_CACHED, JacobianBlock
 from fastgrad.engines.grad_output_kinds import GRAD_OUTPUT_KINDS, NON_CONTIGUOUS, SPARSE
 from fastgrad.problem.coordinates import Block, block_with
@@ -280,7 +280,7 @@ class RepeatedCalls:
         """What the repeated calls certify, if any were needed."""
         if not self._last:
             return []
-        what = "the only row" if self._problem.m == 1 else f"{len(self._rows)} rows and two products"
+        what = "row" if self._problem.m == 1 else f"{len(self._rows)} rows and two products"
         tolerance = max(self._settings.nondet_tol, self._product_tolerance, self._rounding)
         return [repeated_calls_certificate(what, self._last, tolerance)]
 
@@ -290,20 +290,15 @@ class RepeatedCalls:
         atol, rtol = tolerances(self._problem, self._settings)
         allowed = atol + rtol * sizes + self._settings.nondet_tol * float(cotangent.abs().sum())
 
-        def close(left: Tensor, right: Tensor) -> Tensor:
-            # Values that are not finite must be repeated exactly, even if the allowed difference is infinite.
-            near = ((left - right).abs() <= allowed) & left.isfinite() & right.isfinite()
-            return near | (left == right) | (left.isnan() & right.isnan())
-
-        if bool(close(again, gradient).all()):
+        if bool(near(again, gradient, allowed).all()):
             # A difference beyond rounding may be an error of one call within the tolerances. The certificate states it.
             difference = _largest_difference(again, gradient)
             if difference > ROUNDING * self._problem.unit_roundoff * largest(sizes):
                 self._rounding = max(self._rounding, difference)
             return None
         multiple = self._problem.vjp(SUM_MULTIPLE * cotangent[None])[0]
-        off = (~close(multiple / SUM_MULTIPLE, again)).nonzero().reshape(-1)
-        if not off.numel() or not bool(close(self._problem.vjp(cotangent[None])[0], again).all()):
+        off = (~near(multiple / SUM_MULTIPLE, again, allowed)).nonzero().reshape(-1)
+        if not off.numel() or not bool(near(self._problem.vjp(cotangent[None])[0], again, allowed).all()):
             return nondeterministic(self._problem.outputs[0])
         at = int(off[0])
         block = block_with(self._problem.inputs, at)
@@ -315,9 +310,9 @@ class RepeatedCalls:
 
 
 def repeated_calls_certificate(what: str, last: int, tolerance: float) -> Certificate:
-    """The certificate of repeated calls; what: describes them; last: the number of the last call of the check."""
-    claim = f"repeated calls of a custom backward give the same gradients, up to its call {last}"
-    return Certificate(claim, f"{what}, run early and again after all others", tolerance)
+    """The certificate of repeated calls; what: the gradients; last: the number of the last call of the check."""
+    claim = f"a custom backward gives the same {what} again after all other calls, up to its call {last}"
+    return Certificate(claim, f"{what}: early, and again after all others", tolerance, "differences")
 
 
 def first_moving(

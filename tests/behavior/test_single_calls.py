@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ def leaf(n: int) -> Tensor:
     return (torch.linspace(0.02, 0.5, n, dtype=torch.float64) + 1e-3 * noise).requires_grad_()
 
 
-def wrong_once(func: Func, wrong: int) -> tuple[Func, Callable[[], int]]:
+def wrong_once(func: Func, wrong: int, factor: float) -> tuple[Func, Callable[[], int]]:
     """func, which returns more than that in one call; and the number of its calls so far."""
     calls = 0
 
@@ -27,14 +28,16 @@ def wrong_once(func: Func, wrong: int) -> tuple[Func, Callable[[], int]]:
         nonlocal calls
         calls += 1
         y = func(x)
-        return y + 0.1 * (x.flip(0) if y.shape == x.shape else x.sum()) if calls == wrong else y
+        return y + factor * (x.flip(0) if y.shape == x.shape else x.sum()) if calls == wrong else y
 
     return called, lambda: calls
 
 
-def outcome(func: Func, n: int, wrong: int, keywords: dict[str, Any]) -> tuple[str, int, tuple[int, ...]]:
+def outcome(
+    func: Func, n: int, wrong: int, keywords: dict[str, Any], factor: float = 0.1
+) -> tuple[str, int, tuple[int, ...]]:
     """The verdict, the calls of func, and what the report counts."""
-    called, calls = wrong_once(func, wrong)
+    called, calls = wrong_once(func, wrong, factor)
     report = fastgrad.check(called, leaf(n), **keywords)
     return report.verdict, calls(), (report.evaluations, report.vjps, report.jvps)
 
@@ -49,20 +52,38 @@ KEYWORDS: dict[str, dict[str, Any]] = {
     "exact": {},
     "fast": {"fast_mode": True},
     "forward": {"fast_mode": True, "check_forward_ad": True},
+    "forward alone": {"check_forward_ad": True, "check_backward_ad": False},
     "compressed": {"engine": "compressed"},
     "sketch": {"fast_mode": True, "engine": "sketch"},
 }
 
 
+@pytest.mark.parametrize("factor", [0.1, math.nan, math.inf])
 @pytest.mark.parametrize("keywords", KEYWORDS.values(), ids=KEYWORDS)
 @pytest.mark.parametrize("name", FUNCS)
-def test_a_check_that_makes_other_calls_because_of_one_value_does_not_pass(name: str, keywords: dict[str, Any]) -> None:
+def test_a_check_that_makes_other_calls_because_of_one_value_does_not_pass(
+    name: str, keywords: dict[str, Any], factor: float
+) -> None:
     """Values that are compared with nothing, for example those next to zero tangents, change nothing."""
     verdict, calls, counts = outcome(FUNCS[name], 8, 0, keywords)
     assert verdict == "passed"
     for wrong in range(1, calls + 1):
-        found = outcome(FUNCS[name], 8, wrong, keywords)
+        found = outcome(FUNCS[name], 8, wrong, keywords, factor)
         assert found[0] == "failed" or found[1:] == (calls, counts), wrong
+
+
+@pytest.mark.parametrize("factor", [0.1, math.nan])
+def test_each_further_step_of_a_certificate_counts(factor: float) -> None:
+    """For these steep outputs, differences at six steps decide; where one sees an error, a better one may not."""
+
+    def steep(x: Tensor) -> Tensor:
+        return torch.polygamma(1, x + 0.02)
+
+    verdict, usual, _ = outcome(steep, 200, 0, {})
+    assert (verdict, usual > 200) == ("passed", True)
+    for wrong in range(2, usual + 1, 3):
+        verdict, made, _ = outcome(steep, 200, wrong, {}, factor)
+        assert verdict == "failed" or made == usual, wrong
 
 
 @pytest.mark.parametrize("keywords", [{}, {"fast_mode": True}, {"fast_mode": True, "engine": "sketch"}])
@@ -89,3 +110,40 @@ def test_each_difference_of_a_large_check_in_fast_mode_counts(keywords: dict[str
     for wrong in calls:
         verdict, made, _ = outcome(torch.sin, 20_000, wrong, keywords)
         assert verdict == "failed" or made == usual, wrong
+
+
+class Product(torch.autograd.Function):
+    """x.sin() * y, whose backward adds `extra` to the gradient of x in call number `wrong`."""
+
+    wrong = calls = 0
+    extra = 0.0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
+        return x.sin() * y
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = ctx.saved_tensors
+        Product.calls += 1
+        wrong = Product.extra if Product.calls == Product.wrong else 0.0
+        return grad_output * x.cos() * y + wrong, grad_output * x.sin()
+
+
+@pytest.mark.parametrize("extra", [7.0, math.nan, math.inf])
+@pytest.mark.parametrize("keywords", [{}, {"fast_mode": True}, {"check_batched_grad": True}, {"dtype": torch.float32}])
+def test_each_call_of_a_backward_counts(keywords: dict[str, Any], extra: float) -> None:
+    """In a lower dtype, only the calls of the check in double precision and those of the products are sought here."""
+    dtype = keywords.get("dtype", torch.float64)
+    own = {name: value for name, value in keywords.items() if name != "dtype"}
+    x = torch.linspace(0.3, 0.9, 3, dtype=dtype, requires_grad=True)
+    y = torch.linspace(0.9, 1.3, 3, dtype=dtype, requires_grad=True)
+
+    def verdict(wrong: int) -> str:
+        Product.wrong, Product.calls, Product.extra = wrong, 0, extra
+        return fastgrad.check(lambda x, y: (Product.apply(x, y), x.square().sum()), (x, y), **own).verdict
+
+    assert verdict(0) == "passed"
+    calls = Product.calls if dtype is torch.float64 else 25
+    assert [wrong for wrong in range(1, calls + 1) if verdict(wrong) == "passed"] == []
