@@ -9,12 +9,14 @@ from functools import partial
 from itertools import combinations
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from fastgrad.core import torch_private
-from fastgrad.model.end_to_end import DirectionalComparison, LossDerivatives
-from fastgrad.model.recorder import DetachedPath, Recorder, full_name
+from fastgrad.model.end_to_end import NEXT_TO, DirectionalComparison, LossDerivatives
+from fastgrad.model.hooks import Hook
+from fastgrad.model.recorder import DetachedPath, Recorder, full_name, padding_row
 from fastgrad.model.saved import Saved
 from fastgrad.model.step import Step
 from fastgrad.report.model_data import Finding, Site
@@ -63,7 +65,8 @@ class _Held(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
             for tensor, value in zip(torch_private.tensors_in(result), values, strict=True):
                 tensor.copy_(value)
             return result
-        return _copy(self._values[event])
+        value, padding = _copy(self._values[event]), padding_row(func, args, kwargs or {})
+        return value if padding is None else torch.where((args[1] == padding).unsqueeze(-1), value, result)
 
 
 @contextmanager
@@ -89,6 +92,8 @@ class LossErrorExperiments:
         Proven errors.
     remarks
         Other observations.
+    undecided
+        What cannot be decided.
     intended_detached
         Values that torch's own modules treat as constants.
     """
@@ -98,6 +103,7 @@ class LossErrorExperiments:
     memory_limit: int
     findings: list[Finding] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
+    undecided: list[str] = field(default_factory=list)
     intended_detached: list[DetachedPath] = field(default_factory=list)
 
     @contextmanager
@@ -109,9 +115,39 @@ class LossErrorExperiments:
             yield
             return
         names = ", ".join(dict.fromkeys(cut.site.module or "the model" for cut in self.intended_detached))
-        self.remarks.append(f"held constant: values that are computed without gradients by design, in {names}")
+        self.remarks.append(
+            f"held constant: values that have no gradient by design (spectral norm, max_norm, padding_idx), in {names}"
+        )
         with self.step.inside(held):
             yield
+
+    def next_to_kink(self, operations: Sequence[str]) -> AbstractContextManager[None]:
+        """A context in which the parameters are next to a kink of the loss; operations: those that may have one."""
+        names = [self.step.names[i] for i in range(len(self.step.parameters)) if self._is_at_kink(i)]
+        whose = f" with respect to {_listed(names)}" if names else ""
+        cause = f" (probably that of {_listed(operations)})" if operations else ""
+        self.undecided.append(
+            f"the loss has a kink at the parameters{cause}: its one-sided derivatives{whose} differ, so no gradient is "
+            f"the derivative; the gradient was compared at other parameters, about {NEXT_TO:.0%} away"
+        )
+        return self._next_to()
+
+    def next_to_stationary_point(self) -> AbstractContextManager[None]:
+        """A context in which the parameters are next to a point where a gradient is rightly zero, and hides errors."""
+        self.remarks.append(
+            "some gradients are zero at the parameters, which is right; the gradient of the loss was compared at other "
+            f"parameters, too, about {NEXT_TO:.0%} away"
+        )
+        return self._next_to()
+
+    @contextmanager
+    def _next_to(self) -> Iterator[None]:
+        with self.step.moved(self.whole.next_to(), 1.0):
+            self.whole.measure()
+            yield
+
+    def _is_at_kink(self, parameter: int) -> bool:
+        return parameter < MOST_PARAMETERS and self.whole.has_kink(self.whole.only([parameter]))
 
     def look_at_missing(self) -> None:
         """Parameters without a gradient: whether the loss depends on them, and where the path ends."""
@@ -124,21 +160,37 @@ class LossErrorExperiments:
             self.remarks.append(f"{_listed(still)} gets no gradient, and the loss does not depend on it")
         if not moving:
             return
-        names = tuple(self.step.names[i] for i in moving)
         if not self.whole.repeats():
+            names = tuple(self.step.names[i] for i in moving)
             self.remarks.append(
-                f"{_listed(list(names))} gets no gradient; whether the loss depends on it is not known, because two "
+                f"{_listed(names)} gets no gradient; whether the loss depends on it is not known, because two "
                 "calls of the model from the same state give different losses"
             )
             return
         recorder, _ = self._record()
+        stopped = self._stopped_by_hooks(recorder, moving)
+        moving = [i for i in moving if i not in stopped]
+        if not moving:
+            return
+        names = tuple(self.step.names[i] for i in moving)
         detached = [cut for cut in _unintended(recorder) if set(recorder.parameters_of(cut.parameters)) & set(moving)]
         alone = [cut for cut in detached[:MOST_CUTS] if self._stills([cut], moving)]
         ends = alone or (detached if detached and self._stills(detached, moving) else [])
-        text = f"{_listed(list(names))} gets no gradient, but the loss depends on it"
+        text = f"{_listed(names)} gets no gradient, but the loss depends on it"
         if ends:
             text += f": the path ends in {ends[0].name}{at(ends[0].site)}"
         self.findings.append(Finding("detached", text, _sites(ends), "", names, 1.0))
+
+    def _stopped_by_hooks(self, recorder: Recorder, missing: Sequence[int]) -> list[int]:
+        """The parameters whose gradients are zero because of hooks: without hooks they agree with differences."""
+        hooks = recorder.hooks.changed()
+        gradients = self._record(mutes_hooks=True)[1] if hooks else []
+        which = [i for i in missing if hooks and (one := gradients[i]) is not None and bool(one.any())]
+        if not which or not self.whole.compared(self.whole.along(self.whole.only(which)), gradients).agrees:
+            return []
+        names = tuple(self.step.names[i] for i in which)
+        self._add_hooks([hook for hook in hooks if hook.returned_zero] or hooks, names, 1.0)
+        return which
 
     def _stills(self, detached: Sequence[DetachedPath], which: Sequence[int]) -> bool:
         """Whether the loss no longer depends on some parameters if the values of these cuts are held fixed."""
@@ -190,18 +242,21 @@ class LossErrorExperiments:
                 break
         error = abs(along.analytical - along.numerical) / along.size if along.size else 1.0
         if "hook" in explained:
-            for hook in hooks:
-                text = (
-                    f"the hook {hook.name} of {hook.owner} changes gradients; without the hook they agree with "
-                    "differences"
-                )
-                self.findings.append(Finding("hook", text, (hook.site,), hook.name, names, error))
+            self._add_hooks(hooks, names, error)
         if "saved" in explained:
             self._add_saved(saved, along, names, error)
         if "cut" in explained:
             self._add_detached(detached, along, names, error)
         if not explained:
             self._add_unexplained(recorder, names, error)
+
+    def _add_hooks(self, hooks: Sequence[Hook], names: tuple[str, ...], error: float) -> None:
+        for hook in hooks:
+            change = "makes gradients zero" if hook.returned_zero else "changes gradients"
+            text = f"the hook {hook.name} of {hook.owner} {change}; without the hook they agree with differences"
+            found = Finding("hook", text, (hook.site,), hook.name, names, error)
+            if not any(one.text == text for one in self.findings):
+                self.findings.append(found)
 
     def _add_saved(
         self, saved: Sequence[Saved], along: DirectionalComparison, names: tuple[str, ...], error: float

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,7 @@ from fastgrad.core.memory import free_bytes
 from fastgrad.core.torch_private import hidden_from_dynamo
 from fastgrad.model.between import LossErrorExperiments, at, record
 from fastgrad.model.end_to_end import DirectionalComparison, LossDerivatives, enter_precise
-from fastgrad.model.operations import SCREEN_ERROR, check_operation
+from fastgrad.model.operations import AT_KINK, SCREEN_ERROR, check_operation
 from fastgrad.model.recorder import Recorder
 from fastgrad.model.step import Step
 from fastgrad.problem.arguments import as_tuple
@@ -33,6 +33,9 @@ from fastgrad.report.settings import Settings
 
 DIRECTIONS = 2
 """Number of random directions of all parameters, for the end-to-end test."""
+
+MOST_OMITTED = 3
+"""Number of operations that were not checked and are named if nothing explains an error."""
 
 
 def check_model(
@@ -76,7 +79,8 @@ def check_model(
     Returns
     -------
     ModelReport
-        `passed` is True if no error was found; `findings` lists the errors, the most probable reason first.
+        `passed` is True if no error was found; `findings` lists the errors, the most probable reason first, and
+        `undecided` what could not be decided, for example at a kink of the loss.
 
     Raises
     ------
@@ -126,19 +130,18 @@ def _checked(step: Step, settings: Settings, limit: int, start: float) -> ModelR
     calls = list(recorder.calls.values())
     operations = [check_operation(call, settings) for call in calls]
     remarks = _remarks(recorder, step)
-    has_wrong = any(one.verdict == "wrong" for one in operations)
-    end_to_end, between = _whole(step, settings, limit, recorder, has_wrong, remarks)
-    if end_to_end.verdict == "wrong" and not has_wrong:
+    end_to_end, between = _whole(step, settings, limit, recorder, operations, remarks)
+    if end_to_end.verdict == "wrong" and not _any_wrong(operations):
         found = [check_operation(other, settings) for call in calls for other in call.others]
         operations += [one for one in found if one.verdict == "wrong"]
         if len(operations) == len(calls):
-            end_to_end, between = _whole(step, settings, limit, recorder, has_wrong, remarks, explains=True)
+            end_to_end, between = _whole(step, settings, limit, recorder, operations, remarks, explains=True)
     operations.sort(key=_order)
     wrong = (one for one in operations if one.verdict == "wrong")
     findings = [Finding("operation", one.detail, one.sites, one.name, (), one.error) for one in wrong]
     findings += [_with_suspect(one, operations) for one in between.findings]
     if end_to_end.verdict != "wrong":
-        remarks += _harmless(recorder, step)
+        remarks += _harmless(recorder, step, findings)
     return ModelReport(
         tuple(findings),
         tuple(operations),
@@ -147,6 +150,7 @@ def _checked(step: Step, settings: Settings, limit: int, start: float) -> ModelR
         step_seconds,
         time.perf_counter() - start,
         environment(device),
+        tuple(dict.fromkeys([*between.undecided, *_not_run(step)])),
     )
 
 
@@ -155,12 +159,16 @@ def _whole(
     settings: Settings,
     limit: int,
     recorder: Recorder,
-    has_wrong: bool,
+    operations: Sequence[Operation],
     remarks: list[str],
     explains: bool = False,
 ) -> tuple[EndToEnd, LossErrorExperiments]:
     """The derivative of the loss, and parameters without a gradient; with explains, also the reason for an error."""
     whole = LossDerivatives(step, settings.seed)
+
+    def compare() -> list[DirectionalComparison]:
+        return [whole.quickly_along(whole.direction(number)) for number in range(DIRECTIONS)]
+
     between = LossErrorExperiments(step, whole, limit)
     with ExitStack() as stack:
         why = enter_precise(step, whole, stack)
@@ -168,14 +176,25 @@ def _whole(
             remarks.append(f"the end-to-end test ran the model in its own dtype, not in double precision: {why}")
         if any(cut.is_intended for cut in recorder.detached):
             stack.enter_context(between.holding_intended_constants())
-        found = [whole.quickly_along(whole.direction(number)) for number in range(DIRECTIONS)]
+        found = compare()
+        if whole.at_kink(found):
+            kinks = [f"{one.name}{at(one.sites[0])}" for one in operations if AT_KINK in one.detail]
+            stack.enter_context(between.next_to_kink(kinks))
+            found = compare()
+        elif all(one.agrees for one in found) and whole.is_stationary():
+            stack.enter_context(between.next_to_stationary_point())
+            found = compare()
         between.look_at_missing()
         wrong: DirectionalComparison | None = next((one for one in found if not one.agrees), None)
         if explains and wrong is not None:
             between.explain(wrong)
-        elif has_wrong and wrong is not None:
+        elif wrong is not None and _any_wrong(operations):
             remarks.append("the gradient of the loss is wrong; check again when the operations are right")
     return whole.result(found), between
+
+
+def _any_wrong(operations: Sequence[Operation]) -> bool:
+    return any(one.verdict == "wrong" for one in operations)
 
 
 def _order(operation: Operation) -> tuple[int, float]:
@@ -185,9 +204,13 @@ def _order(operation: Operation) -> tuple[int, float]:
 
 
 def _with_suspect(finding: Finding, operations: list[Operation]) -> Finding:
-    """An unexplained finding, with the operation whose error within the tolerances is largest."""
+    """An unexplained finding, with operations that were not checked, and the one with the largest allowed error."""
+    if finding.kind != "end to end":
+        return finding
+    omitted = [f"; {one.name} was not checked: {one.detail}" for one in operations if one.verdict == "not checked"]
+    finding = replace(finding, text=finding.text + "".join(omitted[:MOST_OMITTED]))
     worst = max((one for one in operations if one.error is not None), key=lambda one: one.error or 0.0, default=None)
-    if finding.kind != "end to end" or worst is None or not (worst.error or 0.0) > SCREEN_ERROR:
+    if worst is None or not (worst.error or 0.0) > SCREEN_ERROR:
         return finding
     text = f"{finding.text}; within the tolerances, {worst.name} has the largest error, {worst.error:.1e}"
     return replace(finding, text=text, operator=worst.name, sites=worst.sites)
@@ -198,18 +221,24 @@ def _remarks(recorder: Recorder, step: Step) -> list[str]:
         f"{name} is a Function of torch that calls others: only the end-to-end test covers it"
         for name in recorder.foreign
     ]
-    accumulating = [name for name, one in step.model.named_parameters() if torch_private.has_accumulation_hooks(one)]
-    if accumulating:
+    if step.unscaled:
+        names = ", ".join(name or "the model" for name in step.unscaled)
         remarks.append(
-            f"hooks of register_post_accumulate_grad_hook are not run, because no gradient is accumulated: those of "
-            f"{', '.join(accumulating)}"
+            f"scale_grad_by_freq, which divides gradients by design, was switched off during the check: {names}"
         )
     if any(type(module).__name__ == "OptimizedModule" for module in step.model.modules()):
         remarks.append("compiled parts of the model ran operator by operator while they were recorded")
     return remarks
 
 
-def _harmless(recorder: Recorder, step: Step) -> list[str]:
+def _not_run(step: Step) -> list[str]:
+    """What is undecided because it was not run: it could have side effects, such as a step of an optimizer."""
+    names = [name for name, one in step.model.named_parameters() if torch_private.has_accumulation_hooks(one)]
+    text = "hooks of register_post_accumulate_grad_hook, which may change gradients, are not run: those of"
+    return [f"{text} {', '.join(names)}"] if names else []
+
+
+def _harmless(recorder: Recorder, step: Step, findings: Sequence[Finding]) -> list[str]:
     """Remarks about changes that do not affect the gradient of the loss."""
     buffers = {id(buffer) for buffer in step.model.buffers()}
     changed = [one for one in recorder.saved.changed() if id(one.tensor) not in buffers]
@@ -218,7 +247,8 @@ def _harmless(recorder: Recorder, step: Step) -> list[str]:
         "change the gradient of the loss"
         for one in changed
     ]
-    hooks = recorder.hooks.changed()
+    found = [(one.operator, one.sites) for one in findings]
+    hooks = [one for one in recorder.hooks.changed() if (one.name, (one.site,)) not in found]
     return remarks + [
         f"the hook {one.name} of {one.owner} changes gradients by less than the test detects" for one in hooks
     ]

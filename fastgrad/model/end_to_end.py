@@ -37,6 +37,9 @@ SMALLEST_MOVE = 1e-2
 LARGE_MOVE = 0.5
 """Large step of parameters, relative to their size, which also changes values that are rounded to integers."""
 
+NEXT_TO = 0.1
+"""Distance by which parameters at a kink of the loss are moved, relative to their sizes."""
+
 DEPENDS = 256.0
 """Least difference of two losses, in units of rounding, that shows a dependence."""
 
@@ -150,11 +153,34 @@ class LossDerivatives:
 
     def _difference(self, vectors: Sequence[Tensor | None], by: float) -> tuple[float, float]:
         """The central difference, and the size of the loss."""
-        losses = []
-        for sign in (by, -by):
-            with self._step.moved(vectors, sign):
-                losses.append(float(self._step.loss().detach()))
+        losses = self._loss_at(vectors, by), self._loss_at(vectors, -by)
         return (losses[0] - losses[1]) / (2 * by), abs(losses[0]) + abs(losses[1])
+
+    def _loss_at(self, vectors: Sequence[Tensor | None], by: float) -> float:
+        with self._step.moved(vectors, by):
+            return float(self._step.loss().detach())
+
+    def at_kink(self, found: Sequence[DirectionalComparison]) -> bool:
+        """Whether the loss has no derivative where it seems wrong: along such directions, or parameters without one."""
+        missing = self.missing()
+        suspects = [one.vectors for one in found if not one.agrees] + ([self.only(missing)] if missing else [])
+        return any(map(self.has_kink, suspects))
+
+    def has_kink(self, vectors: Sequence[Tensor | None]) -> bool:
+        """Whether the one-sided derivatives along a direction differ, by the same amount for a smaller step."""
+        gaps = []
+        for step in self._steps():
+            left, middle, right = (self._loss_at(vectors, by) for by in (-step, 0.0, step))
+            size = max(abs(right - middle), abs(middle - left)) / step
+            noise = self._rounding(abs(left) + abs(right), step)
+            gaps.append(abs(left - 2 * middle + right) / step)
+            if not gaps[-1] > ALLOWED.get(self.dtype, ALLOWED[torch.float32]) * size + 8 * noise:
+                return False
+        return gaps[0] / 2 < gaps[1] < 2 * gaps[0]
+
+    def next_to(self) -> list[Tensor | None]:
+        """A small random step of all parameters, away from a kink."""
+        return [self._uniform(i, 2) * NEXT_TO for i in range(len(self._step.parameters))]
 
     def moves(self, which: Sequence[int]) -> bool:
         """Whether the loss depends on some parameters, for a small or a large step."""
@@ -181,6 +207,11 @@ class LossDerivatives:
     def missing(self) -> list[int]:
         """The parameters without a gradient, or with a zero gradient."""
         return [i for i, g in enumerate(self.gradients) if g is None or not bool(g.any())]
+
+    def is_stationary(self) -> bool:
+        """Whether gradients are rightly zero although the loss depends on these parameters: in second order."""
+        zero = [i for i in self.missing() if self.gradients[i] is not None]
+        return bool(zero) and self.moves(zero) and self.along(self.only(zero)).agrees
 
     def result(self, found: Sequence[DirectionalComparison]) -> EndToEnd:
         """The result for the report."""

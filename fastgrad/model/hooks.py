@@ -24,6 +24,7 @@ class Hook:
     owner: str
     site: Site
     changed: bool = False
+    returned_zero: bool = False
 
 
 class HookWatch:
@@ -100,6 +101,8 @@ class HookWatch:
             originals = kept[: len(torch_private.tensors_in(given))]
             if not wrote and len(returned) == len(originals) and all(map(_same, returned, originals)):
                 return result
+            is_zero = not any(bool(one.any()) for one in returned)
+            seen.returned_zero = is_zero and (seen.returned_zero or not seen.changed)
             seen.changed = True
             if not self._mutes:
                 return result

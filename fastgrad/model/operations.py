@@ -17,7 +17,7 @@ from fastgrad.core.random import SKETCH_COTANGENTS, SKETCH_DIRECTIONS, RandomSta
 from fastgrad.engines.sketch import directional_differences
 from fastgrad.lowprecision.reference import without_autocast
 from fastgrad.lowprecision.rounding import DOUBLE
-from fastgrad.model.recorder import Call
+from fastgrad.model.recorder import Call, padding_row
 from fastgrad.model.step import as_double
 from fastgrad.problem.arguments import as_tuple
 from fastgrad.problem.problem import Problem
@@ -46,6 +46,9 @@ FEWER = 8
 
 ON_FEWER_ROWS = "v^T J u agrees for all rows; only the first rows were checked in full"
 """The text for such an operation in the table."""
+
+AT_KINK = "at its inputs, differences do not agree, as at a kink or a jump; checked next to its inputs"
+"""The text for an operation that was checked at moved inputs."""
 
 
 @dataclass
@@ -97,7 +100,8 @@ def _checked(
             return replace(operation, verdict="right", detail="none of its results requires grad", error=0.0)
         if not call.is_custom and not screen.agrees and math.isfinite(screen.scale):
             moved = _screened(func, _moved(leaves, settings), settings)
-            screen = moved if moved is not None and moved.agrees else screen
+            if moved is not None and moved.agrees:
+                screen, operation = moved, replace(operation, detail=AT_KINK)
         operation = replace(operation, error=screen.error, evaluations=screen.evaluations, vjps=screen.vjps)
         if screen.agrees and not call.is_custom:
             return replace(operation, verdict="right")
@@ -107,7 +111,8 @@ def _checked(
     # If all entries are much smaller than atol, for example those of a mean, no error would exceed atol: reduce atol.
     scale = min(1.0, screen.scale) if screen is not None and screen.scale > 0 else 1.0
     report = _report(func, leaves, settings, scale)
-    if report.failure is not None and report.failure.trouble in ("kink", "discontinuity"):
+    is_at_kink = report.failure is not None and report.failure.trouble in ("kink", "discontinuity")
+    if is_at_kink:
         report = _report(func, _moved(leaves, settings), settings, scale)
     verdict = "right"
     if not report.passed and report.verdict != "not converged":
@@ -120,7 +125,7 @@ def _checked(
     return replace(
         operation,
         verdict=verdict,
-        detail="; ".join(filter(None, (said, fewer and ON_FEWER_ROWS))),
+        detail="; ".join(filter(None, (said, fewer and ON_FEWER_ROWS, AT_KINK if is_at_kink else ""))),
         evaluations=operation.evaluations + report.evaluations,
         vjps=operation.vjps + report.vjps,
         report=report,
@@ -233,6 +238,9 @@ def _replay(call: Call, double: bool) -> tuple[list[Tensor], Callable[..., Any]]
     fixed = {i: ~leaf.detach().isfinite() for i, leaf in leaves.items()}
     fixed = {i: mask for i, mask in fixed.items() if bool(mask.any())}
     unbounded: dict[int, Tensor | None] = {}
+    padding = None
+    if not call.is_custom and call.rebuild is not None:
+        padding = padding_row(call.target, *call.rebuild(iter(values)))
 
     def replayed(*given: Tensor) -> Any:
         """The operation."""
@@ -250,6 +258,8 @@ def _replay(call: Call, double: bool) -> tuple[list[Tensor], Callable[..., Any]]
             args, kwargs = as_double(args), as_double(kwargs)
         with without_autocast(), torch.enable_grad():
             result = call.target.apply(*args) if call.is_custom else call.target(*args, **kwargs)
+        if padding is not None:  # this row gets no gradient by design
+            result = torch.where((args[1] == padding).unsqueeze(-1), values[0][padding], result)
         results = as_tuple(result)
         # Further results of operators, for example the statistics of a norm, may have no derivatives.
         if len(results) > 1 and call.used and not call.used >= set(range(len(results))):

@@ -19,18 +19,26 @@ _STEP = f"{PACKAGE}model/step.py"
 _TORCH = torch.__file__.removesuffix("__init__.py")
 """The directory of torch's code."""
 
+_WITH_CONSTANTS = {
+    f"{_TORCH}nn/utils/parametrizations.py": "",
+    f"{_TORCH}nn/utils/spectral_norm.py": "",
+    f"{_TORCH}nn/functional.py": "_no_grad_embedding_renorm_",
+}
+"""Code of torch that holds values constant on purpose: files, and how names of functions begin. None of it calls code
+of the user, which would have no frame of its own if it is implemented in C++."""
+
 
 class Places:
     """The modules of a model that run, the innermost last: its methods are hooks of all modules."""
 
     def __init__(self, model: Module) -> None:
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._path: list[tuple[str, bool]] = []
+        self._path: list[tuple[str, FrameType | None, bool]] = []  # name, the user's code that called it, grad mode
 
     def enter(self, module: Module, args: Any) -> None:
         """Called before a module runs."""
-        is_torchs = type(module).__module__.startswith("torch.") and torch.is_grad_enabled()
-        self._path.append((self._names.get(id(module), f"<{type(module).__name__}>"), is_torchs))
+        name = self._names.get(id(module), f"<{type(module).__name__}>")
+        self._path.append((name, _user_frame(), torch.is_grad_enabled()))
 
     def leave(self, module: Module, args: Any, output: Any) -> None:
         """Called after a module has run."""
@@ -46,23 +54,41 @@ class Places:
         site = self.site()
         return site.source or site.module or "an unknown place"
 
-    def in_module_of_torch(self) -> bool:
-        """Whether a module of torch runs, whose detached values are intentional."""
-        return bool(self._path) and self._path[-1][1]
+    @hidden_from_dynamo
+    def holds_constants(self) -> bool:
+        """Whether code of torch runs that holds values constant on purpose.
+
+        No code of the user may run within the module, such as a hook or an activation, or have disabled gradients
+        around it.
+        """
+        if not self._path or not self._path[-1][2] or self._path[-1][1] is not _user_frame():
+            return False
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
+            frame = frame.f_back
+        if frame is None or frame.f_code.co_filename not in _WITH_CONSTANTS:
+            return False
+        return frame.f_code.co_name.startswith(_WITH_CONSTANTS[frame.f_code.co_filename])
+
+
+def _user_frame() -> FrameType | None:
+    """The innermost frame of the model that is neither torch's nor fastgrad's; None if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file == _STEP and frame.f_code.co_name == "loss":
+            return None  # the caller of fastgrad is not a part of the model
+        if not file.startswith((PACKAGE, _TORCH, "<frozen")):
+            return frame
+        frame = frame.f_back
+    return None
 
 
 @hidden_from_dynamo
 def caller() -> str:
     """File and line of the innermost frame that is neither torch's nor fastgrad's; empty if there is none."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if file == _STEP and frame.f_code.co_name == "loss":
-            return ""  # the caller of fastgrad is not a line of the model
-        if not file.startswith((PACKAGE, _TORCH, "<frozen")):
-            return f"{short(file)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
+    frame = _user_frame()
+    return "" if frame is None else f"{short(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def short(file: str) -> str:

@@ -89,7 +89,7 @@ class DetachedPath:
     alias: weakref.ref[Tensor] | None
     """Its only result."""
     is_intended: bool
-    """Whether a module of torch does this intentionally, for example spectral norm."""
+    """Whether torch does this on purpose, for example in spectral norm, or for the padding row of an embedding."""
 
 
 class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
@@ -191,19 +191,16 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
         if call is not None and call.count == 1 and not _has_derivative(func, outputs):
             del self.calls[next(reversed(self.calls))]
             call = None
-        stops = mask and not self._inside and self._stops(func, outputs, recording, needs_grad, lost)
-        if stops:
-            alias = weakref.ref(outputs[0]) if len(outputs) == 1 else None
-            self.detached.append(
-                DetachedPath(
-                    self.saved.events,
-                    full_name(func),
-                    self.places.site(),
-                    mask,
-                    alias,
-                    self.places.in_module_of_torch(),
-                )
-            )
+        if mask and not self._inside:
+            if self._stops(func, outputs, recording, needs_grad, lost):
+                alias = weakref.ref(outputs[0]) if len(outputs) == 1 else None
+                self._note_detached(func, mask, alias, self.places.holds_constants())
+            elif (
+                recording
+                and (padding := padding_row(func, args, kwargs)) is not None
+                and bool((args[1] == padding).any())
+            ):
+                self._note_detached(func, mask, None, is_intended=True)
         if func._schema.is_mutable and tensors:
             where = f"{_name_of(func)} at {self.places.text()}"
             self.saved.note_writes(torch_private.tensors_in(_written(func, args, kwargs)), where)
@@ -212,6 +209,10 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
         self.saved.events += 1
         self._look(lambda: f"{_name_of(func)} at {self.places.text()}")
         return result
+
+    def _note_detached(self, func: Any, mask: int, alias: weakref.ref[Tensor] | None, is_intended: bool) -> None:
+        path = DetachedPath(self.saved.events, full_name(func), self.places.site(), mask, alias, is_intended)
+        self.detached.append(path)
 
     def _stops(self, func: Any, outputs: Sequence[Tensor], recording: bool, needs_grad: bool, lost: bool) -> bool:
         """Whether the recording of values that depend on parameters ends at this event."""
@@ -318,8 +319,10 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
             call.random = True
         else:
             call.random = torch.Tag.nondeterministic_seeded in target.tags
-            numbers = rebuild(iter(range(len(tensors)))) if rebuild is not None else ((), {})
-            call.written = {number for number in _written(target, *numbers) if isinstance(number, int)}
+            args, kwargs = rebuild(iter(range(len(tensors)))) if rebuild is not None else ((), {})
+            call.written = {number for number in _written(target, args, kwargs) if isinstance(number, int)}
+            if target.namespace == "aten" and _argument(target, args, kwargs, "scale_grad_by_freq"):
+                call.omitted = "scale_grad_by_freq: by design, its gradient is not the derivative"
         return call
 
     def _pack(self, tensor: Tensor) -> Saved:
@@ -351,6 +354,20 @@ def full_name(func: Any) -> str:
 def _has_derivative(func: Any, outputs: Sequence[Tensor]) -> bool:
     """Whether an operator returns floating numbers that depend on its inputs."""
     return _name_of(func) not in _ONLY_SHAPES and any(one.is_floating_point() or one.is_complex() for one in outputs)
+
+
+def padding_row(func: Any, args: Any, kwargs: Mapping[str, Any]) -> int | None:
+    """The row of an embedding's weight that gets no gradient by design; None for other operators."""
+    row = _argument(func, args, kwargs, "padding_idx") if func is torch.ops.aten.embedding.default else None
+    return row if row is not None and row >= 0 else None
+
+
+def _argument(func: Any, args: Any, kwargs: Mapping[str, Any], name: str) -> Any:
+    """The value of an operator's argument; None if it has no such argument."""
+    for number, one in enumerate(func._schema.arguments):
+        if one.name == name:
+            return args[number] if number < len(args) else kwargs.get(name, one.default_value)
+    return None
 
 
 def _is_detach(func: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Embedding, EmbeddingBag, Module
 from torch.overrides import TorchFunctionMode
 
 from fastgrad.core import torch_private
@@ -36,6 +36,8 @@ class Step:
         The parameters that require grad and their names. A shared parameter occurs once.
     evaluations
         Calls of the model.
+    unscaled
+        Modules with ``scale_grad_by_freq``, by name. It is switched off, because it divides gradients by design.
     around
         Makes a context for each call of the model and the loss.
     """
@@ -59,6 +61,11 @@ class Step:
         self._modules = [(module, module.training) for module in model.modules()]
         self._slots = [(module, dict(module._buffers)) for module in model.modules()]
         self._values = self._copied()
+        self.unscaled = {
+            name: module
+            for name, module in model.named_modules()
+            if type(module).forward in (Embedding.forward, EmbeddingBag.forward) and module.scale_grad_by_freq
+        }
         owners: list[Any] = [*model.parameters(), *model.modules()]
         self._hooks = [
             (owner, name, table, None if table is None else dict(table))
@@ -67,6 +74,8 @@ class Step:
         ]
 
     def __enter__(self) -> Step:
+        for module in self.unscaled.values():
+            module.scale_grad_by_freq = False
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -77,6 +86,8 @@ class Step:
             raise
 
     def _restore(self) -> None:
+        for module in self.unscaled.values():
+            module.scale_grad_by_freq = True
         self.reset()
         self._kept.restore()
         self._buffers.restore(thoroughly=True)

@@ -29,6 +29,8 @@ class ModelReport(ModelReportData, Result):
         Time of the whole check.
     environment
         Versions and device.
+    undecided
+        What could not be decided, except for operations; the verdict is then not "passed".
 
     Examples
     --------

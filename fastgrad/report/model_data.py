@@ -159,6 +159,7 @@ class ModelReportData(EqualByContent):
     step_seconds: float
     seconds: float
     environment: Environment
+    undecided: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -170,8 +171,8 @@ class ModelReportData(EqualByContent):
         """The verdict; undecided if no error was found but something could not be decided."""
         if self.findings:
             return "failed"
-        open_ = self.end_to_end.verdict == "undecided" or any(one.verdict == "undecided" for one in self.operations)
-        return "undecided" if open_ else "passed"
+        parts = (self.end_to_end.verdict, *(one.verdict for one in self.operations))
+        return "undecided" if self.undecided or "undecided" in parts else "passed"
 
     def to_dict(self) -> dict[str, Any]:
         """The report as numbers, strings, lists and dicts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 
 from fastgrad.report import html, model_text
@@ -33,7 +34,12 @@ def fragment(report: ModelReportData) -> str:
         html.section("End to end", f"<p>{escape(model_text.end_to_end_line(report.end_to_end))}</p>"),
         html.section("Operations by error", tables[0]),
         html.section("Operations by cost", tables[1]),
-        html.section("Remarks", "".join(f"<p>{escape(one)}</p>" for one in report.remarks)) if report.remarks else "",
+        *(_sentences(name, some) for name, some in (("Undecided", report.undecided), ("Remarks", report.remarks))),
         html.section("Cost", f"<p>{escape(model_text.cost_line(report))}</p>"),
     ]
     return html.article(report.verdict, model_text.headline(report), sections)
+
+
+def _sentences(name: str, sentences: Sequence[str]) -> str:
+    """A section of sentences; empty if there are none."""
+    return html.section(name, "".join(f"<p>{escape(one)}</p>" for one in sentences)) if sentences else ""

@@ -37,6 +37,7 @@ def summary(report: ModelReportData) -> str:
         lines.append(f"    {'  '.join(padded).rstrip()}")
     if len(report.operations) > MOST_ROWS:
         lines.append(f"    and {len(report.operations) - MOST_ROWS} more")
+    lines += [f"  undecided   {one}" for one in report.undecided]
     lines += [f"  remark      {remark}" for remark in report.remarks]
     lines.append(f"  cost        {cost_line(report)}")
     return "\n".join(lines)

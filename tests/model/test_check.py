@@ -245,10 +245,81 @@ def test_a_parameter_that_the_loss_does_not_depend_on_is_a_remark() -> None:
     assert report.remarks == ("unused gets no gradient, and the loss does not depend on it",)
 
 
-def test_constants_that_modules_of_torch_make_are_meant() -> None:
-    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 6)), nn.Tanh())
+class OwnLinear(nn.Linear):
+    """A subclass."""
+
+
+@pytest.mark.parametrize("linear", [nn.Linear, OwnLinear])
+@pytest.mark.parametrize("spectral_norm", [nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm])
+def test_constants_that_torch_makes_are_meant(spectral_norm: Any, linear: type[nn.Linear]) -> None:
+    model = nn.Sequential(spectral_norm(linear(4, 6)), nn.Tanh())
     report = check_model(model, torch.randn(8, 4), squared)
     assert report.verdict == "passed", str(report)
+    assert any("have no gradient by design" in remark for remark in report.remarks)
+    model[0].register_forward_hook(lambda module, args, output: half_detached(output))
+    assert check_model(model, torch.randn(8, 4), squared).findings[0].kind == "detached"
+
+
+def test_a_module_of_torch_that_runs_without_gradients_is_not_meant() -> None:
+    linear = nn.utils.spectral_norm(nn.Linear(4, 4))
+    model = Calls(lambda x: linear(x) * torch.no_grad()(linear)(x))
+    model.inner = linear
+    assert check_model(model, torch.randn(8, 4), squared).findings[0].kind == "detached"
+
+
+Rejoined = Callable[[Tensor], Tensor]
+
+
+def half_detached(output: Tensor) -> Tensor:
+    return output.detach() / 2 + output / 2
+
+
+def half_without_grad(output: Tensor) -> Tensor:
+    with torch.no_grad():
+        half = output / 2
+    return half + output / 2
+
+
+def times_its_mean(output: Tensor) -> Tensor:
+    return output * output.detach().mean().item()
+
+
+def perceptron() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+
+@pytest.mark.parametrize("function", [half_detached, half_without_grad, times_its_mean])
+@pytest.mark.parametrize("before", [False, True])
+def test_a_forward_hook_on_a_module_of_torch_is_not_by_design(function: Rejoined, before: bool) -> None:
+    model = perceptron()
+    if before:
+        model[2].register_forward_pre_hook(lambda module, args: function(*args))
+    else:
+        model[0].register_forward_hook(lambda module, args, output: function(output))
+    report = check_model(model, torch.randn(10, 8), squared)
+    assert [finding.kind for finding in report.findings] == ["detached"]
+    assert report.findings[0].sites[0].source.startswith("model/test_check.py:")
+
+
+class Encoder(nn.Module):
+    """A layer of a transformer with some activation."""
+
+    def __init__(self, activation: Rejoined) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(8, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, activation, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(self.linear(x)[None])
+        return y.sin()
+
+
+@pytest.mark.parametrize("activation", [half_detached, torch.detach, torch.no_grad()(F.softplus)])
+def test_a_function_that_a_module_of_torch_calls_is_not_by_design(activation: Rejoined) -> None:
+    report = check_model(Encoder(activation), torch.randn(10, 8), squared)
+    assert {finding.kind for finding in report.findings} == {"detached"}, str(report)
 
 
 def test_the_report_as_text_data_and_page() -> None:
@@ -313,12 +384,21 @@ def test_a_loss_that_differs_from_call_to_call_blames_no_parameter() -> None:
     )
 
 
-def test_hooks_after_accumulation_are_mentioned() -> None:
+def doubles_gradient(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(2)
+
+
+def test_with_hooks_after_accumulation_the_verdict_is_undecided() -> None:
     model = nn.Linear(4, 4)
-    model.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    model.weight.register_post_accumulate_grad_hook(doubles_gradient)
     report = check_model(model, torch.randn(8, 4), squared)
-    assert report.passed
-    assert any("register_post_accumulate_grad_hook are not run" in text for text in report.remarks)
+    assert report.verdict == "undecided"
+    text = "hooks of register_post_accumulate_grad_hook, which may change gradients, are not run: those of weight"
+    assert report.undecided == (text,)
+    assert text in str(report)
+    assert text in report.to_html()
+    assert report.to_dict()["undecided"] == [text]
 
 
 class Scaled(nn.Module):
@@ -344,3 +424,152 @@ def test_parameters_that_a_norm_and_a_sum_cancel_are_no_finding(dtype: torch.dty
         model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).to(dtype)
         report = check_model(model, torch.randn(8, 8).to(dtype), lambda y: y.sum())
         assert report.passed, str(report)
+
+
+def test_a_hook_that_returns_zeros_is_named() -> None:
+    model = perceptron()
+    model[0].weight.register_hook(lambda gradient: 0 * gradient)
+    model[2].weight.register_hook(lambda gradient: 2 * gradient)
+    report = check_model(model, torch.randn(10, 8), squared)
+    found = [(finding.kind, finding.sites[0].module, finding.parameters) for finding in report.findings]
+    assert found == [("hook", "0", ("0.weight",)), ("hook", "2", ("2.weight",))]
+    assert "of 0.weight makes gradients zero; without the hook they agree with differences" in report.findings[0].text
+    assert not report.remarks
+
+
+def test_no_remark_belittles_a_hook_that_is_a_finding() -> None:
+    model = perceptron()
+    model[0].weight.register_hook(lambda gradient: 0 * gradient)
+    report = check_model(model, torch.randn(10, 8), squared)
+    assert [finding.kind for finding in report.findings] == ["hook"]
+    assert not report.remarks
+
+
+def test_a_hook_is_not_blamed_for_a_detached_path() -> None:
+    model = Calls(half_detached)
+    model.register_parameter("scale", nn.Parameter(torch.ones(4)))
+    model.function = lambda x: x * model.scale.detach()
+    model.linear.weight.register_hook(lambda gradient: 0 * gradient)
+    report = check_model(model, torch.randn(8, 4), squared)
+    found = [(finding.kind, finding.parameters) for finding in report.findings]
+    assert found == [("hook", ("linear.weight",)), ("detached", ("scale",))]
+
+
+TOKENS = torch.tensor([[0, 1, 2], [3, 0, 0]])
+
+
+class Tied(nn.Module):
+    """An embedding by a function, and a linear map with the same weight."""
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__()
+        self.weight, self.keywords = nn.Parameter(torch.randn(10, 4)), keywords
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return (F.embedding(tokens, self.weight, **self.keywords) @ self.weight.T).tanh()
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_the_padding_row_of_an_embedding_is_held_constant(sparse: bool) -> None:
+    embedding = nn.Embedding(10, 4, padding_idx=0, sparse=sparse)
+    report = check_model(nn.Sequential(embedding, nn.Linear(4, 4), nn.Tanh()), TOKENS, squared)
+    assert report.verdict == "passed", str(report)
+    assert any("padding_idx), in 0" in remark for remark in report.remarks)
+    assert all(one.verdict == "right" for one in report.operations)
+    assert check_model(Tied(padding_idx=0), TOKENS, squared).verdict == "passed"
+
+
+def test_padding_hides_no_other_error() -> None:
+    model = nn.Sequential(nn.Embedding(10, 4, padding_idx=0), nn.Tanh())
+    model[0].register_forward_hook(lambda module, args, output: half_detached(output))
+    assert check_model(model, TOKENS, squared).findings[0].kind == "detached"
+
+
+def test_gradients_that_are_divided_by_frequencies_are_not_accused() -> None:
+    model = nn.Sequential(nn.Embedding(10, 4, scale_grad_by_freq=True), nn.Tanh())
+    report = check_model(model, TOKENS, squared)
+    assert report.verdict == "passed", str(report)
+    assert any(
+        "scale_grad_by_freq, which divides gradients by design, was switched off" in one for one in report.remarks
+    )
+    assert model[0].scale_grad_by_freq is True
+    first = check_model(Tied(scale_grad_by_freq=True), TOKENS, squared).findings[0]
+    assert first.kind == "end to end"
+    reason = "scale_grad_by_freq: by design, its gradient is not the derivative"
+    assert f"aten.embedding was not checked: {reason}" in first.text
+
+
+def zeroed(module: Any) -> Any:
+    for parameter in module.parameters():
+        nn.init.zeros_(parameter)
+    return module
+
+
+def zero_bias_and_zero_row() -> tuple[nn.Module, Tensor]:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    nn.init.zeros_(model[0].bias)
+    return model, torch.cat([torch.randn(5, 8), torch.zeros(1, 8)])
+
+
+AT_KINKS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    "padding row": zero_bias_and_zero_row,
+    **{
+        type(act).__name__: lambda act=act: (  # type: ignore[misc]
+            nn.Sequential(zeroed(nn.Linear(8, 8)), act, nn.Linear(8, 1)),
+            torch.randn(6, 8),
+        )
+        for act in (nn.ReLU(), nn.LeakyReLU(), nn.Hardtanh(0, 1), nn.PReLU())
+    },
+    **{
+        type(norm).__name__: lambda norm=norm: (  # type: ignore[misc]
+            nn.Sequential(nn.Linear(8, 8), zeroed(norm), nn.ReLU(), nn.Linear(8, 1)),
+            torch.randn(6, 8),
+        )
+        for norm in (nn.BatchNorm1d(8), nn.LayerNorm(8))
+    },
+}
+
+
+@pytest.mark.parametrize("name", AT_KINKS)
+def test_a_kink_of_the_loss_is_named(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = AT_KINKS[name]()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    report = check_model(model, x, squared)
+    assert report.verdict == "undecided", str(report)
+    assert report.undecided[0].startswith("the loss has a kink at the parameters (probably that of aten.")
+    assert " in 1" in report.undecided[0] or " in 2" in report.undecided[0]
+    assert report.end_to_end.verdict == "right"
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def test_a_kink_hides_no_error() -> None:
+    torch.manual_seed(0)
+    model, x = zero_bias_and_zero_row()
+    model[2].register_forward_hook(lambda module, args, output: half_detached(output))  # type: ignore[index]
+    report = check_model(model, x, squared)
+    assert [finding.kind for finding in report.findings] == ["detached"]
+
+
+def test_a_zero_gradient_at_a_stationary_point_is_right() -> None:
+    model = nn.Sequential(zeroed(nn.Linear(4, 4)), nn.ReLU())
+    report = check_model(model, torch.randn(8, 4), squared)
+    assert report.verdict == "passed", str(report)
+    model[1].register_forward_hook(lambda module, args, output: half_detached(output))
+    assert check_model(model, torch.randn(8, 4), squared).findings[0].kind == "detached"
+
+
+def test_an_operator_of_the_user_has_no_padding_row() -> None:
+    @torch.library.custom_op("fastgrad_tests::embedding", mutates_args=())
+    def embedding(weight: Tensor, tokens: Tensor, padding_idx: int) -> Tensor:
+        return weight[tokens]
+
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        found = torch.zeros_like(ctx.saved_tensors[0]).index_put_((ctx.saved_tensors[1],), gradient, accumulate=True)
+        found[0] = 0
+        return found, None, None
+
+    embedding.register_autograd(backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:2]))
+    model = Tied()
+    model.forward = lambda tokens: embedding(model.weight, tokens, 0).tanh()  # type: ignore[method-assign]
+    assert check_model(model, TOKENS, squared).findings[0].operator == "fastgrad_tests_embedding"
