@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 
 from fastgrad.core.errors import raise_if_transient, raise_unless_of_func
 from fastgrad.core.precision import ROUNDING, spacing
+from fastgrad.core.tensors import near
 from fastgrad.problem.coordinates import block_with, per_coordinate
 from fastgrad.problem.problem import Problem
 
@@ -68,6 +69,9 @@ LEAST_JUMP_STEPS = 6
 FINEST_STEPS = 4
 """Number of smallest steps whose scatter measures the noise of func."""
 
+ISOLATED = 16.0
+"""Distance of a slope from its neighbors beyond which its step is measured again, in units of rounding per step."""
+
 AT_ONCE = 1 << 16
 """Number of output values, for several steps, that are held at a time."""
 
@@ -93,8 +97,8 @@ class Refinement:
     moves
         By how much at_eps may differ from run to run, because of rounding inside func: float64, shape (entries,).
     drift
-        By how much func's values at x differed before and after these measurements, divided by the width of the
-        difference at eps: float64, shape (entries,).
+        By how much values of func that were evaluated twice differ, divided by the width of the difference at eps:
+        float64, shape (entries,).
     doubtful
         Whether func is straight at steps of eps and larger, with another slope than `values`, so that `values`
         come from rounding inside func: bool, shape (entries,).
@@ -147,8 +151,8 @@ class Measured:
     left, right, at_eps
         One-sided and central differences with the step eps: float64, shape (entries,).
     drift
-        The modulus of the change of func's values at x during the measurements: float64, shape (entries,). Zero after
-        quick measurements.
+        By how much values of func differ that were evaluated twice, at x and at isolated steps: float64, shape
+        (entries,). Zero after quick measurements.
     eps
         The step of left, right and at_eps.
     ratio
@@ -199,7 +203,7 @@ def measured(
     largest = QUICK_RATIO * eps * block.step * torch.ones_like(x) if quickly else LARGEST_STEP * x.clamp(min=1.0)
     # An x that is infinite or NaN takes no step.
     largest = torch.where(x.isfinite(), largest, 0.0)
-    steps, widths, changes, bends = [], [], [], []
+    steps, widths, changes, bends, points = [], [], [], [], []
     for taken, powers in _runs(largest, smallest, ratio, QUICK_STEPS if quickly else None):
         displacement[where] = torch.where(taken, largest, 0.0)
         scales = [ratio**-power for power in powers]
@@ -207,6 +211,7 @@ def measured(
             if pair is None:
                 continue  # the point may be outside of func's domain; with a smaller step it may be inside
             plus, minus = pair
+            points.append((taken, scale))
             steps.append((scale * largest)[owner])
             widths.append(problem.realized_width(displacement, scale)[where][owner])
             changes.append(plus - minus)
@@ -217,7 +222,29 @@ def measured(
     drift = torch.zeros_like(base)
     if not quickly:
         drift = (problem.evaluate(record_graph, torch.zeros_like(displacement))[outputs] - base).abs()
+        for step in _isolated(found[1], found[2], rounding):
+            displacement[where] = torch.where(points[step][0], largest, 0.0)
+            (pair,) = _pairs(problem, record_graph, displacement, [points[step][1]], outputs)
+            if pair is not None:
+                again = pair[0] - pair[1]
+                drift = torch.where(near(again, changes[step], drift), drift, (again - changes[step]).abs())
     return Measured(rounding, left, right, at_eps, drift, eps * block.step, ratio, *found)
+
+
+def _isolated(widths: Tensor, changes: Tensor, rounding: Tensor) -> list[int]:
+    """The steps at which the slope of an entry is far from those of the next larger and the next smaller step.
+
+    Not even a kink or a jump has such a slope, but a value that func returned only once does. All have shape (steps,
+    entries), rounding (entries,).
+    """
+    if len(widths) < 3:
+        return []
+    slopes = changes / widths
+    larger, slope, smaller = slopes[:-2], slopes[1:-1], slopes[2:]
+    nearest = torch.minimum((slope - larger).abs(), (slope - smaller).abs())
+    usual = 2 * (larger - smaller).abs() + ISOLATED * rounding / widths[2:]
+    alone = ~(nearest <= usual) & larger.isfinite() & smaller.isfinite()
+    return [1 + int(step) for step in alone.any(1).nonzero()]
 
 
 def _runs(largest: Tensor, smallest: Tensor, ratio: float, most: int | None) -> list[tuple[Tensor, range]]:

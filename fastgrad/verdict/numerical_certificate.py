@@ -158,6 +158,10 @@ _Excluded = tuple[Tensor, Tensor]
 """Outputs that are examined separately (bool, shape (m,)), and the columns that are measured one by one."""
 
 
+_Taken = tuple[Callable[[], Differences], int]
+"""How to measure differences again, and the checksum of their derivatives."""
+
+
 class NumericalCertificate:
     """Certifies that no entry of func lies outside a pattern, and that the entries on it are those of func.
 
@@ -305,7 +309,7 @@ class NumericalCertificate:
         bounds = torch.full((2, *size), torch.inf, dtype=torch.float64, device=self._problem.device)
         refuted = torch.zeros_like(bounds)
         steps = [1.0]
-        taken: list[tuple[Callable[[], Differences], int]] = []
+        taken: list[_Taken] = []
         times, refuting = torch.ones_like(self._base), torch.zeros_like(self._base)
         while steps:
             step = steps.pop(0)
@@ -331,8 +335,9 @@ class NumericalCertificate:
                 break
             if step == 1.0:
                 steps += [*SMALLER, *LARGER] if unexplained else [*LARGER, *SMALLER]
-            elif analytical is not None and excluded is None and self._is_soon_separated(hiding):
-                break
+            elif analytical is not None and excluded is None:
+                if self._separable_columns(hiding.nonzero().reshape(-1), SOON_SEPARATED) is not None:
+                    break
         self._repeat(taken)
         self._explained_to(known.masked_fill(rows, 0.0) / self._margin, excluded)
         worst_first = rows.nonzero().reshape(-1)[refuted[0][rows].argsort(descending=True)]
@@ -340,10 +345,6 @@ class NumericalCertificate:
         self._count, self._excluded = count, excluded
         self._against = (self.values, self._entry_rounding) if analytical is None else (analytical, None)
         return worst_first.tolist()
-
-    def _is_soon_separated(self, outputs: Tensor) -> bool:
-        """Whether measuring the columns of outputs (bool, shape (m,)) costs less than the remaining steps."""
-        return self._separable_columns(outputs.nonzero().reshape(-1), SOON_SEPARATED) is not None
 
     def _separable_columns(self, rows: Tensor, most: int) -> Tensor | None:
         """The columns of some rows; None if there are more than `most` rows or columns, or a block is complex."""
@@ -468,11 +469,8 @@ class NumericalCertificate:
             differences.sizes = None
         return differences
 
-    def _repeat(self, taken: Iterable[tuple[Callable[[], Differences], int]]) -> None:
-        """Repeats differences that decided nothing, and notes it if func's values have changed.
-
-        taken: how to measure the differences again, and the checksum of the derivatives.
-        """
+    def _repeat(self, taken: Iterable[_Taken]) -> None:
+        """Repeats differences that decided nothing, and notes it if func's values have changed."""
         for measure, before in taken:
             if _change(measure, before, self._settings, self._base):
                 self._look.irreproducible.append(ALONG_DIRECTION)
